@@ -1,0 +1,5 @@
+"""PyTorch implementations of every operator, for any device: the meaning of each, vectorised."""
+
+from quire_kernels.reference import attention, cache, elementwise
+
+__all__ = ["attention", "cache", "elementwise"]

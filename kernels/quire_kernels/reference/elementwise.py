@@ -1,0 +1,49 @@
+"""Norms, rotary embedding and gated activations."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from quire_kernels.registry import implementation
+
+
+@implementation("rms_norm", "reference")
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.rms_norm` and `ops.add_rms_norm`; the sum, or x itself without a residual, comes second."""
+    if residual is not None:
+        x = x + residual
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * scaled.to(x.dtype), x
+
+
+@implementation("rope", "reference")
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """See `ops.rope`."""
+    half = cos.shape[-1]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    # The products are float32 because cos and sin are; the assignment rounds once.
+    out[..., :half] = first * cos - second * sin
+    out[..., half : 2 * half] = second * cos + first * sin
+    if rest.shape[-1]:
+        out[..., 2 * half :] = rest
+    return out
+
+
+@implementation("silu_mul", "reference")
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `ops.silu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@implementation("gelu_mul", "reference")
+def gelu_mul(gate_up: torch.Tensor, approximate: str) -> torch.Tensor:
+    """See `ops.gelu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate=approximate) * up

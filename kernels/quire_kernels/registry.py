@@ -1,0 +1,168 @@
+"""Which implementation of an operator runs: by device, dtype and shape, logged once, overridable.
+
+An implementation registers itself with `@implementation(...)`. `select` returns the one of highest priority
+that can do what is asked. Configuration (`configure`) or the environment
+(`QUIRE_KERNELS="paged_attention=reference,rms_norm=reference"`) forces one; a forced implementation that
+cannot do the job is an error, never a silent fallback.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+logger = logging.getLogger("quire_kernels")
+
+ENVIRONMENT = "QUIRE_KERNELS"
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class KernelError(ValueError):
+    """No implementation, or not the one that was asked for, can do what a model needs."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operator."""
+
+    operator: str
+    name: str
+    function: Callable[..., Any]
+    devices: frozenset[str]
+    """torch device types; empty: any."""
+    dtypes: frozenset[torch.dtype]
+    """Types of the operands; empty: any floating type."""
+    priority: int
+    """The highest one that `can_do` the job is picked."""
+    predicate: Callable[..., bool] | None
+    """Gets the call's shape facts (head_dim, block_size, ...) by keyword; None: any shape."""
+
+    def can_do(self, device_type: str, dtype: torch.dtype, facts: Mapping[str, Any]) -> bool:
+        """Whether it computes the operator for operands of this device, type and shape."""
+        if self.devices and device_type not in self.devices:
+            return False
+        if self.dtypes and dtype not in self.dtypes:
+            return False
+        return self.predicate is None or self.predicate(**facts)
+
+
+_implementations: dict[str, dict[str, Implementation]] = {}
+_forced: dict[str, str] | None = None
+_picked: dict[tuple[Any, ...], Implementation] = {}
+
+
+def implementation(
+    operator: str,
+    name: str,
+    *,
+    devices: tuple[str, ...] = (),
+    dtypes: tuple[torch.dtype, ...] = (),
+    priority: int = 0,
+    predicate: Callable[..., bool] | None = None,
+) -> Callable[[F], F]:
+    """Decorator that registers a function as implementation `name` of `operator`."""
+
+    def register(function: F) -> F:
+        names = _implementations.setdefault(operator, {})
+        assert name not in names, f"{operator} has two implementations named {name}"
+        names[name] = Implementation(
+            operator, name, function, frozenset(devices), frozenset(dtypes), priority, predicate
+        )
+        _picked.clear()
+        return function
+
+    return register
+
+
+def operators() -> list[str]:
+    """Names of all operators."""
+    return sorted(_implementations)
+
+
+def implementations(operator: str) -> list[Implementation]:
+    """All implementations of an operator, the preferred ones first.
+
+    Raises:
+        KernelError: there is no such operator.
+    """
+    if operator not in _implementations:
+        raise KernelError(f"operator {operator!r} is unknown; known: {', '.join(operators())}")
+    return sorted(_implementations[operator].values(), key=lambda i: (-i.priority, i.name))
+
+
+def configure(choices: Mapping[str, str] | None) -> None:
+    """Forces implementations by operator name, instead of what the environment says; None: forget that.
+
+    Raises:
+        KernelError: an operator or an implementation is unknown.
+    """
+    global _forced
+    for operator, name in (choices or {}).items():
+        _check_name(operator, name)
+    _forced = None if choices is None else dict(choices)
+    _picked.clear()
+
+
+def select(operator: str, device_type: str, dtype: torch.dtype, **facts: Any) -> Callable[..., Any]:
+    """The function that computes `operator` for these operands.
+
+    Args:
+        operator: registered name.
+        device_type: "cpu" or "cuda".
+        dtype: of the operands.
+        facts: hashable facts of the shape that implementations may depend on.
+
+    Raises:
+        KernelError: none can, or the forced one cannot.
+    """
+    key = (operator, device_type, dtype, *facts.values())
+    picked = _picked.get(key)
+    if picked is None:
+        picked = _picked[key] = _pick(operator, device_type, dtype, facts)
+        logger.info("%s: %s on %s %s %s", operator, picked.name, device_type, dtype, facts if facts else "")
+    return picked.function
+
+
+def _pick(operator: str, device_type: str, dtype: torch.dtype, facts: Mapping[str, Any]) -> Implementation:
+    candidates = implementations(operator)
+    forced = _choices().get(operator)
+    if forced is not None:
+        chosen = _implementations[operator][forced]
+        if not chosen.can_do(device_type, dtype, facts):
+            raise KernelError(
+                f"{operator}={forced} was asked for but cannot do {device_type} {dtype} {facts}"
+            )
+        return chosen
+    for candidate in candidates:
+        if candidate.can_do(device_type, dtype, facts):
+            return candidate
+    raise KernelError(f"no implementation of {operator} for {device_type} {dtype} {dict(facts)}")
+
+
+def _choices() -> dict[str, str]:
+    global _forced
+    if _forced is None:
+        _forced = _from_environment(os.environ.get(ENVIRONMENT, ""))
+    return _forced
+
+
+def _from_environment(text: str) -> dict[str, str]:
+    choices = {}
+    for part in filter(None, (item.strip() for item in text.split(","))):
+        operator, separator, name = part.partition("=")
+        if not separator:
+            raise KernelError(f"{ENVIRONMENT}: {part!r} is not of the form operator=implementation")
+        _check_name(operator, name)
+        choices[operator] = name
+    return choices
+
+
+def _check_name(operator: str, name: str) -> None:
+    known = [i.name for i in implementations(operator)]
+    if name not in known:
+        raise KernelError(f"{operator} has no implementation {name!r}; known: {', '.join(known)}")

@@ -1,0 +1,1 @@
+"""Tests of Quire; `tests.fixtures` and `tests.rows` are imported from here."""

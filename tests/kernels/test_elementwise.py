@@ -1,0 +1,85 @@
+"""Norms, rotary embedding and gated activations against plain formulas in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from quire_kernels import ops
+from tests.kernels.common import every_implementation, forced
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+
+def draw(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("name", "device"), every_implementation("rms_norm"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (7, 4096), (5, 3, 16)])
+def test_rms_norm(name: str, device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = 3 * draw(*shape, dtype=dtype, device=device)
+    weight = draw(shape[-1], dtype=dtype, device=device, seed=1)
+
+    def formula(values: torch.Tensor) -> torch.Tensor:
+        wide = values.double()
+        return wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+
+    residual = draw(*shape, dtype=dtype, device=device, seed=2)
+    with forced("rms_norm", name):
+        close(ops.rms_norm(x, weight, 1e-5), formula(x), dtype)
+        normed, total = ops.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    close(normed, formula(total), dtype)
+
+
+@pytest.mark.parametrize(("name", "device"), every_implementation("rope"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (64, 16), (128, 128), (128, 64)])
+def test_rope_rotates_pairs_and_keeps_the_rest(
+    name: str, device: str, dtype: torch.dtype, head_dim: int, rotary_dim: int
+) -> None:
+    # A slice of a projection's output, as in the model: rows are not contiguous.
+    x = draw(6, 5, head_dim, dtype=dtype, device=device)[:, 1:4]
+    angles = 10 * torch.rand(6, rotary_dim // 2, device=device)
+    expected = x.double().clone()
+    for i in range(rotary_dim // 2):
+        j = i + rotary_dim // 2
+        cos, sin = angles[:, i, None].double().cos(), angles[:, i, None].double().sin()
+        expected[..., i] = x[..., i].double() * cos - x[..., j].double() * sin
+        expected[..., j] = x[..., j].double() * cos + x[..., i].double() * sin
+    before = x.clone()
+    with forced("rope", name):
+        out = ops.rope(x, angles.cos(), angles.sin())
+    close(out, expected, dtype)
+    assert torch.equal(x, before), "the input is left alone"
+
+
+@pytest.mark.parametrize(("name", "device"), every_implementation("silu_mul"))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul(name: str, device: str, dtype: torch.dtype) -> None:
+    x = 3 * draw(7, 96, dtype=dtype, device=device)
+    gate, up = x.double().chunk(2, -1)
+    with forced("silu_mul", name):
+        close(ops.silu_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
+
+
+@pytest.mark.parametrize(("name", "device"), every_implementation("gelu_mul"))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_mul(name: str, device: str, dtype: torch.dtype) -> None:
+    x = 3 * draw(7, 96, dtype=dtype, device=device)
+    gate, up = x.double().chunk(2, -1)
+    exact = 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2)))
+    tanh = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    with forced("gelu_mul", name):
+        close(ops.gelu_mul(x), exact * up, dtype)
+        close(ops.gelu_mul(x, "tanh"), tanh * up, dtype)
