@@ -1,0 +1,60 @@
+"""Errors a caller can meet, each with the Triton status code it becomes.
+
+`QuireError.code` is the name of a member of `pb_utils.TritonError` (and of a gRPC status), so that the
+adapter needs no table of its own. An error that is ours (a bug) is an `AssertionError`, never one of these.
+"""
+
+from __future__ import annotations
+
+
+class QuireError(Exception):
+    """Base of every error that is reported to a caller."""
+
+    code = "INTERNAL"
+
+
+class InvalidArgumentError(QuireError):
+    """The request itself is wrong: `field` is named, and the limit it breaks is in the message."""
+
+    code = "INVALID_ARG"
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.reason = message
+
+
+class UnavailableError(QuireError):
+    """The engine cannot take or finish the request now: queue full, engine restarting or shutting down."""
+
+    code = "UNAVAILABLE"
+
+
+class RequestCancelledError(QuireError):
+    """The request was cancelled by its client."""
+
+    code = "CANCELLED"
+
+
+class NotFoundError(QuireError):
+    """A named thing (request id, adapter, model) does not exist."""
+
+    code = "NOT_FOUND"
+
+
+class EngineError(QuireError):
+    """The engine failed while it worked on the request."""
+
+    code = "INTERNAL"
+
+
+class ConfigError(QuireError):
+    """A configuration key is unknown, ill-typed or out of range; raised at start, names the key."""
+
+    code = "INVALID_ARG"
+
+
+class CheckpointError(QuireError):
+    """A checkpoint is missing, broken or unsupported; the message is one line and names the file."""
+
+    code = "INVALID_ARG"

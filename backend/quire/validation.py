@@ -1,0 +1,32 @@
+"""Checks of a request against the model it goes to; run in the frontend and again by the engine."""
+
+from __future__ import annotations
+
+from quire.errors import InvalidArgumentError
+from quire.sampling_params import SamplingParams
+
+
+def check_prompt(prompt_token_ids: list[int], *, vocab_size: int, max_model_len: int) -> None:
+    """Raises InvalidArgumentError for a prompt the model cannot take; one token must be left to generate."""
+    if not prompt_token_ids:
+        raise InvalidArgumentError("prompt", "must hold at least one token")
+    if len(prompt_token_ids) >= max_model_len:
+        raise InvalidArgumentError(
+            "prompt",
+            f"{len(prompt_token_ids)} tokens leave no room to generate: max_model_len is {max_model_len}",
+        )
+    low, high = min(prompt_token_ids), max(prompt_token_ids)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise InvalidArgumentError("input_ids", f"token id {bad} is outside the vocabulary of {vocab_size}")
+
+
+def check_token_parameters(params: SamplingParams, vocab_size: int) -> None:
+    """Raises InvalidArgumentError when a parameter names a token the model does not have."""
+    named = {"stop_token_ids": params.stop_token_ids, "logit_bias": tuple(params.logit_bias)}
+    for field, token_ids in named.items():
+        for token_id in token_ids:
+            if token_id >= vocab_size:
+                raise InvalidArgumentError(
+                    field, f"token id {token_id} is outside the vocabulary of {vocab_size}"
+                )
