@@ -1,0 +1,32 @@
+"""RMSNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from quire.layers.linear import empty_parameter
+from quire_kernels import ops
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation with a learned scale, over the last dimension."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The normalised x, in its shape and type."""
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(normalised sum, sum) of x and the residual stream."""
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def weights(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """(checkpoint name, memory it fills)."""
+        yield f"{prefix}.weight", self.weight

@@ -1,0 +1,245 @@
+"""Rotary position embedding: frequencies of every scaling type, cosines and sines of a batch.
+
+A position's rotation never depends on the request or on the batch around it, because cached keys are rotated
+already and may be shared. Two types of scaling are defined by the length of the *sequence* in `transformers`:
+
+- `dynamic` (NTK) changes all frequencies once a sequence outgrows max_position_embeddings, and changes them
+  again with every further token, while keys cached before keep their old rotation;
+- `longrope` changes from its short to its long factors beyond original_max_position_embeddings.
+
+Here the length that decides is the engine's `max_model_len`. Up to the original length the result is that of
+`transformers` for every sequence. Beyond it, all sequences use the frequencies that `transformers` uses for a
+sequence of `max_model_len` tokens: consistent at every position, at the price of short sequences differing
+from `transformers`, which decides for each anew.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.models.hf_config import HFConfig
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+_ALIASES = {"su": "longrope", "mrope": "default"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """What config.json says about rotary embedding, in one form for old and new files."""
+
+    rope_type: str
+    theta: float
+    rotary_dim: int
+    """Leading dimensions of a head that are rotated; even."""
+    max_position_embeddings: int
+    original_max_position_embeddings: int
+    """Length before scaling; equals max_position_embeddings where the file states none."""
+    parameters: dict[str, Any]
+    """The type's own keys, under their names in config.json."""
+    mrope_section: tuple[int, ...] | None = None
+    """M-RoPE: how many of the rotary_dim / 2 frequencies follow each of the three position axes."""
+    mrope_interleaved: bool = False
+    """M-RoPE: whether the axes take turns (t, h, w, t, h, w, ...) instead of lying behind each other."""
+    frequency_factors: tuple[float, ...] | None = None
+    """Divisors of the frequencies, rotary_dim / 2 of them: how GGUF files store llama3 scaling."""
+
+    @classmethod
+    def from_hf(cls, hf: HFConfig, head_dim: int) -> RopeConfig:
+        """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+
+        Raises:
+            CheckpointError: unknown type, or a key of the type is missing.
+        """
+        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+            raise hf.error("rope_parameters must be one object; a different rope per layer is not supported")
+        stated = rope.get("rope_type") or rope.get("type") or "default"
+        rope_type = _ALIASES.get(stated, stated)
+        if rope_type not in ROPE_TYPES:
+            raise hf.error(f"rope type {stated!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        max_position = hf.require_int("max_position_embeddings")
+        original = hf.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+        needed = {
+            "linear": ("factor",),
+            "dynamic": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+            "longrope": ("short_factor", "long_factor"),
+        }.get(rope_type, ())
+        for key in needed:
+            if rope.get(key) is None:
+                raise hf.error(f"rope type {rope_type} needs the key {key!r}")
+        rotary_dim = int(head_dim * (1.0 if partial is None else partial))
+        for key in ("short_factor", "long_factor") if rope_type == "longrope" else ():
+            if len(rope[key]) != rotary_dim // 2:
+                raise hf.error(f"{key} has {len(rope[key])} entries, the head needs {rotary_dim // 2}")
+        section, divisors = rope.get("mrope_section"), rope.get("frequency_factors")
+        return cls(
+            rope_type=rope_type,
+            theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
+            rotary_dim=rotary_dim,
+            max_position_embeddings=max_position,
+            original_max_position_embeddings=int(original or max_position),
+            parameters=dict(rope),
+            mrope_section=tuple(section) if section else None,
+            mrope_interleaved=bool(rope.get("mrope_interleaved", False)),
+            frequency_factors=tuple(divisors) if divisors else None,
+        )
+
+    @property
+    def longest_model_len(self) -> int:
+        """Positions the scaling was made for.
+
+        max_position_embeddings, except where a file keeps the length before scaling there: always with
+        `dynamic`, and with `yarn` if it equals the original length.
+        """
+        factor = self.parameters.get("factor") or 1.0
+        if self.rope_type == "dynamic":
+            return max(self.max_position_embeddings, int(self.max_position_embeddings * factor))
+        if self.rope_type == "yarn":
+            return max(self.max_position_embeddings, int(self.original_max_position_embeddings * factor))
+        return self.max_position_embeddings
+
+
+def rope_frequencies(rope: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
+    """Frequencies and the factor of cos and sin.
+
+    Args:
+        rope: type and parameters.
+        max_model_len: decides between the tables of `dynamic` and `longrope`, see the module.
+
+    Returns:
+        float32 [rotary_dim / 2], radians per position; and the attention factor.
+    """
+    if rope.rope_type == "dynamic" and max_model_len > rope.max_position_embeddings:
+        return _inverse(rope.rotary_dim, _dynamic_theta(rope, max_model_len)), 1.0
+    frequencies, factor = _inverse(rope.rotary_dim, rope.theta), 1.0
+    if rope.rope_type == "linear":
+        frequencies = frequencies / rope.parameters["factor"]
+    elif rope.rope_type == "llama3":
+        frequencies = _llama3(rope, frequencies)
+    elif rope.rope_type == "yarn":
+        frequencies, factor = _yarn(rope, frequencies)
+    elif rope.rope_type == "longrope":
+        frequencies, factor = _longrope(rope, max_model_len)
+    if rope.frequency_factors is not None:
+        frequencies = frequencies / torch.tensor(rope.frequency_factors, dtype=torch.float32)
+    return frequencies, factor
+
+
+def _exponents(rotary_dim: int) -> torch.Tensor:
+    return torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+
+
+def _inverse(rotary_dim: int, theta: float) -> torch.Tensor:
+    return 1.0 / theta ** _exponents(rotary_dim)
+
+
+def _dynamic_theta(rope: RopeConfig, length: int) -> float:
+    factor, dim = rope.parameters["factor"], rope.rotary_dim
+    growth: float = factor * length / rope.max_position_embeddings - (factor - 1)
+    return float(rope.theta * growth ** (dim / (dim - 2)))
+
+
+def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    factor = rope.parameters["factor"]
+    low, high = rope.parameters["low_freq_factor"], rope.parameters["high_freq_factor"]
+    # Turns that a frequency makes over the original context: many (above `high`) stay, few (below `low`)
+    # are slowed by the factor, those between are blended.
+    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
+    blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / factor + blend * frequencies
+
+
+def _yarn(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, float]:
+    parameters, dim = rope.parameters, rope.rotary_dim
+    original = rope.original_max_position_embeddings
+    factor = parameters.get("factor") or rope.max_position_embeddings / original
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        if mscale and all_dim:
+            attention_factor = _yarn_scale(factor, mscale) / _yarn_scale(factor, all_dim)
+        else:
+            attention_factor = _yarn_scale(factor, 1.0)
+
+    def dimension(turns: float) -> float:
+        """The (fractional) index of the frequency that turns this often over the original context."""
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = dimension(parameters.get("beta_fast") or 32)
+    high = dimension(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    slowed = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies / factor * slowed + frequencies * (1 - slowed), float(attention_factor)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _longrope(rope: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
+    parameters, original = rope.parameters, rope.original_max_position_embeddings
+    factor = parameters.get("factor") or rope.max_position_embeddings / original
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    divisors = parameters["long_factor" if max_model_len > original else "short_factor"]
+    powers = rope.theta ** _exponents(rope.rotary_dim)
+    return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * powers), float(attention_factor)
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of a batch's positions, once per step for all layers.
+
+    They are computed, not looked up: a table of 128 k positions is 64 MiB, the angles of one step are less
+    work than a single norm.
+
+    Args:
+        rope: type and parameters.
+        max_model_len: the longest sequence that is served.
+    """
+
+    frequencies: torch.Tensor
+    axes: torch.Tensor | None
+
+    def __init__(self, rope: RopeConfig, max_model_len: int, device: torch.device) -> None:
+        super().__init__()
+        frequencies, self.attention_factor = rope_frequencies(rope, max_model_len)
+        self.register_buffer("frequencies", frequencies.to(device), persistent=False)
+        axes = _mrope_axes(rope)
+        self.register_buffer("axes", None if axes is None else axes.to(device), persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, float32 [num_tokens, rotary_dim / 2].
+
+        Args:
+            positions: int64 [num_tokens], or [3, num_tokens] (time, height, width) for M-RoPE.
+        """
+        angles = positions.unsqueeze(-1).float() * self.frequencies
+        if positions.ndim == 2:
+            assert self.axes is not None, "positions with three axes need an mrope_section"
+            angles = angles.gather(0, self.axes.expand(1, *angles.shape[1:]))[0]
+        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+
+def _mrope_axes(rope: RopeConfig) -> torch.Tensor | None:
+    """int64 [rotary_dim / 2]: the position axis each frequency follows; None without M-RoPE."""
+    if rope.mrope_section is None:
+        return None
+    sections = rope.mrope_section
+    if not rope.mrope_interleaved:
+        return torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections))
+    axes = torch.zeros(rope.rotary_dim // 2, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes

@@ -1,0 +1,87 @@
+"""Tensors of a GGUF file under Hugging Face's names, dequantised one at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor, quants
+
+from quire.errors import CheckpointError
+from quire.loader.files import NamedTensor
+from quire.loader.gguf_metadata import ROPE_FACTORS, field, open_gguf
+
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_IN_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def read_gguf(file: Path) -> Iterator[NamedTensor]:
+    """Tensors of one file; those without a Hugging Face name keep their own.
+
+    Raises:
+        CheckpointError: the file is broken, or a tensor's quantisation is not known.
+    """
+    reader = open_gguf(file)
+    arch = field(reader, "general.architecture")
+    heads = {"attn_q": _heads(reader, arch, "head_count"), "attn_k": _heads(reader, arch, "head_count_kv")}
+    for stored in reader.tensors:
+        if stored.name == ROPE_FACTORS:
+            continue
+        tensor = _decode(stored, file)
+        part = stored.name.split(".")[-2] if "." in stored.name else stored.name
+        # Only this architecture's files pair neighbouring dimensions in rotary embedding, by reordering rows.
+        if arch == "llama" and part in heads:
+            tensor = _rotate_half_order(tensor, heads[part])
+        yield NamedTensor(hf_name(stored.name), tensor, file)
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face's name of a GGUF tensor, or the name itself where there is none."""
+    parts = name.split(".")
+    if len(parts) == 2 and parts[0] in _TOP:
+        return f"{_TOP[parts[0]]}.{parts[1]}"
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _IN_BLOCK:
+        return f"model.layers.{parts[1]}.{_IN_BLOCK[parts[2]]}.{parts[3]}"
+    return name
+
+
+def _heads(reader: GGUFReader, arch: str, key: str) -> int:
+    count = field(reader, f"{arch}.attention.{key}") or field(reader, f"{arch}.attention.head_count")
+    return int(count)
+
+
+def _decode(stored: ReaderTensor, file: Path) -> torch.Tensor:
+    kind = stored.tensor_type
+    if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+        with warnings.catch_warnings():
+            # The memory map is read-only, and so is our use of it.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(stored.data)
+    try:
+        return torch.from_numpy(quants.dequantize(stored.data, kind))
+    except NotImplementedError:
+        raise CheckpointError(f"{file}: {stored.name} has unsupported type {kind.name}") from None
+
+
+def _rotate_half_order(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Rows of each head from pairs (0, 1), (2, 3), ... back to pairs (i, i + head_dim / 2)."""
+    pairs = tensor.unflatten(0, (num_heads, -1, 2))
+    return pairs.transpose(1, 2).reshape(tensor.shape)

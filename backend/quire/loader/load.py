@@ -1,0 +1,112 @@
+"""load_model: from a checkpoint to a model with its weights on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.config import ModelConfig
+from quire.errors import CheckpointError
+from quire.loader.files import NamedTensor, find_weights
+from quire.loader.info import read_generation_config, read_hf_config
+from quire.models.config import DTYPES, DecoderConfig
+from quire.models.decoder import DecoderModel
+from quire.models.hf_config import HFConfig, as_token_ids
+from quire.models.registry import model_class
+
+_MAX_LISTED = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run."""
+
+    model: DecoderModel
+    config: DecoderConfig
+    eos_token_ids: frozenset[int]
+    """Of generation_config.json where it names any, else of config.json."""
+    generation_config: dict[str, Any]
+    weight_bytes: int
+
+
+def load_model(config: ModelConfig, device: torch.device) -> LoadedModel:
+    """Builds the model a checkpoint names and fills it.
+
+    Args:
+        config: `model` (directory or .gguf file), dtype, load_format, allow_pickle and max_model_len.
+        device: of the weights.
+
+    Raises:
+        CheckpointError: missing, broken or unsupported; one line that names the file.
+    """
+    path = Path(config.model)
+    hf = read_hf_config(path)
+    generation = read_generation_config(path)
+    kind = model_class(hf)
+    parsed = kind.parse_config(hf, _dtype(config.dtype, hf))
+    files = find_weights(config)
+    model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device).eval()
+    fill_weights(model, files.tensors(), files.source)
+    return LoadedModel(
+        model=model,
+        config=parsed,
+        eos_token_ids=as_token_ids(generation.get("eos_token_id")) or parsed.eos_token_ids,
+        generation_config=generation,
+        weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+    )
+
+
+def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Path) -> None:
+    """Copies tensors into the model one at a time, converting type and device on the way.
+
+    Args:
+        model: its `weights()` say what is needed.
+        tensors: of the checkpoint, in any order.
+        source: file named in complaints about missing tensors.
+
+    Raises:
+        CheckpointError: a shape differs, tensors are missing, or there are some the model has no place for.
+    """
+    targets = dict(model.weights())
+    filled: set[str] = set()
+    unexpected: dict[Path, list[str]] = {}
+    with torch.no_grad():
+        for name, tensor, file in tensors:
+            target = targets.get(name)
+            if target is None:
+                if not model.ignores(name):
+                    unexpected.setdefault(file, []).append(name)
+                continue
+            if tensor.shape != target.shape:
+                raise CheckpointError(
+                    f"{file}: {name} has shape {list(tensor.shape)}, config.json means {list(target.shape)}"
+                )
+            if not tensor.is_floating_point():
+                raise CheckpointError(f"{file}: {name} has type {tensor.dtype}, expected floating point")
+            target.copy_(tensor)
+            filled.add(name)
+    missing = [name for name in targets if name not in filled]
+    complaints = [f"{source}: {len(missing)} missing tensors: {_listed(missing)}"] if missing else []
+    complaints += [
+        f"{file}: {len(names)} unexpected tensors: {_listed(names)}" for file, names in unexpected.items()
+    ]
+    if complaints:
+        raise CheckpointError("; ".join(complaints))
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = sorted(names)[:_MAX_LISTED]
+    rest = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")
+
+
+def _dtype(asked: str, hf: HFConfig) -> torch.dtype:
+    stated = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    name = stated.removeprefix("torch.") if asked == "auto" else asked
+    if name not in DTYPES:
+        raise hf.error(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
+    return DTYPES[name]

@@ -1,0 +1,1 @@
+"""Model families: one config-driven decoder, and a short file for each family that differs."""

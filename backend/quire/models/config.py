@@ -1,0 +1,109 @@
+"""DecoderConfig: what the decoder must know of a checkpoint, whatever its family calls it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.layers.rotary import RopeConfig
+from quire.models.hf_config import HFConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ACTIVATION_NAMES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Shape and switches of a Llama-family decoder."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    """Longest sequence the checkpoint states; the default of `max_model_len`."""
+    dtype: torch.dtype
+    """Of weights, activations and the KV cache."""
+    rms_norm_eps: float
+    hidden_act: str
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    sliding_windows: tuple[int | None, ...]
+    """Per layer: how many positions a token sees, itself included; None: all."""
+    attention_scale: float
+    attention_softcap: float | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over each query and key head before the rotary embedding."""
+    eos_token_ids: frozenset[int] = frozenset()
+
+    @property
+    def longest_model_len(self) -> int:
+        """The largest `max_model_len` that may be asked for: what the rope scaling was made for."""
+        return self.rope.longest_model_len
+
+    @classmethod
+    def from_hf(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """The part all families share; a family's `parse_config` replaces what differs.
+
+        Raises:
+            CheckpointError: a value is missing or not supported.
+        """
+        hidden_size, num_heads = hf.require_int("hidden_size"), hf.require_int("num_attention_heads")
+        num_layers = hf.require_int("num_hidden_layers")
+        num_kv_heads = hf.get("num_key_value_heads", num_heads)
+        head_dim = hf.get("head_dim", hidden_size // num_heads)
+        if num_heads % num_kv_heads:
+            raise hf.error(
+                f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}"
+            )
+        activation = hf.get("hidden_act", "silu")
+        if activation not in ACTIVATION_NAMES:
+            raise hf.error(
+                f"hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATION_NAMES)}"
+            )
+        if hf.get("quantization_config") is not None:
+            method = hf.values["quantization_config"].get("quant_method", "unknown")
+            raise hf.error(f"quantization_config: weights quantised by {method!r} are not supported")
+        return cls(
+            vocab_size=hf.require_int("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=hf.require_int("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=hf.require_int("max_position_embeddings"),
+            dtype=dtype,
+            rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
+            hidden_act=activation,
+            tie_word_embeddings=hf.get("tie_word_embeddings", False),
+            rope=RopeConfig.from_hf(hf, head_dim),
+            sliding_windows=(None,) * num_layers,
+            attention_scale=head_dim**-0.5,
+            eos_token_ids=hf.eos_token_ids,
+        )
+
+
+def windows_by_layer_type(hf: HFConfig, num_layers: int, window: int | None) -> tuple[int | None, ...] | None:
+    """Windows of each layer from `layer_types`; None where config.json has no such list.
+
+    Raises:
+        CheckpointError: wrong length, or a type other than full_attention and sliding_attention.
+    """
+    types = hf.get("layer_types")
+    if types is None:
+        return None
+    if len(types) != num_layers:
+        raise hf.error(f"layer_types has {len(types)} entries for {num_layers} layers")
+    windows = {"full_attention": None, "sliding_attention": window}
+    for name in types:
+        if name not in windows:
+            raise hf.error(f"layer type {name!r} is not supported; supported: {', '.join(windows)}")
+    return tuple(windows[name] for name in types)

@@ -1,0 +1,77 @@
+"""config.json as a mapping that knows its file, so that every complaint names it. No torch in here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.errors import CheckpointError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: missing, unreadable, not JSON, not an object; names the file.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: file not found") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object")
+    return values
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """Keys of a Hugging Face config.json (or what a GGUF file says, under the same keys)."""
+
+    path: Path
+    values: dict[str, Any]
+
+    @classmethod
+    def read(cls, directory: Path) -> HFConfig:
+        """Reads config.json of a checkpoint directory; raises CheckpointError."""
+        path = directory / "config.json"
+        return cls(path, read_json(path))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, or the default where the key is missing or null."""
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def require_int(self, key: str) -> int:
+        """A positive whole number; raises CheckpointError naming key and file."""
+        value = self.values.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(f"{key} must be a positive whole number, got {value!r}")
+        return value
+
+    def error(self, message: str) -> CheckpointError:
+        """The error to raise for something wrong in this file."""
+        return CheckpointError(f"{self.path}: {message}")
+
+    @property
+    def architecture(self) -> str:
+        """The class name under `architectures`; raises CheckpointError without one."""
+        names = self.values.get("architectures")
+        if not isinstance(names, list) or not names or not isinstance(names[0], str):
+            raise self.error(f"architectures must name the model's class, got {names!r}")
+        return names[0]
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """`eos_token_id`, which may be one id or a list; empty without."""
+        return as_token_ids(self.values.get("eos_token_id"))
+
+
+def as_token_ids(value: Any) -> frozenset[int]:
+    """An id, a list of ids or None as a set."""
+    if value is None:
+        return frozenset()
+    return frozenset(value) if isinstance(value, list) else frozenset((value,))

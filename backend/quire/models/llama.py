@@ -1,0 +1,26 @@
+"""Llama 2, 3, 3.1, 3.2 and everything that says LlamaForCausalLM."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from quire.models.config import DecoderConfig
+from quire.models.decoder import DecoderModel
+from quire.models.hf_config import HFConfig
+
+
+class LlamaForCausalLM(DecoderModel):
+    """Optional biases on all four attention projections, and on the feed-forward layer."""
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        bias = hf.get("attention_bias", False)
+        return dataclasses.replace(
+            super().parse_config(hf, dtype),
+            qkv_bias=bias,
+            out_bias=bias,
+            mlp_bias=hf.get("mlp_bias", False),
+        )

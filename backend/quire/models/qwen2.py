@@ -1,0 +1,32 @@
+"""Qwen2 and Qwen2.5: biases on query, key and value; windows in the upper layers if switched on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from quire.models.config import DecoderConfig, windows_by_layer_type
+from quire.models.decoder import DecoderModel
+from quire.models.hf_config import HFConfig
+
+
+def qwen_windows(hf: HFConfig, num_layers: int) -> tuple[int | None, ...]:
+    """`use_sliding_window` switches on; `layer_types`, or else `max_window_layers`, says from which layer."""
+    window = hf.get("sliding_window") if hf.get("use_sliding_window", False) else None
+    windows = windows_by_layer_type(hf, num_layers, window)
+    if windows is not None:
+        return windows
+    first = hf.get("max_window_layers", 28)
+    return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+class Qwen2ForCausalLM(DecoderModel):
+    """QKV bias, no output bias."""
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        config = super().parse_config(hf, dtype)
+        windows = qwen_windows(hf, config.num_layers)
+        return dataclasses.replace(config, qkv_bias=True, sliding_windows=windows)

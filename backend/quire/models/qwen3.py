@@ -1,0 +1,26 @@
+"""Qwen3 dense: norms on query and key heads, head_dim apart from hidden_size, no bias by default."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from quire.models.config import DecoderConfig
+from quire.models.decoder import DecoderModel
+from quire.models.hf_config import HFConfig
+from quire.models.qwen2 import qwen_windows
+
+
+class Qwen3ForCausalLM(DecoderModel):
+    """QK-norm; `attention_bias` concerns all four projections."""
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        config = super().parse_config(hf, dtype)
+        bias = hf.get("attention_bias", False)
+        windows = qwen_windows(hf, config.num_layers)
+        return dataclasses.replace(
+            config, qk_norm=True, qkv_bias=bias, out_bias=bias, sliding_windows=windows
+        )

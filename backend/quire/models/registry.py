@@ -1,0 +1,33 @@
+"""From the name in config.json's `architectures` to the class, imported when it is needed."""
+
+from __future__ import annotations
+
+import importlib
+
+from quire.models.decoder import DecoderModel
+from quire.models.hf_config import HFConfig
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MinistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""Architecture to the module of `quire.models` that holds it: a new family is one line and one file."""
+_CLASS_NAMES = {"MinistralForCausalLM": "MistralForCausalLM"}
+
+
+def model_class(hf: HFConfig) -> type[DecoderModel]:
+    """The class for a checkpoint.
+
+    Raises:
+        CheckpointError: the architecture is not supported; lists those that are.
+    """
+    name = hf.architecture
+    if name not in ARCHITECTURES:
+        raise hf.error(f"architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    module = importlib.import_module(f"quire.models.{ARCHITECTURES[name]}")
+    found = getattr(module, _CLASS_NAMES.get(name, name))
+    assert issubclass(found, DecoderModel)
+    return found
