@@ -1,0 +1,369 @@
+"""Sampler: logits in, one token per row out.
+
+Every row is computed by operations that look at that row only, and its random number is a pure function
+of (seed, output position), so that a request's tokens do not depend on the batch around it, on preemption
+or on a restart.
+
+Why inverse-CDF with one Philox number per draw, and not Gumbel-max: Gumbel-max needs a random number per
+vocabulary entry (10 million for 64 rows of 150k), while one number per row is drawn on the CPU in
+microseconds, by the same integers on every device. The CDF is evaluated in two levels (sums of chunks,
+then within the chosen chunk) in float64, so that no float32 running sum over the vocabulary exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.outputs import TokenLogprobs
+from quire.sampling_params import MAX_LOGPROBS
+from quire.worker.sampling_batch import (
+    SamplingRow,
+    collect_bans,
+    collect_biases,
+    collect_penalties,
+)
+
+__all__ = ["NO_TOKEN", "Sampler", "SamplerOutput", "SamplingRow", "philox_uniform"]
+
+NO_TOKEN = -1
+"""Stands for the token of a row that could not be sampled."""
+
+_CANDIDATES = 1024
+"""How many of the largest logits are sorted before a row falls back to sorting its whole vocabulary."""
+_CHUNK = 256
+_MIN_TEMPERATURE = 1e-6
+_BAD_LOGITS = "the model produced logits that are NaN or have no finite maximum"
+
+
+@dataclass(slots=True)
+class SamplerOutput:
+    """One entry per row, in the order of the rows."""
+
+    token_ids: list[int]
+    """`NO_TOKEN` for rows in `errors`."""
+    logprobs: list[TokenLogprobs | None]
+    errors: dict[int, str] = field(default_factory=dict)
+    """Row index to message, for rows whose logits hold NaN or have no finite maximum."""
+
+
+def philox_uniform(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.float64]:
+    """Uniform numbers in [0, 1) with 53 random bits, a pure function of (seed, position) per element.
+
+    Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), with the seed as
+    key and the position as the low half of the counter.
+
+    Args:
+        seeds: [n] uint64.
+        positions: [n] uint64.
+
+    Returns:
+        [n] float64.
+    """
+    words = philox4x32(seeds, positions)
+    bits = (words[0] << np.uint64(32)) | words[1]
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def philox4x32(
+    keys: npt.NDArray[np.uint64],
+    counters: npt.NDArray[np.uint64],
+    counters_high: npt.NDArray[np.uint64] | None = None,
+) -> list[npt.NDArray[np.uint64]]:
+    """Ten rounds of Philox4x32; four arrays [n] of 32-bit words held in uint64."""
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    k0, k1 = keys & low, keys >> shift
+    high = np.zeros_like(counters) if counters_high is None else counters_high
+    c0, c1, c2, c3 = counters & low, counters >> shift, high & low, high >> shift
+    for _ in range(10):
+        p0, p1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & low, (p0 >> shift) ^ c3 ^ k1, p0 & low
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+    return [c0, c1, c2, c3]
+
+
+class Sampler:
+    """Chooses the next token of each row.
+
+    Order of the transforms: repetition penalty, presence and frequency penalties, logit bias, bans
+    (n-grams, bad words, min-tokens masks), then for rows that sample temperature, top-k, top-p, min-p,
+    typical-p. A bias cannot revive a banned token. Ties: greedy takes the lowest id; a filter keeps every
+    token tied with the last one it keeps, so that the outcome does not depend on the order of a sort.
+
+    When the bans leave a row no token at all, the row's bans are lifted for that step: a request that
+    asked for the impossible gets its most plausible violation instead of an error in mid-stream.
+
+    Log-probabilities are those of the model: log-softmax of the logits before any transform.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
+        """Samples one token per row.
+
+        Args:
+            logits: [N, vocab_size] float32, any device; may be changed in place.
+            rows: N rows.
+        """
+        assert logits.shape == (len(rows), self.vocab_size), (logits.shape, len(rows), self.vocab_size)
+        assert logits.dtype == torch.float32, logits.dtype
+        if not rows:
+            return SamplerOutput([], [])
+
+        wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        raw = torch.log_softmax(_take(logits, wanted), dim=-1) if wanted else None
+        if any(row.has_transforms for row in rows):
+            apply_penalties(logits, rows)
+            apply_biases(logits, rows)
+            apply_bans(logits, rows)
+
+        sampling = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+        if not sampling:
+            token_ids = _greedy(logits)
+        elif len(sampling) == len(rows):
+            token_ids = _sample(logits, rows)
+        else:
+            greedy = [i for i, row in enumerate(rows) if row.params.is_greedy]
+            token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+            token_ids[_index(greedy, logits)] = _greedy(_take(logits, greedy))
+            token_ids[_index(sampling, logits)] = _sample(
+                _take(logits, sampling), [rows[i] for i in sampling]
+            )
+
+        chosen: list[int] = token_ids.tolist()
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        if raw is not None:
+            for i, entry in zip(wanted, _logprobs(raw, [chosen[i] for i in wanted]), strict=True):
+                k = rows[i].params.logprobs
+                assert k is not None
+                if chosen[i] != NO_TOKEN:
+                    logprobs[i] = TokenLogprobs(entry.token_ids[: k + 1], entry.logprobs[: k + 1])
+        errors = {i: _BAD_LOGITS for i, token_id in enumerate(chosen) if token_id == NO_TOKEN}
+        return SamplerOutput(chosen, logprobs, errors)
+
+
+def apply_penalties(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Repetition, presence and frequency penalties, in place; logits [N, V] float32."""
+    batch = collect_penalties(rows, logits.shape[1])
+    if batch is None:
+        return
+    device = logits.device
+    at = (torch.from_numpy(batch.rows).to(device), torch.from_numpy(batch.token_ids).to(device))
+    counts = torch.from_numpy(batch.output_counts).to(device)
+    repetition = torch.from_numpy(batch.repetition).to(device)
+    presence = torch.from_numpy(batch.presence).to(device)
+    frequency = torch.from_numpy(batch.frequency).to(device)
+    values = logits[at]
+    penalised = torch.where(values < 0, values * repetition, values / repetition)
+    penalised = penalised - frequency * counts - presence * (counts > 0)
+    # A tiny repetition penalty may overflow, and an infinite maximum would make the softmax NaN. Infinite
+    # logits of the model itself are left for the check at the end.
+    penalised = penalised.clamp(max=torch.finfo(torch.float32).max)
+    logits[at] = torch.where(values.isinf(), values, penalised)
+
+
+def apply_biases(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """`logit_bias`, in place; logits [N, V] float32."""
+    biases = collect_biases(rows, logits.shape[1])
+    if biases is not None:
+        index, token_ids, values = (torch.from_numpy(array).to(logits.device) for array in biases)
+        logits[index, token_ids] += values
+
+
+def apply_bans(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Sets banned tokens to -inf, in place, except in rows that would have nothing left."""
+    bans = collect_bans(rows, logits.shape[1])
+    if bans is None:
+        return
+    index, token_ids = (torch.from_numpy(array).to(logits.device) for array in bans)
+    saved = logits[index, token_ids]
+    logits[index, token_ids] = -torch.inf
+    nothing_left = logits.amax(dim=-1)[index] == -torch.inf
+    logits[index, token_ids] = torch.where(nothing_left, saved, -torch.inf)
+
+
+def apply_filters(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Top-k, top-p, min-p and typical-p, in place, as transformers' warpers in that order.
+
+    Args:
+        scores: [n, V] float32, scaled by the temperature, each row's maximum 0.
+        rows: n rows.
+    """
+    ranked = [i for i, row in enumerate(rows) if row.params.top_k > 0 or row.params.top_p < 1.0]
+    if ranked:
+        part = _take(scores, ranked)
+        _filter_ranked(part, [rows[i] for i in ranked])
+        scores[_index(ranked, scores)] = part
+
+    min_p = [row.params.min_p for row in rows]
+    if any(min_p):
+        # p < min_p * p_max is score < log(min_p), because the maximum is 0.
+        floor = [math.log(value) if value > 0 else -math.inf for value in min_p]
+        threshold = torch.tensor(floor, dtype=torch.float32).to(scores.device)
+        scores.masked_fill_(scores < threshold[:, None], -torch.inf)
+
+    typical = [i for i, row in enumerate(rows) if row.params.typical_p < 1.0]
+    if typical:
+        part = _take(scores, typical)
+        log_probs = torch.log_softmax(part, dim=-1)
+        probs = log_probs.exp()
+        entropy = -(log_probs * probs).nansum(dim=-1, keepdim=True)
+        closeness = -(log_probs + entropy).abs()
+        masses = torch.tensor([rows[i].params.typical_p for i in typical], dtype=torch.float64)
+        width = min(_CANDIDATES, scores.shape[1])
+        near, order = closeness.topk(width)
+        threshold = _mass_threshold(closeness, near, probs.gather(1, order), probs, masses.to(scores.device))
+        scores[_index(typical, scores)] = part.masked_fill(closeness < threshold[:, None], -torch.inf)
+
+
+def _filter_ranked(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Top-k, then top-p over what top-k left; scores [n, V], in place."""
+    vocab_size = scores.shape[1]
+    # The width is fixed, not taken from the batch: see the module's first paragraph.
+    width = min(_CANDIDATES, vocab_size)
+    top = scores.topk(width).values
+    ks = [min(row.params.top_k, vocab_size) for row in rows]
+    if any(ks):
+        columns = _index([min(max(k, 1), width) - 1 for k in ks], scores)
+        threshold = top.gather(1, columns[:, None]).squeeze(1)
+        limited = torch.tensor([k > 0 for k in ks]).to(scores.device)
+        threshold = torch.where(limited, threshold, -torch.inf)
+        for i, k in enumerate(ks):
+            if k > width:
+                threshold[i] = scores[i].topk(k).values[-1]
+        scores.masked_fill_(scores < threshold[:, None], -torch.inf)
+        top = top.masked_fill(top < threshold[:, None], -torch.inf)
+
+    cut = [i for i, row in enumerate(rows) if row.params.top_p < 1.0]
+    if cut:
+        part, top = _take(scores, cut), _take(top, cut)
+        total = part.logsumexp(dim=-1, keepdim=True)
+        masses = torch.tensor([rows[i].params.top_p for i in cut], dtype=torch.float64)
+        probs = (part - total).exp()
+        threshold = _mass_threshold(part, top, (top - total).exp(), probs, masses.to(scores.device))
+        scores[_index(cut, scores)] = part.masked_fill(part < threshold[:, None], -torch.inf)
+
+
+def _mass_threshold(
+    keys: torch.Tensor,
+    top_keys: torch.Tensor,
+    top_probs: torch.Tensor,
+    probs: torch.Tensor,
+    masses: torch.Tensor,
+) -> torch.Tensor:
+    """The key of the last token of the smallest set, by descending key, whose probability reaches `masses`.
+
+    Args:
+        keys: [n, V] float32, what tokens are ordered by.
+        top_keys: [n, width], the largest keys in descending order; `top_probs` their probabilities.
+        probs: [n, V] float32.
+        masses: [n] float64.
+
+    Returns:
+        [n] float32; tokens with a smaller key are to be removed.
+    """
+    width, vocab_size = top_keys.shape[1], keys.shape[1]
+    last = (top_probs.double().cumsum(dim=-1) < masses[:, None]).sum(dim=-1)
+    threshold = top_keys.gather(1, last.clamp(max=width - 1)[:, None]).squeeze(1)
+    if width < vocab_size:
+        for i in (last == width).nonzero().flatten().tolist():
+            ordered, order = keys[i].sort(descending=True)
+            reached = (probs[i][order].double().cumsum(dim=-1) < masses[i]).sum()
+            threshold[i] = ordered[reached.clamp(max=vocab_size - 1)]
+    return threshold
+
+
+def _greedy(logits: torch.Tensor) -> torch.Tensor:
+    """[n, V] -> [n] int64: the largest logit, of equals the lowest id; NO_TOKEN without a finite maximum."""
+    token_ids = logits.argmax(dim=-1)
+    # argmax treats NaN as the largest, so this one value tells whether the row has any.
+    finite = logits.gather(1, token_ids[:, None]).squeeze(1).isfinite()
+    return torch.where(finite, token_ids, NO_TOKEN)
+
+
+def _sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """[n, V] -> [n] int64: one draw per row; NO_TOKEN without a finite maximum."""
+    best, best_ids = logits.max(dim=-1)
+    temperature = torch.tensor(
+        [max(row.params.temperature, _MIN_TEMPERATURE) for row in rows], dtype=torch.float32
+    ).to(logits.device)
+    # Shifted first: dividing by a small temperature could overflow otherwise.
+    scores = (logits - best[:, None]).div_(temperature[:, None])
+    finite = best.isfinite()
+    filtered = [i for i, row in enumerate(rows) if row.has_filters]
+    if len(filtered) == len(rows):
+        apply_filters(scores, rows)
+    elif filtered:
+        part = _take(scores, filtered)
+        apply_filters(part, [rows[i] for i in filtered])
+        scores[_index(filtered, scores)] = part
+    seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+    positions = np.array([row.num_output_tokens for row in rows], dtype=np.uint64)
+    uniform = torch.from_numpy(philox_uniform(seeds, positions)).to(logits.device)
+    token_ids = _inverse_cdf(scores, uniform)
+    # Rounding may in principle point at a removed token; the most likely one always remains.
+    removed = scores.gather(1, token_ids[:, None]).squeeze(1) == -torch.inf
+    token_ids = torch.where(removed, best_ids, token_ids)
+    return torch.where(finite, token_ids, NO_TOKEN)
+
+
+def _inverse_cdf(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """First token, by id, whose cumulative probability exceeds `uniform`.
+
+    Args:
+        scores: [n, V] float32 unnormalised log-probabilities, maximum 0.
+        uniform: [n] float64 in [0, 1).
+
+    Returns:
+        [n] int64, in range also for rows of NaN.
+    """
+    n, vocab_size = scores.shape
+    num_chunks = -(-vocab_size // _CHUNK)
+    weights = scores.new_zeros(n, num_chunks * _CHUNK)
+    torch.exp(scores, out=weights[:, :vocab_size])
+    chunks = weights.view(n, num_chunks, _CHUNK)
+    cumulative = chunks.sum(dim=-1).double().cumsum(dim=-1)
+    chunk, target = _first_above(cumulative, uniform * cumulative[:, -1])
+    before = cumulative.gather(1, (chunk - 1).clamp(min=0)[:, None]).squeeze(1)
+    target = torch.where(chunk > 0, target - before, target)
+    inside = chunks[torch.arange(n, device=scores.device), chunk].double().cumsum(dim=-1)
+    offset, _ = _first_above(inside, target)
+    return (chunk * _CHUNK + offset).clamp(max=vocab_size - 1)
+
+
+def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index [n] of the first entry of `cumulative` [n, m] above `target` [n], and the target used.
+
+    The target is kept below the last entry, so that the entry found always has a positive weight.
+    """
+    target = torch.minimum(target, torch.nextafter(cumulative[:, -1], torch.zeros_like(target)))
+    index = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
+    return index.clamp(max=cumulative.shape[1] - 1), target
+
+
+def _logprobs(log_probs: torch.Tensor, token_ids: list[int]) -> list[TokenLogprobs]:
+    """Per row the chosen token, then the MAX_LOGPROBS most likely ones in descending order; [n, V] -> n."""
+    chosen = _index([max(token_id, 0) for token_id in token_ids], log_probs)[:, None]
+    values, ids = log_probs.topk(min(MAX_LOGPROBS, log_probs.shape[1]))
+    all_ids = torch.cat([chosen, ids], dim=1).tolist()
+    all_values = torch.cat([log_probs.gather(1, chosen), values], dim=1).tolist()
+    return [
+        TokenLogprobs(row_ids, row_values) for row_ids, row_values in zip(all_ids, all_values, strict=True)
+    ]
+
+
+def _index(values: list[int], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64).to(like.device)
+
+
+def _take(tensor: torch.Tensor, index: list[int]) -> torch.Tensor:
+    """A copy of rows `index` of `tensor`."""
+    return tensor.index_select(0, _index(index, tensor))

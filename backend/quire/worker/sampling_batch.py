@@ -1,0 +1,261 @@
+"""SamplingRow: one row of a sampling batch, and the flat index arrays the sampler needs of all rows.
+
+Logits are touched only where a request asks for it: the helpers here turn the rows' histories into
+`(row, token id)` index pairs, so that a transform of the whole batch is one gather and one scatter
+instead of a loop over rows or over the vocabulary. No torch here: the arrays are numpy and small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.sampling_params import SamplingParams
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+_NGRAM_KEY_TOKENS = 3
+
+
+@dataclass(slots=True)
+class SamplingRow:
+    """What the sampler must know of the request behind one row of logits.
+
+    A runner that keeps the row of a request from step to step pays O(new tokens) per step for penalties
+    and n-gram bans; a row made anew each step gives the same tokens and pays O(all tokens).
+    """
+
+    params: SamplingParams
+    token_ids: list[int]
+    """Prompt and output so far: a reference that grows behind our back, never copied or changed here."""
+    num_prompt_tokens: int
+    eos_token_ids: frozenset[int]
+    seed: int
+    """In [0, 2**64): the request's own, or one the runner drew when the request arrived."""
+    has_penalties: bool = field(init=False, repr=False, compare=False)
+    has_transforms: bool = field(init=False, repr=False, compare=False)
+    """True when something may change the logits before the temperature."""
+    has_filters: bool = field(init=False, repr=False, compare=False)
+    """True when top-k, top-p, min-p or typical-p may remove tokens."""
+    _history: TokenHistory | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.has_penalties = (
+            params.repetition_penalty != 1.0
+            or params.presence_penalty != 0.0
+            or params.frequency_penalty != 0.0
+        )
+        self.has_transforms = bool(
+            self.has_penalties
+            or params.no_repeat_ngram_size
+            or params.bad_words_ids
+            or params.logit_bias
+            or params.min_tokens
+        )
+        self.has_filters = (
+            params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0 or params.typical_p < 1.0
+        )
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Also the position of the token to be drawn: together with `seed` it fixes the random number."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def history(self) -> TokenHistory:
+        """The row's history, brought up to the newest token."""
+        if self._history is None or self._history.num_seen > len(self.token_ids):
+            self._history = TokenHistory(self)
+        self._history.catch_up(self.token_ids)
+        return self._history
+
+
+class TokenHistory:
+    """Running statistics of one request's tokens: distinct ids, output counts, n-gram index, bad words.
+
+    Invariant: everything describes exactly `token_ids[:num_seen]`.
+    """
+
+    __slots__ = (
+        "_counts",
+        "_ids",
+        "_key_tokens",
+        "_long_bad_words",
+        "_ngram_size",
+        "_num_prompt_tokens",
+        "_positions",
+        "_short_bad_words",
+        "_slots",
+        "_tracks_counts",
+        "num_seen",
+    )
+
+    def __init__(self, row: SamplingRow) -> None:
+        params = row.params
+        self.num_seen = 0
+        self._num_prompt_tokens = row.num_prompt_tokens
+        self._tracks_counts = row.has_penalties
+        self._slots: dict[int, int] = {}
+        self._ids: IntArray = np.empty(64, dtype=np.int64)
+        self._counts: FloatArray = np.zeros(64, dtype=np.float32)
+        self._ngram_size = params.no_repeat_ngram_size
+        # A short key keeps memory linear for any n; what it leaves open is compared token by token.
+        self._key_tokens = min(max(self._ngram_size - 1, 0), _NGRAM_KEY_TOKENS)
+        self._positions: dict[tuple[int, ...], list[int]] = {}
+        # As in transformers, a bad word that is just EOS is not banned: it would never let a request end.
+        self._short_bad_words = [
+            word[0] for word in params.bad_words_ids if len(word) == 1 and word[0] not in row.eos_token_ids
+        ]
+        self._long_bad_words: dict[int, list[tuple[int, ...]]] = {}
+        for word in params.bad_words_ids:
+            if len(word) > 1:
+                self._long_bad_words.setdefault(word[-2], []).append(tuple(word))
+
+    def catch_up(self, token_ids: Sequence[int]) -> None:
+        if self._tracks_counts:
+            for position in range(self.num_seen, len(token_ids)):
+                self._count(token_ids[position], position >= self._num_prompt_tokens)
+        if self._ngram_size:
+            for position in range(max(self.num_seen, self._ngram_size - 1), len(token_ids)):
+                key = tuple(token_ids[position - self._key_tokens : position])
+                self._positions.setdefault(key, []).append(position)
+        self.num_seen = len(token_ids)
+
+    def _count(self, token_id: int, is_output: bool) -> None:
+        slot = self._slots.get(token_id)
+        if slot is None:
+            slot = self._slots[token_id] = len(self._slots)
+            if slot == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[slot] = token_id
+        if is_output:
+            self._counts[slot] += 1
+
+    def distinct(self) -> tuple[IntArray, FloatArray]:
+        """Distinct ids of prompt and output, and how often each occurs in the output: [d], [d]."""
+        size = len(self._slots)
+        return self._ids[:size], self._counts[:size]
+
+    def ngram_bans(self, token_ids: Sequence[int]) -> list[int]:
+        """Tokens that would repeat an n-gram of prompt and output."""
+        n = self._ngram_size
+        if not n or len(token_ids) < n:
+            return []
+        end = len(token_ids)
+        positions = self._positions.get(tuple(token_ids[end - self._key_tokens :] if n > 1 else ()), ())
+        if n - 1 <= self._key_tokens:
+            return list(dict.fromkeys(token_ids[position] for position in positions))
+        prefix = token_ids[end - n + 1 :]
+        return list(
+            dict.fromkeys(
+                token_ids[position]
+                for position in positions
+                if token_ids[position - n + 1 : position] == prefix
+            )
+        )
+
+    def bad_word_bans(self, token_ids: Sequence[int]) -> list[int]:
+        """Last tokens of the bad words whose other tokens are the newest tokens."""
+        bans = list(self._short_bad_words)
+        if token_ids:
+            for word in self._long_bad_words.get(token_ids[-1], ()):
+                prefix = len(word) - 1
+                if prefix <= len(token_ids) and tuple(token_ids[-prefix:]) == word[:-1]:
+                    bans.append(word[-1])
+        return bans
+
+
+@dataclass(slots=True)
+class PenaltyBatch:
+    """Flat pairs (row, token id), distinct within a row, with what to do to each; all of length [m]."""
+
+    rows: IntArray
+    token_ids: IntArray
+    output_counts: FloatArray
+    repetition: FloatArray
+    presence: FloatArray
+    frequency: FloatArray
+
+
+def collect_penalties(rows: Sequence[SamplingRow], vocab_size: int) -> PenaltyBatch | None:
+    """Repetition, presence and frequency penalties of all rows; None when no row has any."""
+    index: list[int] = []
+    ids: list[IntArray] = []
+    counts: list[FloatArray] = []
+    for i, row in enumerate(rows):
+        if row.has_penalties:
+            row_ids, row_counts = row.history().distinct()
+            index.append(i)
+            ids.append(row_ids)
+            counts.append(row_counts)
+    if not index:
+        return None
+    sizes = [len(row_ids) for row_ids in ids]
+
+    def spread(name: str) -> FloatArray:
+        values = np.array([getattr(rows[i].params, name) for i in index], dtype=np.float32)
+        return np.repeat(values, sizes)
+
+    # A penalty below the smallest normal number would turn 0 / p into NaN.
+    repetition = np.maximum(spread("repetition_penalty"), np.finfo(np.float32).tiny)
+    batch = PenaltyBatch(
+        np.repeat(np.array(index, dtype=np.int64), sizes),
+        np.concatenate(ids),
+        np.concatenate(counts),
+        repetition,
+        spread("presence_penalty"),
+        spread("frequency_penalty"),
+    )
+    inside = (batch.token_ids >= 0) & (batch.token_ids < vocab_size)
+    if not inside.all():
+        # Placeholders of images and the like have no logit.
+        batch = PenaltyBatch(*(getattr(batch, name)[inside] for name in PenaltyBatch.__slots__))
+    return batch
+
+
+def collect_biases(
+    rows: Sequence[SamplingRow], vocab_size: int
+) -> tuple[IntArray, IntArray, FloatArray] | None:
+    """`logit_bias` of all rows as (row, token id, bias), each [m]; None when no row has any."""
+    triples = [
+        (i, token_id, bias)
+        for i, row in enumerate(rows)
+        for token_id, bias in row.params.logit_bias.items()
+        if token_id < vocab_size
+    ]
+    if not triples:
+        return None
+    index, ids, biases = zip(*triples, strict=True)
+    return np.array(index, dtype=np.int64), np.array(ids, dtype=np.int64), np.array(biases, dtype=np.float32)
+
+
+def collect_bans(rows: Sequence[SamplingRow], vocab_size: int) -> tuple[IntArray, IntArray] | None:
+    """Tokens that must not be chosen as (row, token id), each [m], pairs may repeat; None if none are.
+
+    Bans come of repeated n-grams, bad words and, until `min_tokens` tokens exist, of EOS (unless
+    `ignore_eos`, which makes EOS a token like any other) and the stop ids.
+    """
+    index: list[int] = []
+    ids: list[int] = []
+    for i, row in enumerate(rows):
+        params = row.params
+        bans: list[int] = []
+        if params.no_repeat_ngram_size or params.bad_words_ids:
+            history = row.history()
+            bans += history.ngram_bans(row.token_ids)
+            bans += history.bad_word_bans(row.token_ids)
+        if row.num_output_tokens < params.min_tokens:
+            bans += params.stop_token_ids
+            if not params.ignore_eos:
+                bans += row.eos_token_ids
+        bans = [token_id for token_id in bans if 0 <= token_id < vocab_size]
+        index += [i] * len(bans)
+        ids += bans
+    if not ids:
+        return None
+    return np.array(index, dtype=np.int64), np.array(ids, dtype=np.int64)
