@@ -1,0 +1,24 @@
+"""Token sequences of words that must not appear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.sampling_params import SamplingParams
+
+
+def with_bad_words_ids(params: SamplingParams, tokenizer: Any) -> SamplingParams:
+    """`params` with `bad_words_ids` filled from `bad_words`.
+
+    A word is banned as it is tokenized at the start of a text and after a space, since most vocabularies
+    hold different tokens for the two.
+    """
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        for text in (word, " " + word):
+            token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if token_ids:
+                sequences.setdefault(token_ids)
+    return msgspec.structs.replace(params, bad_words_ids=tuple(sequences))

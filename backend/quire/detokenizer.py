@@ -1,0 +1,388 @@
+"""IncrementalDetokenizer: token ids in, text that may be sent out; finds stop strings on the way.
+
+The contract is equality with the whole: the deltas of a request concatenate to exactly
+`tokenizer.decode(output_ids)`, decoded without the prompt (so a SentencePiece tokenizer strips the first
+space, as it does there). Tokens pass three stages, each of which holds back what it cannot yet decide:
+
+1. decoding: a window of the newest tokens is decoded again with each token; what it adds to the text already
+   decided is new. Undecided is a U+FFFD at the end, which may be an incomplete UTF-8 sequence, and a run of
+   byte-fallback tokens (`<0xE4>`), which the decoders of SentencePiece models turn into U+FFFD as a whole
+   when one byte of it is wrong;
+2. `clean_up_tokenization_spaces`, where the tokenizer asks for it;
+3. stop strings: a tail that may be the beginning of one is not sent.
+
+`tokenizers.decoders.DecodeStream` is not used: it raises when a later byte makes a byte-fallback run
+invalid, holds everything after an invalid byte, and has no way to release the tail.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from typing import Any
+
+from quire.stop_matcher import StopMatcher
+
+REPLACEMENT = "\ufffd"
+
+_WINDOW = 24
+"""Tokens decoded with each new one at most, unless they decode to nothing."""
+_CONTEXT = 8
+"""Tokens kept when the window is cut: more than the 3 bytes an incomplete UTF-8 sequence can have."""
+_MAX_BYTE_RUN = 16
+"""Byte-fallback tokens held back at most. The one deviation from the whole decode: complete characters of a
+longer run are sent and stay, even if a later byte of the same run is invalid."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenDecoder:
+    """What detokenization needs of a tokenizer; immutable, shared by all requests.
+
+    Args:
+        tokenizer: a tokenizer of transformers, or a `tokenizers.Tokenizer`.
+    """
+
+    _cache: weakref.WeakKeyDictionary[Any, TokenDecoder] = weakref.WeakKeyDictionary()
+
+    def __init__(self, tokenizer: Any) -> None:
+        # The Rust tokenizer itself is twice as fast as transformers' wrapper around it.
+        rust = getattr(tokenizer, "backend_tokenizer", None)
+        if rust is None and hasattr(tokenizer, "get_added_tokens_decoder"):
+            rust = tokenizer
+        self._rust = rust
+        self._python = None if rust is not None else tokenizer
+        if rust is not None:
+            added = rust.get_added_tokens_decoder()
+            self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        else:
+            self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._clean_up = None
+        if getattr(tokenizer, "clean_up_tokenization_spaces", False):
+            forced = getattr(
+                tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False
+            )
+            # transformers ignores the flag for BPE, where it would remove spaces of the text itself.
+            if rust is None or type(rust.model).__name__ != "BPE" or forced:
+                self._clean_up = tokenizer.clean_up_tokenization
+        self.byte_fallback = self._has_byte_fallback()
+        self.sentinel = self._find_sentinel() if self.byte_fallback else None
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> TokenDecoder:
+        """The decoder of a tokenizer, made once for each."""
+        if isinstance(tokenizer, TokenDecoder):
+            return tokenizer
+        decoder = cls._cache.get(tokenizer)
+        if decoder is None:
+            decoder = cls._cache[tokenizer] = cls(tokenizer)
+        return decoder
+
+    def visible_token(self, token_id: int, skip_special_tokens: bool) -> str | None:
+        """The token's name in the vocabulary, or None when it leaves no trace in the text.
+
+        Besides skipped special tokens these are ids beyond the tokenizer's vocabulary, which a model with
+        padded embeddings can produce.
+        """
+        if skip_special_tokens and token_id in self._special_ids:
+            return None
+        if self._rust is not None:
+            return self._rust.id_to_token(token_id)
+        assert self._python is not None
+        if token_id >= len(self._python):
+            return None
+        return self._python.convert_ids_to_tokens(token_id)
+
+    def decode(self, visible_ids: list[int]) -> str:
+        """Text of tokens that are all visible, not cleaned up."""
+        if self._rust is not None:
+            return self._rust.decode(visible_ids, skip_special_tokens=False)
+        assert self._python is not None
+        return self._python.decode(visible_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def decode_all(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        """Text of any tokens, as `tokenizer.decode` gives it."""
+        visible = [i for i in token_ids if self.visible_token(i, skip_special_tokens) is not None]
+        text = self.decode(visible)
+        return text if self._clean_up is None else self._clean_up(text)
+
+    @property
+    def cleans_up(self) -> bool:
+        return self._clean_up is not None
+
+    def clean_up(self, text: str) -> str:
+        assert self._clean_up is not None
+        return self._clean_up(text)
+
+    def byte_of(self, token: str) -> int | None:
+        """The byte a byte-fallback token stands for; None for other tokens."""
+        match = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
+        return None if match is None else int(match[1], 16)
+
+    def _token_to_id(self, token: str) -> int | None:
+        if self._rust is not None:
+            return self._rust.token_to_id(token)
+        assert self._python is not None
+        return self._python.get_vocab().get(token)
+
+    def _has_byte_fallback(self) -> bool:
+        ids = [self._token_to_id(token) for token in ("<0xE4>", "<0xB8>", "<0xAD>")]
+        return None not in ids and self.decode([i for i in ids if i is not None]).strip() == "中"
+
+    def _find_sentinel(self) -> tuple[int, str] | None:
+        """An ordinary token and its text, to stand in for the tokens before a window."""
+        for token in ("a", "▁a", "e", "▁the", "0", "A"):
+            token_id = self._token_to_id(token)
+            if token_id is not None and token_id not in self._special_ids and self.decode([token_id]).strip():
+                return token_id, self.decode([token_id])
+        for token_id in range(2048):
+            name = self.visible_token(token_id, True)
+            if name is not None and self.byte_of(name) is None:
+                text = self.decode([token_id])
+                if text.strip() and REPLACEMENT not in text:
+                    return token_id, text
+        return None
+
+
+class IncrementalDetokenizer:
+    """Text of one request's output.
+
+    Args:
+        tokenizer: a tokenizer of transformers, a `tokenizers.Tokenizer`, or its TokenDecoder.
+        skip_special_tokens: as in `tokenizer.decode`.
+        stop: strings that end the text.
+        include_stop: keep the stop string in the text.
+        min_tokens: a stop string counts only if its last token is at least the `min_tokens`-th.
+    """
+
+    __slots__ = (
+        "_broken_run",
+        "_decoder",
+        "_emitted",
+        "_finished",
+        "_include_stop",
+        "_matcher",
+        "_min_tokens",
+        "_run",
+        "_settled",
+        "_skip_special_tokens",
+        "_taken",
+        "_token_ids",
+        "_uncleaned",
+        "_undecided",
+        "_untaken",
+        "_window",
+        "matched_stop",
+    )
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        skip_special_tokens: bool = True,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self._decoder = TokenDecoder.of(tokenizer)
+        self._skip_special_tokens = skip_special_tokens
+        self._matcher = StopMatcher(stop) if stop else None
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._token_ids: list[int] = []
+        # Invariant: the first `_emitted` characters of decode(_window) have left the decoding stage, and
+        # the last `_run` tokens of the window are bytes of one run, none of whose text has.
+        self._window: list[int] = []
+        self._emitted = 0
+        self._undecided = False
+        self._run = bytearray()
+        self._broken_run = False
+        self._uncleaned = ""
+        self._taken: list[str] = []
+        self._untaken = ""
+        self._finished = False
+        # All text of the first `_settled` tokens left the first two stages before the token after them came.
+        self._settled = 0
+        self.matched_stop: str | None = None
+        """The stop string that ended the text; may also be set by a flush."""
+
+    @property
+    def text(self) -> str:
+        """All text decided so far, ended by the stop string: what was taken and what is held back."""
+        return "".join(self._taken) + self._untaken
+
+    @property
+    def num_tokens_used(self) -> int:
+        """Tokens up to the one that completes the stop string; all that were fed when there is none."""
+        return len(self._token_ids)
+
+    def append(self, token_ids: list[int], *, final: bool = False) -> str | None:
+        """Feeds new tokens; those after a stop string are dropped.
+
+        Args:
+            token_ids: output tokens in order.
+            final: no more will come, so that what is held back is decided now. A stop string can hide in it.
+
+        Returns:
+            The stop string that ended the text, or None.
+        """
+        if self.matched_stop is not None:
+            return self.matched_stop
+        assert not self._finished, "tokens after the end"
+        for token_id in token_ids:
+            if not (self._undecided or self._run or self._uncleaned):
+                self._settled = len(self._token_ids)
+            self._token_ids.append(token_id)
+            raw = self._decode(token_id)
+            if raw:
+                self._accept(self._clean(raw, last=False))
+                if self.matched_stop is not None:
+                    return self.matched_stop
+        if final:
+            self._finish()
+        return self.matched_stop
+
+    def take_delta(self, *, flush: bool = False) -> str:
+        """Text that is safe to send and was not taken yet.
+
+        Args:
+            flush: no more tokens will come: everything held back is decided and released, an incomplete
+                UTF-8 sequence as in the whole decode. May find a stop string: see `matched_stop`.
+        """
+        if flush and not self._finished:
+            self._finish()
+        held = 0
+        if self._matcher is not None and not self._finished and not self._include_stop:
+            held = self._matcher.held
+        end = len(self._untaken) - held
+        delta, self._untaken = self._untaken[:end], self._untaken[end:]
+        if delta:
+            self._taken.append(delta)
+        return delta
+
+    def _finish(self) -> None:
+        if self.matched_stop is None:
+            raw = self._decoder.decode(self._window)[self._emitted :]
+            self._accept(self._clean(raw, last=True))
+        self._finished = True
+
+    # Stage 1: decoding.
+
+    def _decode(self, token_id: int) -> str:
+        """Text that one more token decides."""
+        token = self._decoder.visible_token(token_id, self._skip_special_tokens)
+        if token is None:
+            return ""
+        byte = self._decoder.byte_of(token)
+        if byte is None:
+            self._run.clear()
+            self._broken_run = False
+            self._window.append(token_id)
+            return self._advance()
+        if self._broken_run:
+            return REPLACEMENT
+        self._window.append(token_id)
+        self._run.append(byte)
+        return self._split_run() if len(self._run) > _MAX_BYTE_RUN else ""
+
+    def _advance(self) -> str:
+        full = self._decoder.decode(self._window)
+        self._undecided = full.endswith(REPLACEMENT)
+        end = len(full) - self._undecided
+        delta = full[self._emitted : end]
+        self._emitted = max(self._emitted, end)
+        if len(self._window) >= _WINDOW:
+            self._cut_window()
+        return delta
+
+    def _cut_window(self) -> None:
+        """Keeps the newest tokens as context for those to come.
+
+        Right because decoders look at the start of a text (a stripped first space), which the context
+        hides if it has any text, and at unfinished bytes, which lie well within it.
+        """
+        context = self._window[-_CONTEXT:]
+        emitted = len(self._decoder.decode(context)) - self._undecided
+        if emitted > 0:
+            self._window, self._emitted = context, emitted
+
+    def _split_run(self) -> str:
+        """Ends the wait for the end of a long run of bytes."""
+        if self._decoder.sentinel is None:
+            return ""
+        sentinel_id, sentinel_text = self._decoder.sentinel
+        size, cut = len(self._run), len(self._run)
+        try:
+            self._run.decode()
+        except UnicodeDecodeError as error:
+            if error.end == size and error.reason == "unexpected end of data":
+                cut = error.start
+            else:
+                # Decided: whatever follows, every byte of this run is U+FFFD in the whole decode.
+                self._broken_run = True
+        complete = self._window[: len(self._window) - size + cut]
+        text = self._decoder.decode(complete)[self._emitted :]
+        rest = self._window[len(complete) :]
+        self._window, self._emitted = [sentinel_id, *rest], len(sentinel_text)
+        self._undecided = False
+        del self._run[:cut]
+        return text
+
+    # Stage 2: clean-up of spaces.
+
+    def _clean(self, raw: str, last: bool) -> str:
+        if not self._decoder.cleans_up:
+            return raw
+        self._uncleaned += raw
+        cut = len(self._uncleaned) if last else _safe_cut(self._uncleaned)
+        text, self._uncleaned = self._uncleaned[:cut], self._uncleaned[cut:]
+        return self._decoder.clean_up(text) if text else ""
+
+    # Stage 3: stop strings.
+
+    def _accept(self, text: str) -> None:
+        """Adds decided text, unless a stop string ends it."""
+        before, position = self._untaken, 0
+        self._untaken += text
+        if self._matcher is None:
+            return
+        while (found := self._matcher.feed(text, position)) is not None:
+            position, stop = found
+            if len(self._token_ids) < self._min_tokens:
+                continue
+            end = len(before) + position
+            used = self._count_tokens("".join(self._taken) + self._untaken[:end])
+            if used < self._min_tokens:
+                continue
+            self.matched_stop, self._finished = stop, True
+            del self._token_ids[used:]
+            if not self._include_stop:
+                assert end >= len(stop), "part of a stop string was sent"
+                end -= len(stop)
+            self._untaken = self._untaken[:end]
+            return
+
+    def _count_tokens(self, text: str) -> int:
+        """How few of the tokens have a whole decode that begins with `text`.
+
+        Searched upwards: within a byte run more tokens can make a whole decode worse.
+        """
+        for count in range(self._settled + 1, len(self._token_ids)):
+            if self._decoder.decode_all(self._token_ids[:count], self._skip_special_tokens).startswith(text):
+                return count
+        return len(self._token_ids)
+
+
+def _safe_cut(text: str) -> int:
+    """The last index at which cleaned halves concatenate to the cleaned whole; 0 if there is none.
+
+    The clean-up of transformers deletes spaces: those that begin one of its patterns (" .", " n't", " 've",
+    ...), at most 4 characters long, and the last one of " ' ". So no pattern crosses a point behind 4
+    characters that are no spaces. Nor does one cross the point before a space, if the character in front is
+    no space, no apostrophe, and no n (" n" can meet "'t" when " ' " between them has become an apostrophe).
+    """
+    for index in range(len(text), 0, -1):
+        if index < len(text) and text[index] == " " and text[index - 1] not in " 'n":
+            return index
+        if index >= 4 and " " not in text[index - 4 : index]:
+            return index
+    return 0

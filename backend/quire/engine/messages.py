@@ -1,0 +1,95 @@
+"""Messages between frontends and the engine process (msgpack through msgspec, over ZeroMQ).
+
+A frontend talks through a DEALER socket, the engine through one ROUTER; a message is one frame. Times are
+CLOCK_MONOTONIC seconds, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.outputs import EngineCoreOutput
+from quire.sampling_params import SamplingParams
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message of a frontend: the engine watches `pid` and drops its requests when it goes."""
+
+    pid: int
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
+    """A validated request: `request_id` is the frontend's and unique, `external_id` the client's, if any."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    external_id: str = ""
+    priority: int = 0
+    arrival_time: float = 0.0
+
+
+class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
+    """Ends requests of this frontend; `learned_at` is when it knew, for the trace."""
+
+    request_ids: list[str]
+    reason: str
+    learned_at: float = 0.0
+
+
+class CancelByExternalId(msgspec.Struct, frozen=True, tag="cancel_external"):
+    """Ends every request that carries the client's id, whichever frontend it came through."""
+
+    external_id: str
+    token: str
+    """Echoed in the answer."""
+    learned_at: float = 0.0
+
+
+class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
+    token: str
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
+    """The frontend is being unloaded; the engine ends with its last frontend."""
+
+
+FrontendMessage = Hello | AddRequest | AbortRequests | CancelByExternalId | GetStats | Goodbye
+
+
+class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
+    """Answer to Hello: what a frontend needs to know of the engine."""
+
+    pid: int
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    kv_cache_bytes: int
+    dtype: str
+    device: str
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """What a step brought for the requests of one frontend."""
+
+    outputs: list[EngineCoreOutput]
+
+
+class CancelResult(msgspec.Struct, frozen=True, tag="cancel_result"):
+    token: str
+    num_cancelled: int
+
+
+class Stats(msgspec.Struct, frozen=True, tag="stats"):
+    """Engine state, on request (`token`) or pushed about once a second (`token` empty)."""
+
+    token: str
+    values: dict[str, float]
+
+
+EngineMessage = EngineInfo | Outputs | CancelResult | Stats
+
+encoder = msgspec.msgpack.Encoder()
+frontend_message_decoder = msgspec.msgpack.Decoder(FrontendMessage)
+engine_message_decoder = msgspec.msgpack.Decoder(EngineMessage)

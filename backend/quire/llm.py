@@ -1,0 +1,112 @@
+"""LLM: the engine in the caller's own process, for offline use and tests."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.bad_words import with_bad_words_ids
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.errors import EngineError
+from quire.output_processor import OutputProcessor
+from quire.outputs import RequestOutput
+from quire.sampling_params import (
+    SamplingParams,
+    defaults_from_generation_config,
+    parse_sampling_params,
+)
+
+
+class LLM:
+    """Generates with the same engine that Triton serves.
+
+    Args:
+        model: checkpoint directory.
+        options: keys of `EngineConfig` (max_num_seqs, dtype, ...), flat.
+
+    Raises:
+        CheckpointError, ConfigError: the engine cannot start; the message names the file or key.
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        from quire.loader.info import read_checkpoint_info
+
+        self.config = EngineConfig.from_mapping({"model": str(model), **options})
+        info = read_checkpoint_info(model)
+        self.core = EngineCore(self.config)
+        self.default_params = defaults_from_generation_config(info.generation_config)
+        self.tokenizer = _load_tokenizer(self.config.model.tokenizer or str(model))
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **sampling: Any,
+    ) -> list[RequestOutput]:
+        """Runs all prompts together, continuously batched, and returns whole outputs in their order.
+
+        Args:
+            prompts: texts or lists of token ids.
+            params: one for all or one per prompt; None: the checkpoint's defaults with `sampling` over them.
+            sampling: names of SamplingParams.
+
+        Raises:
+            InvalidArgumentError: a prompt or parameter is wrong; nothing has run then.
+            EngineError: the engine failed.
+        """
+        batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if params is None:
+            params = parse_sampling_params(sampling, defaults=self.default_params)
+        each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
+        assert len(each) == len(batch), "one SamplingParams per prompt"
+        processors: dict[str, OutputProcessor] = {}
+        try:
+            for prompt, one in zip(batch, each, strict=True):
+                token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                request_id = f"llm-{next(self._ids)}"
+                if one.bad_words and self.tokenizer is not None:
+                    one = with_bad_words_ids(one, self.tokenizer)
+                self.core.add_request(request_id, token_ids, one)
+                processors[request_id] = OutputProcessor(
+                    request_id,
+                    len(token_ids),
+                    one,
+                    None if self.tokenizer is None else self.tokenizer.hf,
+                )
+        except BaseException:
+            self.core.abort(list(processors))
+            raise
+        while self.core.has_work:
+            for output in self.core.step():
+                processor = processors.get(output.request_id)
+                if processor is not None and processor.process(output):
+                    self.core.abort([output.request_id])
+        results = [processor.take() for processor in processors.values()]
+        for result in results:
+            if result.error is not None:
+                raise EngineError(result.error)
+        return results
+
+    def chat(self, messages: list[dict[str, Any]], **sampling: Any) -> RequestOutput:
+        """One answer to a conversation, through the checkpoint's chat template."""
+        if self.tokenizer is None:
+            raise EngineError(f"{self.config.model.model}: no tokenizer, so no chat template")
+        token_ids = self.tokenizer.encode_messages(json.dumps(messages))
+        return self.generate([token_ids], **sampling)[0]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, special tokens added as the tokenizer is configured to."""
+        if self.tokenizer is None:
+            raise EngineError(f"{self.config.model.model}: no tokenizer, so prompts must be token ids")
+        return list(self.tokenizer.encode(text))
+
+
+def _load_tokenizer(path: str) -> Any | None:
+    from quire_ensemble.tokenizer import Tokenizer
+
+    return Tokenizer(path) if Tokenizer.exists(path) else None

@@ -1,0 +1,133 @@
+"""From token deltas to text: the frontend's half of a request, shared by `quire.LLM` and the Triton adapter.
+
+The engine detokenizes nothing. Stop strings are therefore found here; the caller then aborts the request
+in the engine, and outputs that were already on their way are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.detokenizer import IncrementalDetokenizer
+from quire.outputs import EngineCoreOutput, RequestOutput, TokenLogprobs
+from quire.request import FinishReason
+from quire.sampling_params import SamplingParams
+
+
+class OutputProcessor:
+    """State of one request between engine outputs and responses.
+
+    `process` takes what the engine sent, `take` gives what may be sent on; between two `take` calls any
+    number of outputs may be merged, which is how deltas of a slow reader coalesce.
+
+    Args:
+        tokenizer: anything IncrementalDetokenizer accepts; None: token ids only, no text.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        params: SamplingParams,
+        tokenizer: Any | None,
+    ) -> None:
+        self.request_id = request_id
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_output_tokens = 0
+        self.num_cached_tokens = 0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.error_code = ""
+        self._params = params
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                stop=params.stop,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def process(self, output: EngineCoreOutput) -> bool:
+        """Takes an output of the engine.
+
+        Returns:
+            True when a stop string ended the request here, so that the engine must be told to abort it.
+        """
+        if self.finished:
+            return False
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        new_ids = output.new_token_ids
+        stopped = False
+        if self._detokenizer is not None:
+            # At the end held-back text is decided, and a stop string may be found in it.
+            ended = output.finish_reason is not None
+            matched = self._detokenizer.append(self._visible(new_ids, output), final=ended)
+            if matched is not None:
+                used = self._detokenizer.num_tokens_used - self.num_output_tokens
+                new_ids = new_ids[: max(used, 0)]
+                self.finish_reason, self.stop_reason = FinishReason.STOP.value, matched
+                stopped = output.finish_reason is None
+        self._token_ids.extend(new_ids)
+        self.num_output_tokens += len(new_ids)
+        if output.logprobs:
+            self._logprobs.extend(output.logprobs[: len(new_ids)])
+        if self.finish_reason is None and output.finish_reason is not None:
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+            self.error, self.error_code = output.error, output.error_code
+        if self._detokenizer is not None:
+            self._text += self._detokenizer.take_delta(flush=self.finished)
+        return stopped
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to send: the end, text, or (without a tokenizer) token ids."""
+        return self.finished or bool(self._text) or (self._detokenizer is None and bool(self._token_ids))
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens that `take` would give."""
+        return len(self._token_ids)
+
+    def _visible(self, new_ids: list[int], output: EngineCoreOutput) -> list[int]:
+        """Token ids that make text: a stop token id that ended the request is not part of the text."""
+        ended_by_id = output.finish_reason == FinishReason.STOP.value and isinstance(output.stop_reason, int)
+        if ended_by_id and not self._params.include_stop_str_in_output:
+            return new_ids[:-1]
+        return new_ids
+
+    def finish(self, reason: FinishReason, error: str | None = None, error_code: str = "") -> None:
+        """Ends the request from outside (cancelled, engine gone); the first reason stays."""
+        if not self.finished:
+            self.finish_reason = reason.value
+            self.error, self.error_code = error, error_code
+            if self._detokenizer is not None:
+                self._text += self._detokenizer.take_delta(flush=True)
+
+    def take(self) -> RequestOutput:
+        """Everything that may be sent now, and forgets it."""
+        text, self._text = self._text, ""
+        token_ids, self._token_ids = self._token_ids, []
+        logprobs, self._logprobs = self._logprobs, []
+        return RequestOutput(
+            request_id=self.request_id,
+            text=text,
+            token_ids=token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=self.num_output_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            logprobs=logprobs or None,
+            error=self.error,
+            error_code=self.error_code,
+        )
