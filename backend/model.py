@@ -1,0 +1,33 @@
+"""The file Triton loads for `backend: "quire"`; everything else lives in the `quire` package.
+
+Triton imports this module as plain `model`, in the stub of every instance and once more in a short-lived
+interpreter before each load. It works from a checkout (or a link to one), from a folder written by
+`quire backend install`, and with the packages simply installed in the stub's environment.
+"""
+
+import atexit
+import gc
+import locale
+import sys
+from pathlib import Path
+
+# The stub starts in the C locale, where open() without an encoding reads ASCII: before any other import.
+locale.setlocale(locale.LC_ALL, "C.UTF-8")
+
+# The stub ends like any interpreter, with a collection over everything transformers has loaded: seconds on a
+# busy machine, which Triton spends waiting. A process that ends needs none.
+atexit.register(gc.freeze)
+
+# Packages that came with this file go first: an older installed copy must not be mixed with it.
+_HERE = Path(__file__).resolve().parent
+for _root, _package in (
+    (_HERE.parent / "ensemble", "quire_ensemble"),
+    (_HERE.parent / "kernels", "quire_kernels"),
+    (_HERE, "quire"),
+):
+    if (_root / _package / "__init__.py").is_file():
+        sys.path.insert(0, str(_root))
+
+from quire.triton.frontend import TritonPythonModel  # noqa: E402
+
+__all__ = ["TritonPythonModel"]

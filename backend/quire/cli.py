@@ -1,0 +1,74 @@
+"""The command `quire`: one line per subcommand here, each in a module of its own, imported when it is run."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+from quire import __version__
+
+_COMMANDS = {
+    "serve": ("quire.serve:serve", "Serve a model repository with tritonserver."),
+    "healthcheck": ("quire.healthcheck:healthcheck", "Ask a served model for one token; for probes."),
+    "repository": ("quire_ensemble.cli:repository", "Build model repositories from checkpoints."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands' names and one-line helps without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_COMMANDS})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module, attribute = _COMMANDS[cmd_name][0].split(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        own = {name: command.get_short_help_str(80) for name, command in self.commands.items()}
+        rows = sorted({**own, **{name: text for name, (_, text) in _COMMANDS.items()}}.items())
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="quire")
+def main() -> None:
+    """Quire: text generation on NVIDIA Triton Inference Server."""
+
+
+@main.command()
+def version() -> None:
+    """Print the version."""
+    click.echo(__version__)
+
+
+@main.group()
+def backend() -> None:
+    """Prepare the backend for another tritonserver."""
+
+
+@backend.command()
+@click.option("--out", required=True, type=click.Path(file_okay=False), help="For example backends/quire.")
+def install(out: str) -> None:
+    """Copy model.py and the packages it needs into one folder."""
+    from pathlib import Path
+
+    from quire.errors import QuireError
+    from quire.tritonserver import install_backend
+
+    try:
+        written = install_backend(Path(out))
+    except QuireError as error:
+        raise click.ClickException(str(error)) from error
+    for path in written:
+        click.echo(path)
+
+
+if __name__ == "__main__":
+    main(prog_name="quire")

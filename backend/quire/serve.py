@@ -1,0 +1,388 @@
+"""`quire serve`: one tritonserver in the foreground, with safe flags, that leaves nothing behind.
+
+The server runs in a session of its own, so that a Ctrl-C reaches it once, through us. This process is the
+subreaper of everything below it: a stub or an engine whose parent died comes back here, is reaped, and on
+the way out is ended. Shared-memory regions carry a name of this run and are removed with it; those of runs
+that were killed are recognised by their unheld lock and removed at the next start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import http.client
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+import psutil
+
+from quire import run_files, tritonserver
+from quire.errors import ConfigError, QuireError
+from quire.run_files import RunFiles
+from quire.tritonserver import TritonServer
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+LOOPBACK = "127.0.0.1"
+
+# The whole way from SIGTERM to our exit has to stay below 5 s: requests in flight go on until UNLOAD_S before
+# --exit-timeout, then the engines end them and Triton unloads; what is left after the grace is killed.
+DEFAULT_EXIT_TIMEOUT_S = 3
+UNLOAD_S = 2.5
+STOP_GRACE_S = 1.0
+LEFTOVER_GRACE_S = 0.5
+READY_POLL_S = 0.1
+
+_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
+PORT = click.IntRange(0, 65535)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """What `quire serve` was asked for; ports of 0 mean any free one."""
+
+    repositories: tuple[Path, ...]
+    address: str = LOOPBACK
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    load_models: tuple[str, ...] = ()
+    exit_timeout_s: int = DEFAULT_EXIT_TIMEOUT_S
+    verbose: bool = False
+    ready_file: Path | None = None
+    tritonserver: str | None = None
+    extra_args: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for repository in self.repositories:
+            if not repository.is_dir():
+                raise ConfigError(f"--model-repository: {repository} is not a directory")
+        if self.exit_timeout_s < 0:
+            raise ConfigError(f"--exit-timeout: {self.exit_timeout_s} is negative")
+
+
+def bind_port(address: str, port: int, option: str) -> socket.socket:
+    """Bind `port` (0: any free one) without listening, so that nobody else gets it while models load.
+
+    Triton opens its ports after the models are loaded, which may take minutes. A bound socket that does not
+    listen lets the server bind the same port (both sides set SO_REUSEADDR) and is passed over by the kernel
+    when it picks a free port for anyone else.
+    """
+    holder = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    if port:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        holder.bind((address, port))
+    except OSError as error:
+        holder.close()
+        where = f"{option}: cannot use port {port} on {address}"
+        raise ConfigError(f"{where}: {error.strerror} (0 takes a free one)") from error
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return holder
+
+
+def server_arguments(
+    config: ServeConfig, flags: frozenset[str], backends: Path, ports: tuple[int, int, int], shm_prefix: str
+) -> list[str]:
+    """tritonserver's command line (without the binary); a flag the server does not know is left out.
+
+    Of a flag given twice the later one wins, so the user's own arguments come last.
+    """
+    http_port, grpc_port, metrics_port = ports
+    wanted = [
+        *(("model-repository", str(repository)) for repository in config.repositories),
+        ("backend-directory", str(backends)),
+        ("http-address", config.address),
+        ("http-port", str(http_port)),
+        ("grpc-address", config.address),
+        ("grpc-port", str(grpc_port)),
+        ("metrics-address", config.address),
+        ("metrics-port", str(metrics_port)),
+        ("model-control-mode", "explicit" if config.load_models else "none"),
+        *(("load-model", name) for name in config.load_models),
+        ("exit-on-error", "true"),
+        ("strict-readiness", "true"),
+        ("exit-timeout-secs", str(config.exit_timeout_s)),
+        ("allow-client-shm", "false"),
+        ("allow-gpu-metrics", "true" if NVIDIA_DRIVER.exists() else "false"),
+        # Nobody needs these to use a model, and they are the core of the server's security history: the key
+        # is random and not told to anyone.
+        ("http-restricted-api", f"shared-memory,trace,logging:quire-admin={secrets.token_hex(16)}"),
+        ("grpc-restricted-protocol", f"shared-memory,trace,logging:quire-admin={secrets.token_hex(16)}"),
+        ("log-info", "true" if config.verbose else "false"),
+        ("log-warning", "true" if config.verbose else "false"),
+        ("backend-config", f"python,shm-region-prefix-name={shm_prefix}"),
+        # Regions grow to the high-water mark in these steps and never shrink; text needs little.
+        ("backend-config", f"python,shm-default-byte-size={2 << 20}"),
+        ("backend-config", f"python,shm-growth-byte-size={2 << 20}"),
+    ]
+    return [*(f"--{flag}={value}" for flag, value in wanted if flag in flags), *config.extra_args]
+
+
+class ServerRun:
+    """One run of tritonserver, from its start to the last trace of it."""
+
+    def __init__(self, config: ServeConfig, server: TritonServer, backends: Path) -> None:
+        self._config = config
+        self._server = server
+        self._backends = backends
+        self._deadline: float | None = None  # set by the first stop signal; then everything is killed
+        self._drain_until: float | None = None  # set with it; then the engines end what is in flight
+        self._files = RunFiles()
+        self._began = time.monotonic()
+
+    def run(self) -> int:
+        """Serve until stopped or until tritonserver ends; returns the exit status."""
+        config = self._config
+        run_files.remove_stale()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        wanted = (
+            (config.http_port, "--http-port"),
+            (config.grpc_port, "--grpc-port"),
+            (config.metrics_port, "--metrics-port"),
+        )
+        holders: list[socket.socket] = []
+        files = self._files
+        try:
+            for port, option in wanted:
+                holders.append(bind_port(config.address, port, option))
+            http_port, grpc_port, metrics_port = (holder.getsockname()[1] for holder in holders)
+            process = self._start((http_port, grpc_port, metrics_port), files)
+            if self._wait_ready(process, http_port):
+                self._announce((http_port, grpc_port, metrics_port), files.shm_prefix)
+            elif process.returncode is not None:
+                click.echo("quire: tritonserver ended before it was ready; its reasons are above", err=True)
+            while (status := self._wait(process, None)) is None:
+                pass
+        finally:
+            for holder in holders:
+                holder.close()
+            _end_leftovers()
+            files.remove()
+            self._remove_ready_file()
+        return status if status >= 0 else 128 - status
+
+    def _remove_ready_file(self) -> None:
+        """Unless a newer server has put its own there."""
+        path = self._config.ready_file
+        if path is not None and path.is_file() and json.loads(path.read_text("utf-8"))["pid"] == os.getpid():
+            path.unlink()
+
+    def _start(self, ports: tuple[int, int, int], files: RunFiles) -> subprocess.Popen[bytes]:
+        environment = self._server.environment()
+        environment["QUIRE_RUNTIME_DIR"] = str(files.directory)
+        flags = self._server.flags(self._backends)
+        arguments = server_arguments(self._config, flags, self._backends, ports, files.shm_prefix)
+        if self._config.verbose:
+            click.echo(f"quire: {self._server.binary} {' '.join(arguments)}", err=True)
+        return subprocess.Popen(
+            [str(self._server.binary), *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=(files.lock_fd,),
+            preexec_fn=_in_child(os.getpid()),
+        )
+
+    def _wait(self, process: subprocess.Popen[bytes], timeout_s: float | None) -> int | None:
+        """Wait for the next signal, at most `timeout_s`, act on it; the status of a server that ended."""
+        if process.returncode is not None:
+            return process.returncode
+        if self._drain_until is not None:
+            remaining = self._drain_until - time.monotonic()
+            if remaining <= 0:
+                self._drain_until = None
+                _stop_engines(self._files.directory)
+            else:
+                timeout_s = remaining if timeout_s is None else min(timeout_s, remaining)
+        if self._deadline is not None:
+            remaining = self._deadline - time.monotonic()
+            timeout_s = remaining if timeout_s is None else min(timeout_s, remaining)
+            if remaining <= 0:
+                process.kill()
+                return process.wait()
+        if timeout_s is None:
+            received = signal.sigwaitinfo(_SIGNALS)
+        elif (awaited := signal.sigtimedwait(_SIGNALS, timeout_s)) is not None:
+            received = awaited
+        else:
+            return None
+        if received.si_signo == signal.SIGCHLD:
+            return _reap(process)
+        if self._deadline is None:
+            now, limit = time.monotonic(), self._config.exit_timeout_s
+            self._deadline = now + limit + STOP_GRACE_S
+            self._drain_until = now + max(0.0, limit - UNLOAD_S)
+            process.terminate()
+        else:
+            self._deadline = 0.0  # asked a second time: at once
+        return None
+
+    def _wait_ready(self, process: subprocess.Popen[bytes], http_port: int) -> bool:
+        """True once the server answers that it and all its models are ready; False when it will not be."""
+        while self._deadline is None:
+            if self._wait(process, READY_POLL_S) is not None:
+                return False
+            if (
+                self._deadline is None
+                and _http_status(self._probe_address(), http_port, "/v2/health/ready") == 200
+            ):
+                return True
+        return False
+
+    def _probe_address(self) -> str:
+        return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self._config.address, self._config.address)
+
+    def _announce(self, ports: tuple[int, int, int], shm_prefix: str) -> None:
+        host = self._probe_address()
+        host = f"[{host}]" if ":" in host else host
+        urls = {name: f"{host}:{port}" for name, port in zip(("http", "grpc", "metrics"), ports, strict=True)}
+        click.echo(
+            f"quire: ready after {time.monotonic() - self._began:.1f} s: http://{urls['http']}  "
+            f"grpc {urls['grpc']}  http://{urls['metrics']}/metrics  (Ctrl-C stops it)"
+        )
+        sys.stdout.flush()
+        if (path := self._config.ready_file) is not None:
+            document = {**urls, "pid": os.getpid(), "shm_prefix": shm_prefix}
+            unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+            unfinished.write_text(json.dumps(document) + "\n", "utf-8")
+            unfinished.replace(path)
+
+
+def _reap(process: subprocess.Popen[bytes]) -> int | None:
+    """Reap every ended child, adopted ones too; the server's status when it is among them."""
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+        if ended.si_pid == process.pid:
+            return process.wait()
+        os.waitpid(ended.si_pid, 0)
+    return None
+
+
+def _stop_engines(directory: Path) -> None:
+    """Tell the engines of this run to stop: each of their requests ends with a final response."""
+    for path in directory.glob("*/state.json"):
+        try:
+            os.kill(json.loads(path.read_text("utf-8"))["pid"], signal.SIGTERM)
+        except (ProcessLookupError, FileNotFoundError):
+            continue  # it ended by itself meanwhile
+
+
+def _end_leftovers() -> None:
+    """End what is still below us: it gets a moment to end by itself, then SIGKILL."""
+    leftovers = psutil.Process().children(recursive=True)
+    _, alive = psutil.wait_procs(leftovers, timeout=LEFTOVER_GRACE_S)
+    # Killing one hands its children to us, so look again until nobody is left.
+    while alive:
+        for process in alive:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(alive)
+        alive = psutil.Process().children(recursive=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def _in_child(parent: int) -> Callable[[], None]:
+    prctl = ctypes.CDLL(
+        None
+    ).prctl  # loaded before the fork: nothing may be imported or allocated much after it
+
+    def prepare() -> None:
+        # Tied to our main thread, which forks here and lives as long as we do: if we are killed, the server
+        # is told to stop.
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+    return prepare
+
+
+def _http_status(address: str, port: int, path: str) -> int | None:
+    """Status of GET `path`; None while nobody answers."""
+    connection = http.client.HTTPConnection(address, port, timeout=2)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+@click.command()
+@click.option(
+    "--model-repository",
+    "repositories",
+    required=True,
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+)
+@click.option("--http-port", default=8000, show_default=True, type=PORT, help="0 takes a free port.")
+@click.option("--grpc-port", default=8001, show_default=True, type=PORT, help="0 takes a free port.")
+@click.option("--metrics-port", default=8002, show_default=True, type=PORT, help="0 takes a free port.")
+@click.option("--address", default=LOOPBACK, show_default=True, help="Address all three listen on.")
+@click.option(
+    "--load-model", multiple=True, metavar="NAME", help="Load only this one (repeatable); explicit control."
+)
+@click.option(
+    "--exit-timeout", default=DEFAULT_EXIT_TIMEOUT_S, show_default=True, help="Seconds for running requests."
+)
+@click.option("--verbose", is_flag=True, help="Show tritonserver's command line, information and warnings.")
+@click.option("--ready-file", type=click.Path(path_type=Path), help="Write addresses here (JSON) once ready.")
+@click.option("--tritonserver", envvar="QUIRE_TRITONSERVER", metavar="FILE", help="The server to run.")
+@click.argument("extra_args", nargs=-1, type=click.UNPROCESSED)
+def serve(
+    repositories: tuple[Path, ...],
+    http_port: int,
+    grpc_port: int,
+    metrics_port: int,
+    address: str,
+    load_model: tuple[str, ...],
+    exit_timeout: int,
+    verbose: bool,
+    ready_file: Path | None,
+    tritonserver: str | None,
+    extra_args: tuple[str, ...],
+) -> None:
+    """Serve model repositories with tritonserver; arguments after -- go to it unchanged."""
+    try:
+        config = ServeConfig(
+            repositories=tuple(path.absolute() for path in repositories),
+            address=address,
+            http_port=http_port,
+            grpc_port=grpc_port,
+            metrics_port=metrics_port,
+            load_models=load_model,
+            exit_timeout_s=exit_timeout,
+            verbose=verbose,
+            ready_file=ready_file,
+            tritonserver=tritonserver,
+            extra_args=extra_args,
+        )
+        status = run(config)
+    except QuireError as error:
+        raise click.ClickException(str(error)) from error
+    sys.exit(status)
+
+
+def run(config: ServeConfig) -> int:
+    """Find a server, assemble its backend directory and serve; returns the exit status."""
+    server = tritonserver.find(config.tritonserver)
+    return ServerRun(config, server, tritonserver.backend_directory(server)).run()

@@ -1,0 +1,119 @@
+"""What Triton is told of a generator, and what the generator reads from its model directory.
+
+A model directory needs nothing but `config.pbtxt` with `backend: "quire"` and a checkpoint:
+- `1/quire.json` with engine keys, `model` among them (a path relative to `1/` or absolute), or
+- the same keys as `parameters` of config.pbtxt, or
+- the checkpoint's files in `1/` or beside it in the model directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.config import EngineConfig, load_config_file
+from quire.errors import CheckpointError, ConfigError
+from quire_ensemble.generator_schema import INPUTS, OUTPUTS
+
+
+def complete(config: Any) -> Any:
+    """Declares the generator's tensors on an auto-complete model configuration and returns it.
+
+    Raises:
+        ConfigError: the given configuration asks for what the generator cannot do.
+    """
+    given = config.as_dict()
+    if given.get("max_batch_size", 0) not in (0, -1):
+        raise ConfigError(
+            f"max_batch_size must be 0, got {given['max_batch_size']}: requests are batched by the engine"
+        )
+    if given.get("dynamic_batching"):
+        raise ConfigError("dynamic_batching must not be set: requests are batched by the engine")
+    declared = {kind: {t["name"] for t in given.get(kind, [])} for kind in ("input", "output")}
+    for spec in INPUTS:
+        if spec.name not in declared["input"]:
+            config.add_input(spec.input_config())
+    for spec in OUTPUTS:
+        if spec.name not in declared["output"]:
+            config.add_output(spec.output_config())
+    config.set_max_batch_size(0)
+    if "model_transaction_policy" not in given:
+        config.set_model_transaction_policy({"decoupled": True})
+    return config
+
+
+def is_decoupled(model_config: Mapping[str, Any]) -> bool:
+    return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
+
+
+def read_engine_config(model_config: Mapping[str, Any], version_directory: Path) -> EngineConfig:
+    """The engine's configuration from the model directory.
+
+    Args:
+        model_config: Triton's, as a mapping (`json.loads(args["model_config"])`).
+        version_directory: `<repository>/<model>/<version>`.
+
+    Raises:
+        ConfigError: unknown or ill-typed key, or one that quire.json and config.pbtxt state differently.
+        CheckpointError: no checkpoint is found; names the places.
+    """
+    values: dict[str, Any] = {}
+    file = version_directory / "quire.json"
+    if file.exists():
+        values = load_config_file(file)
+    for key, parameter in model_config.get("parameters", {}).items():
+        if key.isupper():
+            continue  # Triton's own, such as EXECUTION_ENV_PATH
+        text = parameter["string_value"]
+        if key in values and str(values[key]) != text:
+            raise ConfigError(
+                f"{key} is {values[key]!r} in {file} but {text!r} in config.pbtxt: state it once"
+            )
+        values[key] = text
+    values["model"] = str(_checkpoint(str(values.get("model", "")), version_directory))
+    if values.get("tokenizer"):
+        values["tokenizer"] = str((version_directory / values["tokenizer"]).resolve())
+    return EngineConfig.from_mapping(values)
+
+
+def _checkpoint(named: str, version_directory: Path) -> Path:
+    if named:
+        for base in (version_directory, version_directory.parent):
+            path = base / Path(named).expanduser()
+            if path.exists():
+                return path.resolve()
+        raise CheckpointError(f"model {named!r}: no such directory or file (relative to {version_directory})")
+    for path in (version_directory, version_directory.parent):
+        if (path / "config.json").exists():
+            return path.resolve()
+        weights = sorted(path.glob("*.gguf"))
+        if len(weights) == 1:
+            return weights[0].resolve()
+    raise CheckpointError(
+        f"no checkpoint: {version_directory} has neither config.json nor a quire.json that names a `model`, "
+        f"and {version_directory.parent} has no config.json"
+    )
+
+
+def visible_device(args: Mapping[str, str]) -> dict[str, str]:
+    """Environment of the engine for an instance's kind: KIND_GPU shows it exactly its device."""
+    if args.get("model_instance_kind") == "GPU":
+        return {"CUDA_VISIBLE_DEVICES": args["model_instance_device_id"]}
+    return {}
+
+
+def with_instance_kind(config: EngineConfig, args: Mapping[str, str]) -> EngineConfig:
+    """KIND_CPU and KIND_GPU decide the device where the configuration leaves it open."""
+    kinds = {"CPU": "cpu", "GPU": "cuda"}
+    kind = kinds.get(args.get("model_instance_kind", ""))
+    if kind is None or config.model.device != "auto":
+        return config
+    return config.replace(device=kind)
+
+
+def parse_model_config(args: Mapping[str, str]) -> dict[str, Any]:
+    config = json.loads(args["model_config"])
+    assert isinstance(config, dict)
+    return config

@@ -1,0 +1,179 @@
+"""TritonPythonModel of the generator: a frontend of an engine, one per model instance."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from quire.config import EngineConfig
+from quire.errors import QuireError, UnavailableError
+from quire.triton import config_completion
+
+logger = logging.getLogger("quire")
+
+SHUTDOWN_S = 3.0
+WATCHDOG_S = 0.5
+MIN_INTAKE = 64
+"""Requests that may wait for the intake beyond those that may wait in the engine, whose refusal is exact."""
+INTAKE_THREADS = 2
+"""More than one, so that a very long text does not hold up the others; tokenizers release the GIL."""
+
+
+class TritonPythonModel:
+    """Life of a frontend: `initialize` joins or starts the engine, `execute` enqueues, `finalize` leaves.
+
+    Threads: Triton's main thread runs `execute` and copies the request; the intake checks and tokenizes; the
+    responder talks to the engine and sends. The watchdog ends the process when tritonserver is gone, since a
+    stub of that server may otherwise hang forever (triton.md 2.4).
+    """
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        """Declares the tensors; runs in a short-lived interpreter before every load."""
+        try:
+            return config_completion.complete(auto_complete_model_config)
+        except QuireError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Raises TritonModelException with one line when the model cannot be served."""
+        logging.basicConfig(
+            level=os.environ.get("QUIRE_LOG_LEVEL", "INFO"),
+            format=f"%(asctime)s quire {args['model_instance_name']} %(levelname)s %(message)s",
+            stream=sys.stderr,
+        )
+        self._server_pid = os.getppid()
+        threading.Thread(target=self._watchdog, name="quire-watchdog", daemon=True).start()
+        try:
+            self._initialize(args)
+        except QuireError as error:
+            raise pb_utils.TritonModelException(f"quire: {args['model_name']}: {error}") from None
+
+    def _initialize(self, args: dict[str, str]) -> None:
+        import zmq
+
+        from quire.engine.connection import EngineConnection
+        from quire.engine.messages import EngineInfo
+        from quire.engine.supervisor import EngineSupervisor
+        from quire.loader.info import read_checkpoint_info
+        from quire.sampling_params import defaults_from_generation_config
+        from quire.triton.request_parser import RequestParser
+        from quire.triton.responder import Responder
+        from quire_ensemble.errors import EnsembleError
+
+        model_config = config_completion.parse_model_config(args)
+        version_directory = Path(args["model_repository"]) / args["model_version"]
+        config = config_completion.read_engine_config(model_config, version_directory)
+        config = config_completion.with_instance_kind(config, args)
+        info = read_checkpoint_info(config.model.model)
+        try:
+            tokenizer = _load_tokenizer(config)
+        except EnsembleError as error:
+            raise UnavailableError(str(error)) from None
+
+        self._zmq: zmq.Context[Any] = zmq.Context()
+        self._supervisor = EngineSupervisor(
+            config, self._server_pid, environment=config_completion.visible_device(args)
+        )
+
+        def connect(dead_generation: int) -> tuple[EngineConnection, EngineInfo]:
+            address = self._supervisor.ensure(not_generation=dead_generation)
+            connection = EngineConnection(self._zmq, address)
+            return connection, connection.hello(timeout_s=30.0)
+
+        hf = None if tokenizer is None else tokenizer.hf
+        self._responder = Responder(config.frontend, hf, connect)
+        self._parser = RequestParser(
+            tokenizer,
+            defaults_from_generation_config(info.generation_config),
+            lambda: self._responder.info,
+            max_prompt_bytes=config.frontend.max_prompt_bytes,
+            decoupled=config_completion.is_decoupled(model_config),
+        )
+        self._prefix = uuid.uuid4().hex[:8]
+        self._count = 0
+        self._max_intake = MIN_INTAKE + config.scheduler.max_waiting_requests
+        self._intake_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._intake = [
+            threading.Thread(target=self._run_intake, name=f"quire-intake-{i}", daemon=True)
+            for i in range(INTAKE_THREADS)
+        ]
+        # Transformers' objects live as long as the process: collections over them would only stall streams.
+        gc.collect()
+        gc.freeze()
+        self._responder.start()
+        for thread in self._intake:
+            thread.start()
+        logger.info("serving %s by engine process %d", config.model.model, self._responder.info.pid)
+
+    def execute(self, requests: list[Any]) -> None:
+        """Copies and enqueues; never blocks, never raises: an exception here would race with our senders."""
+        from quire.triton.request_handle import RequestHandle
+        from quire.triton.request_parser import read_request
+
+        for request in requests:
+            self._count += 1
+            handle = RequestHandle(
+                request.get_response_sender(), f"{self._prefix}-{self._count}", request.request_id()
+            )
+            if self._intake_queue.qsize() >= self._max_intake:
+                full = UnavailableError(f"the queue is full: {self._max_intake} requests wait to be parsed")
+                self._responder.refuse(handle, full)
+                continue
+            try:
+                raw = read_request(request)
+            except Exception as error:
+                self._responder.refuse(handle, UnavailableError(f"the request cannot be read: {error}"))
+                continue
+            self._intake_queue.put((handle, raw))
+
+    def _run_intake(self) -> None:
+        while True:
+            item = self._intake_queue.get()
+            if item is None:
+                return
+            handle, raw = item
+            try:
+                parsed = self._parser.parse(raw)
+            except QuireError as error:
+                self._responder.refuse(handle, error)
+            except Exception as error:
+                logger.exception("frontend: parsing failed")
+                self._responder.refuse(handle, QuireError(f"the request cannot be parsed: {error}"))
+            else:
+                self._responder.submit(handle, parsed)
+
+    def finalize(self) -> None:
+        """Called after the last FINAL; bounded in time."""
+        if not hasattr(self, "_intake"):
+            return
+        for _ in self._intake:
+            self._intake_queue.put(None)
+        for thread in self._intake:
+            thread.join(SHUTDOWN_S)
+        self._responder.stop()
+        self._responder.join(SHUTDOWN_S)
+        self._supervisor.close(SHUTDOWN_S)
+
+    def _watchdog(self) -> None:
+        while os.getppid() == self._server_pid:
+            time.sleep(WATCHDOG_S)
+        os._exit(1)
+
+
+def _load_tokenizer(config: EngineConfig) -> Any | None:
+    from quire_ensemble.tokenizer import Tokenizer, forbid_torch
+
+    forbid_torch()
+    path = config.model.tokenizer or config.model.model
+    return Tokenizer(path) if Tokenizer.exists(path) else None

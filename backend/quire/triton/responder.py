@@ -1,0 +1,348 @@
+"""Responder: the thread between the engine's socket and Triton's response senders.
+
+It alone sends responses, polls for cancellation and sends FINAL. One `send` is a round trip to the server
+(about 150 us), so when deltas come faster than they can be sent, those of a request are merged: the first
+token and the end go out at once, anything else at most every `coalesce_ms` while there is a backlog.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from quire.config import FrontendConfig
+from quire.engine.connection import EngineConnection
+from quire.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    CancelByExternalId,
+    CancelResult,
+    EngineInfo,
+    Outputs,
+    Stats,
+)
+from quire.errors import QuireError
+from quire.output_processor import OutputProcessor
+from quire.outputs import EngineCoreOutput, RequestOutput
+from quire.request import FinishReason
+from quire.triton.request_handle import RequestHandle
+from quire.triton.request_parser import ParsedRequest
+
+logger = logging.getLogger("quire")
+
+SENDS_PER_PASS = 16
+"""Responses sent before the engine's socket is looked at again: about 2.5 ms."""
+MAX_POLL_SHARE = 0.2
+"""Share of the thread's time that cancellation polls may take; beyond it the period stretches."""
+
+
+class Responder(threading.Thread):
+    """Started by the frontend; ends with `stop`.
+
+    Args:
+        config: cancellation period, coalescing and stream interval.
+        tokenizer: transformers tokenizer for detokenization, or None.
+        connect: makes a connection to a running engine, starting one if need be; called on a helper thread
+            after the engine's death, with the dead one's generation.
+        on_stats: called with the engine's figures about twice a second.
+    """
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        tokenizer: Any | None,
+        connect: Callable[[int], tuple[EngineConnection, EngineInfo]],
+        on_stats: Callable[[dict[str, float]], None] | None = None,
+    ) -> None:
+        super().__init__(name="quire-responder", daemon=True)
+        self.config = config
+        self.tokenizer = tokenizer
+        self._connect = connect
+        self._on_stats = on_stats
+        self._connection: EngineConnection | None
+        self._connection, self.info = connect(-1)
+        self._down_reason = ""
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopping = False
+        self._open: dict[str, RequestHandle] = {}
+        self._dirty: dict[str, RequestHandle] = {}
+        self._cancels: dict[str, RequestHandle] = {}
+        self._poll_queue: deque[tuple[float, RequestHandle]] = deque()
+        self._backlog = False
+        self._poll_cost = 1e-4
+        self._restarts: deque[float] = deque()
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._watch(self._connection)
+
+    # Called from other threads: they only enqueue.
+
+    def submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
+        """A parsed request; the handle belongs to the responder from here on."""
+        self._post(lambda: self._submit(handle, parsed))
+
+    def refuse(self, handle: RequestHandle, error: QuireError) -> None:
+        """A request that is wrong; ends it."""
+        self._post(lambda: handle.send_error(str(error), error.code))
+
+    def stop(self) -> None:
+        """Ends the thread after what is in the inbox; open requests end with SHUTDOWN."""
+        self._stopping = True
+        self._wake()
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._inbox.append(action)
+        self._wake()
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+
+    # The thread.
+
+    def run(self) -> None:
+        while True:
+            events = dict(self._poller.poll(self._timeout_ms()))
+            if self._wake_fd in events:
+                os.eventfd_read(self._wake_fd)
+            while self._inbox:
+                self._guard(self._inbox.popleft())
+            self._guard(self._receive)
+            if self._connection is not None and self._connection.pidfd in events:
+                self._engine_died()
+            self._guard(self._send_dirty)
+            self._guard(self._poll_cancellations)
+            if self._stopping and not self._inbox:
+                break
+        for handle in list(self._open.values()):
+            self._fail(handle, "the model is being unloaded", "UNAVAILABLE")
+        if self._connection is not None:
+            self._connection.close(goodbye=True)
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """One request's failure must not end the thread that serves all of them."""
+        try:
+            action()
+        except Exception:
+            logger.exception("frontend: a request could not be handled")
+
+    def _timeout_ms(self) -> int:
+        if self._inbox or self._stopping:
+            return 0
+        waits = [1.0]
+        now = time.monotonic()
+        if self._dirty:
+            if not self._backlog:
+                return 0
+            waits.append(min(h.last_sent for h in self._dirty.values()) + self._coalesce_s - now)
+        if self._poll_queue:
+            waits.append(self._poll_queue[0][0] - now)
+        return math.ceil(max(0.0, min(waits)) * 1000)
+
+    @property
+    def _coalesce_s(self) -> float:
+        return self.config.coalesce_ms / 1000
+
+    def _submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
+        handle.parsed = parsed
+        if self._connection is None:
+            handle.send_error(self._down_reason, "UNAVAILABLE")
+            return
+        if parsed.cancel:
+            self._cancels[handle.request_id] = handle
+            self._connection.send(CancelByExternalId(parsed.external_id, handle.request_id, time.monotonic()))
+            return
+        handle.processor = OutputProcessor(
+            handle.request_id, len(parsed.prompt_token_ids), parsed.params, self.tokenizer
+        )
+        self._open[handle.request_id] = handle
+        self._poll_queue.append((time.monotonic() + self.config.cancel_poll_ms / 1000, handle))
+        self._connection.send(
+            AddRequest(
+                handle.request_id,
+                parsed.prompt_token_ids,
+                parsed.params,
+                external_id=parsed.external_id,
+                arrival_time=time.monotonic(),
+            )
+        )
+
+    def _receive(self) -> None:
+        if self._connection is None:
+            return
+        stopped: list[str] = []
+        for message in self._connection.receive():
+            match message:
+                case Outputs():
+                    for output in message.outputs:
+                        handle = self._open.get(output.request_id)
+                        if handle is not None and self._process(handle, output):
+                            stopped.append(output.request_id)
+                case CancelResult():
+                    self._answer_cancel(message)
+                case Stats():
+                    if self._on_stats is not None:
+                        self._on_stats(message.values)
+        if stopped:
+            self._connection.send(AbortRequests(stopped, FinishReason.STOP.value, time.monotonic()))
+
+    def _process(self, handle: RequestHandle, output: EngineCoreOutput) -> bool:
+        """Takes an output; True when the request has ended here and the engine is still to be told."""
+        processor = handle.processor
+        assert processor is not None
+        try:
+            stopped = processor.process(output)
+        except Exception as error:
+            logger.exception("frontend: %s cannot be detokenized", handle.request_id)
+            self._fail(handle, f"the output cannot be detokenized: {error}", "INTERNAL")
+            return output.finish_reason is None
+        if processor.ready:
+            self._dirty[handle.request_id] = handle
+        return stopped
+
+    def _send_dirty(self) -> None:
+        """Sends up to SENDS_PER_PASS responses: first tokens, then the rest as they became ready.
+
+        What is left over makes a backlog, and then only requests that are due are served: their number per
+        `coalesce_ms` is what one can send in that time, whatever the number of streams and their speed.
+        """
+        if not self._dirty:
+            self._backlog = False
+            return
+        now = time.monotonic()
+        sent = 0
+        ready = list(self._dirty.items())
+        ready.sort(key=lambda item: item[1].first_sent)  # stable
+        for request_id, handle in ready:
+            processor = handle.processor
+            assert processor is not None and handle.parsed is not None
+            if not processor.finished:
+                if not handle.parsed.stream:
+                    del self._dirty[request_id]
+                    continue
+                if handle.first_sent:
+                    if processor.num_pending_tokens < self.config.stream_interval:
+                        del self._dirty[request_id]
+                        continue
+                    if self._backlog and now - handle.last_sent < self._coalesce_s:
+                        continue
+            if sent == SENDS_PER_PASS:
+                self._backlog = True
+                return
+            del self._dirty[request_id]
+            self._send(handle, processor.take())
+            sent += 1
+        self._backlog = self._backlog and bool(self._dirty)
+
+    def _send(self, handle: RequestHandle, output: RequestOutput) -> None:
+        """Sends what `take` gave.
+
+        A request cancelled by its id ends with a data response (finish_reason "cancelled"): it keeps what
+        was generated, and an error after data is not delivered to a BLS caller by the 24.10 server.
+        """
+        if output.finished:
+            del self._open[handle.request_id]
+            if output.error is None and output.finish_reason == FinishReason.SHUTDOWN:
+                output.error, output.error_code = "the engine is shutting down", "UNAVAILABLE"
+        self._guard(lambda: handle.send(output))
+
+    def _fail(self, handle: RequestHandle, message: str, code: str) -> None:
+        self._open.pop(handle.request_id, None)
+        self._dirty.pop(handle.request_id, None)
+        self._guard(lambda: handle.send_error(message, code))
+
+    def _answer_cancel(self, result: CancelResult) -> None:
+        handle = self._cancels.pop(result.token, None)
+        if handle is None:
+            return
+        if result.num_cancelled == 0:
+            self._guard(
+                lambda: handle.send_error(
+                    f"no request with id {handle.external_id!r} is running", "NOT_FOUND"
+                )
+            )
+            return
+        done = RequestOutput(handle.request_id, "", [], FinishReason.CANCELLED.value, None, 0, 0, 0)
+        self._guard(lambda: handle.send(done))
+
+    def _poll_cancellations(self) -> None:
+        """Asks Triton about each open request once per period, oldest question first."""
+        if not self._poll_queue:
+            return
+        cancelled: list[str] = []
+        period = self.config.cancel_poll_ms / 1000
+        period = max(period, len(self._open) * self._poll_cost / MAX_POLL_SHARE)
+        asked = 0
+        now = start = time.monotonic()
+        while self._poll_queue and asked < SENDS_PER_PASS and self._poll_queue[0][0] <= now:
+            _, handle = self._poll_queue.popleft()
+            if not handle.is_open:
+                continue
+            asked += 1
+            if handle.is_cancelled():
+                cancelled.append(handle.request_id)
+                self._fail(handle, "the request was cancelled", "CANCELLED")
+            else:
+                self._poll_queue.append((now + period, handle))
+        if asked:
+            self._poll_cost += 0.1 * ((time.monotonic() - start) / asked - self._poll_cost)
+        if cancelled and self._connection is not None:
+            self._connection.send(AbortRequests(cancelled, FinishReason.CANCELLED.value, time.monotonic()))
+
+    # The engine's life.
+
+    def _watch(self, connection: EngineConnection) -> None:
+        self._poller.register(connection.socket, zmq.POLLIN)
+        self._poller.register(connection.pidfd, zmq.POLLIN)
+
+    def _engine_died(self) -> None:
+        """Everything in flight ends with UNAVAILABLE at once; a new engine is started beside this thread."""
+        connection = self._connection
+        assert connection is not None
+        self._receive()
+        self._poller.unregister(connection.socket)
+        self._poller.unregister(connection.pidfd)
+        connection.close(goodbye=False)
+        self._connection = None
+        logger.error("frontend: engine process %d ended", connection.address.pid)
+        self._down_reason = "the engine process died and is being restarted: try again"
+        for handle in [*self._open.values(), *self._cancels.values()]:
+            if handle.processor is not None and handle.processor.finished:
+                self._dirty.pop(handle.request_id, None)
+                self._send(handle, handle.processor.take())
+            else:
+                self._fail(handle, "the engine process died while it worked on the request", "UNAVAILABLE")
+        self._cancels.clear()
+        now = time.monotonic()
+        self._restarts.append(now)
+        while self._restarts[0] < now - self.config.engine_restart_window_s:
+            self._restarts.popleft()
+        if len(self._restarts) > self.config.engine_restart_limit:
+            self._down_reason = f"the engine process died {len(self._restarts)} times and is not restarted"
+            logger.error("frontend: %s", self._down_reason)
+            return
+        dead = connection.address.generation
+        threading.Thread(target=self._restart, args=(dead,), name="quire-restart", daemon=True).start()
+
+    def _restart(self, dead_generation: int) -> None:
+        try:
+            connection, info = self._connect(dead_generation)
+        except QuireError as error:
+            reason = f"the engine could not be restarted: {error}"
+            logger.error("frontend: %s", reason)
+            self._post(lambda: setattr(self, "_down_reason", reason))
+            return
+        self._post(lambda: self._restarted(connection, info))
+
+    def _restarted(self, connection: EngineConnection, info: EngineInfo) -> None:
+        self._connection, self.info = connection, info
+        self._watch(connection)
+        logger.warning("frontend: engine process %d took over", connection.address.pid)

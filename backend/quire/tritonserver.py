@@ -1,0 +1,274 @@
+"""Where a tritonserver is, what it needs around it, and the backend directory it is given.
+
+Looked for in this order: an explicit path, `/opt/tritonserver`, PATH, and the PyPI wheel `nvidia-pytriton`,
+of which only the server files are used (the package itself is never imported). Two layouts follow:
+
+- *official*: `<root>/bin`, `<root>/lib`, `<root>/backends/python` with the one stub of the image's Python;
+- *wheel*: `<root>/bin`, `<root>/python_backend_stubs/<X.Y>` for many Pythons, libraries in
+  `nvidia_pytriton.libs` beside the package, found by relative RPATHs that do not survive a copy.
+
+A backend directory with `python/` (of the running Python's version) and `quire/` is assembled once per
+combination in the user's cache and never changed afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import quire
+from quire.errors import ConfigError
+
+OFFICIAL_BINARY = Path("/opt/tritonserver/bin/tritonserver")
+STUB = "triton_python_backend_stub"
+UTILS = "triton_python_backend_utils.py"
+PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+# What backend/model.py comes down to where the packages are installed and need no searching.
+_INSTALLED_MODEL_PY = """\
+import locale
+
+locale.setlocale(locale.LC_ALL, "C.UTF-8")
+from quire.triton.frontend import TritonPythonModel
+"""
+
+
+@dataclass(frozen=True)
+class TritonServer:
+    """One tritonserver installation: its binary, its stock backends and the folder of its libraries."""
+
+    binary: Path
+    backends: Path
+    libraries: Path
+    stub: Path
+    is_wheel: bool
+
+    def environment(self) -> dict[str, str]:
+        """Environment for the server: this process's, with the paths its stubs and our engine need.
+
+        The stub ignores PYTHONPATH and takes the packages of the environment whose `python3` is first on
+        PATH. It finds libpython through the loader: the running Python's own must come before a system one
+        of the same version, or extension modules of the former meet the latter's missing symbols.
+        """
+        env = dict(os.environ)
+        library_path = [str(libpython_directory()), str(self.libraries), env.get("LD_LIBRARY_PATH", "")]
+        env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, library_path))
+        env["PATH"] = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), env.get("PATH", "")]))
+        env["QUIRE_PYTHON"] = sys.executable
+        env["PYTHONUTF8"] = "1"  # for the engine and its workers; the stub does not look at it
+        return env
+
+    def flags(self, backend_directory: Path) -> frozenset[str]:
+        """Names of the command-line flags this server knows, without dashes, as recorded at assembly."""
+        return frozenset((backend_directory / "flags.txt").read_text("utf-8").split())
+
+
+def find(explicit: str | None = None) -> TritonServer:
+    """The tritonserver to use; raises ConfigError with one line that says what is missing."""
+    if explicit is not None:
+        binary = Path(explicit)
+        if not (binary.is_file() and os.access(binary, os.X_OK)):
+            raise ConfigError(f"tritonserver: {explicit} is not an executable file")
+        return _from_binary(binary.resolve())
+    if OFFICIAL_BINARY.is_file():
+        return _from_binary(OFFICIAL_BINARY)
+    if (on_path := shutil.which("tritonserver")) is not None:
+        return _from_binary(Path(on_path).resolve())
+    # find_spec of a top-level package does not import it.
+    spec = importlib.util.find_spec("pytriton")
+    if spec is not None and spec.submodule_search_locations:
+        binary = Path(next(iter(spec.submodule_search_locations))) / "tritonserver" / "bin" / "tritonserver"
+        if binary.is_file():
+            return _from_binary(binary)
+    raise ConfigError(
+        "no tritonserver found: not in /opt/tritonserver, not on PATH, and the wheel is not installed "
+        "(`make setup`, or `pip install --no-deps nvidia-pytriton==0.7.0`)"
+    )
+
+
+def _from_binary(binary: Path) -> TritonServer:
+    root = binary.parent.parent
+    stubs = root / "python_backend_stubs"
+    is_wheel = stubs.is_dir()
+    if is_wheel:
+        stub = stubs / PYTHON_VERSION / STUB
+        if not stub.is_file():
+            known = ", ".join(
+                sorted((p.name for p in stubs.iterdir()), key=lambda v: [*map(int, v.split("."))])
+            )
+            raise ConfigError(f"tritonserver's wheel has Python stubs for {known}; this is {PYTHON_VERSION}")
+        _require_numpy_1()
+        libraries = root.parent.parent / "nvidia_pytriton.libs"
+    else:
+        stub = root / "backends" / "python" / STUB
+        if not stub.is_file():
+            raise ConfigError(f"{binary} has no Python backend: {stub} is missing")
+        linked = re.search(rb"libpython(3\.\d+)\.so", stub.read_bytes())
+        if linked is not None and linked.group(1).decode() != PYTHON_VERSION:
+            raise ConfigError(
+                f"the Python backend of {binary} is built for Python {linked.group(1).decode()}; "
+                f"this is {PYTHON_VERSION}: run quire with that Python"
+            )
+        libraries = root / "lib"
+    return TritonServer(binary, root / "backends", libraries, stub, is_wheel)
+
+
+def _require_numpy_1() -> None:
+    # With numpy 2 the stubs of this server read BYTES inputs as garbage and end at the first request.
+    version = importlib.metadata.version("numpy")
+    if int(version.split(".")[0]) >= 2:
+        raise ConfigError(f"the embedded tritonserver needs numpy < 2; numpy {version} is installed")
+
+
+@functools.cache
+def libpython_directory() -> Path:
+    """Folder of the running Python's own shared libpython; ConfigError when it has none."""
+    name = f"libpython{PYTHON_VERSION}.so.1.0"
+    libdir = Path(sysconfig.get_config_var("LIBDIR") or "")
+    base = (
+        Path(sys.base_prefix) / "lib"
+    )  # relocated Pythons (conda, uv) record a LIBDIR of their build machine
+    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
+    for directory in (libdir, libdir / multiarch, base, base / multiarch):
+        if (directory / name).is_file():
+            return directory
+    raise ConfigError(
+        f"{sys.executable} has no shared {name} (looked in {libdir} and {base}): Triton's Python stub needs "
+        "a Python built with --enable-shared, as those of Debian, conda, uv and the official images are"
+    )
+
+
+def cache_root() -> Path:
+    """$QUIRE_CACHE, else the user's cache folder."""
+    if explicit := os.environ.get("QUIRE_CACHE"):
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "quire"
+
+
+def backend_directory(server: TritonServer, cache: Path | None = None) -> Path:
+    """The assembled `--backend-directory` for this server, Python and copy of Quire; made when not yet there.
+
+    Safe against two starts at once: it is built under another name and renamed into place, and whoever
+    comes second takes what the first one made. A finished directory is never written again.
+    """
+    parent = (cache or cache_root()) / "backends"
+    source = backend_source()
+    stat = server.binary.stat()
+    identity = [
+        server.binary,
+        stat.st_size,
+        stat.st_mtime_ns,
+        server.stub,
+        source,
+        quire.__version__,
+        PYTHON_VERSION,
+    ]
+    digest = hashlib.sha256("\0".join(map(str, identity)).encode()).hexdigest()[:16]
+    final = parent / f"{PYTHON_VERSION}-{digest}"
+    if final.is_dir():
+        return final
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=".building-", dir=parent))
+    except OSError as error:
+        raise ConfigError(f"cannot write the cache {parent}: {error.strerror}; set QUIRE_CACHE") from error
+    try:
+        _assemble(server, source, building)
+        try:
+            building.rename(final)
+        except OSError:
+            if not final.is_dir():
+                raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    _forget_removed_checkouts(parent)
+    return final
+
+
+def _assemble(server: TritonServer, source: Path | None, target: Path) -> None:
+    target.chmod(0o755)
+    python = target / "python"
+    if server.is_wheel:
+        python.mkdir()
+        stock = server.backends / "python"
+        for file in (stock / "libtriton_python.so", stock / UTILS, server.stub):
+            shutil.copy2(file, python / file.name)
+        (python / STUB).chmod(0o755)
+    else:
+        for backend in server.backends.iterdir():
+            if backend.name != "quire":
+                (target / backend.name).symlink_to(backend)
+    if source is not None:
+        (target / "quire").symlink_to(source)
+    else:
+        (target / "quire").mkdir()
+        (target / "quire" / "model.py").write_text(_INSTALLED_MODEL_PY, "utf-8")
+    usage = subprocess.run(
+        [server.binary, "--help"],
+        env=server.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    flags = sorted(set(re.findall(r"^\s+--([a-z][a-z0-9-]+)", usage.stdout + usage.stderr, re.MULTILINE)))
+    if "model-repository" not in flags:
+        reason = (usage.stderr or usage.stdout).strip().splitlines()
+        raise ConfigError(
+            f"{server.binary} does not run: {reason[0] if reason else f'status {usage.returncode}'}"
+        )
+    (target / "flags.txt").write_text("\n".join(flags) + "\n", "utf-8")
+
+
+def _forget_removed_checkouts(parent: Path) -> None:
+    for entry in parent.iterdir():
+        link = entry / "quire"
+        if link.is_symlink() and not link.exists():
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def backend_source() -> Path | None:
+    """The folder with our `model.py` beside the `quire` package; None where only packages are installed."""
+    folder = Path(quire.__file__).resolve().parent.parent
+    return folder if (folder / "model.py").is_file() else None
+
+
+def install_backend(out: Path) -> list[Path]:
+    """Copy `model.py` and the packages it needs into `out`: a self-contained `backends/quire`.
+
+    Returns what was written. `out` may exist; the parts are replaced, other files are left alone.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    source = backend_source()
+    model = out / "model.py"
+    model.write_text(
+        (source / "model.py").read_text("utf-8") if source is not None else _INSTALLED_MODEL_PY, "utf-8"
+    )
+    written.append(model)
+    for package in ("quire", "quire_kernels", "quire_ensemble"):
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ConfigError(f"package {package} is not installed; it belongs to the backend")
+        origin = Path(next(iter(spec.submodule_search_locations)))
+        target = out / package
+        if target.resolve() == origin.resolve():
+            raise ConfigError(f"--out {out} is where Quire itself lies")
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(target)
+        shutil.copytree(origin, target, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+        written.append(target)
+    return written
