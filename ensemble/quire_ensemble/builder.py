@@ -1,0 +1,224 @@
+"""Writes a complete, commented Triton model repository for a checkpoint.
+
+    OUT/generator/config.pbtxt, 1/quire.json, 1/<checkpoint>   streaming generator; the checkpoint lies here
+    OUT/generator_unary/config.pbtxt, 1/quire.json             same engine, one response per request
+    OUT/tokenizer/config.pbtxt, 1/model.py                     text or chat messages to token ids
+    OUT/chat/config.pbtxt                                      ensemble tokenizer -> generator
+    OUT/chat_unary/config.pbtxt                                ensemble tokenizer -> generator_unary
+
+The repository's own `model_repository/` is this builder's output for the demo checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from quire_ensemble import pbtxt
+from quire_ensemble.errors import BuildError
+from quire_ensemble.tokenizer import TOKENIZER_FILES, Tokenizer
+
+Placement = Literal["link", "copy", "path"]
+PLACEMENTS: tuple[Placement, ...] = ("link", "copy", "path")
+
+VERSION = "1"
+"""Triton's version directory; the builder writes one version."""
+
+ENGINE_DEFAULTS: Mapping[str, tuple[Any, str]] = {
+    "dtype": ("auto", "auto (the checkpoint's own), float32, bfloat16 or float16."),
+    "device": ("auto", "cpu, cuda, or auto: cuda where a CUDA device is visible."),
+    "max_model_len": (None, "Longest prompt plus output in tokens; null: what the checkpoint allows."),
+    "block_size": (16, "Tokens per block of the paged KV cache."),
+    "kv_cache_memory": (None, 'Size of the KV cache, such as "512MiB"; null: a fraction of free memory.'),
+    "max_num_seqs": (64, "Most requests computed in one step."),
+    "max_num_batched_tokens": (512, "Token budget of one step, prefill and decode together."),
+    "max_waiting_requests": (1024, "Requests that may wait; one more is answered UNAVAILABLE."),
+}
+"""Keys spelled out in every quire.json, with the engine's own default and a comment; a test holds them equal
+to quire.config. Any further key of quire.config may be given as an engine option."""
+
+_TOKENIZER_MODEL = '''\
+"""Text or chat messages to token ids; the code is in quire_ensemble.triton_tokenizer."""
+
+import atexit
+import gc
+import locale
+
+# Triton runs Python models in the C locale, where files are read as ASCII.
+locale.setlocale(locale.LC_ALL, "C.UTF-8")
+# Collecting all of transformers when the stub ends would hold up the server's stop by a second.
+atexit.register(gc.freeze)
+
+import triton_python_backend_utils as pb_utils  # noqa: E402
+
+from quire_ensemble.tokenizer import forbid_torch  # noqa: E402
+from quire_ensemble.triton_tokenizer import TokenizerModel  # noqa: E402
+
+forbid_torch()
+
+
+class TritonPythonModel(TokenizerModel):
+    pb_utils = pb_utils
+'''
+
+
+def build_repository(
+    checkpoint: Path,
+    out: Path,
+    *,
+    name_prefix: str = "",
+    instance_count: int = 1,
+    placement: Placement = "link",
+    engine_options: Mapping[str, Any] | None = None,
+    force: bool = False,
+) -> list[Path]:
+    """Writes the model repository.
+
+    Args:
+        checkpoint: Hugging Face directory with config.json and tokenizer files. Where it already lies at its
+            place in the repository it is left alone.
+        out: directory of the repository; made where missing. Other models in it are not touched.
+        name_prefix: put before every model's name, so that several checkpoints share one repository.
+        instance_count: frontends of the streaming generator (all serve one engine).
+        placement: how the checkpoint gets into the repository: a symbolic link, a copy, or only its absolute
+            path in the configuration.
+        engine_options: keys of quire.json; the engine checks them when it loads.
+        force: overwrite files of models that exist.
+
+    Returns:
+        Files written, in the order of writing; the checkpoint's link or copy last.
+
+    Raises:
+        BuildError: checkpoint incomplete, models exist already, or bad arguments. Nothing is written then.
+    """
+    checkpoint, out = checkpoint.absolute(), out.absolute()
+    options = dict(engine_options or {})
+    check_checkpoint(checkpoint)
+    _check_arguments(name_prefix, instance_count, placement, options)
+
+    name = {
+        role: name_prefix + role
+        for role in ("generator", "generator_unary", "tokenizer", "chat", "chat_unary")
+    }
+    place = out / name["generator"] / VERSION / checkpoint.name
+    in_place = place.exists() and place.resolve() == checkpoint.resolve()
+    if placement == "path" and not in_place:
+        location = {role: str(checkpoint) for role in name}
+    else:
+        shared = f"../{name['generator']}/{VERSION}/{checkpoint.name}"
+        location = {
+            "generator": checkpoint.name,
+            "generator_unary": f"../{shared}",
+            "tokenizer": shared,
+        }
+
+    files: dict[Path, str] = {}
+    for role, decoupled in (("generator", True), ("generator_unary", False)):
+        home = out / name[role]
+        files[home / "config.pbtxt"] = pbtxt.generator_config(
+            name[role], decoupled=decoupled, instance_count=instance_count if decoupled else 1
+        )
+        files[home / VERSION / "quire.json"] = engine_file(location[role], options)
+    files[out / name["tokenizer"] / "config.pbtxt"] = pbtxt.tokenizer_config(
+        name["tokenizer"], checkpoint=location["tokenizer"]
+    )
+    files[out / name["tokenizer"] / VERSION / "model.py"] = _TOKENIZER_MODEL
+    for role, member, decoupled in (("chat", "generator", True), ("chat_unary", "generator_unary", False)):
+        home = out / name[role]
+        files[home / "config.pbtxt"] = pbtxt.ensemble_config(
+            name[role], tokenizer=name["tokenizer"], generator=name[member], decoupled=decoupled
+        )
+        # Triton wants a version directory of every model, and git keeps no empty one.
+        files[home / VERSION / ".gitkeep"] = ""
+
+    existing = sorted(str(path) for path in files if path.exists())
+    if existing and not force:
+        raise BuildError(f"{existing[0]} exists already; use --force to overwrite, or --name-prefix")
+    puts_checkpoint = placement != "path" and not in_place
+    if puts_checkpoint:
+        if place.is_symlink() and force:
+            place.unlink()
+        if place.exists() or place.is_symlink():
+            raise BuildError(f"{place} exists already and is not this checkpoint; remove it first")
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    written = list(files)
+    if puts_checkpoint:
+        _place_checkpoint(checkpoint, place, placement)
+        written.append(place)
+    return written
+
+
+def check_checkpoint(checkpoint: Path) -> None:
+    """Refuses what no repository can be built for.
+
+    Raises:
+        BuildError: not a directory, config.json missing or broken, no tokenizer files.
+    """
+    if not checkpoint.is_dir():
+        raise BuildError(f"{checkpoint}: not a directory; a Hugging Face checkpoint directory is expected")
+    config = checkpoint / "config.json"
+    if not config.is_file():
+        raise BuildError(f"{config}: missing; a Hugging Face checkpoint directory is expected")
+    try:
+        values = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BuildError(f"{config}: cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict) or not values.get("architectures"):
+        raise BuildError(f"{config}: states no 'architectures'; a model's config.json is expected")
+    if not Tokenizer.exists(checkpoint):
+        raise BuildError(f"{checkpoint}: no tokenizer files; expected one of {', '.join(TOKENIZER_FILES)}")
+
+
+def has_chat_template(checkpoint: Path) -> bool:
+    """Whether the checkpoint's files hold a chat template; looked up without loading the tokenizer."""
+    if (checkpoint / "chat_template.jinja").is_file() or (checkpoint / "chat_template.json").is_file():
+        return True
+    config = checkpoint / "tokenizer_config.json"
+    return config.is_file() and bool(json.loads(config.read_text(encoding="utf-8")).get("chat_template"))
+
+
+def engine_file(model: str, options: Mapping[str, Any]) -> str:
+    """Text of a quire.json: the checkpoint's path, the spelled-out keys, then further options."""
+    lines: dict[str, Any] = {
+        "//": "Engine of this model. Keys that begin with // are comments.",
+        "//model": "Checkpoint directory; a relative path starts at the directory of this file.",
+        "model": model,
+    }
+    for key, (default, comment) in ENGINE_DEFAULTS.items():
+        lines[f"//{key}"] = comment
+        lines[key] = options.get(key, default)
+    lines |= {key: value for key, value in options.items() if key not in ENGINE_DEFAULTS}
+    return json.dumps(lines, indent=2, ensure_ascii=False) + "\n"
+
+
+def _check_arguments(
+    name_prefix: str, instance_count: int, placement: str, options: Mapping[str, Any]
+) -> None:
+    if name_prefix and not all(c.isalnum() or c in "_-." for c in name_prefix):
+        raise BuildError(f"name prefix {name_prefix!r} may hold letters, digits, '_', '-' and '.' only")
+    if instance_count < 1:
+        raise BuildError(f"instance count must be at least 1, got {instance_count}")
+    if placement not in PLACEMENTS:
+        raise BuildError(f"placement must be one of {', '.join(PLACEMENTS)}, got {placement!r}")
+    if "model" in options:
+        raise BuildError("engine option 'model' is set by the checkpoint")
+
+
+def _place_checkpoint(checkpoint: Path, place: Path, placement: Placement) -> None:
+    if placement == "link":
+        place.symlink_to(checkpoint.resolve(), target_is_directory=True)
+        return
+    # Copied beside its place first: a copy that was cut short must not look like a checkpoint.
+    partial = place.with_name(f".{place.name}.partial-{os.getpid()}")
+    try:
+        shutil.copytree(checkpoint, partial)
+        partial.rename(place)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

@@ -1,0 +1,29 @@
+"""Errors of the ensemble's members. `quire`'s adapter maps them to its own kinds by the fields they carry."""
+
+from __future__ import annotations
+
+
+class EnsembleError(Exception):
+    """Base of every error this package reports to a caller."""
+
+
+class InputError(EnsembleError):
+    """A request's input is wrong; becomes INVALID_ARG.
+
+    Attributes:
+        field: name of the input tensor or parameter.
+        reason: what is wrong with it, with the limit it breaks.
+    """
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class TokenizerError(EnsembleError):
+    """A checkpoint's tokenizer is missing or broken; one line that names the file or directory."""
+
+
+class BuildError(EnsembleError):
+    """A model repository cannot be built; one line that names the file and what to do."""

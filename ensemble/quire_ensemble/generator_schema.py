@@ -1,0 +1,111 @@
+"""Tensors of the generator, stated once.
+
+The backend's `auto_complete_config` declares these, its request parser reads them, and the repository
+builder renders `config.pbtxt` files from them. Imports nothing but the standard library: it is loaded in
+Triton's short-lived auto-complete stub.
+
+Conventions: `max_batch_size` is 0, so `dims` are the whole shape; -1 is a free dimension. Every input is
+optional for Triton; that exactly one prompt source is given is checked per request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a model's configuration."""
+
+    name: str
+    datatype: str
+    """Triton's name in a config.pbtxt: TYPE_STRING, TYPE_INT32, ..."""
+    dims: tuple[int, ...] = (1,)
+    optional: bool = True
+    """Outputs ignore this."""
+    doc: str = ""
+    """One line, rendered as a comment into config.pbtxt."""
+    ensemble_name: str = ""
+    """Name of this tensor on the ensembles where it differs from `name`; see `on_ensemble`."""
+
+    @property
+    def on_ensemble(self) -> str:
+        """Name on the ensembles: there inputs and outputs share one namespace."""
+        return self.ensemble_name or self.name
+
+    def input_config(self) -> dict[str, Any]:
+        """The dict that `auto_complete_model_config.add_input` takes."""
+        return {**self.output_config(), "optional": self.optional}
+
+    def output_config(self) -> dict[str, Any]:
+        """The dict that `auto_complete_model_config.add_output` takes."""
+        return {"name": self.name, "data_type": self.datatype, "dims": list(self.dims)}
+
+
+PROMPT_INPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("text_input", "TYPE_STRING", doc="Prompt as UTF-8 text; special tokens are added."),
+    TensorSpec(
+        "messages",
+        "TYPE_STRING",
+        doc='Chat messages as JSON: a list, or an object {"messages": [...], "tools": [...]}.',
+    ),
+    TensorSpec("input_ids", "TYPE_INT32", (-1,), doc="Prompt as token ids, taken as they are."),
+)
+"""Prompt sources; a request carries exactly one."""
+
+CONTROL_INPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("stream", "TYPE_BOOL", doc="True: text deltas as they come; false: one response."),
+    TensorSpec("cancel", "TYPE_BOOL", doc="True: end the running request that has this request's id."),
+    TensorSpec("exclude_input_in_output", "TYPE_BOOL", doc="False: text_output begins with the prompt."),
+    TensorSpec("return_num_input_tokens", "TYPE_BOOL", doc="Fill num_input_tokens."),
+    TensorSpec("return_num_output_tokens", "TYPE_BOOL", doc="Fill num_output_tokens."),
+    TensorSpec("return_finish_reason", "TYPE_BOOL", doc="Fill finish_reason."),
+    TensorSpec("return_logprobs", "TYPE_BOOL", doc="Fill logprobs."),
+)
+"""How the request is answered."""
+
+JSON_SAMPLING_INPUT = TensorSpec(
+    "sampling_parameters", "TYPE_STRING", doc="JSON object of sampling parameters; typed tensors override it."
+)
+
+SAMPLING_INPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("max_tokens", "TYPE_INT32", doc="Most tokens to generate."),
+    TensorSpec("min_tokens", "TYPE_INT32", doc="No end of text before this many tokens."),
+    TensorSpec("temperature", "TYPE_FP32", doc="0 is greedy."),
+    TensorSpec("top_k", "TYPE_INT32", doc="Sample among the k most likely tokens; 0 or -1: all."),
+    TensorSpec("top_p", "TYPE_FP32", doc="Nucleus sampling, in (0, 1]."),
+    TensorSpec("min_p", "TYPE_FP32", doc="Least probability relative to the most likely token."),
+    TensorSpec("typical_p", "TYPE_FP32", doc="Locally typical sampling, in (0, 1]."),
+    TensorSpec("repetition_penalty", "TYPE_FP32", doc="Over prompt and output; 1 is neutral."),
+    TensorSpec("presence_penalty", "TYPE_FP32", doc="Once per generated token id; 0 is neutral."),
+    TensorSpec("frequency_penalty", "TYPE_FP32", doc="Per occurrence in the output; 0 is neutral."),
+    TensorSpec("no_repeat_ngram_size", "TYPE_INT32", doc="No n-gram of this size twice; 0: off."),
+    TensorSpec("seed", "TYPE_UINT64", doc="Seed of this request's sampling."),
+    TensorSpec("stop", "TYPE_STRING", (-1,), doc="Strings that end the output."),
+    TensorSpec("stop_token_ids", "TYPE_INT32", (-1,), doc="Token ids that end the output."),
+    TensorSpec("bad_words", "TYPE_STRING", (-1,), doc="Words that never appear."),
+    TensorSpec("ignore_eos", "TYPE_BOOL", doc="Generate past the end-of-text token."),
+    TensorSpec("include_stop_str_in_output", "TYPE_BOOL", doc="Keep the stop string in text_output."),
+    TensorSpec("skip_special_tokens", "TYPE_BOOL", doc="Leave special tokens out of text_output."),
+    TensorSpec(
+        "logprobs",
+        "TYPE_INT32",
+        doc="Log-probabilities of the k most likely tokens.",
+        ensemble_name="num_logprobs",
+    ),
+    TensorSpec("logit_bias", "TYPE_STRING", doc="JSON object of token id to bias."),
+)
+"""Typed sampling parameters; each name is a key of `sampling_parameters` too."""
+
+INPUTS: tuple[TensorSpec, ...] = (*PROMPT_INPUTS, *CONTROL_INPUTS, JSON_SAMPLING_INPUT, *SAMPLING_INPUTS)
+
+OUTPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("text_output", "TYPE_STRING", doc="Text; the delta when streaming."),
+    TensorSpec("output_ids", "TYPE_INT32", (-1,), doc="Token ids of this response."),
+    TensorSpec("finish_reason", "TYPE_STRING", doc="stop, length, ...; empty while the request runs."),
+    TensorSpec("index", "TYPE_INT32", doc="Number of the choice this response belongs to."),
+    TensorSpec("num_input_tokens", "TYPE_UINT32", doc="Tokens of the prompt."),
+    TensorSpec("num_output_tokens", "TYPE_UINT32", doc="Tokens of this response."),
+    TensorSpec("logprobs", "TYPE_STRING", doc="JSON, aligned with output_ids."),
+)

@@ -1,0 +1,177 @@
+"""The `messages` input: chat messages as JSON, checked before they reach a chat template.
+
+Accepted is either a list of messages or an object
+`{"messages": [...], "tools": [...], "add_generation_prompt": true, "chat_template_kwargs": {...}}`,
+so that one STRING tensor carries all a chat template can use.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire_ensemble.errors import InputError
+
+FIELD = "messages"
+MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+
+_OBJECT_KEYS = ("messages", "tools", "add_generation_prompt", "chat_template_kwargs")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template is rendered from; `parse_conversation` has checked it."""
+
+    messages: list[dict[str, Any]]
+    """Each has a `role`; `content` is a string, a list of text parts, or None."""
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    """None: not stated."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_conversation(raw: str | bytes) -> Conversation:
+    """Parses and checks the JSON text of the `messages` input.
+
+    Raises:
+        InputError: invalid UTF-8 or JSON (with the position), or a value of the wrong shape (with its path).
+    """
+    value = _load_json(decode_utf8(FIELD, raw) if isinstance(raw, bytes) else raw)
+    if isinstance(value, list):
+        return Conversation(messages=check_messages(value))
+    if not isinstance(value, dict):
+        raise InputError(
+            FIELD, f"must be a list of messages or an object with 'messages', got {_kind(value)}"
+        )
+    unknown = sorted(set(value) - set(_OBJECT_KEYS))
+    if unknown:
+        raise InputError(FIELD, f"unknown key {unknown[0]!r:.80}; known are {', '.join(_OBJECT_KEYS)}")
+    if "messages" not in value:
+        raise InputError(FIELD, "the object must have the key 'messages'")
+    prompt = value.get("add_generation_prompt")
+    if prompt is not None and not isinstance(prompt, bool):
+        raise InputError(FIELD, f"add_generation_prompt must be true or false, got {_kind(prompt)}")
+    template_kwargs = value.get("chat_template_kwargs")
+    if template_kwargs is not None and not isinstance(template_kwargs, dict):
+        raise InputError(FIELD, f"chat_template_kwargs must be an object, got {_kind(template_kwargs)}")
+    return Conversation(
+        messages=check_messages(value["messages"]),
+        tools=check_tools(value.get("tools")),
+        add_generation_prompt=prompt,
+        template_kwargs=template_kwargs or {},
+    )
+
+
+def check_messages(value: Any) -> list[dict[str, Any]]:
+    """Returns `value` as messages.
+
+    `role` must be a string; `content` a string or a list of `{"type": "text", "text": ...}` parts, and may
+    be null or absent where `tool_calls` stand in for it. Other keys (name, tool_call_id, ...) belong to the
+    template and pass unchanged.
+
+    Raises:
+        InputError: names the path of the first wrong value, such as `[2].content[0].type`.
+    """
+    if not isinstance(value, list):
+        raise InputError(FIELD, f"must be a list of messages, got {_kind(value)}")
+    if not value:
+        raise InputError(FIELD, "must hold at least one message")
+    if len(value) > MAX_MESSAGES:
+        raise InputError(FIELD, f"at most {MAX_MESSAGES} messages are allowed, got {len(value)}")
+    for index, message in enumerate(value):
+        where = f"[{index}]"
+        if not isinstance(message, dict):
+            raise InputError(FIELD, f"{where} must be an object with role and content, got {_kind(message)}")
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise InputError(FIELD, f"{where}.role must be a non-empty string, got {_kind(role)}")
+        content = message.get("content")
+        if content is None:
+            if not message.get("tool_calls"):
+                raise InputError(FIELD, f"{where}.content must be a string or a list of text parts")
+        elif isinstance(content, list):
+            _check_parts(f"{where}.content", content)
+        elif not isinstance(content, str):
+            raise InputError(
+                FIELD, f"{where}.content must be a string or a list of text parts, got {_kind(content)}"
+            )
+    return value
+
+
+def check_tools(value: Any) -> list[dict[str, Any]] | None:
+    """Returns `value` as tool descriptions (JSON schemas, passed to the template unchanged); None for null.
+
+    Raises:
+        InputError: not a list of objects.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise InputError(FIELD, f"tools must be a list of objects, got {_kind(value)}")
+    if len(value) > MAX_TOOLS:
+        raise InputError(FIELD, f"at most {MAX_TOOLS} tools are allowed, got {len(value)}")
+    for index, tool in enumerate(value):
+        if not isinstance(tool, dict):
+            raise InputError(FIELD, f"tools[{index}] must be an object, got {_kind(tool)}")
+    return value
+
+
+def join_text_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of checked messages with lists of text parts joined by a line feed, for templates that expect
+    strings only."""
+    joined = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "\n".join(part["text"] for part in content)
+            joined.append({**message, "content": content})
+        else:
+            joined.append(dict(message))
+    return joined
+
+
+def decode_utf8(field_name: str, raw: bytes) -> str:
+    """Text of an input's bytes.
+
+    Raises:
+        InputError: invalid UTF-8; names the field and the byte offset.
+    """
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            field_name, f"invalid UTF-8 at byte {error.start} of {len(raw)}: {error.reason}"
+        ) from None
+
+
+def _load_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(
+            FIELD, f"invalid JSON at line {error.lineno} column {error.colno}: {error.msg}"
+        ) from None
+    except RecursionError:
+        raise InputError(FIELD, "invalid JSON: nested too deeply") from None
+    except ValueError as error:  # an integer longer than Python's digit limit
+        raise InputError(FIELD, f"invalid JSON: {error}") from None
+
+
+def _check_parts(where: str, parts: list[Any]) -> None:
+    for index, part in enumerate(parts):
+        place = f"{where}[{index}]"
+        if not isinstance(part, dict):
+            raise InputError(
+                FIELD, f'{place} must be an object like {{"type": "text", "text": "..."}}, got {_kind(part)}'
+            )
+        if part.get("type") != "text":
+            raise InputError(FIELD, f"{place}.type {part.get('type')!r:.80} is not supported; known: 'text'")
+        if not isinstance(part.get("text"), str):
+            raise InputError(FIELD, f"{place}.text must be a string, got {_kind(part.get('text'))}")
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"{type(value).__name__} {value!r:.80}"

@@ -1,0 +1,260 @@
+"""Tokenizer: text or chat messages to token ids, by the files of a Hugging Face checkpoint.
+
+One code path for both callers: the `tokenizer` model of an ensemble and the generator's frontend. Nothing of
+transformers is imported until a tokenizer is loaded. Neither code from the checkpoint nor the network is
+ever used.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quire_ensemble import messages as chat
+from quire_ensemble.errors import InputError, TokenizerError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Files of which a checkpoint with a tokenizer has at least one."""
+
+_PROBE = "part-probe"
+
+
+def forbid_torch() -> None:
+    """Makes `import torch` fail in this process, for processes that only tokenize.
+
+    transformers imports torch wherever it finds it, although tokenizers need none of it; without torch a
+    tokenizer process takes a third of the time to start and a quarter of the memory. Does nothing where
+    torch is imported already. Call it before the first `Tokenizer`.
+    """
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        # transformers would tell the server's log that it cannot run models.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template.
+
+    Safe to use from several threads: after loading, no call changes the state of the underlying tokenizer
+    (truncation and padding are switched off once, here, so that transformers never has to switch them).
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Loads the tokenizer.
+
+        Args:
+            path: checkpoint directory; a plain `tokenizer.json` in it is enough.
+
+        Raises:
+            TokenizerError: the directory does not exist, has no tokenizer files, or they cannot be read.
+        """
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise TokenizerError(f"{self.path}: tokenizer directory does not exist")
+        if not self.exists(self.path):
+            raise TokenizerError(
+                f"{self.path}: no tokenizer files; expected one of {', '.join(TOKENIZER_FILES)}"
+            )
+        from transformers import AutoTokenizer
+
+        try:
+            self._hf: Any = AutoTokenizer.from_pretrained(
+                str(self.path), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # the loaders of transformers raise whatever their files make them raise
+            raise TokenizerError(f"{self.path}: tokenizer cannot be loaded: {_one_line(error)}") from error
+        rust = getattr(self._hf, "backend_tokenizer", None)
+        if rust is not None:
+            rust.no_truncation()
+            rust.no_padding()
+
+    @staticmethod
+    def exists(path: str | Path) -> bool:
+        """Whether the directory holds tokenizer files; without them a generator serves token ids only."""
+        return any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
+
+    @property
+    def hf(self) -> Any:
+        """The tokenizer of transformers. Calls that pad or truncate must not be made on it."""
+        return self._hf
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included. The model's may be larger: embeddings are padded."""
+        return len(self._hf)
+
+    @functools.cached_property
+    def all_special_ids(self) -> frozenset[int]:
+        """Ids that `skip_special_tokens` leaves out of decoded text."""
+        added = self._hf.added_tokens_decoder
+        return frozenset(self._hf.all_special_ids) | {i for i, token in added.items() if token.special}
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._hf.bos_token_id
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._hf.eos_token_id
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._hf.chat_template)
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, field: str = "text_input") -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: any text; may be empty.
+            add_special_tokens: whether the tokenizer adds its BOS and the like.
+            field: input named in errors.
+
+        Raises:
+            InputError: the text holds an unpaired surrogate (JSON can spell one), which has no UTF-8 form.
+        """
+        try:
+            encoded = self._hf(
+                text,
+                add_special_tokens=add_special_tokens,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+        except (UnicodeEncodeError, TypeError):
+            _refuse_surrogates(field, text)
+            raise
+        return list(encoded["input_ids"])
+
+    def encode_bytes(self, field: str, raw: bytes) -> list[int]:
+        """Token ids of an input tensor's element, special tokens added.
+
+        Raises:
+            InputError: empty, or invalid UTF-8 (with the byte offset).
+        """
+        text = chat.decode_utf8(field, raw)
+        if not text:
+            raise InputError(field, "must not be empty")
+        return self.encode(text, field=field)
+
+    def render_messages(
+        self,
+        raw_json: str | bytes,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text that the checkpoint's chat template makes of messages.
+
+        Args:
+            raw_json: a JSON list of messages, or an object (see `quire_ensemble.messages`), whose own
+                `tools`, `add_generation_prompt` and `chat_template_kwargs` override the arguments.
+            tools: tool descriptions for the template.
+            add_generation_prompt: whether the text ends with the beginning of an assistant's turn.
+            chat_template_kwargs: further variables of the template.
+
+        Raises:
+            InputError: of field `messages`: bad JSON, wrong shape, no chat template, or refused by it.
+        """
+        conversation = chat.parse_conversation(raw_json)
+        if not self.has_chat_template:
+            raise InputError(
+                chat.FIELD, "the checkpoint has no chat template; send text_input or input_ids instead"
+            )
+        kwargs = {**(chat_template_kwargs or {}), **conversation.template_kwargs}
+        reserved = sorted(_reserved_template_names() & set(kwargs))
+        if reserved:
+            raise InputError(chat.FIELD, f"chat_template_kwargs must not set {reserved[0]!r}")
+        stated = conversation.add_generation_prompt
+        messages = conversation.messages
+        if not self._template_takes_parts:
+            messages = chat.join_text_parts(messages)
+        try:
+            return self._render(
+                messages,
+                tools=conversation.tools if conversation.tools is not None else tools,
+                add_generation_prompt=add_generation_prompt if stated is None else stated,
+                **kwargs,
+            )
+        except Exception as error:  # a template is a program of the checkpoint: it may raise anything
+            raise InputError(chat.FIELD, f"refused by the chat template: {_one_line(error)}") from error
+
+    def encode_messages(
+        self,
+        raw_json: str | bytes,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of `render_messages`' text. The template writes BOS itself, so none is added."""
+        text = self.render_messages(
+            raw_json,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.encode(text, add_special_tokens=False, field=chat.FIELD)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids. Spaces are never cleaned up: a stream could not take back what it sent."""
+        return self._hf.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def _render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+        return self._hf.apply_chat_template(messages, tokenize=False, **kwargs)
+
+    @functools.cached_property
+    def _template_takes_parts(self) -> bool:
+        """Whether the template reads lists of text parts itself: it renders one part like the bare string.
+
+        A template made for strings prints the list's Python form or raises.
+        """
+        parts = [{"type": "text", "text": _PROBE}]
+        try:
+            return self._render([{"role": "user", "content": parts}]) == self._render(
+                [{"role": "user", "content": _PROBE}]
+            )
+        except Exception:  # raised by the template: it cannot read one of the two
+            return False
+
+
+@functools.cache
+def _reserved_template_names() -> frozenset[str]:
+    """Names that are arguments of the renderer or given by it, and not a client's to set: `chat_template`
+    would let a request bring its own program."""
+    from transformers import PreTrainedTokenizerBase
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    names = {"messages", "raise_exception", "strftime_now"}
+    for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template):
+        names |= set(inspect.signature(function).parameters)
+    return frozenset(names - {"kwargs"})
+
+
+def _refuse_surrogates(field: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            field, f"unpaired surrogate U+{ord(text[error.start]):04X} at character {error.start}"
+        ) from None
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return (text or type(error).__name__)[:400]

@@ -1,0 +1,98 @@
+"""The `tokenizer` model of an ensemble: text or chat messages in, token ids out.
+
+A model repository's `tokenizer/1/model.py` subclasses `TokenizerModel` and gives it Triton's Python
+utilities, which exist only inside a stub process. Nothing heavy is imported before `initialize`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from quire_ensemble.errors import InputError, TokenizerError
+
+if TYPE_CHECKING:
+    from quire_ensemble.tokenizer import Tokenizer
+
+CHECKPOINT_PARAMETER = "checkpoint"
+
+
+class TokenizerModel:
+    """Triton Python model (not decoupled: each request gets one response, in the returned list).
+
+    Inputs, exactly one: `text_input` STRING [1], `messages` STRING [1]. Output: `input_ids` INT32 [n].
+    """
+
+    pb_utils: ClassVar[Any]
+    """The module triton_python_backend_utils; set by the subclass."""
+
+    tokenizer: Tokenizer
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Loads the tokenizer named by parameter `checkpoint`.
+
+        Args:
+            args: Triton's; `model_config` (JSON) and `model_repository` (the model's own directory) are read.
+
+        Raises:
+            TritonModelException: parameter missing, or no usable tokenizer there; one line.
+        """
+        from quire_ensemble.tokenizer import Tokenizer
+
+        try:
+            self.tokenizer = Tokenizer(
+                checkpoint_path(json.loads(args["model_config"]), Path(args["model_repository"]))
+            )
+        except TokenizerError as error:
+            raise self.pb_utils.TritonModelException(str(error)) from None
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """One response per request, in order; a wrong input fails its own request with INVALID_ARG."""
+        return [self._respond(request) for request in requests]
+
+    def _respond(self, request: Any) -> Any:
+        pb = self.pb_utils
+        given = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        try:
+            token_ids = self._encode(_element(given, "text_input"), _element(given, "messages"))
+        except InputError as error:
+            return pb.InferenceResponse(error=pb.TritonError(str(error), pb.TritonError.INVALID_ARG))
+        return pb.InferenceResponse([pb.Tensor("input_ids", np.asarray(token_ids, dtype=np.int32))])
+
+    def _encode(self, text: bytes | None, messages: bytes | None) -> list[int]:
+        if text is not None and messages is not None:
+            raise InputError("text_input, messages", "exactly one is allowed, both are given")
+        if text is not None:
+            return self.tokenizer.encode_bytes("text_input", text)
+        if messages is not None:
+            return self.tokenizer.encode_messages(messages)
+        raise InputError("text_input, messages", "exactly one is needed, none is given")
+
+
+def _element(given: dict[str, np.ndarray], name: str) -> bytes | None:
+    """The one element of a STRING tensor; None where the request does not carry it."""
+    array = given.get(name)
+    if array is None:
+        return None
+    if array.size != 1:
+        raise InputError(name, f"must have shape [1], got {list(array.shape)}")
+    value = array.reshape(-1)[0]
+    return value.encode("utf-8") if isinstance(value, str) else bytes(value)
+
+
+def checkpoint_path(model_config: dict[str, Any], model_directory: Path) -> Path:
+    """Directory named by the parameter `checkpoint`; relative paths start at the model's directory.
+
+    Raises:
+        TokenizerError: the parameter is missing.
+    """
+    stated = model_config.get("parameters", {}).get(CHECKPOINT_PARAMETER, {}).get("string_value", "")
+    if not stated:
+        raise TokenizerError(
+            f"{model_directory / 'config.pbtxt'}: parameter {CHECKPOINT_PARAMETER!r} must name the "
+            "checkpoint directory"
+        )
+    return (model_directory / stated).resolve()
