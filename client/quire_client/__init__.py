@@ -1,0 +1,44 @@
+"""Client of Quire: generation over KServe v2 gRPC, blocking and asyncio; cancelling reaches the engine.
+
+Installs alone: imports neither `quire` nor torch.
+"""
+
+from quire_client.aio import AsyncClient, AsyncStream
+from quire_client.client import Client, Stream
+from quire_client.errors import (
+    Cancelled,
+    ConnectError,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ProtocolError,
+    QuireClientError,
+    ServerError,
+    Unavailable,
+)
+from quire_client.types import Choice, Chunk, Message, ModelInfo, Result, Timing
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Cancelled",
+    "Choice",
+    "Chunk",
+    "Client",
+    "ConnectError",
+    "DeadlineExceeded",
+    "InvalidArgument",
+    "Message",
+    "ModelInfo",
+    "NotFound",
+    "PermissionDenied",
+    "ProtocolError",
+    "QuireClientError",
+    "Result",
+    "ServerError",
+    "Stream",
+    "Timing",
+    "Unavailable",
+]
+__version__ = "0.1.0"

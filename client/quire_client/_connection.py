@@ -1,0 +1,153 @@
+"""What the sync and the asyncio client have in common: settings of the connection and of cancelling."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2
+
+from quire_client.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    PermissionDenied,
+    QuireClientError,
+)
+from quire_client.protocol import ModelSchema
+from quire_client.types import Message, ModelInfo
+
+DEFAULT_URL = "localhost:8001"
+CANCEL_TIMEOUT = 2.0
+"""Seconds a cancel request may take."""
+DRAIN_TIMEOUT = 0.5
+"""Seconds a cancelled stream has for its own end before the call is torn down."""
+LATE_CANCEL_DELAYS = (0.02, 0.1, 0.3)
+"""Seconds before each further cancel request, where the first came before the request itself did."""
+ERROR_CODES_SINCE = (2, 70)
+"""First tritonserver version that certainly has the fix `gives_error_codes` speaks of."""
+CONTROL_TIMEOUT = 30.0
+"""Seconds for calls about models when the caller gave no timeout."""
+
+# Prompts and answers have no limit here; the server has its own.
+CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # A client that is recreated often must not inherit the backoff of an earlier channel to that address.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where and how to call; times in seconds."""
+
+    url: str = DEFAULT_URL
+    timeout: float | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    credentials: grpc.ChannelCredentials | None = None
+    channel_options: tuple[tuple[str, Any], ...] = ()
+    error_codes: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not self.url or "://" in self.url:
+            raise InvalidArgument(f"url: must be HOST:PORT of the gRPC endpoint, got {self.url!r}")
+        if self.timeout is not None:
+            check_timeout(self.timeout)
+
+    @property
+    def options(self) -> list[tuple[str, Any]]:
+        return [*CHANNEL_OPTIONS, *self.channel_options]
+
+    def metadata(self, *, error_codes: bool = False) -> tuple[tuple[str, str], ...]:
+        """gRPC metadata of a call. With `triton_grpc_error` an error ends the stream with its status code;
+        without it only a text comes. It would end the other requests of a stream too, so every request
+        has a stream of its own."""
+        own = (("triton_grpc_error", "true"),) if error_codes else ()
+        return (*((k.lower(), v) for k, v in self.headers.items()), *own)
+
+
+def check_timeout(timeout: float) -> None:
+    if not timeout > 0:
+        raise InvalidArgument(f"timeout: must be a positive number of seconds, got {timeout}")
+
+
+class Deadline:
+    """A point in time that the calls of one request share."""
+
+    def __init__(self, timeout: float | None) -> None:
+        if timeout is not None:
+            check_timeout(timeout)
+        self.timeout = timeout
+        self._end = None if timeout is None else time.monotonic() + timeout
+
+    def remaining(self) -> float | None:
+        """Seconds left, None: no deadline.
+
+        Raises:
+            DeadlineExceeded: none are left.
+        """
+        if self._end is None:
+            return None
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(f"the request did not end within {self.timeout:g} s")
+        return left
+
+
+def new_request_id() -> str:
+    """Unguessable: whoever knows the id of a request can cancel it."""
+    return uuid.uuid4().hex
+
+
+def chat_messages(messages: str | list[Message], system: str | None) -> list[Message]:
+    """The conversation as a list; a string is one message of the user."""
+    listed: list[Message] = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    return listed if system is None else [{"role": "system", "content": system}, *listed]
+
+
+def is_restricted(error: QuireClientError) -> bool:
+    """True when the server keeps this call to itself, or lacks it."""
+    return isinstance(error, PermissionDenied) or error.code == "UNIMPLEMENTED"
+
+
+def timeout_error(timeout: float | None, error: QuireClientError) -> QuireClientError:
+    """Says which timeout it was; gRPC's own text is only "Deadline Exceeded"."""
+    if timeout is not None and isinstance(error, DeadlineExceeded):
+        return DeadlineExceeded(f"the request did not end within {timeout:g} s", request_id=error.request_id)
+    return error
+
+
+def gives_error_codes(metadata: Any) -> bool:
+    """Whether a server (`ServerMetadataResponse`) may be asked for `triton_grpc_error`.
+
+    The feature cannot be tried out: tritonserver 2.51 dies of a segmentation fault at the second or third
+    such error (a use after free, server PR 8708, fixed in release 26.04).
+    """
+    match = re.match(r"(\d+)\.(\d+)", metadata.version)
+    return match is not None and (int(match[1]), int(match[2])) >= ERROR_CODES_SINCE
+
+
+def config_request(model: str) -> Any:
+    return service_pb2.ModelConfigRequest(name=model)
+
+
+def metadata_request(model: str) -> Any:
+    return service_pb2.ModelMetadataRequest(name=model)
+
+
+def model_info(entry: Any, ready: bool, schema: ModelSchema | None) -> ModelInfo:
+    """From an entry of the repository index."""
+    return ModelInfo(
+        entry.name,
+        entry.version,
+        entry.state or ("READY" if ready else "UNAVAILABLE"),
+        entry.reason,
+        ready,
+        schema.kind if schema else "",
+        schema.decoupled if schema else None,
+    )

@@ -1,0 +1,270 @@
+"""`quire-client chat|generate|models`.
+
+Exit status: 0 done, 1 the request or the server failed (one line on stderr), 2 wrong usage, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from quire_client.client import Client, Stream
+from quire_client.errors import QuireClientError
+from quire_client.types import Collector, Message, Timing
+
+INTERRUPTED = 130
+
+
+def _request_options(command: Callable[..., None]) -> Callable[..., None]:
+    options = [
+        click.option("--max-tokens", type=int, help="Most tokens to generate."),
+        click.option("--temperature", type=float, help="0 is greedy."),
+        click.option("--top-p", type=float),
+        click.option("--top-k", type=int),
+        click.option("--seed", type=int, help="Same seed, same answer."),
+        click.option("--stop", multiple=True, help="Ends the answer; may be given several times."),
+        click.option(
+            "--param", "params", multiple=True, metavar="NAME=JSON", help="Any other sampling parameter."
+        ),
+        click.option("--timeout", type=float, help="Seconds for the whole answer."),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON line at the end."),
+        click.option("--stats", is_flag=True, help="Print TTFT and tokens/s on stderr."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _url_option(command: Callable[..., None]) -> Callable[..., None]:
+    return click.option(
+        "--url",
+        default="localhost:8001",
+        envvar="QUIRE_URL",
+        show_default=True,
+        help="HOST:PORT of the gRPC endpoint (or the variable QUIRE_URL).",
+    )(command)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Talks to a Quire server over gRPC."""
+
+
+@cli.command()
+@click.argument("prompt", required=False)
+@_url_option
+@click.option("--model", default="chat", show_default=True)
+@click.option("--system", help="System message.")
+@_request_options
+def chat(prompt: str | None, url: str, model: str, system: str | None, **options: Any) -> None:
+    """Answers PROMPT as a chat message; `-` reads it from stdin.
+
+    Without PROMPT at a terminal: a conversation. Ctrl-C ends an answer, Ctrl-D the conversation.
+    """
+    start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    run = _Run(url, model, options)
+    with run.client:
+        if prompt is None and sys.stdin.isatty():
+            _converse(run, start)
+            return
+        text = _prompt_text(prompt)
+        if not run.answer(messages=[*start, {"role": "user", "content": text}]):
+            raise SystemExit(INTERRUPTED)
+
+
+@cli.command()
+@click.argument("prompt", required=False)
+@_url_option
+@click.option("--model", default="generator", show_default=True)
+@_request_options
+def generate(prompt: str | None, url: str, model: str, **options: Any) -> None:
+    """Continues PROMPT as raw text, without a chat template; `-` reads it from stdin."""
+    run = _Run(url, model, options)
+    with run.client:
+        if not run.answer(_prompt_text(prompt)):
+            raise SystemExit(INTERRUPTED)
+
+
+@cli.command()
+@_url_option
+@click.option("--json", "as_json", is_flag=True, help="One JSON line per model.")
+def models(url: str, as_json: bool) -> None:
+    """Lists the server's models."""
+    with Client(url) as client:
+        infos = client.models()
+    if as_json:
+        for info in infos:
+            fields = {name: getattr(info, name) for name in type(info).__slots__}
+            click.echo(json.dumps(fields, ensure_ascii=False))
+        return
+    rows = [("NAME", "VERSION", "STATE", "KIND", "STREAMS", "REASON")]
+    streams = {True: "yes", False: "no", None: "-"}
+    for info in infos:
+        kind = info.kind or "-"
+        rows.append((info.name, info.version or "-", info.state, kind, streams[info.decoupled], info.reason))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _prompt_text(prompt: str | None) -> str:
+    if prompt is None and sys.stdin.isatty():
+        raise click.UsageError("a PROMPT is needed (or `-` for stdin)")
+    if prompt is None or prompt == "-":
+        # Bytes that are not UTF-8 become lone surrogates and stay invalid on the wire, for the server.
+        text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
+        return text.removesuffix("\n")
+    return prompt
+
+
+class _Run:
+    """One invocation: the connection, the sampling parameters, and how answers are printed."""
+
+    def __init__(self, url: str, model: str, options: dict[str, Any]) -> None:
+        self.model = model
+        self.as_json: bool = options.pop("as_json")
+        self.stats: bool = options.pop("stats")
+        self.timeout: float | None = options.pop("timeout")
+        params = _json_params(options.pop("params"))
+        options["stop"] = list(options["stop"]) or None
+        self.sampling = {**params, **{k: v for k, v in options.items() if v is not None}}
+        self.client = Client(url)
+        self._safe_for_terminal = sys.stdout.isatty()
+
+    def answer(self, prompt: str | None = None, *, messages: list[Message] | None = None) -> str | None:
+        """Streams one answer; its text, or None when Ctrl-C ended it."""
+        stream = self.client.stream(
+            prompt, messages=messages, model=self.model, timeout=self.timeout, **self.sampling
+        )
+        collector = Collector(stream.request_id, stream.model, stream.started_at)
+        try:
+            with stream:
+                self._print(stream, collector)
+        except KeyboardInterrupt:
+            if not self.as_json:
+                click.echo()
+            click.echo("cancelled", err=True)
+            return None
+        result = collector.result()
+        if self.as_json:
+            click.echo(json.dumps(_result_fields(result), ensure_ascii=False))
+        else:
+            click.echo()
+        if self.stats:
+            click.echo(_stats_line(result.timing, result.finish_reason), err=True)
+        return result.text
+
+    def _print(self, stream: Stream, collector: Collector) -> None:
+        for chunk in stream:
+            collector.add(chunk)
+            if self.as_json or not chunk.text or chunk.index:
+                continue
+            text = _without_controls(chunk.text) if self._safe_for_terminal else chunk.text
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+
+def _converse(run: _Run, messages: list[Message]) -> None:
+    messages = list(messages)
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            click.echo()
+            return
+        except KeyboardInterrupt:
+            click.echo()
+            continue
+        if not text:
+            continue
+        question: Message = {"role": "user", "content": text}
+        try:
+            answer = run.answer(messages=[*messages, question])
+        except QuireClientError as error:
+            # The conversation goes on: the user may shorten the message or wait for the server.
+            click.echo(f"error: {_one_line(error)}", err=True)
+            continue
+        if answer is not None:
+            messages += [question, {"role": "assistant", "content": answer}]
+
+
+def _json_params(params: tuple[str, ...]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for entry in params:
+        name, equals, text = entry.partition("=")
+        if not equals or not name:
+            raise click.UsageError(f"--param: NAME=JSON expected, got {entry!r}")
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            values[name] = text
+    return values
+
+
+def _without_controls(text: str) -> str:
+    """A model must not move the cursor or retitle the window of the terminal it is read in."""
+    return "".join(c for c in text if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f"))
+
+
+def _result_fields(result: Any) -> dict[str, Any]:
+    timing: Timing = result.timing
+    rate = timing.tokens_per_second
+    return {
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        "finish_reason": result.finish_reason,
+        "model": result.model,
+        "request_id": result.request_id,
+        "num_output_tokens": result.num_output_tokens,
+        "timing": {
+            "ttft_s": None if timing.ttft is None else round(timing.ttft, 6),
+            "total_s": round(timing.total, 6),
+            "tokens_per_s": None if rate is None else round(rate, 2),
+        },
+    }
+
+
+def _stats_line(timing: Timing, finish_reason: str | None) -> str:
+    parts = [] if timing.ttft is None else [f"TTFT {timing.ttft * 1e3:.1f} ms"]
+    if timing.tokens_per_second is not None:
+        parts += [f"{timing.num_tokens} tokens", f"{timing.tokens_per_second:.1f} tokens/s"]
+    return ", ".join([*parts, f"{timing.total:.3f} s", f"finish: {finish_reason or 'unknown'}"])
+
+
+def _one_line(error: QuireClientError) -> str:
+    return f"{error.code}: {' '.join(error.message.split())}"
+
+
+def _terminate(signum: int, frame: object) -> None:
+    # As an exception, so that a running stream is cancelled on the server on the way out.
+    raise SystemExit(128 + signum)
+
+
+def main(args: list[str] | None = None) -> None:
+    """Entry point of `quire-client`."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        status = cli.main(args, prog_name="quire-client", standalone_mode=False)
+    except QuireClientError as error:
+        click.echo(f"quire-client: {_one_line(error)}", err=True)
+        status = 1
+    except click.ClickException as error:
+        error.show()
+        status = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        status = INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left (`| head`); nothing may be flushed to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Exceptions of the client, one for each kind of failure a caller may want to tell apart.
+
+`code` is the name of the gRPC status (`INVALID_ARGUMENT`, `UNAVAILABLE` ...), so that a caller who does not
+care for classes can switch on it.
+"""
+
+from __future__ import annotations
+
+import re
+
+import grpc
+
+
+class QuireClientError(Exception):
+    """Base of every error this package raises about a request or a server."""
+
+    code = "UNKNOWN"
+
+    def __init__(self, message: str, *, code: str | None = None, request_id: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.request_id = request_id
+        if code is not None:
+            self.code = code
+
+
+class InvalidArgument(QuireClientError):
+    """The request is wrong; the message names the field and its limit."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class NotFound(QuireClientError):
+    """No such model, or no such running request."""
+
+    code = "NOT_FOUND"
+
+
+class Unavailable(QuireClientError):
+    """The server cannot take or finish the request now: queue full, engine restarting, shutting down."""
+
+    code = "UNAVAILABLE"
+
+
+class ConnectError(Unavailable):
+    """There is no server at the address, or the connection to it broke."""
+
+
+class Cancelled(QuireClientError):
+    """The request was cancelled, by this client or by the server."""
+
+    code = "CANCELLED"
+
+
+class DeadlineExceeded(QuireClientError):
+    """The request did not end within its timeout; it has been cancelled on the server."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
+class PermissionDenied(QuireClientError):
+    """The server restricts this operation, or wants credentials."""
+
+    code = "PERMISSION_DENIED"
+
+
+class ServerError(QuireClientError):
+    """The server failed while it worked on the request (`code` says how)."""
+
+    code = "INTERNAL"
+
+
+class ProtocolError(ServerError):
+    """The server's answer breaks the protocol: a stream that ended without a final response."""
+
+
+_BY_CODE: dict[str, type[QuireClientError]] = {
+    "INVALID_ARGUMENT": InvalidArgument,
+    "OUT_OF_RANGE": InvalidArgument,
+    "NOT_FOUND": NotFound,
+    "UNAVAILABLE": Unavailable,
+    "RESOURCE_EXHAUSTED": Unavailable,
+    "CANCELLED": Cancelled,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "PERMISSION_DENIED": PermissionDenied,
+    "UNAUTHENTICATED": PermissionDenied,
+}
+
+# Texts of gRPC's own transport; a server's UNAVAILABLE carries the server's words instead.
+_TRANSPORT_TEXTS = (
+    "failed to connect to all addresses",
+    "connections to all backends failing",
+    "dns resolution failed",
+    "name resolution failure",
+    "socket closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "goaway received",
+    "ssl_error_ssl",
+    "handshake failed",
+    "recvmsg:",
+    "endpoint closing",
+    "stream removed",
+)
+
+
+def error_from_status(
+    code: grpc.StatusCode | None, details: str | None, *, url: str = "", request_id: str = ""
+) -> QuireClientError:
+    """The exception for a gRPC status.
+
+    Args:
+        code: status code; None counts as UNKNOWN.
+        details: the server's (or gRPC's) text.
+        url: address of the server, for the message of a failed connection.
+    """
+    name = code.name if code is not None else "UNKNOWN"
+    text = details or f"the server answered {name} without a message"
+    if name == "UNAVAILABLE" and any(mark in text.lower() for mark in _TRANSPORT_TEXTS):
+        return ConnectError(f"no connection to {url or 'the server'}: {text}", request_id=request_id)
+    if name == "UNAVAILABLE" and "protocol is restricted" in text.lower():
+        # Triton's answer where --grpc-restricted-protocol keeps a group of calls to holders of a key.
+        return PermissionDenied(text, request_id=request_id)
+    return _BY_CODE.get(name, ServerError)(text, code=name, request_id=request_id)
+
+
+def error_from_rpc(error: grpc.RpcError, *, url: str = "", request_id: str = "") -> QuireClientError:
+    """The exception for a failed call; sync and asyncio calls both carry `code()` and `details()`."""
+    return error_from_status(error.code(), error.details(), url=url, request_id=request_id)
+
+
+# An error inside a stream is a text only. The code is read from it: a code in brackets, else the wording of
+# Quire ("field: limit") and of Triton. Ensembles put their name in front.
+_ENSEMBLE_PREFIX = re.compile(r"^in ensemble '[^']*', ")
+_CODE_PREFIX = re.compile(r"^\[([A-Z_]+)\] ")
+_WORDINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern, re.IGNORECASE), code)
+    for pattern, code in (
+        (r"^[a-z_][a-z0-9_.\[\]]*: ", "INVALID_ARGUMENT"),
+        (
+            r"inference input|unexpected (shape|datatype|inference)|unable to parse|malformed",
+            "INVALID_ARGUMENT",
+        ),
+        (r"unknown model|not found|no such request|no running request|unknown request", "NOT_FOUND"),
+        (r"\bcancell?ed\b", "CANCELLED"),
+        (r"deadline|timed out|timeout", "DEADLINE_EXCEEDED"),
+        (
+            r"\bengine (ended|process|died|did not|was not|is not|has)|\bfull\b|maximum queue size|"
+            r"unavailable|no available versions|shutting down|restarting|not ready|not healthy|"
+            r"the request cannot be read",
+            "UNAVAILABLE",
+        ),
+    )
+)
+
+
+def error_from_text(text: str, *, request_id: str = "") -> QuireClientError:
+    """The exception for an error that came as a text in a stream, its code inferred from the wording.
+
+    Exact codes need `triton_grpc_error`, which is unsafe on older servers (see `error_codes` of the clients).
+    """
+    message = _ENSEMBLE_PREFIX.sub("", text)
+    marked = _CODE_PREFIX.match(message)
+    if marked is not None:
+        code = {"INVALID_ARG": "INVALID_ARGUMENT"}.get(marked[1], marked[1])
+        message = message[marked.end() :]
+    else:
+        code = next((code for pattern, code in _WORDINGS if pattern.search(message)), "UNKNOWN")
+    return _BY_CODE.get(code, ServerError)(message, code=code, request_id=request_id)

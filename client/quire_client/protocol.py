@@ -1,0 +1,338 @@
+"""What goes over the wire: model schemas, requests and responses. No I/O; both clients share it.
+
+The client asks a model for its configuration once and then sends what that model declares: a sampling
+keyword becomes a typed tensor where the model has an input of that name and the value fits it, and an entry
+of the `sampling_parameters` JSON otherwise, so that the server (not this package) judges every value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tritonclient.grpc import InferInput, InferResult, model_config_pb2, service_pb2
+from tritonclient.utils import triton_to_np_dtype
+
+from quire_client.errors import InvalidArgument
+from quire_client.types import Chunk, Message
+
+CHAT_MODEL = "chat"
+"""Ensemble of tokenizer and generator: the default for messages and text."""
+GENERATOR_MODEL = "generator"
+"""The decoupled model that generates: the default for token ids."""
+JSON_INPUT = "sampling_parameters"
+FINAL_PARAMETER = "triton_final_response"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Input tensor of a model: KServe datatype (`BYTES`, `INT32` ...) and dims (-1: any)."""
+
+    datatype: str
+    dims: tuple[int, ...] = (1,)
+
+    @property
+    def is_list(self) -> bool:
+        return self.dims != (1,)
+
+
+def _table(text: str, *, dims: tuple[int, ...] = (1,)) -> dict[str, TensorInfo]:
+    return {n: TensorInfo(kind, dims) for n, _, kind in (entry.partition(":") for entry in text.split())}
+
+
+# Stands in for a model whose configuration the server does not give away (restricted protocols).
+KNOWN_INPUTS: dict[str, TensorInfo] = {
+    **_table(
+        "text_input:BYTES messages:BYTES sampling_parameters:BYTES logit_bias:BYTES stream:BOOL"
+        " exclude_input_in_output:BOOL ignore_eos:BOOL skip_special_tokens:BOOL"
+        " include_stop_str_in_output:BOOL max_tokens:INT32 min_tokens:INT32 top_k:INT32"
+        " no_repeat_ngram_size:INT32 temperature:FP32 top_p:FP32 min_p:FP32 typical_p:FP32"
+        " repetition_penalty:FP32 presence_penalty:FP32 frequency_penalty:FP32 seed:UINT64"
+    ),
+    **_table("input_ids:INT32 stop_token_ids:INT32 stop:BYTES bad_words:BYTES", dims=(-1,)),
+}
+
+# On an ensemble inputs and outputs share one namespace, and `logprobs` is an output.
+_INPUT_ALIASES = {"logprobs": "num_logprobs"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSchema:
+    """What the client knows about one model."""
+
+    name: str
+    inputs: Mapping[str, TensorInfo]
+    outputs: frozenset[str] | None
+    """Names of the outputs; None when unknown, and then all are asked for."""
+    kind: str = ""
+    decoupled: bool | None = None
+    steps: tuple[str, ...] = ()
+    """Members of an ensemble, first to last; empty for any other model."""
+
+    @property
+    def takes_cancel(self) -> bool:
+        """True when the model ends a request on a second request with the same id and `cancel` true."""
+        return "cancel" in self.inputs
+
+
+def schema_from_config(config: Any) -> ModelSchema:
+    """From a `ModelConfig` message."""
+    steps = tuple(step.model_name for step in config.ensemble_scheduling.step)
+    inputs = {i.name: TensorInfo(_datatype(i.data_type), tuple(i.dims)) for i in config.input}
+    kind = "ensemble" if steps or config.platform == "ensemble" else config.backend
+    decoupled = None if steps else config.model_transaction_policy.decoupled
+    outputs = frozenset(o.name for o in config.output)
+    return ModelSchema(config.name, inputs, outputs, kind, decoupled, steps)
+
+
+def schema_from_metadata(metadata: Any) -> ModelSchema:
+    """From a `ModelMetadataResponse`: tensors, but neither the members of an ensemble nor its policy."""
+    is_ensemble = metadata.platform == "ensemble"
+    return ModelSchema(
+        metadata.name,
+        {i.name: TensorInfo(i.datatype, tuple(i.shape)) for i in metadata.inputs},
+        frozenset(o.name for o in metadata.outputs),
+        metadata.platform,
+        steps=(GENERATOR_MODEL,) if is_ensemble else (),
+    )
+
+
+def assumed_schema(name: str) -> ModelSchema:
+    """For a server that tells nothing about the model: Quire's own tensors."""
+    if name == CHAT_MODEL:
+        return ModelSchema(name, KNOWN_INPUTS, None, "ensemble", steps=(GENERATOR_MODEL,))
+    return ModelSchema(name, {**KNOWN_INPUTS, "cancel": TensorInfo("BOOL")}, None)
+
+
+def _datatype(value: int) -> str:
+    name = model_config_pb2.DataType.Name(value).removeprefix("TYPE_")
+    return "BYTES" if name == "STRING" else name
+
+
+def default_model(prompt: object, messages: object, input_ids: object) -> str:
+    """Token ids need no tokenizer model; all else goes through the ensemble."""
+    ids_only = input_ids is not None and prompt is None and messages is None
+    return GENERATOR_MODEL if ids_only else CHAT_MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Prompt sources as the caller gave them; that it is exactly one is the server's rule."""
+
+    text: str | bytes | None = None
+    messages: Sequence[Message] | Mapping[str, Any] | str | None = None
+    """List of messages, an object {"messages": ..., "tools": ...}, or JSON text of either."""
+    input_ids: Sequence[int] | None = None
+
+
+def build_request(
+    schema: ModelSchema,
+    prompt: Prompt,
+    *,
+    request_id: str,
+    stream: bool,
+    sampling: Mapping[str, Any],
+    parameters: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+    outputs: Iterable[str] | None = None,
+) -> Any:
+    """A `ModelInferRequest`.
+
+    Args:
+        sampling: keywords of the caller; None values mean "not given". The key `sampling_parameters`
+            holds a mapping whose entries the other keywords override.
+        parameters: request parameters (str, bool, int, float).
+        timeout: seconds, sent as Triton's `timeout` parameter in microseconds.
+        outputs: names of the outputs to ask for; None: those a `Chunk` is made of.
+
+    Raises:
+        InvalidArgument: the model has no place for a value.
+    """
+    request = service_pb2.ModelInferRequest(model_name=schema.name, id=request_id)
+    _add_prompt(request, schema, prompt)
+    for name, value in (("stream", stream), ("exclude_input_in_output", True)):
+        if name in schema.inputs:
+            _add(request, name, "BOOL", np.array([value]))
+    _add_sampling(request, schema, sampling, request_id)
+    wanted = _wanted_outputs(schema, stream, sampling) if outputs is None else list(outputs)
+    for name in wanted:
+        request.outputs.add(name=name)
+        flag = f"return_{name}"
+        if flag in schema.inputs:
+            _add(request, flag, "BOOL", np.array([True]))
+    if timeout is not None:
+        request.parameters["timeout"].int64_param = max(1, math.ceil(timeout * 1e6))
+    for name, value in (parameters or {}).items():
+        _set_parameter(request, name, value, schema, request_id)
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    return request
+
+
+def build_cancel(model: str, request_id: str) -> Any:
+    """The `ModelInferRequest` that ends the running request of this id on a generator."""
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    _add(request, "cancel", "BOOL", np.array([True]))
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    return request
+
+
+def _add(request: Any, name: str, datatype: str, value: np.ndarray) -> None:
+    tensor = InferInput(name, list(value.shape), datatype)
+    tensor.set_data_from_numpy(value)
+    request.inputs.append(tensor._get_tensor())
+    request.raw_input_contents.append(tensor._get_content())
+
+
+def _bytes_array(*values: str | bytes) -> np.ndarray:
+    # A lone surrogate goes out as it is: "not UTF-8" is then the server's answer, naming the field.
+    encoded = [v.encode("utf-8", "surrogatepass") if isinstance(v, str) else v for v in values]
+    return np.array(encoded, dtype=np.object_)
+
+
+def _add_prompt(request: Any, schema: ModelSchema, prompt: Prompt) -> None:
+    if prompt.text is not None:
+        _add(request, "text_input", "BYTES", _bytes_array(prompt.text))
+    if prompt.messages is not None:
+        messages = prompt.messages
+        text = messages if isinstance(messages, str) else json.dumps(messages, ensure_ascii=False)
+        _add(request, "messages", "BYTES", _bytes_array(text))
+    if prompt.input_ids is not None:
+        declared = schema.inputs.get("input_ids", KNOWN_INPUTS["input_ids"])
+        value = _tensor_value(TensorInfo(declared.datatype, (-1,)), list(prompt.input_ids))
+        if value is None:
+            raise InvalidArgument(f"input_ids: must be integers that fit {declared.datatype}")
+        _add(request, "input_ids", declared.datatype, value)
+
+
+def _add_sampling(request: Any, schema: ModelSchema, sampling: Mapping[str, Any], request_id: str) -> None:
+    as_json = dict(sampling.get(JSON_INPUT) or {})
+    for name, value in sampling.items():
+        if value is None or name == JSON_INPUT:
+            continue
+        as_json.pop(name, None)
+        tensor_name = next((n for n in (_INPUT_ALIASES.get(name), name) if n and n in schema.inputs), None)
+        tensor = None if tensor_name is None else _tensor_value(schema.inputs[tensor_name], value)
+        if tensor is not None and tensor_name is not None:
+            _add(request, tensor_name, schema.inputs[tensor_name].datatype, tensor)
+        elif JSON_INPUT in schema.inputs:
+            as_json[name] = value
+        else:
+            _set_parameter(request, name, value, schema, request_id)
+    if as_json:
+        try:
+            text = json.dumps(as_json, ensure_ascii=False)
+        except TypeError as error:
+            raise InvalidArgument(f"{JSON_INPUT}: {error}", request_id=request_id) from None
+        _add(request, JSON_INPUT, "BYTES", _bytes_array(text))
+
+
+def _tensor_value(info: TensorInfo, value: Any) -> np.ndarray | None:
+    """The value as a tensor of this input, or None when its type or range does not fit."""
+    values = list(value) if info.is_list and isinstance(value, list | tuple | np.ndarray) else [value]
+    if info.datatype == "BYTES":
+        if not info.is_list and isinstance(value, Mapping):
+            values = [json.dumps(value)]
+        return _bytes_array(*values) if all(isinstance(v, str | bytes) for v in values) else None
+    dtype = np.dtype(triton_to_np_dtype(info.datatype))
+    if dtype.kind == "b":
+        fits = all(isinstance(v, bool | np.bool_) for v in values)
+    elif dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        fits = all(_is_integer(v) and limits.min <= v <= limits.max for v in values)
+    else:
+        fits = all(_is_integer(v) or isinstance(v, float | np.floating) for v in values)
+    return np.array(values, dtype=dtype) if fits else None
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _set_parameter(request: Any, name: str, value: Any, schema: ModelSchema, request_id: str) -> None:
+    parameter = request.parameters[name]
+    if isinstance(value, bool):
+        parameter.bool_param = value
+    elif isinstance(value, int) and -(2**63) <= value < 2**63:
+        parameter.int64_param = value
+    elif isinstance(value, float):
+        parameter.double_param = value
+    elif isinstance(value, str):
+        parameter.string_param = value
+    else:
+        raise InvalidArgument(
+            f"{name}: model '{schema.name}' has no input for a {type(value).__name__}", request_id=request_id
+        )
+
+
+def _wanted_outputs(schema: ModelSchema, stream: bool, sampling: Mapping[str, Any]) -> list[str]:
+    """Each output costs the server time per response, so only those that are of use are named."""
+    if schema.outputs is None:
+        return []
+    wanted = ["text_output", "output_ids", "finish_reason"]
+    if not stream:
+        wanted += ["num_input_tokens", "num_output_tokens"]
+    elif "output_ids" not in schema.outputs:
+        wanted.append("num_output_tokens")
+    extra = sampling.get(JSON_INPUT) or {}
+    if any(sampling.get(n) is not None or n in extra for n in ("n", "best_of")):
+        wanted.append("index")
+    if sampling.get("logprobs") is not None or "logprobs" in extra:
+        wanted.append("logprobs")
+    return [name for name in wanted if name in schema.outputs]
+
+
+def parse_response(response: Any, received_at: float) -> tuple[list[Chunk], bool | None]:
+    """Chunks of one `ModelInferResponse`, and whether it is final (None: the server does not say).
+
+    A response without outputs (a bare final flag) has no chunks. A response with k texts is k chunks; its
+    token ids then cannot be told apart and are left out.
+    """
+    final = (
+        response.parameters[FINAL_PARAMETER].bool_param if FINAL_PARAMETER in response.parameters else None
+    )
+    if not response.outputs:
+        return [], final
+    result = InferResult(response)
+    texts = _texts(result, "text_output") or [""]
+    reasons = _texts(result, "finish_reason")
+    logprobs = _texts(result, "logprobs")
+    indices = _integers(result, "index")
+    ids = _integers(result, "output_ids") if len(texts) == 1 else ()
+    num_input = _integers(result, "num_input_tokens")
+    num_output = _integers(result, "num_output_tokens")
+    chunks = []
+    for i, text in enumerate(texts):
+        chunks.append(
+            Chunk(
+                text,
+                ids,
+                (_at(reasons, i) or None),
+                indices[i] if i < len(indices) else i,
+                bool(final) and i == len(texts) - 1,
+                json.loads(lp) if (lp := _at(logprobs, i)) else None,
+                num_input[0] if num_input else None,
+                _at(num_output, i),
+                received_at,
+            )
+        )
+    return chunks, final
+
+
+def _at(values: Sequence[Any], i: int) -> Any:
+    return values[i] if i < len(values) else None
+
+
+def _texts(result: InferResult, name: str) -> list[str]:
+    array = result.as_numpy(name)
+    if array is None:
+        return []
+    return [v.decode("utf-8", "replace") if isinstance(v, bytes) else str(v) for v in array.reshape(-1)]
+
+
+def _integers(result: InferResult, name: str) -> tuple[int, ...]:
+    array = result.as_numpy(name)
+    return () if array is None else tuple(int(v) for v in array.reshape(-1))

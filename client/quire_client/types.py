@@ -1,0 +1,157 @@
+"""What the client returns: chunks of a stream, the result of a whole request, models of a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+"""One chat message: {"role": "user", "content": "..."}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One step of a streamed answer. The server may put several tokens into one chunk."""
+
+    text: str
+    """New text since the last chunk of this choice; may be empty while a character is incomplete."""
+    token_ids: tuple[int, ...] = ()
+    """New token ids; empty when the model does not return them."""
+    finish_reason: str | None = None
+    """`stop`, `length` ... on the last chunk of a choice, None before."""
+    index: int = 0
+    """Number of the choice."""
+    final: bool = False
+    """True on the last chunk of the request (never, where the server sends its final flag alone)."""
+    logprobs: Any = None
+    """Parsed JSON of the model's `logprobs` output, aligned with `token_ids`."""
+    num_input_tokens: int | None = None
+    num_output_tokens: int | None = None
+    """Tokens of this chunk, as the server counts them."""
+    received_at: float = 0.0
+    """`time.perf_counter()` when the response arrived, seconds."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in this chunk, by the ids or else by the server's count; 0 when neither is known."""
+        if self.token_ids:
+            return len(self.token_ids)
+        return self.num_output_tokens or 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Times of one request as the client saw them, in seconds from sending it."""
+
+    ttft: float | None
+    """Until the first token (or text) came; None when the answer was empty."""
+    total: float
+    num_tokens: int
+    """Output tokens of all choices; 0 when the model does not tell."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Output tokens over the whole time."""
+        return self.num_tokens / self.total if self.num_tokens and self.total > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One complete answer."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    logprobs: tuple[Any, ...] = ()
+    """The `logprobs` of each response in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Everything a finished request returned."""
+
+    request_id: str
+    model: str
+    choices: tuple[Choice, ...]
+    timing: Timing
+    num_input_tokens: int | None = None
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.choices[0].finish_reason
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.timing.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """One model of a server's repository."""
+
+    name: str
+    version: str
+    state: str
+    """READY, LOADING, UNAVAILABLE ..."""
+    reason: str = ""
+    """Why it is not ready."""
+    ready: bool = False
+    kind: str = ""
+    """`ensemble`, the backend's name (`quire`, `python` ...), or empty when the server does not tell."""
+    decoupled: bool | None = None
+    """True: may stream; None: unknown."""
+
+
+@dataclass(slots=True)
+class Collector:
+    """Adds up the chunks of a request into a `Result`."""
+
+    request_id: str
+    model: str
+    started_at: float
+    """`time.perf_counter()` at sending."""
+    chunks: list[Chunk] = field(default_factory=list)
+
+    def add(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+
+    def timing(self) -> Timing:
+        """Until the last chunk; the transport's own end after it is not the answer's time."""
+        end = self.chunks[-1].received_at if self.chunks else time.perf_counter()
+        first = next((c.received_at for c in self.chunks if c.text or c.num_tokens), None)
+        ttft = None if first is None else first - self.started_at
+        return Timing(ttft, end - self.started_at, sum(c.num_tokens for c in self.chunks))
+
+    def result(self) -> Result:
+        """The result. A request without any chunk is one empty choice."""
+        indices = sorted({c.index for c in self.chunks}) or [0]
+        prompt = next((c.num_input_tokens for c in self.chunks if c.num_input_tokens is not None), None)
+        return Result(
+            self.request_id,
+            self.model,
+            tuple(_choice(i, [c for c in self.chunks if c.index == i]) for i in indices),
+            self.timing(),
+            prompt,
+        )
+
+
+def _choice(index: int, chunks: Sequence[Chunk]) -> Choice:
+    reasons = [c.finish_reason for c in chunks if c.finish_reason]
+    return Choice(
+        index,
+        "".join(c.text for c in chunks),
+        tuple(t for c in chunks for t in c.token_ids),
+        reasons[-1] if reasons else None,
+        tuple(c.logprobs for c in chunks if c.logprobs is not None),
+    )
