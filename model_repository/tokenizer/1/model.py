@@ -1,0 +1,21 @@
+"""Text or chat messages to token ids; the code is in quire_ensemble.triton_tokenizer."""
+
+import atexit
+import gc
+import locale
+
+# Triton runs Python models in the C locale, where files are read as ASCII.
+locale.setlocale(locale.LC_ALL, "C.UTF-8")
+# Collecting all of transformers when the stub ends would hold up the server's stop by a second.
+atexit.register(gc.freeze)
+
+import triton_python_backend_utils as pb_utils  # noqa: E402
+
+from quire_ensemble.tokenizer import forbid_torch  # noqa: E402
+from quire_ensemble.triton_tokenizer import TokenizerModel  # noqa: E402
+
+forbid_torch()
+
+
+class TritonPythonModel(TokenizerModel):
+    pb_utils = pb_utils
