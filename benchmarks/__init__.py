@@ -1,0 +1,1 @@
+"""Measurements of a served Quire; README.md says how to read them."""

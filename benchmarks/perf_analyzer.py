@@ -1,0 +1,251 @@
+"""perf_analyzer against a running server: finds the binary, runs it, computes from its raw export.
+
+What it prints for streams is not used: its latency is that of the whole request under the name of the first
+response. The export holds the send time and every response time of every request, which is all we need.
+
+    python -m benchmarks.perf_analyzer --url localhost:8001 --models generator,chat --concurrency 1,4,16,64
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks import report
+from benchmarks.prompts import prompts
+from benchmarks.report import RequestRecord, Row
+
+NEEDED_LIBRARIES = ("libb64.so.0d", "libcudart.so.12")
+MAX_TOKENS_PER_RESPONSE = 1 << 20
+"""A count above this is one of the uninitialised values the export shows for an empty response."""
+
+
+class PerfAnalyzerError(click.ClickException):
+    """perf_analyzer is missing or failed; the message says what to do."""
+
+
+def find_binary() -> Path:
+    """The binary that the manylinux wheel of tritonclient 2.50.0 puts beside python."""
+    for folder in (Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))):
+        if (folder / "perf_analyzer").is_file():
+            return folder / "perf_analyzer"
+    raise PerfAnalyzerError("perf_analyzer: not found beside python; pip install 'tritonclient[all]==2.50.0'")
+
+
+def default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "quire" / "perf_analyzer"
+
+
+def library_path(cache: Path | None = None, site_packages: Path | None = None) -> str:
+    """A LD_LIBRARY_PATH under which the binary finds its two unusual libraries.
+
+    nvidia-pytriton carries both under hashed names; links with the right names are made in `cache`. A
+    library that is missing there is left to the system's own path.
+    """
+    folder = cache or default_cache()
+    packages = site_packages or Path(sysconfig.get_path("purelib"))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in NEEDED_LIBRARIES:
+        stem, _, suffix = name.partition(".so")
+        found = sorted((packages / "nvidia_pytriton.libs").glob(f"{stem}-*.so{suffix}*"))
+        link = folder / name
+        if found and (not link.is_symlink() or link.readlink() != found[0]):
+            temporary = folder / f".{name}.{os.getpid()}"
+            temporary.symlink_to(found[0])
+            temporary.replace(link)
+    existing = os.environ.get("LD_LIBRARY_PATH", "")
+    return f"{folder}:{existing}" if existing else str(folder)
+
+
+def check_binary(binary: Path, libraries: str) -> str:
+    """Its version line.
+
+    Raises:
+        PerfAnalyzerError: it does not start, with the loader's reason.
+    """
+    done = subprocess.run(
+        [str(binary), "--version"],
+        env={**os.environ, "LD_LIBRARY_PATH": libraries},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise PerfAnalyzerError(f"perf_analyzer does not start: {(done.stderr or done.stdout).strip()}")
+    return (done.stdout + done.stderr).strip()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every request asks for."""
+
+    max_tokens: int = 32
+    """Exactly this many tokens come: `ignore_eos` is set."""
+    num_prompts: int = 64
+    seed: int = 0
+
+    def input_data(self) -> dict[str, Any]:
+        """perf_analyzer's `--input-data`; it goes round these prompts."""
+        fixed = {"max_tokens": [self.max_tokens], "ignore_eos": [True], "stream": [True]}
+        return {"data": [{"text_input": [p], **fixed} for p in prompts(self.num_prompts, seed=self.seed)]}
+
+
+def parse_export(document: Mapping[str, Any], *, max_tokens: int | None = None) -> list[RequestRecord]:
+    """Records of all experiments of a `--profile-export-file`.
+
+    Tokens of a response are its `num_output_tokens`, else the number of its `output_ids`. Where neither is in
+    the export, they are `max_tokens` spread over the responses (the last gets the rest), which is right for
+    requests with `ignore_eos`.
+    """
+    records = []
+    # Nanoseconds since 1970 do not fit a float exactly; those of one run do.
+    base = min((r["timestamp"] for e in document["experiments"] for r in e["requests"]), default=0)
+    for experiment in document["experiments"]:
+        for request in experiment["requests"]:
+            start = (request["timestamp"] - base) / 1e9
+            times = [(t - base) / 1e9 for t in request["response_timestamps"]]
+            outputs = request.get("response_outputs") or [{}] * len(times)
+            counts = [_num_tokens(o) for o in outputs]
+            if all(count is None for count in counts):
+                counts = list(_spread_tokens(max_tokens or len(times), len(times)))
+            kept = [(t, n) for t, n in zip(times, counts, strict=True) if n]
+            records.append(RequestRecord(start, tuple(t for t, _ in kept), tuple(n for _, n in kept)))
+    return records
+
+
+def _num_tokens(output: Mapping[str, Any]) -> int | None:
+    """None: the export does not tell. 0: a response without tokens (a bare final flag)."""
+    count = output.get("num_output_tokens")
+    if isinstance(count, list):
+        count = sum(count)
+    if isinstance(count, int) and 0 <= count <= MAX_TOKENS_PER_RESPONSE:
+        return count
+    if "output_ids" not in output:
+        return None
+    ids = output["output_ids"]
+    return len(ids) if isinstance(ids, list) else int(isinstance(ids, int))
+
+
+def _spread_tokens(tokens: int, responses: int) -> Sequence[int]:
+    if responses == 0:
+        return []
+    each = max(1, tokens // responses)
+    return [each] * (responses - 1) + [max(1, tokens - each * (responses - 1))]
+
+
+def run(
+    url: str,
+    model: str,
+    concurrency: int,
+    request_count: int,
+    workload: Workload,
+    *,
+    export: Path,
+    timeout: float = 600.0,
+) -> list[RequestRecord]:
+    """One measurement; writes the raw export (and perf_analyzer's own words beside it).
+
+    Raises:
+        PerfAnalyzerError: the run failed or lost requests.
+    """
+    binary, libraries = find_binary(), library_path()
+    data = export.with_name(f"{model}.input.json")
+    data.write_text(json.dumps(workload.input_data()), "utf-8")
+    command = [
+        *(str(binary), "-m", model, "-u", url, "-i", "grpc", "--async", "--streaming"),
+        *("--input-data", str(data), "--request-count", str(request_count)),
+        *("--concurrency-range", f"{concurrency}:{concurrency}", "--profile-export-file", str(export)),
+    ]
+    environment = {**os.environ, "LD_LIBRARY_PATH": libraries}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise PerfAnalyzerError(f"perf_analyzer: {model} x{concurrency} took over {timeout:g} s") from None
+    export.with_suffix(".log").write_text(done.stdout + done.stderr, "utf-8")
+    if done.returncode != 0 or not export.is_file():
+        words = (done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]
+        raise PerfAnalyzerError(f"perf_analyzer: {model} x{concurrency} failed: {' / '.join(words)}")
+    return parse_export(json.loads(export.read_text("utf-8")), max_tokens=workload.max_tokens)
+
+
+def matrix(
+    url: str,
+    models: Sequence[str],
+    concurrencies: Sequence[int],
+    folder: Path,
+    *,
+    workload: Workload,
+    requests_per_stream: int = 8,
+    min_requests: int = 32,
+    repeats: int = 3,
+    progress: Callable[[str], None],
+) -> list[Row]:
+    """Every model at every concurrency, each warmed up and repeated.
+
+    The warm-up is a run of the same concurrency; its export is kept as `*-warmup.json`, but not counted.
+    """
+    rows = []
+    for model in models:
+        for concurrency in concurrencies:
+            row = Row(f"perf_analyzer x{concurrency}", model)
+            count = max(min_requests, requests_per_stream * concurrency)
+            warmup = folder / f"{model}-c{concurrency}-warmup.json"
+            run(url, model, concurrency, max(concurrency, 4), workload, export=warmup)
+            for repeat in range(repeats):
+                export = folder / f"{model}-c{concurrency}-{repeat + 1}.json"
+                records = run(url, model, concurrency, count, workload, export=export)
+                row.summaries.append(report.summarize(records))
+            run_now = report.median_run(row.summaries)
+            progress(f"{row.load} {model}: {run_now.get('tokens_per_s', 0):.0f} tokens/s")
+            rows.append(row)
+    return rows
+
+
+def integers(_: click.Context, parameter: click.Parameter, value: str) -> list[int]:
+    """A click callback for lists like 1,4,16."""
+    try:
+        numbers = [int(part) for part in value.split(",") if part.strip()]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise click.BadParameter(f"positive integers like 1,4,16 expected, got {value!r}", param=parameter)
+    return numbers
+
+
+@click.command()
+@click.option("--url", default="localhost:8001", show_default=True, help="HOST:PORT of the gRPC endpoint.")
+@click.option("--models", default="generator,chat", show_default=True)
+@click.option("--concurrency", default="1,4,16,64", show_default=True, callback=integers)
+@click.option("--max-tokens", default=32, show_default=True)
+@click.option("--repeats", default=3, show_default=True)
+@click.option("--requests-per-stream", default=8, show_default=True)
+def main(
+    url: str, models: str, concurrency: list[int], max_tokens: int, repeats: int, requests_per_stream: int
+) -> None:
+    """Runs perf_analyzer over models and concurrencies and prints one table."""
+    env = report.environment()
+    folder = report.output_directory()
+    rows = matrix(
+        url,
+        models.split(","),
+        concurrency,
+        folder,
+        workload=Workload(max_tokens),
+        requests_per_stream=requests_per_stream,
+        repeats=repeats,
+        progress=lambda line: click.echo(line, err=True),
+    )
+    click.echo(report.save(folder, rows, env, {"tool": "perf_analyzer", "max_tokens": max_tokens}))
+    click.echo(f"raw data: {folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""A server for the time of a benchmark: `quire serve` on free ports, stopped at the end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from quire_client import Client
+
+STOP_TIMEOUT = 20.0
+POLL = 0.1
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server: HOST:PORT of its gRPC endpoint, and the process id of its `quire serve`."""
+
+    url: str
+    pid: int
+
+
+@contextmanager
+def served(repository: Path, *, log: Path, timeout: float = 300.0) -> Iterator[Served]:
+    """Serves a model repository; yields once it answers.
+
+    Raises:
+        click.ClickException: it ended or was not ready in time, with the end of its log.
+    """
+    with tempfile.TemporaryDirectory() as folder, log.open("wb") as output:
+        ready = Path(folder) / "ready.json"
+        command = [
+            *(sys.executable, "-m", "quire.cli", "serve", "--model-repository", str(repository)),
+            *("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--ready-file", str(ready)),
+        ]
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            yield Served(_wait(process, ready, log, time.monotonic() + timeout), process.pid)
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], ready: Path, log: Path, end: float) -> str:
+    while not ready.is_file():
+        if process.poll() is not None or time.monotonic() > end:
+            words = log.read_text("utf-8", "replace").splitlines()[-8:]
+            what = "ended" if process.returncode is not None else "is not ready in time"
+            raise click.ClickException("\n".join([f"the server {what}; its last lines:", *words]))
+        time.sleep(POLL)
+    url = str(json.loads(ready.read_text("utf-8"))["grpc"])
+    wait_ready(url, end - time.monotonic())
+    return url
+
+
+def wait_ready(url: str, timeout: float) -> None:
+    """Waits until the gRPC endpoint says that the server and its models are ready.
+
+    Raises:
+        click.ClickException: not within `timeout` seconds.
+    """
+    end = time.monotonic() + timeout
+    with Client(url) as client:
+        while not client.server_ready(timeout=2.0):
+            if time.monotonic() > end:
+                raise click.ClickException(f"{url}: no server is ready there")
+            time.sleep(POLL)
