@@ -1,0 +1,195 @@
+"""One server for most end-to-end tests: a tiny random Llama behind every kind of model we write."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from quire import LLM
+from quire_ensemble.builder import build_repository
+from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.server import ServerProcess
+
+OPTIONS = {"max_model_len": 1024, "num_blocks": 2048, "block_size": 16, "max_num_seqs": 64, "dtype": "float32"}
+
+_DETOKENIZER = '''
+import locale
+locale.setlocale(locale.LC_ALL, "C.UTF-8")
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from quire_ensemble.tokenizer import Tokenizer, forbid_torch
+forbid_torch()
+
+class TritonPythonModel:
+    """A step behind the generator, as people bring them along from TensorRT-LLM: ids to text."""
+
+    def initialize(self, args):
+        import json
+        parameters = json.loads(args["model_config"])["parameters"]
+        self.tokenizer = Tokenizer(parameters["checkpoint"]["string_value"])
+
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            ids = pb_utils.get_input_tensor_by_name(request, "ids").as_numpy()
+            text = self.tokenizer.decode(ids.tolist())
+            array = np.array([text.encode()], dtype=np.object_)
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("text", array)]))
+        return responses
+'''
+
+_BLS = '''
+import locale
+locale.setlocale(locale.LC_ALL, "C.UTF-8")
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    """A business-logic model: reads `take` deltas of the generator's stream, then cancels it."""
+
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            prompt = pb_utils.get_input_tensor_by_name(request, "prompt").as_numpy()
+            take = int(pb_utils.get_input_tensor_by_name(request, "take").as_numpy()[0])
+            identity = "bls-" + request.request_id()
+            inner = pb_utils.InferenceRequest(
+                model_name="generator",
+                request_id=identity,
+                requested_output_names=["text_output", "finish_reason"],
+                inputs=[
+                    pb_utils.Tensor("text_input", prompt),
+                    pb_utils.Tensor("stream", np.array([True])),
+                    pb_utils.Tensor("max_tokens", np.array([400], np.int32)),
+                    pb_utils.Tensor("ignore_eos", np.array([True])),
+                ],
+            )
+            texts, end, cancelled = [], "", False
+            for response in inner.exec(decoupled=True):
+                if response.has_error():
+                    end = response.error().message()
+                    break
+                text = pb_utils.get_output_tensor_by_name(response, "text_output")
+                if text is None:
+                    break
+                texts.append(text.as_numpy()[0])
+                end = pb_utils.get_output_tensor_by_name(response, "finish_reason").as_numpy()[0].decode()
+                if len(texts) == take and not cancelled:
+                    cancelled = True
+                    self.cancel(identity)
+            array = np.array([b"".join(texts), str(len(texts)).encode(), end.encode()], dtype=np.object_)
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("report", array)]))
+        return responses
+
+    def cancel(self, identity):
+        # ResponseIterator.cancel() exists from 25.04; the id works on every server.
+        request = pb_utils.InferenceRequest(
+            model_name="generator",
+            request_id=identity,
+            requested_output_names=["finish_reason"],
+            inputs=[pb_utils.Tensor("cancel", np.array([True]))],
+        )
+        for _ in request.exec(decoupled=True):
+            pass
+'''
+
+_THREE_STEP = """
+platform: "ensemble"
+input [
+  { name: "text_input", data_type: TYPE_STRING, dims: [ 1 ] },
+  { name: "stream", data_type: TYPE_BOOL, dims: [ 1 ] },
+  { name: "max_tokens", data_type: TYPE_INT32, dims: [ 1 ] }
+]
+output [ { name: "text", data_type: TYPE_STRING, dims: [ 1 ] } ]
+ensemble_scheduling {
+  step {
+    model_name: "tokenizer" model_version: -1
+    input_map { key: "text_input", value: "text_input" }
+    output_map { key: "input_ids", value: "prompt_ids" }
+  }
+  step {
+    model_name: "generator" model_version: -1
+    input_map { key: "input_ids", value: "prompt_ids" }
+    input_map { key: "stream", value: "stream" }
+    input_map { key: "max_tokens", value: "max_tokens" }
+    output_map { key: "output_ids", value: "ids" }
+  }
+  step {
+    model_name: "detokenizer" model_version: -1
+    input_map { key: "ids", value: "ids" }
+    output_map { key: "text", value: "text" }
+  }
+}
+"""
+
+# As many real templates do, refuse what they do not know.
+_STRICT_ROLES = (
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' + m.role) }}{% endif %}{% endfor %}"
+)
+
+
+@dataclass
+class TinyServer:
+    """A running server over `checkpoint`, with the engine's trace and the same engine in process."""
+
+    server: ServerProcess
+    checkpoint: Path
+    trace_file: Path
+    llm: LLM
+
+    def trace(self) -> list[dict]:
+        lines = self.trace_file.read_text("utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def write_model(repository: Path, name: str, config: str, code: str | None = None) -> Path:
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(config)
+    (version / ("model.py" if code else "README")).write_text(code or "Triton wants a version directory.\n")
+    return version
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "llama"
+    make_checkpoint("llama", path, max_position_embeddings=1024)
+    template = path / "chat_template.jinja"
+    template.write_text(_STRICT_ROLES + template.read_text("utf-8"), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
+    """Models: generator (2 instances), generator_unary, tokenizer, chat, chat_unary by the builder; zero
+    (one-line config over a checkpoint directory), three_step, bls."""
+    root = tmp_path_factory.mktemp("tiny-server")
+    repository, trace = root / "repository", root / "trace.jsonl"
+    options = {**OPTIONS, "trace_file": str(trace)}
+    build_repository(tiny_checkpoint, repository, instance_count=2, placement="path", engine_options=options)
+    shutil.copytree(tiny_checkpoint, repository / "zero" / "1")
+    (repository / "zero" / "config.pbtxt").write_text('backend: "quire"\n')
+    config = (
+        'backend: "python"\nmax_batch_size: 0\n'
+        'input [{ name: "ids", data_type: TYPE_INT32, dims: [ -1 ] }]\n'
+        'output [{ name: "text", data_type: TYPE_STRING, dims: [ 1 ] }]\n'
+        f'parameters {{ key: "checkpoint", value: {{ string_value: "{tiny_checkpoint}" }} }}\n'
+    )
+    write_model(repository, "detokenizer", config, _DETOKENIZER)
+    write_model(repository, "three_step", _THREE_STEP)
+    config = (
+        'backend: "python"\nmax_batch_size: 0\n'
+        'input [{ name: "prompt", data_type: TYPE_STRING, dims: [ 1 ] },'
+        ' { name: "take", data_type: TYPE_INT32, dims: [ 1 ] }]\n'
+        'output [{ name: "report", data_type: TYPE_STRING, dims: [ 3 ] }]\n'
+    )
+    write_model(repository, "bls", config, _BLS)
+    llm = LLM(tiny_checkpoint, **OPTIONS)
+    with ServerProcess(repository, root) as server:
+        yield TinyServer(server, tiny_checkpoint, trace, llm)

@@ -1,0 +1,170 @@
+"""Each kind of bad input through the real server, next to a good request that notices nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
+
+from quire import SamplingParams
+from quire_client import Client, InvalidArgument
+from tests.e2e.conftest import OPTIONS, TinyServer
+from tests.e2e.triton_calls import TritonStream, infer, stream, tensor
+from tests.fixtures.server import ServerProcess
+
+pytestmark = pytest.mark.server
+
+GOOD = "The good request"
+IDS = np.array([5, 6, 7], np.int32)
+MESSAGES = json.dumps([{"role": "user", "content": "hi"}])
+
+BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("no prompt", {"max_tokens": 3}, {}, "prompt: exactly one of"),
+    ("two prompts", {"text_input": "a", "messages": MESSAGES}, {}, "prompt: exactly one of"),
+    ("empty text", {"text_input": ""}, {}, "text_input: must not be empty"),
+    ("empty ids", {"input_ids": np.array([], np.int32)}, {}, "input_ids: must hold at least one"),
+    ("prompt too long", {"input_ids": np.full(1024, 5, np.int32)}, {}, "max_model_len is 1024"),
+    (
+        "id outside vocabulary",
+        {"input_ids": np.array([5, 100000], np.int32)},
+        {},
+        "input_ids: token id 100000",
+    ),
+    ("negative id", {"input_ids": np.array([-3], np.int32)}, {}, "input_ids: token id -3"),
+    ("invalid UTF-8", {"text_input": b"ab\xff\xfe"}, {}, "text_input: invalid UTF-8"),
+    ("invalid JSON messages", {"messages": "[{"}, {}, "messages: "),
+    ("messages of a wrong shape", {"messages": '{"role": "user"}'}, {}, "messages"),
+    ("message without content", {"messages": '[{"role": "user"}]'}, {}, "messages"),
+    ("template refuses the role", {"messages": '[{"role": "martian", "content": "x"}]'}, {}, "messages: "),
+    ("unknown parameter", {"input_ids": IDS}, {"temprature": 1}, "temprature: unknown parameter"),
+    ("ill-typed parameter", {"input_ids": IDS}, {"max_tokens": "many"}, "max_tokens: must be an integer"),
+    ("unknown JSON key", {"input_ids": IDS, "sampling_parameters": '{"topp": 1}'}, {}, "topp: unknown"),
+    ("invalid JSON parameters", {"input_ids": IDS, "sampling_parameters": "{"}, {}, "sampling_parameters: "),
+    ("NaN temperature", {"input_ids": IDS, "temperature": float("nan")}, {}, "temperature: must be a number"),
+    ("negative temperature", {"input_ids": IDS, "temperature": -0.5}, {}, "temperature: must be in"),
+    ("top_p 0", {"input_ids": IDS, "top_p": 0.0}, {}, "top_p: must be in (0, 1]"),
+    ("top_p above 1", {"input_ids": IDS, "top_p": 1.5}, {}, "top_p: must be in (0, 1]"),
+    ("max_tokens 0", {"input_ids": IDS, "max_tokens": 0}, {}, "max_tokens: must be in [1,"),
+    ("min over max", {"input_ids": IDS, "max_tokens": 2, "min_tokens": 3}, {}, "min_tokens: must not exceed"),
+    ("stop id outside", {"input_ids": IDS, "stop_token_ids": [99999]}, {}, "stop_token_ids: token id 99999"),
+    ("two temperatures", {"input_ids": IDS, "temperature": [0.1, 0.2]}, {}, "temperature"),
+]
+
+
+@pytest.fixture
+def good(tiny: TinyServer) -> Any:
+    """A stream that runs while the test does, and is checked at its end."""
+    inputs = {"text_input": GOOD, "stream": True, "max_tokens": 300, "ignore_eos": True}
+    call = TritonStream(tiny.server.grpc_url, "generator", inputs)
+    call.next()
+    yield call
+    reply = call.read_all()
+    params = SamplingParams(max_tokens=300, ignore_eos=True)
+    assert reply.text == tiny.llm.generate([GOOD], params)[0].text
+    assert reply.finals == 1
+
+
+@pytest.mark.parametrize(("inputs", "parameters", "words"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_bad_input_is_invalid_argument_and_names_the_field(
+    tiny: TinyServer, good: Any, inputs: dict[str, Any], parameters: dict[str, Any], words: str
+) -> None:
+    url = tiny.server.grpc_url
+    with pytest.raises(InferenceServerException) as unary:
+        infer(url, "generator_unary", inputs, parameters=parameters)
+    assert unary.value.status() == "StatusCode.INVALID_ARGUMENT"
+    assert words in unary.value.message()
+    reply = stream(url, "generator", {**inputs, "stream": True}, parameters=parameters)
+    if reply.error is not None:
+        assert words in str(reply.error)
+    else:
+        raise AssertionError("the stream did not end with an error")
+
+
+def test_our_client_raises_by_kind(tiny: TinyServer, good: Any) -> None:
+    with Client(tiny.server.grpc_url) as client:
+        for model in ("generator", "chat"):
+            with pytest.raises(InvalidArgument, match="top_p"):
+                client.generate("hello", model=model, top_p=2.0)
+
+
+def test_a_full_queue_is_unavailable(tiny_checkpoint: Path, tmp_path: Path, serve_repository: Any) -> None:
+    version = tmp_path / "narrow" / "generator" / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
+    options = {**OPTIONS, "model": str(tiny_checkpoint), "max_num_seqs": 1, "max_waiting_requests": 1}
+    (version / "quire.json").write_text(json.dumps(options))
+    server: ServerProcess = serve_repository(tmp_path / "narrow")
+    inputs = {"text_input": GOOD, "stream": True, "max_tokens": 1000, "ignore_eos": True}
+    running = TritonStream(server.grpc_url, "generator", inputs)
+    running.next()
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda _: stream(server.grpc_url, "generator", inputs), range(8)))
+    refused = [reply for reply in replies if reply.error is not None]
+    assert len(refused) >= 5
+    assert all("max_waiting_requests 1" in str(reply.error) for reply in refused)
+    assert len(running.read_all().token_ids) == 1000
+    assert all(len(reply.token_ids) == 1000 for reply in replies if reply.error is None)
+
+
+@pytest.mark.row("A37")
+@pytest.mark.timeout(600)
+def test_five_hundred_malformed_requests_beside_ten_good_ones(tiny: TinyServer) -> None:
+    rng = random.Random(1)
+    pids = {process.pid for process in tiny.server.descendants()}
+    prompts = [f"good {i}" for i in range(10)]
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    expected = [output.text for output in tiny.llm.generate(prompts, params)]
+    url = tiny.server.grpc_url
+
+    def good(prompt: str) -> str:
+        inputs = {"text_input": prompt, "stream": True, "max_tokens": 400, "ignore_eos": True}
+        return stream(url, "generator", inputs).text
+
+    def bad(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
+        statuses = []
+        with grpcclient.InferenceServerClient(url) as client:
+            for inputs, parameters in cases:
+                try:
+                    client.infer(
+                        "generator_unary", [tensor(n, v) for n, v in inputs.items()], parameters=parameters
+                    )
+                except InferenceServerException as error:
+                    statuses.append(error.status())
+                else:
+                    statuses.append("OK")
+        return statuses
+
+    def mutate(index: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        _, inputs, parameters, _ = BAD[index % len(BAD)]
+        inputs, parameters = dict(inputs), dict(parameters)
+        noise = bytes(rng.randrange(256) for _ in range(rng.randrange(1, 40)))
+        match rng.randrange(5):
+            case 0:
+                inputs["sampling_parameters"] = noise + b"{"
+            case 1:
+                inputs["messages"] = noise
+                inputs["text_input"] = noise
+            case 2:
+                parameters[f"x{rng.randrange(10**6)}"] = rng.random()
+            case 3:
+                inputs["stop"] = [b"\xff" + noise]
+            case _:
+                pass
+        return inputs, parameters
+
+    cases = [mutate(i) for i in range(500)]
+    with ThreadPoolExecutor(12) as pool:
+        good_ones = [pool.submit(good, prompt) for prompt in prompts]
+        bad_ones = [pool.submit(bad, cases[i::2]) for i in range(2)]
+        statuses = [status for part in bad_ones for status in part.result()]
+        assert [one.result() for one in good_ones] == expected
+    assert len(statuses) == 500
+    assert set(statuses) == {"StatusCode.INVALID_ARGUMENT"}
+    assert {process.pid for process in tiny.server.descendants()} == pids, "no process was restarted"

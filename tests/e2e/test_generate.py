@@ -1,0 +1,271 @@
+"""The generator through the real server, by plain clients."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tritonclient.utils import InferenceServerException
+
+from quire import SamplingParams
+from tests.e2e.conftest import TinyServer
+from tests.e2e.triton_calls import TritonStream, infer, stream
+
+pytestmark = pytest.mark.server
+
+PROMPT = "The quick brown fox"
+UTF8_PROMPTS = [PROMPT, "数字 10 以内", "naïve café 🙂", "a", "Zwei Wörter", "x" * 100]
+
+
+def transformers_text(tiny: TinyServer, prompt: str, max_tokens: int) -> str:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny.checkpoint, dtype=torch.float32).eval()
+    assert tiny.llm.tokenizer is not None
+    tokenizer = tiny.llm.tokenizer.hf
+    ids = torch.tensor([tiny.llm.encode(prompt)])
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
+        )
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def engine_text(tiny: TinyServer, prompt: str, **params: Any) -> str:
+    return tiny.llm.generate([prompt], SamplingParams(**params))[0].text
+
+
+def post(url: str, body: dict[str, Any]) -> tuple[int, str]:
+    request = urllib.request.Request(
+        f"http://{url}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The JSON documents of a server-sent-event stream."""
+    return [
+        json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")
+    ]
+
+
+@pytest.mark.row("A1", "A42", "A41")
+@pytest.mark.parametrize("prompt", UTF8_PROMPTS)
+def test_one_line_config_serves_a_checkpoint_directory(tiny: TinyServer, prompt: str) -> None:
+    expected = transformers_text(tiny, prompt, 24)
+    reply = stream(tiny.server.grpc_url, "zero", {"text_input": prompt, "max_tokens": 24})
+    assert reply.text == expected
+    assert (reply.finals, len(reply.results)) == (1, 1)
+    status, body = post(
+        f"{tiny.server.http_url}/v2/models/zero/generate", {"text_input": prompt, "max_tokens": 24}
+    )
+    assert status == 200
+    assert json.loads(body)["text_output"] == expected
+
+
+@pytest.mark.row("A1", "A3")
+def test_plain_model_infer_on_the_non_decoupled_variant(tiny: TinyServer) -> None:
+    expected = transformers_text(tiny, PROMPT, 24)
+    result = infer(tiny.server.grpc_url, "generator_unary", {"text_input": PROMPT, "max_tokens": 24})
+    assert result.as_numpy("text_output")[0].decode() == expected
+    body = {
+        "inputs": [
+            {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": [PROMPT]},
+            {"name": "max_tokens", "shape": [1], "datatype": "INT32", "data": [24]},
+        ]
+    }
+    status, text = post(f"{tiny.server.http_url}/v2/models/generator_unary/infer", body)
+    assert status == 200
+    outputs = {output["name"]: output["data"] for output in json.loads(text)["outputs"]}
+    assert outputs["text_output"] == [expected]
+
+
+@pytest.mark.row("A3")
+def test_streaming_on_the_non_decoupled_variant_is_refused(tiny: TinyServer) -> None:
+    with pytest.raises(InferenceServerException, match="stream: this model is not decoupled") as error:
+        infer(tiny.server.grpc_url, "generator_unary", {"text_input": PROMPT, "stream": True})
+    assert "INVALID_ARGUMENT" in str(error.value.status())
+
+
+@pytest.mark.row("A2")
+@pytest.mark.parametrize("empty_final", [False, True])
+@pytest.mark.parametrize("model", ["generator", "chat"])
+def test_deltas_are_the_whole_text_with_one_final(tiny: TinyServer, model: str, empty_final: bool) -> None:
+    for prompt in UTF8_PROMPTS:
+        expected = engine_text(tiny, prompt, max_tokens=60)
+        call = TritonStream(
+            tiny.server.grpc_url,
+            model,
+            {"text_input": prompt, "stream": True, "max_tokens": 60},
+            empty_final=empty_final,
+        )
+        reply = call.read_all()
+        assert reply.text == expected
+        assert reply.finals == 1
+        assert call.extra_responses() == 0
+        assert reply.finish_reasons[-1] in ("stop", "length")
+        assert not any(reply.finish_reasons[:-1])
+        unary = stream(tiny.server.grpc_url, model, {"text_input": prompt, "max_tokens": 60})
+        assert unary.text == expected
+
+
+@pytest.mark.row("A2")
+def test_the_first_response_comes_before_the_last_token_is_computed(tiny: TinyServer) -> None:
+    import time
+
+    inputs = {"text_input": PROMPT, "stream": True, "max_tokens": 400, "ignore_eos": True}
+    call = TritonStream(tiny.server.grpc_url, "generator", inputs)
+    call.next()
+    received = time.monotonic()
+    reply = call.read_all()
+    assert len(reply.token_ids) == 400
+    last_step = max(record["time"] for record in tiny.trace() if record.get("scheduled"))
+    assert received < last_step
+
+
+@pytest.mark.row("A2")
+@pytest.mark.parametrize("model", ["generator", "chat"])
+def test_sixteen_streams_do_not_mix(tiny: TinyServer, model: str) -> None:
+    prompts = [f"{word} {i}" for i in range(8) for word in ("alpha", "βήτα")]
+    expected = [engine_text(tiny, prompt, max_tokens=80, ignore_eos=True) for prompt in prompts]
+    inputs = [{"text_input": p, "stream": True, "max_tokens": 80, "ignore_eos": True} for p in prompts]
+    with ThreadPoolExecutor(16) as pool:
+        replies = list(pool.map(lambda i: stream(tiny.server.grpc_url, model, i), inputs))
+    assert [reply.text for reply in replies] == expected
+    assert all(reply.finals == 1 for reply in replies)
+
+
+@pytest.mark.row("A4")
+@pytest.mark.parametrize("model", ["generator", "chat"])
+@pytest.mark.parametrize("where", ["top", "parameters"])
+def test_generate_and_generate_stream(tiny: TinyServer, model: str, where: str) -> None:
+    expected = engine_text(tiny, PROMPT, max_tokens=30, ignore_eos=True)
+    options = {"max_tokens": 30, "ignore_eos": True}
+    body: dict[str, Any] = {"text_input": PROMPT}
+    body |= options if where == "top" else {"parameters": options}
+    url = f"{tiny.server.http_url}/v2/models/{model}"
+    status, text = post(f"{url}/generate", body)
+    assert status == 200
+    assert json.loads(text)["text_output"] == expected
+    body |= {"stream": True} if where == "top" else {"parameters": {**options, "stream": True}}
+    status, text = post(f"{url}/generate_stream", body)
+    assert status == 200
+    parts = events(text)
+    assert len(parts) > 1
+    assert "".join(part["text_output"] for part in parts) == expected
+    assert parts[-1]["finish_reason"] == "length"
+
+
+@pytest.mark.row("A4")
+def test_errors_are_objects(tiny: TinyServer) -> None:
+    url = f"{tiny.server.http_url}/v2/models/generator"
+    status, text = post(f"{url}/generate", {"text_input": PROMPT, "temperature": -1})
+    assert status == 400
+    assert "temperature" in json.loads(text)["error"]
+    _, text = post(f"{url}/generate_stream", {"text_input": PROMPT, "stream": True, "temperature": -1})
+    (part,) = events(text) if text.startswith("data: ") else [json.loads(text)]
+    assert "temperature: must be in [0, 100]" in part["error"]
+
+
+def test_parameters_reach_the_generator_in_every_form(tiny: TinyServer) -> None:
+    """Typed tensor, JSON tensor, request parameter; through the ensemble too."""
+    params = {"max_tokens": 40, "temperature": 0.9, "seed": 77, "top_k": 50, "ignore_eos": True}
+    expected = engine_text(tiny, PROMPT, **params)
+    url = tiny.server.grpc_url
+    for model in ("generator", "chat"):
+        typed = {**params, "ignore_eos": True}
+        assert stream(url, model, {"text_input": PROMPT, **typed}).text == expected
+        as_json = {"text_input": PROMPT, "sampling_parameters": json.dumps(params)}
+        assert stream(url, model, as_json).text == expected
+        texts = {name: str(value) for name, value in params.items()}
+        assert stream(url, model, {"text_input": PROMPT}, parameters=texts).text == expected
+
+
+def test_messages_are_rendered_by_the_template(tiny: TinyServer) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüße 🙂"}]
+    expected = tiny.llm.chat(messages, max_tokens=20).text
+    for model in ("generator", "chat"):
+        inputs = {"messages": json.dumps(messages), "max_tokens": 20, "stream": True}
+        assert stream(tiny.server.grpc_url, model, inputs).text == expected
+
+
+def test_token_ids_in_and_out(tiny: TinyServer) -> None:
+    ids = tiny.llm.encode(PROMPT)
+    expected = tiny.llm.generate([ids], SamplingParams(max_tokens=20, ignore_eos=True))[0].token_ids
+    inputs = {"input_ids": np.array(ids, np.int32), "max_tokens": 20, "ignore_eos": True, "stream": True}
+    reply = stream(tiny.server.grpc_url, "generator", {**inputs, "return_num_output_tokens": True})
+    assert reply.token_ids == expected
+    counted = sum(int(result.as_numpy("num_output_tokens")[0]) for result in reply.results)
+    assert counted == 20
+    assert int(reply.results[-1].as_numpy("num_input_tokens")[0]) == len(ids)
+
+
+def test_only_requested_outputs_are_sent(tiny: TinyServer) -> None:
+    inputs = {"text_input": PROMPT, "max_tokens": 3, "stream": True}
+    reply = stream(tiny.server.grpc_url, "generator", inputs, outputs=["text_output"])
+    for result in reply.results:
+        assert [output.name for output in result.get_response().outputs] == ["text_output"]
+
+
+def test_without_a_choice_responses_are_lean_and_the_last_one_tells_more(tiny: TinyServer) -> None:
+    reply = stream(tiny.server.grpc_url, "generator", {"text_input": PROMPT, "max_tokens": 3, "stream": True})
+    names = [{output.name for output in result.get_response().outputs} for result in reply.results]
+    assert all(part == {"text_output", "output_ids"} for part in names[:-1])
+    assert names[-1] == {"text_output", "output_ids", "finish_reason", "num_input_tokens"}
+
+
+def test_logprobs_come_as_json(tiny: TinyServer) -> None:
+    reply = stream(tiny.server.grpc_url, "generator", {"text_input": PROMPT, "max_tokens": 4, "logprobs": 2})
+    entries = json.loads(reply.results[0].as_numpy("logprobs")[0])
+    assert [entry["token_id"] for entry in entries] == reply.token_ids
+    assert all(len(entry["top"]) == 2 and entry["logprob"] <= 0 for entry in entries)
+
+
+@pytest.mark.row("A13")
+def test_stop_strings_through_the_server(tiny: TinyServer) -> None:
+    full = engine_text(tiny, PROMPT, max_tokens=60, ignore_eos=True)
+    stop = full[len(full) // 2 :][:4]
+    inputs = {"text_input": PROMPT, "max_tokens": 60, "ignore_eos": True, "stream": True, "stop": [stop]}
+    reply = stream(tiny.server.grpc_url, "generator", inputs)
+    assert reply.text == full[: full.index(stop)]
+    assert reply.finish_reasons[-1] == "stop"
+
+
+@pytest.mark.row("A39")
+def test_a_step_behind_the_generator_streams(tiny: TinyServer) -> None:
+    """tokenizer -> generator -> detokenizer, all three steps for every delta."""
+    inputs = {"text_input": PROMPT, "stream": True, "max_tokens": 20}
+    call = TritonStream(tiny.server.grpc_url, "three_step", inputs)
+    reply = call.read_all()
+    assert reply.error is None
+    assert len(reply.results) > 1
+    ids = stream(tiny.server.grpc_url, "generator", {**inputs, "skip_special_tokens": False}).token_ids
+    assert tiny.llm.tokenizer is not None
+    decoded = [r.as_numpy("text")[0].decode() for r in reply.results]
+    assert "".join(decoded).replace("\ufffd", "") in tiny.llm.tokenizer.decode(ids) or "\ufffd" in "".join(
+        decoded
+    )
+    assert len(decoded) <= len(ids)
+
+
+@pytest.mark.row("A39")
+def test_a_bls_model_iterates_and_cancels(tiny: TinyServer) -> None:
+    expected = engine_text(tiny, PROMPT, max_tokens=400, ignore_eos=True)
+    result = infer(tiny.server.grpc_url, "bls", {"prompt": PROMPT, "take": 5}, request_id="b1")
+    text, count, end = (value.decode() for value in result.as_numpy("report"))
+    assert expected.startswith(text)
+    assert len(text) < len(expected)
+    assert int(count) >= 5
+    assert end == "cancelled"
+    whole = infer(tiny.server.grpc_url, "bls", {"prompt": PROMPT, "take": 10_000}, request_id="b2")
+    assert whole.as_numpy("report")[0].decode() == expected

@@ -1,0 +1,72 @@
+"""A missing or broken checkpoint fails the load with one clear line that names the file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.server import ServerProcess
+
+pytestmark = pytest.mark.server
+
+
+def model(repository: Path, name: str, checkpoint: Path | str | None, **options: object) -> Path:
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text('backend: "quire"\n')
+    if checkpoint is not None:
+        (version / "quire.json").write_text(json.dumps({"model": str(checkpoint), **options}))
+    else:
+        (version / "README").write_text("no checkpoint here\n")
+    return version
+
+
+@pytest.mark.row("A42", "G16")
+def test_every_broken_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    good = make_checkpoint("llama", tmp_path / "good")
+    broken = {}
+    for name in ("no_config", "bad_json", "truncated", "unknown_architecture"):
+        broken[name] = tmp_path / name
+        shutil.copytree(good, broken[name])
+    (broken["no_config"] / "config.json").unlink()
+    (broken["bad_json"] / "config.json").write_text("{")
+    weights = broken["truncated"] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    config = json.loads((good / "config.json").read_text())
+    config["architectures"] = ["MartianForCausalLM"]
+    (broken["unknown_architecture"] / "config.json").write_text(json.dumps(config))
+    sharded = make_checkpoint("llama", tmp_path / "missing_shard", shards=3)
+    lost = sorted(sharded.glob("model-*.safetensors"))[1]
+    lost.unlink()
+
+    model(repository, "nothing", None)
+    model(repository, "nowhere", "/does/not/exist")
+    for name, path in {**broken, "missing_shard": sharded}.items():
+        model(repository, name, path)
+    model(repository, "typo", good, max_num_seq=3)
+    model(repository, "tiny_pool", good, num_blocks=1)
+
+    server = ServerProcess(repository, tmp_path)
+    with pytest.raises(AssertionError, match="ended with status"):
+        server.start()
+    # Triton repeats a load error in its table; one occurrence is enough, and none may be a traceback.
+    text = " ".join(server.log_text().split())
+    for words in (
+        "nothing: no checkpoint:",
+        "nowhere: model '/does/not/exist': no such directory or file",
+        "no_config/config.json",
+        "bad_json/config.json",
+        "truncated/model.safetensors",
+        "MartianForCausalLM",
+        lost.name,
+        "configuration key 'max_num_seq' is unknown; did you mean 'max_num_seqs'?",
+        "num_blocks=1 gives a KV cache of 1 blocks",
+    ):
+        assert words in text, f"{words!r} is not in:\n{server.log_text()}"
+    assert "Traceback" not in text
+    assert server.leftovers() == []

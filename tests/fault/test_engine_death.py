@@ -1,0 +1,109 @@
+"""Processes are really killed; what must hold is that streams end at once and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from quire_ensemble.builder import build_repository
+from tests.e2e.conftest import OPTIONS
+from tests.e2e.triton_calls import Reply, TritonStream, stream
+from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.server import ServerProcess
+
+pytestmark = pytest.mark.server
+
+LONG = {"text_input": "hello", "stream": True, "max_tokens": 1000, "ignore_eos": True}
+SHORT = {**LONG, "max_tokens": 8}
+
+
+@pytest.fixture
+def server(tmp_path: Path, serve_repository: Any) -> ServerProcess:
+    checkpoint = make_checkpoint("llama", tmp_path / "llama", max_position_embeddings=1024)
+    repository = tmp_path / "repository"
+    build_repository(checkpoint, repository, instance_count=2, placement="path", engine_options=OPTIONS)
+    started: ServerProcess = serve_repository(repository)
+    return started
+
+
+def engines(server: ServerProcess) -> list[psutil.Process]:
+    return [process for process in server.descendants() if "quire.engine.loop" in command_line(process)]
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    """Empty for a process that has ended."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+
+
+def start_streams(server: ServerProcess, count: int) -> list[TritonStream]:
+    calls = [TritonStream(server.grpc_url, "generator", LONG) for _ in range(count)]
+    for call in calls:
+        call.next()
+    return calls
+
+
+def read_all(calls: list[TritonStream]) -> list[Reply]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(TritonStream.read_all, calls))
+
+
+@pytest.mark.row("G9")
+def test_a_killed_engine_fails_its_streams_at_once_and_comes_back(server: ServerProcess) -> None:
+    before = stream(server.grpc_url, "generator", SHORT).token_ids
+    (engine,) = engines(server)
+    others = {process.pid for process in server.descendants()} - {engine.pid}
+    calls = start_streams(server, 8)
+    os.kill(engine.pid, signal.SIGKILL)
+    killed = time.monotonic()
+    replies = read_all(calls)
+    took = time.monotonic() - killed
+    assert took < 2, f"streams ended {took:.2f} s after the engine"
+    for reply in replies:
+        assert reply.error is not None
+        assert "engine process died" in str(reply.error)
+    # Requests are refused, not lost, until the next engine is ready.
+    deadline = time.monotonic() + 60
+    pause = threading.Event()
+    while (reply := stream(server.grpc_url, "generator", SHORT)).error is not None:
+        assert "try again" in str(reply.error)
+        assert time.monotonic() < deadline, "the engine did not come back"
+        pause.wait(0.05)
+    assert reply.token_ids == before
+    assert len(engines(server)) == 1
+    assert others <= {process.pid for process in server.descendants()}, "the server's processes are the same"
+    # Every frontend found the new engine, the non-decoupled model's too.
+    with ThreadPoolExecutor(8) as pool:
+        again = list(pool.map(lambda _: stream(server.grpc_url, "generator", SHORT).token_ids, range(16)))
+    assert again == [before] * 16
+    assert len(engines(server)) == 1
+
+
+@pytest.mark.row("G10", part="SIGTERM and SIGKILL of the server; unload by the control API is not tested")
+def test_sigterm_during_streams_ends_them_and_leaves_nothing(server: ServerProcess) -> None:
+    calls = start_streams(server, 8)
+    took = server.stop()
+    assert took < 5, f"stopping took {took:.2f} s"
+    assert server.leftovers() == []
+    for call in calls:
+        call.client.close()
+
+
+@pytest.mark.row("G10", part="SIGTERM and SIGKILL of the server; unload by the control API is not tested")
+def test_a_killed_tritonserver_takes_everything_with_it(server: ServerProcess) -> None:
+    start_streams(server, 4)
+    (triton,) = [process for process in server.descendants() if process.name() == "tritonserver"]
+    triton.kill()
+    assert server.process is not None
+    server.process.wait(20)
+    assert server.leftovers() == []

@@ -1,0 +1,276 @@
+"""The responder against a real engine loop over ZeroMQ; only the model and Triton are stand-ins.
+
+The stand-in for Triton raises where the real server crashes: sending or polling after FINAL.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from tests.fixtures import fake_pb_utils
+
+fake_pb_utils.install()
+
+from quire.config import EngineConfig  # noqa: E402
+from quire.engine.connection import EngineConnection  # noqa: E402
+from quire.engine.core import EngineCore  # noqa: E402
+from quire.engine.loop import EngineLoop  # noqa: E402
+from quire.engine.supervisor import EngineAddress  # noqa: E402
+from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.triton.request_handle import RequestHandle  # noqa: E402
+from quire.triton.request_parser import ParsedRequest  # noqa: E402
+from quire.triton.responder import Responder  # noqa: E402
+from tests.fixtures.fake_runner import VOCAB_SIZE, FakeRunner, generate_alone  # noqa: E402
+
+MAX_MODEL_LEN = 400
+OUTPUTS = frozenset({"text_output", "output_ids", "finish_reason"})
+
+
+class SteppedRunner(FakeRunner):
+    """A FakeRunner whose steps a test may hold back."""
+
+    max_model_len = MAX_MODEL_LEN
+    kv_cache_bytes = 0
+    dtype = "float32"
+    device = "cpu"
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.hold_after_token_of = ""
+
+    def execute(self, output: Any) -> Any:
+        self.gate.wait()
+        result = super().execute(output)
+        if self.hold_after_token_of in result.sampled_token_ids:
+            self.gate.clear()
+            self.hold_after_token_of = ""
+        return result
+
+
+class Harness:
+    """An engine loop in a thread and one responder."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        values = {"model": "fake", "block_size": 4, "cancel_poll_ms": 10, **options}
+        self.config = EngineConfig.from_mapping(values)
+        self.runner = SteppedRunner(256, 4)
+        self.core = EngineCore(self.config, self.runner, vocab_size=VOCAB_SIZE)
+        self.context: zmq.Context[Any] = zmq.Context()
+        router = self.context.socket(zmq.ROUTER)
+        router.set_hwm(0)
+        address = f"ipc://{directory}/engine.ipc"
+        router.bind(address)
+        self.loop = EngineLoop(self.core, router)
+        self.thread = threading.Thread(target=self.loop.run, daemon=True)
+        self.thread.start()
+        target = EngineAddress(os.getpid(), address, 0)
+
+        def connect(_: int) -> Any:
+            connection = EngineConnection(self.context, target)
+            return connection, connection.hello(10)
+
+        self.responder = Responder(self.config.frontend, None, connect)
+        self.responder.start()
+        self.router = router
+        self._count = itertools.count()
+
+    def submit(
+        self,
+        prompt: list[int],
+        *,
+        stream: bool = True,
+        external_id: str = "",
+        delay: Any = None,
+        **params: Any,
+    ) -> fake_pb_utils.ResponseSender:
+        sender = fake_pb_utils.ResponseSender()
+        sender.send_delay = delay
+        handle = RequestHandle(sender, f"t-{next(self._count)}", external_id)
+        parsed = ParsedRequest(prompt, SamplingParams(**params), external_id, OUTPUTS, OUTPUTS, stream=stream)
+        self.responder.submit(handle, parsed)
+        return sender
+
+    def cancel(self, external_id: str) -> fake_pb_utils.ResponseSender:
+        sender = fake_pb_utils.ResponseSender()
+        handle = RequestHandle(sender, f"t-{next(self._count)}", external_id)
+        parsed = ParsedRequest([], SamplingParams(), external_id, OUTPUTS, OUTPUTS, cancel=True)
+        self.responder.submit(handle, parsed)
+        return sender
+
+    def close(self) -> None:
+        self.runner.gate.set()
+        self.responder.stop()
+        self.responder.join(10)
+        assert not self.responder.is_alive()
+        self.loop.stop()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        self.router.close()
+        self.context.term()
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    harness = Harness(tmp_path)
+    yield harness
+    harness.close()
+
+
+def ids_of(sender: fake_pb_utils.ResponseSender) -> list[int]:
+    assert sender.final.wait(30), "no FINAL"
+    assert all(response.error is None for response in sender.responses)
+    return [int(i) for response in sender.responses for i in response.tensors["output_ids"]]
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = random.Random(count)
+    return [[rng.randrange(1, VOCAB_SIZE) for _ in range(rng.randrange(1, 40))] for _ in range(count)]
+
+
+def test_many_streams_without_cross_talk(harness: Harness) -> None:
+    batch = prompts(48)
+    params = {"max_tokens": 60, "ignore_eos": True}
+    senders = [harness.submit(prompt, **params) for prompt in batch]
+    for prompt, sender in zip(batch, senders, strict=True):
+        expected, reason = generate_alone(prompt, SamplingParams(**params), MAX_MODEL_LEN)
+        assert ids_of(sender) == expected
+        reasons = [response.tensors["finish_reason"][0].decode() for response in sender.responses]
+        assert reasons[-1] == reason
+        assert not any(reasons[:-1])
+    harness.core.scheduler.check_integrity()
+    assert harness.core.stats().num_free_blocks == 256
+
+
+def test_not_streaming_is_one_response_with_final(harness: Harness) -> None:
+    sender = harness.submit([5, 6, 7], stream=False, max_tokens=30, ignore_eos=True)
+    assert len(ids_of(sender)) == 30
+    assert len(sender.responses) == 1
+
+
+def test_first_response_comes_before_the_last_token_is_computed(harness: Harness) -> None:
+    harness.runner.gate.clear()
+    sender = harness.submit([5, 6, 7], max_tokens=200, ignore_eos=True)
+    steps_at_first: list[int] = []
+
+    def note() -> None:
+        if not steps_at_first:
+            steps_at_first.append(harness.runner.num_steps)
+            harness.runner.gate.clear()
+
+    sender.send_delay = note
+    harness.runner.gate.set()
+    assert sender.first.wait(10)
+    harness.runner.gate.set()
+    assert len(ids_of(sender)) == 200
+    assert steps_at_first[0] < 200
+
+
+def test_a_slow_sender_gets_merged_deltas(harness: Harness) -> None:
+    """Sending takes 2 ms here and the engine needs far less per token: deltas must merge, none be lost."""
+    batch = prompts(16)
+    pause = threading.Event()
+    params = {"max_tokens": 100, "ignore_eos": True}
+    senders = [harness.submit(p, delay=lambda: pause.wait(0.002), **params) for p in batch]
+    for prompt, sender in zip(batch, senders, strict=True):
+        expected, _ = generate_alone(prompt, SamplingParams(**params), MAX_MODEL_LEN)
+        assert ids_of(sender) == expected
+    responses = sum(len(sender.responses) for sender in senders)
+    assert responses < 16 * 100 / 2, f"{responses} responses for 1600 tokens"
+
+
+def test_stream_interval(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, stream_interval=8)
+    try:
+        sender = harness.submit([3, 4], max_tokens=65, ignore_eos=True)
+        assert len(ids_of(sender)) == 65
+        sizes = [len(response.tensors["output_ids"]) for response in sender.responses]
+        assert all(size >= 8 for size in sizes[1:-1])
+    finally:
+        harness.close()
+
+
+@pytest.mark.row("A20")
+@pytest.mark.parametrize("phase", ["queued", "prefilling", "decoding"])
+def test_a_gone_client_frees_its_blocks_in_every_phase(tmp_path: Path, phase: str) -> None:
+    options = {"max_num_seqs": 1 if phase == "queued" else 8, "max_num_batched_tokens": 4}
+    harness = Harness(tmp_path, **options)
+    harness.core.enable_trace()
+    try:
+        other = harness.submit([9] * 3, max_tokens=300, ignore_eos=True)
+        assert other.first.wait(10)
+        harness.runner.gate.clear()
+        sender = harness.submit([5] * 200, max_tokens=100, ignore_eos=True)
+        if phase == "decoding":
+            harness.runner.hold_after_token_of = "t-1"
+            harness.runner.gate.set()
+            assert sender.first.wait(10)
+        sender.cancelled = True
+        assert sender.final.wait(10)
+        harness.runner.gate.set()
+        assert sender.responses[-1].error.code() == fake_pb_utils.TritonError.CANCELLED
+        expected, _ = generate_alone([9] * 3, SamplingParams(max_tokens=300, ignore_eos=True), MAX_MODEL_LEN)
+        assert ids_of(other) == expected, "the other stream must not notice"
+        trace = harness.core.trace
+        assert trace is not None
+        aborts = [record for record in trace.records if record.get("event") == "abort"]
+        assert len(aborts) == 1
+        after = [r for r in trace.records if r.get("step", 0) > aborts[0]["step"] and "event" not in r]
+        gone = aborts[0]["request_ids"][0]
+        assert all(row[0] != gone for record in after for row in record["scheduled"])
+        assert harness.core.stats().num_free_blocks == 256
+    finally:
+        harness.close()
+
+
+def test_cancel_by_external_id(harness: Harness) -> None:
+    sender = harness.submit([5, 6], external_id="chat-1", max_tokens=390, ignore_eos=True)
+    other = harness.submit([5, 6], external_id="chat-2", max_tokens=390, ignore_eos=True)
+    assert sender.first.wait(10)
+    answer = harness.cancel("chat-1")
+    assert answer.final.wait(10)
+    assert answer.responses[0].error is None
+    assert len(ids_of(sender)) < 390
+    assert sender.responses[-1].tensors["finish_reason"][0] == b"cancelled"
+    assert len(ids_of(other)) == 390
+    missing = harness.cancel("chat-1")
+    assert missing.final.wait(10)
+    assert missing.responses[0].error.code() == fake_pb_utils.TritonError.NOT_FOUND
+
+
+def test_a_full_queue_is_unavailable_at_once(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, max_num_seqs=1, max_waiting_requests=2)
+    try:
+        harness.runner.gate.clear()
+        senders = [harness.submit([4, 5], max_tokens=5, ignore_eos=True) for _ in range(8)]
+        deadline = time.monotonic() + 10
+        harness.runner.gate.set()
+        for sender in senders:
+            assert sender.final.wait(deadline - time.monotonic())
+        errors = [s.responses[-1].error for s in senders if s.responses[-1].error is not None]
+        assert errors, "eight requests for three places"
+        assert {error.code() for error in errors} == {fake_pb_utils.TritonError.UNAVAILABLE}
+        assert "max_waiting_requests" in errors[0].message()
+    finally:
+        harness.close()
+
+
+def test_unloading_ends_open_streams(tmp_path: Path) -> None:
+    harness = Harness(tmp_path)
+    harness.runner.gate.clear()
+    sender = harness.submit([4, 5], max_tokens=300, ignore_eos=True)
+    harness.responder.stop()
+    assert sender.final.wait(10)
+    assert sender.responses[-1].error.code() == fake_pb_utils.TritonError.UNAVAILABLE
+    harness.close()

@@ -1,0 +1,194 @@
+"""The `tokenizer` model: with stand-in Triton utilities, as a program in the C locale, and in the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc
+from tritonclient.utils import InferenceServerException
+
+from quire_ensemble.pbtxt import tokenizer_config
+from quire_ensemble.triton_tokenizer import TokenizerModel
+from tests.fixtures import fake_pb_utils
+from tests.fixtures.chat_templates import CONVERSATIONS, TEMPLATES
+from tests.fixtures.checkpoints import write_tokenizer
+from tests.fixtures.server import ServeRepository
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVED_FILE = ROOT / "model_repository" / "tokenizer" / "1" / "model.py"
+MESSAGES = [{"role": "user", "content": "Grüße, 日本"}]
+
+
+class Model(TokenizerModel):
+    pb_utils: ClassVar[Any] = fake_pb_utils
+
+
+def arguments(directory: Path, checkpoint: str | None) -> dict[str, str]:
+    parameters = {} if checkpoint is None else {"checkpoint": {"string_value": checkpoint}}
+    return {"model_config": json.dumps({"parameters": parameters}), "model_repository": str(directory)}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model repository's tokenizer directory, with the checkpoint where the builder puts it."""
+    repository = tmp_path_factory.mktemp("repository")
+    write_tokenizer(repository / "generator" / "1" / "tiny")
+    (repository / "tokenizer").mkdir()
+    return repository / "tokenizer"
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> Model:
+    model = Model()
+    model.initialize(arguments(directory, "../generator/1/tiny"))
+    return model
+
+
+def request(**inputs: bytes | str | list[Any]) -> fake_pb_utils.InferenceRequest:
+    return fake_pb_utils.InferenceRequest(
+        {
+            name: np.array(value if isinstance(value, list) else [value], dtype=object)
+            for name, value in inputs.items()
+        }
+    )
+
+
+def test_text_and_messages_become_int32_ids(model: Model) -> None:
+    text, chat, as_str = model.execute(
+        [
+            request(text_input="Grüße".encode()),
+            request(messages=json.dumps(MESSAGES).encode()),
+            request(text_input="Grüße"),
+        ]
+    )
+    for response in (text, chat, as_str):
+        assert response.error is None
+        assert response.tensors["input_ids"].dtype == np.int32
+        assert response.tensors["input_ids"].ndim == 1
+    tokenizer = model.tokenizer
+    assert text.tensors["input_ids"].tolist() == tokenizer.encode("Grüße")
+    assert as_str.tensors["input_ids"].tolist() == tokenizer.encode("Grüße")
+    rendered = "<|im_start|>user\nGrüße, 日本<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(chat.tensors["input_ids"].tolist()) == rendered
+
+
+def test_wrong_requests_fail_alone_with_invalid_arg(model: Model) -> None:
+    wrong = {
+        "text_input, messages: exactly one is needed, none is given": request(),
+        "text_input, messages: exactly one is allowed, both are given": request(
+            text_input=b"a", messages=json.dumps(MESSAGES).encode()
+        ),
+        "text_input: must not be empty": request(text_input=b""),
+        "text_input: invalid UTF-8 at byte 1 of 2": request(text_input=b"a\xff"),
+        "text_input: must have shape [1], got [2]": request(text_input=[b"a", b"b"]),
+        "messages: must have shape [1], got [0]": request(messages=[]),
+        "messages: invalid JSON at line 1 column 2": request(messages=b"["),
+        "messages: [0].role must be a non-empty string": request(messages=b"[{}]"),
+    }
+    good = request(text_input=b"good")
+    responses = model.execute([good, *wrong.values(), good])
+    assert len(responses) == len(wrong) + 2
+    for response, message in zip(responses[1:-1], wrong, strict=True):
+        assert response.error is not None
+        assert response.error.message().startswith(message)
+        assert response.error.code() == fake_pb_utils.TritonError.INVALID_ARG
+        assert response.tensors == {}
+    for response in (responses[0], responses[-1]):
+        assert response.tensors["input_ids"].tolist() == model.tokenizer.encode("good")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "reason"),
+    [
+        (None, "config.pbtxt: parameter 'checkpoint' must name the checkpoint directory"),
+        ("../absent", "absent: tokenizer directory does not exist"),
+        (".", "no tokenizer files; expected one of tokenizer.json"),
+    ],
+)
+def test_an_unusable_checkpoint_fails_the_load_with_one_line(
+    checkpoint: str | None, reason: str, directory: Path
+) -> None:
+    with pytest.raises(fake_pb_utils.TritonModelException, match=reason) as refused:
+        Model().initialize(arguments(directory, checkpoint))
+    assert str(directory.parent) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_served_file_works_in_the_c_locale_and_without_torch(directory: Path) -> None:
+    """Triton's stub runs model.py in the C locale; importing torch would triple the process's size."""
+    program = f"""
+import importlib.util, json, sys
+import numpy as np
+from tests.fixtures import fake_pb_utils
+fake_pb_utils.install()
+assert "torch" not in sys.modules
+spec = importlib.util.spec_from_file_location("model", {str(SERVED_FILE)!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+assert "transformers" not in sys.modules, "the auto-complete stub would pay for it too"
+model = module.TritonPythonModel()
+model.initialize({arguments(directory, "../generator/1/tiny")!r})
+messages = np.array([{json.dumps(MESSAGES).encode()!r}], dtype=object)
+request = fake_pb_utils.InferenceRequest({{"messages": messages}})
+(response,) = model.execute([request])
+assert sys.modules.get("torch") is None
+print(json.dumps(response.tensors["input_ids"].tolist()))
+"""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHON"))}
+    env |= {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=env, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    model = Model()
+    model.initialize(arguments(directory, "../generator/1/tiny"))
+    assert json.loads(ran.stdout) == model.tokenizer.encode_messages(json.dumps(MESSAGES))
+
+
+@pytest.mark.row("A27")
+def test_messages_and_tools_through_grpc_equal_transformers(
+    serve_repository: ServeRepository, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    checkpoint = tmp_path / "repository" / "tokenizer" / "1" / "checkpoint"
+    write_tokenizer(checkpoint)
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATES["chatml_tools"], "utf-8")
+    home = checkpoint.parents[1]
+    (home / "config.pbtxt").write_text(tokenizer_config("tokenizer", checkpoint="1/checkpoint"), "utf-8")
+    shutil.copy(SERVED_FILE, home / "1")
+    server = serve_repository(home.parent, "--", "--disable-auto-complete-config")
+    hf: Any = AutoTokenizer.from_pretrained(str(checkpoint), local_files_only=True)
+
+    def infer(**inputs: bytes) -> list[int]:
+        tensors = []
+        for name, value in inputs.items():
+            tensors.append(grpc.InferInput(name, [1], "BYTES"))
+            tensors[-1].set_data_from_numpy(np.array([value], dtype=object))
+        return client.infer("tokenizer", tensors).as_numpy("input_ids").tolist()
+
+    with grpc.InferenceServerClient(server.grpc_url) as client:
+        for messages, tools in CONVERSATIONS["chatml_tools"]:
+            expected = hf.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, return_dict=False
+            )
+            body = {"messages": messages, "tools": tools}
+            assert infer(messages=json.dumps(body, ensure_ascii=False).encode()) == expected
+        assert infer(text_input="Grüße".encode()) == hf("Grüße")["input_ids"]
+        for wrong, message in (
+            ({}, "exactly one is needed"),
+            ({"text_input": b"a\xff"}, "text_input: invalid UTF-8 at byte 1 of 2"),
+            ({"messages": b"[{}]"}, "messages: [0].role must be a non-empty string"),
+        ):
+            with pytest.raises(InferenceServerException, match=re.escape(message)) as refused:
+                infer(**wrong)
+            assert refused.value.status() == "StatusCode.INVALID_ARGUMENT"

@@ -1,0 +1,253 @@
+"""A KServe gRPC server in this process, which behaves like Triton where the client can tell the difference.
+
+What a request does is its prompt: `tokens 5`, `endless`, `error INVALID_ARGUMENT some text`, `midway 2`,
+`no final 3`, `flag final 2`, `silent`. As in Triton, the members of an ensemble never learn that the client
+has gone: an `endless` request to `chat` runs until it is cancelled by its id on `generator`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
+from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor, triton_to_np_dtype
+
+GENERATOR_INPUTS = {
+    "text_input": "STRING",
+    "messages": "STRING",
+    "input_ids": "INT32",
+    "stream": "BOOL",
+    "cancel": "BOOL",
+    "exclude_input_in_output": "BOOL",
+    "return_num_input_tokens": "BOOL",
+    "sampling_parameters": "STRING",
+    "max_tokens": "INT32",
+    "temperature": "FP32",
+    "seed": "UINT64",
+    "stop": "STRING",
+    "stop_token_ids": "INT32",
+    "logit_bias": "STRING",
+}
+LISTS = {"input_ids", "stop", "stop_token_ids"}
+OUTPUTS = {
+    "text_output": "STRING",
+    "output_ids": "INT32",
+    "finish_reason": "STRING",
+    "num_input_tokens": "UINT32",
+}
+NAMES = {"STRING": "BYTES"}
+
+
+def model_config(name: str) -> Any:
+    """The configuration of one of the fake's models."""
+    config = model_config_pb2.ModelConfig(name=name)
+    inputs = {"text_input": "STRING", "messages": "STRING"} if name == "tokenizer" else dict(GENERATOR_INPUTS)
+    if name == "chat":
+        config.platform = "ensemble"
+        for step in ("tokenizer", "generator"):
+            config.ensemble_scheduling.step.add(model_name=step)
+        del inputs["cancel"]
+    else:
+        config.backend = "python" if name == "tokenizer" else "quire"
+        config.model_transaction_policy.decoupled = name == "generator"
+    for tensor, kind in inputs.items():
+        dims = [-1] if tensor in LISTS else [1]
+        config.input.add(name=tensor, data_type=f"TYPE_{kind}", dims=dims, optional=True)
+    for tensor, kind in OUTPUTS.items():
+        config.output.add(name=tensor, data_type=f"TYPE_{kind}", dims=[-1 if tensor == "output_ids" else 1])
+    return config
+
+
+def read_inputs(request: Any) -> dict[str, Any]:
+    """Tensor name to list of values."""
+    values: dict[str, Any] = {}
+    for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True):
+        if tensor.datatype == "BYTES":
+            values[tensor.name] = list(deserialize_bytes_tensor(raw))
+        else:
+            values[tensor.name] = np.frombuffer(raw, triton_to_np_dtype(tensor.datatype)).tolist()
+    return values
+
+
+class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """The server; `url` once entered. Everything a test may want to look at is a public attribute."""
+
+    def __init__(self, *, restricted: bool = False, version: str = "2.71.0") -> None:
+        self.restricted = restricted
+        self.version = version
+        self.asked_for_codes = False
+        self.requests: list[Any] = []
+        self.running: dict[str, threading.Event] = {}
+        self.cancelled_ids: list[str] = []
+        self.started = threading.Event()
+        """An endless request has its first token under way."""
+        self.ended = threading.Event()
+        """An endless request has come to its end."""
+        self.accept_cancel = True
+        self.config_calls: list[str] = []
+        self._events: list[threading.Event] = []
+        self._server = grpc.server(ThreadPoolExecutor(80))
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        self.url = f"127.0.0.1:{self.port}"
+
+    def __enter__(self) -> FakeKServe:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for event in self._events:
+            event.set()
+        self._server.stop(0).wait()
+
+    # The names of the following methods are those of the KServe protocol.
+
+    def ServerReady(self, request: Any, context: Any) -> Any:
+        return service_pb2.ServerReadyResponse(ready=True)
+
+    def ServerMetadata(self, request: Any, context: Any) -> Any:
+        return service_pb2.ServerMetadataResponse(name="triton", version=self.version)
+
+    def ModelReady(self, request: Any, context: Any) -> Any:
+        return service_pb2.ModelReadyResponse(ready=request.name != "broken")
+
+    def RepositoryIndex(self, request: Any, context: Any) -> Any:
+        index = service_pb2.RepositoryIndexResponse()
+        for name in ("chat", "generator", "tokenizer"):
+            index.models.add(name=name, version="1", state="READY")
+        index.models.add(name="broken", version="1", state="UNAVAILABLE", reason="no such file: config.json")
+        return index
+
+    def ModelConfig(self, request: Any, context: Any) -> Any:
+        self.config_calls.append(request.name)
+        if self.restricted:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "This protocol is restricted, expecting header 'k'")
+        if request.name not in ("chat", "generator", "tokenizer", "unary"):
+            context.abort(
+                grpc.StatusCode.NOT_FOUND, f"Request for unknown model: '{request.name}' is not found"
+            )
+        return service_pb2.ModelConfigResponse(config=model_config(request.name))
+
+    def ModelMetadata(self, request: Any, context: Any) -> Any:
+        config = model_config(request.name)
+        answer = service_pb2.ModelMetadataResponse(name=config.name, platform=config.platform)
+        for tensors, to in ((config.input, answer.inputs), (config.output, answer.outputs)):
+            for tensor in tensors:
+                kind = model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
+                to.add(name=tensor.name, datatype=NAMES.get(kind, kind), shape=tensor.dims)
+        return answer
+
+    def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
+        for request in requests:
+            inputs = read_inputs(request)
+            if inputs.get("cancel") == [True]:
+                yield from self._cancel(request, context)
+                continue
+            self.requests.append(request)
+            yield from self._infer(request, inputs, context)
+
+    def _cancel(self, request: Any, context: Any) -> Iterator[Any]:
+        self.cancelled_ids.append(request.id)
+        event = self.running.get(request.id)
+        if event is None or not self.accept_cancel:
+            yield from self._error(context, "NOT_FOUND", f"no running request has the id {request.id}")
+            return
+        event.set()
+        yield self._response(request, "", [], "cancelled", final=True)
+
+    def _infer(self, request: Any, inputs: dict[str, Any], context: Any) -> Iterator[Any]:
+        text = self._text(inputs)
+        verb, _, rest = text.partition(" ")
+        if verb == "tokens":
+            count = int(rest)
+            for i in range(count):
+                last = i == count - 1
+                yield self._response(request, f"t{i} ", [i], "stop" if last else "", final=last)
+        elif verb == "echo":
+            yield self._response(request, json.dumps(_jsonable(inputs)), [1, 2], "stop", final=True)
+        elif verb == "error":
+            code, _, message = rest.partition(" ")
+            yield from self._error(context, code, message)
+        elif verb == "midway":
+            for i in range(int(rest)):
+                yield self._response(request, f"t{i} ", [i], "", final=False)
+            yield from self._error(context, "UNAVAILABLE", "the engine died")
+        elif text.startswith("no final"):
+            for i in range(int(text.split()[-1])):
+                yield self._response(request, f"t{i} ", [i], "", final=False)
+        elif text.startswith("flag final"):
+            for i in range(int(text.split()[-1])):
+                yield self._response(request, f"t{i} ", [i], "", final=False)
+            answer = service_pb2.ModelInferResponse(model_name=request.model_name, id=request.id)
+            answer.parameters["triton_final_response"].bool_param = True
+            yield service_pb2.ModelStreamInferResponse(infer_response=answer)
+        elif verb in ("endless", "silent"):
+            yield from self._endless(request, context, silent=verb == "silent")
+        else:
+            raise AssertionError(f"the fake does not know {text!r}")
+
+    def _endless(self, request: Any, context: Any, *, silent: bool) -> Iterator[Any]:
+        event = threading.Event()
+        self.running[request.id] = event
+        self._events.append(event)
+        if request.model_name != "chat":
+            context.add_callback(event.set)
+        # The engine is not the call: it goes on when gRPC has given up the call of a client that left.
+        threading.Thread(target=self._engine, args=(request.id, event), daemon=True).start()
+        if not silent:
+            yield self._response(request, "first ", [7], "", final=False)
+        self.started.set()
+        event.wait()
+        if context.is_active():
+            yield from self._error(context, "CANCELLED", "the request was cancelled")
+
+    def _engine(self, request_id: str, event: threading.Event) -> None:
+        event.wait()
+        self.running.pop(request_id, None)
+        self.ended.set()
+
+    @staticmethod
+    def _text(inputs: dict[str, Any]) -> str:
+        if "text_input" in inputs:
+            return inputs["text_input"][0].decode("utf-8", "surrogatepass")
+        if "messages" in inputs:
+            return str(json.loads(inputs["messages"][0])[-1]["content"])
+        return "echo"
+
+    def _error(self, context: Any, code: str, message: str) -> Iterator[Any]:
+        metadata = dict(context.invocation_metadata())
+        if metadata.get("triton_grpc_error") == "true":
+            self.asked_for_codes = True
+            context.abort(grpc.StatusCode[code], message)
+        yield service_pb2.ModelStreamInferResponse(error_message=message)
+
+    def _response(self, request: Any, text: str, ids: list[int], reason: str, *, final: bool) -> Any:
+        answer = service_pb2.ModelInferResponse(model_name=request.model_name, id=request.id)
+        if request.model_name != "unary":
+            answer.parameters["triton_final_response"].bool_param = final
+        values: dict[str, tuple[str, Any]] = {
+            "text_output": ("BYTES", np.array([text.encode()], dtype=object)),
+            "output_ids": ("INT32", np.array(ids, dtype=np.int32)),
+            "finish_reason": ("BYTES", np.array([reason.encode()], dtype=object)),
+            "num_input_tokens": ("UINT32", np.array([3], dtype=np.uint32)),
+        }
+        wanted = [output.name for output in request.outputs] or list(values)
+        for name in wanted:
+            datatype, value = values[name]
+            answer.outputs.add(name=name, datatype=datatype, shape=value.shape)
+            raw = serialize_byte_tensor(value).item() if datatype == "BYTES" else value.tobytes()
+            answer.raw_output_contents.append(raw)
+        return service_pb2.ModelStreamInferResponse(infer_response=answer)
+
+
+def _jsonable(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: [v.decode("utf-8", "replace") if isinstance(v, bytes) else v for v in values]
+        for name, values in inputs.items()
+    }

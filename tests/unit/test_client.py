@@ -1,0 +1,701 @@
+"""quire_client against a KServe server in this process (`fake_kserve`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from click.testing import CliRunner
+from tritonclient.grpc import service_pb2
+
+from quire_client import (
+    AsyncClient,
+    Cancelled,
+    Client,
+    ConnectError,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ProtocolError,
+    QuireClientError,
+    ServerError,
+    Unavailable,
+)
+from quire_client import cli as cli_module
+from quire_client.errors import error_from_text
+from quire_client.protocol import KNOWN_INPUTS, Prompt, assumed_schema, build_request
+from tests.unit.fake_kserve import FakeKServe
+
+CLIENT_DIR = Path(__file__).parents[2] / "client"
+WAIT = 10.0
+"""Seconds any event may take on a busy machine; none is reached when the code is right."""
+
+
+OLD, NEW = "2.51.0", "2.71.0"
+"""Server versions: errors in a stream are texts / may be asked for as status codes."""
+
+
+@pytest.fixture(params=[OLD, NEW])
+def server(request: pytest.FixtureRequest) -> Iterator[FakeKServe]:
+    with FakeKServe(version=request.param) as fake:
+        yield fake
+        assert fake.version == NEW or not fake.asked_for_codes
+
+
+@pytest.fixture
+def client(server: FakeKServe) -> Iterator[Client]:
+    with Client(server.url) as one:
+        yield one
+
+
+def sent(result_text: str) -> dict[str, Any]:
+    """Inputs as the fake's `echo` saw them."""
+    return json.loads(result_text)
+
+
+# --- what is sent ---
+
+
+def test_keywords_become_the_tensors_the_model_declares(client: Client) -> None:
+    inputs = sent(
+        client.generate(
+            "echo", max_tokens=5, temperature=0.5, seed=2**64 - 1, stop="\n", logit_bias={3: 1.5}
+        ).text
+    )
+    assert inputs["max_tokens"] == [5]
+    assert inputs["temperature"] == [0.5]
+    assert inputs["seed"] == [2**64 - 1]
+    assert inputs["stop"] == ["\n"]
+    assert json.loads(inputs["logit_bias"][0]) == {"3": 1.5}
+    assert "sampling_parameters" not in inputs
+    assert inputs["exclude_input_in_output"] == [True]
+
+
+def test_what_fits_no_tensor_goes_as_json_for_the_server_to_judge(client: Client) -> None:
+    odd = {
+        "max_tokens": "many",
+        "temperature": True,
+        "seed": -1,
+        "stop": ["a", 5],
+        "no_such": 1,
+        "top_p": 0.5,
+    }
+    inputs = sent(client.generate("echo", sampling_parameters={"top_p": 0.1, "top_k": 4}, **odd).text)
+    assert json.loads(inputs["sampling_parameters"][0]) == {**odd, "top_k": 4}
+    assert not {"max_tokens", "temperature", "seed", "stop"} & set(inputs)
+
+
+def test_none_means_not_given(client: Client) -> None:
+    assert "temperature" not in sent(client.generate("echo", temperature=None).text)
+
+
+def test_stream_flag_and_outputs(server: FakeKServe, client: Client) -> None:
+    client.generate("echo")
+    list(client.stream("tokens 1"))
+    unary, streamed = server.requests
+    assert sent(client.generate("echo").text)["stream"] == [False]
+    assert {o.name for o in unary.outputs} == {
+        "text_output",
+        "output_ids",
+        "finish_reason",
+        "num_input_tokens",
+    }
+    assert {o.name for o in streamed.outputs} == {"text_output", "output_ids", "finish_reason"}
+
+
+def test_default_models(server: FakeKServe, client: Client) -> None:
+    client.generate("tokens 1")
+    client.chat("tokens 1", system="be brief")
+    result = client.generate(input_ids=[5, 6])
+    assert [r.model_name for r in server.requests] == ["chat", "chat", "generator"]
+    assert sent(result.text)["input_ids"] == [5, 6]
+
+
+def test_messages_and_several_sources_are_passed_on(client: Client) -> None:
+    messages = [{"role": "user", "content": "Grüße"}]
+    inputs = sent(client.generate("echo", messages=messages, input_ids=[1]).text)
+    assert json.loads(inputs["messages"][0]) == messages
+    assert inputs["input_ids"] == [1]
+
+
+def test_invalid_utf8_reaches_the_server(server: FakeKServe) -> None:
+    request = build_request(
+        assumed_schema("generator"), Prompt("\ud800"), request_id="r", stream=False, sampling={}
+    )
+    with pytest.raises(UnicodeDecodeError):
+        request.raw_input_contents[0].decode()
+
+
+def test_token_id_that_fits_no_tensor_is_refused_here(client: Client) -> None:
+    with pytest.raises(InvalidArgument, match="input_ids: must be integers that fit INT32"):
+        client.generate(input_ids=[2**31])
+
+
+def test_request_ids_are_unguessable_and_can_be_given(server: FakeKServe, client: Client) -> None:
+    client.generate("tokens 1")
+    client.generate("tokens 1")
+    client.generate("tokens 1", request_id="mine")
+    first, second, third = (r.id for r in server.requests)
+    assert len(first) == len(second) == 32 and first != second and third == "mine"
+
+
+def test_timeout_is_told_to_the_server_too(server: FakeKServe, client: Client) -> None:
+    client.generate("tokens 1", timeout=5)
+    assert 4_000_000 < server.requests[0].parameters["timeout"].int64_param <= 5_000_000
+
+
+def test_own_table_agrees_with_the_generator() -> None:
+    """The client may not import quire_ensemble, so its fallback table is compared with the source here."""
+    schema = pytest.importorskip("quire_ensemble.generator_schema")
+    declared = {
+        s.name: (s.datatype.removeprefix("TYPE_").replace("STRING", "BYTES"), s.dims) for s in schema.INPUTS
+    }
+    assert {n: (t.datatype, t.dims) for n, t in KNOWN_INPUTS.items()}.items() <= declared.items()
+
+
+def test_restricted_configuration_falls_back_to_metadata() -> None:
+    with FakeKServe(restricted=True) as server, Client(server.url) as client:
+        assert sent(client.generate("echo", seed=3).text)["seed"] == [3]
+        stream = client.stream("endless")
+        next(stream)
+        stream.close()
+        assert server.ended.wait(WAIT)
+
+
+# --- streaming ---
+
+
+def test_stream_yields_chunks_and_ends_after_the_final(client: Client) -> None:
+    chunks = list(client.stream("tokens 3"))
+    assert [c.text for c in chunks] == ["t0 ", "t1 ", "t2 "]
+    assert [c.token_ids for c in chunks] == [(0,), (1,), (2,)]
+    assert [c.finish_reason for c in chunks] == [None, None, "stop"]
+    assert [c.final for c in chunks] == [False, False, True]
+
+
+def test_result_adds_up(client: Client) -> None:
+    result = client.generate("tokens 4")
+    assert result.text == "t0 t1 t2 t3 "
+    assert result.token_ids == (0, 1, 2, 3)
+    assert result.finish_reason == "stop"
+    assert result.num_input_tokens == 3
+    assert result.num_output_tokens == 4
+    assert result.timing.ttft is not None and 0 < result.timing.ttft <= result.timing.total
+
+
+def test_separate_final_flag_is_no_chunk(client: Client) -> None:
+    assert [c.text for c in client.stream("flag final 2")] == ["t0 ", "t1 "]
+
+
+def test_one_response_of_a_model_that_is_not_decoupled_is_final(client: Client) -> None:
+    assert client.generate("tokens 1", model="unary").text == "t0 "
+
+
+def test_stream_without_final_raises(client: Client) -> None:
+    stream = client.stream("no final 2")
+    assert [next(stream).text, next(stream).text] == ["t0 ", "t1 "]
+    with pytest.raises(ProtocolError, match="without a final response"):
+        next(stream)
+
+
+def test_many_streams_share_one_channel(client: Client) -> None:
+    with ThreadPoolExecutor(32) as pool:
+        results = list(pool.map(lambda n: client.generate(f"tokens {n + 1}"), range(32)))
+    assert [len(r.token_ids) for r in results] == [n + 1 for n in range(32)]
+
+
+# --- errors ---
+
+
+CODES = [
+    ("INVALID_ARGUMENT", InvalidArgument),
+    ("NOT_FOUND", NotFound),
+    ("UNAVAILABLE", Unavailable),
+    ("CANCELLED", Cancelled),
+    ("INTERNAL", ServerError),
+    ("UNKNOWN", ServerError),
+]
+
+
+@pytest.mark.parametrize(("code", "kind"), CODES)
+def test_status_codes_become_exceptions(code: str, kind: type[QuireClientError]) -> None:
+    with FakeKServe(version=NEW) as server, Client(server.url) as client:
+        with pytest.raises(kind, match="some words") as caught:
+            client.generate(f"error {code} some words")
+        assert type(caught.value) is kind
+        assert caught.value.code == code
+        assert len(caught.value.request_id) == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("top_p: must be in (0, 1], got 7", "INVALID_ARGUMENT"),
+        ("in ensemble 'chat', top_p: must be in (0, 1], got 7", "INVALID_ARGUMENT"),
+        ("messages[0].role: is missing", "INVALID_ARGUMENT"),
+        ("unexpected inference input 'top_q' for model 'generator'", "INVALID_ARGUMENT"),
+        ("Request for unknown model: 'x' is not found", "NOT_FOUND"),
+        ("the request was cancelled", "CANCELLED"),
+        ("the queue is full (64 requests)", "UNAVAILABLE"),
+        ("the engine process ended with status -9", "UNAVAILABLE"),
+        ("Request for unknown thing: something odd", "UNKNOWN"),
+        ("[UNAVAILABLE] top_p: whatever", "UNAVAILABLE"),
+        ("[INVALID_ARG] some words", "INVALID_ARGUMENT"),
+        ("[INTERNAL] stop: some words", "INTERNAL"),
+    ],
+)
+def test_codes_are_read_from_the_text_where_the_server_gives_none(text: str, code: str) -> None:
+    error = error_from_text(text)
+    assert error.code == code
+    assert type(error) is dict(CODES)[code]
+    assert not error.message.startswith(("[", "in ensemble"))
+
+
+def test_error_after_chunks(client: Client) -> None:
+    stream = client.stream("midway 2")
+    assert next(stream).text + next(stream).text == "t0 t1 "
+    with pytest.raises(Unavailable, match="the engine died"):
+        next(stream)
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_old_server_is_never_asked_for_error_codes() -> None:
+    """tritonserver 2.51 dies of a segmentation fault at the second or third `triton_grpc_error`."""
+    with FakeKServe(version=OLD) as server:
+        with Client(server.url) as client, pytest.raises(ServerError, match="bad thing") as caught:
+            client.generate("error INTERNAL bad thing")
+        assert caught.value.code == "UNKNOWN"
+        assert not server.asked_for_codes
+        with Client(server.url, error_codes=True) as client, pytest.raises(ServerError) as caught:
+            client.generate("error INTERNAL bad thing")
+        assert caught.value.code == "INTERNAL"
+
+
+def test_unknown_model(client: Client) -> None:
+    with pytest.raises(NotFound, match="'nope'"):
+        client.generate("tokens 1", model="nope")
+
+
+def test_no_server_is_one_clear_error() -> None:
+    with Client("127.0.0.1:1") as client:
+        assert client.server_ready() is False
+        with pytest.raises(ConnectError, match=r"no connection to 127\.0\.0\.1:1"):
+            client.generate("tokens 1")
+
+
+def test_server_that_goes_away_mid_stream() -> None:
+    with FakeKServe() as server, Client(server.url) as client:
+        stream = client.stream("endless", model="generator")
+        next(stream)
+        server.__exit__()
+        with pytest.raises(QuireClientError):
+            list(stream)
+
+
+@pytest.mark.parametrize("url", ["http://localhost:8000", ""])
+def test_url_must_be_host_and_port(url: str) -> None:
+    with pytest.raises(InvalidArgument, match="url: must be HOST:PORT"):
+        Client(url)
+
+
+def test_timeout_must_be_positive(client: Client) -> None:
+    with pytest.raises(InvalidArgument, match="timeout: must be a positive"):
+        client.generate("tokens 1", timeout=0)
+
+
+def test_configuration_is_asked_again_after_an_invalid_argument(server: FakeKServe, client: Client) -> None:
+    with pytest.raises(InvalidArgument):
+        client.generate("error INVALID_ARGUMENT unexpected inference input 'x'")
+    client.generate("tokens 1")
+    client.generate("tokens 1")
+    assert server.config_calls == ["chat", "chat"]
+
+
+# --- cancelling ---
+
+
+@pytest.mark.parametrize("model", ["chat", "generator"])
+@pytest.mark.parametrize("how", ["close", "with", "drop", "exception"])
+def test_leaving_a_stream_cancels_on_the_server(
+    server: FakeKServe, client: Client, model: str, how: str
+) -> None:
+    stream: Any = client.stream("endless", model=model)
+    request_id = stream.request_id
+    assert next(stream).text == "first "
+    if how == "close":
+        stream.close()
+    elif how == "with":
+        with stream:
+            pass
+    elif how == "drop":
+        del stream
+        gc.collect()
+    else:
+        with pytest.raises(ZeroDivisionError), stream:
+            raise ZeroDivisionError
+    assert server.ended.wait(WAIT)
+    client.close()
+    assert request_id in server.cancelled_ids
+    assert not server.running
+
+
+def test_cancel_from_another_thread_wakes_the_reader(server: FakeKServe, client: Client) -> None:
+    stream = client.stream("silent")
+
+    def cancel() -> None:
+        server.started.wait(WAIT)
+        stream.cancel()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    with pytest.raises(Cancelled, match="by this client"):
+        list(stream)
+    thread.join(WAIT)
+    assert server.ended.wait(WAIT)
+    with pytest.raises(Cancelled):
+        next(stream)
+
+
+def test_request_an_ensemble_has_not_passed_on_yet_is_cancelled_late(
+    server: FakeKServe, client: Client
+) -> None:
+    """The first cancel by id comes before the generator has the request; a later one must find it."""
+    stream = client.stream("silent")
+    assert server.started.wait(WAIT)
+    server.accept_cancel = False
+    original = client._send_cancel
+    answers: list[bool] = []
+
+    def send_cancel(model: str, request_id: str) -> bool:
+        answers.append(original(model, request_id))
+        server.accept_cancel = True
+        return answers[-1]
+
+    client._send_cancel = send_cancel  # type: ignore[method-assign]
+    stream.cancel()
+    assert answers == [False, True]
+    assert server.ended.wait(WAIT)
+
+
+def test_cancel_after_the_end_sends_nothing(server: FakeKServe, client: Client) -> None:
+    with client.stream("tokens 2") as stream:
+        list(stream)
+    with client.stream("tokens 1") as unfinished:
+        next(unfinished)  # the final chunk; the end of the stream itself is not read yet
+        assert unfinished.done
+    assert server.cancelled_ids == []
+
+
+@pytest.mark.parametrize("model", ["chat", "generator"])
+def test_timeout_raises_and_cancels(server: FakeKServe, client: Client, model: str) -> None:
+    stream = client.stream("endless", model=model, timeout=0.3)
+    with pytest.raises(DeadlineExceeded, match=r"did not end within 0\.3 s"):
+        list(stream)
+    assert server.ended.wait(WAIT)
+    client.close()
+    assert not server.running
+
+
+def test_cancel_by_id_of_someone_elses_request(server: FakeKServe, client: Client) -> None:
+    stream = client.stream("endless", request_id="shared")
+    next(stream)
+    with Client(server.url) as other:
+        assert other.cancel("shared") is True
+        assert other.cancel("nobody") is False
+    with pytest.raises(Cancelled):
+        list(stream)
+
+
+# --- models ---
+
+
+def test_models(client: Client) -> None:
+    infos = {info.name: info for info in client.models()}
+    assert infos["chat"].kind == "ensemble" and infos["chat"].decoupled is None
+    assert infos["generator"].kind == "quire" and infos["generator"].decoupled is True
+    assert infos["broken"].ready is False and "config.json" in infos["broken"].reason
+    assert client.server_ready()
+
+
+def test_restricted_protocol_is_told_apart_from_a_busy_server() -> None:
+    with (
+        FakeKServe(restricted=True) as server,
+        Client(server.url) as client,
+        pytest.raises(PermissionDenied, match="restricted"),
+    ):
+        client._control("ModelConfig", service_pb2.ModelConfigRequest(name="chat"))
+
+
+# --- asyncio ---
+
+
+def test_async_streams_run_together(server: FakeKServe) -> None:
+    async def main() -> list[str]:
+        async with AsyncClient(server.url) as client:
+            results = await asyncio.gather(*(client.generate(f"tokens {n + 1}") for n in range(32)))
+            assert [c.text async for c in client.stream("tokens 2")] == ["t0 ", "t1 "]
+            assert (await client.chat("tokens 1", system="s")).finish_reason == "stop"
+            assert await client.server_ready()
+            assert {m.name for m in await client.models()} == {"chat", "generator", "tokenizer", "broken"}
+            return [r.text for r in results]
+
+    texts = asyncio.run(main())
+    assert texts[2] == "t0 t1 t2 " and len(texts) == 32
+
+
+@pytest.mark.parametrize("model", ["chat", "generator"])
+@pytest.mark.parametrize("how", ["aclose", "with", "task", "drop", "wait_for"])
+def test_async_leaving_cancels_on_the_server(server: FakeKServe, model: str, how: str) -> None:
+    async def consume(client: AsyncClient) -> None:
+        async for _ in client.stream("endless", model=model, request_id="r"):
+            if how == "drop":
+                return
+
+    async def main() -> None:
+        async with AsyncClient(server.url) as client:
+            if how == "aclose":
+                stream = client.stream("endless", model=model, request_id="r")
+                assert (await anext(stream)).text == "first "
+                await stream.aclose()
+                with pytest.raises(Cancelled):
+                    await anext(stream)
+            elif how == "with":
+                async with client.stream("endless", model=model, request_id="r") as stream:
+                    await anext(stream)
+            elif how == "task":
+                task = asyncio.create_task(consume(client))
+                await asyncio.to_thread(server.started.wait, WAIT)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            elif how == "drop":
+                await consume(client)
+                gc.collect()
+            else:
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(consume(client), 0.5)
+
+    asyncio.run(main())
+    assert server.ended.wait(WAIT)
+    assert "r" in server.cancelled_ids
+    assert not server.running
+
+
+def test_async_errors(server: FakeKServe) -> None:
+    async def main() -> None:
+        async with AsyncClient(server.url) as client:
+            with pytest.raises(InvalidArgument, match="top_p"):
+                await client.generate("error INVALID_ARGUMENT top_p: must be in (0, 1]")
+            # grpc.aio raises asyncio.CancelledError for this one, which would look like our task's own end.
+            with pytest.raises(Cancelled, match="by an operator"):
+                await client.generate("error CANCELLED cancelled by an operator")
+            with pytest.raises(ProtocolError):
+                await client.generate("no final 1")
+            with pytest.raises(DeadlineExceeded, match=r"0\.3 s"):
+                await client.generate("endless", timeout=0.3)
+            with pytest.raises(NotFound):
+                await client.generate("tokens 1", model="nope")
+            assert await client.cancel("nobody") is False
+
+    asyncio.run(main())
+    assert server.ended.wait(WAIT)
+    assert not server.running
+
+
+def test_async_cancel_from_another_task(server: FakeKServe) -> None:
+    async def main() -> None:
+        async with AsyncClient(server.url) as client:
+            stream = client.stream("silent")
+            reader = asyncio.create_task(stream.result())
+            await asyncio.to_thread(server.started.wait, WAIT)
+            await stream.cancel()
+            with pytest.raises(Cancelled):
+                await reader
+
+    asyncio.run(main())
+    assert server.ended.wait(WAIT)
+
+
+# --- command line ---
+
+
+def run_cli(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        cli_module.main(list(args))
+    out, err = capsys.readouterr()
+    return int(caught.value.code or 0), out, err
+
+
+@pytest.fixture(autouse=True)
+def _sigterm_as_before() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_cli_chat_and_stats(server: FakeKServe, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run_cli(capsys, "chat", "tokens 3", "--url", server.url, "--system", "s", "--stats")
+    assert (status, out) == (0, "t0 t1 t2 \n")
+    assert "TTFT" in err and "3 tokens" in err and "finish: stop" in err
+    messages = json.loads(bytes(server.requests[0].raw_input_contents[0])[4:])
+    assert messages == [{"role": "system", "content": "s"}, {"role": "user", "content": "tokens 3"}]
+
+
+def test_cli_generate_json(server: FakeKServe, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_cli(
+        capsys,
+        "generate",
+        "tokens 2",
+        "--url",
+        server.url,
+        "--json",
+        "--max-tokens",
+        "9",
+        "--param",
+        "top_k=3",
+    )
+    fields = json.loads(out)
+    assert status == 0
+    assert (fields["text"], fields["token_ids"], fields["finish_reason"]) == ("t0 t1 ", [0, 1], "stop")
+    assert fields["model"] == "generator" and fields["timing"]["total_s"] > 0
+
+
+def test_cli_reads_stdin(server: FakeKServe) -> None:
+    result = CliRunner().invoke(cli_module.cli, ["chat", "-", "--url", server.url], input="tokens 1\n")
+    assert result.output == "t0 \n"
+
+
+def test_cli_models(server: FakeKServe, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_cli(capsys, "models", "--url", server.url)
+    lines = [line.split() for line in out.splitlines()]
+    assert status == 0
+    assert lines[0][:5] == ["NAME", "VERSION", "STATE", "KIND", "STREAMS"]
+    assert ["generator", "1", "READY", "quire", "yes"] in lines
+
+
+def test_cli_errors_are_one_line(server: FakeKServe, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run_cli(capsys, "chat", "error INVALID_ARGUMENT top_p: bad\nvery", "--url", server.url)
+    assert (status, err) == (1, "quire-client: INVALID_ARGUMENT: top_p: bad very\n")
+    status, _, err = run_cli(capsys, "chat", "hi", "--url", "127.0.0.1:1")
+    assert status == 1 and len(err.splitlines()) == 1 and "no connection to 127.0.0.1:1" in err
+    assert run_cli(capsys, "chat", "hi", "--no-such-option")[0] == 2
+    assert run_cli(capsys, "chat", "hi", "--param", "novalue")[0] == 2
+
+
+def test_cli_ctrl_c_cancels_on_the_server(server: FakeKServe) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(CLIENT_DIR)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire_client.cli", "chat", "endless", "--url", server.url],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(6) == "first "  # streamed before the end, so it was flushed
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err == "cancelled\n"
+    assert server.ended.wait(WAIT)
+    assert len(server.cancelled_ids) == 1
+
+
+def test_cli_conversation(server: FakeKServe, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    lines = iter(["tokens 1", "error UNAVAILABLE queue full", "", "tokens 2"])
+
+    def read(_: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    status, out, err = run_cli(capsys, "chat", "--url", server.url)
+    assert status == 0
+    assert out == "t0 \nt0 t1 \n\n"
+    assert err == "error: UNAVAILABLE: queue full\n"
+    last = json.loads(bytes(server.requests[-1].raw_input_contents[0])[4:])
+    assert [m["role"] for m in last] == ["user", "assistant", "user"]
+
+
+def test_terminal_gets_no_control_characters() -> None:
+    assert cli_module._without_controls("a\x1b[2Jb\x07\tc\nü\x9b1m") == "a[2Jb\tc\nü1m"
+
+
+# --- packaging ---
+
+
+def test_client_imports_neither_quire_nor_torch() -> None:
+    code = (
+        "import sys, quire_client, quire_client.cli;"
+        "banned = ('quire', 'quire_ensemble', 'quire_kernels', 'torch');"
+        "bad = [m for m in sys.modules if m.split('.')[0] in banned];"
+        "sys.exit(repr(bad) if bad else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(CLIENT_DIR)}, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()
+
+
+class InterruptedCall:
+    """A call whose first read is broken off by Ctrl-C while grpc's receive operation is under way."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._thread: threading.Thread | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def __iter__(self) -> InterruptedCall:
+        return self
+
+    def __next__(self) -> Any:
+        if self._thread is not None:
+            raise AssertionError("a second read: grpc answers 'Internal gRPC call error 8'")
+        self._thread = threading.Thread(target=self._swallow, daemon=True)
+        self._thread.start()
+        raise KeyboardInterrupt
+
+    def _swallow(self) -> None:
+        with contextlib.suppress(grpc.RpcError, StopIteration):
+            next(self._call)
+
+
+def test_interrupted_read_is_not_taken_up_again(server: FakeKServe, client: Client) -> None:
+    stream = client.stream("silent")
+    assert server.started.wait(WAIT)
+    server.running[stream.request_id] = threading.Event()  # acknowledged, but the stream does not end
+    stream._call = InterruptedCall(stream._call)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert server.cancelled_ids == [stream.request_id]
+
+
+def test_time_of_a_cancel_is_bounded(server: FakeKServe, client: Client) -> None:
+    """A generator that knows the request but never ends it must not hold the caller."""
+    stream = client.stream("silent")
+    assert server.started.wait(WAIT)
+    server.running[stream.request_id] = threading.Event()  # the cancel is acknowledged, and nothing happens
+    begin = time.monotonic()
+    stream.cancel()
+    assert time.monotonic() - begin < 3

@@ -1,0 +1,269 @@
+"""Tokenizer: equal to transformers for text and chat templates, safe against odd checkpoints and clients."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire_ensemble.errors import InputError, TokenizerError
+from quire_ensemble.tokenizer import TOKENIZER_FILES, Tokenizer
+from tests.fixtures.chat_templates import CONVERSATIONS, TEMPLATES, TOOLS
+from tests.fixtures.checkpoints import write_tokenizer
+
+PACKAGE = Path(__file__).resolve().parents[2] / "ensemble" / "quire_ensemble"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> Tokenizer:
+    return Tokenizer(checkpoint)
+
+
+def with_template(checkpoint: Path, path: Path, template: str | None) -> Path:
+    """A copy of a checkpoint's tokenizer with another chat template, or none."""
+    shutil.copytree(checkpoint, path)
+    (path / "chat_template.jinja").unlink()
+    if template is not None:
+        (path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return path
+
+
+def hf_ids(path: Path, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
+    """Token ids by transformers itself, from a tokenizer of its own."""
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    ids: Any = loaded.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)
+    return ids
+
+
+@pytest.mark.row("A27")
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_messages_equal_apply_chat_template(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    path = with_template(checkpoint, tmp_path / "t", TEMPLATES[name])
+    tokenizer = Tokenizer(path)
+    compared = 0
+    for messages, tools in CONVERSATIONS[name]:
+        for prompt in (True, False):
+            expected = hf_ids(path, messages, tools=tools, add_generation_prompt=prompt)
+            whole = {"messages": messages, "tools": tools, "add_generation_prompt": prompt}
+            assert tokenizer.encode_messages(json.dumps(whole)) == expected
+            by_arguments = tokenizer.encode_messages(
+                json.dumps(messages, ensure_ascii=False).encode(), tools=tools, add_generation_prompt=prompt
+            )
+            assert by_arguments == expected
+            assert expected.count(tokenizer.bos_token_id or -1) <= 1, "the template's BOS and no second one"
+            compared += len(expected)
+    assert compared > 100
+
+
+def test_there_are_ten_templates_and_some_use_tools() -> None:
+    assert len(TEMPLATES) >= 10
+    assert sum(any(tools for _, tools in CONVERSATIONS[name]) for name in TEMPLATES) >= 3
+
+
+def test_tools_reach_the_prompt(checkpoint: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(with_template(checkpoint, tmp_path / "t", TEMPLATES["chatml_tools"]))
+    messages = [{"role": "user", "content": "weather?"}]
+    text = tokenizer.render_messages(json.dumps({"messages": messages, "tools": TOOLS}))
+    assert TOOLS[0]["function"]["name"] in text
+    assert TOOLS[0]["function"]["name"] not in tokenizer.render_messages(json.dumps(messages))
+
+
+def test_template_kwargs_reach_the_template_and_reserved_ones_do_not(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer(
+        with_template(checkpoint, tmp_path / "t", "{{ messages[0].content }}{{ mood or '' }}")
+    )
+    whole: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+    whole["chat_template_kwargs"] = {"mood": "!"}
+    assert tokenizer.render_messages(json.dumps(whole)) == "a!"
+    for name in ("chat_template", "tokenize", "messages", "conversations", "raise_exception"):
+        whole["chat_template_kwargs"] = {name: "{{ 7 * 7 }}"}
+        with pytest.raises(InputError, match=f"messages: chat_template_kwargs must not set '{name}'"):
+            tokenizer.render_messages(json.dumps(whole))
+
+
+def test_parts_reach_templates_that_know_them_and_are_joined_for_others(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    knows = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p.text }}{% if not loop.last %}|{% endif %}{% endfor %}"
+        "{% endif %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    raw = json.dumps([{"role": "user", "content": parts}])
+    assert Tokenizer(with_template(checkpoint, tmp_path / "1", knows)).render_messages(raw) == "a|b"
+    simple = Tokenizer(with_template(checkpoint, tmp_path / "2", "{{ messages[0].content }}"))
+    assert simple.render_messages(raw) == "a\nb"
+    raises = Tokenizer(with_template(checkpoint, tmp_path / "3", "{{ messages[0].content + '.' }}"))
+    assert raises.render_messages(raw) == "a\nb."
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].nothing.there }}", "nothing"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% for %}", "Expected"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_a_refusing_or_broken_template_is_an_error_of_messages(
+    template: str, reason: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer(with_template(checkpoint, tmp_path / "t", template))
+    with pytest.raises(InputError, match=f"messages: refused by the chat template: .*{reason}") as refused:
+        tokenizer.encode_messages('[{"role": "user", "content": "a"}]')
+    assert refused.value.field == "messages"
+
+
+def test_a_checkpoint_without_template_says_so(checkpoint: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(with_template(checkpoint, tmp_path / "t", None))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InputError, match="messages: the checkpoint has no chat template; send text_input"):
+        tokenizer.encode_messages('[{"role": "user", "content": "a"}]')
+
+
+def test_text_equals_transformers_and_decodes_back(checkpoint: Path, tokenizer: Tokenizer) -> None:
+    from transformers import AutoTokenizer
+
+    hf = AutoTokenizer.from_pretrained(str(checkpoint))
+    for text in ("Hello, world", "naïve café ☕", "日本語のテキスト", "👩‍👩‍👧‍👦 family", " a  b\n", "\x00"):
+        assert tokenizer.encode(text) == hf(text)["input_ids"] == [1, *tokenizer.encode(text, False)]
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert tokenizer.encode("") == [1]
+    assert tokenizer.decode(tokenizer.encode("hi")) == "<s>hi"
+    assert tokenizer.decode(tokenizer.encode("hi"), skip_special_tokens=True) == "hi"
+    # "Hello ." must not become "Hello.": a stream has sent the space already.
+    assert tokenizer.decode(tokenizer.encode("Hello . n't", add_special_tokens=False)) == "Hello . n't"
+
+
+def test_sizes_and_special_ids(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocab_size == 512
+    assert tokenizer.all_special_ids == frozenset(range(5))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"", "must not be empty"),
+        (b"ab\xff", "invalid UTF-8 at byte 2 of 3"),
+        (b"\xed\xa0\x80", "invalid UTF-8 at byte 0 of 3"),
+        ("a€".encode()[:-1], "invalid UTF-8 at byte 1 of 3"),
+    ],
+)
+def test_wrong_bytes_name_field_and_offset(tokenizer: Tokenizer, raw: bytes, reason: str) -> None:
+    with pytest.raises(InputError) as refused:
+        tokenizer.encode_bytes("prompt", raw)
+    assert refused.value.field == "prompt"
+    assert reason in refused.value.reason
+
+
+def test_an_unpaired_surrogate_from_json_is_the_clients_error(tokenizer: Tokenizer) -> None:
+    """JSON spells what UTF-8 cannot; tokenizers raises a TypeError for it, which is not a bug of ours."""
+    with pytest.raises(InputError, match=r"messages: unpaired surrogate U\+D83D"):
+        tokenizer.encode_messages('[{"role": "user", "content": "\\ud83d"}]')
+    with pytest.raises(InputError, match=r"text_input: unpaired surrogate U\+DC00 at character 1"):
+        tokenizer.encode("a\udc00b")
+
+
+def test_truncation_and_padding_in_the_file_do_not_apply(checkpoint: Path, tmp_path: Path) -> None:
+    """Checkpoints saved after training often carry both; a prompt must not lose its tail nor gain pads."""
+    path = tmp_path / "t"
+    shutil.copytree(checkpoint, path)
+    values = json.loads((path / "tokenizer.json").read_text("utf-8"))
+    values["truncation"] = {
+        "direction": "Right",
+        "max_length": 4,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    values["padding"] = {
+        "strategy": {"Fixed": 64},
+        "direction": "Left",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|endoftext|>",
+    }
+    (path / "tokenizer.json").write_text(json.dumps(values), encoding="utf-8")
+    text = "one two three four five six seven"
+    assert Tokenizer(path).encode(text) == Tokenizer(checkpoint).encode(text)
+
+
+def test_many_threads_share_one_tokenizer(tokenizer: Tokenizer) -> None:
+    texts = [f"thread {n} says {'word ' * (n % 7)}" for n in range(64)]
+    expected = [tokenizer.encode(text) for text in texts]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            assert list(pool.map(tokenizer.encode, texts)) == expected
+
+
+def test_a_plain_tokenizer_json_is_enough(checkpoint: Path, tmp_path: Path) -> None:
+    assert not Tokenizer.exists(tmp_path)
+    shutil.copy(checkpoint / "tokenizer.json", tmp_path)
+    assert Tokenizer.exists(tmp_path)
+    assert Tokenizer(tmp_path).encode("hello") == Tokenizer(checkpoint).encode("hello")
+
+
+def test_missing_and_broken_tokenizers_are_one_clear_line(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="absent: tokenizer directory does not exist"):
+        Tokenizer(tmp_path / "absent")
+    with pytest.raises(TokenizerError, match=f"no tokenizer files; expected one of {TOKENIZER_FILES[0]}"):
+        Tokenizer(tmp_path)
+    text = (checkpoint / "tokenizer.json").read_text("utf-8")
+    (tmp_path / "tokenizer.json").write_text(text[: len(text) // 2], encoding="utf-8")
+    with pytest.raises(TokenizerError, match="tokenizer cannot be loaded") as broken:
+        Tokenizer(tmp_path)
+    assert str(tmp_path) in str(broken.value)
+    assert "\n" not in str(broken.value)
+
+
+def test_code_of_a_checkpoint_is_never_run(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    shutil.copytree(checkpoint, path)
+    marker = tmp_path / "was_run"
+    (path / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
+    config = json.loads((path / "tokenizer_config.json").read_text("utf-8"))
+    config |= {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    try:
+        Tokenizer(path)
+    except TokenizerError as refused:
+        assert str(path) in str(refused)
+    assert not marker.exists()
+
+
+def test_importing_the_package_is_light_and_never_reaches_quire() -> None:
+    """Triton's auto-complete stub imports these before every load; only loading a tokenizer may be heavy."""
+    modules = sorted(
+        f"quire_ensemble.{file.stem}" for file in PACKAGE.glob("*.py") if file.stem != "__init__"
+    )
+    assert "quire_ensemble.generator_schema" in modules
+    code = (
+        f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\n"
+        "heavy = ('torch', 'transformers', 'tokenizers', 'tritonclient', 'quire')\n"
+        "print([m for m in heavy if m in sys.modules])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
+    )
+    assert ran.stdout.strip() == "[]"

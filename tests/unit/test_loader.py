@@ -1,0 +1,489 @@
+"""Weight formats, and one clear line for each way a checkpoint can be broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.config import ModelConfig
+from quire.errors import CheckpointError
+from quire.loader import LoadedModel, load_model, read_checkpoint_info
+from tests.fixtures.checkpoints import build_model, make_checkpoint
+from tests.fixtures.drive import Driver, hf_logits, hf_model
+from tests.fixtures.gguf_files import gguf_name, write_gguf
+
+CPU = torch.device("cpu")
+IDS = torch.randint(5, 512, (30,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama in one safetensors file, which no test changes."""
+    return make_checkpoint("llama", tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> torch.Tensor:
+    """What `transformers` says about IDS."""
+    return hf_logits(hf_model(checkpoint), IDS)
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+
+
+def load(path: Path, **options: Any) -> LoadedModel:
+    return load_model(ModelConfig(model=str(path), **options), CPU)
+
+
+def complaint(path: Path, **options: Any) -> str:
+    """The message of the CheckpointError that loading raises: one line."""
+    with pytest.raises(CheckpointError) as raised:
+        load(path, **options)
+    message = str(raised.value)
+    assert "\n" not in message and raised.value.code == "INVALID_ARG"
+    return message
+
+
+# Each format loads.
+
+
+@pytest.mark.row("G16")
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("weight_format", ["safetensors", "bin"])
+def test_one_file_and_shards(shards: int, weight_format: str, tmp_path: Path, expected: torch.Tensor) -> None:
+    path = make_checkpoint("llama", tmp_path, shards=shards, weight_format=weight_format, tokenizer=False)
+    stem, suffix = {"safetensors": ("model", "safetensors"), "bin": ("pytorch_model", "bin")}[weight_format]
+    assert len(list(path.glob(f"{stem}*.{suffix}"))) == shards
+    assert (path / f"{stem}.{suffix}.index.json").exists() == (shards > 1)
+    driver = Driver.load(path, load_format=weight_format)
+    torch.testing.assert_close(driver.logits(IDS), expected, atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.row("G16")
+@pytest.mark.parametrize("name", ["pytorch_model.pt", "model.pt"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_pt_files_of_old_and_new_layout(name: str, zipped: bool, copy: Path, expected: torch.Tensor) -> None:
+    weights = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    torch.save(weights, copy / name, _use_new_zipfile_serialization=zipped)
+    driver = Driver.load(copy, load_format="bin")
+    torch.testing.assert_close(driver.logits(IDS), expected, atol=1e-4, rtol=0.0)
+
+
+def naive_q8_0(weight: torch.Tensor) -> torch.Tensor:
+    """Blocks of 32 share a float16 scale, max / 127; what is left of the weight after that."""
+    blocks = weight.float().unflatten(-1, (-1, 32))
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    return (torch.round(blocks / scale) * scale.half().float()).flatten(-2)
+
+
+def naive_q4_0(weight: torch.Tensor) -> torch.Tensor:
+    """Blocks of 32 share a float16 scale, the largest value / -8; values are 0..15 minus 8."""
+    blocks = weight.float().unflatten(-1, (-1, 32))
+    largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    scale = largest / -8
+    codes = torch.clamp(torch.floor(blocks / scale + 8.5), 0, 15)
+    return ((codes - 8) * scale.half().float()).flatten(-2)
+
+
+NAIVE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "F32": lambda w: w,
+    "F16": lambda w: w.half().float(),
+    "BF16": lambda w: w.bfloat16().float(),
+    "Q8_0": naive_q8_0,
+    "Q4_0": naive_q4_0,
+}
+
+
+@pytest.mark.row("G16")
+@pytest.mark.parametrize("kind", NAIVE)
+@pytest.mark.parametrize("family", ["llama", "llama3", "qwen2", "qwen3"])
+def test_gguf_equals_transformers_with_the_decoded_weights(family: str, kind: str, tmp_path: Path) -> None:
+    """Configuration, names, order of rotary dimensions and quantisation: all from the file."""
+    file = write_gguf(make_checkpoint(family, tmp_path / "hf"), tmp_path / "model.gguf", kind)
+    model = build_model(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(NAIVE[kind](parameter))
+    driver = Driver.load(file, dtype="float32")
+    torch.testing.assert_close(driver.logits(IDS), hf_logits(model, IDS), atol=2e-3, rtol=0.0)
+
+
+@pytest.mark.row("G16")
+def test_gguf_linear_rope_tokens_and_dtype(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "factor": 4.0}
+    path = make_checkpoint("llama", tmp_path / "hf", rope_scaling=rope, tied=True)
+    file = write_gguf(path, tmp_path / "model.gguf", "BF16")
+    loaded = load(file)
+    assert loaded.config.dtype == torch.bfloat16, "auto is the type of the file's matrices"
+    assert loaded.config.tie_word_embeddings
+    assert loaded.eos_token_ids == {2, 4}
+    assert loaded.config.rope.parameters["factor"] == 4.0
+    info = read_checkpoint_info(file)
+    assert (info.vocab_size, info.max_model_len) == (512, 2048)
+    assert info.architectures == ("LlamaForCausalLM",)
+
+
+@pytest.mark.row("G16")
+def test_a_directory_that_holds_one_gguf_file(
+    tmp_path: Path, checkpoint: Path, expected: torch.Tensor
+) -> None:
+    write_gguf(checkpoint, tmp_path / "tiny-f32.gguf")
+    torch.testing.assert_close(Driver.load(tmp_path).logits(IDS), expected, atol=1e-4, rtol=0.0)
+    write_gguf(checkpoint, tmp_path / "tiny-q8.gguf", "Q8_0")
+    assert complaint(tmp_path) == (
+        f"{tmp_path}: holds several .gguf files (tiny-f32.gguf, tiny-q8.gguf); name one of them"
+    )
+
+
+# What is loaded.
+
+
+def test_eos_comes_from_generation_config_first(copy: Path) -> None:
+    assert load(copy).eos_token_ids == {2, 4} == read_checkpoint_info(copy).eos_token_ids
+    assert load(copy).generation_config["eos_token_id"] == [2, 4]
+    (copy / "generation_config.json").write_text('{"temperature": 0.5}')
+    assert load(copy).eos_token_ids == {2} == read_checkpoint_info(copy).eos_token_ids
+    (copy / "generation_config.json").unlink()
+    assert load(copy).eos_token_ids == {2}
+    assert load(copy).generation_config == {}
+
+
+@pytest.mark.parametrize("asked", ["float32", "bfloat16", "float16"])
+def test_dtype_is_converted(asked: str, checkpoint: Path) -> None:
+    loaded = load(checkpoint, dtype=asked)
+    dtype = getattr(torch, asked)
+    assert loaded.config.dtype == dtype
+    assert all(parameter.dtype == dtype for parameter in loaded.model.parameters())
+    stored = sum(tensor.numel() for tensor in load_file(checkpoint / "model.safetensors").values())
+    assert loaded.weight_bytes == stored * dtype.itemsize
+
+
+def test_tied_embeddings_are_held_once(tmp_path: Path) -> None:
+    tied = load(make_checkpoint("llama", tmp_path / "tied", tied=True))
+    untied = load(make_checkpoint("llama", tmp_path / "untied", tied=False))
+    assert untied.weight_bytes - tied.weight_bytes == 512 * 64 * 4
+    assert tied.model.head is tied.model.embedding
+
+
+def test_known_leftovers_are_ignored(copy: Path, expected: torch.Tensor) -> None:
+    """Old Llama files hold rotary frequencies; tied checkpoints may hold the head a second time."""
+    weights = load_file(copy / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(weights, copy / "model.safetensors")
+    torch.testing.assert_close(Driver.load(copy).logits(IDS), expected, atol=1e-4, rtol=0.0)
+
+
+def test_loading_needs_the_model_once(tmp_path: Path) -> None:
+    """Peak memory grows by the model and one tensor, not by the model twice; measured in its own process."""
+    path = make_checkpoint(
+        "llama", tmp_path, tokenizer=False, hidden_size=512, intermediate_size=2048, num_hidden_layers=6
+    )
+    size = (path / "model.safetensors").stat().st_size
+    code = """if True:
+        import re, sys, torch
+        from quire.config import ModelConfig
+        from quire.loader import load_model
+        def anonymous():
+            return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1])
+        before = anonymous()
+        loaded = load_model(ModelConfig(model=sys.argv[1], dtype="bfloat16"), torch.device("cpu"))
+        print(anonymous() - before, loaded.weight_bytes)
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        check=True, capture_output=True, text=True, timeout=120, env=os.environ,
+    )  # fmt: skip
+    grown, weight_bytes = map(int, done.stdout.split())
+    assert weight_bytes == pytest.approx(size / 2, rel=0.01)
+    assert grown < 1.25 * weight_bytes
+
+
+def test_info_needs_no_torch(checkpoint: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from quire.loader import read_checkpoint_info\n"
+        "print(read_checkpoint_info(sys.argv[1]).vocab_size)\n"
+        "print(any(name in sys.modules for name in ('torch', 'transformers')))\n"
+    )
+    for path in (checkpoint, write_gguf(checkpoint, tmp_path / "model.gguf")):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(path)], check=True, capture_output=True, text=True, timeout=120
+        )
+        assert done.stdout.split() == ["512", "False"]
+
+
+# Pickles.
+
+
+class Hostile:
+    """Unpickling it would create a file."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.target,))
+
+
+@pytest.mark.row("G16")
+def test_pickles_are_refused_unless_allowed(tmp_path: Path, expected: torch.Tensor) -> None:
+    path = make_checkpoint("llama", tmp_path, weight_format="bin", tokenizer=False)
+    message = complaint(path)
+    assert message.startswith(f"{path / 'pytorch_model.bin'}: the weights are pickles")
+    assert "load_format=bin or allow_pickle=true" in message
+    assert complaint(path, load_format="safetensors", allow_pickle=True) == (
+        f"{path}: holds neither model.safetensors nor its index"
+    )
+    for options in ({"allow_pickle": True}, {"load_format": "bin"}):
+        torch.testing.assert_close(Driver.load(path, **options).logits(IDS), expected, atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.row("G16")
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_with_code_in_it_is_refused_and_not_run(zipped: bool, copy: Path) -> None:
+    target, file = copy / "executed", copy / "pytorch_model.bin"
+    weights = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    content = {**weights, "evil": Hostile(target)}
+    if zipped:
+        torch.save(content, file)
+    else:
+        file.write_bytes(pickle.dumps(content))
+    message = complaint(copy, load_format="bin")
+    assert message.startswith(f"{file}: ")
+    assert not target.exists()
+
+
+@pytest.mark.row("G16")
+def test_safetensors_are_preferred_to_pickles(copy: Path, expected: torch.Tensor) -> None:
+    (copy / "pytorch_model.bin").write_bytes(b"not a checkpoint")
+    driver = Driver.load(copy, allow_pickle=True)
+    torch.testing.assert_close(driver.logits(IDS), expected, atol=1e-4, rtol=0.0)
+
+
+# Missing, unexpected and misshapen tensors.
+
+
+def change(path: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    edit(weights)
+    save_file(weights, file)
+    return file
+
+
+@pytest.mark.row("G16")
+def test_missing_tensors_are_listed(copy: Path) -> None:
+    file = change(copy, lambda w: [w.pop("model.layers.1.self_attn.k_proj.weight"), w.pop("lm_head.weight")])
+    assert complaint(copy) == (
+        f"{file}: 2 missing tensors: lm_head.weight, model.layers.1.self_attn.k_proj.weight"
+    )
+
+
+@pytest.mark.row("G16")
+def test_unexpected_tensors_are_listed(copy: Path) -> None:
+    file = change(copy, lambda w: w.update({"model.extra": torch.ones(2), "a.b": torch.ones(2)}))
+    assert complaint(copy) == f"{file}: 2 unexpected tensors: a.b, model.extra"
+
+
+@pytest.mark.row("G16")
+def test_a_renamed_tensor_is_both(copy: Path) -> None:
+    file = change(copy, lambda w: w.update({"model.normal.weight": w.pop("model.norm.weight")}))
+    assert complaint(copy) == (
+        f"{file}: 1 missing tensors: model.norm.weight; {file}: 1 unexpected tensors: model.normal.weight"
+    )
+
+
+@pytest.mark.row("G16")
+def test_unexpected_tensors_name_their_shard(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path, shards=2, tokenizer=False)
+    shard = path / "model-00002-of-00002.safetensors"
+    save_file({**load_file(shard), "extra": torch.ones(1)}, shard)
+    assert complaint(path) == f"{shard}: 1 unexpected tensors: extra"
+    save_file({}, path / "model-00001-of-00002.safetensors")
+    assert complaint(path).startswith(f"{path / 'model.safetensors.index.json'}: 11 missing tensors: lm_head")
+
+
+@pytest.mark.row("G16")
+def test_a_long_list_is_cut(copy: Path) -> None:
+    change(copy, lambda w: w.update({f"extra.{i:02d}": torch.ones(1) for i in range(20)}))
+    assert complaint(copy).endswith("extra.14, extra.15 and 4 more")
+
+
+@pytest.mark.row("G16")
+def test_a_wrong_shape_is_named(copy: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    file = change(copy, lambda w: w.update({name: torch.ones(128, 63)}))
+    assert complaint(copy) == f"{file}: {name} has shape [128, 63], config.json means [128, 64]"
+
+
+@pytest.mark.row("G16")
+def test_integer_weights_are_refused(copy: Path) -> None:
+    name = "model.norm.weight"
+    file = change(copy, lambda w: w.update({name: torch.ones(64, dtype=torch.int8)}))
+    assert complaint(copy) == f"{file}: {name} has type torch.int8, expected floating point"
+
+
+@pytest.mark.row("G16")
+def test_missing_and_unexpected_tensors_of_gguf(tmp_path: Path, copy: Path) -> None:
+    change(copy, lambda w: w.pop("model.layers.1.mlp.up_proj.weight"))
+    file = write_gguf(copy, tmp_path / "model.gguf")
+    assert complaint(file) == f"{file}: 1 missing tensors: model.layers.1.mlp.up_proj.weight"
+    assert gguf_name("model.layers.1.mlp.up_proj.weight") == "blk.1.ffn_up.weight"
+
+
+# Broken files.
+
+
+def truncate(file: Path, keep: float = 0.6) -> Path:
+    data = file.read_bytes()
+    file.write_bytes(data[: int(len(data) * keep)])
+    return file
+
+
+def test_no_such_directory(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere"
+    assert complaint(path) == f"{path}: no such checkpoint directory or file"
+    with pytest.raises(CheckpointError, match="nowhere: no such checkpoint"):
+        read_checkpoint_info(path)
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("hello")
+    assert complaint(file) == f"{file}: neither a checkpoint directory nor a .gguf file"
+
+
+def test_no_config(copy: Path) -> None:
+    (copy / "config.json").unlink()
+    assert complaint(copy) == f"{copy / 'config.json'}: file not found"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read as JSON: "),
+        ("[1]", "must hold a JSON object"),
+        ("\udc80", "cannot be read as JSON"),
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_broken_json(name: str, text: str, message: str, copy: Path) -> None:
+    (copy / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert complaint(copy).startswith(f"{copy / name}: {message}")
+
+
+def test_no_weights(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    assert complaint(copy) == (
+        f"{copy}: holds no weights: neither model.safetensors nor model.safetensors.index.json"
+    )
+    assert "neither pytorch_model.bin nor" in complaint(copy, load_format="bin")
+    assert complaint(copy, load_format="gguf") == f"{copy}: load_format=gguf, but this is no .gguf file"
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.001, 0.6, 0.999])
+def test_truncated_safetensors(keep: float, copy: Path) -> None:
+    file = truncate(copy / "model.safetensors", keep)
+    assert complaint(copy).startswith(f"{file}: broken safetensors file: ")
+
+
+def test_safetensors_of_noise(copy: Path) -> None:
+    file = copy / "model.safetensors"
+    file.write_bytes(np.random.default_rng(0).bytes(5000))
+    assert complaint(copy).startswith(f"{file}: broken safetensors file: ")
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path, shards=3, tokenizer=False)
+    shard = path / "model-00002-of-00003.safetensors"
+    shard.unlink()
+    assert complaint(path) == f"{shard}: shard not found; model.safetensors.index.json names it"
+
+
+def test_truncated_shard(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path, shards=3, tokenizer=False)
+    shard = truncate(path / "model-00002-of-00003.safetensors")
+    assert complaint(path).startswith(f"{shard}: broken safetensors file: ")
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{}", "must hold a weight_map of tensor names to files"),
+        ("nonsense", "cannot be read as JSON"),
+        (
+            '{"weight_map": {"a": "../secret.safetensors"}}',
+            "'../secret.safetensors' is not the name of a file",
+        ),
+        ('{"weight_map": {"a": 3}}', "3 is not the name of a file"),
+    ],
+)
+def test_broken_index(index: str, message: str, copy: Path) -> None:
+    file = copy / "model.safetensors.index.json"
+    file.write_text(index)
+    assert complaint(copy).startswith(f"{file}: {message}")
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.9])
+def test_truncated_bin(keep: float, tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path, weight_format="bin", tokenizer=False)
+    file = truncate(path / "pytorch_model.bin", keep)
+    assert complaint(path, load_format="bin").startswith(f"{file}: ")
+
+
+def test_bin_that_is_no_dictionary(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    file = copy / "pytorch_model.bin"
+    torch.save([torch.ones(2)], file)
+    assert complaint(copy, load_format="bin") == f"{file}: holds a list, not a dictionary of tensors"
+    torch.save({"epoch": 3}, file)
+    assert complaint(copy, load_format="bin") == f"{file}: epoch is a int, not a tensor"
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.0001, 0.01, 0.5, 0.99])
+def test_truncated_gguf(keep: float, checkpoint: Path, tmp_path: Path) -> None:
+    file = truncate(write_gguf(checkpoint, tmp_path / "model.gguf"), keep)
+    assert complaint(file).startswith(f"{file}: broken GGUF file: ")
+
+
+def test_gguf_of_noise_and_of_an_unknown_architecture(checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"noise" * 100)
+    assert complaint(file) == f"{file}: broken GGUF file: GGUF magic invalid"
+    file.write_bytes(b"GGUF" + struct.pack("<I", 3) + np.random.default_rng(0).bytes(500))
+    assert complaint(file).startswith(f"{file}: broken GGUF file: ")
+    write_gguf(checkpoint, file)
+    data = file.read_bytes().replace(
+        b"\x05\x00\x00\x00\x00\x00\x00\x00llama", b"\x05\x00\x00\x00\x00\x00\x00\x00gpt2x"
+    )
+    file.write_bytes(data)
+    assert complaint(file) == (
+        f"{file}: GGUF architecture 'gpt2x' is not supported; supported: llama, qwen2, qwen3"
+    )
+
+
+def test_index_is_preferred_to_a_stray_single_file(tmp_path: Path, expected: torch.Tensor) -> None:
+    """Repositories with both hold the same weights; the index states which files belong together."""
+    path = make_checkpoint("llama", tmp_path, shards=2, tokenizer=False)
+    save_file({"other": torch.ones(1)}, path / "model.safetensors")
+    torch.testing.assert_close(Driver.load(path).logits(IDS), expected, atol=1e-4, rtol=0.0)
+    assert json.loads((path / "model.safetensors.index.json").read_text())["metadata"]["total_size"] > 0

@@ -1,0 +1,245 @@
+"""Every family against `transformers`: logits, greedy output, precision, and the cost of a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from quire.config import ModelConfig
+from quire.errors import CheckpointError
+from quire.layers.embedding import Embedding
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.loader import load_model
+from tests.fixtures.checkpoints import FAMILIES, make_checkpoint
+from tests.fixtures.drive import Driver, hf_greedy, hf_logits, hf_model
+
+LLAMA_FAMILIES = ("llama", "llama2", "llama3")
+QWEN_FAMILIES = ("qwen2", "qwen3")
+LOGITS_TOLERANCE = 1e-4
+"""float32: largest difference of any logit; logits have a standard deviation of 3."""
+HALF_TOLERANCE = {"bfloat16": 4e-2, "float16": 6e-3}
+"""Half precision against float32 of the same weights: root mean square, relative to the logits' deviation."""
+
+
+def rows(families: dict[str, tuple[str, ...]]) -> Iterator[Any]:
+    """Parameters of all families, each marked with the row of features.md it proves."""
+    for row, names in families.items():
+        for name in names:
+            yield pytest.param(name, marks=pytest.mark.row(row))
+
+
+ALL_FAMILIES = list(rows({"E1": LLAMA_FAMILIES, "E2": QWEN_FAMILIES, "E3": ("mistral",)}))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One checkpoint of each family."""
+    root = tmp_path_factory.mktemp("families")
+    return {family: make_checkpoint(family, root / family, tokenizer=False) for family in FAMILIES}
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(5, 512, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("chunk", [None, 7], ids=["whole", "chunks"])
+def test_logits_equal_transformers(family: str, chunk: int | None, checkpoints: dict[str, Path]) -> None:
+    ids = tokens(75)
+    logits = Driver.load(checkpoints[family]).logits(ids, chunk)
+    expected = hf_logits(hf_model(checkpoints[family]), ids)
+    torch.testing.assert_close(logits, expected, atol=LOGITS_TOLERANCE, rtol=0.0)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize(("chunk", "block_size"), [(None, 16), (1, 8), (7, 8)])
+def test_greedy_output_equals_transformers(
+    family: str, chunk: int | None, block_size: int, checkpoints: dict[str, Path]
+) -> None:
+    """A batch of lengths around the block size and the window, prefilling and decoding mixed."""
+    prompts = [tokens(length, seed=length) for length in (1, 7, 8, 9, 16, 30, 64)]
+    hf = hf_model(checkpoints[family])
+    driver = Driver.load(checkpoints[family], block_size=block_size)
+    expected = [hf_greedy(hf, prompt, 24) for prompt in prompts]
+    assert driver.greedy(prompts, 24, chunk) == expected
+    assert all(len(set(output)) > 6 for output in expected), "an oracle that repeats itself proves little"
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("dtype", HALF_TOLERANCE)
+def test_half_precision_is_as_close_to_float32_as_stated(family: str, dtype: str, tmp_path: Path) -> None:
+    """Within the stated tolerance of float32, and no worse than `transformers` in the same type."""
+    path = make_checkpoint(family, tmp_path, dtype=dtype, tokenizer=False)
+    ids = tokens(60)
+    exact = hf_logits(hf_model(path, "float32"), ids)
+
+    def error(logits: torch.Tensor) -> float:
+        return float((logits - exact).square().mean().sqrt() / exact.std())
+
+    driver = Driver.load(path)
+    assert driver.model.config.dtype == getattr(torch, dtype) == driver.kv_cache.dtype
+    ours = error(driver.logits(ids))
+    assert 0 < ours < HALF_TOLERANCE[dtype]
+    assert ours < 1.1 * error(hf_logits(hf_model(path, dtype), ids))
+
+
+@pytest.mark.row("E3")
+def test_sliding_window_matters_and_equals_transformers_beyond_it(checkpoints: dict[str, Path]) -> None:
+    """A window of 12 in 2 layers: position 60 depends on 60 - 2 * 11 and on nothing before it."""
+    path, ids = checkpoints["mistral"], tokens(75, seed=3)
+    driver = Driver.load(path)
+    logits = driver.logits(ids)
+    torch.testing.assert_close(logits, hf_logits(hf_model(path), ids), atol=LOGITS_TOLERANCE, rtol=0.0)
+
+    def influence(position: int) -> float:
+        other = [*ids[:position], (ids[position] + 1) % 512, *ids[position + 1 :]]
+        return float((driver.logits(other)[60] - logits[60]).abs().max())
+
+    assert influence(60 - 22) > 100 * influence(60 - 23)
+    assert influence(60 - 23) < 1e-5
+
+
+@pytest.mark.row("E2", "E3")
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 10, "max_window_layers": 0}),
+        ("mistral", {"sliding_window": None}),
+    ],
+)
+def test_windows_of_some_layers(family: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    """By layer_types, and by max_window_layers in files that are older than layer_types."""
+    path = make_checkpoint(family, tmp_path, tokenizer=False, num_hidden_layers=3, **keys)
+    ids = tokens(50)
+    expected = hf_logits(hf_model(path), ids)
+    torch.testing.assert_close(Driver.load(path).logits(ids), expected, atol=2e-4, rtol=0.0)
+    config = json.loads((path / "config.json").read_text())
+    if config.pop("layer_types", None) is not None:
+        # transformers 5 writes null where the switch is off; files of its time had the number.
+        (path / "config.json").write_text(json.dumps({**config, **keys}))
+        torch.testing.assert_close(Driver.load(path).logits(ids), expected, atol=2e-4, rtol=0.0)
+
+
+@pytest.mark.row("E1", "E2")
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"tied": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-3}),
+        ("llama", {"hidden_act": "gelu", "head_dim": 32}),
+        ("llama", {"num_key_value_heads": 1}),
+        ("llama3", {"tied": False, "legacy_config": True}),
+        ("qwen2", {"tied": False, "legacy_config": True}),
+        ("qwen3", {"tied": False, "attention_bias": True}),
+    ],
+)
+def test_switches_of_the_configuration(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    path = make_checkpoint(family, tmp_path, tokenizer=False, **options)
+    ids = tokens(40)
+    torch.testing.assert_close(
+        Driver.load(path).logits(ids), hf_logits(hf_model(path), ids), atol=2e-4, rtol=0.0
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_oracle_depends_on_its_whole_history(family: str, checkpoints: dict[str, Path]) -> None:
+    """Else equality with it would prove nothing: see tests/fixtures/checkpoints.py."""
+    hf, prompt = hf_model(checkpoints[family]), tokens(20)
+    if family == "mistral":
+        prompt = prompt[:12]
+    output = hf_greedy(hf, prompt, 16)
+    for changed in (0, len(prompt) // 2):
+        other = [*prompt[:changed], (prompt[changed] + 1) % 512, *prompt[changed + 1 :]]
+        assert hf_greedy(hf, other, 16) != output
+
+
+@pytest.mark.row("C1")
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1], ids=["MHA", "GQA", "MQA"])
+def test_a_decode_step_costs_one_token_whatever_the_history(num_kv_heads: int, tmp_path: Path) -> None:
+    """One row through every layer, equal work at any history but for attention, and the right logits."""
+    path = make_checkpoint("llama", tmp_path, tokenizer=False, num_key_value_heads=num_kv_heads)
+    driver = Driver.load(path)
+    rows_seen: list[int] = []
+
+    def count_rows(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        rows_seen.append(inputs[0].shape[0])
+
+    cost: dict[int, dict[str, int]] = {}
+    ids = tokens(401)
+    expected = hf_logits(hf_model(path), ids)
+    hooks = [
+        module.register_forward_hook(count_rows)
+        for module in driver.model.modules()
+        if isinstance(module, Linear | Embedding | RMSNorm)
+    ]
+    for history in (16, 400):
+        sequence = driver.add(ids[: history + 1])
+        driver.step([(sequence, history)])
+        rows_seen.clear()
+        with FlopCounterMode(display=False) as counter:
+            (logits,) = driver.step([(sequence, 1)])
+        assert rows_seen and set(rows_seen) == {1}
+        cost[history] = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+        torch.testing.assert_close(logits[0], expected[history], atol=LOGITS_TOLERANCE, rtol=0.0)
+    for hook in hooks:
+        hook.remove()
+    attention, rest = "aten.bmm", "aten.mm"
+    assert cost[16][rest] == cost[400][rest] > 0
+    # Blocks of 8: 17 tokens are 3 blocks, 401 are 51.
+    assert cost[400][attention] * 3 == cost[16][attention] * 51
+    assert set(cost[16]) == {attention, rest}
+
+
+@pytest.mark.row("C1")
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1], ids=["MHA", "GQA", "MQA"])
+def test_the_cache_holds_kv_heads_only_and_output_equals_transformers(
+    num_kv_heads: int, tmp_path: Path
+) -> None:
+    path = make_checkpoint("llama", tmp_path, tokenizer=False, num_key_value_heads=num_kv_heads)
+    driver = Driver.load(path)
+    assert driver.kv_cache.shape[3] == num_kv_heads
+    prompts = [tokens(length, seed=length) for length in (3, 21)]
+    hf = hf_model(path)
+    assert driver.greedy(prompts, 20) == [hf_greedy(hf, prompt, 20) for prompt in prompts]
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(checkpoints: dict[str, Path]) -> None:
+    driver = Driver.load(checkpoints["llama"], num_blocks=256)
+    prompts = [tokens(length, seed=length) for length in (5, 40, 100, 12)]
+    alone = [driver.greedy([prompt], 16)[0] for prompt in prompts]
+    assert driver.greedy(prompts, 16) == alone
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported: LlamaFor"),
+        ({"architectures": None}, "architectures must name the model's class"),
+        ({"hidden_size": None}, "hidden_size must be a positive whole number, got None"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+        ({"dtype": "float8"}, "dtype 'float8' is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "weights quantised by 'awq' are not supported"),
+    ],
+)
+def test_an_unsupported_configuration_is_refused(
+    change: dict[str, Any], message: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    config = json.loads((checkpoints["llama"] / "config.json").read_text())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**config, **change}))
+    with pytest.raises(CheckpointError) as raised:
+        load_model(ModelConfig(model=str(tmp_path)), torch.device("cpu"))
+    assert str(raised.value).startswith(f"{file}: ") and message in str(raised.value)
+    assert "\n" not in str(raised.value)
