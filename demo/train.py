@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -88,24 +88,18 @@ class Mix:
     bare: prompts without the chat template.
     long: conversations of many turns, up to the model length.
     full_length: answers to counting and sorting of any length, not only short ones.
-    kinds: relative frequency of each kind.
     """
 
     recitals: float
     bare: float
     long: float
     full_length: float
-    kinds: dict[str, float] = field(default_factory=lambda: KIND_WEIGHTS)
 
 
 PHASES = (
     (0.35, Mix(recitals=0.40, bare=0.04, long=0.0, full_length=0.0)),
     (0.70, Mix(recitals=0.20, bare=0.06, long=0.03, full_length=0.5)),
     (1.00, Mix(recitals=0.05, bare=0.08, long=0.06, full_length=0.8)),
-)
-# The refinement of a trained checkpoint (--refine) leans on the kinds that are learned last.
-REFINEMENT = (
-    (1.00, Mix(0.05, 0.08, 0.06, 0.8, kinds={**KIND_WEIGHTS, "echo": 4.0, "sort": 7.0, "count": 2.0})),
 )
 
 
@@ -189,7 +183,7 @@ class ConversationSampler:
         return self._conversation(mix)
 
     def _task(self, mix: Mix) -> tasks.Task:
-        kind = self._rng.choices(tuple(mix.kinds), tuple(mix.kinds.values()))[0]
+        kind = self._rng.choices(tuple(KIND_WEIGHTS), tuple(KIND_WEIGHTS.values()))[0]
         if kind in self._short_streams and self._rng.random() >= mix.full_length:
             return next(self._short_streams[kind])
         return next(self._streams[kind])
@@ -348,17 +342,11 @@ def schedule(step: int, steps: int) -> float:
 
 def train(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> tuple[LlamaForCausalLM, dict]:
     torch.manual_seed(args.seed)
-    if args.refine:
-        model = LlamaForCausalLM.from_pretrained(args.refine, dtype=torch.float32).train()
-    else:
-        model = LlamaForCausalLM(build_config(args.hidden, args.layers, args.intermediate))
+    model = LlamaForCausalLM(build_config(args.hidden, args.layers, args.intermediate))
     print(f"{model.num_parameters():,} parameters", flush=True)
     opts = optimizers(model, args.rate)
     sampler = ConversationSampler(args.seed)
-    phases = [
-        (end, batches(sampler, mix, args.batch_tokens))
-        for end, mix in (REFINEMENT if args.refine else PHASES)
-    ]
+    phases = [(end, batches(sampler, mix, args.batch_tokens)) for end, mix in PHASES]
     gradients = ReplicaGradients(model, args.replicas, autocast=not args.float32)
     started, seen, mean_loss = time.monotonic(), 0, 0.0
     for step in range(args.steps):
@@ -412,7 +400,6 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write; replaced when it exists")
-    parser.add_argument("--refine", type=Path, help="start from this checkpoint instead of from nothing")
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replicas", type=int, default=2, help="worker threads, one batch each per step")

@@ -15,7 +15,13 @@ from quire_ensemble.builder import build_repository
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.server import ServerProcess
 
-OPTIONS = {"max_model_len": 1024, "num_blocks": 2048, "block_size": 16, "max_num_seqs": 64, "dtype": "float32"}
+OPTIONS = {
+    "max_model_len": 1024,
+    "num_blocks": 2048,
+    "block_size": 16,
+    "max_num_seqs": 64,
+    "dtype": "float32",
+}
 
 _DETOKENIZER = '''
 import locale
