@@ -25,8 +25,6 @@ from benchmarks.prompts import prompts
 from benchmarks.report import RequestRecord, Row
 
 NEEDED_LIBRARIES = ("libb64.so.0d", "libcudart.so.12")
-MAX_TOKENS_PER_RESPONSE = 1 << 20
-"""A count above this is one of the uninitialised values the export shows for an empty response."""
 
 
 class PerfAnalyzerError(click.ClickException):
@@ -101,9 +99,8 @@ class Workload:
 def parse_export(document: Mapping[str, Any], *, max_tokens: int | None = None) -> list[RequestRecord]:
     """Records of all experiments of a `--profile-export-file`.
 
-    Tokens of a response are its `num_output_tokens`, else the number of its `output_ids`. Where neither is in
-    the export, they are `max_tokens` spread over the responses (the last gets the rest), which is right for
-    requests with `ignore_eos`.
+    Tokens of a response are its `output_ids`. Where these are not in the export, they are `max_tokens` spread
+    over the responses (the last gets the rest), which is right for requests with `ignore_eos`.
     """
     records = []
     # Nanoseconds since 1970 do not fit a float exactly; those of one run do.
@@ -122,12 +119,11 @@ def parse_export(document: Mapping[str, Any], *, max_tokens: int | None = None) 
 
 
 def _num_tokens(output: Mapping[str, Any]) -> int | None:
-    """None: the export does not tell. 0: a response without tokens (a bare final flag)."""
-    count = output.get("num_output_tokens")
-    if isinstance(count, list):
-        count = sum(count)
-    if isinstance(count, int) and 0 <= count <= MAX_TOKENS_PER_RESPONSE:
-        return count
+    """None: the export does not tell. 0: a response without tokens (a bare final flag).
+
+    Only `output_ids` can be trusted: it is in every response, and the export fills numbers that a response
+    does not hold with whatever lay in memory.
+    """
     if "output_ids" not in output:
         return None
     ids = output["output_ids"]

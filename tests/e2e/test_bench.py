@@ -29,5 +29,8 @@ def test_one_command_prints_the_table(tmp_path: Path) -> None:
     folder = Path(raw[1])
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
     assert summary["environment"]["cpu"]
+    for row in summary["rows"]:
+        if row["load"].startswith("perf_analyzer"):
+            assert row["median"]["output_tokens"] == row["median"]["requests"] * summary["max_tokens"]
     exports = list(folder.glob("**/*.json"))
     assert len(exports) > 2, "raw profile exports are kept"

@@ -78,14 +78,13 @@ def test_percentile(samples: list[float], q: float, expected: float) -> None:
     assert percentile(samples, q) == pytest.approx(expected)
 
 
-def test_server_counts_go_before_ids_and_bare_finals_do_not_count() -> None:
-    garbage = {
-        "num_output_tokens": 1945655314,
-        "output_ids": [],
-    }  # what 2.50 shows for an empty final response
-    outputs = [{"num_output_tokens": 3, "output_ids": [1]}, {"num_output_tokens": 2}, garbage]
+@pytest.mark.parametrize("count", [0, 3, 1945655314])
+def test_tokens_are_the_output_ids_and_bare_finals_do_not_count(count: int) -> None:
+    """2.50 shows memory's contents for a number that a response does not hold: any value, small ones too."""
+    ids: list[dict[str, Any]] = [{"output_ids": [262, 49]}, {"output_ids": 50}, {"output_ids": []}]
+    outputs = [{"num_output_tokens": count, **output} for output in ids]
     (record,) = parse_export(export(request(0, 10, 20, 30, outputs=outputs)))
-    assert record.response_tokens == (3, 2)
+    assert record.response_tokens == (2, 1)
     assert record.latency == pytest.approx(0.020)
 
 
