@@ -30,10 +30,8 @@ class UnavailableError(QuireError):
     code = "UNAVAILABLE"
 
 
-class RequestCancelledError(QuireError):
-    """The request was cancelled by its client."""
-
-    code = "CANCELLED"
+class EngineStoppedError(UnavailableError):
+    """The engine was told to stop, since its server is shutting down; no other will take its place."""
 
 
 class NotFoundError(QuireError):

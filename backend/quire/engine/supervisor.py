@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.errors import CheckpointError, UnavailableError
+from quire.errors import CheckpointError, EngineStoppedError, UnavailableError
 
 POLL_S = 0.02
 
@@ -81,7 +81,7 @@ class EngineSupervisor:
             generation = 0
             if state is not None:
                 if state["state"] == "stopped":
-                    raise UnavailableError("the engine was told to stop: the server is shutting down")
+                    raise EngineStoppedError("the engine was told to stop: the server is shutting down")
                 generation = int(state["generation"])
                 alive = generation != not_generation and _is_alive(int(state["pid"]))
                 if state["state"] == "ready" and alive:

@@ -29,7 +29,7 @@ from quire.engine.messages import (
     Outputs,
     Stats,
 )
-from quire.errors import QuireError
+from quire.errors import EngineStoppedError, QuireError
 from quire.output_processor import OutputProcessor
 from quire.outputs import EngineCoreOutput, RequestOutput
 from quire.request import FinishReason
@@ -312,7 +312,7 @@ class Responder(threading.Thread):
         self._poller.unregister(connection.pidfd)
         connection.close(goodbye=False)
         self._connection = None
-        logger.error("frontend: engine process %d ended", connection.address.pid)
+        logger.warning("frontend: engine process %d ended", connection.address.pid)
         self._down_reason = "the engine process died and is being restarted: try again"
         for handle in [*self._open.values(), *self._cancels.values()]:
             if handle.processor is not None and handle.processor.finished:
@@ -337,7 +337,7 @@ class Responder(threading.Thread):
             connection, info = self._connect(dead_generation)
         except QuireError as error:
             reason = f"the engine could not be restarted: {error}"
-            logger.error("frontend: %s", reason)
+            logger.log(logging.INFO if isinstance(error, EngineStoppedError) else logging.ERROR, reason)
             self._post(lambda: setattr(self, "_down_reason", reason))
             return
         self._post(lambda: self._restarted(connection, info))
