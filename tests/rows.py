@@ -9,12 +9,15 @@ tests by row (`--rows A1,A2`, or `--rows all` for every test with a row) and wri
     python -m tests.rows --status        run the tests of all rows and regenerate the status tables
 
 A test that proves only a part of a criterion says which: `@pytest.mark.row("A5", part="names only")`. A row
-with no other tests is "partly" done, and `make rows` does not accept it.
+with no other tests is "partly" done, and `make rows` does not accept it. Where a criterion is met but the
+row's title promises more, a test of it says what is missing: `@pytest.mark.row("E1", without="Llama 4")`; the
+status tables repeat it.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import subprocess
@@ -24,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,10 +47,12 @@ class Feature:
 
 @dataclass
 class RowResult:
-    """Tests of one row by node id, with their outcomes; `parts` of those that prove only a part of it."""
+    """Tests of one row by node id, with their outcomes; `parts` of those that prove only a part of it;
+    `without`: what the row's title promises and is not there."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=dict)
+    without: list[str] = field(default_factory=list)
 
     @property
     def all_pass(self) -> bool:
@@ -59,8 +65,8 @@ class RowResult:
             return "works"
         return "partly" if "passed" in self.outcomes.values() else "not yet"
 
-    def to_json(self) -> dict[str, dict[str, str]]:
-        return {"outcomes": self.outcomes, "parts": self.parts}
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
 
 
 def load_features() -> tuple[dict[str, str], dict[str, Feature]]:
@@ -85,7 +91,7 @@ class RowPlugin:
         self._selected = selected
         self._report = report
         self._features = load_features()[1]
-        self._marks: dict[str, dict[str, str | None]] = {}  # node id -> row -> part
+        self._marks: dict[str, dict[str, dict[str, str]]] = {}  # node id -> row -> the mark's notes
         self._outcomes: dict[str, str] = {}
 
     @pytest.hookimpl(trylast=True)
@@ -104,16 +110,16 @@ class RowPlugin:
             config.hook.pytest_deselected(items=dropped)
             items[:] = kept
 
-    def _row_marks(self, item: pytest.Item) -> dict[str, str | None]:
-        rows: dict[str, str | None] = {}
+    def _row_marks(self, item: pytest.Item) -> dict[str, dict[str, str]]:
+        rows: dict[str, dict[str, str]] = {}
         for mark in item.iter_markers("row"):
             unknown = [row for row in mark.args if row not in self._features]
-            if unknown or not mark.args or set(mark.kwargs) - {"part"}:
+            if unknown or not mark.args or set(mark.kwargs) - {"part", "without"}:
                 raise pytest.UsageError(
                     f"{item.nodeid}: bad row mark {mark.args} {mark.kwargs}: unknown {unknown}"
                 )
             for row in mark.args:
-                rows[row] = mark.kwargs.get("part")
+                rows.setdefault(row, {}).update(mark.kwargs)
         return rows
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -133,10 +139,13 @@ class RowPlugin:
             return
         rows: dict[str, RowResult] = defaultdict(RowResult)
         for nodeid, marks in self._marks.items():
-            for row, part in marks.items():
-                rows[row].outcomes[nodeid] = self._outcomes.get(nodeid, NOT_RUN)
-                if part is not None:
-                    rows[row].parts[nodeid] = part
+            for row, notes in marks.items():
+                result = rows[row]
+                result.outcomes[nodeid] = self._outcomes.get(nodeid, NOT_RUN)
+                if "part" in notes:
+                    result.parts[nodeid] = notes["part"]
+                if "without" in notes and notes["without"] not in result.without:
+                    result.without.append(notes["without"])
         document = {row: rows[row].to_json() for row in sorted(rows, key=row_order)}
         self._report.parent.mkdir(parents=True, exist_ok=True)
         self._report.write_text(json.dumps(document, indent=1) + "\n", "utf-8")

@@ -58,6 +58,8 @@ def _table(results: Mapping[str, RowResult], rows: list[str]) -> list[str]:
         result = results.get(row, RowResult())
         only_parts = sorted(set(result.parts.values())) if result.state == "partly" else []
         note = f" (so far: {'; '.join(only_parts)})" if only_parts else ""
+        if result.without:
+            note += f" (without: {'; '.join(result.without)})"
         capability = f"{features[row].capability}{note}".replace("|", "/")
         lines.append(f"| {row} | {capability} | {result.state} | {len(result.outcomes)} |")
     return lines

@@ -33,7 +33,7 @@ def test_fails():
 def test_is_skipped():
     pytest.skip("no reason")
 
-@pytest.mark.row("A5", part="names only")
+@pytest.mark.row("A5", part="names only", without="colours")
 def test_proves_a_part():
     pass
 
@@ -78,6 +78,8 @@ def test_a_report_has_every_row_with_the_outcomes_of_its_tests(
     states = {row: result.state for row, result in results.items()}
     assert states == {"A1": "works", "A2": "partly", "A3": "not yet", "A5": "partly", "A9": "not yet"}
     assert list(results["A5"].parts.values()) == ["names only"]
+    assert {row for row, result in results.items() if result.without} == {"A5"}
+    assert "(so far: names only) (without: colours) | partly | 1 |" in status.render_readme(results)
 
 
 def test_rows_select_their_tests(pytester: pytest.Pytester) -> None:
