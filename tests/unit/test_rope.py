@@ -92,7 +92,7 @@ def assert_tables_equal(rotary: RotaryEmbedding, hf: LlamaRotaryEmbedding, lengt
     torch.testing.assert_close(sin, hf_sin[0, :, :half], **options)
 
 
-@pytest.mark.row("D23", without="M-RoPE")
+@pytest.mark.row("D23")
 @pytest.mark.parametrize("kind", TYPES)
 def test_tables_equal_transformers(kind: str) -> None:
     """A sequence as long as max_position_embeddings, which is also the default max_model_len."""
