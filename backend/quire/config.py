@@ -60,6 +60,8 @@ class CacheConfig:
     """Bytes of the pool; text such as "512MiB" is accepted."""
     gpu_memory_utilization: float = 0.9
     """On cuda: fraction of the device's memory for weights, workspace and the pool together."""
+    enable_prefix_caching: bool = True
+    """Whether requests that begin alike share blocks, also with those that have ended."""
     cpu_memory_utilization: float = 0.25
     """On cpu: fraction of the memory free after loading that the pool may take at most; it takes no
     more than `max_num_seqs` sequences of `max_model_len` need."""

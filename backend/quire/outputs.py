@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from quire.multimodal import PromptEmbeds
 from quire.sampling_params import SamplingParams
 
 
@@ -22,6 +23,7 @@ class NewRequestData:
     num_prompt_tokens: int
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
+    embeds: PromptEmbeds | None = None
 
 
 @dataclass(slots=True)
@@ -98,6 +100,10 @@ class SchedulerStats:
     """Since start."""
     num_scheduled_tokens: int
     """Since start: tokens computed, recomputation included."""
+    num_cached_tokens: int = 0
+    """Since start: tokens not computed, as the prefix cache had them."""
+    num_cached_blocks: int = 0
+    """Blocks kept for their content alone."""
 
 
 @dataclass(slots=True)

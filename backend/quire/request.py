@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import time
 
+from quire.multimodal import PromptEmbeds
 from quire.sampling_params import SamplingParams
 
 
@@ -41,7 +42,9 @@ class Request:
 
     __slots__ = (
         "arrival_time",
+        "block_hashes",
         "client_id",
+        "embeds",
         "eos_token_ids",
         "external_id",
         "finish_reason",
@@ -67,6 +70,7 @@ class Request:
         priority: int = 0,
         client_id: int = 0,
         external_id: str = "",
+        embeds: PromptEmbeds | None = None,
     ) -> None:
         assert prompt_token_ids, "an empty prompt is refused before it becomes a Request"
         self.request_id = request_id
@@ -78,6 +82,8 @@ class Request:
         self.priority = priority
         self.client_id = client_id
         self.external_id = external_id
+        self.embeds = embeds
+        self.block_hashes: list[bytes] = []
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING

@@ -39,10 +39,18 @@ class World:
     """One scheduler, one runner, and everything that is known about their requests."""
 
     def __init__(
-        self, seed: int, *, num_blocks: int, block_size: int, max_model_len: int, **limits: Any
+        self,
+        seed: int,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        enable_prefix_caching: bool = False,
+        **limits: Any,
     ) -> None:
         self.rng = random.Random(seed)
-        self.kv = KVCacheManager(num_blocks, block_size)
+        self.kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+        self.beginnings = [[self.rng.randrange(VOCAB_SIZE) for _ in range(max_model_len)] for _ in range(3)]
         self.runner = FakeRunner(num_blocks, block_size)
         self.config = SchedulerConfig(**limits)
         self.scheduler = Scheduler(self.config, self.kv, max_model_len)
@@ -66,6 +74,9 @@ class World:
         longest = self.scheduler.max_prompt_tokens
         length = rng.choice((1, rng.randint(1, 12), rng.randint(1, 12), rng.randint(1, 40), longest))
         prompt = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+        if self.kv.enable_prefix_caching:
+            common = rng.randint(0, length)
+            prompt[:common] = rng.choice(self.beginnings)[:common]
         max_tokens = rng.choice((None, 1, rng.randint(1, 60), rng.randint(1, 60)))
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -175,7 +186,10 @@ class World:
         for request_id in ids:
             self.seen[f"aborted {self.alive[request_id].request.status.name}"] += 1
         self.seen["aborted in flight"] += self.plan is not None
-        held = sum(len(self.kv.block_ids(self.alive[request_id].request)) for request_id in ids)
+        references = Counter(
+            block_id for request_id in ids for block_id in self.kv.block_ids(self.alive[request_id].request)
+        )
+        held = sum(count == self.kv.pool.ref_count(block_id) for block_id, count in references.items())
         num_free = self.kv.num_free_blocks
         reason = self.rng.choice((FinishReason.CANCELLED, FinishReason.TIMEOUT))
         outputs = self.scheduler.abort([*ids, "unknown"], reason)
@@ -286,6 +300,14 @@ def test_random_operations_where_blocks_are_scarce(seed: int) -> None:
     )
     assert seen["mixed steps"] > 50 and seen["failed steps"] > 5 and seen["failed rows"] > 20, seen
     assert seen["stop"] > 50 and seen["length"] > 50, seen
+
+
+@pytest.mark.row("C22", "H12", part="without images")
+@pytest.mark.parametrize("values", [*TIGHT, *ROOMY])
+def test_random_operations_on_prompts_that_begin_alike(values: dict[str, int]) -> None:
+    world = World(7, enable_prefix_caching=True, **values)
+    world.run(20_000)
+    assert world.kv.num_cached_tokens > 100
 
 
 @pytest.mark.parametrize("seed", range(len(ROOMY)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from quire.core.block_hash import request_hashes
 from quire.core.block_pool import BlockPool
 from quire.request import Request
 
@@ -13,12 +14,17 @@ class KVCacheManager:
     """Block tables of the running requests over one pool.
 
     Token i of a request lies in block `block_ids(request)[i // block_size]` at offset `i % block_size`.
+    Requests whose tokens (and images) begin alike share the blocks of what they have in common: a full block
+    is found by the hash of its content and all that precedes it, and is never written again.
     Tables are append-only while they exist, so a runner only needs to be told what was appended. A table
     has no more blocks than its tokens need: at most `block_size - 1` slots of a sequence are unused.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = False) -> None:
         assert block_size >= 1, block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_cached_tokens = 0
+        """Since start: tokens that requests did not compute because their blocks were there."""
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self._tables: dict[str, list[int]] = {}
@@ -75,6 +81,47 @@ class KVCacheManager:
             table.extend(block_ids)
         return block_ids
 
+    def cached_prefix(self, request: Request) -> list[int]:
+        """Blocks that hold the beginning of the request's tokens, without its last token's: that one has to
+        be computed, or there is nothing to sample from."""
+        if not self.enable_prefix_caching:
+            return []
+        hashes = request_hashes(request, (request.num_tokens - 1) // self.block_size, self.block_size)
+        found = []
+        for content_hash in hashes:
+            block_id = self.pool.cached(content_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def num_unreferenced(self, block_ids: list[int]) -> int:
+        """How many of the blocks `share` would take off the free list."""
+        return sum(self.pool.ref_count(block_id) == 0 for block_id in block_ids)
+
+    def share(self, request: Request, block_ids: list[int]) -> None:
+        """Begins the table of a request that has none with what `cached_prefix` found for it."""
+        assert request.request_id not in self._tables and request.num_computed_tokens == 0, request
+        if not block_ids:
+            return
+        for block_id in block_ids:
+            self.pool.incref(block_id)
+        self._tables[request.request_id] = list(block_ids)
+        request.num_computed_tokens = len(block_ids) * self.block_size
+        self.num_cached_tokens += request.num_computed_tokens
+
+    def keep_computed(self, request: Request, num_computed_before: int) -> None:
+        """Lets others find the blocks that the request's newly computed tokens have filled."""
+        if not self.enable_prefix_caching:
+            return
+        first, end = num_computed_before // self.block_size, request.num_computed_tokens // self.block_size
+        if first == end:
+            return
+        table = self._tables[request.request_id]
+        hashes = request_hashes(request, end, self.block_size)
+        for index in range(first, end):
+            self.pool.keep(table[index], hashes[index])
+
     def free(self, request: Request) -> None:
         """Gives the request's blocks back, its last block first; no effect if it has none."""
         table = self._tables.pop(request.request_id, None)
@@ -99,6 +146,11 @@ class KVCacheManager:
             assert low <= len(table) <= high, f"{request} has {len(table)} blocks, not in [{low}, {high}]"
             assert len(set(table)) == len(table), f"{request} has a block twice: {table}"
             references.update(table)
+            if self.enable_prefix_caching:
+                hashes = request_hashes(request, len(table), self.block_size, extend=False)
+                for block_id, content_hash in zip(table, hashes, strict=False):
+                    found = self.pool.cached(content_hash)
+                    assert found is None or found == block_id or found not in table, f"{request}: {found}"
         for block_id in range(self.num_blocks):
             count = self.pool.ref_count(block_id)
             assert count == references[block_id], f"block {block_id}: {count} != {references[block_id]}"

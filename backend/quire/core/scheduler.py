@@ -130,12 +130,16 @@ class Scheduler:
             while num_seats > 0 and budget > 0 and self._waiting:
                 request = next(iter(self._waiting.values()))
                 num_wanted = self.kv.num_blocks_for(min(request.num_tokens + 1, self.kv.capacity))
+                cached = self.kv.cached_prefix(request)
+                num_wanted -= len(cached) - self.kv.num_unreferenced(cached)
                 if num_wanted > num_available:
                     break
                 num_available -= num_wanted
+                self.kv.share(request, cached)
                 count = min(request.num_tokens - request.num_computed_tokens, self._max_row_tokens, budget)
-                block_ids = self.kv.allocate_slots(request, count)
-                assert block_ids is not None, f"{request} was admitted without room for it"
+                new_block_ids = self.kv.allocate_slots(request, count)
+                assert new_block_ids is not None, f"{request} was admitted without room for it"
+                block_ids = cached + new_block_ids
                 self._admit(request)
                 scheduled.append(self._row(request, count, block_ids, is_new=True))
                 in_flight.append(request)
@@ -171,7 +175,9 @@ class Scheduler:
                     [row.request_id], FinishReason.ERROR, runner_output.errors[row.request_id]
                 )
                 continue
+            num_computed = request.num_computed_tokens
             request.num_computed_tokens += row.num_scheduled_tokens
+            self.kv.keep_computed(request, num_computed)
             if not row.samples:
                 continue
             token_id = runner_output.sampled_token_ids[row.request_id]
@@ -232,6 +238,8 @@ class Scheduler:
             num_free_blocks=self.kv.num_free_blocks,
             num_preemptions=self.num_preemptions,
             num_scheduled_tokens=self.num_scheduled_tokens,
+            num_cached_tokens=self.kv.num_cached_tokens,
+            num_cached_blocks=self.kv.pool.num_cached,
         )
 
     def check_integrity(self) -> None:
@@ -336,6 +344,7 @@ class Scheduler:
                 request.num_prompt_tokens,
                 request.sampling_params,
                 request.eos_token_ids,
+                request.embeds,
             )
         num_computed = request.num_computed_tokens
         samples = num_computed + count == request.num_tokens
