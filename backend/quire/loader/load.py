@@ -76,9 +76,10 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
     unexpected: dict[Path, list[str]] = {}
     with torch.no_grad():
         for name, tensor, file in tensors:
-            target = targets.get(name)
+            own = model.canonical_name(name)
+            target = targets.get(own)
             if target is None:
-                if not model.ignores(name):
+                if not model.ignores(own):
                     unexpected.setdefault(file, []).append(name)
                 continue
             if tensor.shape != target.shape:
@@ -88,7 +89,7 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
             if not tensor.is_floating_point():
                 raise CheckpointError(f"{file}: {name} has type {tensor.dtype}, expected floating point")
             target.copy_(tensor)
-            filled.add(name)
+            filled.add(own)
     missing = [name for name in targets if name not in filled]
     complaints = [f"{source}: {len(missing)} missing tensors: {_listed(missing)}"] if missing else []
     complaints += [

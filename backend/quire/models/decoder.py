@@ -94,6 +94,7 @@ class DecoderModel(nn.Module):
         positions: torch.Tensor,
         kv_cache: torch.Tensor,
         meta: AttentionMetadata,
+        embeds: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Computes the new tokens of a ragged batch and stores their keys and values.
 
@@ -102,11 +103,14 @@ class DecoderModel(nn.Module):
             positions: int64 [num_tokens] (or [3, num_tokens] for M-RoPE).
             kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], written in place.
             meta: which tokens belong together, and where their context is.
+            embeds: (int64 [n], [n, hidden_size]): batch rows whose embedding is given, not looked up.
 
         Returns:
             [num_tokens, hidden_size], the final norm applied.
         """
         x = self.embedding(input_ids)
+        if embeds is not None:
+            x.index_copy_(0, *embeds)
         cos, sin = self.rotary(positions)
         residual: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
@@ -127,6 +131,10 @@ class DecoderModel(nn.Module):
         yield from self.norm.weights("model.norm")
         if self.head is not self.embedding:
             yield from self.head.weights("lm_head")
+
+    def canonical_name(self, name: str) -> str:
+        """The name in `weights()` of a checkpoint's tensor."""
+        return name
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor although the model has no use for it.

@@ -27,6 +27,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+_OUTER_KEYS = ("architectures", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+"""Keys that concern the whole of a multimodal checkpoint, its text part included."""
+
+
+def _defaults(path: Path, model_type: str) -> dict[str, Any]:
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        raise CheckpointError(f"{path}: text_config has the unknown model_type {model_type!r}")
+    return dict(CONFIG_MAPPING[model_type]().to_dict())
+
+
 @dataclass(frozen=True)
 class HFConfig:
     """Keys of a Hugging Face config.json (or what a GGUF file says, under the same keys)."""
@@ -36,9 +48,21 @@ class HFConfig:
 
     @classmethod
     def read(cls, directory: Path) -> HFConfig:
-        """Reads config.json of a checkpoint directory; raises CheckpointError."""
+        """Reads config.json of a checkpoint directory; raises CheckpointError.
+
+        The text part of a multimodal checkpoint (`text_config`) appears as if it stood alone, under the
+        architecture of the whole.
+        """
         path = directory / "config.json"
-        return cls(path, read_json(path))
+        values = read_json(path)
+        text = values.get("text_config")
+        if not isinstance(text, dict):
+            return cls(path, values)
+        if "hidden_size" not in text:
+            # Files such as LLaVA 1.5's state what differs from the defaults of the text model's type only.
+            text = {**_defaults(path, text.get("model_type", "llama")), **text}
+        outer = {key: values[key] for key in _OUTER_KEYS if values.get(key) is not None}
+        return cls(path, {**text, **outer})
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or the default where the key is missing or null."""

@@ -13,9 +13,15 @@ ARCHITECTURES = {
     "MinistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "LlavaForConditionalGeneration": "llava",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_vl",
 }
 """Architecture to the module of `quire.models` that holds it: a new family is one line and one file."""
-_CLASS_NAMES = {"MinistralForCausalLM": "MistralForCausalLM"}
+_CLASS_NAMES = {
+    "MinistralForCausalLM": "MistralForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2VLForConditionalGeneration",
+}
 
 
 def model_class(hf: HFConfig) -> type[DecoderModel]:

@@ -1,0 +1,25 @@
+"""Qwen2-VL and Qwen2.5-VL: a Qwen2 decoder with rotary positions of three axes (M-RoPE)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from quire.models.config import DecoderConfig
+from quire.models.hf_config import HFConfig
+from quire.models.qwen2 import qwen_windows
+from quire.models.vision_language import VisionLanguageModel
+
+
+class Qwen2VLForConditionalGeneration(VisionLanguageModel):
+    """QKV bias as in Qwen2; time, height and width positions for image tokens."""
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        config = super().parse_config(hf, dtype)
+        if config.rope.mrope_section is None:
+            raise hf.error("rope parameters have no mrope_section")
+        windows = qwen_windows(hf, config.num_layers)
+        return dataclasses.replace(config, qkv_bias=True, sliding_windows=windows)
