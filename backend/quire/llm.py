@@ -12,6 +12,7 @@ from quire.bad_words import with_bad_words_ids
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.errors import EngineError
+from quire.multimodal import PromptEmbeds
 from quire.output_processor import OutputProcessor
 from quire.outputs import RequestOutput
 from quire.sampling_params import (
@@ -46,6 +47,7 @@ class LLM:
         self,
         prompts: str | Sequence[str] | Sequence[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        embeds: Sequence[PromptEmbeds | None] | None = None,
         **sampling: Any,
     ) -> list[RequestOutput]:
         """Runs all prompts together, continuously batched, and returns whole outputs in their order.
@@ -53,6 +55,7 @@ class LLM:
         Args:
             prompts: texts or lists of token ids.
             params: one for all or one per prompt; None: the checkpoint's defaults with `sampling` over them.
+            embeds: per prompt, embeddings of images; the prompt must be token ids then.
             sampling: names of SamplingParams.
 
         Raises:
@@ -63,15 +66,16 @@ class LLM:
         if params is None:
             params = parse_sampling_params(sampling, defaults=self.default_params)
         each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
-        assert len(each) == len(batch), "one SamplingParams per prompt"
+        images = [None] * len(batch) if embeds is None else list(embeds)
+        assert len(each) == len(images) == len(batch), "one SamplingParams (and PromptEmbeds) per prompt"
         processors: dict[str, OutputProcessor] = {}
         try:
-            for prompt, one in zip(batch, each, strict=True):
+            for prompt, one, image in zip(batch, each, images, strict=True):
                 token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 request_id = f"llm-{next(self._ids)}"
                 if one.bad_words and self.tokenizer is not None:
                     one = with_bad_words_ids(one, self.tokenizer)
-                self.core.add_request(request_id, token_ids, one)
+                self.core.add_request(request_id, token_ids, one, embeds=image)
                 processors[request_id] = OutputProcessor(
                     request_id,
                     len(token_ids),

@@ -54,6 +54,14 @@ PROMPT_INPUTS: tuple[TensorSpec, ...] = (
 )
 """Prompt sources; a request carries exactly one."""
 
+IMAGE_INPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("image_embeds", "TYPE_FP32", (-1, -1), doc="Rows for the placeholder tokens of input_ids."),
+    TensorSpec("image_spans", "TYPE_INT32", (-1, 2), doc="(first token, number of tokens) of each image."),
+    TensorSpec("position_ids", "TYPE_INT32", (-1, -1), doc="[3, tokens] for models with M-RoPE, else empty."),
+)
+"""Images of a prompt given as `input_ids`, as the vision models of an ensemble make them. All without rows:
+no image."""
+
 CONTROL_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("stream", "TYPE_BOOL", doc="True: text deltas as they come; false: one response."),
     TensorSpec("cancel", "TYPE_BOOL", doc="True: end the running request that has this request's id."),
@@ -98,7 +106,13 @@ SAMPLING_INPUTS: tuple[TensorSpec, ...] = (
 )
 """Typed sampling parameters; each name is a key of `sampling_parameters` too."""
 
-INPUTS: tuple[TensorSpec, ...] = (*PROMPT_INPUTS, *CONTROL_INPUTS, JSON_SAMPLING_INPUT, *SAMPLING_INPUTS)
+INPUTS: tuple[TensorSpec, ...] = (
+    *PROMPT_INPUTS,
+    *IMAGE_INPUTS,
+    *CONTROL_INPUTS,
+    JSON_SAMPLING_INPUT,
+    *SAMPLING_INPUTS,
+)
 
 OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("text_output", "TYPE_STRING", doc="Text; the delta when streaming."),

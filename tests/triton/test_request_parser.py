@@ -18,6 +18,8 @@ from tests.fixtures.checkpoints import write_tokenizer
 from tests.fixtures.fake_pb_utils import InferenceRequest
 
 INFO = EngineInfo(
+    hidden_size=8,
+    takes_position_ids=False,
     pid=1,
     max_model_len=64,
     vocab_size=600,

@@ -40,6 +40,8 @@ class SteppedRunner(FakeRunner):
     """A FakeRunner whose steps a test may hold back."""
 
     max_model_len = MAX_MODEL_LEN
+    hidden_size = 8
+    takes_position_ids = False
     kv_cache_bytes = 0
     dtype = "float32"
     device = "cpu"

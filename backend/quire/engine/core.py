@@ -21,6 +21,7 @@ from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.scheduler import Scheduler
 from quire.core.trace import SchedulerTrace
 from quire.errors import EngineError, QuireError
+from quire.multimodal import PromptEmbeds
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput, SchedulerStats
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
@@ -61,7 +62,11 @@ class EngineCore:
         self.runner: Runner = runner
         self.vocab_size = vocab_size
         self.max_model_len = runner.max_model_len
-        self.kv = KVCacheManager(runner.num_blocks, config.cache.block_size)
+        self.kv = KVCacheManager(
+            runner.num_blocks,
+            config.cache.block_size,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+        )
         self.scheduler = Scheduler(config.scheduler, self.kv, self.max_model_len)
         self._seeds = itertools.count()
         self._seed_base = config.model.seed or secrets.randbits(63)
@@ -76,6 +81,7 @@ class EngineCore:
         priority: int = 0,
         client_id: int = 0,
         external_id: str = "",
+        embeds: PromptEmbeds | None = None,
     ) -> None:
         """Queues a request; it takes part in the next step if there is room.
 
@@ -98,6 +104,7 @@ class EngineCore:
             priority=priority,
             client_id=client_id,
             external_id=external_id,
+            embeds=embeds,
         )
         self.scheduler.add_request(request)
 

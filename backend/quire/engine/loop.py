@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import zmq
 
 from quire.config import EngineConfig
@@ -31,6 +32,7 @@ from quire.engine.messages import (
     AddRequest,
     CancelByExternalId,
     CancelResult,
+    EmbedsMessage,
     EngineInfo,
     EngineMessage,
     GetStats,
@@ -42,6 +44,7 @@ from quire.engine.messages import (
     frontend_message_decoder,
 )
 from quire.errors import QuireError
+from quire.multimodal import PromptEmbeds
 from quire.outputs import EngineCoreOutput
 from quire.request import FinishReason
 
@@ -166,6 +169,7 @@ class EngineLoop:
                 arrival_time=message.arrival_time or None,
                 priority=message.priority,
                 external_id=message.external_id,
+                embeds=_open_embeds(message.embeds),
             )
         except QuireError as error:
             self._send(identity, Outputs([error_output(message.request_id, error)]))
@@ -217,12 +221,24 @@ def _engine_info(core: EngineCore) -> EngineInfo:
         pid=os.getpid(),
         max_model_len=core.max_model_len,
         vocab_size=core.vocab_size,
+        hidden_size=runner.hidden_size,
+        takes_position_ids=runner.takes_position_ids,
         num_blocks=runner.num_blocks,
         block_size=core.config.cache.block_size,
         kv_cache_bytes=runner.kv_cache_bytes,
         dtype=str(runner.dtype).removeprefix("torch."),
         device=str(runner.device),
     )
+
+
+def _open_embeds(message: EmbedsMessage | None) -> PromptEmbeds | None:
+    """Maps the frontend's memory; it may be given back there once the engine has answered."""
+    if message is None:
+        return None
+    positions = None
+    if message.position_ids:
+        positions = np.frombuffer(message.position_ids, dtype=np.int32).reshape(3, -1)
+    return PromptEmbeds(message.embeds.open(), tuple(message.spans), tuple(message.hashes), positions)
 
 
 def _open_pidfd(pid: int) -> int | None:

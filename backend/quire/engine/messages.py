@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.engine.shared_array import SharedArray
 from quire.outputs import EngineCoreOutput
 from quire.sampling_params import SamplingParams
 
@@ -16,6 +17,15 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """First message of a frontend: the engine watches `pid` and drops its requests when it goes."""
 
     pid: int
+
+
+class EmbedsMessage(msgspec.Struct, frozen=True):
+    """PromptEmbeds on their way; `position_ids`: int32 [3, prompt tokens] in C order, or empty."""
+
+    embeds: SharedArray
+    spans: list[tuple[int, int]]
+    hashes: list[str]
+    position_ids: bytes = b""
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
@@ -27,6 +37,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
     external_id: str = ""
     priority: int = 0
     arrival_time: float = 0.0
+    embeds: EmbedsMessage | None = None
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -63,6 +74,10 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     pid: int
     max_model_len: int
     vocab_size: int
+    hidden_size: int
+    """Of a row of `image_embeds`."""
+    takes_position_ids: bool
+    """Whether positions have three axes (M-RoPE)."""
     num_blocks: int
     block_size: int
     kv_cache_bytes: int

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import queue
+import resource
 import sys
 import threading
 import time
@@ -52,6 +53,9 @@ class TritonPythonModel:
             format=f"%(asctime)s quire {args['model_instance_name']} %(levelname)s %(message)s",
             stream=sys.stderr,
         )
+        # A waiting request with images holds a descriptor.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._server_pid = os.getppid()
         threading.Thread(target=self._watchdog, name="quire-watchdog", daemon=True).start()
         try:

@@ -11,9 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from quire.bad_words import with_bad_words_ids
-from quire.engine.messages import EngineInfo
+from quire.engine.messages import EmbedsMessage, EngineInfo
+from quire.engine.shared_array import SharedBuffer
 from quire.errors import InvalidArgumentError
+from quire.multimodal import check_spans, content_hashes
 from quire.sampling_params import SamplingParams, parse_sampling_params
 from quire.validation import check_prompt, check_token_parameters
 from quire_ensemble.errors import InputError
@@ -57,6 +61,8 @@ class RawRequest:
     parameters: str
     external_id: str
     requested_outputs: frozenset[str]
+    embeds: SharedBuffer | None = None
+    """`image_embeds`, where the request has rows of it."""
 
 
 @dataclass(slots=True)
@@ -75,15 +81,23 @@ class ParsedRequest:
     """Not a generation: ends the running request with the same external id."""
     echo: str = ""
     """Prompt text that precedes the output (exclude_input_in_output=false)."""
+    embeds: EmbedsMessage | None = None
+    """Points into memory that lives as long as `buffer` is open."""
+    buffer: SharedBuffer | None = None
 
 
 def read_request(request: Any) -> RawRequest:
     """Copies a `pb_utils.InferenceRequest`: its tensors die when `execute` returns."""
     tensors: dict[str, list[Any]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
+    embeds: SharedBuffer | None = None
     for tensor in request.inputs():
         array = tensor.as_numpy()
         name = tensor.name()
+        if name == "image_embeds":
+            if array.size:
+                embeds = SharedBuffer(array)
+            continue
         tensors[name], shapes[name] = array.reshape(-1).tolist(), array.shape
     return RawRequest(
         tensors=tensors,
@@ -91,6 +105,7 @@ def read_request(request: Any) -> RawRequest:
         parameters=request.parameters(),
         external_id=request.request_id(),
         requested_outputs=frozenset(request.requested_output_names()),
+        embeds=embeds,
     )
 
 
@@ -153,6 +168,7 @@ class RequestParser:
         info = self.info()
         check_prompt(token_ids, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
         check_token_parameters(params, info.vocab_size)
+        embeds = _embeds(raw, len(token_ids), info)
         outputs, final_outputs = _outputs(raw.requested_outputs, control, params, stream)
         return ParsedRequest(
             token_ids,
@@ -162,6 +178,8 @@ class RequestParser:
             final_outputs,
             stream=stream,
             echo=text if echo_wanted else "",
+            embeds=embeds,
+            buffer=raw.embeds,
         )
 
     def _parameters(self, text: str) -> dict[str, Any]:
@@ -223,6 +241,41 @@ class RequestParser:
             return self.tokenizer.encode_bytes(name, value), value.decode("utf-8")
         except InputError as error:
             raise InvalidArgumentError(error.field, error.reason) from None
+
+
+def _embeds(raw: RawRequest, num_prompt_tokens: int, info: EngineInfo) -> EmbedsMessage | None:
+    """Checks the image inputs against each other and the model; None where the prompt has no image."""
+    values = raw.tensors.get("image_spans", [])
+    spans = list(zip(values[::2], values[1::2], strict=True))
+    shape = (0, info.hidden_size) if raw.embeds is None else raw.embeds.shape
+    positions = raw.tensors.get("position_ids", [])
+    if not (spans or positions or raw.embeds):
+        return None
+    if "input_ids" not in raw.tensors:
+        raise InvalidArgumentError("image_embeds", "the prompt must be given as input_ids")
+    check_spans(spans, num_rows=shape[0], num_prompt_tokens=num_prompt_tokens)
+    if shape[1] != info.hidden_size:
+        raise InvalidArgumentError(
+            "image_embeds", f"rows of {shape[1]} numbers, the model has a hidden size of {info.hidden_size}"
+        )
+    if positions:
+        if not info.takes_position_ids:
+            raise InvalidArgumentError("position_ids", "the model has no M-RoPE and takes none")
+        expected = (3, num_prompt_tokens)
+        if raw.shapes["position_ids"] != expected:
+            raise InvalidArgumentError(
+                "position_ids", f"shape {list(raw.shapes['position_ids'])}, expected {list(expected)}"
+            )
+        if min(positions) < 0 or max(positions) >= info.max_model_len:
+            raise InvalidArgumentError("position_ids", f"must be in [0, {info.max_model_len})")
+    elif spans and info.takes_position_ids:
+        raise InvalidArgumentError("position_ids", "the model has M-RoPE and needs them with images")
+    if raw.embeds is None:
+        return None
+    # What a client says of its images is not asked: a wrong hash would give others wrong text.
+    hashes = content_hashes(raw.embeds.array, spans)
+    packed = np.asarray(positions, dtype=np.int32).tobytes()
+    return EmbedsMessage(raw.embeds.descriptor(), spans, hashes, packed)
 
 
 def _outputs(

@@ -172,6 +172,7 @@ class Responder(threading.Thread):
                 parsed.params,
                 external_id=parsed.external_id,
                 arrival_time=time.monotonic(),
+                embeds=parsed.embeds,
             )
         )
 
@@ -197,7 +198,10 @@ class Responder(threading.Thread):
     def _process(self, handle: RequestHandle, output: EngineCoreOutput) -> bool:
         """Takes an output; True when the request has ended here and the engine is still to be told."""
         processor = handle.processor
-        assert processor is not None
+        assert processor is not None and handle.parsed is not None
+        if handle.parsed.buffer is not None:
+            handle.parsed.buffer.close()  # an engine that answers has mapped it
+            handle.parsed.buffer = None
         try:
             stopped = processor.process(output)
         except Exception as error:

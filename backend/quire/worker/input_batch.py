@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.multimodal import PromptEmbeds
 from quire.outputs import NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.worker.block_table import BlockTable
 from quire.worker.sampler import SamplingRow
@@ -26,6 +27,7 @@ class CachedRequest:
     row: int
     token_ids: list[int]
     sampling: SamplingRow
+    embeds: PromptEmbeds | None = None
 
 
 @dataclass(slots=True)
@@ -35,12 +37,14 @@ class StepInputs:
     input_ids: torch.Tensor
     """int64 [num_tokens]"""
     positions: torch.Tensor
-    """int64 [num_tokens]"""
+    """int64 [num_tokens]; [3, num_tokens] where a row's positions have three axes."""
     meta: AttentionMetadata
     sample_indices: torch.Tensor
     """int64 [num_samples]: the last token of each row that samples."""
     sample_request_ids: list[str]
     sampling_rows: list[SamplingRow]
+    embeds: tuple[torch.Tensor, torch.Tensor] | None = None
+    """(int64 [n], float32 [n, hidden_size]): tokens whose embedding is given."""
 
 
 class InputBatch:
@@ -75,7 +79,7 @@ class InputBatch:
             eos_token_ids=new.eos_token_ids,
             seed=0 if seed is None else seed,
         )
-        self.requests[request_id] = CachedRequest(self.block_table.assign(), token_ids, sampling)
+        self.requests[request_id] = CachedRequest(self.block_table.assign(), token_ids, sampling, new.embeds)
 
     def prepare(self, scheduled: list[ScheduledRequest]) -> StepInputs:
         """Builds the flat tensors for the scheduled rows, in their order."""
@@ -116,9 +120,53 @@ class InputBatch:
         )
         return StepInputs(
             input_ids=torch.from_numpy(input_ids).to(device),
-            positions=torch.from_numpy(positions).to(device),
+            positions=torch.from_numpy(self._axes(positions, states, scheduled, starts)).to(device),
             meta=meta,
             sample_indices=torch.from_numpy(starts[1:][sampling] - 1).to(device),
             sample_request_ids=[scheduled[i].request_id for i in sampling],
             sampling_rows=[states[i].sampling for i in sampling],
+            embeds=self._embeds(states, scheduled, starts),
         )
+
+    @staticmethod
+    def _axes(
+        positions: npt.NDArray[np.int64],
+        states: list[CachedRequest],
+        scheduled: list[ScheduledRequest],
+        starts: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.int64]:
+        """`positions` as they are, or on three axes where a request states its own."""
+        if not any(state.embeds is not None and state.embeds.position_ids is not None for state in states):
+            return positions
+        axes = np.tile(positions, (3, 1))
+        for state, item, start in zip(states, scheduled, starts, strict=False):
+            if state.embeds is None or state.embeds.position_ids is None:
+                continue
+            own = state.embeds.position_ids[:, item.num_computed_tokens :][:, : item.num_scheduled_tokens]
+            behind = start + own.shape[1]
+            axes[:, start:behind] = own
+            axes[:, behind : start + item.num_scheduled_tokens] += state.embeds.position_delta
+        return axes
+
+    def _embeds(
+        self,
+        states: list[CachedRequest],
+        scheduled: list[ScheduledRequest],
+        starts: npt.NDArray[np.int64],
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The given embeddings that fall into this step, and the flat tokens they belong to."""
+        indices: list[npt.NDArray[np.int64]] = []
+        rows: list[npt.NDArray[np.float32]] = []
+        for state, item, start in zip(states, scheduled, starts, strict=False):
+            if state.embeds is None:
+                continue
+            begin = item.num_computed_tokens
+            for token, given in state.embeds.rows_in(begin, begin + item.num_scheduled_tokens):
+                first = int(start) + token - begin
+                indices.append(np.arange(first, first + len(given), dtype=np.int64))
+                rows.append(given)
+        if not rows:
+            return None
+        # concatenate copies, also a single one: torch is not to be given read-only memory.
+        flat = torch.from_numpy(np.concatenate(rows))
+        return torch.from_numpy(np.concatenate(indices)).to(self.device), flat.to(self.device)

@@ -52,6 +52,8 @@ class ModelRunner:
         self.model_config = loaded.config
         self.eos_token_ids: frozenset[int] = loaded.eos_token_ids
         self.dtype: torch.dtype = loaded.config.dtype
+        self.hidden_size = loaded.config.hidden_size
+        self.takes_position_ids = loaded.config.rope.mrope_section is not None
         self.max_model_len = self._max_model_len()
         logger.info(
             "loaded %s: %.1f MiB of %s weights in %.2f s",
@@ -106,7 +108,10 @@ class ModelRunner:
             return ModelRunnerOutput({})
         inputs = self.batch.prepare(output.scheduled)
         with torch.inference_mode():
-            hidden = self.model(inputs.input_ids, inputs.positions, self.kv_cache, inputs.meta)
+            embeds = inputs.embeds
+            if embeds is not None:
+                embeds = (embeds[0], embeds[1].to(self.dtype))
+            hidden = self.model(inputs.input_ids, inputs.positions, self.kv_cache, inputs.meta, embeds)
             self.num_computed_tokens += hidden.shape[0]
             if not inputs.sample_request_ids:
                 return ModelRunnerOutput({})

@@ -1,0 +1,94 @@
+"""Arrays handed to the engine: the same memory, no names, gone with the last mapping."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from quire.engine.shared_array import SharedArray, SharedBuffer
+from quire.errors import InvalidArgumentError, UnavailableError
+from quire.multimodal import PromptEmbeds, check_spans, content_hashes
+
+ROWS = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+_READER = """
+import json, sys, msgspec
+from quire.engine.shared_array import SharedArray
+print(json.dumps(msgspec.convert(json.loads(sys.argv[1]), SharedArray).open().tolist()))
+"""
+
+
+def test_another_process_reads_what_was_written() -> None:
+    buffer = SharedBuffer(ROWS)
+    message = json.dumps(msgspec.to_builtins(buffer.descriptor()))
+    run = subprocess.run([sys.executable, "-c", _READER, message], capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout) == ROWS.tolist()
+
+
+@pytest.mark.row("H3", part="between frontend and engine")
+def test_it_is_the_same_memory_and_outlives_the_writer() -> None:
+    buffer = SharedBuffer(ROWS)
+    opened = buffer.descriptor().open()
+    buffer.array[0, 0] = 77
+    assert opened[0, 0] == 77, "a copy would not see it"
+    with pytest.raises(ValueError, match="read-only"):
+        opened[0, 0] = 1
+    buffer.close()
+    assert opened[0, 0] == 77 and opened[3, 2] == 11
+
+
+def test_nothing_has_a_name_and_no_descriptor_is_left() -> None:
+    folders = (Path("/dev/shm"), Path("/proc/self/fd"))
+    before = [len(list(folder.iterdir())) for folder in folders]
+    for _ in range(3):
+        buffer = SharedBuffer(ROWS)
+        buffer.descriptor().open()
+        buffer.close()
+        buffer.close()
+    SharedBuffer(ROWS)  # dropped, not closed
+    assert [len(list(folder.iterdir())) for folder in folders] == before
+
+
+def test_a_writer_that_is_gone_is_an_error() -> None:
+    with pytest.raises(UnavailableError, match="embeddings are gone"):
+        SharedArray(2**22 - 1, 3, (1, 1)).open()
+    assert SharedArray(2**22 - 1, 3, (0, 8)).open().shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([(0, 2), (1, 2)], r"image_spans: \[1\] \(1, 2\) must begin at 2"),
+        ([(0, 0), (1, 4)], r"image_spans: \[0\]"),
+        ([(7, 4)], r"within the prompt of 10 tokens"),
+        ([(-1, 4)], r"must begin at 0"),
+        ([(0, 3)], r"image_embeds: 4 rows, but image_spans hold 3 tokens"),
+    ],
+)
+def test_spans_must_fit_rows_and_prompt(spans: list[tuple[int, int]], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        check_spans(spans, num_rows=4, num_prompt_tokens=10)
+
+
+def test_rows_of_a_chunk_and_what_the_prefix_cache_tells_images_by() -> None:
+    spans = ((2, 3), (8, 1))
+    embeds = PromptEmbeds(ROWS, spans, tuple(content_hashes(ROWS, spans)))
+    found = embeds.rows_in(3, 9)
+    assert [(token, rows.tolist()) for token, rows in found] == [
+        (3, ROWS[1:3].tolist()),
+        (8, ROWS[3:].tolist()),
+    ]
+    assert embeds.rows_in(5, 8) == []
+    other = PromptEmbeds(ROWS + 1, spans, tuple(content_hashes(ROWS + 1, spans)))
+    moved = PromptEmbeds(ROWS, ((1, 3), (8, 1)), embeds.hashes)
+    assert embeds.key_of(0, 2) == other.key_of(0, 2) == moved.key_of(5, 8) == b""
+    assert len({e.key_of(0, 4) for e in (embeds, other, moved)}) == 3
+    placed = PromptEmbeds(ROWS, spans, embeds.hashes, np.arange(30, dtype=np.int32).reshape(3, 10))
+    assert placed.key_of(0, 4) != embeds.key_of(0, 4)
+    assert placed.position_delta == 30 - 10
