@@ -25,5 +25,9 @@ class TokenizerError(EnsembleError):
     """A checkpoint's tokenizer is missing or broken; one line that names the file or directory."""
 
 
+class VisionError(EnsembleError):
+    """A checkpoint's vision part is missing, broken or unsupported; one line that names the file."""
+
+
 class BuildError(EnsembleError):
     """A model repository cannot be built; one line that names the file and what to do."""

@@ -26,22 +26,26 @@ class Conversation:
     """What a chat template is rendered from; `parse_conversation` has checked it."""
 
     messages: list[dict[str, Any]]
-    """Each has a `role`; `content` is a string, a list of text parts, or None."""
+    """Each has a `role`; `content` is a string, a list of text parts (and image parts), or None."""
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     """None: not stated."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def parse_conversation(raw: str | bytes) -> Conversation:
+def parse_conversation(raw: str | bytes, *, allow_images: bool = False) -> Conversation:
     """Parses and checks the JSON text of the `messages` input.
+
+    Args:
+        raw: the JSON text.
+        allow_images: whether content may hold image parts (see `split_images`).
 
     Raises:
         InputError: invalid UTF-8 or JSON (with the position), or a value of the wrong shape (with its path).
     """
     value = _load_json(decode_utf8(FIELD, raw) if isinstance(raw, bytes) else raw)
     if isinstance(value, list):
-        return Conversation(messages=check_messages(value))
+        return Conversation(messages=check_messages(value, allow_images=allow_images))
     if not isinstance(value, dict):
         raise InputError(
             FIELD, f"must be a list of messages or an object with 'messages', got {_kind(value)}"
@@ -58,19 +62,19 @@ def parse_conversation(raw: str | bytes) -> Conversation:
     if template_kwargs is not None and not isinstance(template_kwargs, dict):
         raise InputError(FIELD, f"chat_template_kwargs must be an object, got {_kind(template_kwargs)}")
     return Conversation(
-        messages=check_messages(value["messages"]),
+        messages=check_messages(value["messages"], allow_images=allow_images),
         tools=check_tools(value.get("tools")),
         add_generation_prompt=prompt,
         template_kwargs=template_kwargs or {},
     )
 
 
-def check_messages(value: Any) -> list[dict[str, Any]]:
+def check_messages(value: Any, *, allow_images: bool = False) -> list[dict[str, Any]]:
     """Returns `value` as messages.
 
-    `role` must be a string; `content` a string or a list of `{"type": "text", "text": ...}` parts, and may
-    be null or absent where `tool_calls` stand in for it. Other keys (name, tool_call_id, ...) belong to the
-    template and pass unchanged.
+    `role` must be a string; `content` a string or a list of `{"type": "text", "text": ...}` parts (and image
+    parts, where they are allowed), and may be null or absent where `tool_calls` stand in for it. Other keys
+    (name, tool_call_id, ...) belong to the template and pass unchanged.
 
     Raises:
         InputError: names the path of the first wrong value, such as `[2].content[0].type`.
@@ -93,7 +97,7 @@ def check_messages(value: Any) -> list[dict[str, Any]]:
             if not message.get("tool_calls"):
                 raise InputError(FIELD, f"{where}.content must be a string or a list of text parts")
         elif isinstance(content, list):
-            _check_parts(f"{where}.content", content)
+            _check_parts(f"{where}.content", content, allow_images)
         elif not isinstance(content, str):
             raise InputError(
                 FIELD, f"{where}.content must be a string or a list of text parts, got {_kind(content)}"
@@ -121,13 +125,70 @@ def check_tools(value: Any) -> list[dict[str, Any]] | None:
 
 def join_text_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Copies of checked messages with lists of text parts joined by a line feed, for templates that expect
-    strings only."""
+    strings only. Lists with image parts stay as they are."""
     joined = []
     for message in messages:
         content = message.get("content")
-        if isinstance(content, list):
+        if isinstance(content, list) and all(part["type"] == "text" for part in content):
             content = "\n".join(part["text"] for part in content)
             joined.append({**message, "content": content})
+        else:
+            joined.append(dict(message))
+    return joined
+
+
+def wrap_strings(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of checked messages with every string as a list of one text part, for templates that read lists
+    only."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str | None]]:
+    """Takes the images out of checked messages.
+
+    Known are `{"type": "image"}`, `{"type": "image", "image": DATA}`, `{"type": "image_url"}` and
+    `{"type": "image_url", "image_url": DATA}` or `{..., "image_url": {"url": DATA}}`, where DATA is base64
+    text or a `data:` URL (not looked at here). OpenAI's `detail` beside `url` is accepted and has no effect:
+    the checkpoint's processor decides on the resolution.
+
+    Returns:
+        Copies of the messages, every image part being `{"type": "image"}`, and the DATA of each in order;
+        None where a part carries none: it stands for the next image of the request's tensor.
+    """
+    found: list[str | None] = []
+    copies = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = []
+            for part in content:
+                if part["type"] == "text":
+                    parts.append(part)
+                else:
+                    found.append(_image_data(part))
+                    parts.append({"type": "image"})
+            content = parts
+            copies.append({**message, "content": content})
+        else:
+            copies.append(dict(message))
+    return copies, found
+
+
+def join_images(messages: Sequence[Mapping[str, Any]], placeholder: str) -> list[dict[str, Any]]:
+    """Copies of `split_images`' messages with a line of placeholder text for each image before the text of
+    its message, for templates that do not know image parts."""
+    joined = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list) and any(part["type"] == "image" for part in content):
+            text = "\n".join(part["text"] for part in content if part["type"] == "text")
+            images = sum(part["type"] == "image" for part in content)
+            joined.append({**message, "content": f"{placeholder}\n" * images + text})
         else:
             joined.append(dict(message))
     return joined
@@ -160,17 +221,41 @@ def _load_json(text: str) -> Any:
         raise InputError(FIELD, f"invalid JSON: {error}") from None
 
 
-def _check_parts(where: str, parts: list[Any]) -> None:
+def _check_parts(where: str, parts: list[Any], allow_images: bool) -> None:
     for index, part in enumerate(parts):
         place = f"{where}[{index}]"
         if not isinstance(part, dict):
             raise InputError(
                 FIELD, f'{place} must be an object like {{"type": "text", "text": "..."}}, got {_kind(part)}'
             )
+        if allow_images and part.get("type") in ("image", "image_url"):
+            _check_image_part(place, part)
+            continue
         if part.get("type") != "text":
-            raise InputError(FIELD, f"{place}.type {part.get('type')!r:.80} is not supported; known: 'text'")
+            known = "'text', 'image', 'image_url'" if allow_images else "'text'"
+            raise InputError(FIELD, f"{place}.type {part.get('type')!r:.80} is not supported; known: {known}")
         if not isinstance(part.get("text"), str):
             raise InputError(FIELD, f"{place}.text must be a string, got {_kind(part.get('text'))}")
+
+
+def _check_image_part(place: str, part: dict[str, Any]) -> None:
+    key = part["type"]
+    unknown = sorted(set(part) - {"type", key})
+    if unknown:
+        raise InputError(FIELD, f"{place}: unknown key {unknown[0]!r:.80}; known are 'type' and {key!r}")
+    value = part.get(key)
+    if key == "image_url" and isinstance(value, dict):
+        place, value = f"{place}.image_url", value.get("url")
+        if value is None:
+            raise InputError(FIELD, f"{place} must have the key 'url'")
+        key = "url"
+    if value is not None and not isinstance(value, str):
+        raise InputError(FIELD, f"{place}.{key} must be a string, got {_kind(value)}")
+
+
+def _image_data(part: Mapping[str, Any]) -> str | None:
+    value = part.get(part["type"])
+    return value.get("url") if isinstance(value, dict) else value
 
 
 def _kind(value: Any) -> str:

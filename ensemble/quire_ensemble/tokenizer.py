@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quire_ensemble import messages as chat
 from quire_ensemble.errors import InputError, TokenizerError
@@ -80,6 +81,8 @@ class Tokenizer:
         if rust is not None:
             rust.no_truncation()
             rust.no_padding()
+        if not self._hf.chat_template:
+            self._hf.chat_template = _processor_template(self.path)
 
     @staticmethod
     def exists(path: str | Path) -> bool:
@@ -169,7 +172,23 @@ class Tokenizer:
         Raises:
             InputError: of field `messages`: bad JSON, wrong shape, no chat template, or refused by it.
         """
-        conversation = chat.parse_conversation(raw_json)
+        return self.render(
+            chat.parse_conversation(raw_json),
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+
+    def render(
+        self,
+        conversation: chat.Conversation,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """As `render_messages`, of a parsed conversation. Lists with image parts reach the template as they
+        are: give them only to a template that `takes_images`."""
         if not self.has_chat_template:
             raise InputError(
                 chat.FIELD, "the checkpoint has no chat template; send text_input or input_ids instead"
@@ -180,8 +199,10 @@ class Tokenizer:
             raise InputError(chat.FIELD, f"chat_template_kwargs must not set {reserved[0]!r}")
         stated = conversation.add_generation_prompt
         messages = conversation.messages
-        if not self._template_takes_parts:
+        if self._content_form == "strings":
             messages = chat.join_text_parts(messages)
+        elif self._content_form == "parts":
+            messages = chat.wrap_strings(messages)
         try:
             return self._render(
                 messages,
@@ -218,19 +239,48 @@ class Tokenizer:
     def _render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
         return self._hf.apply_chat_template(messages, tokenize=False, **kwargs)
 
-    @functools.cached_property
-    def _template_takes_parts(self) -> bool:
-        """Whether the template reads lists of text parts itself: it renders one part like the bare string.
+    def takes_images(self, placeholder: str) -> bool:
+        """Whether the template writes the placeholder, once, for an image part, and the text beside it."""
+        parts = [{"type": "image"}, {"type": "text", "text": _PROBE}]
+        text = self._try_render(parts) or ""
+        return text.count(placeholder) == 1 and text.count(_PROBE) == 1 and not _shows_lists(text)
 
-        A template made for strings prints the list's Python form or raises.
+    @functools.cached_property
+    def _content_form(self) -> Literal["any", "parts", "strings"]:
+        """What the template reads as content of a message: strings, lists of parts, or any of the two.
+
+        A template made for strings prints a list's Python form or raises; one made for a processor of images
+        may render nothing of a string.
         """
-        parts = [{"type": "text", "text": _PROBE}]
+        from_parts = self._try_render([{"type": "text", "text": _PROBE}]) or ""
+        if _PROBE not in from_parts or _shows_lists(from_parts):
+            return "strings"
+        return "any" if _PROBE in (self._try_render(_PROBE) or "") else "parts"
+
+    def _try_render(self, content: Any) -> str | None:
+        """A user's message of this content; None where the template cannot read it."""
         try:
-            return self._render([{"role": "user", "content": parts}]) == self._render(
-                [{"role": "user", "content": _PROBE}]
-            )
-        except Exception:  # raised by the template: it cannot read one of the two
-            return False
+            return self._render([{"role": "user", "content": content}])
+        except Exception:  # a template is a program: it may raise anything
+            return None
+
+
+def _shows_lists(text: str) -> bool:
+    return "'type': 'text'" in text or '"type": "text"' in text
+
+
+def _processor_template(path: Path) -> str | None:
+    """The chat template of chat_template.json, where older processors keep it; tokenizers do not read it."""
+    file = path / "chat_template.json"
+    if not file.is_file():
+        return None
+    try:
+        template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise TokenizerError(f"{file}: cannot be read: {_one_line(error)}") from None
+    if not isinstance(template, str):
+        raise TokenizerError(f"{file}: chat_template must be a string")
+    return template
 
 
 @functools.cache

@@ -57,7 +57,7 @@ class TokenizerModel:
         pb = self.pb_utils
         given = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         try:
-            token_ids = self._encode(_element(given, "text_input"), _element(given, "messages"))
+            token_ids = self._encode(element(given, "text_input"), element(given, "messages"))
         except InputError as error:
             return pb.InferenceResponse(error=pb.TritonError(str(error), pb.TritonError.INVALID_ARG))
         return pb.InferenceResponse([pb.Tensor("input_ids", np.asarray(token_ids, dtype=np.int32))])
@@ -72,7 +72,7 @@ class TokenizerModel:
         raise InputError("text_input, messages", "exactly one is needed, none is given")
 
 
-def _element(given: dict[str, np.ndarray], name: str) -> bytes | None:
+def element(given: dict[str, np.ndarray], name: str) -> bytes | None:
     """The one element of a STRING tensor; None where the request does not carry it."""
     array = given.get(name)
     if array is None:

@@ -1,0 +1,237 @@
+"""Images of a request: encoded bytes, base64 text or data URLs, checked and decoded.
+
+Every limit is checked before the work it bounds: the length of base64 text before it is decoded, the number
+of encoded bytes before they are looked at, width and height (which the header states) before pixels are
+decoded. Nothing is ever fetched. Pillow is imported with the first image.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from dataclasses import dataclass
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quire_ensemble.errors import InputError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK")
+"""Pixel formats that have a faithful RGB form. Not 16-bit grey (I;16), which Pillow clips to white."""
+PILLOW_MAX_PIXELS = 178_956_970
+"""Images above this are refused by Pillow itself."""
+
+_SIGNATURE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|GIF8[79]a|BM", re.DOTALL)
+_URL = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*:")
+_BASE64 = re.compile(rb"[A-Za-z0-9+/=]+")
+_DATA_HEADER = 256
+# Values of the EXIF tag Orientation, by names of Pillow's Transpose.
+_UPRIGHT = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """Limits of one request.
+
+    max_image_bytes: encoded size of one image, before base64.
+    max_image_pixels: width times height of one image.
+    max_images: images in one prompt.
+    """
+
+    max_image_bytes: int = 20 * 2**20
+    max_image_pixels: int = 33_554_432
+    max_images: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("max_image_bytes", "max_image_pixels", "max_images"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_image_pixels > PILLOW_MAX_PIXELS:
+            raise ValueError(
+                f"max_image_pixels must be at most {PILLOW_MAX_PIXELS}, got {self.max_image_pixels}"
+            )
+
+
+def decode_image(raw: bytes | str, index: int, limits: ImageLimits) -> Image:
+    """The decoded image, upright, in one of MODES.
+
+    The EXIF orientation is applied, as transformers does where it loads an encoded image itself
+    (`load_image`); its image processors get decoded images and know nothing of it. Of an animation, the first
+    frame.
+
+    Args:
+        raw: the bytes of a file of FORMATS, base64 text of them, or a `data:` URL with base64.
+        index: of the image in its prompt, for errors.
+
+    Raises:
+        InputError: of field `image[index]`: a limit (named with its value) is exceeded, a URL that would have
+            to be fetched, bad base64, not an image, another format or mode, truncated or damaged.
+    """
+    from PIL import Image as pil
+
+    field = f"image[{index}]"
+    encoded = _encoded_bytes(raw, field, limits)
+    if _SIGNATURE.match(encoded) is None:
+        raise InputError(
+            field, f"not an image of a known format ({', '.join(FORMATS)}); it begins with {encoded[:8]!r}"
+        )
+    canvas = _webp_canvas(encoded)
+    if canvas is not None:
+        # Pillow's WebP decoder allocates the whole canvas when it reads the header.
+        _check_pixels(*canvas, field, limits)
+    try:
+        image = pil.open(BytesIO(encoded), formats=FORMATS)
+    except pil.DecompressionBombError:
+        raise InputError(
+            field,
+            f"more than {PILLOW_MAX_PIXELS} pixels, at most {limits.max_image_pixels} are allowed "
+            "(max_image_pixels)",
+        ) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # decoders raise whatever a damaged file makes them raise
+        raise InputError(field, f"cannot be read as an image: {_one_line(error)}") from None
+    _check_pixels(*image.size, field, limits)
+    if image.mode not in MODES:
+        raise InputError(field, f"pixel format {image.mode!r} is not supported; known are {', '.join(MODES)}")
+    try:
+        image.load()
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise InputError(field, f"truncated or damaged: {_one_line(error)}") from None
+    turn = _UPRIGHT.get(_orientation(image))
+    return image if turn is None else image.transpose(pil.Transpose[turn])
+
+
+def split_pixels(pixels: np.ndarray, limits: ImageLimits) -> list[Image]:
+    """The images (mode RGB) of an array.
+
+    Args:
+        pixels: uint8 [n, height, width, 3].
+
+    Raises:
+        InputError: of field `image_pixels`: another type or shape, or more pixels than allowed.
+    """
+    from PIL import Image as pil
+
+    field = "image_pixels"
+    if pixels.dtype != np.uint8:
+        raise InputError(field, f"must be UINT8, got {pixels.dtype}")
+    if pixels.ndim != 4 or pixels.shape[3] != 3 or 0 in pixels.shape[1:3]:
+        raise InputError(field, f"must have shape [n, height, width, 3], got {list(pixels.shape)}")
+    check_count(len(pixels), limits)
+    _check_pixels(pixels.shape[2], pixels.shape[1], field, limits)
+    return [pil.fromarray(np.ascontiguousarray(one)) for one in pixels]
+
+
+def check_count(count: int, limits: ImageLimits) -> None:
+    """Raises InputError where a prompt has more images than allowed."""
+    if count > limits.max_images:
+        raise InputError("image", f"{count} images, at most {limits.max_images} are allowed (max_images)")
+
+
+def _check_pixels(width: int, height: int, field: str, limits: ImageLimits) -> None:
+    if width * height > limits.max_image_pixels:
+        raise InputError(
+            field,
+            f"{width} x {height} = {width * height} pixels, at most {limits.max_image_pixels} are allowed "
+            "(max_image_pixels)",
+        )
+
+
+def _encoded_bytes(raw: bytes | str, field: str, limits: ImageLimits) -> bytes:
+    """The bytes of the image file."""
+    data = raw.encode("utf-8", "replace") if isinstance(raw, str) else raw
+    if not data:
+        raise InputError(field, "must not be empty")
+    if _SIGNATURE.match(data) is None:
+        data = _decode_base64(_base64_text(data, field), field, limits)
+    if len(data) > limits.max_image_bytes:
+        raise InputError(field, _too_long(len(data), limits))
+    return data
+
+
+def _base64_text(data: bytes, field: str) -> bytes:
+    """What of the data is base64: all of it, or what follows the header of a data URL."""
+    if data[:5].lower() == b"data:":
+        header, comma, _ = data[:_DATA_HEADER].partition(b",")
+        if not comma or not header.lower().endswith(b";base64"):
+            raise InputError(field, "a data: URL must have the form data:image/png;base64,...")
+        return data[len(header) + 1 :]
+    scheme = _URL.match(data[:32])
+    if scheme is not None:
+        raise InputError(
+            field,
+            f"URLs are not fetched, this one begins with {scheme.group().decode()!r}; "
+            "send the image's bytes, base64 text or a data: URL",
+        )
+    return data
+
+
+def _decode_base64(text: bytes, field: str, limits: ImageLimits) -> bytes:
+    # Twice the size leaves room for line breaks.
+    if len(text) > 2 * limits.max_image_bytes + 8:
+        raise InputError(field, _too_long(len(text) * 3 // 4, limits))
+    text = text.translate(None, b" \t\r\n")
+    if not text:
+        raise InputError(field, "must not be empty")
+    size = len(text) * 3 // 4 - text[-2:].count(b"=")
+    if size > limits.max_image_bytes:
+        raise InputError(field, _too_long(size, limits))
+    if _BASE64.fullmatch(text[:64]) is None:
+        raise InputError(
+            field,
+            f"neither the bytes of an image ({', '.join(FORMATS)}) nor base64 text nor a data: URL; "
+            f"it begins with {text[:8]!r}",
+        )
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise InputError(field, f"bad base64: {_one_line(error)}") from None
+
+
+def _webp_canvas(encoded: bytes) -> tuple[int, int] | None:
+    """Width and height that the header of a WebP file states; None for other files."""
+    if encoded[:4] != b"RIFF" or len(encoded) < 30:
+        return None
+    chunk = encoded[12:16]
+    if chunk == b"VP8X":
+        width, height = (int.from_bytes(encoded[at : at + 3], "little") + 1 for at in (24, 27))
+        return width, height
+    if chunk == b"VP8L":
+        bits = int.from_bytes(encoded[21:25], "little")
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    width, height = (int.from_bytes(encoded[at : at + 2], "little") & 0x3FFF for at in (26, 28))
+    return width, height
+
+
+def _orientation(image: Any) -> int:
+    try:
+        return int(image.getexif().get(0x0112, 1))
+    except Exception:  # metadata that cannot be read states no orientation
+        return 1
+
+
+def _too_long(size: int, limits: ImageLimits) -> str:
+    return f"{size} bytes, at most {limits.max_image_bytes} are allowed (max_image_bytes)"
+
+
+def _one_line(error: Exception) -> str:
+    # Pillow's messages show the BytesIO object with its address.
+    text = re.sub(r"<_io\.BytesIO[^>]*>", "the data", " ".join(str(error).split()))
+    return (text or type(error).__name__)[:200]

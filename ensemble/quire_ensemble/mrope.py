@@ -1,0 +1,34 @@
+"""M-RoPE positions of a prompt with images, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def mrope_positions(
+    length: int, spans: Sequence[tuple[int, int]], grids: Sequence[tuple[int, int, int]], merge: int
+) -> np.ndarray:
+    """Positions, int32 [3, length]: time, height, width; as `get_rope_index` of Qwen2-VL and 2.5-VL.
+
+    A text token's three positions are equal and follow on from the one before. The rows of an image begin at
+    one position and count their time, row and column from it; the text behind goes on after the longer side.
+
+    Args:
+        length: of the prompt with expanded placeholders.
+        spans: first token and number of tokens of each image, in order.
+        grids: time, height, width in patches of each image.
+        merge: patches of a side that make one row.
+    """
+    positions = np.empty((3, length), dtype=np.int32)
+    done = position = 0
+    for (start, count), (t, h, w) in zip(spans, grids, strict=True):
+        positions[:, done:start] = np.arange(position, position + start - done)
+        position += start - done
+        h, w = h // merge, w // merge
+        positions[:, start : start + count] = np.indices((t, h, w)).reshape(3, count) + position
+        position += max(h, w)
+        done = start + count
+    positions[:, done:] = np.arange(position, position + length - done)
+    return positions

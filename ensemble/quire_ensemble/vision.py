@@ -1,0 +1,364 @@
+"""Vision prompts: text or messages with images to token ids, pixel values and positions.
+
+The image processor of the checkpoint (transformers, with Pillow and numpy; neither torch nor torchvision)
+makes the pixel values; everything else a model's processor does is done here, and the M-RoPE positions of the
+Qwen models too, so that the generator gets a prompt it only has to put the images' rows into.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from quire_ensemble import messages as chat
+from quire_ensemble.errors import InputError, VisionError
+from quire_ensemble.images import ImageLimits, check_count, decode_image, split_pixels
+from quire_ensemble.mrope import mrope_positions
+from quire_ensemble.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl")
+"""Values of `model_type` in config.json that are known."""
+TOWER_CLS_ROWS = {"clip_vision_model": 1, "siglip_vision_model": 0}
+"""Vision towers of LLaVA, and how many rows they put before those of the patches."""
+MAX_SCALED_PIXELS = 2**26
+"""Pixels of an image while a processor scales or pads it: a square as long as an image of 1:2 may be."""
+THREADS = 4
+"""Images of one prompt that are decoded at a time; the others wait in their encoded form."""
+
+
+@dataclass(frozen=True)
+class VisionPrompt:
+    """What the model `vision_preprocessor` gives for one request, in the types and shapes it declares."""
+
+    input_ids: np.ndarray
+    """int32 [tokens]; every image's placeholder is there once for each of its rows."""
+    pixel_values: np.ndarray
+    """float32 [1, rows, row_size]; llava: a row is an image (channels, height, width), else one patch."""
+    image_grid: np.ndarray
+    """int32 [1, images, 3]: time, height, width in patches."""
+    image_spans: np.ndarray
+    """int32 [images, 2]: first token and number of tokens of the image's placeholders."""
+    position_ids: np.ndarray
+    """int32 [3, tokens]: time, height, width; [0, 0] for models without M-RoPE."""
+
+
+@dataclass(frozen=True)
+class _ProcessedImage:
+    pixels: np.ndarray
+    """float32 [rows, row_size]."""
+    grid: tuple[int, int, int]
+
+
+class VisionProcessor:
+    """A checkpoint's processor of prompts with images. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: Tokenizer,
+        limits: ImageLimits | None = None,
+        threads: int = THREADS,
+    ) -> None:
+        """Loads the image processor and tries it.
+
+        Args:
+            path: checkpoint directory.
+            tokenizer: of the same checkpoint.
+            limits: of one request; None: the defaults.
+            threads: images of a prompt processed at a time.
+
+        Raises:
+            VisionError: config.json or the image processor's file is missing or broken, the model is of no
+                known family, or its parts do not fit together.
+        """
+        self.path = Path(path)
+        self.tokenizer = tokenizer
+        self.limits = limits or ImageLimits()
+        config = _read_config(self.path)
+        self.family: str = config["model_type"]
+        self._vision: dict[str, Any] = config.get("vision_config") or {}
+        self._image_processor = _load_image_processor(self.path)
+        if self.family == "llava":
+            self._init_llava(config)
+        else:
+            self._init_qwen(config)
+        self.placeholder_id, self._placeholder, self._placeholder_line = self._find_placeholder(config)
+        self.row_size = self._try_processor()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="images")
+
+    @property
+    def uses_mrope(self) -> bool:
+        """Whether positions are triples."""
+        return self.family != "llava"
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def process(
+        self,
+        messages: bytes | None,
+        text: bytes | None,
+        images: Sequence[bytes | str] | None = None,
+        pixels: np.ndarray | None = None,
+    ) -> VisionPrompt:
+        """Makes the prompt of one request.
+
+        Args:
+            messages: chat messages as JSON (`quire_ensemble.messages`); each image part without data takes
+                the next one of `images` or `pixels`, and all of those must be taken.
+            text: prompt that holds the checkpoint's placeholder, such as <image>, once for each image.
+                Exactly one of `messages` and `text` is given.
+            images: encoded images (see `decode_image`).
+            pixels: uint8 [n, height, width, 3]: images instead of `images`, RGB.
+
+        Raises:
+            InputError: wrong input; a wrong image is of field `image[i]`, where i counts the prompt's images.
+        """
+        sources = self._given_images(images, pixels)
+        if messages is not None and text is not None:
+            raise InputError("text_input, messages", "exactly one is allowed, both are given")
+        if messages is not None:
+            token_ids, sources = self._encode_messages(messages, sources)
+        elif text is not None:
+            token_ids = self.tokenizer.encode_bytes("text_input", text)
+        else:
+            raise InputError("text_input, messages", "exactly one is needed, none is given")
+        check_count(len(sources), self.limits)
+        found = token_ids.count(self.placeholder_id)
+        if found != len(sources):
+            raise InputError(
+                "text_input" if messages is None else chat.FIELD,
+                f"the prompt has {_count(found, 'placeholder')} {self._placeholder!r} and "
+                f"{_count(len(sources), 'image')}; there must be one for each image",
+            )
+        run: Callable[..., Any] = map if len(sources) < 2 else self._pool.map
+        return self._assemble(token_ids, list(run(self._process_image, range(len(sources)), sources)))
+
+    def _given_images(
+        self, images: Sequence[bytes | str] | None, pixels: np.ndarray | None
+    ) -> list[bytes | str | Image]:
+        if images and pixels is not None:
+            raise InputError("image, image_pixels", "at most one is allowed, both are given")
+        if pixels is not None:
+            return list(split_pixels(pixels, self.limits))
+        return list(images or [])
+
+    def _encode_messages(
+        self, raw: bytes, given: list[bytes | str | Image]
+    ) -> tuple[list[int], list[bytes | str | Image]]:
+        """Token ids of messages, and all their images in order."""
+        conversation = chat.parse_conversation(raw, allow_images=True)
+        messages, found = chat.split_images(conversation.messages)
+        wanted = sum(data is None for data in found)
+        if wanted != len(given):
+            raise InputError(
+                chat.FIELD,
+                f"{_count(wanted, 'image part')} without data, and {_count(len(given), 'image')} in `image` "
+                "or `image_pixels`; the numbers must be equal",
+            )
+        if found and not self._template_takes_images:
+            messages = chat.join_images(messages, self._placeholder_line)
+        text = self.tokenizer.render(replace(conversation, messages=messages))
+        bos = self.tokenizer.hf.bos_token
+        # The rule of transformers' processors, unlike that of its tokenizers: templates that come with an
+        # image processor may leave BOS to the tokenizer.
+        starts = bool(bos) and text.startswith(bos)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=not starts, field=chat.FIELD)
+        rest = iter(given)
+        return token_ids, [next(rest) if data is None else data for data in found]
+
+    @functools.cached_property
+    def _template_takes_images(self) -> bool:
+        return self.tokenizer.takes_images(self._placeholder)
+
+    def _process_image(self, index: int, source: bytes | str | Image) -> _ProcessedImage:
+        image = decode_image(source, index, self.limits) if isinstance(source, (bytes, str)) else source
+        self._check_scaled(image.size, index)
+        try:
+            out = self._image_processor(images=[_to_rgb(image)], return_tensors="np")
+        except ValueError as error:  # Qwen's: an aspect ratio above 200
+            raise InputError(f"image[{index}]", f"refused by the image processor: {error}") from None
+        pixels = np.asarray(out["pixel_values"], dtype=np.float32)
+        if self.family == "llava":
+            _, _, height, width = pixels.shape
+            grid = (1, height // self._patch, width // self._patch)
+            pixels = pixels.reshape(1, -1)
+        else:
+            grid = cast("tuple[int, int, int]", tuple(int(n) for n in out["image_grid_thw"][0]))
+        return _ProcessedImage(pixels, grid)
+
+    def _check_scaled(self, size: tuple[int, int], index: int) -> None:
+        """Refuses an image that would be far larger once scaled: a line of pixels scaled to the height of a
+        LLaVA image, or padded to a square, is a bomb that the limits on files do not see."""
+        processor, (short, long) = self._image_processor, sorted(size)
+        edge = dict(processor.size or {}).get("shortest_edge")
+        if getattr(processor, "do_pad", False):
+            scaled = (long, long)
+        elif self.family == "llava" and processor.do_resize and edge:
+            scaled = (edge, edge * long // short)
+        else:
+            return
+        if scaled[0] * scaled[1] > MAX_SCALED_PIXELS:
+            raise InputError(
+                f"image[{index}]",
+                f"{size[0]} x {size[1]} pixels are too long and narrow: the image processor would make "
+                f"{scaled[0]} x {scaled[1]} of them, at most {MAX_SCALED_PIXELS} pixels are allowed",
+            )
+
+    def _assemble(self, token_ids: list[int], images: list[_ProcessedImage]) -> VisionPrompt:
+        expanded: list[int] = []
+        spans: list[tuple[int, int]] = []
+        rest = iter(images)
+        for token_id in token_ids:
+            if token_id == self.placeholder_id:
+                rows = self._rows(next(rest).grid)
+                spans.append((len(expanded), rows))
+                expanded.extend([token_id] * rows)
+            else:
+                expanded.append(token_id)
+        grids = [image.grid for image in images]
+        return VisionPrompt(
+            input_ids=np.asarray(expanded, dtype=np.int32),
+            pixel_values=np.concatenate(
+                [np.empty((0, self.row_size), dtype=np.float32), *(image.pixels for image in images)]
+            )[None],
+            image_grid=np.asarray(grids, dtype=np.int32).reshape(1, -1, 3),
+            image_spans=np.asarray(spans, dtype=np.int32).reshape(-1, 2),
+            position_ids=mrope_positions(len(expanded), spans, grids, self._merge)
+            if self.uses_mrope
+            else np.zeros((0, 0), dtype=np.int32),
+        )
+
+    def _rows(self, grid: tuple[int, int, int]) -> int:
+        """Rows of embeddings that the encoder makes of an image."""
+        t, h, w = grid
+        return t * h * w // self._merge**2 + self._extra_rows
+
+    def _init_llava(self, config: dict[str, Any]) -> None:
+        tower = self._vision.get("model_type", "clip_vision_model")
+        if tower not in TOWER_CLS_ROWS:
+            raise VisionError(
+                f"{self.path / 'config.json'}: vision tower {tower!r} is not supported; known are "
+                f"{', '.join(TOWER_CLS_ROWS)}"
+            )
+        strategy = config.get("vision_feature_select_strategy", "default")
+        if strategy not in ("default", "full"):
+            raise VisionError(
+                f"{self.path / 'config.json'}: vision_feature_select_strategy must be default or full, got "
+                f"{strategy!r}"
+            )
+        # "default" drops the first row, whatever it is.
+        self._extra_rows = TOWER_CLS_ROWS[tower] - (strategy == "default")
+        self._merge = 1
+        self._patch = int(self._vision_value("patch_size"))
+
+    def _init_qwen(self, config: dict[str, Any]) -> None:
+        self._extra_rows = 0
+        self._merge = int(self._vision_value("spatial_merge_size"))
+        self._patch = int(self._vision_value("patch_size"))
+        for name, ours in (("merge_size", self._merge), ("patch_size", self._patch)):
+            theirs = getattr(self._image_processor, name, None)
+            if theirs != ours:
+                raise VisionError(
+                    f"{self.path}: {name} is {theirs} in the image processor and {ours} in config.json"
+                )
+
+    def _vision_value(self, name: str) -> Any:
+        """A value of vision_config, or its class's default: published files may leave values out."""
+        if name in self._vision:
+            return self._vision[name]
+        from transformers import AutoConfig
+
+        return getattr(AutoConfig.from_pretrained(str(self.path), local_files_only=True).vision_config, name)
+
+    def _find_placeholder(self, config: dict[str, Any]) -> tuple[int, str, str]:
+        """The placeholder's id, its text, and what stands for an image in a text: that text, between the
+        markers of the checkpoint if there are any."""
+        keys = ("image_token_id", "image_token_index") if self.family == "llava" else ("image_token_id",)
+        found = next((config[key] for key in keys if config.get(key) is not None), None)
+        if found is None:
+            found = 32000 if self.family == "llava" else 151655  # the defaults of transformers
+        ids = [found]
+        if self.uses_mrope:
+            ids.insert(0, config.get("vision_start_token_id", 151652))
+            ids.append(config.get("vision_end_token_id", 151653))
+        hf = self.tokenizer.hf
+        line = "".join(hf.convert_ids_to_tokens(int(i)) or "" for i in ids)
+        added = set(ids) <= set(hf.added_tokens_decoder)
+        if not added or self.tokenizer.encode(line, add_special_tokens=False) != ids:
+            raise VisionError(f"{self.path}: the tokenizer has no special tokens for {ids} of config.json")
+        return int(found), hf.convert_ids_to_tokens(int(found)), line
+
+    def _try_processor(self) -> int:
+        """Runs the image processor once, so that a broken one fails here; the size of a row of its pixels."""
+        from PIL import Image as pil
+
+        try:
+            out = self._image_processor(images=[pil.new("RGB", (96, 64))], return_tensors="np")
+            shape = np.asarray(out["pixel_values"]).shape
+        except Exception as error:  # its settings come from a file
+            raise VisionError(
+                f"{self.path}: the image processor does not work: {' '.join(str(error).split())[:300]}"
+            ) from error
+        if self.family != "llava":
+            return int(shape[1])
+        size = int(self._vision_value("image_size"))
+        if shape != (1, 3, size, size):
+            raise VisionError(
+                f"{self.path}: the image processor gives {list(shape[1:])}, the vision tower takes "
+                f"[3, {size}, {size}]"
+            )
+        return 3 * size * size
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise VisionError(f"{file}: cannot be read as JSON: {error}") from None
+    family = config.get("model_type") if isinstance(config, dict) else None
+    if family not in FAMILIES:
+        raise VisionError(
+            f"{file}: model_type {family!r} has no known vision part; known are {', '.join(FAMILIES)}"
+        )
+    return config
+
+
+def _load_image_processor(path: Path) -> Any:
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(
+            str(path), backend="pil", local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # the loaders of transformers raise whatever their files make them raise
+        raise VisionError(
+            f"{path}: image processor cannot be loaded: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def _to_rgb(image: Image) -> Image:
+    """RGB, transparency over white: what image processors do themselves, unless their files say otherwise;
+    then they fail on anything but RGB."""
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    from PIL import Image as pil
+    from transformers.image_transforms import convert_to_rgb
+
+    return pil.fromarray(cast("np.ndarray", convert_to_rgb(image, return_numpy=True)))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
