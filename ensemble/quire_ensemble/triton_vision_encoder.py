@@ -1,0 +1,351 @@
+"""The `vision_encoder` model of an ensemble: processed pixels in, rows for the language model out.
+
+A model repository's `vision_encoder/1/model.py` subclasses `VisionEncoderModel` and gives it Triton's Python
+utilities, which exist only inside a stub process. torch and transformers are not imported before
+`initialize`: Triton starts a second interpreter before each load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from quire_ensemble.encoder_cache import EncoderCache
+from quire_ensemble.errors import EnsembleError, InputError, VisionError
+from quire_ensemble.triton_tokenizer import checkpoint_path
+
+if TYPE_CHECKING:
+    from quire_ensemble.vision_tower import VisionTower
+
+PIXELS, GRID, EMBEDS = "pixel_values", "image_grid", "image_embeds"
+NICENESS = 5
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderOptions:
+    """The model's parameters in config.pbtxt (all of them `string_value`), except `checkpoint`."""
+
+    device: str = "auto"
+    """auto: the GPU of a KIND_GPU instance, else CUDA where it is visible, else cpu."""
+    dtype: str = "float32"
+    cache_bytes: int = 268435456
+    """Bound of the cached outputs, in main memory, for each instance."""
+    max_patches: int = 16384
+    num_threads: int | None = None
+    """On CPU; unset: half of the cores."""
+    output_device: str = "cpu"
+    """gpu: the output stays on the GPU, for a generator that takes it there."""
+    allow_pickle: bool = False
+
+    @staticmethod
+    def of(model_config: Mapping[str, Any]) -> EncoderOptions:
+        """Reads the parameters of a model's configuration.
+
+        Raises:
+            VisionError: an unknown parameter, or a value out of range. Names in capitals are Triton's own.
+        """
+        stated = {key: value["string_value"] for key, value in model_config.get("parameters", {}).items()}
+        stated.pop("checkpoint", None)
+        readers: dict[str, Callable[[str, str], Any]] = {
+            "cache_bytes": _integer(0),
+            "max_patches": _integer(1),
+            "num_threads": _integer(1),
+            "output_device": _one_of({"cpu": "cpu", "gpu": "gpu"}),
+            "allow_pickle": _one_of({"true": True, "false": False}),
+        }
+        values: dict[str, Any] = {}
+        known = {option.name for option in dataclasses.fields(EncoderOptions)}
+        for name, text in stated.items():
+            if name in known:
+                values[name] = readers[name](name, text) if name in readers else text
+            elif not name.isupper():
+                raise VisionError(
+                    f"parameter {name!r} is unknown; known: checkpoint, {', '.join(sorted(known))}"
+                )
+        return EncoderOptions(**values)
+
+
+@dataclass
+class _Job:
+    """What one request asks for."""
+
+    images: list[np.ndarray]
+    """float32 [rows of the image, row_size] each."""
+    grid: np.ndarray
+    """int32 [images, 3]."""
+    keys: list[str]
+    """Cache key of each image."""
+
+
+@dataclass
+class _Pending:
+    """Images that are not in the cache, each once."""
+
+    pixel_values: list[np.ndarray] = field(default_factory=list)
+    """float32 [rows of the image, row_size] each."""
+    grid: list[np.ndarray] = field(default_factory=list)
+    """int32 [3] each."""
+    keys: list[str] = field(default_factory=list)
+
+
+class VisionEncoderModel:
+    """Triton Python model (not decoupled: each request gets one response, in the returned list).
+
+    Inputs of a request, each with a batch dimension of 1: `pixel_values` FP32 [rows, row_size], `image_grid`
+    INT32 [images, 3]. Output: `image_embeds` FP32 [rows of all its images, hidden], without a batch
+    dimension; [0, hidden] for a request without images.
+    """
+
+    pb_utils: ClassVar[Any]
+    """The module triton_python_backend_utils; set by the subclass."""
+
+    tower: VisionTower
+    cache: EncoderCache
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Loads the vision part of the checkpoint named by parameter `checkpoint`.
+
+        Args:
+            args: Triton's; `model_config` (JSON), `model_repository` (the model's own directory), the
+                instance's name, kind and device, the model's name and version are read.
+
+        Raises:
+            TritonModelException: a wrong parameter, or no usable checkpoint there; one line.
+        """
+        try:
+            config = json.loads(args["model_config"])
+            path = checkpoint_path(config, Path(args["model_repository"]))
+            options = EncoderOptions.of(config)
+            self._load(path, options, _device(options, args))
+        except EnsembleError as error:
+            raise self.pb_utils.TritonModelException(str(error)) from None
+        self.cache = EncoderCache(options.cache_bytes)
+        self._output_on_gpu = options.output_device == "gpu"
+        self._metrics = _EncoderMetrics(self.pb_utils, args)
+
+    def _load(self, path: Path, options: EncoderOptions, stated_device: str) -> None:
+        from quire_ensemble.vision_tower import VisionTower, choose_device
+
+        device = choose_device(stated_device)
+        if options.output_device == "gpu" and device.type != "cuda":
+            raise VisionError(f"output_device 'gpu' needs the encoder on a GPU, it is on {device}")
+        if device.type == "cpu":
+            # A decode step is short and many streams wait for it, an image is long and one request waits:
+            # where both want a core, decoding goes first. Before loading, because threads inherit it.
+            os.nice(NICENESS)
+        self.tower = VisionTower(
+            path,
+            device=str(device),
+            dtype=options.dtype,
+            num_threads=options.num_threads,
+            max_patches=options.max_patches,
+            allow_pickle=options.allow_pickle,
+        )
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """One response per request, in order.
+
+        Every image that is not cached is encoded once, those of all requests together. A wrong request fails
+        alone with INVALID_ARG; requests with an image of a forward that failed, with INTERNAL.
+        """
+        jobs = [self._job(request) for request in requests]
+        found, pending = self._look_up([job for job in jobs if isinstance(job, _Job)])
+        failures = self._encode(pending, found)
+        images = sum(len(job.keys) for job in jobs if isinstance(job, _Job))
+        self._metrics.count(hits=images - len(pending.keys), misses=len(pending.keys))
+        self._metrics.set_cache_bytes(self.cache.bytes)
+        return [self._respond(job, found, failures) for job in jobs]
+
+    def finalize(self) -> None:
+        """Removes the instance's metrics from the server."""
+        self._metrics.close()
+
+    def _job(self, request: Any) -> _Job | InputError:
+        try:
+            given = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            pixel_values, grid = (_unbatched(given, name, 2) for name in (PIXELS, GRID))
+            self.tower.check(pixel_values, grid)
+        except InputError as error:
+            return error
+        images = np.split(pixel_values, np.cumsum(self.tower.rows(grid))[:-1]) if len(grid) else []
+        return _Job(images, grid, [_cache_key(*image) for image in zip(images, grid, strict=True)])
+
+    def _look_up(self, jobs: list[_Job]) -> tuple[dict[str, np.ndarray], _Pending]:
+        """Cached outputs by key, and the images that have none. Each distinct key is looked up once."""
+        found: dict[str, np.ndarray] = {}
+        pending = _Pending()
+        seen: set[str] = set()
+        for job in jobs:
+            for key, pixels, grid in zip(job.keys, job.images, job.grid, strict=True):
+                if key in seen:
+                    continue
+                seen.add(key)
+                cached = self.cache.get(key)
+                if cached is not None:
+                    found[key] = cached
+                    continue
+                pending.pixel_values.append(pixels)
+                pending.grid.append(grid)
+                pending.keys.append(key)
+        return found, pending
+
+    def _encode(self, pending: _Pending, found: dict[str, np.ndarray]) -> dict[str, str]:
+        """Adds the pending images' outputs to `found` and to the cache; reasons of failure by key."""
+        failures: dict[str, str] = {}
+        if not pending.keys:
+            return failures
+        for part in self.tower.split(np.stack(pending.grid)):
+            keys = pending.keys[part]
+            try:
+                outputs = self.tower.encode(
+                    np.concatenate(pending.pixel_values[part]), np.stack(pending.grid[part])
+                )
+            except Exception as error:  # whatever torch raises must not end the model
+                _log.exception("quire vision encoder: a forward of %d images failed", len(keys))
+                failures |= dict.fromkeys(keys, _one_line(error))
+                continue
+            self._metrics.count(runs=1, images=len(keys))
+            for key, output in zip(keys, outputs, strict=True):
+                # Requests of this batch take it from here, so that what the cache drops is no loss to them.
+                found[key] = output
+                self.cache.put(key, output)
+        return failures
+
+    def _respond(
+        self, job: _Job | InputError, found: Mapping[str, np.ndarray], failures: Mapping[str, str]
+    ) -> Any:
+        pb = self.pb_utils
+        if isinstance(job, InputError):
+            return pb.InferenceResponse(error=pb.TritonError(str(job), pb.TritonError.INVALID_ARG))
+        failed = [(i, failures[key]) for i, key in enumerate(job.keys) if key in failures]
+        if failed:
+            index, reason = failed[0]
+            message = f"image[{index}]: the vision encoder failed: {reason}"
+            return pb.InferenceResponse(error=pb.TritonError(message, pb.TritonError.INTERNAL))
+        empty = np.zeros((0, self.tower.hidden_size), np.float32)
+        embeds = np.concatenate([empty, *(found[key] for key in job.keys)])
+        return pb.InferenceResponse([self._output(embeds)])
+
+    def _output(self, embeds: np.ndarray) -> Any:
+        """The output tensor: in main memory, or on the GPU (not run by any test: it needs one)."""
+        if not self._output_on_gpu:
+            return self.pb_utils.Tensor(EMBEDS, embeds)
+        import torch
+
+        return self.pb_utils.Tensor.from_dlpack(EMBEDS, torch.from_numpy(embeds).to(self.tower.device))
+
+
+class _EncoderMetrics:
+    """The instance's custom metrics; does nothing where Triton's utilities have none.
+
+    Each update is a call to the server of 20 to 80 us: few enough at one per batch of images, so that
+    nothing needs to be collected and flushed as the generator does for tokens.
+    """
+
+    FAMILIES: ClassVar[dict[str, tuple[str, str]]] = {
+        "runs": ("quire_vision_encoder_runs_total", "Forwards of the vision encoder"),
+        "images": ("quire_vision_encoder_images_total", "Images encoded"),
+        "hits": ("quire_vision_cache_hits_total", "Images answered without encoding them"),
+        "misses": ("quire_vision_cache_misses_total", "Images that had to be encoded"),
+    }
+    GAUGE = ("quire_vision_cache_bytes", "Bytes of cached image embeddings")
+
+    def __init__(self, pb_utils: Any, args: Mapping[str, str]) -> None:
+        # The server removes a family when its object goes, and updates of its metrics raise from then on.
+        self._families: list[Any] = []
+        self._counters: dict[str, Any] = {}
+        self._gauge: Any = None
+        self._cache_bytes = 0
+        kind = getattr(pb_utils, "MetricFamily", None)
+        if kind is None:
+            return
+        # Instances are processes: without a label of their own they would set each other's gauge.
+        labels = {
+            "model": args.get("model_name", ""),
+            "version": args.get("model_version", ""),
+            "instance": args.get("model_instance_name", ""),
+        }
+
+        def metric(name: str, description: str, family_kind: Any) -> Any:
+            self._families.append(kind(name=name, description=description, kind=family_kind))
+            return self._families[-1].Metric(labels=labels)
+
+        for key, (name, description) in self.FAMILIES.items():
+            self._counters[key] = metric(name, description, kind.COUNTER)
+        self._gauge = metric(*self.GAUGE, kind.GAUGE)
+
+    def count(self, **amounts: int) -> None:
+        """Adds to counters, by their key in FAMILIES."""
+        for key, amount in amounts.items():
+            if amount and self._counters:
+                self._counters[key].increment(amount)
+
+    def set_cache_bytes(self, value: int) -> None:
+        if self._gauge is not None and value != self._cache_bytes:
+            self._gauge.set(value)
+            self._cache_bytes = value
+
+    def close(self) -> None:
+        """A family must outlive its metrics."""
+        self._counters.clear()
+        self._gauge = None
+        self._families.clear()
+
+
+def _device(options: EncoderOptions, args: Mapping[str, str]) -> str:
+    if options.device == "auto" and args.get("model_instance_kind") == "GPU":
+        return f"cuda:{args.get('model_instance_device_id', '0')}"
+    return options.device
+
+
+def _unbatched(given: Mapping[str, np.ndarray], name: str, dims: int) -> np.ndarray:
+    """An input without its batch dimension, which must be 1: a request is one conversation's images."""
+    array = given.get(name)
+    if array is None:
+        raise InputError(name, "is missing")
+    if array.ndim != dims + 1 or array.shape[0] != 1:
+        raise InputError(name, f"must have a batch of 1 and {dims} more dimensions, got {list(array.shape)}")
+    return array[0]
+
+
+def _cache_key(pixels: np.ndarray, grid: np.ndarray) -> str:
+    """A hash of all that the output depends on, about 1 ms per MB. It is made here, since a wrong one from a
+    client would give others wrong images."""
+    content = hashlib.blake2b(np.ascontiguousarray(grid).data, digest_size=32)
+    content.update(np.ascontiguousarray(pixels).data)
+    return content.hexdigest()
+
+
+def _integer(minimum: int) -> Callable[[str, str], int]:
+    def read(name: str, text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < minimum:
+            raise VisionError(f"parameter {name!r} must be an integer of at least {minimum}, got {text!r}")
+        return int(text)
+
+    return read
+
+
+def _one_of(choices: Mapping[str, Any]) -> Callable[[str, str], Any]:
+    def read(name: str, text: str) -> Any:
+        if text not in choices:
+            raise VisionError(f"parameter {name!r} must be one of {', '.join(choices)}, got {text!r}")
+        return choices[text]
+
+    return read
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return (text or type(error).__name__)[:400]

@@ -1,0 +1,37 @@
+"""Tensors of the two vision models, stated once: the builder renders their config.pbtxt from these.
+
+The encoder has a batch dimension (Triton's dynamic batcher joins requests along it), so each of its inputs
+has one dimension more in a request than `dims` says; the preprocessor writes that dimension, of length one.
+What the encoder answers are plain rows, which Triton lets a batching model do.
+"""
+
+from __future__ import annotations
+
+from quire_ensemble.generator_schema import IMAGE_INPUTS, PROMPT_INPUTS, TensorSpec
+
+PREPROCESSOR_INPUTS: tuple[TensorSpec, ...] = (
+    *(spec for spec in PROMPT_INPUTS if spec.datatype == "TYPE_STRING"),
+    TensorSpec(
+        "image",
+        "TYPE_STRING",
+        (-1,),
+        doc="Encoded images (JPEG, PNG, WebP, GIF, BMP): bytes, base64 or data URL.",
+    ),
+    TensorSpec("image_pixels", "TYPE_UINT8", (-1, -1, -1, 3), doc="Raw images [n, height, width, RGB]."),
+)
+
+ENCODER_INPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("pixel_values", "TYPE_FP32", (-1, -1), optional=False, doc="Rows of processed pixels."),
+    TensorSpec(
+        "image_grid", "TYPE_INT32", (-1, 3), optional=False, doc="(t, h, w) in patches of each image."
+    ),
+)
+ENCODER_OUTPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("image_embeds", "TYPE_FP32", (-1,), doc="[embedding rows of all images, hidden size]."),
+)
+
+PREPROCESSOR_OUTPUTS: tuple[TensorSpec, ...] = (
+    *(spec for spec in PROMPT_INPUTS if spec.name == "input_ids"),
+    *(TensorSpec(s.name, s.datatype, (-1, *s.dims), doc=s.doc) for s in ENCODER_INPUTS),
+    *(spec for spec in IMAGE_INPUTS if spec.name in ("image_spans", "position_ids")),
+)

@@ -1,0 +1,249 @@
+"""VisionTower: the vision part of a checkpoint, from processed pixels to rows for the language model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+from transformers.initialization import no_init_weights
+
+from quire_ensemble.errors import InputError, VisionError
+from quire_ensemble.vision_families import FAMILIES, GRID, Grid, UnsupportedConfig, VisionFamily
+from quire_ensemble.vision_weights import fill_weights
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DEFAULT_MAX_PATCHES = 16384
+PIXELS = "pixel_values"
+
+
+class VisionTower:
+    """Encodes images; equal to `get_image_features` of the full model in transformers. For one thread.
+
+    Attributes:
+        device: where the weights are.
+        row_size: values in one row of `pixel_values`.
+        hidden_size: values in one row of the output: the language model's hidden size.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        device: str = "auto",
+        dtype: str = "float32",
+        num_threads: int | None = None,
+        max_patches: int = DEFAULT_MAX_PATCHES,
+        allow_pickle: bool = False,
+    ) -> None:
+        """Loads the vision part; the language model's tensors are not read.
+
+        Args:
+            path: checkpoint directory, with config.json and safetensors (or .bin, see `allow_pickle`).
+            device: `auto` (CUDA where visible), or a device of torch.
+            dtype: of weights and computation: float32, float16, bfloat16, or auto (config.json's).
+            num_threads: on CPU, how many threads torch may use in this process; None: half of the cores.
+            max_patches: bound of the patches in one forward, see `split`.
+            allow_pickle: whether weights may be read from .bin files.
+
+        Raises:
+            VisionError: missing, broken or unsupported; one line that names the file.
+        """
+        self.path = Path(path)
+        if max_patches < 1:
+            raise VisionError(f"max_patches must be at least 1, got {max_patches}")
+        if num_threads is not None and num_threads < 1:
+            raise VisionError(f"num_threads must be at least 1, got {num_threads}")
+        self.max_patches = max_patches
+        self.device = choose_device(device)
+        if self.device.type == "cpu":
+            torch.set_num_threads(num_threads or default_num_threads())
+        config = _read_config(self.path)
+        self._family = _build(self.path, config, _choose_dtype(dtype, config, self.path), self.device)
+        fill_weights(_targets(self._family), self.path, self._family.name_of, allow_pickle=allow_pickle)
+
+    @property
+    def row_size(self) -> int:
+        return self._family.row_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self._family.hidden_size
+
+    def rows(self, grid: np.ndarray) -> list[int]:
+        """Rows of `pixel_values` of each image; `grid` [n, 3] must have passed `check`."""
+        return [self._family.rows(*image) for image in _images(grid)]
+
+    def tokens(self, grid: np.ndarray) -> list[int]:
+        """Output rows of each image; `grid` [n, 3] must have passed `check`."""
+        return [self._family.tokens(*image) for image in _images(grid)]
+
+    def check(self, pixel_values: np.ndarray, grid: np.ndarray) -> None:
+        """Whether `encode` can take these.
+
+        Raises:
+            InputError: a wrong shape or grid, or a number of rows that is not the grid's.
+        """
+        if grid.ndim != 2 or grid.shape[1] != 3:
+            raise InputError(GRID, f"must have shape [images, 3], got {list(grid.shape)}")
+        if pixel_values.ndim != 2 or pixel_values.shape[1] != self.row_size:
+            raise InputError(
+                PIXELS, f"must have shape [rows, {self.row_size}], got {list(pixel_values.shape)}"
+            )
+        for index, image in enumerate(_images(grid)):
+            try:
+                self._family.check_image(*image)
+            except InputError as error:
+                raise InputError(f"{GRID}[{index}]", error.reason) from None
+        rows = sum(self.rows(grid))
+        if rows != pixel_values.shape[0]:
+            raise InputError(PIXELS, f"has {pixel_values.shape[0]} rows, image_grid means {rows}")
+
+    def split(self, grid: np.ndarray) -> list[slice]:
+        """The images (of `grid` [n, 3]) of each forward, in order, so that its memory is bounded.
+
+        A forward has at most `max_patches` patches, but always one image: an image cannot be divided, and
+        its size is the preprocessor's to limit.
+        """
+        parts: list[slice] = []
+        start = patches = 0
+        for index, (t, h, w) in enumerate(_images(grid)):
+            if index > start and patches + t * h * w > self.max_patches:
+                parts.append(slice(start, index))
+                start, patches = index, 0
+            patches += t * h * w
+        return [*parts, slice(start, len(grid))] if len(grid) else []
+
+    def encode(self, pixel_values: np.ndarray, grid: np.ndarray) -> list[np.ndarray]:
+        """Rows for the language model, by as few forwards as `split` allows.
+
+        Args:
+            pixel_values: float32 [rows of all images, row_size].
+            grid: integers [n, 3]: (t, h, w) of each image in patches, before merging.
+
+        Returns:
+            One float32 [tokens, hidden_size] per image; those of one forward share memory.
+
+        Raises:
+            InputError: see `check`.
+            RuntimeError: of torch, out of memory among them.
+        """
+        self.check(pixel_values, grid)
+        ends = np.cumsum([0, *self.rows(grid)])
+        features: list[np.ndarray] = []
+        for part in self.split(grid):
+            features += self._forward(pixel_values[ends[part.start] : ends[part.stop]], _images(grid[part]))
+        return features
+
+    def _forward(self, pixel_values: np.ndarray, grid: Grid) -> list[np.ndarray]:
+        # Triton's arrays are read-only views of shared memory, which torch warns of, and must not be kept.
+        pixels = torch.from_numpy(np.array(pixel_values, dtype=np.float32, order="C"))
+        try:
+            with torch.inference_mode():
+                outputs = self._family.features(pixels.to(self.device), grid)
+                # One copy from the device instead of one for each image.
+                joined = torch.cat(list(outputs)).to("cpu", torch.float32).numpy()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # or the next forward finds the memory in pieces
+            raise
+        tokens = [self._family.tokens(*image) for image in grid]
+        assert joined.shape == (sum(tokens), self.hidden_size), f"tower gave {joined.shape}"
+        return np.split(joined, np.cumsum(tokens)[:-1])
+
+
+def choose_device(device: str) -> torch.device:
+    """`auto` is CUDA where it is visible, else CPU.
+
+    Raises:
+        VisionError: no such device, or not on this machine.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise VisionError(f"device {device!r} is not a device; expected auto, cpu, cuda or cuda:N") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise VisionError(f"device {device!r} is not supported; expected auto, cpu, cuda or cuda:N")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise VisionError(f"device {device!r} is not there: {torch.cuda.device_count()} GPUs are visible")
+    return chosen
+
+
+def default_num_threads() -> int:
+    """Half of the cores this process may use: the other half is for decoding."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def _read_config(path: Path) -> Any:
+    file = path / "config.json"
+    if not file.is_file():
+        raise VisionError(f"{file}: not found")
+    try:
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever the file makes it raise
+        raise VisionError(f"{file}: cannot be read: {_one_line(error)}") from None
+    if config.model_type not in FAMILIES:
+        raise VisionError(
+            f"{file}: model_type {config.model_type!r} has no vision encoder here; "
+            f"supported: {', '.join(FAMILIES)}"
+        )
+    return config
+
+
+def _choose_dtype(asked: str, config: Any, path: Path) -> torch.dtype:
+    if asked == "auto":
+        stated = config.dtype or config.vision_config.dtype or torch.float32
+        if stated not in DTYPES.values():
+            raise VisionError(f"{path / 'config.json'}: dtype {stated} is not supported")
+        return stated
+    if asked not in DTYPES:
+        raise VisionError(f"dtype {asked!r} is not supported; supported: auto, {', '.join(DTYPES)}")
+    return DTYPES[asked]
+
+
+def _build(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> VisionFamily:
+    try:
+        with _default_dtype(dtype), no_init_weights():
+            family = FAMILIES[config.model_type](config)
+    except UnsupportedConfig as error:
+        raise VisionError(f"{path / 'config.json'}: {error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+        raise VisionError(f"{path / 'config.json'}: no vision part by it: {_one_line(error)}") from error
+    family.module.to(device).eval()
+    return family
+
+
+def _targets(family: VisionFamily) -> dict[str, torch.Tensor]:
+    targets: dict[str, torch.Tensor] = {}
+    for own, parameter in family.module.named_parameters():
+        name = family.name_of(own)
+        assert name is not None and name not in targets, f"{own} is no parameter of a vision part"
+        targets[name] = parameter
+    return targets
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters get the dtype, but not the buffers that transformers keeps in float32 (as `to` would)."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _images(grid: np.ndarray) -> list[tuple[int, int, int]]:
+    """As Python integers: products of 32-bit numbers from a client must not overflow."""
+    return [(int(t), int(h), int(w)) for t, h, w in grid]
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return (text or type(error).__name__)[:400]
