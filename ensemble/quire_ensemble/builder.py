@@ -6,6 +6,13 @@
     OUT/chat/config.pbtxt                                      ensemble tokenizer -> generator
     OUT/chat_unary/config.pbtxt                                ensemble tokenizer -> generator_unary
 
+and for a vision-language checkpoint, instead of the last three,
+
+    OUT/vision_preprocessor/config.pbtxt, 1/model.py           messages and images to token ids and pixels
+    OUT/vision_encoder/config.pbtxt, 1/model.py                pixels to embeddings
+    OUT/vision_chat/config.pbtxt                               ensemble of the two and generator
+    OUT/vision_chat_unary/config.pbtxt                         ensemble of the two and generator_unary
+
 The repository's own `model_repository/` is this builder's output for the demo checkpoint.
 """
 
@@ -14,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,8 +48,8 @@ ENGINE_DEFAULTS: Mapping[str, tuple[Any, str]] = {
 """Keys spelled out in every quire.json, with the engine's own default and a comment; a test holds them equal
 to quire.config. Any further key of quire.config may be given as an engine option."""
 
-_TOKENIZER_MODEL = '''\
-"""Text or chat messages to token ids; the code is in quire_ensemble.triton_tokenizer."""
+_PYTHON_MODEL = '''\
+"""{about}; the code is in quire_ensemble.{module}."""
 
 import atexit
 import gc
@@ -55,15 +62,48 @@ atexit.register(gc.freeze)
 
 import triton_python_backend_utils as pb_utils  # noqa: E402
 
-from quire_ensemble.tokenizer import forbid_torch  # noqa: E402
-from quire_ensemble.triton_tokenizer import TokenizerModel  # noqa: E402
-
-forbid_torch()
+{imports}
 
 
-class TritonPythonModel(TokenizerModel):
+class TritonPythonModel({base}):
     pb_utils = pb_utils
 '''
+
+
+def _python_model(about: str, module: str, base: str, *, needs_torch: bool = False) -> str:
+    """Text of a Triton Python model's model.py, a subclass of ours."""
+    lines = [f"from quire_ensemble.{module} import {base}  # noqa: E402"]
+    if not needs_torch:
+        lines = [
+            "from quire_ensemble.tokenizer import forbid_torch  # noqa: E402",
+            *lines,
+            "",
+            "forbid_torch()",
+        ]
+    return _PYTHON_MODEL.format(about=about, module=module, base=base, imports="\n".join(lines))
+
+
+_MEMBERS: Mapping[str, tuple[Callable[..., str], str]] = {
+    "tokenizer": (
+        pbtxt.tokenizer_config,
+        _python_model("Text or chat messages to token ids", "triton_tokenizer", "TokenizerModel"),
+    ),
+    "vision_preprocessor": (
+        pbtxt.vision_preprocessor_config,
+        _python_model(
+            "Messages with images to token ids and pixels",
+            "triton_vision_preprocessor",
+            "VisionPreprocessorModel",
+        ),
+    ),
+    "vision_encoder": (
+        pbtxt.vision_encoder_config,
+        _python_model(
+            "Pixels to embeddings", "triton_vision_encoder", "VisionEncoderModel", needs_torch=True
+        ),
+    ),
+}
+"""What stands before the generator: how its config.pbtxt is rendered, and its model.py."""
 
 
 def build_repository(
@@ -74,6 +114,7 @@ def build_repository(
     instance_count: int = 1,
     placement: Placement = "link",
     engine_options: Mapping[str, Any] | None = None,
+    generator_name: str = "generator",
     force: bool = False,
 ) -> list[Path]:
     """Writes the model repository.
@@ -87,6 +128,7 @@ def build_repository(
         placement: how the checkpoint gets into the repository: a symbolic link, a copy, or only its absolute
             path in the configuration.
         engine_options: keys of quire.json; the engine checks them when it loads.
+        generator_name: of the generator, for a repository that holds another one already.
         force: overwrite files of models that exist.
 
     Returns:
@@ -100,21 +142,20 @@ def build_repository(
     check_checkpoint(checkpoint)
     _check_arguments(name_prefix, instance_count, placement, options)
 
-    name = {
-        role: name_prefix + role
-        for role in ("generator", "generator_unary", "tokenizer", "chat", "chat_unary")
-    }
+    generator = name_prefix + generator_name
+    name = {"generator": generator, "generator_unary": f"{generator}_unary"}
+    has_vision = is_vision_checkpoint(checkpoint)
+    members = ("vision_preprocessor", "vision_encoder") if has_vision else ("tokenizer",)
+    ensembles = ("vision_chat", "vision_chat_unary") if has_vision else ("chat", "chat_unary")
+    name |= {role: name_prefix + role for role in (*members, *ensembles)}
     place = out / name["generator"] / VERSION / checkpoint.name
     in_place = place.exists() and place.resolve() == checkpoint.resolve()
     if placement == "path" and not in_place:
         location = {role: str(checkpoint) for role in name}
     else:
         shared = f"../{name['generator']}/{VERSION}/{checkpoint.name}"
-        location = {
-            "generator": checkpoint.name,
-            "generator_unary": f"../{shared}",
-            "tokenizer": shared,
-        }
+        location = dict.fromkeys(members, shared)
+        location |= {"generator": checkpoint.name, "generator_unary": f"../{shared}"}
 
     files: dict[Path, str] = {}
     for role, decoupled in (("generator", True), ("generator_unary", False)):
@@ -123,14 +164,18 @@ def build_repository(
             name[role], decoupled=decoupled, instance_count=instance_count if decoupled else 1
         )
         files[home / VERSION / "quire.json"] = engine_file(location[role], options)
-    files[out / name["tokenizer"] / "config.pbtxt"] = pbtxt.tokenizer_config(
-        name["tokenizer"], checkpoint=location["tokenizer"]
-    )
-    files[out / name["tokenizer"] / VERSION / "model.py"] = _TOKENIZER_MODEL
-    for role, member, decoupled in (("chat", "generator", True), ("chat_unary", "generator_unary", False)):
+    for role in members:
+        render, model = _MEMBERS[role]
+        files[out / name[role] / "config.pbtxt"] = render(name[role], checkpoint=location[role])
+        files[out / name[role] / VERSION / "model.py"] = model
+    for role, member, decoupled in zip(
+        ensembles, ("generator", "generator_unary"), (True, False), strict=True
+    ):
         home = out / name[role]
-        files[home / "config.pbtxt"] = pbtxt.ensemble_config(
-            name[role], tokenizer=name["tokenizer"], generator=name[member], decoupled=decoupled
+        before = {role.removeprefix("vision_"): name[role] for role in members}
+        write = pbtxt.vision_ensemble_config if has_vision else pbtxt.ensemble_config
+        files[home / "config.pbtxt"] = write(
+            name[role], **before, generator=name[member], decoupled=decoupled
         )
         # Triton wants a version directory of every model, and git keeps no empty one.
         files[home / VERSION / ".gitkeep"] = ""
@@ -173,6 +218,11 @@ def check_checkpoint(checkpoint: Path) -> None:
         raise BuildError(f"{config}: states no 'architectures'; a model's config.json is expected")
     if not Tokenizer.exists(checkpoint):
         raise BuildError(f"{checkpoint}: no tokenizer files; expected one of {', '.join(TOKENIZER_FILES)}")
+
+
+def is_vision_checkpoint(checkpoint: Path) -> bool:
+    """Whether config.json tells of a vision tower."""
+    return "vision_config" in json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
 
 
 def has_chat_template(checkpoint: Path) -> bool:

@@ -47,6 +47,7 @@ def repository() -> None:
     metavar="KEY=VALUE",
     help="Key of quire.json, such as max_num_seqs=128; may be repeated.",
 )
+@click.option("--generator-name", default="generator", show_default=True, help="Name of the generator.")
 @click.option("--force", is_flag=True, help="Overwrite models that exist.")
 def build(
     checkpoint: Path,
@@ -55,6 +56,7 @@ def build(
     instances: int,
     placement: Placement,
     options: tuple[str, ...],
+    generator_name: str,
     force: bool,
 ) -> None:
     """Write a complete model repository for a checkpoint."""
@@ -66,6 +68,7 @@ def build(
             instance_count=instances,
             placement=placement,
             engine_options=dict(_parse_option(option) for option in options),
+            generator_name=generator_name,
             force=force,
         )
     except BuildError as error:

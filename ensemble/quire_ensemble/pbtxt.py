@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
-from quire_ensemble.generator_schema import INPUTS, OUTPUTS, PROMPT_INPUTS, TensorSpec
+from quire_ensemble.generator_schema import IMAGE_INPUTS, INPUTS, OUTPUTS, PROMPT_INPUTS, TensorSpec
+from quire_ensemble.vision_schema import (
+    ENCODER_INPUTS,
+    ENCODER_OUTPUTS,
+    PREPROCESSOR_INPUTS,
+    PREPROCESSOR_OUTPUTS,
+)
 
 TOKEN_IDS_TENSOR = "prompt_token_ids"
 """Name inside an ensemble of what the tokenizer gives to the generator."""
@@ -19,6 +25,7 @@ TOKENIZER_OUTPUTS: tuple[TensorSpec, ...] = tuple(
 
 _NOT_ON_ENSEMBLES = {
     "input_ids",  # a client that has token ids needs no ensemble
+    *(spec.name for spec in IMAGE_INPUTS),  # likewise embeddings; the vision models make them
     "cancel",  # goes to the generator itself: a cancelling request has no prompt to tokenize
 }
 ENSEMBLE_INPUTS: tuple[TensorSpec, ...] = tuple(s for s in INPUTS if s.name not in _NOT_ON_ENSEMBLES)
@@ -73,7 +80,7 @@ def tokenizer_config(name: str, *, checkpoint: str) -> str:
         "instance_group [ { count: 1, kind: KIND_CPU } ]",
         "",
         _comment("Checkpoint directory; a relative path starts at the directory of this file."),
-        f'parameters {{ key: "checkpoint", value {{ string_value: {quote(checkpoint)} }} }}',
+        _parameter("checkpoint", checkpoint),
         "",
         _comment("Exactly one of " + ", ".join(s.name for s in TOKENIZER_INPUTS) + "."),
         _tensors("input", TOKENIZER_INPUTS),
@@ -86,15 +93,8 @@ def ensemble_config(name: str, *, tokenizer: str, generator: str, decoupled: boo
     """config.pbtxt of an ensemble tokenizer -> generator."""
     about = [f"{tokenizer} -> {generator}. The generator is the last step: it turns tokens into text itself."]
     if decoupled:
-        about += [
-            "Triton does not tell an ensemble's step that its client has gone: cancel by a request of the",
-            f'same id with input "cancel" to {quote(generator)}; quire_client does so by itself.',
-        ]
-    about += [
-        f'Here the input "{s.name}" is called "{s.ensemble_name}": an output has its name already.'
-        for s in ENSEMBLE_INPUTS
-        if s.ensemble_name
-    ]
+        about += _cancel_note(generator)
+    about += _renamed_note()
     passed = [s for s in ENSEMBLE_INPUTS if s not in TOKENIZER_INPUTS]
     return _join(
         _comment(*about),
@@ -122,6 +122,131 @@ def ensemble_config(name: str, *, tokenizer: str, generator: str, decoupled: boo
     )
 
 
+def vision_preprocessor_config(name: str, *, checkpoint: str) -> str:
+    """config.pbtxt of the vision preprocessor; `checkpoint` as for the tokenizer."""
+    return _join(
+        _comment(
+            "Turns chat messages with images (or a text with placeholders) into token ids and pixels, by the",
+            "checkpoint's chat template and image processor. Images come in `image` or `image_pixels`, or",
+            "inside the messages as data URLs; nothing is ever fetched.",
+        ),
+        f"name: {quote(name)}",
+        'backend: "python"',
+        "max_batch_size: 0",
+        "instance_group [ { count: 1, kind: KIND_CPU } ]",
+        "",
+        _comment("Checkpoint directory; a relative path starts at the directory of this file."),
+        _parameter("checkpoint", checkpoint),
+        _comment(
+            "Limits of one request; pixels and bytes are those of one image, before anything is decoded."
+        ),
+        _parameter("max_images", "16"),
+        _parameter("max_image_pixels", "33554432"),
+        _parameter("max_image_bytes", "20971520"),
+        "",
+        _comment("Exactly one of " + ", ".join(s.name for s in TOKENIZER_INPUTS) + "."),
+        _tensors("input", PREPROCESSOR_INPUTS),
+        "",
+        _tensors("output", PREPROCESSOR_OUTPUTS),
+    )
+
+
+def vision_encoder_config(name: str, *, checkpoint: str) -> str:
+    """config.pbtxt of the vision encoder; `checkpoint` as for the tokenizer."""
+    return _join(
+        _comment(
+            "Turns pixels into embeddings: the checkpoint's vision tower and projector. Images of several",
+            "requests are encoded together; embeddings are kept by content: the same image is encoded once.",
+        ),
+        f"name: {quote(name)}",
+        'backend: "python"',
+        _comment("Most requests in one batch; images of any sizes go together."),
+        "max_batch_size: 32",
+        "dynamic_batching { max_queue_delay_microseconds: 1000 }",
+        "instance_group [ { count: 1, kind: KIND_MODEL } ]",
+        "",
+        _parameter("checkpoint", checkpoint),
+        _comment("cpu, cuda, or auto: cuda where a CUDA device is visible."),
+        _parameter("device", "auto"),
+        _comment("Bytes of embeddings to keep; the least recently used go first."),
+        _parameter("cache_bytes", "268435456"),
+        _comment("Most patches in one forward pass: bounds memory, and how long text waits for a core."),
+        _parameter("max_patches", "16384"),
+        "",
+        _tensors("input", ENCODER_INPUTS, ragged=True),
+        "",
+        _tensors("output", ENCODER_OUTPUTS),
+    )
+
+
+def vision_ensemble_config(
+    name: str, *, preprocessor: str, encoder: str, generator: str, decoupled: bool
+) -> str:
+    """config.pbtxt of an ensemble preprocessor -> encoder -> generator."""
+    about = [
+        f"{preprocessor} -> {encoder} -> {generator}: chat messages with images in, text out.",
+        "The generator is the last step: it turns tokens into text itself.",
+    ]
+    if decoupled:
+        about += _cancel_note(generator)
+    about += _renamed_note()
+    passed = [s for s in ENSEMBLE_INPUTS if s not in TOKENIZER_INPUTS]
+    given = [s for s in PREPROCESSOR_OUTPUTS if s.name != "input_ids"]
+    inside = {s.name for s in IMAGE_INPUTS}
+    return _join(
+        _comment(*about),
+        f"name: {quote(name)}",
+        'platform: "ensemble"',
+        "max_batch_size: 0",
+        "",
+        _comment("Exactly one of " + ", ".join(s.name for s in TOKENIZER_INPUTS) + "."),
+        _tensors("input", (*PREPROCESSOR_INPUTS, *passed), ensemble=True),
+        "",
+        _tensors("output", ENSEMBLE_OUTPUTS, ensemble=True),
+        "",
+        "ensemble_scheduling {",
+        _step(
+            preprocessor,
+            [(s.name, s.on_ensemble) for s in PREPROCESSOR_INPUTS],
+            [("input_ids", TOKEN_IDS_TENSOR), *((s.name, s.name) for s in given)],
+        ),
+        _step(
+            encoder,
+            [(s.name, s.name) for s in ENCODER_INPUTS],
+            [(s.name, s.name) for s in ENCODER_OUTPUTS],
+        ),
+        _step(
+            generator,
+            [
+                ("input_ids", TOKEN_IDS_TENSOR),
+                *((n, n) for n in sorted(inside)),
+                *((s.name, s.on_ensemble) for s in passed),
+            ],
+            [(s.name, s.on_ensemble) for s in ENSEMBLE_OUTPUTS],
+        ),
+        "}",
+    )
+
+
+def _cancel_note(generator: str) -> list[str]:
+    return [
+        "Triton does not tell an ensemble's step that its client has gone: cancel by a request of the",
+        f'same id with input "cancel" to {quote(generator)}; quire_client does so by itself.',
+    ]
+
+
+def _renamed_note() -> list[str]:
+    return [
+        f'Here the input "{s.name}" is called "{s.ensemble_name}": an output has its name already.'
+        for s in ENSEMBLE_INPUTS
+        if s.ensemble_name
+    ]
+
+
+def _parameter(key: str, value: str) -> str:
+    return f"parameters {{ key: {quote(key)}, value {{ string_value: {quote(value)} }} }}"
+
+
 def _step(model: str, inputs: Iterable[tuple[str, str]], outputs: Iterable[tuple[str, str]]) -> str:
     lines = ["  step {", f"    model_name: {quote(model)}", "    model_version: -1"]
     for kind, pairs in (("input_map", inputs), ("output_map", outputs)):
@@ -129,7 +254,7 @@ def _step(model: str, inputs: Iterable[tuple[str, str]], outputs: Iterable[tuple
     return "\n".join([*lines, "  }"])
 
 
-def _tensors(kind: str, specs: Sequence[TensorSpec], *, ensemble: bool = False) -> str:
+def _tensors(kind: str, specs: Sequence[TensorSpec], *, ensemble: bool = False, ragged: bool = False) -> str:
     lines = [f"{kind} ["]
     for number, spec in enumerate(specs):
         dims = ", ".join(str(dim) for dim in spec.dims)
@@ -137,6 +262,8 @@ def _tensors(kind: str, specs: Sequence[TensorSpec], *, ensemble: bool = False) 
         fields += [f"data_type: {spec.datatype}", f"dims: [ {dims} ]"]
         if kind == "input" and spec.optional:
             fields.append("optional: true")
+        if ragged:
+            fields.append("allow_ragged_batch: true")
         if spec.doc:
             lines.append(f"  # {spec.doc}")
         lines.append(f"  {{ {', '.join(fields)} }}{',' if number + 1 < len(specs) else ''}")

@@ -18,8 +18,16 @@ from quire.sampling_params import SAMPLING_FIELDS
 from quire_ensemble.builder import PLACEMENTS, Placement, build_repository, has_chat_template
 from quire_ensemble.cli import repository
 from quire_ensemble.errors import BuildError
-from quire_ensemble.generator_schema import INPUTS, JSON_SAMPLING_INPUT, OUTPUTS, SAMPLING_INPUTS, TensorSpec
+from quire_ensemble.generator_schema import (
+    IMAGE_INPUTS,
+    INPUTS,
+    JSON_SAMPLING_INPUT,
+    OUTPUTS,
+    SAMPLING_INPUTS,
+    TensorSpec,
+)
 from quire_ensemble.triton_tokenizer import checkpoint_path
+from tests.fixtures.vision_checkpoints import make_vision_checkpoint
 
 MODEL_REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 DEMO = MODEL_REPOSITORY / "generator" / "1" / "demo"
@@ -107,6 +115,38 @@ def test_every_config_parses_and_is_complete(checkpoint: Path, tmp_path: Path) -
     assert not tokenizer.model_transaction_policy.decoupled
 
 
+def test_a_vision_checkpoint_gets_the_vision_models(tmp_path: Path) -> None:
+    """Every tensor that a step of the ensembles needs is declared by who makes it, with its type and rank."""
+    checkpoint = make_vision_checkpoint("qwen2_vl", tmp_path / "checkpoint")
+    build_repository(checkpoint, tmp_path / "out", generator_name="writer", instance_count=2)
+    found = dict(configs(tmp_path / "out"))
+    members = {"vision_preprocessor", "vision_encoder", "writer", "writer_unary"}
+    assert set(found) == {*members, "vision_chat", "vision_chat_unary"}
+    for name in ("vision_preprocessor", "vision_encoder"):
+        parameter = found[name].parameters["checkpoint"].string_value
+        assert (tmp_path / "out" / name / parameter).resolve() == checkpoint.resolve()
+        assert "checkpoint" not in (tmp_path / "out" / name / "1" / "model.py").read_text()
+    encoder = found["vision_encoder"]
+    assert encoder.max_batch_size > 1 and encoder.HasField("dynamic_batching")
+    assert all(item.allow_ragged_batch and not item.optional for item in encoder.input)
+    for name, generator in (("vision_chat", "writer"), ("vision_chat_unary", "writer_unary")):
+        steps = found[name].ensemble_scheduling.step
+        assert [step.model_name for step in steps] == ["vision_preprocessor", "vision_encoder", generator]
+        made: dict[str, tuple[int, int]] = {
+            spec.name: (spec.data_type, len(spec.dims)) for spec in found[name].input
+        }
+        for step in steps:
+            member = found[step.model_name]
+            batch = int(member.max_batch_size > 0)
+            inputs = {spec.name: (spec.data_type, len(spec.dims) + batch) for spec in member.input}
+            outputs = {spec.name: (spec.data_type, len(spec.dims) + batch) for spec in member.output}
+            for theirs, ours in step.input_map.items():
+                assert inputs[theirs] == made[ours], f"{name}: {step.model_name}.{theirs} from {ours}"
+            made |= {ours: outputs[theirs] for theirs, ours in step.output_map.items()}
+            needed = {spec.name for spec in member.input if not spec.optional}
+            assert needed <= set(step.input_map)
+
+
 @pytest.mark.parametrize(
     ("ensemble", "generator"), [("chat", "generator"), ("chat_unary", "generator_unary")]
 )
@@ -139,7 +179,8 @@ def test_ensembles_fit_their_members(ensemble: str, generator: str, checkpoint: 
 
     # Whatever shapes generation can be said through the ensemble too.
     passed = config.ensemble_scheduling.step[1].input_map
-    assert set(passed) == {s.name for s in INPUTS} - {"text_input", "messages", "cancel"}
+    images = {s.name for s in IMAGE_INPUTS}
+    assert set(passed) == {s.name for s in INPUTS} - images - {"text_input", "messages", "cancel"}
 
 
 def test_the_tensor_table_knows_every_sampling_parameter() -> None:
