@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -30,7 +31,6 @@ from quire_client.protocol import (
     assumed_schema,
     build_cancel,
     build_request,
-    default_model,
     parse_response,
     schema_from_config,
     schema_from_metadata,
@@ -50,9 +50,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._client = client
         self._prompt = prompt
         self.request_id: str = arguments.pop("request_id") or conn.new_request_id()
-        self.model: str = arguments.pop("model") or default_model(
-            prompt.text, prompt.messages, prompt.input_ids
-        )
+        self.model: str = arguments.pop("model") or prompt.default_model
         self._timeout: float | None = arguments.pop("timeout")
         self._arguments = arguments
         self._schema: ModelSchema | None = None
@@ -314,6 +312,7 @@ class AsyncClient:
         stream: bool,
         messages: Sequence[Message] | Mapping[str, Any] | str | None = None,
         input_ids: Sequence[int] | None = None,
+        images: Sequence[bytes | str | os.PathLike[str]] = (),
         model: str | None = None,
         request_id: str | None = None,
         timeout: float | None = None,
@@ -330,7 +329,7 @@ class AsyncClient:
             "parameters": parameters,
             "outputs": outputs,
         }
-        return AsyncStream(self, Prompt(prompt, messages, input_ids), arguments)
+        return AsyncStream(self, Prompt(prompt, messages, input_ids, images), arguments)
 
     async def cancel(self, request_id: str, *, model: str = "chat") -> bool:
         """Ends a running request by its id, whoever started it.

@@ -59,10 +59,18 @@ def cli() -> None:
 @cli.command()
 @click.argument("prompt", required=False)
 @_url_option
-@click.option("--model", default="chat", show_default=True)
+@click.option("--model", help="Default: chat, or vision_chat with images.")
 @click.option("--system", help="System message.")
+@click.option("--image", "images", multiple=True, metavar="FILE", help="An image; may be repeated.")
 @_request_options
-def chat(prompt: str | None, url: str, model: str, system: str | None, **options: Any) -> None:
+def chat(
+    prompt: str | None,
+    url: str,
+    model: str | None,
+    system: str | None,
+    images: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Answers PROMPT as a chat message; `-` reads it from stdin.
 
     Without PROMPT at a terminal: a conversation. Ctrl-C ends an answer, Ctrl-D the conversation.
@@ -70,11 +78,11 @@ def chat(prompt: str | None, url: str, model: str, system: str | None, **options
     start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     run = _Run(url, model, options)
     with run.client:
-        if prompt is None and sys.stdin.isatty():
+        if prompt is None and sys.stdin.isatty() and not images:
             _converse(run, start)
             return
         text = _prompt_text(prompt)
-        if not run.answer(messages=[*start, {"role": "user", "content": text}]):
+        if not run.answer(messages=[*start, {"role": "user", "content": text}], images=images):
             raise SystemExit(INTERRUPTED)
 
 
@@ -126,7 +134,7 @@ def _prompt_text(prompt: str | None) -> str:
 class _Run:
     """One invocation: the connection, the sampling parameters, and how answers are printed."""
 
-    def __init__(self, url: str, model: str, options: dict[str, Any]) -> None:
+    def __init__(self, url: str, model: str | None, options: dict[str, Any]) -> None:
         self.model = model
         self.as_json: bool = options.pop("as_json")
         self.stats: bool = options.pop("stats")
@@ -137,10 +145,21 @@ class _Run:
         self.client = Client(url)
         self._safe_for_terminal = sys.stdout.isatty()
 
-    def answer(self, prompt: str | None = None, *, messages: list[Message] | None = None) -> str | None:
+    def answer(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: list[Message] | None = None,
+        images: tuple[str, ...] = (),
+    ) -> str | None:
         """Streams one answer; its text, or None when Ctrl-C ended it."""
         stream = self.client.stream(
-            prompt, messages=messages, model=self.model, timeout=self.timeout, **self.sampling
+            prompt,
+            messages=messages,
+            images=images,
+            model=self.model,
+            timeout=self.timeout,
+            **self.sampling,
         )
         collector = Collector(stream.request_id, stream.model, stream.started_at)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -30,7 +31,6 @@ from quire_client.protocol import (
     assumed_schema,
     build_cancel,
     build_request,
-    default_model,
     parse_response,
     schema_from_config,
     schema_from_metadata,
@@ -290,7 +290,9 @@ class Client:
             prompt: text to continue.
             messages: chat messages instead: a list, or {"messages": [...], "tools": [...]}.
             input_ids: token ids instead.
-            model: default `generator` for token ids, else the ensemble `chat`.
+            images: encoded images (bytes) or files, for the messages' image parts in order; without such
+                parts they go before the text of the user's last message.
+            model: default `vision_chat` with images, `generator` for token ids, else `chat`.
             request_id: default an unguessable one; whoever knows it can cancel the request.
             timeout: seconds for the whole request.
             parameters: Triton request parameters.
@@ -310,6 +312,7 @@ class Client:
         stream: bool,
         messages: Sequence[Message] | Mapping[str, Any] | str | None = None,
         input_ids: Sequence[int] | None = None,
+        images: Sequence[bytes | str | os.PathLike[str]] = (),
         model: str | None = None,
         request_id: str | None = None,
         timeout: float | None = None,
@@ -318,11 +321,12 @@ class Client:
         **sampling: Any,
     ) -> Stream:
         deadline = conn.Deadline(self._settings.timeout if timeout is None else timeout)
-        schema = self._schema(model or default_model(prompt, messages, input_ids), deadline)
+        asked = Prompt(prompt, messages, input_ids, images)
+        schema = self._schema(model or asked.default_model, deadline)
         self._learn_server(deadline)
         request = build_request(
             schema,
-            Prompt(prompt, messages, input_ids),
+            asked,
             request_id=request_id or conn.new_request_id(),
             stream=stream,
             sampling=sampling,

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,8 @@ from quire_client.types import Chunk, Message
 
 CHAT_MODEL = "chat"
 """Ensemble of tokenizer and generator: the default for messages and text."""
+VISION_MODEL = "vision_chat"
+"""Ensemble of vision models and generator: the default where images are given."""
 GENERATOR_MODEL = "generator"
 """The decoupled model that generates: the default for token ids."""
 JSON_INPUT = "sampling_parameters"
@@ -113,12 +117,6 @@ def _datatype(value: int) -> str:
     return "BYTES" if name == "STRING" else name
 
 
-def default_model(prompt: object, messages: object, input_ids: object) -> str:
-    """Token ids need no tokenizer model; all else goes through the ensemble."""
-    ids_only = input_ids is not None and prompt is None and messages is None
-    return GENERATOR_MODEL if ids_only else CHAT_MODEL
-
-
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Prompt sources as the caller gave them; that it is exactly one is the server's rule."""
@@ -127,6 +125,39 @@ class Prompt:
     messages: Sequence[Message] | Mapping[str, Any] | str | None = None
     """List of messages, an object {"messages": ..., "tools": ...}, or JSON text of either."""
     input_ids: Sequence[int] | None = None
+    images: Sequence[bytes | str | os.PathLike[str]] = ()
+    """Encoded images (bytes), or files to read them from, in the order of their parts in the messages."""
+
+    @property
+    def default_model(self) -> str:
+        """Token ids need no tokenizer model; all else goes through an ensemble."""
+        if self.images:
+            return VISION_MODEL
+        ids_only = self.input_ids is not None and self.text is None and self.messages is None
+        return GENERATOR_MODEL if ids_only else CHAT_MODEL
+
+
+def with_image_parts(messages: Sequence[Message], count: int) -> list[Message]:
+    """The messages, with `count` image parts before the last user message's text if none has any."""
+    lists = [m["content"] for m in messages if isinstance(m.get("content"), list)]
+    if any(isinstance(p, dict) and p.get("type") in ("image", "image_url") for parts in lists for p in parts):
+        return list(messages)
+    last = max((i for i, m in enumerate(messages) if m.get("role") == "user"), default=None)
+    if last is None:
+        return list(messages)
+    content = messages[last].get("content")
+    texts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    question = {**messages[last], "content": [{"type": "image"}] * count + texts}
+    return [*messages[:last], question, *messages[last + 1 :]]
+
+
+def _image_bytes(image: bytes | str | os.PathLike[str]) -> bytes:
+    if isinstance(image, bytes):
+        return image
+    try:
+        return Path(image).read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"image {os.fspath(image)}: {error.strerror}") from None
 
 
 def build_request(
@@ -198,8 +229,14 @@ def _add_prompt(request: Any, schema: ModelSchema, prompt: Prompt) -> None:
         _add(request, "text_input", "BYTES", _bytes_array(prompt.text))
     if prompt.messages is not None:
         messages = prompt.messages
+        if prompt.images and isinstance(messages, Sequence) and not isinstance(messages, str):
+            messages = with_image_parts(messages, len(prompt.images))
         text = messages if isinstance(messages, str) else json.dumps(messages, ensure_ascii=False)
         _add(request, "messages", "BYTES", _bytes_array(text))
+    if prompt.images:
+        if "image" not in schema.inputs:
+            raise InvalidArgument(f"image: the model {schema.name!r} takes no images")
+        _add(request, "image", "BYTES", _bytes_array(*map(_image_bytes, prompt.images)))
     if prompt.input_ids is not None:
         declared = schema.inputs.get("input_ids", KNOWN_INPUTS["input_ids"])
         value = _tensor_value(TensorInfo(declared.datatype, (-1,)), list(prompt.input_ids))
