@@ -1,0 +1,265 @@
+"""Images through the ensemble `vision_chat` of a real server; transformers' whole model is the oracle."""
+
+from __future__ import annotations
+
+import base64
+import json
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from PIL import Image
+
+from quire_client import Client, InvalidArgument
+from quire_ensemble import pbtxt
+from quire_ensemble.builder import build_repository
+from tests.e2e.triton_calls import stream
+from tests.e2e.vision import WholeModel, picture
+from tests.fixtures.server import ServerProcess
+from tests.fixtures.vision_checkpoints import make_vision_checkpoint
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+
+KINDS = ("llava", "qwen2_vl", "qwen2_5_vl")
+MAX_TOKENS = 12
+SIZES = ((64, 48), (30, 90), (120, 56))
+OPTIONS = {"dtype": "float32", "max_model_len": 512, "num_blocks": 512, "num_threads": 1}
+
+
+@dataclass
+class VisionServer:
+    """Models `<kind>_generator`, `<kind>_vision_chat` and so on for each kind; `<kind>_chunked_chat` is the
+    same ensemble over a generator that takes 7 tokens a step."""
+
+    server: ServerProcess
+    whole: dict[str, WholeModel]
+
+    def statistics(self, model: str) -> Any:
+        with grpcclient.InferenceServerClient(self.server.grpc_url) as client:
+            return client.get_inference_statistics(model).model_stats[0]
+
+    def metric(self, name: str, kind: str) -> float:
+        with urllib.request.urlopen(f"http://{self.server.metrics_url}/metrics") as reply:
+            lines = reply.read().decode().splitlines()
+        found = [line for line in lines if line.startswith(name + "{") and f"{kind}_vision_encoder" in line]
+        assert len(found) == 1, f"{name}: {found}"
+        return float(found[0].rpartition(" ")[2])
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VisionServer]:
+    root = tmp_path_factory.mktemp("vision")
+    repository, names, whole = root / "repository", [], {}
+    for kind in KINDS:
+        path = make_vision_checkpoint(kind, root / kind)
+        whole[kind] = WholeModel(path)
+        build_repository(path, repository, name_prefix=f"{kind}_", placement="path", engine_options=OPTIONS)
+        chunked = repository / f"{kind}_chunked"
+        (chunked / "1").mkdir(parents=True)
+        text = pbtxt.generator_config(chunked.name, decoupled=True, instance_count=1)
+        (chunked / "config.pbtxt").write_text(text)
+        options = {**OPTIONS, "model": str(path), "max_num_batched_tokens": 7}
+        (chunked / "1" / "quire.json").write_text(json.dumps(options))
+        ensemble = repository / f"{kind}_chunked_chat"
+        (ensemble / "1").mkdir(parents=True)
+        text = pbtxt.vision_ensemble_config(
+            ensemble.name,
+            preprocessor=f"{kind}_vision_preprocessor",
+            encoder=f"{kind}_vision_encoder",
+            generator=chunked.name,
+            decoupled=True,
+        )
+        (ensemble / "config.pbtxt").write_text(text)
+        names += [f"{kind}_{role}" for role in ("vision_chat", "chunked_chat")]
+        names += [
+            f"{kind}_{role}" for role in ("generator", "chunked", "vision_preprocessor", "vision_encoder")
+        ]
+    arguments = tuple(f"--load-model={name}" for name in names)
+    with ServerProcess(repository, root, arguments, startup_timeout_s=300.0) as server:
+        yield VisionServer(server, whole)
+
+
+def conversation(num_images: int, text: str) -> list[dict[str, Any]]:
+    parts = [{"type": "image"} for _ in range(num_images)]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def ask(vision: VisionServer, model: str, messages: list[dict[str, Any]], images: list[bytes]) -> list[int]:
+    inputs: dict[str, Any] = {
+        "messages": json.dumps(messages),
+        "stream": True,
+        "max_tokens": MAX_TOKENS,
+        "ignore_eos": True,
+    }
+    if images:
+        inputs["image"] = list(images)
+    reply = stream(vision.server.grpc_url, model, inputs)
+    assert reply.error is None, reply.error
+    assert reply.finals == 1
+    return reply.token_ids
+
+
+@pytest.mark.row("H1", "H2")
+@pytest.mark.row("H4", without="NeXT and OneVision")
+@pytest.mark.row("H5", without="Qwen3-VL")
+@pytest.mark.parametrize("model", ["vision_chat", "chunked_chat"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_transformers(vision: VisionServer, kind: str, model: str) -> None:
+    for count in (0, 1, 3):
+        images = [picture(count * 10 + i, SIZES[i]) for i in range(count)]
+        messages = conversation(count, f"look at {count}")
+        expected = vision.whole[kind].answer(messages, images, MAX_TOKENS)
+        assert ask(vision, f"{kind}_{model}", messages, images) == expected, f"{count} images"
+    other = ask(vision, f"{kind}_{model}", conversation(1, "look at 1"), [picture(99, SIZES[0])])
+    first = ask(vision, f"{kind}_{model}", conversation(1, "look at 1"), [picture(10, SIZES[0])])
+    assert first != other, "the answers must depend on the image for this test to see anything"
+
+
+@pytest.mark.row("H11", "B19")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_second_use_of_an_image_runs_no_encoder(vision: VisionServer, kind: str) -> None:
+    images = [picture(200 + i, SIZES[i]) for i in range(2)]
+    messages = conversation(2, "twice")
+    first = ask(vision, f"{kind}_vision_chat", messages, images)
+    runs = vision.metric("quire_vision_encoder_runs_total", kind)
+    hits = vision.metric("quire_vision_cache_hits_total", kind)
+    assert runs >= 1
+    # Another text before the image: the prefix cache does not help, only the encoder's does.
+    elsewhere = [{"role": "user", "content": "first"}, *messages]
+    expected = vision.whole[kind].answer(
+        [{"role": "user", "content": [{"type": "text", "text": "first"}]}, *messages], images, MAX_TOKENS
+    )
+    assert ask(vision, f"{kind}_vision_chat", messages, images) == first
+    assert ask(vision, f"{kind}_vision_chat", elsewhere, images) == expected
+    assert vision.metric("quire_vision_encoder_runs_total", kind) == runs
+    assert vision.metric("quire_vision_cache_hits_total", kind) == hits + 4
+
+
+@pytest.mark.row("H1")
+@pytest.mark.parametrize("how", ["base64", "data URL in the messages", "raw pixels", "base64 over HTTP"])
+def test_every_way_to_give_an_image(vision: VisionServer, how: str) -> None:
+    raw = picture(300, (56, 56))
+    messages = conversation(1, "any way")
+    expected = vision.whole["qwen2_vl"].answer(messages, [raw], MAX_TOKENS)
+    text = base64.b64encode(raw).decode()
+    inputs: dict[str, Any] = {
+        "messages": json.dumps(messages),
+        "stream": True,
+        "max_tokens": MAX_TOKENS,
+        "ignore_eos": True,
+    }
+    if how == "base64 over HTTP":
+        body = json.dumps({**inputs, "image": [text]}).encode()
+        url = f"http://{vision.server.http_url}/v2/models/qwen2_vl_vision_chat/generate_stream"
+        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=60) as reply:
+            events = [json.loads(line[6:]) for line in reply.read().decode().splitlines() if line]
+        got: list[int] = []
+        for event in events:
+            ids = event["output_ids"]
+            got += ids if isinstance(ids, list) else [ids]
+        assert got == expected
+        return
+    if how == "base64":
+        inputs["image"] = [text]
+    elif how == "raw pixels":
+        import io
+
+        inputs["image_pixels"] = np.asarray(Image.open(io.BytesIO(raw)))[None]
+    else:
+        part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}
+        messages[0]["content"][0] = part
+        inputs["messages"] = json.dumps(messages)
+    assert stream(vision.server.grpc_url, "qwen2_vl_vision_chat", inputs).token_ids == expected
+
+
+@pytest.mark.row("H1", "H2")
+def test_thirty_two_mixed_requests_at_once(vision: VisionServer) -> None:
+    """Text and images together: all right, and the encoder works on several requests at a time."""
+    whole = vision.whole["llava"]
+    work = []
+    for index in range(32):
+        images = [] if index % 2 else [picture(400 + index, SIZES[index % 3])]
+        messages = conversation(len(images), f"mixed {index}")
+        work.append((messages, images, whole.answer(messages, images, MAX_TOKENS)))
+    before = batches(vision.statistics("llava_vision_encoder"))
+    with ThreadPoolExecutor(32) as pool:
+        got = list(pool.map(lambda item: ask(vision, "llava_vision_chat", item[0], item[1]), work))
+    assert got == [expected for _, _, expected in work]
+    after = batches(vision.statistics("llava_vision_encoder"))
+    assert any(size > 1 and count > before.get(size, 0) for size, count in after.items()), (before, after)
+
+
+def batches(statistics: Any) -> dict[int, int]:
+    """How many batches of each size an encoder has computed."""
+    return {int(entry.batch_size): int(entry.compute_infer.count) for entry in statistics.batch_stats}
+
+
+@pytest.mark.row("H1")
+def test_our_client_sends_images(vision: VisionServer, tmp_path: Path) -> None:
+    raw = picture(500)
+    file = tmp_path / "picture.png"
+    file.write_bytes(raw)
+    expected = vision.whole["llava"].answer(conversation(1, "client"), [raw], MAX_TOKENS)
+    with Client(vision.server.grpc_url) as client:
+        for image in (raw, file):
+            result = client.chat(
+                "client", images=[image], model="llava_vision_chat", max_tokens=MAX_TOKENS, ignore_eos=True
+            )
+            assert list(result.token_ids) == expected
+        with pytest.raises(InvalidArgument, match=r"image\[0\]"):
+            client.chat("client", images=[b"no image"], model="llava_vision_chat")
+
+
+@pytest.mark.row("H3", part="on the CPU; the GPU hand-over was not run")
+def test_the_generator_takes_embeddings(vision: VisionServer) -> None:
+    """Rows of a random image and none of our vision models: what a user's own encoder would send."""
+    whole = vision.whole["llava"]
+    hidden = whole.model.config.text_config.hidden_size
+    rng = np.random.default_rng(0)
+    token_ids = np.array([5, 6, *[whole.image_token] * 4, 7], dtype=np.int32)
+    inputs: dict[str, Any] = {
+        "input_ids": token_ids,
+        "image_embeds": rng.standard_normal((4, hidden), dtype=np.float32),
+        "image_spans": np.array([[2, 4]], dtype=np.int32),
+        "max_tokens": MAX_TOKENS,
+        "ignore_eos": True,
+    }
+    first = stream(vision.server.grpc_url, "llava_generator", inputs)
+    assert first.error is None
+    assert stream(vision.server.grpc_url, "llava_chunked", inputs).token_ids == first.token_ids
+    inputs["image_embeds"] = rng.standard_normal((4, hidden), dtype=np.float32)
+    assert stream(vision.server.grpc_url, "llava_generator", inputs).token_ids != first.token_ids
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image_spans": np.array([[2, 3]], dtype=np.int32)}, "image_embeds: 4 rows, but image_spans hold 3"),
+        ({"image_spans": np.array([[5, 4]], dtype=np.int32)}, "image_spans: .0. .5, 4. must"),
+        ({"image_embeds": np.zeros((4, 5), dtype=np.float32)}, "rows of 5 numbers, .* hidden size of"),
+        ({"position_ids": np.zeros((3, 7), dtype=np.int32)}, "position_ids: the model has no M-RoPE"),
+        ({"text_input": "x", "input_ids": None}, "must be given as input_ids"),
+    ],
+)
+def test_wrong_embeddings_are_refused(vision: VisionServer, change: dict[str, Any], message: str) -> None:
+    whole = vision.whole["llava"]
+    hidden = whole.model.config.text_config.hidden_size
+    inputs: dict[str, Any] = {
+        "input_ids": np.array([5, 6, *[whole.image_token] * 4, 7], dtype=np.int32),
+        "image_embeds": np.zeros((4, hidden), dtype=np.float32),
+        "image_spans": np.array([[2, 4]], dtype=np.int32),
+        **change,
+    }
+    given = {name: value for name, value in inputs.items() if value is not None}
+    reply = stream(vision.server.grpc_url, "llava_generator", given)
+    assert reply.error is not None
+    assert "INVALID_ARGUMENT" in str(reply.error.status()) or reply.error.status() is None
+    import re
+
+    assert re.search(message, reply.error.message()), reply.error.message()

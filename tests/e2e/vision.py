@@ -1,0 +1,64 @@
+"""What the vision tests share: drawn images, and what transformers says to a prompt with images."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw
+
+from tests.fixtures.drive import hf_vision_model
+
+
+def picture(seed: int, size: tuple[int, int] = (64, 48), *, mode: str = "RGB", kind: str = "PNG") -> bytes:
+    """An encoded image with a few random rectangles."""
+    rng = random.Random(seed)
+    image = Image.new("RGB", size, tuple(rng.randrange(256) for _ in range(3)))
+    draw = ImageDraw.Draw(image)
+    for _ in range(4):
+        xs, ys = sorted(rng.choices(range(size[0]), k=2)), sorted(rng.choices(range(size[1]), k=2))
+        draw.rectangle((xs[0], ys[0], xs[1], ys[1]), fill=tuple(rng.randrange(256) for _ in range(3)))
+    out = io.BytesIO()
+    image.convert(mode).save(out, kind)
+    return out.getvalue()
+
+
+class WholeModel:
+    """A vision-language checkpoint in transformers: processor and model, uncached, unbatched."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoImageProcessor, AutoTokenizer
+
+        self.model = hf_vision_model(path)
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.processor = AutoImageProcessor.from_pretrained(path, backend="pil")
+        self.image_token = self.model.config.image_token_id
+
+    @torch.no_grad()
+    def answer(self, messages: list[dict[str, Any]], images: Sequence[bytes], max_tokens: int) -> list[int]:
+        """Greedy tokens; end tokens are ignored."""
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        starts = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)
+        short = self.tokenizer(text, add_special_tokens=not starts)["input_ids"]
+        inputs: dict[str, Any] = {}
+        features: list[torch.Tensor] = []
+        if images:
+            decoded = [Image.open(io.BytesIO(image)) for image in images]
+            inputs = dict(self.processor(images=decoded, return_tensors="pt"))
+            grid = [inputs["image_grid_thw"]] if "image_grid_thw" in inputs else []
+            features = list(self.model.get_image_features(inputs["pixel_values"], *grid).pooler_output)
+        rest = iter(features)
+        token_ids: list[int] = []
+        for token_id in short:
+            token_ids += [token_id] * (len(next(rest)) if token_id == self.image_token else 1)
+        ids = torch.tensor([token_ids])
+        if "qwen" in self.model.config.model_type:
+            inputs["mm_token_type_ids"] = (ids == self.image_token).int()
+        out = self.model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, **inputs
+        )
+        return out[0, ids.shape[1] :].tolist()
