@@ -100,6 +100,8 @@ class FrontendConfig:
     engine_restart_window_s: float = 300.0
     max_prompt_bytes: int = 16 * 1024 * 1024
     """Longest text_input or messages in bytes."""
+    max_embeds_bytes: int = 2 * 1024**3
+    """Most memory for the image embeddings of all requests of one frontend; more are answered UNAVAILABLE."""
     trace_file: str = ""
     """Where the engine writes one JSON line per step; empty: nowhere."""
 
@@ -175,6 +177,7 @@ class EngineConfig:
         _at_least("stream_interval", frontend.stream_interval, 1)
         _at_least("coalesce_ms", frontend.coalesce_ms, 0)
         _at_least("max_prompt_bytes", frontend.max_prompt_bytes, 1)
+        _at_least("max_embeds_bytes", frontend.max_embeds_bytes, 0)
 
 
 _PARTS: dict[str, Any] = {

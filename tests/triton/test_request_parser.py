@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quire.engine.messages import EngineInfo
-from quire.errors import InvalidArgumentError
+from quire.errors import InvalidArgumentError, UnavailableError
 from quire.sampling_params import SamplingParams
 from quire.triton.request_parser import RequestParser, read_request
 from quire_ensemble.tokenizer import Tokenizer
@@ -29,6 +29,9 @@ INFO = EngineInfo(
     dtype="float32",
     device="cpu",
 )
+
+MAX_EMBEDS_BYTES = 3 * 8 * 4 * 10
+"""Of ten requests as below: 3 rows of 8 numbers each."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +58,7 @@ def parse(
         tokenizer, SamplingParams(), lambda: INFO, max_prompt_bytes=1000, decoupled=decoupled
     )
     request = InferenceRequest(inputs, parameters=json.dumps(parameters or {}), request_id=request_id)
-    return parser.parse(read_request(request))
+    return parser.parse(read_request(request, MAX_EMBEDS_BYTES))
 
 
 def test_text_messages_and_ids_give_the_same_kind_of_request(tokenizer: Tokenizer) -> None:
@@ -186,3 +189,24 @@ def test_cancel_carries_the_id(tokenizer: Tokenizer) -> None:
     parsed = parse(tokenizer, {"cancel": np.array([True])}, request_id="abc")
     assert parsed.cancel
     assert parsed.external_id == "abc"
+
+
+def test_image_embeddings_are_bounded_together_and_given_back(tokenizer: Tokenizer) -> None:
+    """What requests hold is counted until they are gone, and a refused one holds nothing."""
+    from quire.engine.shared_array import SharedBuffer
+
+    inputs = {
+        "input_ids": np.array([1, 2, 2, 2, 3], np.int32),
+        "image_embeds": np.ones((3, 8), np.float32),
+        "image_spans": np.array([[1, 3]], np.int32),
+    }
+    held = [parse(tokenizer, inputs) for _ in range(10)]
+    assert SharedBuffer.total_bytes == MAX_EMBEDS_BYTES
+    assert held[0].embeds.spans == [(1, 3)]
+    assert held[0].embeds.embeds.open().tolist() == inputs["image_embeds"].tolist()
+    with pytest.raises(UnavailableError, match=f"queue full.*max_embeds_bytes {MAX_EMBEDS_BYTES}"):
+        parse(tokenizer, inputs)
+    held.pop()
+    held.append(parse(tokenizer, inputs))
+    held.clear()
+    assert SharedBuffer.total_bytes == 0

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -44,12 +46,20 @@ class SharedArray(msgspec.Struct, frozen=True):
 
 
 class SharedBuffer:
-    """The writer's side: holds the memory's descriptor until `close`; mappings of it live on."""
+    """The writer's side: holds the memory's descriptor until `close`; mappings of it live on.
+
+    The engine's mapping lives as long as its request, and so should this object: `total_bytes` counts it.
+    """
+
+    total_bytes: ClassVar[int] = 0
+    """Of all buffers of this process."""
+    _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, array: npt.NDArray[np.float32]) -> None:
         """Copies a two-dimensional array; the only copy between the caller's memory and the engine."""
         assert array.ndim == 2 and array.dtype == np.float32, (array.shape, array.dtype)
         self.shape = (int(array.shape[0]), int(array.shape[1]))
+        self._fd, self._num_bytes = -1, 0  # what __del__ needs if the next lines fail
         self._fd = os.memfd_create("quire-embeds", os.MFD_CLOEXEC)
         self.array = np.empty(self.shape, dtype=np.float32)
         """The rows in the shared memory."""
@@ -58,6 +68,8 @@ class SharedBuffer:
             memory = mmap.mmap(self._fd, array.nbytes)
             self.array = np.frombuffer(memory, dtype=np.float32).reshape(self.shape)
             np.copyto(self.array, array)
+        self._num_bytes = array.nbytes
+        self._count(array.nbytes)
 
     def descriptor(self) -> SharedArray:
         assert self._fd >= 0, "the buffer is closed"
@@ -70,5 +82,11 @@ class SharedBuffer:
             self._fd = -1
             del self.array
 
+    @classmethod
+    def _count(cls, num_bytes: int) -> None:
+        with cls._lock:
+            cls.total_bytes += num_bytes
+
     def __del__(self) -> None:
         self.close()
+        self._count(-self._num_bytes)

@@ -106,6 +106,7 @@ class TritonPythonModel:
         )
         self._prefix = uuid.uuid4().hex[:8]
         self._count = 0
+        self._max_embeds_bytes = config.frontend.max_embeds_bytes
         self._max_intake = MIN_INTAKE + config.scheduler.max_waiting_requests
         self._intake_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._intake = [
@@ -135,7 +136,10 @@ class TritonPythonModel:
                 self._responder.refuse(handle, full)
                 continue
             try:
-                raw = read_request(request)
+                raw = read_request(request, self._max_embeds_bytes)
+            except QuireError as error:
+                self._responder.refuse(handle, error)
+                continue
             except Exception as error:
                 self._responder.refuse(handle, UnavailableError(f"the request cannot be read: {error}"))
                 continue

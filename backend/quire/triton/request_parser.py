@@ -16,7 +16,7 @@ import numpy as np
 from quire.bad_words import with_bad_words_ids
 from quire.engine.messages import EmbedsMessage, EngineInfo
 from quire.engine.shared_array import SharedBuffer
-from quire.errors import InvalidArgumentError
+from quire.errors import InvalidArgumentError, UnavailableError
 from quire.multimodal import check_spans, content_hashes
 from quire.sampling_params import SamplingParams, parse_sampling_params
 from quire.validation import check_prompt, check_token_parameters
@@ -86,8 +86,12 @@ class ParsedRequest:
     buffer: SharedBuffer | None = None
 
 
-def read_request(request: Any) -> RawRequest:
-    """Copies a `pb_utils.InferenceRequest`: its tensors die when `execute` returns."""
+def read_request(request: Any, max_embeds_bytes: int) -> RawRequest:
+    """Copies a `pb_utils.InferenceRequest`: its tensors die when `execute` returns.
+
+    Raises:
+        UnavailableError: the embeddings of all requests here would take more than `max_embeds_bytes`.
+    """
     tensors: dict[str, list[Any]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     embeds: SharedBuffer | None = None
@@ -95,6 +99,11 @@ def read_request(request: Any) -> RawRequest:
         array = tensor.as_numpy()
         name = tensor.name()
         if name == "image_embeds":
+            if SharedBuffer.total_bytes + array.nbytes > max_embeds_bytes:
+                raise UnavailableError(
+                    f"queue full: image_embeds of {SharedBuffer.total_bytes} bytes are waiting or in use, "
+                    f"{array.nbytes} more exceed the limit (max_embeds_bytes {max_embeds_bytes})"
+                )
             if array.size:
                 embeds = SharedBuffer(array)
             continue

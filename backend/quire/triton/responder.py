@@ -201,7 +201,6 @@ class Responder(threading.Thread):
         assert processor is not None and handle.parsed is not None
         if handle.parsed.buffer is not None:
             handle.parsed.buffer.close()  # an engine that answers has mapped it
-            handle.parsed.buffer = None
         try:
             stopped = processor.process(output)
         except Exception as error:
