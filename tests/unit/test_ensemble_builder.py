@@ -31,6 +31,7 @@ from tests.fixtures.vision_checkpoints import make_vision_checkpoint
 
 MODEL_REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 DEMO = MODEL_REPOSITORY / "generator" / "1" / "demo"
+VISION_DEMO = MODEL_REPOSITORY / "vision_generator" / "1" / "demo"
 MODELS = ("generator", "generator_unary", "tokenizer", "chat", "chat_unary")
 
 
@@ -63,19 +64,20 @@ def declared(specs: tuple[TensorSpec, ...], *, inputs: bool) -> dict[str, tuple[
     return {s.name: (value(s.datatype), s.dims, s.optional if inputs else False) for s in specs}
 
 
-def test_the_committed_repository_is_what_the_builder_writes(tmp_path: Path) -> None:
-    written = build_repository(DEMO, tmp_path / "out")
-    assert written[-1] == tmp_path / "out" / "generator" / "1" / "demo"
+@pytest.mark.parametrize("demo", [DEMO, VISION_DEMO], ids=["text", "vision"])
+def test_the_committed_repository_is_what_the_builder_writes(demo: Path, tmp_path: Path) -> None:
+    generator = demo.parents[1].name
+    written = build_repository(demo, tmp_path / "out", generator_name=generator)
+    assert written[-1] == tmp_path / "out" / generator / "1" / "demo"
     for path in written[:-1]:
         committed = MODEL_REPOSITORY / path.relative_to(tmp_path / "out")
         assert committed.read_text("utf-8") == path.read_text("utf-8"), (
-            f"{committed}: edit the builder, then run `quire repository build --force "
-            "--checkpoint model_repository/generator/1/demo --out model_repository`"
+            f"{committed}: edit the builder, then run what model_repository/README.md says"
         )
     built = {path.relative_to(tmp_path / "out") for path in written[:-1]}
-    for model in MODELS:
+    for model in {path.parts[0] for path in built}:
         for path in (MODEL_REPOSITORY / model).rglob("*"):
-            if path.is_file() and DEMO not in path.parents and "__pycache__" not in path.parts:
+            if path.is_file() and demo not in path.parents and "__pycache__" not in path.parts:
                 assert path.relative_to(MODEL_REPOSITORY) in built, f"{path} is not the builder's"
 
 

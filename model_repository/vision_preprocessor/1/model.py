@@ -1,0 +1,21 @@
+"""Messages with images to token ids and pixels; the code is in quire_ensemble.triton_vision_preprocessor."""
+
+import atexit
+import gc
+import locale
+
+# Triton runs Python models in the C locale, where files are read as ASCII.
+locale.setlocale(locale.LC_ALL, "C.UTF-8")
+# Collecting all of transformers when the stub ends would hold up the server's stop by a second.
+atexit.register(gc.freeze)
+
+import triton_python_backend_utils as pb_utils  # noqa: E402
+
+from quire_ensemble.tokenizer import forbid_torch  # noqa: E402
+from quire_ensemble.triton_vision_preprocessor import VisionPreprocessorModel  # noqa: E402
+
+forbid_torch()
+
+
+class TritonPythonModel(VisionPreprocessorModel):
+    pb_utils = pb_utils
