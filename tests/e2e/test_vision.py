@@ -216,7 +216,7 @@ def test_our_client_sends_images(vision: VisionServer, tmp_path: Path) -> None:
             client.chat("client", images=[b"no image"], model="llava_vision_chat")
 
 
-@pytest.mark.row("H3", part="on the CPU; the GPU hand-over was not run")
+@pytest.mark.row("H3", without="the hand-over on a GPU by CUDA IPC")
 def test_the_generator_takes_embeddings(vision: VisionServer) -> None:
     """Rows of a random image and none of our vision models: what a user's own encoder would send."""
     whole = vision.whole["llava"]
