@@ -1,4 +1,4 @@
-"""`quire-client chat|generate|models`.
+"""`quire-client chat|generate|models|openai`.
 
 Exit status: 0 done, 1 the request or the server failed (one line on stderr), 2 wrong usage, 130 Ctrl-C.
 """
@@ -119,6 +119,45 @@ def models(url: str, as_json: bool) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+@cli.command("openai")
+@_url_option
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--port", type=click.IntRange(0, 65535), default=9000, show_default=True, help="0: a free one.")
+@click.option("--timeout", type=float, help="Seconds for each answer.")
+@click.option(
+    "--allow-image-host",
+    "image_hosts",
+    multiple=True,
+    metavar="HOST",
+    help="Fetch image URLs of this host, or of *.suffix; may be repeated. Default: fetch none.",
+)
+@click.option(
+    "--max-image-bytes",
+    type=click.IntRange(min=1),
+    default=20 * 2**20,
+    show_default=True,
+    help="Largest image to fetch.",
+)
+def openai_gateway(
+    url: str, host: str, port: int, timeout: float | None, image_hosts: tuple[str, ...], max_image_bytes: int
+) -> None:
+    """Serves the OpenAI API over HTTP, for any client of it. It asks for no key: keep it private."""
+    try:
+        from quire_client.openai.app import GatewaySettings
+        from quire_client.openai.images import ImagePolicy
+        from quire_client.openai.server import serve
+    except ImportError as error:
+        raise click.ClickException(f"{error}; install quire-client[openai]") from None
+    try:
+        images = ImagePolicy(image_hosts, max_image_bytes)
+    except ValueError as error:
+        raise click.UsageError(f"--allow-image-host: {error}") from None
+    try:
+        serve(GatewaySettings(url, timeout, images), host, port, listening=click.echo)
+    except OSError as error:
+        raise click.ClickException(f"cannot listen at {host}:{port}: {error.strerror or error}") from None
 
 
 def _prompt_text(prompt: str | None) -> str:

@@ -1,0 +1,191 @@
+"""The gateway's routes: OpenAI requests in, requests of `AsyncClient` out."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from quire_client import _connection as conn
+from quire_client.aio import AsyncClient
+from quire_client.errors import NotFound, QuireClientError
+from quire_client.openai.errors import ClientGone, RequestError, describe, error_object
+from quire_client.openai.images import ImageFetcher, ImagePolicy
+from quire_client.openai.replies import ReplyFormat
+from quire_client.openai.requests import TextRequest, parse_chat, parse_completion, parse_json
+from quire_client.openai.stream import EventStream, Exchanges
+from quire_client.protocol import ModelSchema
+
+MAX_BODY_BYTES = 128 * 2**20
+"""Bytes of one HTTP request: room for several images of the largest size the server takes."""
+PROMPTS = ("messages", "text_input")
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """url: HOST:PORT of the server's gRPC endpoint. timeout: seconds for one request, None: no limit."""
+
+    url: str = conn.DEFAULT_URL
+    timeout: float | None = None
+    images: ImagePolicy = field(default_factory=ImagePolicy)
+
+
+def create_app(
+    settings: GatewaySettings, *, make_fetcher: Callable[[ImagePolicy], ImageFetcher] = ImageFetcher
+) -> Starlette:
+    """The ASGI application; its lifespan owns the connection to the server.
+
+    Args:
+        make_fetcher: for tests, to fetch images from a transport of their own.
+    """
+    gateway = _Gateway()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with (
+            AsyncClient(settings.url, timeout=settings.timeout) as client,
+            make_fetcher(settings.images) as fetcher,
+        ):
+            gateway.client, gateway.fetcher = client, fetcher
+            yield
+            await gateway.exchanges.close()
+
+    routes = [
+        Route("/health", gateway.health),
+        Route("/v1/models", gateway.models),
+        Route("/v1/models/{name:path}", gateway.model),
+        Route("/v1/chat/completions", gateway.chat, methods=["POST"]),
+        Route("/v1/completions", gateway.completions, methods=["POST"]),
+    ]
+    handlers: Mapping[Any, Any] = {
+        RequestError: _failed,
+        QuireClientError: _failed,
+        ClientGone: _gone,
+        ClientDisconnect: _gone,
+        HTTPException: _http_error,
+        Exception: _crashed,
+    }
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+
+
+class _Gateway:
+    client: AsyncClient
+    fetcher: ImageFetcher
+
+    def __init__(self) -> None:
+        self.exchanges = Exchanges()
+        self._created = int(time.time())
+
+    async def health(self, request: Request) -> Response:
+        ready = await self.client.server_ready()
+        return JSONResponse({"status": "ok" if ready else "unavailable"}, 200 if ready else 503)
+
+    async def models(self, request: Request) -> Response:
+        """The ready models that take text or messages and answer with text."""
+        names = []
+        for info in await self.client.models():
+            if info.ready and _is_text_model(await self._schema(info.name)):
+                names.append(info.name)
+        return JSONResponse({"object": "list", "data": [self._model(n) for n in dict.fromkeys(names)]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if not _is_text_model(await self._schema(name)):
+            raise NotFound(f"the model {name!r} does not generate text")
+        return JSONResponse(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "quire"}
+
+    async def chat(self, request: Request) -> Any:
+        return await self._answer(request, parse_chat)
+
+    async def completions(self, request: Request) -> Any:
+        return await self._answer(request, parse_completion)
+
+    async def _answer(self, request: Request, parse: Callable[[Mapping[str, Any]], TextRequest]) -> Any:
+        parsed = parse(parse_json(await _body(request)))
+        return await self.exchanges.run(request.receive, self._generate(parsed))
+
+    async def _generate(self, parsed: TextRequest) -> Any:
+        """The response; for a stream it is made when the first chunk is there, or the error instead of it."""
+        schema = await self._schema(parsed.model)
+        if parsed.source not in schema.inputs:
+            field = "messages" if parsed.source == "messages" else "prompt"
+            raise RequestError(f"{field}: the model {parsed.model!r} has no {parsed.source}", param=field)
+        messages = parsed.messages
+        if messages is not None:
+            messages = await self.fetcher.with_images(messages)
+        request_id = conn.new_request_id()
+        arguments: dict[str, Any] = {
+            "messages": messages,
+            "input_ids": parsed.input_ids,
+            "model": parsed.model,
+            "request_id": request_id,
+            "outputs": _outputs(schema, parsed),
+            **parsed.sampling,
+        }
+        reply = ReplyFormat(request_id, parsed.model, messages is not None, parsed.include_usage)
+        if not parsed.stream:
+            return JSONResponse(reply.whole(await self.client.generate(parsed.prompt, **arguments)))
+        stream = self.client.stream(parsed.prompt, **arguments)
+        return EventStream(self.exchanges, stream, await anext(stream, None), reply)
+
+    async def _schema(self, model: str) -> ModelSchema:
+        # Without a timeout of its own: the client bounds calls about models.
+        return await self.client._schema(model, conn.Deadline(None))
+
+
+def _is_text_model(schema: ModelSchema) -> bool:
+    """A tokenizer takes text too, but has no text to give."""
+    answers = schema.outputs is None or "text_output" in schema.outputs
+    return answers and any(name in schema.inputs for name in PROMPTS)
+
+
+def _outputs(schema: ModelSchema, parsed: TextRequest) -> list[str] | None:
+    """Outputs to ask for; a stream has no use for token counts, unless its client asks for them."""
+    if schema.outputs is None:
+        return None
+    wanted = ["text_output", "finish_reason"]
+    if parsed.include_usage or not parsed.stream:
+        counts = "num_output_tokens" if "num_output_tokens" in schema.outputs else "output_ids"
+        wanted += [counts, "num_input_tokens"]
+    return [name for name in wanted if name in schema.outputs]
+
+
+async def _body(request: Request) -> bytes:
+    # Browsers send other types to any address without asking it first, so that every page could post here.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError("Content-Type: must be application/json", status=415)
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise RequestError(f"the body is longer than {MAX_BODY_BYTES} bytes", status=413)
+    return bytes(body)
+
+
+async def _failed(request: Request, error: Any) -> Response:
+    status, body = describe(error)
+    return JSONResponse(body, status)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _http_error(request: Request, error: Any) -> Response:
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse(error_object(message, error.status_code), error.status_code, error.headers)
+
+
+async def _crashed(request: Request, error: Exception) -> Response:
+    return JSONResponse(error_object("the gateway failed; its log has the reason", 500), 500)

@@ -1,0 +1,61 @@
+"""Failures as OpenAI error objects with their HTTP status."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from quire_client.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    QuireClientError,
+    Unavailable,
+)
+
+_STATUS: tuple[tuple[type[QuireClientError], int], ...] = (
+    (InvalidArgument, 400),
+    (NotFound, 404),
+    (Unavailable, 503),
+    (DeadlineExceeded, 504),
+)
+_FIELD = re.compile(r"([a-z_][a-z0-9_.\[\]]*): ")
+
+
+class RequestError(Exception):
+    """An HTTP request that this gateway itself refuses; `param` is the path of the wrong value."""
+
+    def __init__(
+        self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.status = status
+        self.code = code
+
+
+class ClientGone(Exception):
+    """The HTTP client has closed its connection; nobody reads an answer."""
+
+
+def error_object(
+    message: str, status: int, *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The body of an error answer."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def describe(error: QuireClientError | RequestError) -> tuple[int, dict[str, Any]]:
+    """HTTP status and body of a failure."""
+    if isinstance(error, RequestError):
+        body = error_object(error.message, error.status, param=error.param, code=error.code)
+        return error.status, body
+    status = next((number for kind, number in _STATUS if isinstance(error, kind)), 500)
+    field = _FIELD.match(error.message) if status == 400 else None
+    param = field[1] if field else None
+    code = error.code.lower()
+    if status == 404:
+        param, code = "model", "model_not_found"
+    return status, error_object(error.message, status, param=param, code=code)

@@ -1,0 +1,132 @@
+"""Server-sent events of a running request, and the rule that a client who leaves ends its request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from quire_client.aio import AsyncStream
+from quire_client.errors import QuireClientError
+from quire_client.openai.errors import ClientGone, describe
+from quire_client.openai.replies import ReplyFormat
+from quire_client.types import Chunk
+
+T = TypeVar("T")
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Else nginx collects the events into one.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Exchanges:
+    """The work under way for HTTP clients; each piece ends when its client leaves."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def run(self, receive: Any, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; cancels it when the client leaves or this task is cancelled.
+
+        By plain tasks and not a task group of anyio, whose cancellation would strike again at every `await`
+        with which the work tells the server that it is over.
+
+        Args:
+            receive: ASGI's; the request's body has been read.
+
+        Raises:
+            ClientGone: the client left first.
+        """
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        gone = asyncio.ensure_future(_disconnect(receive))
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise ClientGone
+        finally:
+            gone.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+                if not task.cancelled():
+                    task.exception()  # taken, so that asyncio does not report it as lost
+
+    async def close(self) -> None:
+        """Ends all of it; returns when the server knows."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+
+async def _disconnect(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream:
+    """ASGI response: the rest of a stream as `data: {...}` events, ended by `data: [DONE]`.
+
+    An error after the first chunk, when the status is sent, is an event `data: {"error": {...}}` without a
+    `[DONE]` behind it.
+    """
+
+    def __init__(
+        self, exchanges: Exchanges, stream: AsyncStream, first: Chunk | None, reply: ReplyFormat
+    ) -> None:
+        self._exchanges = exchanges
+        self._stream = stream
+        self._first = first
+        self._reply = reply
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await self._exchanges.run(receive, self._send(send))
+        except ClientGone:
+            pass
+
+    async def _send(self, send: Any) -> None:
+        async with self._stream:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            async for event in self._events():
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        prompt_tokens: int | None = None
+        completion_tokens = 0
+        reason: str | None = None
+        opening = self._reply.opening()
+        if opening is not None:
+            yield _event(opening)
+        try:
+            async for chunk in self._chunks():
+                completion_tokens += chunk.num_tokens
+                prompt_tokens = chunk.num_input_tokens if prompt_tokens is None else prompt_tokens
+                reason = chunk.finish_reason or reason
+                if chunk.text:
+                    yield _event(self._reply.delta(chunk.text))
+        except QuireClientError as error:
+            yield _event(describe(error)[1])
+            return
+        yield _event(self._reply.closing(reason))
+        if self._reply.include_usage:
+            yield _event(self._reply.counts(prompt_tokens, completion_tokens))
+        yield b"data: [DONE]\n\n"
+
+    async def _chunks(self) -> AsyncIterator[Chunk]:
+        if self._first is not None:
+            yield self._first
+        async for chunk in self._stream:
+            yield chunk
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    # JSON escapes line breaks, so an event is one line whatever its text holds.
+    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()

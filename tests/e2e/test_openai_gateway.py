@@ -1,0 +1,238 @@
+"""The OpenAI gateway as a process before the demo server, used with OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from demo.pictures import Question, held_out
+from quire_client import AsyncClient
+from tests.e2e.conftest import TinyServer
+from tests.fixtures.server import ServerProcess
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+
+QUESTION: list[Any] = [{"role": "user", "content": "What is 12 + 7?"}]
+ANSWER = "12 + 7 = 19"
+
+
+@contextlib.contextmanager
+def gateway(server_url: str, *options: str) -> Iterator[openai.OpenAI]:
+    """A client of a gateway process, which ends by SIGTERM at once and has written nothing but its URL."""
+    command = [sys.executable, "-m", "quire_client.cli", "openai", f"--url={server_url}", "--port=0"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, *options], **pipes) as process:
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            url = process.stdout.readline().strip()
+            assert url.endswith("/v1"), process.stderr.read()
+            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+                yield client
+        finally:
+            process.terminate()
+            process.wait(20)
+        assert (process.stdout.read(), process.stderr.read()) == ("", "")
+
+
+@pytest.fixture(scope="module")
+def client(demo_server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with gateway(demo_server.grpc_url) as one:
+        yield one
+
+
+def test_the_models_that_generate_text(client: openai.OpenAI) -> None:
+    names = {model.id for model in client.models.list()}
+    assert names == {
+        f"{kind}{end}"
+        for kind in ("chat", "generator", "vision_chat", "vision_generator")
+        for end in ("", "_unary")
+    }
+    assert client.models.retrieve("chat").owned_by == "quire"
+
+
+def test_a_chat_completion(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="chat", messages=QUESTION)
+    assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens > 0
+    assert answer.usage.completion_tokens > 0
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_a_streamed_chat_completion(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="chat", messages=QUESTION)
+    stream = client.chat.completions.create(
+        model="chat", messages=QUESTION, stream=True, stream_options={"include_usage": True}
+    )
+    *parts, last = list(stream)
+    deltas = [part.choices[0].delta for part in parts]
+    assert deltas[0].role == "assistant"
+    assert sum(bool(delta.content) for delta in deltas) > 3, "the text comes in pieces"
+    assert "".join(delta.content or "" for delta in deltas) == ANSWER
+    assert [part.choices[0].finish_reason for part in parts[-2:]] == [None, "stop"]
+    assert last.choices == []
+    assert last.usage == whole.usage
+
+
+def test_completions_of_text_and_token_ids(client: openai.OpenAI, demo_server: ServerProcess) -> None:
+    """Greedy, so that the answer is that of `quire_client`."""
+    text: Any = {"model": "generator", "prompt": "What is", "max_tokens": 8, "temperature": 0}
+    answer = client.completions.create(**text)
+
+    async def ask() -> Any:
+        async with AsyncClient(demo_server.grpc_url) as one:
+            return await one.generate("What is", model="generator", max_tokens=8, temperature=0.0)
+
+    expected = asyncio.run(ask())
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
+    assert (
+        "".join(part.choices[0].text for part in client.completions.create(stream=True, **text))
+        == expected.text
+    )
+    ids = client.completions.create(model="generator", prompt=[5, 6, 7], max_tokens=4)
+    assert ids.usage is not None
+    assert ids.usage.prompt_tokens == 3
+
+
+def test_parameters_reach_the_sampler(client: openai.OpenAI) -> None:
+    cut = client.chat.completions.create(model="chat", messages=QUESTION, stop=[" ="], max_tokens=50)
+    assert cut.choices[0].message.content == "12 + 7"
+    assert cut.choices[0].finish_reason == "stop"
+    short = client.chat.completions.create(model="chat", messages=QUESTION, max_completion_tokens=2)
+    assert short.choices[0].finish_reason == "length"
+    extra = {"ignore_eos": True, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1}
+    sampled = [
+        client.chat.completions.create(
+            model="chat", messages=QUESTION, temperature=1.5, seed=11, max_tokens=40, extra_body=extra
+        )
+        for _ in range(2)
+    ]
+    assert sampled[0].choices[0].message.content == sampled[1].choices[0].message.content
+    assert [answer.usage and answer.usage.completion_tokens for answer in sampled] == [40, 40]
+
+
+def test_the_server_s_refusals_are_openai_s_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model="chat", messages=QUESTION, temperature=-1)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError, match="role"):
+        client.chat.completions.create(model="chat", messages=[{"content": "x"}], stream=True)  # type: ignore
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(model="nope", messages=QUESTION)
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="no_such: unknown field"):
+        client.chat.completions.create(model="chat", messages=QUESTION, extra_body={"no_such": 1})
+
+
+# --- images ---
+
+
+def with_urls(question: Question, urls: list[str]) -> list[Any]:
+    parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": question.prompt}]}]
+
+
+def data_urls(question: Question) -> list[str]:
+    return [f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in question.images]
+
+
+@pytest.mark.row("H9", without="input_audio")
+def test_images_as_data_urls(client: openai.OpenAI, demo_server: ServerProcess) -> None:
+    """The answers are those that `quire_client` gets for the same images; whether they are right is
+    test_demo_vision's matter."""
+    questions = [question for question in held_out(40, seed=9) if question.images][:12]
+
+    async def expected() -> list[str]:
+        async with AsyncClient(demo_server.grpc_url) as one:
+            return [
+                (await one.chat(q.messages, images=q.images, model="vision_chat")).text for q in questions
+            ]
+
+    answers = asyncio.run(expected())
+    assert len(set(answers)) > 3, "the images matter"
+    for question, answer in zip(questions, answers, strict=True):
+        messages = with_urls(question, data_urls(question))
+        got = client.chat.completions.create(model="vision_chat", messages=messages)
+        assert got.choices[0].message.content == answer
+        stream = client.chat.completions.create(model="vision_chat", messages=messages, stream=True)
+        assert "".join(part.choices[0].delta.content or "" for part in stream) == answer
+
+
+@pytest.mark.row("H9", without="input_audio")
+def test_what_is_no_image_is_refused_and_no_url_is_fetched(client: openai.OpenAI) -> None:
+    question = next(question for question in held_out(20, seed=9) if question.images)
+
+    def ask(parts: list[Any], model: str = "vision_chat") -> None:
+        client.chat.completions.create(model=model, messages=parts)
+
+    with pytest.raises(openai.BadRequestError, match="allow-image-host") as url:
+        ask(with_urls(question, ["http://localhost:1/x.png"]))
+    assert url.value.param == "messages[0].content[0].image_url"
+    with pytest.raises(openai.BadRequestError, match=r"image\[0\]"):
+        ask(with_urls(question, ["data:image/png;base64,AAAA"]))
+    with pytest.raises(openai.BadRequestError, match="image_url"):
+        ask(with_urls(question, data_urls(question)), model="chat")
+    audio = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+    with pytest.raises(openai.BadRequestError, match="input_audio is not supported"):
+        ask([{"role": "user", "content": [audio]}])
+
+
+def test_an_image_from_an_allowed_host(demo_server: ServerProcess, tmp_path: Path) -> None:
+    question = next(question for question in held_out(20, seed=10) if len(question.images) == 1)
+    (tmp_path / "x.png").write_bytes(question.images[0])
+    command = [sys.executable, "-u", "-m", "http.server", "0", "--bind=127.0.0.1", f"--directory={tmp_path}"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with (
+        gateway(demo_server.grpc_url, "--allow-image-host=127.0.0.1") as client,
+        subprocess.Popen(command, **pipes) as web,
+    ):
+        try:
+            assert web.stdout is not None
+            base = web.stdout.readline().partition("(")[2].partition("/)")[0]
+
+            def ask(url: str) -> str | None:
+                messages = with_urls(question, [url])
+                answer = client.chat.completions.create(model="vision_chat", messages=messages)
+                return answer.choices[0].message.content
+
+            assert ask(f"{base}/x.png") == ask(*data_urls(question))
+            with pytest.raises(openai.BadRequestError, match="status 404"):
+                ask(f"{base}/none.png")
+        finally:
+            web.terminate()
+
+
+# --- clients that leave ---
+
+
+def test_a_stream_that_is_left_ends_in_the_engine(tiny: TinyServer) -> None:
+    """Through the ensemble; of 900 tokens few are generated."""
+    already = len(aborts(tiny))
+    long: Any = {"model": "chat", "prompt": "one two", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+    with gateway(tiny.server.grpc_url) as client:
+        stream = client.completions.create(stream=True, **long)
+        next(iter(stream))
+        stream.close()
+        deadline = time.monotonic() + 10
+        while len(aborts(tiny)) == already:
+            assert time.monotonic() < deadline, "the cancellation did not arrive"
+            client.completions.create(model="generator", prompt="end", max_tokens=2)
+
+
+def aborts(tiny: TinyServer) -> list[dict[str, Any]]:
+    return [record for record in tiny.trace() if record.get("event") == "abort" and record["request_ids"]]

@@ -1,0 +1,846 @@
+"""The OpenAI gateway over real HTTP, before a KServe server in this process (`fake_kserve`)."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from click.testing import CliRunner
+
+from quire_client.cli import cli
+from quire_client.openai.app import MAX_BODY_BYTES, GatewaySettings, create_app
+from quire_client.openai.errors import RequestError
+from quire_client.openai.images import MAX_FETCHED_IMAGES, ImageFetcher, ImagePolicy, is_public
+from quire_client.openai.replies import finish_reason
+from tests.unit.fake_kserve import FakeKServe
+
+WAIT = 10.0
+"""Seconds any event may take on a busy machine; none is reached when the code is right."""
+PUBLIC = "93.184.216.34"
+PIXEL = b"GIF89a\x01\x00\x01\x00\x00\x00\x00;"
+
+
+@contextlib.contextmanager
+def gateway(settings: GatewaySettings, **options: Any) -> Iterator[str]:
+    """A running gateway; its base URL."""
+    config = uvicorn.Config(
+        create_app(settings, **options), lifespan="on", log_level="error", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(WAIT)
+            assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[FakeKServe]:
+    with FakeKServe() as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def base(shared_server: FakeKServe) -> Iterator[str]:
+    with gateway(GatewaySettings(shared_server.url)) as url:
+        yield url
+
+
+@pytest.fixture
+def server() -> Iterator[FakeKServe]:
+    with FakeKServe() as fake:
+        yield fake
+
+
+def chat_body(prompt: Any, /, **others: Any) -> dict[str, Any]:
+    return {"model": "chat", "messages": [{"role": "user", "content": prompt}], **others}
+
+
+def chat(base: str, prompt: Any, /, **others: Any) -> httpx.Response:
+    return httpx.post(f"{base}/v1/chat/completions", json=chat_body(prompt, **others), timeout=WAIT)
+
+
+def complete(base: str, prompt: Any, /, **others: Any) -> httpx.Response:
+    body = {"model": "generator", "prompt": prompt, **others}
+    return httpx.post(f"{base}/v1/completions", json=body, timeout=WAIT)
+
+
+def events(reply: httpx.Response) -> list[dict[str, Any]]:
+    """The objects of a complete stream; the form of the events themselves is checked on the way."""
+    assert reply.status_code == 200
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    blocks = reply.text.split("\n\n")
+    assert blocks.pop() == ""
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    if blocks[-1] == "data: [DONE]":
+        blocks.pop()
+    return [json.loads(block[6:]) for block in blocks]
+
+
+def refused(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error object of an answer."""
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return error
+
+
+# --- answers ---
+
+
+def test_a_chat_completion(base: str) -> None:
+    answer = chat(base, "tokens 2", user="someone").json()
+    assert answer["id"].startswith("chatcmpl-")
+    assert (answer["object"], answer["model"]) == ("chat.completion", "chat")
+    assert abs(answer["created"] - time.time()) < 60
+    (choice,) = answer["choices"]
+    # The fake sends what it has in pieces also to a request that does not stream.
+    assert choice["message"] == {"role": "assistant", "content": "t0 t1 ", "refusal": None}
+    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "stop", None)
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+
+def test_a_completion_of_text_and_of_token_ids(base: str) -> None:
+    answer = complete(base, "tokens 2").json()
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    assert answer["choices"] == [{"index": 0, "logprobs": None, "text": "t0 t1 ", "finish_reason": "stop"}]
+    for prompt in ([5, 6], [[5, 6]]):
+        inputs = json.loads(complete(base, prompt).json()["choices"][0]["text"])
+        assert inputs["input_ids"] == [5, 6]
+    assert complete(base, ["tokens 1"]).json()["choices"][0]["text"] == "t0 "
+
+
+def test_a_streamed_chat_completion(base: str) -> None:
+    reply = chat(base, "tokens 2", stream=True)
+    assert reply.text.endswith("data: [DONE]\n\n")
+    parts = events(reply)
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
+    assert len({(part["id"], part["created"], part["model"]) for part in parts}) == 1
+    choices = [part["choices"][0] for part in parts]
+    assert [choice["delta"] for choice in choices] == [
+        {"role": "assistant", "content": ""},
+        {"content": "t0 "},
+        {"content": "t1 "},
+        {},
+    ]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, None, "stop"]
+    assert not any("usage" in part for part in parts)
+
+
+def test_a_streamed_completion_with_usage(base: str) -> None:
+    reply = complete(base, "tokens 3", stream=True, stream_options={"include_usage": True})
+    *parts, last = events(reply)
+    assert [part["choices"][0]["text"] for part in parts] == ["t0 ", "t1 ", "t2 ", ""]
+    assert [part["choices"][0]["finish_reason"] for part in parts] == [None, None, None, "stop"]
+    assert all(part["usage"] is None for part in parts)
+    assert last["choices"] == []
+    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+
+
+def test_a_stream_comes_while_it_is_generated(base: str, shared_server: FakeKServe) -> None:
+    """The first token of an endless answer arrives, though the answer has no end."""
+    with httpx.stream(
+        "POST", f"{base}/v1/chat/completions", json=chat_body("endless", stream=True), timeout=WAIT
+    ) as reply:
+        assert any("first " in line for line in reply.iter_lines())
+
+
+def test_only_outputs_of_use_are_asked_for(server: FakeKServe) -> None:
+    with gateway(GatewaySettings(server.url)) as base:
+        chat(base, "tokens 1")
+        chat(base, "tokens 1", stream=True)
+        chat(base, "tokens 1", stream=True, stream_options={"include_usage": True})
+    asked = [{output.name for output in request.outputs} for request in server.requests]
+    text = {"text_output", "finish_reason"}
+    counted = text | {"output_ids", "num_input_tokens"}
+    assert asked == [counted, text, counted]
+
+
+def test_a_final_flag_without_a_finish_reason_is_a_stop(base: str) -> None:
+    assert chat(base, "flag final 2").json()["choices"][0]["finish_reason"] == "stop"
+    assert events(chat(base, "flag final 2", stream=True))[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_finish_reasons_are_openai_s() -> None:
+    assert {finish_reason(reason) for reason in (None, "", "stop")} == {"stop"}
+    assert {finish_reason(reason) for reason in ("length", "cancelled", "timeout")} == {"length"}
+
+
+# --- what is sent ---
+
+
+def inputs_of(reply: httpx.Response) -> dict[str, Any]:
+    """Inputs as the fake's `echo` saw them."""
+    choice = reply.json()["choices"][0]
+    return json.loads(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def test_parameters_go_as_they_are_and_absent_ones_not_at_all(base: str) -> None:
+    inputs = inputs_of(
+        chat(
+            base,
+            "echo",
+            max_completion_tokens=9,
+            temperature=0.5,
+            seed=3,
+            stop=["a", "b"],
+            logit_bias={"5": -100},
+            top_k=4,
+            repetition_penalty=1.5,
+            ignore_eos=True,
+            presence_penalty=None,
+        )
+    )
+    assert inputs["max_tokens"] == [9]
+    assert inputs["temperature"] == [0.5]
+    assert inputs["seed"] == [3]
+    assert inputs["stop"] == ["a", "b"]
+    assert json.loads(inputs["logit_bias"][0]) == {"5": -100}
+    others = json.loads(inputs["sampling_parameters"][0])
+    assert others == {"top_k": 4, "repetition_penalty": 1.5, "ignore_eos": True}
+    plain = inputs_of(chat(base, "echo"))
+    assert not {"temperature", "max_tokens", "sampling_parameters", "stop"} & set(plain)
+
+
+@pytest.mark.parametrize("stop", ["x", ["x"]])
+def test_stop_is_a_string_or_a_list(base: str, stop: Any) -> None:
+    assert inputs_of(complete(base, "echo", stop=stop))["stop"] == ["x"]
+
+
+def test_data_urls_go_through_unchanged(base: str) -> None:
+    url = "data:image/gif;base64," + base64.b64encode(PIXEL).decode()
+    question = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+    contents = ([question, {"type": "image"}], "echo")
+    messages = [{"role": "user", "content": content} for content in contents]
+    reply = httpx.post(f"{base}/v1/chat/completions", json={"model": "chat", "messages": messages})
+    assert json.loads(inputs_of(reply)["messages"][0]) == messages
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"temprature": 1}, "temprature"),
+        ({"images": ["x"]}, "images"),
+        ({"request_id": "x"}, "request_id"),
+        ({"prompt": "x"}, "prompt"),
+        ({"n": 2}, "n"),
+        ({"n": True}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": []}, "stream_options"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"model": None}, "model"),
+        ({"model": ""}, "model"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": {"messages": []}}, "messages"),
+        ({"messages": None}, "messages"),
+    ],
+)
+def test_fields_of_a_chat_that_are_refused(base: str, extra: dict[str, Any], param: str) -> None:
+    error = refused(chat(base, "tokens 1", **extra))
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+    ],
+)
+def test_fields_of_a_completion_that_are_refused(base: str, extra: dict[str, Any], param: str) -> None:
+    assert refused(complete(base, "tokens 1", **extra))["param"] == param
+
+
+def test_neutral_values_of_unsupported_fields_pass(base: str) -> None:
+    reply = chat(base, "tokens 1", n=1, logprobs=False, tools=None, response_format={"type": "text"}, stop=[])
+    assert reply.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff{}", b'{"model": NaN}', b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"]
+)
+def test_bodies_that_are_no_json_object(base: str, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    reply = httpx.post(f"{base}/v1/chat/completions", content=body, headers=headers)
+    assert "the body" in refused(reply)["message"]
+
+
+def test_a_form_of_a_web_page_is_refused(base: str) -> None:
+    """A page in a browser may post text/plain anywhere without being asked; JSON it may not."""
+    body = json.dumps(chat_body("tokens 1"))
+    reply = httpx.post(f"{base}/v1/chat/completions", content=body, headers={"content-type": "text/plain"})
+    assert "application/json" in refused(reply, 415)["message"]
+
+
+def test_a_body_without_end_is_refused(base: str) -> None:
+    def pieces() -> Iterator[bytes]:
+        for _ in range(MAX_BODY_BYTES // 2**20 + 1):
+            yield b" " * 2**20
+
+    headers = {"content-type": "application/json"}
+    reply = httpx.post(f"{base}/v1/chat/completions", content=pieces(), headers=headers, timeout=60)
+    refused(reply, 413)
+
+
+def test_audio_is_refused(base: str) -> None:
+    part = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+    error = refused(chat(base, [{"type": "text", "text": "hm"}, part]))
+    assert error["param"] == "messages[0].content[1]"
+    assert "not supported" in error["message"]
+
+
+def test_image_urls_are_refused_unless_a_host_is_allowed(base: str) -> None:
+    for url in ("http://127.0.0.1:1/x.png", "https://example.com/x.png"):
+        for value in (url, {"url": url}):
+            error = refused(chat(base, [{"type": "image_url", "image_url": value}]))
+            assert error["param"] == "messages[0].content[0].image_url"
+            assert "--allow-image-host" in error["message"]
+    for url in ("file:///etc/passwd", "ftp://example.com/x.png", "x.png", " data:image/png;base64,AA"):
+        error = refused(chat(base, [{"type": "image_url", "image_url": {"url": url}}]))
+        assert "must be a data:, http: or https: URL" in error["message"]
+
+
+# --- errors of the server ---
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("INVALID_ARGUMENT", 400),
+        ("NOT_FOUND", 404),
+        ("UNAVAILABLE", 503),
+        ("RESOURCE_EXHAUSTED", 503),
+        ("DEADLINE_EXCEEDED", 504),
+        ("INTERNAL", 500),
+        ("CANCELLED", 500),
+    ],
+)
+def test_errors_have_their_http_status(base: str, code: str, status: int, stream: bool) -> None:
+    """Those of a stream too, as long as it has not begun."""
+    error = refused(chat(base, f"error {code} temperature: must be in [0, 100]", stream=stream), status)
+    assert "must be in [0, 100]" in error["message"]
+    assert error["param"] == {400: "temperature", 404: "model"}.get(status)
+    assert error["code"] == ("model_not_found" if status == 404 else code.lower())
+
+
+def test_an_error_in_the_middle_of_a_stream_is_its_last_event(base: str) -> None:
+    reply = chat(base, "midway 2", stream=True)
+    assert "[DONE]" not in reply.text
+    *parts, last = events(reply)
+    assert [part["choices"][0]["delta"].get("content") for part in parts] == ["", "t0 ", "t1 "]
+    assert last["error"]["message"] == "the engine died"
+    assert last["error"]["code"] == "unavailable"
+    assert refused(chat(base, "midway 2"), 503)["message"] == "the engine died"
+
+
+def test_an_answer_without_end_is_no_answer(base: str) -> None:
+    assert "final" in refused(chat(base, "no final 2"), 500)["message"]
+
+
+def test_unknown_models_and_models_without_the_input(base: str) -> None:
+    error = refused(chat(base, "tokens 1", model="nope"), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert "nope" in error["message"]
+    error = refused(complete(base, [1, 2], model="tokenizer"))
+    assert error["param"] == "prompt"
+    assert "input_ids" in error["message"]
+
+
+def test_a_timeout_is_504_and_ends_the_request(server: FakeKServe) -> None:
+    with gateway(GatewaySettings(server.url, timeout=0.3)) as base:
+        refused(chat(base, "silent"), 504)
+        assert server.ended.wait(WAIT)
+
+
+def test_no_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with gateway(GatewaySettings(f"127.0.0.1:{port}")) as base:
+        refused(chat(base, "tokens 1"), 503)
+        refused(httpx.get(f"{base}/v1/models", timeout=WAIT), 503)
+        assert httpx.get(f"{base}/health", timeout=WAIT).status_code == 503
+
+
+# --- models and routes ---
+
+
+def test_models_are_those_that_take_text(base: str) -> None:
+    listed = httpx.get(f"{base}/v1/models").json()
+    assert listed["object"] == "list"
+    assert [model["id"] for model in listed["data"]] == ["chat", "generator", "tokenizer"]
+    one = httpx.get(f"{base}/v1/models/chat").json()
+    assert one == listed["data"][0]
+    assert (one["object"], one["owned_by"]) == ("model", "quire")
+    refused(httpx.get(f"{base}/v1/models/nope"), 404)
+
+
+def test_a_model_without_text_to_give_is_not_listed(
+    server: FakeKServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quire's own tokenizer takes `messages`, but its answer is token ids."""
+    from tests.unit import fake_kserve
+
+    whole = fake_kserve.model_config
+
+    def config(name: str) -> Any:
+        made = whole(name)
+        if name == "tokenizer":
+            del made.output[:]
+            made.output.add(name="input_ids", data_type="TYPE_INT32", dims=[-1])
+        return made
+
+    monkeypatch.setattr(fake_kserve, "model_config", config)
+    with gateway(GatewaySettings(server.url)) as base:
+        listed = httpx.get(f"{base}/v1/models").json()["data"]
+        assert [model["id"] for model in listed] == ["chat", "generator"]
+        refused(httpx.get(f"{base}/v1/models/tokenizer"), 404)
+
+
+def test_health_and_unknown_routes(base: str) -> None:
+    assert httpx.get(f"{base}/health").json() == {"status": "ok"}
+    assert "/v1/nope" in refused(httpx.get(f"{base}/v1/nope"), 404)["message"]
+    refused(httpx.get(f"{base}/v1/completions"), 405)
+
+
+# --- clients that leave ---
+
+
+def post_raw(base: str, body: dict[str, Any]) -> socket.socket:
+    """A connection on which the request has been sent and nothing was read."""
+    host, _, port = base.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)))
+    content = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
+    connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
+    return connection
+
+
+@pytest.mark.parametrize("prompt", ["endless", "silent"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(server: FakeKServe, prompt: str, stream: bool) -> None:
+    """Before the first chunk and after it; `chat` is an ensemble and ends by a cancel request only."""
+    with gateway(GatewaySettings(server.url)) as base:
+        connection = post_raw(base, chat_body(prompt, stream=stream))
+        assert server.started.wait(WAIT)
+        if stream and prompt == "endless":
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        assert not server.ended.is_set()
+        connection.close()
+        assert server.ended.wait(WAIT)
+        assert server.cancelled_ids == [server.requests[0].id]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_gateway_that_stops_ends_its_requests(server: FakeKServe, stream: bool) -> None:
+    with gateway(GatewaySettings(server.url)) as base:
+        connection = post_raw(base, chat_body("endless", stream=stream))
+        assert server.started.wait(WAIT)
+    assert server.ended.is_set()
+    assert server.cancelled_ids == [server.requests[0].id]
+    connection.close()
+
+
+# --- fetching images ---
+
+
+Handler = Callable[[httpx.Request], httpx.Response]
+
+
+def fetch(
+    handler: Handler,
+    url: str,
+    *,
+    hosts: tuple[str, ...] = ("pics.example.com",),
+    addresses: dict[str, list[str]] | None = None,
+    **limits: Any,
+) -> str:
+    """The data URL for `url`; hosts have a public address unless `addresses` has others."""
+
+    async def resolve(host: str, port: int) -> list[str]:
+        return (addresses or {}).get(host, [PUBLIC])
+
+    def streamed(request: httpx.Request) -> httpx.Response:
+        made = handler(request)
+        return _unread(made) if made.is_stream_consumed else made
+
+    async def run() -> str:
+        policy = ImagePolicy(hosts, **limits)
+        async with ImageFetcher(policy, transport=httpx.MockTransport(streamed), resolve=resolve) as fetcher:
+            return await fetcher.fetch(url, "here")
+
+    return asyncio.run(run())
+
+
+def _unread(made: httpx.Response) -> httpx.Response:
+    """As from a network: a response made of bytes counts as read already."""
+
+    async def body() -> AsyncIterator[bytes]:
+        yield made.content
+
+    return httpx.Response(made.status_code, headers=made.headers, content=body())
+
+
+def picture(request: httpx.Request) -> httpx.Response:
+    return httpx.Response(200, content=PIXEL, headers={"content-type": "image/gif; q=1"})
+
+
+def never(request: httpx.Request) -> httpx.Response:
+    raise AssertionError(f"fetched {request.url}")
+
+
+def test_a_fetched_image_is_a_data_url_and_goes_to_the_address_that_was_checked() -> None:
+    """A name may have another address at the next look-up: the connection must not look it up again."""
+    seen: list[httpx.Request] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return picture(request)
+
+    got = fetch(handler, "https://Pics.Example.com:444/a.gif?b#c")
+    assert got == "data:image/gif;base64," + base64.b64encode(PIXEL).decode()
+    (request,) = seen
+    assert str(request.url) == f"https://{PUBLIC}:444/a.gif?b#c"
+    assert request.headers["host"] == "pics.example.com:444"
+    assert request.extensions["sni_hostname"] == "pics.example.com"
+    assert request.headers["accept-encoding"] == "identity"
+    assert not {"cookie", "authorization"} & set(request.headers)
+
+
+def test_a_type_that_is_no_image_s_is_not_repeated() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=PIXEL, headers={"content-type": "text/html,x"})
+
+    assert fetch(handler, "http://pics.example.com/").startswith("data:application/octet-stream;base64,")
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("pics.example.com", True),
+        ("PICS.example.com", True),
+        ("pics.example.com.", True),
+        ("a.cdn.example.org", True),
+        ("b.a.cdn.example.org", True),
+        ("xn--bcher-kva.example", True),
+        ("bücher.example", True),
+        ("cdn.example.org", False),
+        ("evilcdn.example.org", False),
+        ("x.pics.example.com", False),
+        ("pics.example.com.evil.org", False),
+        ("evil.org", False),
+        (PUBLIC, False),
+    ],
+)
+def test_hosts_are_allowed_by_exact_name_or_suffix(host: str, allowed: bool) -> None:
+    hosts = ("Pics.example.com", "*.cdn.example.org", "bücher.example")
+    if allowed:
+        assert fetch(picture, f"http://{host}/x", hosts=hosts).startswith("data:image/gif")
+    else:
+        with pytest.raises(RequestError, match=r"^here: the host .* is not allowed$"):
+            fetch(never, f"http://{host}/x", hosts=hosts)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://pics.example.com@evil.org/x",
+        "http://evil.org#@pics.example.com/",
+        "http://evil.org\\@pics.example.com/",
+        "http://user:pw@pics.example.com/x",
+        "http:///x",
+        "http://",
+        "http://[::1",
+        "https://pics.example.com:99999/",
+        "http://pics.example.com/\x00",
+        "http://" + "a" * 300 + ".example.com/",
+        "gopher://pics.example.com/",
+        "http:pics.example.com",
+    ],
+)
+def test_odd_urls_are_refused(url: str) -> None:
+    with pytest.raises(RequestError, match=r"^here: .") as caught:
+        fetch(never, url)
+    assert caught.value.param == "here"
+
+
+@pytest.mark.parametrize(
+    "entry", ["", "*", "*.", "http://x", "x/y", "x:80", "a b", "*x.com", "x.*.com", "u@x"]
+)
+def test_entries_that_are_no_hosts_are_refused_at_start(entry: str) -> None:
+    with pytest.raises(ValueError, match="must be a host name"):
+        ImagePolicy((entry,))
+    result = CliRunner().invoke(cli, ["openai", "--allow-image-host", entry])
+    assert result.exit_code == 2
+    assert "--allow-image-host" in result.output
+
+
+PRIVATE = [
+    "127.0.0.1",
+    "10.1.2.3",
+    "172.16.0.1",
+    "192.168.1.1",
+    "169.254.169.254",
+    "100.64.0.1",
+    "0.0.0.0",
+    "224.0.0.1",
+    "255.255.255.255",
+    "::1",
+    "::",
+    "fe80::1",
+    "fe80::1%eth0",
+    "fd00::1",
+    "fec0::1",
+    "ff02::1",
+    "::ffff:127.0.0.1",
+    "::ffff:10.0.0.1",
+    "::127.0.0.1",
+    "2002:7f00:1::",
+    "64:ff9b::7f00:1",
+    "64:ff9b::a9fe:a9fe",
+    "2001:0:53aa:64c:0:0:80ff:fffe",
+]
+
+
+@pytest.mark.parametrize("address", PRIVATE)
+def test_addresses_that_are_not_public(address: str) -> None:
+    assert not is_public(address)
+    for found in ([address], [PUBLIC, address]):
+        addresses = {"a.example.com": found}
+        with pytest.raises(RequestError, match="not public") as caught:
+            fetch(never, "http://a.example.com/", hosts=("*.example.com",), addresses=addresses)
+        assert address not in caught.value.message, "a network's inside is not to be mapped from outside"
+
+
+def test_addresses_that_are_public() -> None:
+    for address in (PUBLIC, "8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"):
+        assert is_public(address)
+
+
+def test_a_host_allowed_by_its_very_name_may_be_private() -> None:
+    addresses = {"files.lan": ["10.0.0.1"]}
+    assert fetch(picture, "http://files.lan/x", hosts=("files.lan",), addresses=addresses)
+    with pytest.raises(RequestError, match="not public"):
+        fetch(never, "http://files.lan/x", hosts=("*.lan",), addresses=addresses)
+
+
+def redirects_to(*locations: str) -> Handler:
+    """Answers with the locations in turn, then with the picture."""
+    left = list(locations)
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if not left:
+            return picture(request)
+        headers = {"location": left.pop(0), "set-cookie": "a=b"}
+        return httpx.Response(302, headers=headers, content=b"x" * 100)
+
+    return handler
+
+
+def test_redirects_are_followed_to_allowed_hosts_only() -> None:
+    start = "https://pics.example.com/a/b"
+    hosts = ("pics.example.com", "*.cdn.example.org")
+    assert fetch(redirects_to("/c", "d", "//x.cdn.example.org/e"), start, hosts=hosts)
+    with pytest.raises(RequestError, match="more than 3 redirects"):
+        fetch(redirects_to("/1", "/2", "/3", "/4"), start)
+    with pytest.raises(RequestError, match=r"the host evil\.org is not allowed"):
+        fetch(redirects_to("/1", "http://evil.org/"), start)
+    for other in ("file:///etc/passwd", "data:image/gif;base64,AA", "ftp://pics.example.com/"):
+        with pytest.raises(RequestError, match=r"must be a data:, http: or https: URL|not a valid URL"):
+            fetch(redirects_to(other), start)
+    private = {"x.cdn.example.org": ["127.0.0.1"]}
+    with pytest.raises(RequestError, match="not public"):
+        fetch(redirects_to("http://x.cdn.example.org/"), start, hosts=hosts, addresses=private)
+
+
+def test_a_redirect_is_resolved_against_the_name_and_sends_no_cookie() -> None:
+    seen: list[httpx.Request] = []
+    answer = redirects_to("/next")
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return answer(request)
+
+    fetch(handler, "http://pics.example.com/a")
+    assert [request.headers["host"] for request in seen] == ["pics.example.com"] * 2
+    assert seen[1].url.path == "/next"
+    assert "cookie" not in seen[1].headers
+
+
+def test_the_size_is_counted_while_it_comes() -> None:
+    """A host may state a small Content-Length or none, and send without end."""
+    sent = 0
+
+    async def long() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(1000):
+            sent += 100
+            yield b"x" * 100
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=long(), headers={"content-length": "5"})
+
+    with pytest.raises(RequestError, match="longer than 1000 bytes"):
+        fetch(handler, "http://pics.example.com/", max_bytes=1000)
+    assert sent == 1100
+    stated = httpx.Response(200, content=b"x" * 1001)
+    with pytest.raises(RequestError, match="longer than 1000 bytes"):
+        fetch(lambda request: stated, "http://pics.example.com/", max_bytes=1000)
+    exact = httpx.Response(200, content=b"x" * 1000)
+    got = fetch(lambda request: exact, "http://pics.example.com/", max_bytes=1000)
+    assert len(base64.b64decode(got.partition(",")[2])) == 1000
+
+
+def test_a_compressed_body_is_refused() -> None:
+    """It could be far larger than what was counted."""
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        async def body() -> AsyncIterator[bytes]:
+            yield b"x"
+
+        return httpx.Response(200, content=body(), headers={"content-encoding": "gzip"})
+
+    with pytest.raises(RequestError, match="compressed"):
+        fetch(handler, "http://pics.example.com/")
+
+
+def test_hosts_that_fail() -> None:
+    with pytest.raises(RequestError, match="status 404"):
+        fetch(lambda request: httpx.Response(404), "http://pics.example.com/")
+
+    def broken(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("no")
+
+    with pytest.raises(RequestError, match="cannot be fetched: ConnectError"):
+        fetch(broken, "http://pics.example.com/")
+    with pytest.raises(RequestError, match="cannot be fetched"):
+        fetch(never, "http://pics.example.com/", addresses={"pics.example.com": []})
+
+
+def test_the_next_address_is_tried_where_nobody_listens() -> None:
+    """`localhost` is often ::1 first, for a server at 127.0.0.1."""
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if request.url.host == "::1":
+            raise httpx.ConnectError("refused")
+        assert request.url.host == "127.0.0.1"
+        return picture(request)
+
+    addresses = {"localhost": ["::1", "127.0.0.1"]}
+    assert fetch(handler, "http://localhost/", hosts=("localhost",), addresses=addresses)
+
+
+def test_a_host_that_sends_too_slowly() -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"x"
+        await asyncio.Event().wait()
+
+    with pytest.raises(RequestError, match=r"did not come within 0\.1 s"):
+        fetch(lambda request: httpx.Response(200, content=slow()), "http://pics.example.com/", timeout=0.1)
+
+
+class _Pictures(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "image/gif")
+        self.send_header("Set-Cookie", "a=b")
+        self.end_headers()
+        self.wfile.write(PIXEL if self.path == "/pixel" else b"x" * 5000)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_gateway_fetches_from_a_real_host(server: FakeKServe) -> None:
+    policy = ImagePolicy(("localhost",), max_bytes=1000)
+    web = ThreadingHTTPServer(("127.0.0.1", 0), _Pictures)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    with contextlib.closing(web.socket), gateway(GatewaySettings(server.url, images=policy)) as base:
+
+        def ask(url: str, count: int = 1) -> httpx.Response:
+            parts = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}}] * count
+            messages = [{"role": "user", "content": parts}, {"role": "user", "content": "echo"}]
+            body = {"model": "chat", "messages": messages}
+            return httpx.post(f"{base}/v1/chat/completions", json=body, timeout=WAIT)
+
+        local = f"http://localhost:{web.server_port}"
+        sent = json.loads(inputs_of(ask(f"{local}/pixel", 2))["messages"][0])
+        expected = {"url": "data:image/gif;base64," + base64.b64encode(PIXEL).decode(), "detail": "low"}
+        assert [part["image_url"] for part in sent[0]["content"]] == [expected, expected]
+        error = refused(ask(f"{local}/large"))
+        assert error["param"] == "messages[0].content[0].image_url"
+        assert "longer than 1000 bytes" in error["message"]
+        assert "not allowed" in refused(ask(f"http://127.0.0.1:{web.server_port}/pixel"))["message"]
+        assert f"at most {MAX_FETCHED_IMAGES}" in refused(ask(f"{local}/pixel", 17))["message"]
+        web.shutdown()
+
+
+# --- the command ---
+
+
+def test_the_client_does_not_load_the_gateway() -> None:
+    """Its packages are an extra, which a user of the client alone does not have."""
+    code = (
+        "import sys, quire_client, quire_client.cli; "
+        "assert not {'starlette', 'uvicorn', 'httpx', 'quire', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_command_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "quire_client.openai.server", None)
+    result = CliRunner().invoke(cli, ["openai"])
+    assert result.exit_code == 1
+    assert "quire-client[openai]" in result.output
+
+
+def test_the_command_at_a_taken_port_and_with_a_bad_url() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "quire_client.cli", "openai", f"--port={port}"]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1
+    assert run.stderr.startswith(f"Error: cannot listen at 127.0.0.1:{port}: ")
+    run = subprocess.run([*command, "--url=http://x"], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1
+    assert run.stderr.startswith("quire-client: INVALID_ARGUMENT: url: ")
