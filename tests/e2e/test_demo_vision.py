@@ -27,7 +27,8 @@ async def answers(url: str, questions: list[Question], concurrency: int = 16) ->
 
         async def ask(question: Question) -> str:
             async with limit:
-                stream = client.stream(messages=question.messages, images=question.images, model="vision_chat")
+                images = question.images
+                stream = client.stream(messages=question.messages, images=images, model="vision_chat")
                 return "".join([chunk.text async for chunk in stream])
 
         return await asyncio.gather(*(ask(question) for question in questions))
@@ -71,12 +72,11 @@ def test_held_out_drawings_as_base64_over_http(demo_server: ServerProcess) -> No
 def test_the_picture_of_the_readme(demo_server: ServerProcess) -> None:
     """The command and its answer, as they stand in README.md."""
     readme = (ROOT / "README.md").read_text("utf-8")
-    command = re.search(r'^\.venv/bin/quire-client chat --image (\S+) "(.+)"\n(.+)$', readme, re.MULTILINE)
-    assert command is not None
-    image, question, expected = command.groups()
+    shown = re.search(r'^\.venv/bin/quire-client chat --image (\S+) "(.+)"\n(.+)$', readme, re.MULTILINE)
+    assert shown is not None
+    image, question, expected = shown.groups()
     assert f"]({image})" in readme, "the picture is shown there"
     client = [sys.executable, "-m", "quire_client.cli", "chat", "--url", demo_server.grpc_url]
-    run = subprocess.run(
-        [*client, "--image", image, question], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
-    )
+    command = [*client, "--image", image, question]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
     assert run.stdout.strip() == expected
