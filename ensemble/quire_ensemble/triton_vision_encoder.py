@@ -136,8 +136,8 @@ class VisionEncoderModel:
         self._metrics = _EncoderMetrics(self.pb_utils, args)
 
     def _load(self, path: Path, options: EncoderOptions, stated_device: str) -> None:
-        # Before torch is imported: threads that spin while they wait take the cores that decoding needs.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        # Before torch is imported: threads that spin for long take the cores that decoding needs.
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         from quire_ensemble.vision_tower import VisionTower, choose_device
 
         device = choose_device(stated_device)

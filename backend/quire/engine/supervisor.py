@@ -198,9 +198,9 @@ def engine_environment() -> dict[str, str]:
     """Environment of the engine: our packages importable, and UTF-8 whatever the stub's locale is."""
     environment = dict(os.environ)
     environment["PYTHONUTF8"] = "1"
-    # OpenMP's threads spin while they wait for each other. Where another process wants a core, the one that
-    # is waited for does not run, and a step of 5 ms takes 180 (docs/lab-notes.md).
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # OpenMP's threads spin while they wait for each other, by default for milliseconds. Where another process
+    # wants a core, the one that is waited for does not run: a step of 5 ms takes 180 (docs/lab-notes.md).
+    environment.setdefault("GOMP_SPINCOUNT", "1000")
     folders: dict[str, None] = {}
     for package in ("quire", "quire_kernels", "quire_ensemble"):
         spec = importlib.util.find_spec(package)
