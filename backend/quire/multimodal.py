@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,9 @@ class PromptEmbeds:
     ends: a preempted one computes them again.
     """
 
-    embeds: npt.NDArray[np.float32]
-    """[rows, hidden_size]; may lie in memory shared with a frontend, and is never written."""
+    embeds: Any
+    """float32 [rows, hidden_size], numpy, or torch where it came by CUDA IPC; may lie in memory shared with a
+    frontend, and is never written."""
     spans: tuple[tuple[int, int], ...]
     """(first prompt token, number of tokens) of each image, ascending and apart."""
     hashes: tuple[str, ...]
@@ -48,7 +50,7 @@ class PromptEmbeds:
             parts.append(np.ascontiguousarray(self.position_ids[:, begin:end]).tobytes())
         return b"".join(parts)
 
-    def rows_in(self, begin: int, end: int) -> list[tuple[int, npt.NDArray[np.float32]]]:
+    def rows_in(self, begin: int, end: int) -> list[tuple[int, Any]]:
         """The rows for tokens [begin, end): (token, rows for it and its successors) per image touched."""
         found = []
         first_row = 0

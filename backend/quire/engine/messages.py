@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.engine.device_array import DeviceArray
 from quire.engine.shared_array import SharedArray
 from quire.outputs import EngineCoreOutput
 from quire.sampling_params import SamplingParams
@@ -22,7 +23,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class EmbedsMessage(msgspec.Struct, frozen=True):
     """PromptEmbeds on their way; `position_ids`: int32 [3, prompt tokens] in C order, or empty."""
 
-    embeds: SharedArray
+    embeds: SharedArray | DeviceArray
     spans: list[tuple[int, int]]
     hashes: list[str]
     position_ids: bytes = b""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from quire.errors import UnavailableError
 
 
-class SharedArray(msgspec.Struct, frozen=True):
+class SharedArray(msgspec.Struct, frozen=True, tag="shared"):
     """Where a float32 array lies; `open` must happen while the writer still holds its SharedBuffer."""
 
     pid: int

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from quire.bad_words import with_bad_words_ids
+from quire.engine.device_array import DeviceBuffer
 from quire.engine.messages import EmbedsMessage, EngineInfo
 from quire.engine.shared_array import SharedBuffer
 from quire.errors import InvalidArgumentError, UnavailableError
@@ -61,7 +62,7 @@ class RawRequest:
     parameters: str
     external_id: str
     requested_outputs: frozenset[str]
-    embeds: SharedBuffer | None = None
+    embeds: SharedBuffer | DeviceBuffer | None = None
     """`image_embeds`, where the request has rows of it."""
 
 
@@ -83,7 +84,7 @@ class ParsedRequest:
     """Prompt text that precedes the output (exclude_input_in_output=false)."""
     embeds: EmbedsMessage | None = None
     """Points into memory that lives as long as `buffer` is open."""
-    buffer: SharedBuffer | None = None
+    buffer: SharedBuffer | DeviceBuffer | None = None
 
 
 def read_request(request: Any, max_embeds_bytes: int) -> RawRequest:
@@ -94,10 +95,13 @@ def read_request(request: Any, max_embeds_bytes: int) -> RawRequest:
     """
     tensors: dict[str, list[Any]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    embeds: SharedBuffer | None = None
+    embeds: SharedBuffer | DeviceBuffer | None = None
     for tensor in request.inputs():
-        array = tensor.as_numpy()
         name = tensor.name()
+        if name == "image_embeds" and not tensor.is_cpu():
+            embeds = DeviceBuffer(tensor.to_dlpack())
+            continue
+        array = tensor.as_numpy()
         if name == "image_embeds":
             if SharedBuffer.total_bytes + array.nbytes > max_embeds_bytes:
                 raise UnavailableError(

@@ -156,7 +156,7 @@ class InputBatch:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The given embeddings that fall into this step, and the flat tokens they belong to."""
         indices: list[npt.NDArray[np.int64]] = []
-        rows: list[npt.NDArray[np.float32]] = []
+        rows: list[torch.Tensor] = []
         for state, item, start in zip(states, scheduled, starts, strict=False):
             if state.embeds is None:
                 continue
@@ -164,9 +164,9 @@ class InputBatch:
             for token, given in state.embeds.rows_in(begin, begin + item.num_scheduled_tokens):
                 first = int(start) + token - begin
                 indices.append(np.arange(first, first + len(given), dtype=np.int64))
-                rows.append(given)
+                # A copy of what lies in shared memory: torch is not to be given read-only memory.
+                rows.append(given if isinstance(given, torch.Tensor) else torch.from_numpy(np.array(given)))
         if not rows:
             return None
-        # concatenate copies, also a single one: torch is not to be given read-only memory.
-        flat = torch.from_numpy(np.concatenate(rows))
-        return torch.from_numpy(np.concatenate(indices)).to(self.device), flat.to(self.device)
+        flat = torch.cat([part.to(self.device) for part in rows])
+        return torch.from_numpy(np.concatenate(indices)).to(self.device), flat
