@@ -2,7 +2,7 @@
 
 Not run on a GPU where this was written: tests drive it with a stand-in for the CUDA runtime over main memory.
 The frontend has no torch, so it reads the tensor by the DLPack structure and copies it, on the device, into
-an allocation of its own, since Triton's memory is taken back when `execute` returns and IPC shares allocations.
+an allocation of its own: Triton takes its memory back when `execute` returns, and IPC shares allocations.
 """
 
 from __future__ import annotations
