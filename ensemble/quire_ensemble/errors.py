@@ -31,3 +31,9 @@ class VisionError(EnsembleError):
 
 class BuildError(EnsembleError):
     """A model repository cannot be built; one line that names the file and what to do."""
+
+
+def one_line(error: Exception) -> str:
+    """What another library's error says, for a message of ours: on one line, its class if it says nothing."""
+    text = " ".join(str(error).split())
+    return (text or type(error).__name__)[:400]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire_ensemble import messages as chat
-from quire_ensemble.errors import InputError, TokenizerError
+from quire_ensemble.errors import InputError, TokenizerError, one_line
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -76,7 +76,7 @@ class Tokenizer:
                 str(self.path), local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # the loaders of transformers raise whatever their files make them raise
-            raise TokenizerError(f"{self.path}: tokenizer cannot be loaded: {_one_line(error)}") from error
+            raise TokenizerError(f"{self.path}: tokenizer cannot be loaded: {one_line(error)}") from error
         rust = getattr(self._hf, "backend_tokenizer", None)
         if rust is not None:
             rust.no_truncation()
@@ -211,7 +211,7 @@ class Tokenizer:
                 **kwargs,
             )
         except Exception as error:  # a template is a program of the checkpoint: it may raise anything
-            raise InputError(chat.FIELD, f"refused by the chat template: {_one_line(error)}") from error
+            raise InputError(chat.FIELD, f"refused by the chat template: {one_line(error)}") from error
 
     def encode_messages(
         self,
@@ -277,7 +277,7 @@ def _processor_template(path: Path) -> str | None:
     try:
         template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise TokenizerError(f"{file}: cannot be read: {_one_line(error)}") from None
+        raise TokenizerError(f"{file}: cannot be read: {one_line(error)}") from None
     if not isinstance(template, str):
         raise TokenizerError(f"{file}: chat_template must be a string")
     return template
@@ -303,8 +303,3 @@ def _refuse_surrogates(field: str, text: str) -> None:
         raise InputError(
             field, f"unpaired surrogate U+{ord(text[error.start]):04X} at character {error.start}"
         ) from None
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return (text or type(error).__name__)[:400]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from quire_ensemble.encoder_cache import EncoderCache
-from quire_ensemble.errors import EnsembleError, InputError, VisionError
+from quire_ensemble.errors import EnsembleError, InputError, VisionError, one_line
 from quire_ensemble.triton_tokenizer import checkpoint_path
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class VisionEncoderModel:
                 )
             except Exception as error:  # whatever torch raises must not end the model
                 _log.exception("quire vision encoder: a forward of %d images failed", len(keys))
-                failures |= dict.fromkeys(keys, _one_line(error))
+                failures |= dict.fromkeys(keys, one_line(error))
                 continue
             self._metrics.count(runs=1, images=len(keys))
             for key, output in zip(keys, outputs, strict=True):
@@ -346,8 +346,3 @@ def _one_of(choices: Mapping[str, Any]) -> Callable[[str, str], Any]:
         return choices[text]
 
     return read
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return (text or type(error).__name__)[:400]

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
-from quire_ensemble.errors import InputError, VisionError
+from quire_ensemble.errors import InputError, VisionError, one_line
 from quire_ensemble.vision_families import FAMILIES, GRID, Grid, UnsupportedConfig, VisionFamily
 from quire_ensemble.vision_weights import fill_weights
 
@@ -187,7 +187,7 @@ def _read_config(path: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the file makes it raise
-        raise VisionError(f"{file}: cannot be read: {_one_line(error)}") from None
+        raise VisionError(f"{file}: cannot be read: {one_line(error)}") from None
     if config.model_type not in FAMILIES:
         raise VisionError(
             f"{file}: model_type {config.model_type!r} has no vision encoder here; "
@@ -214,7 +214,7 @@ def _build(path: Path, config: Any, dtype: torch.dtype, device: torch.device) ->
     except UnsupportedConfig as error:
         raise VisionError(f"{path / 'config.json'}: {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
-        raise VisionError(f"{path / 'config.json'}: no vision part by it: {_one_line(error)}") from error
+        raise VisionError(f"{path / 'config.json'}: no vision part by it: {one_line(error)}") from error
     family.module.to(device).eval()
     return family
 
@@ -242,8 +242,3 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _images(grid: np.ndarray) -> list[tuple[int, int, int]]:
     """As Python integers: products of 32-bit numbers from a client must not overflow."""
     return [(int(t), int(h), int(w)) for t, h, w in grid]
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return (text or type(error).__name__)[:400]

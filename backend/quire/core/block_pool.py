@@ -105,14 +105,6 @@ class BlockPool:
             self._hashes[block_id] = content_hash
             self._by_hash[content_hash] = block_id
 
-    def drop_cached(self) -> int:
-        """Forgets all contents; the number of blocks that were kept for theirs alone."""
-        dropped = self.num_cached
-        self._by_hash.clear()
-        self._hashes = [None] * self.num_blocks
-        self.num_cached = 0
-        return dropped
-
     def _forget(self, block_id: int) -> None:
         content_hash = self._hashes[block_id]
         assert content_hash is not None
