@@ -1,9 +1,9 @@
-"""AttentionMetadata: the shape of one ragged batch, shared by all layers of a step."""
+"""AttentionMetadata: the shape of one ragged batch, shared by the layers of a KV group in a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +25,8 @@ class AttentionMetadata:
     seq_lens: torch.Tensor
     """int32 [num_seqs]: context length, the new tokens included."""
     block_table: torch.Tensor
-    """int32 [num_seqs, max_blocks]; entries past a sequence's last block are never read as data."""
+    """int32 [num_seqs, max_blocks]; valid ids, of which two kinds are never read as data: those past a
+    sequence's last block, and those of blocks wholly outside the window."""
     slot_mapping: torch.Tensor
     """int64 [num_tokens]: block_id * block_size + offset of each new token."""
     num_tokens: int
@@ -37,6 +38,12 @@ class AttentionMetadata:
     """seq_lens on the host."""
     plans: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
     """What implementations derive once per step and reuse in every layer; see `plan`."""
+    shared_plans: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The part of it that does not depend on the blocks, for all KV groups of the step; see `shared_plan`."""
+
+    def with_blocks(self, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> AttentionMetadata:
+        """The same batch over the blocks of another KV group."""
+        return replace(self, block_table=block_table, slot_mapping=slot_mapping, plans={})
 
     def plan(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value stored under `key`, made on first use.
@@ -48,6 +55,13 @@ class AttentionMetadata:
         if key not in self.plans:
             self.plans[key] = make()
         value: T = self.plans[key]
+        return value
+
+    def shared_plan(self, key: Hashable, make: Callable[[], T]) -> T:
+        """As `plan`, for what depends on neither `block_table` nor `slot_mapping`: the groups share it."""
+        if key not in self.shared_plans:
+            self.shared_plans[key] = make()
+        value: T = self.shared_plans[key]
         return value
 
     @classmethod

@@ -1,23 +1,27 @@
 """The operators, as models call them. Each picks its implementation through the registry.
 
-KV cache: one allocation `kv_cache[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]` (keys at
-index 0 of the third dimension, values at 1), so that one block of all layers is contiguous. A layer's view is
-`kv_cache[:, layer]`. The slot of a token is `block_id * block_size + offset`.
+KV cache: one allocation in which a block (keys and values of all layers that share a block table, and their
+scales) is contiguous. The operators take one layer's view of it, `[num_blocks, 2, num_kv_heads, block_size,
+head_dim]` with keys at index 0 of the second dimension and values at 1, or a `QuantizedKV` of such a view and
+its scales. The slot of a token is `block_id * block_size + offset`.
 """
 
 from __future__ import annotations
 
 import torch
 
-# Registers the implementations.
+# Register the implementations.
+import quire_kernels.cpu
 import quire_kernels.reference  # noqa: F401
 from quire_kernels import registry
 from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.quantized_kv import KVLayer, data_of
+from quire_kernels.weights import PackedLinear
 
 
 def paged_attention(
     query: torch.Tensor,
-    kv_layer: torch.Tensor,
+    kv_layer: KVLayer,
     meta: AttentionMetadata,
     *,
     scale: float,
@@ -31,8 +35,8 @@ def paged_attention(
 
     Args:
         query: [num_tokens, num_heads, head_dim].
-        kv_layer: [num_blocks, 2, num_kv_heads, block_size, head_dim], a layer's view of the cache;
-            num_heads is a multiple of num_kv_heads, consecutive query heads share a KV head.
+        kv_layer: [num_blocks, 2, num_kv_heads, block_size, head_dim], a layer's view of the cache, plain or
+            quantised; num_heads is a multiple of num_kv_heads, consecutive query heads share a KV head.
         meta: the batch.
         scale: factor of the scores, usually head_dim ** -0.5.
         sliding_window: number of positions a token sees, itself included.
@@ -41,14 +45,15 @@ def paged_attention(
     Returns:
         [num_tokens, num_heads, head_dim] in query's type; softmax and sums are float32.
     """
+    data = data_of(kv_layer)
     function = registry.select(
         "paged_attention",
         query.device.type,
         query.dtype,
         head_dim=query.shape[2],
-        num_groups=query.shape[1] // kv_layer.shape[2],
-        block_size=kv_layer.shape[3],
-        kv_dtype=kv_layer.dtype,
+        num_groups=query.shape[1] // data.shape[2],
+        block_size=data.shape[3],
+        kv_dtype=data.dtype,
         sliding_window=sliding_window is not None,
         softcap=softcap is not None,
     )
@@ -56,36 +61,39 @@ def paged_attention(
     return out
 
 
-def write_kv(
-    key: torch.Tensor, value: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
+def write_kv(key: torch.Tensor, value: torch.Tensor, kv_layer: KVLayer, slot_mapping: torch.Tensor) -> None:
     """Stores the keys and values of new tokens in their slots.
+
+    A quantised layer gets, for each token and head, the scale max|x| / 127 (int8) or max|x| / 448 (fp8),
+    rounded to the scale's type, and x / scale rounded to nearest even. A NaN or an infinity makes the token's
+    whole head NaN when read.
 
     Args:
         key: [num_tokens, num_kv_heads, head_dim], rotated already.
         value: the same shape.
-        kv_layer: [num_blocks, 2, num_kv_heads, block_size, head_dim]; written in place.
+        kv_layer: [num_blocks, 2, num_kv_heads, block_size, head_dim], plain or quantised; written in place.
         slot_mapping: int64 [num_tokens]; every slot is valid, and no two tokens share one.
     """
+    data = data_of(kv_layer)
     registry.select(
         "write_kv",
         key.device.type,
         key.dtype,
         head_dim=key.shape[2],
-        block_size=kv_layer.shape[3],
-        kv_dtype=kv_layer.dtype,
+        block_size=data.shape[3],
+        kv_dtype=data.dtype,
     )(key, value, kv_layer, slot_mapping)
 
 
-def copy_blocks(kv_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies whole blocks of all layers inside the cache.
+def copy_blocks(blocks: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies whole blocks inside the cache; all sources are read before any target is written.
 
     Args:
-        kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; written in place.
+        blocks: [num_blocks, size], of any type: the bytes of the cache; written in place.
         source: int64 [n], block ids.
-        target: int64 [n], block ids, distinct, none of them in `source`.
+        target: int64 [n], block ids, distinct; they may be sources too.
     """
-    registry.select("copy_blocks", kv_cache.device.type, kv_cache.dtype)(kv_cache, source, target)
+    registry.select("copy_blocks", blocks.device.type, blocks.dtype)(blocks, source, target)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -124,11 +132,58 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of gate_up [num_tokens, 2 * size], gate first; returns [num_tokens, size]."""
-    out: torch.Tensor = registry.select("silu_mul", gate_up.device.type, gate_up.dtype)(gate_up)
+    out: torch.Tensor = registry.select(
+        "silu_mul", gate_up.device.type, gate_up.dtype, size=gate_up.shape[-1] // 2
+    )(gate_up)
     return out
 
 
 def gelu_mul(gate_up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """gelu(gate) * up of gate_up [num_tokens, 2 * size]; `approximate` is "none" or "tanh"."""
-    out: torch.Tensor = registry.select("gelu_mul", gate_up.device.type, gate_up.dtype)(gate_up, approximate)
+    out: torch.Tensor = registry.select(
+        "gelu_mul", gate_up.device.type, gate_up.dtype, size=gate_up.shape[-1] // 2
+    )(gate_up, approximate)
+    return out
+
+
+def argmax(x: torch.Tensor) -> torch.Tensor:
+    """The largest number of each row: the first one of equals.
+
+    Args:
+        x: float32 [n, size].
+
+    Returns:
+        int64 [n]: indices; -1 for rows with NaN, and where the largest is not finite.
+    """
+    out: torch.Tensor = registry.select("argmax", x.device.type, x.dtype)(x)
+    return out
+
+
+def pack_linear(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    quantization: str | None = None,
+) -> PackedLinear:
+    """Brings a linear layer's weights, once at load, into the form in which they are read fastest.
+
+    Args:
+        weight: [out_features, in_features]; the result may keep it, so it must not be changed afterwards.
+        bias: [out_features].
+        activation: "silu", "gelu" or "gelu_tanh": the result is activation(gate) * up of a weight whose first
+            half of rows is the gate.
+        quantization: None, "int8", "int4" or "w8a8" (weights as with "int8", and rows of x quantised as they
+            come, `weights.quantize_rows`); of the last two in_features is a multiple of their group. See
+            `weights.quantize_weight`.
+    """
+    out: PackedLinear = registry.select(
+        "linear",
+        weight.device.type,
+        weight.dtype,
+        in_features=weight.shape[1],
+        out_features=weight.shape[0],
+        activation=activation,
+        quantization=quantization,
+    )(weight, bias, activation, quantization)
     return out

@@ -123,12 +123,13 @@ def select(operator: str, device_type: str, dtype: torch.dtype, **facts: Any) ->
     key = (operator, device_type, dtype, *facts.values())
     picked = _picked.get(key)
     if picked is None:
-        picked = _picked[key] = _pick(operator, device_type, dtype, facts)
+        picked = _picked[key] = pick(operator, device_type, dtype, **facts)
         logger.info("%s: %s on %s %s %s", operator, picked.name, device_type, dtype, facts if facts else "")
     return picked.function
 
 
-def _pick(operator: str, device_type: str, dtype: torch.dtype, facts: Mapping[str, Any]) -> Implementation:
+def pick(operator: str, device_type: str, dtype: torch.dtype, **facts: Any) -> Implementation:
+    """What `select` chooses; raises KernelError as it does."""
     candidates = implementations(operator)
     forced = _choices().get(operator)
     if forced is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +12,10 @@ import torch
 
 import quire_kernels.ops  # noqa: F401  (registers the implementations)
 from quire_kernels import registry
+from quire_kernels.quantized_kv import KVLayer, QuantizedKV, piece_bytes
+
+POISON = 0xFF
+"""A byte; memory full of it is NaN in every floating-point type."""
 
 
 def devices() -> list[str]:
@@ -18,14 +23,54 @@ def devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-def every_implementation(operator: str) -> list[Any]:
-    """Parameters (implementation name, device) of all implementations that run on this machine."""
-    return [
-        pytest.param(found.name, device, id=f"{found.name}-{device}")
-        for found in registry.implementations(operator)
-        for device in devices()
-        if not found.devices or device in found.devices
-    ]
+def every_implementation(
+    operator: str, dtypes: Sequence[torch.dtype] = (), kv_dtypes: Sequence[torch.dtype | None] = ()
+) -> list[Any]:
+    """Parameters of all implementations that run on this machine.
+
+    Args:
+        dtypes: of the operands; if given, the third parameter is one that the implementation computes.
+        kv_dtypes: of the cache (None: that of the operands); if given, the last parameter is one that it
+            knows.
+
+    Returns:
+        (implementation name, device), then a dtype, then a KV dtype.
+    """
+    parameters = []
+    for one, device, dtype, kv_dtype in itertools.product(
+        registry.implementations(operator), devices(), dtypes or [None], kv_dtypes or [None]
+    ):
+        computed = dtype or torch.float32
+        facts: dict[str, Any] = {"kv_dtype": kv_dtype or computed, "activation": None}
+        facts |= dict.fromkeys(("size", "head_dim", "rotary_dim", "in_features", "out_features"), 64)
+        if one.can_do(device, computed, facts):
+            values = [one.name, device, *[dtype][: len(dtypes)], *[kv_dtype][: len(kv_dtypes)]]
+            words = [str(value).removeprefix("torch.") for value in values]
+            parameters.append(pytest.param(*values, id="-".join(words)))
+    return parameters
+
+
+def quantized_pool(
+    num_blocks: int,
+    num_layers: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str,
+) -> tuple[torch.Tensor, list[QuantizedKV]]:
+    """Memory for quantised keys and values, all of it POISON: (uint8 [num_blocks, bytes], the layers)."""
+    piece = piece_bytes(block_size, head_dim)
+    shape = (num_blocks, num_layers, 2, num_kv_heads, piece)
+    pool = torch.full(shape, POISON, dtype=torch.uint8, device=device)
+    return pool.flatten(1), [QuantizedKV.from_pieces(layer, dtype, block_size) for layer in pool.unbind(1)]
+
+
+def dequantized(kv_layer: KVLayer) -> torch.Tensor:
+    """[num_blocks, 2, num_kv_heads, block_size, head_dim]: float64 of a quantised layer, else the layer."""
+    if not isinstance(kv_layer, QuantizedKV):
+        return kv_layer
+    return kv_layer.data.double() * kv_layer.scales.double().unsqueeze(-1)
 
 
 @contextmanager

@@ -23,8 +23,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> N
     torch.testing.assert_close(actual.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(("name", "device"), every_implementation("rms_norm"))
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("rms_norm", DTYPES))
 @pytest.mark.parametrize("shape", [(1, 64), (7, 4096), (5, 3, 16)])
 def test_rms_norm(name: str, device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x = 3 * draw(*shape, dtype=dtype, device=device)
@@ -42,8 +41,7 @@ def test_rms_norm(name: str, device: str, dtype: torch.dtype, shape: tuple[int, 
     close(normed, formula(total), dtype)
 
 
-@pytest.mark.parametrize(("name", "device"), every_implementation("rope"))
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("rope", DTYPES))
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (64, 16), (128, 128), (128, 64)])
 def test_rope_rotates_pairs_and_keeps_the_rest(
     name: str, device: str, dtype: torch.dtype, head_dim: int, rotary_dim: int
@@ -64,8 +62,7 @@ def test_rope_rotates_pairs_and_keeps_the_rest(
     assert torch.equal(x, before), "the input is left alone"
 
 
-@pytest.mark.parametrize(("name", "device"), every_implementation("silu_mul"))
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("silu_mul", DTYPES))
 def test_silu_mul(name: str, device: str, dtype: torch.dtype) -> None:
     x = 3 * draw(7, 96, dtype=dtype, device=device)
     gate, up = x.double().chunk(2, -1)
@@ -73,8 +70,7 @@ def test_silu_mul(name: str, device: str, dtype: torch.dtype) -> None:
         close(ops.silu_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
 
 
-@pytest.mark.parametrize(("name", "device"), every_implementation("gelu_mul"))
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("gelu_mul", DTYPES))
 def test_gelu_mul(name: str, device: str, dtype: torch.dtype) -> None:
     x = 3 * draw(7, 96, dtype=dtype, device=device)
     gate, up = x.double().chunk(2, -1)
@@ -83,3 +79,20 @@ def test_gelu_mul(name: str, device: str, dtype: torch.dtype) -> None:
     with forced("gelu_mul", name):
         close(ops.gelu_mul(x), exact * up, dtype)
         close(ops.gelu_mul(x, "tanh"), tanh * up, dtype)
+
+
+@pytest.mark.parametrize(("name", "device"), every_implementation("argmax"))
+@pytest.mark.parametrize("size", [1, 15, 16, 1000, 151_936])
+def test_argmax(name: str, device: str, size: int) -> None:
+    x = draw(5, size + 3, dtype=torch.float32, device=device)[:, :size]
+    x[1, size // 2] = x[1, size - 1] = 100.0
+    x[2] = -math.inf
+    x[2, size // 3] = -5.0
+    x[4, : size - 1] = -1e30
+    with forced("argmax", name):
+        found = ops.argmax(x)
+        assert found.dtype == torch.int64
+        assert found.tolist() == [x[0].argmax(), size // 2, size // 3, x[3].argmax(), x[4].argmax()]
+        # Nothing finite to choose, or a number that is none: the row has no answer, its neighbours have.
+        x[0, size - 1], x[1], x[3, 0], x[4, size // 2] = math.nan, -math.inf, math.inf, math.nan
+        assert ops.argmax(x).tolist() == [-1, -1, size // 3, -1, -1]

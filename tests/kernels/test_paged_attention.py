@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire_kernels import ops
 from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.quantized_kv import KVLayer
 from quire_kernels.reference import attention as reference
-from tests.kernels.common import every_implementation, forced
+from tests.kernels.common import POISON, dequantized, every_implementation, forced, quantized_pool
 
+ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-IMPLEMENTATIONS = every_implementation("paged_attention")
+KV_DTYPES = [None, torch.int8, torch.float8_e4m3fn]
+"""Of the cache; None: that of the query."""
 
 
 @dataclass
@@ -24,7 +30,9 @@ class Case:
     """A ragged batch: dense keys and values per sequence, and the same in a paged cache."""
 
     query: torch.Tensor
-    kv_layer: torch.Tensor
+    kv_layer: KVLayer
+    pool: torch.Tensor
+    """uint8 [num_blocks, bytes of a block]: the memory of `kv_layer` and its neighbours."""
     meta: AttentionMetadata
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
@@ -42,12 +50,15 @@ def make_case(
     head_dim: int = 16,
     block_size: int = 8,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     device: str = "cpu",
     seed: int = 0,
 ) -> Case:
     """A batch of (query_len, seq_len) sequences in the second layer of a three-layer cache.
 
-    What no token owns is NaN: other layers, free blocks, and the rest of each sequence's last block.
+    What no token owns is NaN: other layers, free blocks, and the rest of each sequence's last block. Of a
+    quantised cache the dense keys and values are what it holds: attention over it must equal attention over
+    them as exactly as without quantisation.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -56,25 +67,28 @@ def make_case(
 
     counts = [-(-seq_len // block_size) for _, seq_len in lengths]
     order = torch.randperm(sum(counts) + 3, generator=generator).tolist()
-    cache = torch.full(
-        (len(order), 3, 2, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype, device=device
-    )
-    kv_layer = cache[:, 1]
+    kv_layer: KVLayer
+    if kv_dtype is None:
+        shape = (len(order), 3, 2, num_kv_heads, block_size, head_dim)
+        cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        pool, kv_layer = cache.flatten(1).view(torch.uint8), cache[:, 1]
+    else:
+        pool, layers = quantized_pool(len(order), 3, num_kv_heads, block_size, head_dim, kv_dtype, device)
+        kv_layer = layers[1]
     keys, values, tables = [], [], []
     for (_, seq_len), count in zip(lengths, counts, strict=True):
         blocks = [order.pop() for _ in range(count)]
         key, value = draw(seq_len, num_kv_heads, head_dim), draw(seq_len, num_kv_heads, head_dim)
-        for position in range(seq_len):
-            block, offset = blocks[position // block_size], position % block_size
-            kv_layer[block, 0, :, offset] = key[position]
-            kv_layer[block, 1, :, offset] = value[position]
-        keys.append(key)
-        values.append(value)
+        slots = [blocks[p // block_size] * block_size + p % block_size for p in range(seq_len)]
+        ops.write_kv(key, value, kv_layer, torch.tensor(slots, device=device))
+        stored = dequantized(kv_layer)[blocks].transpose(2, 3).transpose(0, 1).flatten(1, 2)[:, :seq_len]
+        keys.append(stored[0])
+        values.append(stored[1])
         tables.append(blocks)
     query_lens, seq_lens = zip(*lengths, strict=True)
     meta = AttentionMetadata.build(query_lens, seq_lens, tables, block_size, device)
     query = draw(sum(query_lens), num_kv_heads * groups, head_dim)
-    return Case(query, kv_layer, meta, keys, values, head_dim**-0.5)
+    return Case(query, kv_layer, pool, meta, keys, values, head_dim**-0.5)
 
 
 def dense(case: Case, sliding_window: int | None = None, softcap: float | None = None) -> torch.Tensor:
@@ -107,9 +121,15 @@ def check(case: Case, **options: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
+@pytest.mark.row("D1", without="ALiBi")
+@pytest.mark.row("D2", part="speed over two cores is measured, not tested; nothing on a GPU")
+@pytest.mark.parametrize(
+    ("name", "device", "kv_dtype"), every_implementation("paged_attention", kv_dtypes=KV_DTYPES)
+)
 @pytest.mark.parametrize("seed", range(24))
-def test_random_batches_equal_dense_attention(name: str, device: str, seed: int) -> None:
+def test_random_batches_equal_dense_attention(
+    name: str, device: str, kv_dtype: torch.dtype | None, seed: int
+) -> None:
     draw = random.Random(seed)
     lengths = []
     for _ in range(draw.randint(1, 6)):
@@ -123,7 +143,8 @@ def test_random_batches_equal_dense_attention(name: str, device: str, seed: int)
         num_kv_heads=draw.choice([1, 2]),
         groups=draw.choice([1, 4, 8]),
         head_dim=draw.choice([16, 64, 128]),
-        block_size=draw.choice([8, 16]),
+        block_size=draw.choice([1, 8, 16, 32]),
+        kv_dtype=kv_dtype,
         device=device,
         seed=seed,
     )
@@ -131,33 +152,68 @@ def test_random_batches_equal_dense_attention(name: str, device: str, seed: int)
         check(case, sliding_window=window, softcap=softcap)
 
 
-@pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(name: str, device: str, dtype: torch.dtype) -> None:
-    case = make_case([(1, 65), (33, 40), (1, 3), (17, 17)], groups=4, head_dim=64, dtype=dtype, device=device)
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "kv_dtype"),
+    every_implementation("paged_attention", [torch.bfloat16, torch.float16], KV_DTYPES),
+)
+def test_half_precision(name: str, device: str, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    lengths = [(1, 65), (33, 40), (1, 3), (17, 17)]
+    case = make_case(lengths, groups=4, head_dim=64, dtype=dtype, kv_dtype=kv_dtype, device=device)
     with forced("paged_attention", name):
         check(case)
         check(case, sliding_window=9)
 
 
-@pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
-def test_longer_than_one_tile_of_queries_and_keys(name: str, device: str) -> None:
-    case = make_case([(1100, 1300), (1, 1290), (600, 600)], groups=1, num_kv_heads=1, device=device)
+@pytest.mark.parametrize(
+    ("name", "device", "kv_dtype"), every_implementation("paged_attention", kv_dtypes=KV_DTYPES)
+)
+def test_longer_than_one_tile_of_queries_and_keys(
+    name: str, device: str, kv_dtype: torch.dtype | None
+) -> None:
+    lengths = [(1100, 1300), (1, 1290), (600, 600)]
+    case = make_case(lengths, groups=1, num_kv_heads=1, kv_dtype=kv_dtype, device=device)
     with forced("paged_attention", name):
         check(case)
         check(case, sliding_window=700)
 
 
+@pytest.mark.row("D2", part="speed over two cores is measured, not tested; nothing on a GPU")
+@pytest.mark.parametrize(
+    ("name", "device", "kv_dtype"), every_implementation("paged_attention", kv_dtypes=KV_DTYPES)
+)
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_single_tokens_over_contexts_up_to_4k(
+    name: str, device: str, kv_dtype: torch.dtype | None, groups: int
+) -> None:
+    """At, before and behind the ends of splits and of the quarters that they are read in."""
+    lengths = [1, 3, 4, 5, 63, 255, 256, 257, 511, 769, 1023, 2048, 3001, 4095, 4096]
+    case = make_case(
+        [(1, length) for length in lengths],
+        num_kv_heads=1,
+        groups=groups,
+        block_size=16,
+        kv_dtype=kv_dtype,
+        device=device,
+    )
+    with forced("paged_attention", name):
+        check(case)
+        check(case, sliding_window=300)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("window", [None, 3, 21])
-def test_small_tiles_and_small_decode_groups(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+def test_small_tiles_and_small_decode_groups(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, kv_dtype: torch.dtype | None
+) -> None:
     """Every border between tiles, and between groups of decode rows, within short sequences."""
     monkeypatch.setattr(reference, "KEY_TILE", 16)
     monkeypatch.setattr(reference, "QUERY_TILE", 8)
     # Four blocks of 8 tokens, 2 KV heads and 16 dimensions: longer rows are computed in tiles.
     monkeypatch.setattr(reference, "GATHER_BYTES", 4 * 2 * 2 * 8 * 16 * 4)
+    monkeypatch.setattr(reference, "CPU_GROUP_BYTES", 4 * 2 * 2 * 8 * 16 * 4)
     lengths = [(1, n) for n in (1, 8, 9, 30, 32, 33, 70)] + [(5, 40), (40, 40), (9, 17), (16, 33)]
     with forced("paged_attention", "reference"):
-        check(make_case(lengths), sliding_window=window)
+        check(make_case(lengths, kv_dtype=kv_dtype), sliding_window=window)
 
 
 def test_a_prompt_in_chunks_equals_the_prompt_at_once() -> None:
@@ -173,25 +229,127 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once() -> None:
             torch.testing.assert_close(out.double(), expected[start:stop], atol=2e-5, rtol=2e-5)
 
 
+def test_kv_groups_share_plans_and_not_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four groups of one batch, each with its own blocks, two of them with a window: two plans are made."""
+    made = []
+    make_plan = reference._make_plan
+
+    def counted(*args: Any) -> Any:
+        made.append(args[-1])
+        return make_plan(*args)
+
+    monkeypatch.setattr(reference, "_make_plan", counted)
+    lengths = [(1, 40), (5, 23), (1, 3), (30, 30), (1, 90)]
+    cases = [make_case(lengths, seed=seed) for seed in range(4)]
+    metas = [cases[0].meta]
+    metas += [metas[0].with_blocks(case.meta.block_table, case.meta.slot_mapping) for case in cases[1:]]
+    with forced("paged_attention", "reference"):
+        for window in (None, 12):
+            for case, meta in zip(cases, metas, strict=True):
+                check(Case(**{**vars(case), "meta": meta}), sliding_window=window)
+    assert made == [None, 12]
+
+
+def test_a_shared_plan_fits_tables_of_any_width() -> None:
+    """Also one whose rows lie apart in memory."""
+    lengths = [(1, 40), (1, 9), (6, 17)]
+    first, second = make_case(lengths, seed=1), make_case(lengths, seed=2)
+    wide = torch.nn.functional.pad(second.meta.block_table, (0, 3))[:, :-1]
+    second.meta = first.meta.with_blocks(wide, second.meta.slot_mapping)
+    with forced("paged_attention", "reference"):
+        check(first)
+        check(second)
+
+
 class LargestTensor(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operation inside returns."""
+    """Remembers the number of elements of the largest tensor that any operation inside makes."""
 
     numel = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
-            self.numel = max(self.numel, result.numel())
+            memory = result.untyped_storage().data_ptr()
+            given = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            if all(arg.untyped_storage().data_ptr() != memory for arg in given):  # not a view
+                self.numel = max(self.numel, result.numel())
         return result
 
 
+_PEAK = """
+import sys
+
+import torch
+
+from quire_kernels import ops, registry
+from quire_kernels.metadata import AttentionMetadata
+from tests.kernels.common import forced
+
+name, length, dtype = sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3])
+
+
+def peak():
+    words = open("/proc/self/status").read().split()
+    return int(words[words.index("VmHWM:") + 1]) * 1024
+
+
+blocks = -(-length // 16)
+cache = torch.zeros(blocks, 2, 1, 16, 64, dtype=dtype)
+query = torch.ones(length, 2, 64, dtype=dtype)
+result = torch.ones_like(query)  # as much as the result will take
+small = AttentionMetadata.build([64], [64], [list(range(4))], 16)
+meta = AttentionMetadata.build([length], [length], [list(range(blocks))], 16)
+with forced("paged_attention", name):
+    ops.paged_attention(query[:64], cache, small, scale=0.125)
+    before = peak()
+    ops.paged_attention(query, cache, meta, scale=0.125)
+print(peak() - before - result.nbytes)
+"""
+
+
+@pytest.mark.row("D1", without="ALiBi")
+@pytest.mark.parametrize(
+    ("name", "device", "dtype"),
+    # The reference's is covered below, and a GPU's memory is not the process's.
+    [
+        one
+        for one in every_implementation("paged_attention", [torch.float32, torch.bfloat16])
+        if one.values[0] != "reference" and one.values[1] == "cpu"
+    ],
+)
+def test_scratch_memory_is_that_of_tiles_up_to_8k(name: str, device: str, dtype: torch.dtype) -> None:
+    """A score matrix of 8192 tokens and two heads would take 512 MiB."""
+    peaks = []
+    for length in (1024, 8192):
+        command = [sys.executable, "-c", _PEAK, name, str(length), str(dtype).removeprefix("torch.")]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+        assert run.returncode == 0, run.stderr
+        peaks.append(int(run.stdout))
+    print(f"{name} {dtype}: {peaks[0] / 2**20:.1f} MiB at 1024 tokens, {peaks[1] / 2**20:.1f} at 8192")
+    assert peaks[1] < 8 * 2**20
+
+
+@pytest.mark.row("D1", without="ALiBi")
 def test_scratch_memory_grows_with_the_tile_and_not_with_the_square() -> None:
     case = make_case([(2000, 2000)], num_kv_heads=1, groups=2)
-    cache_numel = case.kv_layer.untyped_storage().nbytes() // 4
     with forced("paged_attention", "reference"), LargestTensor() as largest:
         case.run()
-    assert largest.numel <= max(2 * reference.QUERY_TILE * reference.KEY_TILE, cache_numel)
-    assert largest.numel < 2000 * 2000 / 4
+    assert largest.numel <= 2 * reference.QUERY_TILE * reference.KEY_TILE < 2000 * 2000 / 4
+
+
+@pytest.mark.row("C13")
+@pytest.mark.parametrize(
+    ("name", "device", "kv_dtype"), every_implementation("paged_attention", kv_dtypes=KV_DTYPES[1:])
+)
+def test_a_quantized_cache_is_read_directly(name: str, device: str, kv_dtype: torch.dtype) -> None:
+    """The keys or values of the blocks that a token sees are the most that any operation makes."""
+    case = make_case([(1, 40), (1, 1500)], kv_dtype=kv_dtype, device=device)
+    blocks = case.meta.block_table[0, :5].tolist()
+    meta = AttentionMetadata.build([1], [40], [blocks], 8, device)
+    with forced("paged_attention", name), LargestTensor() as largest:
+        ops.paged_attention(case.query[:1], case.kv_layer, meta, scale=case.scale)
+    num_kv_heads, head_dim = 2, 16
+    assert largest.numel <= 40 * num_kv_heads * head_dim
 
 
 def test_block_size_must_hold_the_context() -> None:
@@ -199,14 +357,16 @@ def test_block_size_must_hold_the_context() -> None:
         AttentionMetadata.build([1], [17], [[0, 1]], block_size=8)
 
 
-@pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
-def test_blocks_before_the_window_are_not_read(name: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "device", "kv_dtype"), every_implementation("paged_attention", kv_dtypes=KV_DTYPES)
+)
+def test_blocks_before_the_window_are_not_read(name: str, device: str, kv_dtype: torch.dtype | None) -> None:
     """They may have been given to another sequence, whose values may be NaN."""
-    case = make_case([(1, 100), (9, 90), (1, 3)], device=device)
+    case = make_case([(1, 100), (9, 90), (1, 3)], kv_dtype=kv_dtype, device=device)
     expected = dense(case, sliding_window=20)
     # Positions below 80 and 62 are hidden from all queries; blocks of 8 that end there hold nothing else.
     for row, first_seen in ((0, 80), (1, 62)):
         for index in range(first_seen // 8):
-            case.kv_layer[case.meta.block_table[row, index]] = float("nan")
+            case.pool[case.meta.block_table[row, index]] = POISON
     with forced("paged_attention", name):
         torch.testing.assert_close(case.run(sliding_window=20).double(), expected, atol=2e-5, rtol=2e-5)

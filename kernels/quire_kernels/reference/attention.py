@@ -4,19 +4,32 @@ Rows with one new token are grouped by context length, their blocks gathered int
 and computed with two batched products. Longer queries, and contexts too long to gather at once, go through an
 online softmax over tiles of keys, so scratch memory grows with the tile and not with the square of the
 context. Tiles begin at fixed positions: how a prompt is cut into chunks does not move them.
+
+Quantised keys and values are gathered in their eight bits. A scale is one number per position and head, so
+scales are factors of the scores and of the softmax's weights, not of the head_dim times larger data.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.quantized_kv import KVLayer, QuantizedKV, data_of
 from quire_kernels.registry import implementation
 
+_Ints = npt.NDArray[np.int64]
+
 GATHER_BYTES = 64 * 2**20
-"""Largest padded copy of keys and values that a group of decode rows makes."""
+"""Largest copy of keys and values that is made at once; a longer context goes tile by tile."""
+CPU_GROUP_BYTES = 4 * 2**20
+"""On the CPU, a group of several decode rows gathers no more than this: the copy is read while it is in the
+cache, and lies in memory that the allocator keeps (mapping new pages costs more than the copy)."""
 QUERY_TILE = 512
 """Query rows of one sequence that are computed together."""
 KEY_TILE = 512
@@ -25,25 +38,27 @@ KEY_TILE = 512
 
 @dataclass(frozen=True)
 class _DecodeGroup:
-    """Rows with one new token each and contexts of similar length."""
+    """Rows with one new token each and contexts of similar length, whose blocks are padded to one number."""
 
     rows: torch.Tensor
     """int64 [n]: batch rows."""
-    blocks: torch.Tensor
-    """int64 [n, num_blocks]: block ids, padded with a valid id."""
-    hidden: torch.Tensor | None
-    """bool [n, 1, 1, num_blocks * block_size]: True where a position is not seen; None: all are seen."""
-    unwritten: tuple[torch.Tensor, torch.Tensor] | None
-    """int64 rows and columns of gathered slots behind their sequence's end; None: there are none."""
+    num_blocks: int
+    mask: torch.Tensor | None
+    """float32 [n, 1, 1, num_blocks * block_size]: -inf where a position is not seen, else 0; None: all are
+    seen."""
+    unwritten: tuple[Any, ...] | None
+    """Index into [n, num_kv_heads, num_blocks * block_size, any] of gathered slots behind their sequence's
+    end; None: there are none."""
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Positions [start, stop) of one sequence, and what a tile of its queries may not see of them."""
+    """Some blocks of one sequence, and what a tile of its queries may not see of them."""
 
-    blocks: torch.Tensor
-    hidden: torch.Tensor | None
-    """bool [num_queries, stop - start]"""
+    blocks: slice
+    """Of the sequence's row of the block table."""
+    mask: torch.Tensor | None
+    """float32 [num_queries, num_blocks * block_size]: -inf where a position is not seen, else 0"""
     written: int
     """Columns from here on may never have been written."""
 
@@ -52,6 +67,7 @@ class _Tile:
 class _QueryTile:
     """Batch rows [start, stop), all of one sequence, with the tiles of keys they see."""
 
+    sequence: int
     start: int
     stop: int
     keys: list[_Tile]
@@ -59,88 +75,170 @@ class _QueryTile:
 
 @dataclass(frozen=True)
 class _Plan:
+    """How a batch is computed in whatever blocks its tokens are: one plan for all KV groups with a window."""
+
     decode: list[_DecodeGroup]
+    places: torch.Tensor
+    """int64 [sum of n * num_blocks]: where in the flattened block table the blocks of `decode` are."""
     tiles: list[_QueryTile]
+
+
+@dataclass(frozen=True)
+class _PlacedPlan:
+    """A plan with the blocks of one KV group."""
+
+    decode: list[tuple[_DecodeGroup, torch.Tensor]]
+    """With int64 [n, num_blocks]: block ids, padded with valid ones."""
+    tiles: list[_QueryTile]
+    table: torch.Tensor
+    """int64 [num_seqs, max_blocks]"""
 
 
 @implementation("paged_attention", "reference")
 def paged_attention(
     query: torch.Tensor,
-    kv_layer: torch.Tensor,
+    kv_layer: KVLayer,
     meta: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
     """See `ops.paged_attention`."""
-    _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
+    _, _, num_kv_heads, block_size, head_dim = data_of(kv_layer).shape
     num_tokens, num_heads, _ = query.shape
     assert num_tokens == meta.num_tokens, "one query row per token of the batch"
     assert num_heads % num_kv_heads == 0, "query heads are a multiple of the KV heads"
     # Both halves of a block in float32, which is what the products work in.
     block_bytes = 2 * num_kv_heads * block_size * head_dim * 4
-    plan = meta.plan(
-        ("reference", block_size, block_bytes, sliding_window),
-        lambda: _make_plan(meta, block_size, block_bytes, sliding_window),
-    )
+    plan = _plan(meta, block_size, block_bytes, sliding_window)
     # [num_tokens, num_kv_heads, groups, head_dim]: heads that share keys are neighbours.
     grouped = (query.float() * scale).view(num_tokens, num_kv_heads, -1, head_dim)
     if len(plan.decode) == 1 and not plan.tiles:
-        out = _decode(grouped, kv_layer, plan.decode[0], softcap)
+        out = _decode(grouped, kv_layer, *plan.decode[0], softcap)
     else:
         out = torch.empty_like(grouped)
-        for group in plan.decode:
-            out[group.rows] = _decode(grouped[group.rows], kv_layer, group, softcap)
+        for group, blocks in plan.decode:
+            out[group.rows] = _decode(grouped[group.rows], kv_layer, group, blocks, softcap)
         for tile in plan.tiles:
-            out[tile.start : tile.stop] = _tiled(grouped[tile.start : tile.stop], kv_layer, tile, softcap)
+            rows = slice(tile.start, tile.stop)
+            out[rows] = _tiled(grouped[rows], kv_layer, tile, plan.table[tile.sequence], softcap)
     return out.view(num_tokens, num_heads, head_dim).to(query.dtype)
 
 
-def gather_blocks(kv_layer: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies the keys and values of blocks into [..., num_kv_heads, num_blocks * block_size, head_dim].
+class _Context(NamedTuple):
+    """Keys and values of some blocks, in float32, behind each other."""
+
+    key: torch.Tensor
+    """[..., num_kv_heads, num_blocks * block_size, head_dim]; quantised: without its scale."""
+    value: torch.Tensor
+    """the same"""
+    key_scale: torch.Tensor | None
+    """[..., num_kv_heads, 1, num_blocks * block_size], when quantised"""
+    value_scale: torch.Tensor | None
+    """the same"""
+
+    def scores(self, query: torch.Tensor, softcap: float | None) -> torch.Tensor:
+        """query [..., num_kv_heads, n, head_dim] to [..., num_kv_heads, n, num_blocks * block_size]."""
+        scores = query @ self.key.transpose(-1, -2)
+        if self.key_scale is not None:
+            scores *= self.key_scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        return scores
+
+    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
+        """Sum of the values: weights, shaped as scores and spoilt, to [..., num_kv_heads, n, head_dim]."""
+        if self.value_scale is not None:
+            weights *= self.value_scale
+        return weights @ self.value
+
+    @property
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[..., num_kv_heads, num_blocks * block_size, any]: where 0 is written, key or value count as 0.
+
+        Whatever its bits, quantised data is finite in float32 (see `_to_float`): zeroing its scale is enough.
+        """
+        if self.key_scale is None or self.value_scale is None:
+            return self.key, self.value
+        return self.key_scale.transpose(-1, -2), self.value_scale.transpose(-1, -2)
+
+
+def gather_context(kv_layer: KVLayer, blocks: torch.Tensor) -> _Context:
+    """The contents of blocks, int64 [n, num_blocks] or [num_blocks]."""
+    if not isinstance(kv_layer, QuantizedKV):
+        key, value = gather_blocks(kv_layer, blocks)
+        return _Context(key.float(), value.float(), None, None)
+    key, value = gather_blocks(kv_layer.data, blocks)
+    scales = gather_blocks(kv_layer.scales, blocks)
+    # Half of what the bits of a float8 mean is in the scale; see `_to_float`.
+    factor = 256.0 if kv_layer.data.dtype == torch.float8_e4m3fn else 1.0
+    key_scale, value_scale = (scale.float().mul_(factor).unsqueeze(-2) for scale in scales)
+    return _Context(_to_float(key), _to_float(value), key_scale, value_scale)
+
+
+def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies the two halves of blocks into [..., num_kv_heads, num_blocks * block_size, *inner] each.
 
     Args:
-        kv_layer: [num_blocks, 2, num_kv_heads, block_size, head_dim], whose last three dimensions are
-            contiguous (a layer's view of the cache is).
+        cache: [num_blocks, 2, num_kv_heads, block_size, *inner] (a layer's keys and values, or their scales);
+            each head of a block is contiguous, and the strides of blocks and halves are multiples of the
+            heads'.
         blocks: int64 [n, num_blocks] or [num_blocks].
     """
-    _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
-    piece = block_size * head_dim
-    assert kv_layer.stride()[2:] == (piece, head_dim, 1) and kv_layer.stride(0) % piece == 0
+    _, _, num_kv_heads, block_size, *inner = cache.shape
+    per_block, per_half, pitch = cache.stride()[:3]
+    size = block_size * math.prod(inner)
+    assert cache[0, 0, 0].is_contiguous() and per_block % pitch == 0 and per_half % pitch == 0
+    per_block, per_half = per_block // pitch, per_half // pitch
     # One row of this matrix is one head of one block: gathering rows in the order of the result copies
     # each byte once, where gathering blocks and transposing would copy it twice.
-    per_block, per_half = kv_layer.stride(0) // piece, kv_layer.stride(1) // piece
-    rows = (kv_layer.shape[0] - 1) * per_block + per_half + num_kv_heads
-    pieces = kv_layer.as_strided((rows, piece), (piece, 1))
+    rows = (cache.shape[0] - 1) * per_block + per_half + num_kv_heads
+    pieces = cache.as_strided((rows, size), (pitch, 1))
+    if cache.dtype == torch.float8_e4m3fn:
+        # As bytes: not every device can index float8.
+        pieces = pieces.view(torch.int8)
     heads = torch.arange(num_kv_heads, device=blocks.device).unsqueeze(1)
     index = blocks.unsqueeze(-2) * per_block + heads
-    shape = (*blocks.shape[:-1], num_kv_heads, blocks.shape[-1] * block_size, head_dim)
-    key = pieces.index_select(0, index.reshape(-1)).view(shape)
-    value = pieces.index_select(0, (index + per_half).reshape(-1)).view(shape)
-    return key.float(), value.float()
+    shape = (*blocks.shape[:-1], num_kv_heads, blocks.shape[-1] * block_size, *inner)
+    first = pieces.index_select(0, index.reshape(-1)).view(cache.dtype).view(shape)
+    second = pieces.index_select(0, (index + per_half).reshape(-1)).view(cache.dtype).view(shape)
+    return first, second
+
+
+def _to_float(data: torch.Tensor) -> torch.Tensor:
+    """int8 to its value, float8_e4m3fn to 1/256 of its value, in float32; no result is NaN or infinite.
+
+    The bits of an e4m3 number, moved to float16's places (4 bits of exponent into the lower ones of 5, 3 of
+    mantissa into the upper ones of 10), are a float16 number whose exponent is 8 less: a subnormal too, and
+    the one NaN becomes 480 / 256. On the CPU this is 4 times as fast as PyTorch's own conversion.
+    """
+    if data.dtype == torch.int8:
+        return data.float()
+    # The sign is extended over the upper byte; it belongs into the highest bit only.
+    bits = data.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
+    return bits.view(torch.float16).float()
 
 
 def _decode(
-    query: torch.Tensor, kv_layer: torch.Tensor, group: _DecodeGroup, softcap: float | None
+    query: torch.Tensor, kv_layer: KVLayer, group: _DecodeGroup, blocks: torch.Tensor, softcap: float | None
 ) -> torch.Tensor:
     """query [n, num_kv_heads, groups, head_dim], scaled already."""
-    key, value = gather_blocks(kv_layer, group.blocks)
-    scores = query @ key.transpose(-1, -2)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if group.hidden is not None:
-        scores.masked_fill_(group.hidden, float("-inf"))
+    context = gather_context(kv_layer, blocks)
     if group.unwritten is not None:
-        # What lies behind a sequence's end may be anything, even NaN of another request, and 0 * NaN is NaN.
-        rows, columns = group.unwritten
-        value[rows, :, columns] = 0.0
-    return torch.softmax(scores, dim=-1) @ value
+        # What lies behind a sequence's end may be anything, even NaN of another request, which neither adding
+        # -inf nor multiplying with 0 removes.
+        for factor in context.factors:
+            factor[group.unwritten] = 0.0
+    scores = context.scores(query, softcap)
+    if group.mask is not None:
+        scores += group.mask
+    return context.weighted(torch.softmax(scores, dim=-1))
 
 
 def _tiled(
-    query: torch.Tensor, kv_layer: torch.Tensor, tile: _QueryTile, softcap: float | None
+    query: torch.Tensor, kv_layer: KVLayer, tile: _QueryTile, blocks: torch.Tensor, softcap: float | None
 ) -> torch.Tensor:
-    """query [n, num_kv_heads, groups, head_dim] of one sequence, scaled already."""
+    """query [n, num_kv_heads, groups, head_dim], scaled already; blocks [max_blocks]: of one sequence."""
     count, num_kv_heads, groups, head_dim = query.shape
     # [num_kv_heads, groups * n, head_dim]
     flat = query.permute(1, 2, 0, 3).reshape(num_kv_heads, groups * count, head_dim)
@@ -148,118 +246,179 @@ def _tiled(
     total = torch.zeros_like(top)
     out = torch.zeros_like(flat)
     for keys in tile.keys:
-        key, value = gather_blocks(kv_layer, keys.blocks)
-        scores = flat @ key.transpose(-1, -2)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if keys.hidden is not None:
-            scores.view(num_kv_heads, groups, count, -1).masked_fill_(keys.hidden, float("-inf"))
-            value[:, keys.written :] = 0.0
+        context = gather_context(kv_layer, blocks[keys.blocks])
+        for factor in context.factors:
+            factor[:, keys.written :] = 0.0
+        scores = context.scores(flat, softcap)
+        if keys.mask is not None:
+            scores.view(num_kv_heads, groups, count, -1).add_(keys.mask)
         peak = torch.maximum(top, scores.amax(-1, keepdim=True))
         # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is NaN.
         finite = peak.masked_fill(peak == float("-inf"), 0.0)
         weights = torch.exp(scores - finite)
         keep = torch.exp(top - finite)
         total = total * keep + weights.sum(-1, keepdim=True)
-        out = out * keep + weights @ value
+        out = out * keep + context.weighted(weights)
         top = peak
     return (out / total).view(num_kv_heads, groups, count, head_dim).permute(2, 0, 1, 3)
+
+
+def _plan(
+    meta: AttentionMetadata, block_size: int, block_bytes: int, sliding_window: int | None
+) -> _PlacedPlan:
+    """The batch's plan in the blocks of this KV group, made on first use."""
+    key = ("reference", block_size, block_bytes, sliding_window)
+
+    def place() -> _PlacedPlan:
+        plan = meta.shared_plan(
+            (*key, meta.block_table.shape[1]),
+            lambda: _make_plan(meta, block_size, block_bytes, sliding_window),
+        )
+        return _place(plan, meta.block_table)
+
+    return meta.plan(key, place)
+
+
+def _place(plan: _Plan, block_table: torch.Tensor) -> _PlacedPlan:
+    """Looks up the blocks of a plan."""
+    table = block_table.long()
+    shapes = [(len(group.rows), group.num_blocks) for group in plan.decode]
+    blocks = table.take(plan.places).split_with_sizes([math.prod(shape) for shape in shapes])
+    decode = [
+        (group, part.view(shape)) for group, part, shape in zip(plan.decode, blocks, shapes, strict=True)
+    ]
+    return _PlacedPlan(decode, plan.tiles, table)
 
 
 def _make_plan(
     meta: AttentionMetadata, block_size: int, block_bytes: int, sliding_window: int | None
 ) -> _Plan:
+    """Depends on the lengths, the block table's width and the device, not on what the table says."""
     device = meta.block_table.device
-    table = meta.block_table.long()
-    single: list[tuple[int, int, int, int]] = []
-    """(number of blocks, sequence, batch row, first block)"""
-    tiles: list[_QueryTile] = []
-    start = 0
-    for index, (query_len, seq_len) in enumerate(zip(meta.query_lens, meta.seq_lens_list, strict=True)):
-        first = 0 if sliding_window is None else max(0, seq_len - sliding_window) // block_size
-        num_blocks = -(-seq_len // block_size) - first
-        if query_len == 1 and num_blocks * block_bytes <= GATHER_BYTES:
-            single.append((num_blocks, index, start, first))
-        else:
-            tiles += _query_tiles(table[index], start, query_len, seq_len, block_size, sliding_window, device)
-        start += query_len
+    query_lens, seq_lens = np.array(meta.query_lens), np.array(meta.seq_lens_list)
+    starts = query_lens.cumsum() - query_lens
+    # What a sequence's last token sees begins here.
+    seen_from = np.zeros_like(seq_lens) if sliding_window is None else (seq_lens - sliding_window).clip(0)
+    first = seen_from // block_size
+    num_blocks = -(-seq_lens // block_size) - first
+    alone = (query_lens > 1) | (num_blocks * block_bytes > GATHER_BYTES)
+    tiles = [
+        tile
+        for sequence in alone.nonzero()[0].tolist()
+        for tile in _query_tiles(meta, sequence, int(starts[sequence]), block_size, sliding_window)
+    ]
+    sequences = (~alone).nonzero()[0]
+    if not len(sequences):
+        return _Plan([], torch.empty(0, dtype=torch.int64, device=device), tiles)
+
     # Ascending, so that a group's padding is bounded by its last and longest row.
-    single.sort()
-    groups: list[list[tuple[int, int, int, int]]] = []
-    for row in single:
-        group = groups[-1] if groups else None
-        wasteful = group is not None and row[0] > 2 * group[0][0] + 8
-        if group is None or wasteful or (len(group) + 1) * row[0] * block_bytes > GATHER_BYTES:
-            groups.append([row])
+    ascending = sequences[num_blocks[sequences].argsort(kind="stable")]
+    group_bytes = CPU_GROUP_BYTES if device.type == "cpu" else GATHER_BYTES
+    sizes, widths = _split(num_blocks[ascending].tolist(), group_bytes // block_bytes)
+    if len(sizes) > 1 or tiles:
+        sequences = ascending
+    # Else it is the whole batch, in its own order: no rows need to be picked out or put back.
+
+    # Arrays over the rows of all groups: there may be as many groups as rows.
+    first, num_blocks = first[sequences], num_blocks[sequences]
+    seen_from = seen_from[sequences] - first * block_size
+    seen_to = seq_lens[sequences] - first * block_size
+    padded = np.array(widths).repeat(sizes)
+    # Padding repeats the row's first block: memory that is warm, and written unless it is the last too.
+    columns = _ranges(padded)
+    columns[columns >= num_blocks.repeat(padded)] = 0
+    places = columns + (sequences * meta.block_table.shape[1] + first).repeat(padded)
+    decode = []
+    slots = np.arange(max(widths) * block_size)
+    stop = 0
+    for rows, width in zip(_on(device, starts[sequences]).split_with_sizes(sizes), widths, strict=True):
+        start, stop = stop, stop + len(rows)
+        here = slots[: width * block_size]
+        mask = _mask(here, seen_from[start:stop], seen_to[start:stop], device)
+        unwritten = _unwritten(seen_to[start:stop], num_blocks[start:stop], width, block_size, device)
+        decode.append(_DecodeGroup(rows, width, None if mask is None else mask[:, None, None], unwritten))
+    return _Plan(decode, _on(device, places), tiles)
+
+
+def _split(num_blocks: list[int], most_blocks: int) -> tuple[list[int], list[int]]:
+    """Splits rows, ascending by their blocks, into groups: (rows, blocks of the longest) of each.
+
+    A group of several rows has at most `most_blocks`, padding included.
+    """
+    sizes: list[int] = []
+    widths: list[int] = []
+    longest = 0
+    for count in num_blocks:
+        if count > longest or (sizes[-1] + 1) * count > most_blocks:
+            longest = 2 * count + 8
+            sizes.append(1)
+            widths.append(count)
         else:
-            group.append(row)
-    if len(groups) == 1 and not tiles:
-        # The whole batch, in its own order: no rows need to be picked out or put back.
-        groups[0].sort(key=lambda row: row[2])
-    decode = [_decode_group(group, meta, table, block_size, sliding_window) for group in groups]
-    return _Plan(decode, tiles)
+            sizes[-1] += 1
+            widths[-1] = count
+    return sizes, widths
 
 
-def _decode_group(
-    group: list[tuple[int, int, int, int]],
-    meta: AttentionMetadata,
-    table: torch.Tensor,
-    block_size: int,
-    sliding_window: int | None,
-) -> _DecodeGroup:
-    device = table.device
-    width = max(num_blocks for num_blocks, *_ in group)
-    numbers = torch.tensor(group, device=device)
-    sequences, rows, first = numbers[:, 1], numbers[:, 2], numbers[:, 3:]
-    columns = first + torch.arange(width, device=device)
-    # Padding repeats the row's first block here: memory that is warm, and written unless it is the last too.
-    columns = torch.where(columns < first + numbers[:, :1], columns, first)
-    blocks = table[sequences].gather(1, columns)
-    offsets = torch.arange(block_size, device=device)
-    ends = torch.tensor([meta.seq_lens_list[sequence] for _, sequence, *_ in group], device=device)
-    unwritten = ((columns.unsqueeze(-1) * block_size + offsets) >= ends[:, None, None]).flatten(1)
-    positions = first * block_size + torch.arange(width * block_size, device=device)
-    hidden = positions >= ends.unsqueeze(1)
-    if sliding_window is not None:
-        hidden |= positions < ends.unsqueeze(1) - sliding_window
-    rows_and_columns = unwritten.nonzero(as_tuple=True)
-    return _DecodeGroup(
-        rows,
-        blocks,
-        hidden[:, None, None, :] if bool(hidden.any()) else None,
-        (rows_and_columns[0], rows_and_columns[1]) if len(rows_and_columns[0]) else None,
-    )
+def _ranges(counts: _Ints) -> _Ints:
+    """0 to count - 1 of each count, one after the other."""
+    behind = counts.cumsum()
+    return np.arange(behind[-1]) - (behind - counts).repeat(counts)
+
+
+def _mask(columns: _Ints, seen_from: _Ints, seen_to: _Ints, device: torch.device) -> torch.Tensor | None:
+    """What rows do not see of the columns, which are consecutive.
+
+    Returns:
+        float32 [len(seen_to), len(columns)]: 0 in the columns [seen_from, seen_to) of a row, else -inf; None
+        if there are no others.
+    """
+    after, before = columns[-1] >= seen_to.min(), columns[0] < seen_from.max()
+    if not after and not before:
+        return None
+    hidden = columns >= seen_to[:, None]
+    if before:
+        hidden |= columns < seen_from[:, None]
+    return _on(device, np.where(hidden, np.float32(-np.inf), np.float32(0.0)))
+
+
+def _unwritten(
+    seen_to: _Ints, num_blocks: _Ints, width: int, block_size: int, device: torch.device
+) -> tuple[Any, ...] | None:
+    """See `_DecodeGroup`; rows of `num_blocks`, padded to `width`, are written up to column `seen_to`."""
+    if seen_to.min() == seen_to.max():
+        end = int(seen_to[0])
+        return (..., slice(end, None), slice(None)) if end < width * block_size else None
+    # Padding is as unwritten as the block it repeats, a row's first, which may be its last too.
+    counts = np.where(num_blocks == 1, width, num_blocks) * block_size - seen_to
+    columns = _ranges(counts) + seen_to.repeat(counts)
+    if not len(columns):
+        return None
+    return _on(device, np.arange(len(counts)).repeat(counts)), slice(None), _on(device, columns)
+
+
+def _on(device: torch.device, array: npt.NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(array).to(device)
 
 
 def _query_tiles(
-    blocks: torch.Tensor,
-    start: int,
-    query_len: int,
-    seq_len: int,
-    block_size: int,
-    sliding_window: int | None,
-    device: torch.device,
+    meta: AttentionMetadata, sequence: int, start: int, block_size: int, sliding_window: int | None
 ) -> list[_QueryTile]:
-    """Splits one sequence's new tokens, batch rows [start, start + query_len), into tiles."""
+    """Splits a sequence's new tokens, whose first one is batch row `start`, into tiles."""
+    query_len, seq_len = meta.query_lens[sequence], meta.seq_lens_list[sequence]
     step = max(KEY_TILE // block_size, 1) * block_size
     tiles = []
     for offset in range(0, query_len, QUERY_TILE):
         # Positions of the tile's queries: [low, high).
         low = seq_len - query_len + offset
         high = min(low + QUERY_TILE, seq_len)
-        seen_from = 0 if sliding_window is None else max(0, low - sliding_window + 1)
-        rows = torch.arange(low, high, device=device).unsqueeze(1)
+        seen_to = np.arange(low, high) + 1
+        seen_from = np.zeros_like(seen_to) if sliding_window is None else (seen_to - sliding_window).clip(0)
         keys = []
-        for border in range(seen_from // step * step, high, step):
+        for border in range(int(seen_from[0]) // step * step, high, step):
             # Blocks wholly before the window are not read: they may be another sequence's by now.
-            begin = max(border, seen_from // block_size * block_size)
+            begin = max(border, int(seen_from[0]) // block_size * block_size)
             end = min(border + step, -(-high // block_size) * block_size)
-            hidden = None
-            if end > low + 1 or (sliding_window is not None and begin <= high - 1 - sliding_window):
-                columns = torch.arange(begin, end, device=device)
-                hidden = columns > rows
-                if sliding_window is not None:
-                    hidden |= columns <= rows - sliding_window
-            keys.append(_Tile(blocks[begin // block_size : end // block_size], hidden, high - begin))
-        tiles.append(_QueryTile(start + offset, start + offset + high - low, keys))
+            mask = _mask(np.arange(begin, end), seen_from, seen_to, meta.block_table.device)
+            keys.append(_Tile(slice(begin // block_size, end // block_size), mask, high - begin))
+        tiles.append(_QueryTile(sequence, start + offset, start + offset + high - low, keys))
     return tiles

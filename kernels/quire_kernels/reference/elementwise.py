@@ -35,6 +35,15 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@implementation("argmax", "reference")
+def argmax(x: torch.Tensor) -> torch.Tensor:
+    """See `ops.argmax`."""
+    indices = x.argmax(dim=-1)
+    # argmax takes NaN for the largest, so this one value tells whether the row has any.
+    finite = x.gather(1, indices[:, None]).squeeze(1).isfinite()
+    return torch.where(finite, indices, -1)
+
+
 @implementation("silu_mul", "reference")
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `ops.silu_mul`."""

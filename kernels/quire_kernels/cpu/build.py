@@ -1,0 +1,126 @@
+"""Compiles the C++ kernels for this machine, once, and keeps the result.
+
+Nothing here is a hard dependency: without a compiler, or on a processor that has none of the instruction
+sets, `library_path` raises BuildError and the operators' PyTorch reference is used.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+logger = logging.getLogger("quire_kernels")
+
+SOURCES = Path(__file__).with_name("src")
+ENVIRONMENT_ISA = "QUIRE_CPU_ISA"
+"""Names the instruction set to use, or `none` for the PyTorch reference."""
+ENVIRONMENT_CACHE = "QUIRE_CACHE_DIR"
+ENVIRONMENT_COMPILER = "CXX"
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
+
+_BASE = "-march=x86-64-v4"
+_BF16 = ("-mavx512bf16", "-mavx512vnni")
+ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "amx": (
+        ("avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
+        (_BASE, *_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    ),
+    "avx512_bf16": (("avx512_bf16", "avx512_vnni"), (_BASE, *_BF16)),
+    "avx512": (("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"), (_BASE,)),
+    "avx2": (("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"), ("-march=x86-64-v3",)),
+}
+"""By name, the best first: flags of /proc/cpuinfo that it needs (and those of all below it), and of g++."""
+
+
+class BuildError(RuntimeError):
+    """The kernels cannot be had here; says why."""
+
+
+@functools.cache
+def supported_isas() -> tuple[str, ...]:
+    """Instruction sets of this processor, the best first; what the environment names is the only one."""
+    flags = _cpu_flags()
+    names = list(ISAS)
+    supported = tuple(
+        name
+        for index, name in enumerate(names)
+        if all(flags.issuperset(ISAS[below][0]) for below in names[index:])
+    )
+    asked = os.environ.get(ENVIRONMENT_ISA)
+    if not asked:
+        return supported
+    if asked != "none" and asked not in supported:
+        raise BuildError(
+            f"{ENVIRONMENT_ISA}={asked}: this machine has {', '.join(supported) or 'none of them'}"
+        )
+    return tuple(name for name in supported if name == asked)
+
+
+def library_path(isa: str) -> Path:
+    """The shared library for an instruction set, compiled if it is not there yet.
+
+    Raises:
+        BuildError: no compiler, or it failed.
+    """
+    compiler = shutil.which(os.environ.get(ENVIRONMENT_COMPILER) or "g++") or shutil.which("clang++")
+    if compiler is None:
+        raise BuildError(f"no C++ compiler: install g++, or name one in {ENVIRONMENT_COMPILER}")
+    flags = (*FLAGS, *ISAS[isa][1])
+    path = _cache_directory() / f"quire-{isa}-{_key(compiler, flags)}.so"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _compile(compiler, flags, path)
+    return path
+
+
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        made = Path(directory) / path.name
+        command = [compiler, *flags, str(SOURCES / "quire.cpp"), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise BuildError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+        made.replace(path)
+    logger.info("compiled %s in %.1f s", path, time.monotonic() - begin)
+
+
+@functools.cache
+def _key(compiler: str, flags: tuple[str, ...]) -> str:
+    """Of all that the library depends on."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    digest = hashlib.sha256(repr((compiler, version, flags)).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cache_directory() -> Path:
+    named = os.environ.get(ENVIRONMENT_CACHE)
+    base = (
+        Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+    )
+    return base / "kernels"
+
+
+def _cpu_flags() -> frozenset[str]:
+    if platform.machine() != "x86_64":
+        return frozenset()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())

@@ -1,0 +1,172 @@
+"""All layers of a decoder in one call of the C++ kernels: no operator costs a crossing from Python."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire_kernels import registry
+from quire_kernels.cpu.linear import NativeLinear
+from quire_kernels.cpu.native import (
+    KV_TYPES,
+    TYPES,
+    CBatch,
+    CDecoder,
+    CDecoderLayer,
+    CKVLayer,
+    CStep,
+    batch_struct,
+    kv_struct,
+)
+from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.quantized_kv import KVLayer, data_of
+from quire_kernels.weights import PackedLinear
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderLayerWeights:
+    """One layer: attention and gated feed-forward, each behind an RMSNorm, added to the residual stream."""
+
+    input_norm: torch.Tensor
+    qkv: PackedLinear
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    out: PackedLinear
+    post_attention_norm: torch.Tensor
+    gate_up: PackedLinear
+    """Gated: with its activation."""
+    down: PackedLinear
+    attention_scale: float
+    softcap: float | None
+    sliding_window: int | None
+    group: int
+    """KV group: which of a step's metadata is this layer's."""
+
+
+def can_fuse(layers: Sequence[DecoderLayerWeights], head_dim: int, rotary_dim: int) -> bool:
+    """Whether NativeDecoder computes these layers, with the implementations that the registry picks."""
+    linears = [linear for layer in layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    native = [linear for linear in linears if isinstance(linear, NativeLinear)]
+    if len(native) < len(linears) or len({linear.isa for linear in native}) != 1:
+        return False
+    isa, size, dtype = native[0].isa, layers[0].input_norm.shape[0], layers[0].input_norm.dtype
+    if dtype != native[0].dtype:
+        return False
+    facts: dict[str, dict[str, Any]] = {
+        "rms_norm": {"size": size},
+        "rope": {"head_dim": head_dim, "rotary_dim": rotary_dim},
+        "write_kv": {"head_dim": head_dim},
+        "paged_attention": {"head_dim": head_dim},
+    }
+    return all(registry.pick(name, "cpu", dtype, **known).name == isa for name, known in facts.items())
+
+
+class NativeDecoder:
+    """The layers of a decoder and its final norm.
+
+    Args:
+        layers: with linear layers that are all of the same library.
+        final_norm: [hidden_size].
+        eps: of every norm.
+        num_heads: of queries.
+        head_dim: size of a head.
+        rotary_dim: leading dimensions of a head that are rotated.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayerWeights],
+        final_norm: torch.Tensor,
+        *,
+        eps: float,
+        num_heads: int,
+        head_dim: int,
+        rotary_dim: int,
+    ) -> None:
+        first = layers[0].qkv
+        assert isinstance(first, NativeLinear)
+        self.library: ctypes.CDLL = first.library
+        self.hidden_size, self.dtype = final_norm.shape[0], final_norm.dtype
+        self.half_rotary_dim = rotary_dim // 2
+        self._owned = (list(layers), final_norm)  # what the structures point into
+        structs = (CDecoderLayer * len(layers))(*map(_layer_struct, layers))
+        self._struct = CDecoder(
+            TYPES[final_norm.dtype],
+            len(layers),
+            self.hidden_size,
+            num_heads,
+            head_dim,
+            self.half_rotary_dim,
+            eps,
+            structs,
+            final_norm.data_ptr(),
+        )
+        self._kv: tuple[list[KVLayer], ctypes.Array[CKVLayer]] | None = None
+
+    def can_use(self, kv_layer: KVLayer) -> bool:
+        """Whether the kernels read this type of cache."""
+        return data_of(kv_layer).dtype in KV_TYPES
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv_layers: list[KVLayer],
+        metas: Sequence[AttentionMetadata],
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Computes the layers and stores keys and values.
+
+        Args:
+            x: [num_tokens, hidden_size], the embeddings; overwritten.
+            cos: float32 [num_tokens, rotary_dim / 2].
+            sin: the same.
+            kv_layers: of each layer; one list for one cache, as what is known of it is kept.
+            metas: of each KV group.
+            rows: int64 [num_rows], ascending: tokens whose result is wanted. With none, only keys and values
+                are computed.
+
+        Returns:
+            [num_rows, hidden_size], the final norm applied.
+        """
+        assert x.is_contiguous() and x.dtype == self.dtype and x.shape[1] == self.hidden_size, x.shape
+        assert cos.is_contiguous() and sin.is_contiguous() and cos.shape[1] == self.half_rotary_dim, cos.shape
+        if self._kv is None or self._kv[0] is not kv_layers:
+            self._kv = (kv_layers, (CKVLayer * len(kv_layers))(*map(kv_struct, kv_layers)))
+        batches = (CBatch * len(metas))(*map(batch_struct, metas))
+        out = torch.empty((rows.shape[0], self.hidden_size), dtype=self.dtype)
+        step = CStep(
+            x.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            self._kv[1],
+            batches,
+            rows.data_ptr(),
+            rows.shape[0],
+            out.data_ptr(),
+        )
+        self.library.quire_decoder_forward(byref(self._struct), byref(step))
+        return out
+
+
+def _layer_struct(layer: DecoderLayerWeights) -> CDecoderLayer:
+    linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
+    structs = [linear.struct for linear in linears if isinstance(linear, NativeLinear)]
+    assert len(structs) == len(linears), linears
+    return CDecoderLayer(
+        layer.input_norm.data_ptr(),
+        layer.post_attention_norm.data_ptr(),
+        None if layer.query_norm is None else layer.query_norm.data_ptr(),
+        None if layer.key_norm is None else layer.key_norm.data_ptr(),
+        *structs,
+        layer.attention_scale,
+        layer.softcap or 0.0,
+        layer.sliding_window or 0,
+        layer.group,
+    )

@@ -1,0 +1,217 @@
+"""The operators on the C++ kernels, one implementation for each instruction set of this processor."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import byref
+from functools import partial
+from typing import Any
+
+import torch
+
+from quire_kernels.cpu.build import BuildError, supported_isas
+from quire_kernels.cpu.linear import NativeLinear, can_pack
+from quire_kernels.cpu.native import KV_TYPES, TYPES, Activation, as_rows, batch_struct, kv_struct, library
+from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.quantized_kv import KVLayer
+from quire_kernels.registry import implementation
+
+logger = logging.getLogger("quire_kernels")
+
+DTYPES = tuple(TYPES)
+VECTOR = 16
+"""Sizes of heads and rows are multiples of it."""
+
+
+def rms_norm(
+    isa: str, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.rms_norm` and `ops.add_rms_norm`."""
+    size = x.shape[-1]
+    rows = as_rows(x)
+    # The kernel adds in place; the caller's residual stays as it is.
+    total = (
+        None if residual is None else residual.reshape(-1, size).clone(memory_format=torch.contiguous_format)
+    )
+    out = torch.empty((rows.shape[0], size), dtype=x.dtype)
+    _kernels(isa).quire_rms_norm(
+        TYPES[x.dtype],
+        rows.data_ptr(),
+        rows.stride(0),
+        None if total is None else total.data_ptr(),
+        weight.data_ptr(),
+        eps,
+        size,
+        out.data_ptr(),
+        rows.shape[0],
+    )
+    return out.view(x.shape), x if total is None else total.view(x.shape)
+
+
+def rope(isa: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """See `ops.rope`."""
+    num_tokens, num_heads, head_dim = x.shape
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _kernels(isa).quire_rope(
+        TYPES[x.dtype],
+        x.data_ptr(),
+        x.stride(0),
+        x.stride(1),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cos.shape[1],
+        num_heads,
+        head_dim,
+        out.data_ptr(),
+        num_tokens,
+    )
+    return out
+
+
+def write_kv(
+    isa: str, key: torch.Tensor, value: torch.Tensor, kv_layer: KVLayer, slot_mapping: torch.Tensor
+) -> None:
+    """See `ops.write_kv`."""
+    key, value = _with_heads_together(key), _with_heads_together(value)
+    layer = kv_struct(kv_layer)
+    _kernels(isa).quire_write_kv(
+        TYPES[key.dtype],
+        key.data_ptr(),
+        key.stride(0),
+        value.data_ptr(),
+        value.stride(0),
+        byref(layer),
+        slot_mapping.data_ptr(),
+        key.shape[0],
+    )
+
+
+def silu_mul(isa: str, gate_up: torch.Tensor) -> torch.Tensor:
+    """See `ops.silu_mul`."""
+    return _gate(isa, Activation.SILU, gate_up)
+
+
+def gelu_mul(isa: str, gate_up: torch.Tensor, approximate: str) -> torch.Tensor:
+    """See `ops.gelu_mul`."""
+    return _gate(isa, Activation.GELU_TANH if approximate == "tanh" else Activation.GELU, gate_up)
+
+
+def paged_attention(
+    isa: str,
+    query: torch.Tensor,
+    kv_layer: KVLayer,
+    meta: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """See `ops.paged_attention`."""
+    query = _with_heads_together(query)
+    out = torch.empty(query.shape, dtype=query.dtype)
+    layer, batch = kv_struct(kv_layer), batch_struct(meta)
+    _kernels(isa).quire_paged_attention(
+        TYPES[query.dtype],
+        query.data_ptr(),
+        query.stride(0),
+        query.shape[1],
+        out.data_ptr(),
+        byref(layer),
+        byref(batch),
+        scale,
+        sliding_window or 0,
+        softcap or 0.0,
+    )
+    return out
+
+
+def argmax(isa: str, x: torch.Tensor) -> torch.Tensor:
+    """See `ops.argmax`."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty(x.shape[0], dtype=torch.int64)
+    _kernels(isa).quire_argmax(x.data_ptr(), x.stride(0), x.shape[1], x.shape[0], out.data_ptr())
+    return out
+
+
+def linear(isa: str, *args: Any) -> NativeLinear:
+    """See `ops.pack_linear`."""
+    return NativeLinear(isa, _kernels(isa), *args)
+
+
+def _gate(isa: str, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
+    size = gate_up.shape[-1] // 2
+    rows = as_rows(gate_up)
+    out = torch.empty((rows.shape[0], size), dtype=gate_up.dtype)
+    _kernels(isa).quire_gate(
+        TYPES[gate_up.dtype],
+        int(activation),
+        rows.data_ptr(),
+        rows.stride(0),
+        size,
+        out.data_ptr(),
+        rows.shape[0],
+    )
+    return out.view(*gate_up.shape[:-1], size)
+
+
+def _with_heads_together(x: torch.Tensor) -> torch.Tensor:
+    """x [num_tokens, num_heads, head_dim] whose tokens are contiguous, one by one."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+def _kernels(isa: str) -> ctypes.CDLL:
+    found = library(isa)
+    assert found is not None, f"{isa} was picked although its kernels cannot be had"
+    return found
+
+
+def _in_vectors(*sizes: str) -> Any:
+    """A predicate: these facts are multiples of VECTOR."""
+
+    def predicate(isa: str, **facts: Any) -> bool:
+        if facts.get("kv_dtype", torch.float32) not in KV_TYPES:
+            return False
+        return all(facts[size] % VECTOR == 0 for size in sizes) and library(isa) is not None
+
+    return predicate
+
+
+def _can_pack(isa: str, **facts: Any) -> bool:
+    return can_pack(**facts) and library(isa) is not None
+
+
+_OPERATORS = (
+    ("rms_norm", rms_norm, _in_vectors("size")),
+    ("rope", rope, _in_vectors("head_dim")),
+    ("write_kv", write_kv, _in_vectors("head_dim")),
+    ("silu_mul", silu_mul, _in_vectors("size")),
+    ("gelu_mul", gelu_mul, _in_vectors("size")),
+    ("paged_attention", paged_attention, _in_vectors("head_dim")),
+    ("argmax", argmax, _in_vectors()),
+    ("linear", linear, _can_pack),
+)
+
+
+def _register() -> None:
+    try:
+        isas = supported_isas()
+    except BuildError as error:
+        logger.warning("%s", error)
+        return
+    for rank, isa in enumerate(reversed(isas), 1):
+        for operator, function, predicate in _OPERATORS:
+            implementation(
+                operator,
+                isa,
+                devices=("cpu",),
+                dtypes=DTYPES,
+                priority=10 * rank,
+                predicate=partial(predicate, isa),
+            )(partial(function, isa))
+
+
+_register()

@@ -1,0 +1,494 @@
+// Attention of many query rows: a tile of them against one chunk of the context after the other, with the softmax
+// corrected as larger scores come (online softmax).
+//
+// Scores lie as [key][query row], so that the softmax works on whole vectors of rows and keys need no transposing.
+// Rows are computed in blocks of `row_block`, whose scores stay in the first-level cache. Chunks begin at fixed
+// positions: how a prompt is cut into pieces does not move them.
+#pragma once
+
+#include "amx.h"
+#include "attention_call.h"
+#include "gemm.h"
+
+namespace quire {
+namespace attention {
+
+#if defined(__AVX512F__)
+constexpr int row_block = 32;
+#else
+constexpr int row_block = 24;
+#endif
+constexpr int block_vecs = row_block / width;
+
+// c[rows][vecs * width] (+)= a[rows][depth] * b[depth][vecs * width]; consecutive rows of a are `a_row` apart, its
+// columns `a_step`.
+template <int rows, int vecs>
+inline void multiply(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_step, float* c,
+                     int64_t c_row, int depth, bool accumulate) {
+  vec sums[rows][vecs];
+  for (int r = 0; r < rows; ++r)
+    for (int v = 0; v < vecs; ++v) sums[r][v] = accumulate ? load(c + r * c_row + v * width) : zero();
+  for (int i = 0; i < depth; ++i, a += a_step, b += b_step) {
+    vec right[vecs];
+    for (int v = 0; v < vecs; ++v) right[v] = load(b + v * width);
+    for (int r = 0; r < rows; ++r) {
+      vec left = splat(a[r * a_row]);
+      for (int v = 0; v < vecs; ++v) sums[r][v] = fma(left, right[v], sums[r][v]);
+    }
+  }
+  for (int r = 0; r < rows; ++r)
+    for (int v = 0; v < vecs; ++v) store(c + r * c_row + v * width, sums[r][v]);
+}
+
+// What a tile's arithmetic is made of, in float32. An arithmetic has: the rows a tile should have, the positions of
+// a chunk, to which multiple of keys it rounds up, and the steps below. `Query` and `Sums` hold all rows of the
+// tile, `Keys` and `Values` a chunk, zero where nothing was loaded.
+template <class T, class KV>
+class FloatTile {
+ public:
+  static constexpr int tile_rows = 5 * 24, chunk = 128, key_step = 8;
+  using Weight = float;
+
+  FloatTile(int num_blocks, int head_dim) : size_(head_dim) {
+    size_t rows = size_t(num_blocks) * row_block;
+    query_ = scratch<Query, float>(rows * size_);
+    sums_ = scratch<Sums, float>(rows * size_);
+    keys_ = scratch<Keys, float>(chunk * size_);
+    values_ = scratch<Values, float>(chunk * size_);
+    std::fill(sums_, sums_ + rows * size_, 0.0f);
+  }
+
+  // rows[i]: a row of the query, or null for none; `width` of them, from row `first` of the block on.
+  void load_query(int block, int first, const T* const* rows) {
+    float* to = query_ + int64_t(block) * row_block * size_ + first;
+    for (int d = 0; d < size_; d += width) {
+      vec square[width];
+      for (int i = 0; i < width; ++i) square[i] = rows[i] ? load(rows[i] + d) : zero();
+      transpose(square);
+      for (int i = 0; i < width; ++i) store(to + (d + i) * row_block, square[i]);
+    }
+  }
+
+  // Keys and values [begin, end) of the chunk, and zeros around them up to multiples of key_step.
+  void load_context(const KV* const* keys, const KV* const* values, int begin, int end) {
+    for (int k = begin / key_step * key_step; k < end || k % key_step; ++k)
+      for (int d = 0; d < size_; d += width) {
+        bool is_there = k >= begin && k < end;
+        store(keys_ + k * size_ + d, is_there ? load(keys[k - begin] + d) : zero());
+        store(values_ + k * size_ + d, is_there ? load(values[k - begin] + d) : zero());
+      }
+  }
+
+  // scores[begin, end)[row_block] of a block of rows.
+  void score(int block, int begin, int end, float* scores) const {
+    constexpr int rows = width == 16 ? 8 : 4;
+    const float* query = query_ + int64_t(block) * row_block * size_;
+    for (int k = begin; k < end; k += rows)
+      multiply<rows, block_vecs>(keys_ + k * size_, size_, 1, query, row_block, scores + k * row_block, row_block,
+                                 size_, false);
+  }
+
+  // The weights of keys k and k + 1 for `width` rows, in the place of their scores.
+  static void put(Weight* weights, int k, int row, vec first, vec second) {
+    store(weights + k * row_block + row, first);
+    store(weights + (k + 1) * row_block + row, second);
+  }
+
+  // Multiplies what has been added up for a block of rows with `keep` [row_block].
+  void rescale(int block, const float* keep) {
+    float* sums = sums_ + int64_t(block) * row_block * size_;
+    for (int r = 0; r < row_block; ++r, sums += size_) {
+      vec factor = splat(keep[r]);
+      for (int d = 0; d < size_; d += width) store(sums + d, mul(load(sums + d), factor));
+    }
+  }
+
+  void add_values(int block, int begin, int end, const Weight* weights) {
+    constexpr int rows = width == 16 ? 8 : 6;
+    float* sums = sums_ + int64_t(block) * row_block * size_;
+    weights += begin * row_block;
+    const float* values = values_ + begin * size_;
+    int d = 0;
+    for (; d + 2 * width <= size_; d += 2 * width)
+      for (int r = 0; r < row_block; r += rows)
+        multiply<rows, 2>(weights + r, 1, row_block, values + d, size_, sums + r * size_ + d, size_, end - begin, true);
+    if (d < size_)
+      for (int r = 0; r < row_block; r += rows)
+        multiply<rows, 1>(weights + r, 1, row_block, values + d, size_, sums + r * size_ + d, size_, end - begin, true);
+  }
+
+  // Writes `width` rows times `factors`, from row `first` of the block on; a null row is not wanted.
+  void write(int block, int first, const float* factors, T* const* rows) {
+    const float* sums = sums_ + (int64_t(block) * row_block + first) * size_;
+    for (int i = 0; i < width && rows[i]; ++i) {
+      vec factor = splat(factors[i]);
+      for (int d = 0; d < size_; d += width) store(rows[i] + d, mul(load(sums + i * size_ + d), factor));
+    }
+  }
+
+ private:
+  struct Query;
+  struct Sums;
+  struct Keys;
+  struct Values;
+  float* query_;   // [num_blocks][head_dim][row_block]
+  float* sums_;    // [num_blocks * row_block][head_dim]
+  float* keys_;    // [chunk][head_dim]
+  float* values_;  // [chunk][head_dim]
+  int size_;
+};
+
+#if defined(__AVX512BF16__)
+
+// What the arithmetics with bfloat16 keys, queries, values and weights and float32 sums share. Eight-bit integers are
+// exact in bfloat16. `value_tile`: keys of a dimension that lie behind each other, those of 16 dimensions together.
+template <class KV, int value_tile>
+class PairTile {
+ public:
+  static constexpr int tile_rows = 256, chunk = 256, key_step = 32;
+  using Weight = bf16;
+
+  PairTile(int num_blocks, int head_dim) : size_(head_dim), depth_((head_dim + 31) / 32 * 32) {
+    size_t rows = size_t(num_blocks) * row_block;
+    query_ = scratch<Query, bf16>(rows * depth_);
+    sums_ = scratch<Sums, float>(rows * size_);
+    keys_ = scratch<Keys, bf16>(chunk * depth_);
+    values_ = scratch<Values, bf16>(chunk * size_);
+    std::fill(sums_, sums_ + rows * size_, 0.0f);
+    std::fill(keys_, keys_ + chunk * depth_, bf16(0));
+  }
+
+  void load_query(int block, int first, const bf16* const* rows) {
+    bf16* to = query_ + (int64_t(block) * depth_ * row_block + 2 * first);
+    for (int d = 0; d < depth_; d += 32) {
+      vec square[16];
+      for (int i = 0; i < 16; ++i) {
+        __mmask32 there = !rows[i] ? 0 : d + 32 <= size_ ? ~0u : 0xffffu;
+        square[i] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(there, rows[i] + d));
+      }
+      transpose(square);
+      for (int i = 0; i < 16; ++i) _mm512_storeu_ps(to + (d + 2 * i) * row_block, square[i]);
+    }
+  }
+
+  void load_context(const KV* const* keys, const KV* const* values, int begin, int end) {
+    int from = begin / key_step * key_step, to = (end + key_step - 1) / key_step * key_step;
+    for (int k = from; k < to; ++k)
+      copy_key(k >= begin && k < end ? keys[k - begin] : nullptr, keys_ + k * depth_);
+    const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
+    for (int k = from; k < to; k += key_step)
+      for (int d = 0; d < size_; d += 16) {
+        // Pairs of keys [16 pairs][16 dimensions], to be [16 dimensions][32 keys].
+        vec square[16];
+        for (int i = 0; i < 16; ++i) {
+          __m512i pair[2];
+          for (int j = 0; j < 2; ++j) {
+            int at = k + 2 * i + j;
+            pair[j] = _mm512_castps_si512(at >= begin && at < end ? load(values[at - begin] + d) : zero());
+          }
+          square[i] = _mm512_castsi512_ps(
+              _mm512_or_si512(_mm512_srli_epi32(pair[0], 16), _mm512_and_si512(pair[1], upper)));
+        }
+        transpose(square);
+        for (int i = 0; i < 16; ++i) _mm512_store_ps(value(d, k) + i * value_tile, square[i]);
+      }
+  }
+
+  // As pairs of keys.
+  static void put(Weight* weights, int k, int row, vec first, vec second) {
+    const __m512i order = _mm512_setr_epi32(0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006,
+                                            0x170007, 0x180008, 0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d,
+                                            0x1e000e, 0x1f000f);
+    __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+    _mm512_store_si512(weights + k * row_block + 2 * row, _mm512_permutexvar_epi16(order, both));
+  }
+
+  void rescale(int block, const float* keep) {
+    float* sums = sums_ + int64_t(block) * row_block * size_;
+    vec low = load(keep), high = load(keep + 16);
+    for (int d = 0; d < size_; ++d, sums += row_block) {
+      store(sums, mul(load(sums), low));
+      store(sums + 16, mul(load(sums + 16), high));
+    }
+  }
+
+  void write(int block, int first, const float* factors, bf16* const* rows) {
+    const float* sums = sums_ + int64_t(block) * row_block * size_ + first;
+    vec factor = load(factors);
+    for (int d = 0; d < size_; d += 16) {
+      vec square[16];
+      for (int i = 0; i < 16; ++i) square[i] = mul(load(sums + (d + i) * row_block), factor);
+      transpose(square);
+      for (int i = 0; i < 16 && rows[i]; ++i) store(rows[i] + d, square[i]);
+    }
+  }
+
+ protected:
+  // Values of 16 dimensions from `d` on and the keys from `k` on, multiples of 16 and key_step.
+  bf16* value(int d, int k) const { return values_ + d * chunk + (value_tile == chunk ? k : k * 16); }
+
+  bf16* query_;   // [num_blocks][depth / 2][row_block][2]
+  float* sums_;   // [num_blocks][head_dim][row_block]
+  bf16* keys_;    // [chunk][depth]
+  bf16* values_;  // [head_dim / 16][chunk / value_tile][16 dimensions][value_tile]
+  int size_;
+  int depth_;  // head_dim, padded with zeros to whole tiles
+
+ private:
+  struct Query;
+  struct Sums;
+  struct Keys;
+  struct Values;
+
+  void copy_key(const KV* from, bf16* to) const {
+    if (!from) std::memset(to, 0, size_ * sizeof(bf16));
+    else if constexpr (sizeof(KV) == sizeof(bf16)) std::memcpy(to, from, size_ * sizeof(bf16));
+    else
+      for (int d = 0; d < size_; d += 16) store(to + d, load(from + d));
+  }
+};
+
+#if defined(__AMX_BF16__)
+
+// With tiles of the matrix unit.
+template <class KV>
+class Bf16Tile : public PairTile<KV, 32> {
+  using Base = PairTile<KV, 32>;
+  using Base::depth_, Base::keys_, Base::query_, Base::size_, Base::sums_;
+
+ public:
+  using Base::Base;
+
+  // Tiles 0 to 3 are sums, 4 and 5 the left factors, 6 and 7 the right ones.
+
+  void score(int block, int begin, int end, float* scores) const {
+    const bf16* query = query_ + int64_t(block) * depth_ * row_block;
+    Tiles::sync();
+    for (int k = begin; k < end; k += 32) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int d = 0; d < depth_; d += 32) {
+        _tile_loadd(4, keys_ + k * depth_ + d, depth_ * 2);
+        _tile_loadd(6, query + d * row_block, row_block * 4);
+        _tile_loadd(7, query + d * row_block + 32, row_block * 4);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, keys_ + (k + 16) * depth_ + d, depth_ * 2);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      float* to = scores + k * row_block;
+      _tile_stored(0, to, row_block * 4);
+      _tile_stored(1, to + 16, row_block * 4);
+      _tile_stored(2, to + 16 * row_block, row_block * 4);
+      _tile_stored(3, to + 16 * row_block + 16, row_block * 4);
+    }
+  }
+
+  void add_values(int block, int begin, int end, const bf16* weights) {
+    float* sums = sums_ + int64_t(block) * row_block * size_;
+    Tiles::sync();
+    int d = 0;
+    for (; d + 32 <= size_; d += 32) {
+      float* to = sums + d * row_block;
+      _tile_loadd(0, to, row_block * 4);
+      _tile_loadd(1, to + 16, row_block * 4);
+      _tile_loadd(2, to + 16 * row_block, row_block * 4);
+      _tile_loadd(3, to + 16 * row_block + 16, row_block * 4);
+      for (int k = begin; k < end; k += 32) {
+        const bf16* tile = Base::value(d, k);
+        _tile_loadd(4, tile, 64);
+        _tile_loadd(6, weights + k * row_block, row_block * 4);
+        _tile_loadd(7, weights + k * row_block + 32, row_block * 4);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, tile + 16 * Base::chunk, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_stored(0, to, row_block * 4);
+      _tile_stored(1, to + 16, row_block * 4);
+      _tile_stored(2, to + 16 * row_block, row_block * 4);
+      _tile_stored(3, to + 16 * row_block + 16, row_block * 4);
+    }
+    if (d == size_) return;
+    float* to = sums + d * row_block;
+    _tile_loadd(0, to, row_block * 4);
+    _tile_loadd(1, to + 16, row_block * 4);
+    for (int k = begin; k < end; k += 32) {
+      _tile_loadd(4, Base::value(d, k), 64);
+      _tile_loadd(6, weights + k * row_block, row_block * 4);
+      _tile_loadd(7, weights + k * row_block + 32, row_block * 4);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    _tile_stored(0, to, row_block * 4);
+    _tile_stored(1, to + 16, row_block * 4);
+  }
+
+ private:
+  Tiles tiles_;
+};
+
+#else
+
+// With vectors of pairs: keys are to a block of queries, and dimensions of values to its weights, what rows of x are
+// to a block of columns.
+template <class KV>
+class Bf16Tile : public PairTile<KV, PairTile<KV, 0>::chunk> {
+  using Base = PairTile<KV, PairTile<KV, 0>::chunk>;
+  static_assert(row_block == block_columns, "");
+
+ public:
+  using Base::Base;
+
+  void score(int block, int begin, int end, float* scores) const {
+    const int depth = Base::depth_;
+    gemm::vector_rows(end - begin, Base::keys_ + begin * depth, depth,
+                      Base::query_ + int64_t(block) * depth * row_block, depth, scores + begin * row_block, true);
+  }
+
+  void add_values(int block, int begin, int end, const bf16* weights) {
+    const int size = Base::size_;
+    gemm::vector_rows(size, Base::value(0, begin), Base::chunk, weights + begin * row_block, end - begin,
+                      Base::sums_ + int64_t(block) * row_block * size, false);
+  }
+};
+
+#endif
+
+template <class T, class KV>
+using Tile = std::conditional_t<std::is_same<T, bf16>::value && !std::is_same<KV, float>::value, Bf16Tile<KV>,
+                                FloatTile<T, KV>>;
+
+#else
+
+template <class T, class KV>
+using Tile = FloatTile<T, KV>;
+
+#endif
+
+// The softmax of a block of rows so far.
+struct Softmax {
+  alignas(64) float peaks[row_block];   // maximum of the exponents
+  alignas(64) float totals[row_block];  // sum of the weights
+  alignas(64) float keep[row_block];    // factor of what was added up before the last chunk
+};
+
+// Makes the scores of keys [begin, end), even numbers, into weights, which may lie in the same place.
+template <class Arithmetic>
+inline void softmax_block(float factor, const float* value_scales, int begin, int end, const float* scores,
+                          typename Arithmetic::Weight* weights, Softmax& state) {
+  for (int row = 0; row < row_block; row += width) {
+    vec even = load(scores + begin * row_block + row), odd = even;
+    for (int k = begin; k < end; k += 2) {
+      even = max(even, load(scores + k * row_block + row));
+      odd = max(odd, load(scores + (k + 1) * row_block + row));
+    }
+    vec before = load(state.peaks + row);
+    vec peak = max(before, mul(max(even, odd), splat(factor)));
+    vec keep = exp2(sub(before, peak)), shift = sub(zero(), peak);
+    vec total = zero();
+    for (int k = begin; k < end; k += 2) {
+      vec first = exp2(fma(load(scores + k * row_block + row), splat(factor), shift));
+      vec second = exp2(fma(load(scores + (k + 1) * row_block + row), splat(factor), shift));
+      total = add(total, add(first, second));
+      if (value_scales) {
+        first = mul(first, splat(value_scales[k]));
+        second = mul(second, splat(value_scales[k + 1]));
+      }
+      Arithmetic::put(weights, k, row, first, second);
+    }
+    store(state.peaks + row, peak);
+    store(state.keep + row, keep);
+    store(state.totals + row, fma(load(state.totals + row), keep, total));
+  }
+}
+
+// The new tokens [first_token, first_token + num_tokens) of a sequence under one KV head.
+template <class T, class KV>
+inline void tile_task(const Call<T>& call, int sequence, int head, int first_token, int num_tokens) {
+  struct Scores;
+  struct Weights;
+  struct States;
+  using Arithmetic = Tile<T, KV>;
+  constexpr int chunk = Arithmetic::chunk, key_step = Arithmetic::key_step;
+  constexpr bool is_quantized = std::is_same<KV, int8_t>::value;
+  const KVLayer& kv = call.kv;
+  const int groups = call.groups, rows = num_tokens * groups, num_blocks = (rows + row_block - 1) / row_block;
+  const int32_t* blocks = call.batch.block_table + sequence * call.batch.block_table_stride;
+  const int low = call.batch.seq_lens[sequence] - call.num_new(sequence) + first_token, high = low + num_tokens;
+
+  Arithmetic tile(num_blocks, kv.head_dim);
+  Softmax* states = scratch<States, Softmax>(num_blocks);
+  for (int row = 0; row < num_blocks * row_block; row += width) {
+    const T* from[width];
+    for (int i = 0; i < width; ++i)
+      from[i] = row + i < rows ? call.query_row(sequence, head, int64_t(first_token) * groups + row + i) : nullptr;
+    tile.load_query(row / row_block, row % row_block, from);
+    store(states[row / row_block].peaks + row % row_block, splat(no_peak));
+    store(states[row / row_block].totals + row % row_block, zero());
+  }
+
+  float* scores = scratch<Scores, float>(chunk * row_block);
+  // float32 weights take the place of their scores.
+  auto* weights = std::is_same<typename Arithmetic::Weight, float>::value
+                      ? reinterpret_cast<typename Arithmetic::Weight*>(scores)
+                      : scratch<Weights, typename Arithmetic::Weight>(chunk * row_block);
+  alignas(64) float key_scales[chunk], value_scales[chunk];
+  const int seen_from = call.seen_from(low);
+  for (int start = seen_from / chunk * chunk; start < high; start += chunk) {
+    const int begin = std::max(start, seen_from), end = std::min(start + chunk, high);
+    const KV *keys[chunk], *values[chunk];
+    locate(kv, blocks, head, 0, begin, end, keys);
+    locate(kv, blocks, head, 1, begin, end, values);
+    tile.load_context(keys, values, begin - start, end - start);
+    if (is_quantized) {
+      std::fill(key_scales, key_scales + chunk, 0.0f);
+      std::fill(value_scales, value_scales + chunk, 0.0f);
+      locate_scales(kv, blocks, head, 0, begin, end, key_scales + begin - start);
+      locate_scales(kv, blocks, head, 1, begin, end, value_scales + begin - start);
+    }
+    for (int b = 0; b < num_blocks; ++b) {
+      // Positions of the block's rows, and what any of them sees of the chunk.
+      const int first_row = b * row_block, last_row = std::min(first_row + row_block, rows) - 1;
+      const int first = low + first_row / groups, last = low + last_row / groups;
+      const int from = std::max(begin, call.seen_from(first)), to = std::min(end, last + 1);
+      if (from >= to) continue;
+      const int key_begin = (from - start) / key_step * key_step;
+      const int key_end = (to - start + key_step - 1) / key_step * key_step;
+      tile.score(b, key_begin, key_end, scores);
+      for (int k = key_begin; k < key_end; ++k) {
+        float* row = scores + k * row_block;
+        if (is_quantized || call.softcap)
+          for (int r = 0; r < row_block; r += width)
+            store(row + r, call.cap(is_quantized ? mul(load(row + r), splat(key_scales[k])) : load(row + r)));
+        // The rows that see the key: from its own position on, until it leaves the window.
+        const float hidden = -std::numeric_limits<float>::infinity();
+        const int position = start + k;
+        if (position > first) std::fill(row, row + std::min((position - low) * groups - first_row, row_block), hidden);
+        if (call.window && position + call.window <= last)
+          std::fill(row + std::max((position + call.window - low) * groups - first_row, 0), row + row_block, hidden);
+      }
+      softmax_block<Arithmetic>(call.factor(), is_quantized ? value_scales : nullptr, key_begin, key_end, scores,
+                                weights, states[b]);
+      const float* keep = states[b].keep;
+      if (std::any_of(keep, keep + row_block, [](float x) { return x != 1.0f; })) tile.rescale(b, keep);
+      tile.add_values(b, key_begin, key_end, weights);
+    }
+  }
+
+  for (int row = 0; row < num_blocks * row_block; row += width) {
+    T* to[width];
+    for (int i = 0; i < width; ++i)
+      to[i] = row + i < rows ? call.out_row(sequence, head, int64_t(first_token) * groups + row + i) : nullptr;
+    float* totals = states[row / row_block].totals + row % row_block;
+    store(totals, div(splat(1.0f), load(totals)));
+    tile.write(row / row_block, row % row_block, totals, to);
+  }
+}
+
+}  // namespace attention
+}  // namespace quire

@@ -1,0 +1,91 @@
+// All layers of a decoder in one call: the operators of a step one after the other, on one pool of threads.
+#pragma once
+
+#include "attention.h"
+#include "elementwise.h"
+#include "gemm.h"
+#include "layout.h"
+
+namespace quire {
+
+enum class Type : int32_t { float32 = 0, bfloat16 = 1 };
+
+struct DecoderLayer {
+  const void *input_norm, *post_attention_norm;
+  const void *query_norm, *key_norm;  // null: none
+  Weight qkv, out, gate_up, down;
+  float attention_scale, softcap;  // softcap 0: none
+  int32_t window;                  // 0: none
+  int32_t group;                   // KV group: which of a step's batches
+};
+
+struct Decoder {
+  Type type;
+  int32_t num_layers, hidden_size, num_heads, head_dim, half_rotary_dim;
+  float eps;
+  const DecoderLayer* layers;
+  const void* final_norm;
+};
+
+struct Step {
+  void* residual;          // [num_tokens][hidden_size]: embeddings; overwritten
+  const float *cosines, *sines;  // [num_tokens][half_rotary_dim]
+  const KVLayer* kv;       // per layer
+  const Batch* batches;    // per KV group
+  const int64_t* rows;     // [num_rows]: those whose result is wanted
+  int64_t num_rows;
+  void* out;               // [num_rows][hidden_size], normalised
+};
+
+template <class T>
+void forward(const Decoder& model, const Step& step) {
+  struct Normed;
+  struct Heads;
+  struct Attended;
+  struct Inner;
+  struct Output;
+  int num_tokens = step.batches[0].num_tokens;
+  int64_t hidden = model.hidden_size;
+  int64_t query_size = int64_t(model.num_heads) * model.head_dim;
+  T* residual = static_cast<T*>(step.residual);
+  T* normed = scratch<Normed, T>(num_tokens * hidden);
+  T* attended = scratch<Attended, T>(num_tokens * query_size);
+  T* output = scratch<Output, T>(num_tokens * hidden);
+  for (int index = 0; index < model.num_layers; ++index) {
+    const DecoderLayer& layer = model.layers[index];
+    const KVLayer& kv = step.kv[index];
+    const Batch& batch = step.batches[layer.group];
+    bool is_last = index == model.num_layers - 1;
+    const T* entering = index ? output : residual;
+    rms_norm_rows(entering, hidden, index ? residual : nullptr, hidden, static_cast<const T*>(layer.input_norm),
+                  model.eps, int(hidden), normed, hidden, num_tokens);
+    int64_t heads_size = layer.qkv.num_columns;
+    T* heads = scratch<Heads, T>(num_tokens * heads_size);
+    linear(normed, hidden, num_tokens, layer.qkv, heads, heads_size);
+    norm_rope_write(heads, heads_size, model.num_heads, static_cast<const T*>(layer.query_norm),
+                    static_cast<const T*>(layer.key_norm), model.eps, step.cosines, step.sines,
+                    model.half_rotary_dim, kv, batch.slot_mapping, num_tokens);
+    if (is_last && step.num_rows == 0) return;
+    paged_attention(heads, heads_size, model.num_heads, attended, query_size, kv, batch, layer.attention_scale,
+                    layer.window, layer.softcap);
+    if (is_last) {
+      // Nothing reads the other rows any more. Rows ascend, so none is overwritten before it is read.
+      for (int64_t i = 0; i < step.num_rows; ++i) {
+        std::memmove(attended + i * query_size, attended + step.rows[i] * query_size, query_size * sizeof(T));
+        std::memmove(residual + i * hidden, residual + step.rows[i] * hidden, hidden * sizeof(T));
+      }
+      num_tokens = int(step.num_rows);
+    }
+    linear(attended, query_size, num_tokens, layer.out, output, hidden);
+    rms_norm_rows(output, hidden, residual, hidden, static_cast<const T*>(layer.post_attention_norm), model.eps,
+                  int(hidden), normed, hidden, num_tokens);
+    int64_t inner_size = layer.down.num_inputs;
+    T* inner = scratch<Inner, T>(num_tokens * inner_size);
+    linear(normed, hidden, num_tokens, layer.gate_up, inner, inner_size);
+    linear(inner, inner_size, num_tokens, layer.down, output, hidden);
+  }
+  rms_norm_rows(output, hidden, residual, hidden, static_cast<const T*>(model.final_norm), model.eps, int(hidden),
+                static_cast<T*>(step.out), hidden, num_tokens);
+}
+
+}  // namespace quire

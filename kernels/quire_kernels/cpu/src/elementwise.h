@@ -1,0 +1,162 @@
+// Norms, rotary embedding, cache writes and gates, one token at a time.
+#pragma once
+
+#include "layout.h"
+#include "pool.h"
+#include "simd.h"
+
+namespace quire {
+
+// y = x / rms(x) * weight; with `residual` x becomes x + residual first, and is written back there.
+// Rounds to T where the operator's definition does: the sum, the normalised x, the product.
+template <class T>
+inline void rms_norm(const T* x, T* residual, const T* weight, float eps, int size, T* y) {
+  vec squares = zero();
+  alignas(64) T rounded[width];
+  const T* from = x;
+  for (int i = 0; i < size; i += width) {
+    vec value = load(x + i);
+    if (residual) {
+      store(residual + i, add(value, load(residual + i)));
+      value = load(residual + i);
+    }
+    squares = fma(value, value, squares);
+  }
+  if (residual) from = residual;
+  vec factor = splat(1.0f / std::sqrt(sum(squares) / float(size) + eps));
+  for (int i = 0; i < size; i += width) {
+    store(rounded, mul(load(from + i), factor));
+    store(y + i, mul(load(rounded), load(weight + i)));
+  }
+}
+
+template <class T>
+void rms_norm_rows(const T* x, int64_t ldx, T* residual, int64_t ldr, const T* weight, float eps, int size, T* y,
+                   int64_t ldy, int num_rows) {
+  // Some four thousand numbers are worth a task.
+  int each = std::max(1, 4096 / size);
+  parallel_for((num_rows + each - 1) / each, [&](int task) {
+    for (int row = task * each; row < std::min(num_rows, (task + 1) * each); ++row)
+      rms_norm(x + row * ldx, residual ? residual + row * ldr : nullptr, weight, eps, size, y + row * ldy);
+  });
+}
+
+// Rotates pairs (i, i + half) of one head in place or into y; what lies behind 2 * half is copied.
+template <class T>
+inline void rope_head(const T* x, const float* cosines, const float* sines, int half, int head_dim, T* y) {
+  int i = 0;
+  for (; i + width <= half; i += width) {
+    vec first = load(x + i), second = load(x + half + i), c = load(cosines + i), s = load(sines + i);
+    store(y + i, sub(mul(first, c), mul(second, s)));
+    store(y + half + i, add(mul(second, c), mul(first, s)));
+  }
+  for (; i < half; ++i) {
+    float first = to_float(x[i]), second = to_float(x[half + i]);
+    y[i] = from_float<T>(first * cosines[i] - second * sines[i]);
+    y[half + i] = from_float<T>(second * cosines[i] + first * sines[i]);
+  }
+  if (y != x && head_dim > 2 * half) std::memcpy(y + 2 * half, x + 2 * half, (head_dim - 2 * half) * sizeof(T));
+}
+
+// One token's head into its slot: `which` is 0 for keys, 1 for values.
+template <class T>
+inline void write_head(const T* x, const KVLayer& kv, int64_t slot, int which, int head) {
+  int64_t block = slot / kv.block_size, offset = slot % kv.block_size;
+  int64_t place = block * kv.block_stride + which * kv.kv_stride + head * kv.head_stride + offset * kv.head_dim;
+  int size = kv.head_dim;
+  if (kv.type == KVType::float32) {
+    for (int i = 0; i < size; i += width) store(static_cast<float*>(kv.data) + place + i, load(x + i));
+    return;
+  }
+  if (kv.type == KVType::bfloat16) {
+    for (int i = 0; i < size; i += width) store(static_cast<bf16*>(kv.data) + place + i, load(x + i));
+    return;
+  }
+  float most = 0;
+  bool is_nan = false;
+  for (int i = 0; i < size; ++i) {
+    float value = std::fabs(to_float(x[i]));
+    is_nan |= value != value;
+    most = std::max(most, value);
+  }
+  if (is_nan) most = std::numeric_limits<float>::quiet_NaN();
+  // Zeros get the smallest normal scale; an infinity makes the scale infinite and with it the head NaN.
+  float smallest = std::numeric_limits<float>::min();
+  bf16 scale = to_bf16(most / 127.0f < smallest ? smallest : most / 127.0f);
+  float divisor = to_float(scale);
+  int8_t* to = static_cast<int8_t*>(kv.data) + place;
+  for (int i = 0; i < size; ++i) {
+    float q = std::nearbyint(to_float(x[i]) / divisor);
+    to[i] = q == q ? int8_t(std::min(127.0f, std::max(-127.0f, q))) : 0;
+  }
+  kv.scales[block * kv.scale_block_stride + which * kv.scale_kv_stride + head * kv.scale_head_stride + offset] = scale;
+}
+
+// What lies between the projections and attention, for rows [query heads | key heads | value heads]: norms of
+// query and key heads (null: none), rotary embedding in place, keys and values into the cache.
+template <class T>
+void norm_rope_write(T* qkv, int64_t stride, int num_heads, const T* query_norm, const T* key_norm, float eps,
+                     const float* cosines, const float* sines, int half, const KVLayer& kv, const int64_t* slots,
+                     int num_tokens) {
+  int size = kv.head_dim, num_rotated = num_heads + kv.num_kv_heads;
+  int each = std::max(1, 4096 / (size * (num_rotated + kv.num_kv_heads)));
+  parallel_for((num_tokens + each - 1) / each, [&](int task) {
+    for (int token = task * each; token < std::min(num_tokens, (task + 1) * each); ++token) {
+      T* row = qkv + token * stride;
+      const float *c = cosines + int64_t(token) * half, *s = sines + int64_t(token) * half;
+      for (int head = 0; head < num_rotated; ++head) {
+        T* x = row + head * size;
+        const T* norm = head < num_heads ? query_norm : key_norm;
+        if (norm) rms_norm<T>(x, nullptr, norm, eps, size, x);
+        rope_head(x, c, s, half, size, x);
+        if (head >= num_heads) write_head(x, kv, slots[token], 0, head - num_heads);
+      }
+      for (int head = 0; head < kv.num_kv_heads; ++head)
+        write_head(row + (num_rotated + head) * size, kv, slots[token], 1, head);
+    }
+  });
+}
+
+template <class T, class F>
+void gate_rows(const T* gate_up, int64_t stride, int size, T* y, int64_t ldy, int num_rows, F activate) {
+  int each = std::max(1, 4096 / size);
+  parallel_for((num_rows + each - 1) / each, [&](int task) {
+    for (int row = task * each; row < std::min(num_rows, (task + 1) * each); ++row) {
+      const T* gate = gate_up + row * stride;
+      alignas(64) T rounded[width];
+      for (int i = 0; i < size; i += width) {
+        store(rounded, activate(load(gate + i)));
+        store(y + row * ldy + i, mul(load(rounded), load(gate + size + i)));
+      }
+    }
+  });
+}
+
+// Index of the first of the largest numbers of a row, or -1 where the largest is not finite or one is NaN.
+inline int64_t argmax(const float* x, int64_t size) {
+  float most = -std::numeric_limits<float>::infinity();
+  float nan = 0;  // becomes NaN with the first one: 0 * x is 0 for all other numbers but infinities
+  int64_t i = 0;
+  vec mosts = splat(most), nans = zero();
+  for (; i + width <= size; i += width) {
+    vec value = load(x + i);
+    mosts = max(mosts, value);
+    nans = fma(zero(), value, nans);
+  }
+  for (; i < size; ++i) {
+    most = std::max(most, x[i]);
+    nan += 0 * x[i];
+  }
+  most = std::max(most, largest(mosts));
+  nan += sum(nans);
+  if (nan != nan) {
+    // Banned tokens are at -inf; only NaN and +inf count.
+    for (i = 0; i < size; ++i)
+      if (x[i] != x[i]) return -1;
+  }
+  if (!std::isfinite(most)) return -1;
+  for (i = 0; x[i] != most;) ++i;
+  return i;
+}
+
+}  // namespace quire

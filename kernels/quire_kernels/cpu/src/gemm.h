@@ -1,0 +1,776 @@
+// y = x W^T + bias with weights packed once at load: float32, bfloat16, or eight and four bits.
+//
+// Packed weights lie in blocks of `block_columns` output features. Within a block, bfloat16 has pairs of input
+// features next to each other ([K / 2][32][2], what VDPBF16PS and AMX take), float32 has [K][32]. Quantised
+// weights have the order of bfloat16 and are widened to it, a chunk at a time in the first-level cache, just
+// before they are used: one kernel computes all formats.
+//
+// Every number of the result is one chain of additions over K in the same order, whatever the number of rows,
+// threads or tasks: a row's result does not depend on the batch around it.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <type_traits>
+
+#include "pool.h"
+#include "simd.h"
+
+namespace quire {
+
+enum class Format : int32_t { float32 = 0, bfloat16 = 1, int8 = 2, int4 = 3, w8a8 = 4 };
+
+// Gated ones take columns in pairs (gate, up), whose blocks hold 16 of each, and give half as many.
+enum class Activation : int32_t { none = 0, silu = 1, gelu = 2, gelu_tanh = 3 };
+
+constexpr int block_columns = 32;
+constexpr int half_block = block_columns / 2;
+constexpr int int4_group = 32;  // input features that share a scale
+
+struct Weight {
+  const void* data;     // blocks, 64-byte aligned
+  const float* scales;  // int8, w8a8: [blocks][32]; int4: [blocks][K / 32][32]
+  const float* bias;    // [blocks][32], in packed order, or null
+  int64_t num_columns;  // N, output features before a gate
+  int64_t num_inputs;   // K, a multiple of 32
+  Format format;
+  Activation activation;
+
+  int64_t num_blocks() const { return (num_columns + block_columns - 1) / block_columns; }
+  int64_t block_bytes() const {
+    switch (format) {
+      case Format::float32: return num_inputs * block_columns * 4;
+      case Format::bfloat16: return num_inputs * block_columns * 2;
+      case Format::int8:
+      case Format::w8a8: return num_inputs * block_columns;
+      default: return num_inputs * block_columns / 2;
+    }
+  }
+  int64_t num_outputs() const { return activation == Activation::none ? num_columns : num_columns / 2; }
+};
+
+// Memory of a thread, for one purpose (`Tag`), that grows and stays.
+template <class Tag, class T>
+inline T* scratch(size_t count) {
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  thread_local std::unique_ptr<void, Free> memory;
+  thread_local size_t size = 0;
+  size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+  if (bytes > size) {
+    memory.reset(std::aligned_alloc(64, bytes));
+    size = bytes;
+  }
+  return static_cast<T*>(memory.get());
+}
+
+namespace gemm {
+
+constexpr int room_inputs = 512;    // of K: a chunk of a block, widened to 32 KiB of bfloat16, in the first-level cache
+constexpr int chunk_inputs = 1024;  // as they are: fewer rounds over the sums of the rows weigh more than that
+constexpr int task_rows = 256;      // rows whose chunk of x stays in the second-level cache
+constexpr int task_blocks = 4;      // blocks that use it there
+constexpr int64_t task_bytes = 256 << 10;  // of weights, where each is used for few rows
+constexpr int tasks_per_thread = 4;
+
+// acc[rows][32] += x[rows][k] * w, or = with `first`. `prefetch`: w comes from memory.
+
+template <int ROWS>
+inline void tile(const float* x, int64_t ldx, const float* w, int k, float* acc, bool first, bool prefetch) {
+  constexpr int num = block_columns / width;
+  vec sums[ROWS][num];
+  for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < num; ++v) sums[r][v] = first ? zero() : load(acc + r * block_columns + v * width);
+  for (int i = 0; i < k; ++i, w += block_columns) {
+    if (prefetch) prefetch_ahead(w, block_columns * 4);
+    vec weights[num];
+    for (int v = 0; v < num; ++v) weights[v] = load(w + v * width);
+    for (int r = 0; r < ROWS; ++r) {
+      vec value = splat(x[r * ldx + i]);
+      for (int v = 0; v < num; ++v) sums[r][v] = fma(value, weights[v], sums[r][v]);
+    }
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < num; ++v) store(acc + r * block_columns + v * width, sums[r][v]);
+}
+
+#if defined(__AVX512F__)
+constexpr int max_tile_rows = 12;
+#else
+constexpr int max_tile_rows = 3;
+#endif
+
+// For each pair of inputs LINES cache lines from `ahead` on are asked for.
+template <int ROWS, int LINES = 0>
+inline void tile(const bf16* x, int64_t ldx, const bf16* w, int k, float* acc, bool first, const bf16* ahead = nullptr) {
+  constexpr int num = block_columns / width;
+  vec sums[ROWS][num];
+  for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < num; ++v) sums[r][v] = first ? zero() : load(acc + r * block_columns + v * width);
+  for (int i = 0; i < k; i += 2, w += 2 * block_columns) {
+    for (int line = 0; line < LINES; ++line, ahead += 32)
+      _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T0);
+    auto pair = [&](int row) { return x + row * ldx + i; };
+#if defined(__AVX512BF16__)
+    __m512bh weights[num];
+    for (int v = 0; v < num; ++v) weights[v] = (__m512bh)_mm512_loadu_si512(w + 2 * v * width);
+    for (int r = 0; r < ROWS; ++r) {
+      int32_t bits;
+      std::memcpy(&bits, pair(r), 4);
+      __m512bh value = (__m512bh)_mm512_set1_epi32(bits);
+      for (int v = 0; v < num; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], value, weights[v]);
+    }
+#else
+    for (int r = 0; r < ROWS; ++r) {
+      vec even = splat(to_float(pair(r)[0])), odd = splat(to_float(pair(r)[1]));
+      for (int v = 0; v < num; ++v) {
+        vec low, high;
+        split_pairs(w + 2 * v * width, low, high);
+        sums[r][v] = fma(odd, high, fma(even, low, sums[r][v]));
+      }
+    }
+#endif
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < num; ++v) store(acc + r * block_columns + v * width, sums[r][v]);
+}
+
+// f(number of rows as a constant).
+template <class F>
+inline void with_rows(int rows, F&& f) {
+  switch (rows) {
+#define QUIRE_ROWS(n) \
+  case n: return f(std::integral_constant<int, n>());
+    QUIRE_ROWS(1)
+    QUIRE_ROWS(2)
+    QUIRE_ROWS(3)
+#if defined(__AVX512F__)
+    QUIRE_ROWS(4)
+    QUIRE_ROWS(5)
+    QUIRE_ROWS(6)
+    QUIRE_ROWS(7)
+    QUIRE_ROWS(8)
+    QUIRE_ROWS(9)
+    QUIRE_ROWS(10)
+    QUIRE_ROWS(11)
+    QUIRE_ROWS(12)
+#endif
+#undef QUIRE_ROWS
+  }
+}
+
+// As equal tiles as can be: 13 rows are 7 and 6.
+inline int next_tile(int rows) {
+  return rows > max_tile_rows && rows < 2 * max_tile_rows ? (rows + 1) / 2 : std::min(rows, max_tile_rows);
+}
+
+// `prefetch`: w comes from memory.
+inline void vector_rows(int rows, const float* x, int64_t ldx, const float* w, int k, float* acc, bool first, bool prefetch) {
+  while (rows > 0) {
+    int count = next_tile(rows);
+    with_rows(count, [&](auto n) { tile<n>(x, ldx, w, k, acc, first, prefetch); });
+    x += count * ldx;
+    acc += count * block_columns;
+    rows -= count;
+    prefetch = false;
+  }
+}
+
+inline void vector_rows(int rows, const bf16* x, int64_t ldx, const bf16* w, int k, float* acc, bool first) {
+  while (rows > 0) {
+    int count = next_tile(rows);
+    with_rows(count, [&](auto n) { tile<n>(x, ldx, w, k, acc, first); });
+    x += count * ldx;
+    acc += count * block_columns;
+    rows -= count;
+  }
+}
+
+constexpr int piece_inputs = 256;  // of K: 16 KiB of a block, in the first-level cache with those that come next
+#if defined(__AMX_BF16__)
+constexpr int max_streamed_rows = 32;  // tiles are read otherwise
+#else
+constexpr int max_streamed_rows = 6 * max_tile_rows;
+#endif
+
+// For weights from memory and up to max_streamed_rows rows: all of them use a piece of the weights before the next,
+// and the first two tiles of rows each ask for half of that.
+inline void streamed_rows(int rows, const bf16* x, int64_t ldx, const bf16* w, int k, float* acc) {
+  if (rows <= max_tile_rows)
+    return with_rows(rows, [&](auto n) { tile<n, 2>(x, ldx, w, k, acc, true, w + 4096 / sizeof(bf16)); });
+  for (int start = 0; start < k; start += piece_inputs, w += piece_inputs * block_columns) {
+    const int size = std::min(piece_inputs, k - start);
+    const bf16* next = w + piece_inputs * block_columns;
+    for (int row = 0, tiles = 0, count; row < rows; row += count, ++tiles, next += piece_inputs * half_block) {
+      count = next_tile(rows - row);
+      const bf16* from = x + row * ldx + start;
+      float* to = acc + row * block_columns;
+      with_rows(count, [&](auto n) {
+        if (tiles < 2) tile<n, 1>(from, ldx, w, size, to, start == 0, next);
+        else tile<n>(from, ldx, w, size, to, start == 0);
+      });
+    }
+  }
+}
+
+#if defined(__AMX_BF16__)
+
+// Tiles 0..3 are sums (2 x 16 rows, 2 x 16 columns), 4 and 5 rows of x, 6 and 7 weights.
+inline void configure_tiles(int upper_rows, int lower_rows) {
+  struct alignas(64) {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {};
+  } config;
+  lower_rows = std::max(lower_rows, 1);
+  const int rows[] = {upper_rows, upper_rows, lower_rows, lower_rows, upper_rows, lower_rows, 16, 16};
+  for (int tile = 0; tile < 8; ++tile) config.rows[tile] = uint8_t(rows[tile]);
+  // To the compiler, tile instructions read no memory: all that they are to see must have been stored.
+  asm volatile("" ::: "memory");
+  _tile_loadconfig(&config);
+}
+
+// x in tiles of 16 rows and 32 inputs, 1 KiB each and those of the same rows behind each other: rows of a matrix that
+// lie some KiB apart share few sets of the first-level cache, and would drive the weights out of it.
+inline int64_t tiled_size(int64_t rows, int64_t k) { return (rows + 15) / 16 * 16 * k; }
+
+inline void to_tiles(const bf16* x, int64_t ldx, int rows, int64_t k, bf16* tiles) {
+  for (int64_t i = 0; i < k; i += 32)
+    for (int r = 0; r < rows; ++r) _mm512_store_si512(tiles + i * 16 + r * 32, _mm512_loadu_si512(x + r * ldx + i));
+}
+
+// As vector_rows, for x in tiles, of which `x_rows` is the distance between rows' tiles.
+inline void tiled_rows(int rows, const bf16* x, int64_t x_rows, const bf16* w, int k, float* acc, bool first, bool prefetch) {
+  constexpr int stride = block_columns * 4, x_ahead = 2 * 32;
+  asm volatile("" ::: "memory");
+  int shape = -1;
+  for (int row = 0; row < rows;) {
+    int upper = std::min(rows - row, 16), lower = std::min(rows - row - upper, 16);
+    if (shape != upper * 32 + lower) configure_tiles(upper, lower);
+    shape = upper * 32 + lower;
+    float* sums = acc + row * block_columns;
+    const bf16* top = x + row / 16 * x_rows;
+    const bf16* bottom = top + x_rows;
+    if (first) {
+      _tile_zero(0);
+      _tile_zero(1);
+    } else {
+      _tile_loadd(0, sums, stride);
+      _tile_loadd(1, sums + 16, stride);
+    }
+    if (lower) {
+      if (first) {
+        _tile_zero(2);
+        _tile_zero(3);
+      } else {
+        _tile_loadd(2, sums + 16 * block_columns, stride);
+        _tile_loadd(3, sums + 16 * block_columns + 16, stride);
+      }
+      for (int i = 0; i < k; i += 32) {
+        const bf16* weights = w + i * block_columns;
+        if (prefetch) prefetch_ahead(weights, 32 * block_columns * 2);
+        // Rows come from the second-level cache, as fast as they are multiplied but not at once.
+        for (int line = 0; line < 512; line += 32) {
+          _mm_prefetch(top + (i + x_ahead) * 16 + line, _MM_HINT_T0);
+          _mm_prefetch(bottom + (i + x_ahead) * 16 + line, _MM_HINT_T0);
+        }
+        _tile_loadd(6, weights, stride);
+        _tile_loadd(4, top + i * 16, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, weights + 32, stride);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, bottom + i * 16, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_stored(2, sums + 16 * block_columns, stride);
+      _tile_stored(3, sums + 16 * block_columns + 16, stride);
+    } else {
+      for (int i = 0; i < k; i += 32) {
+        const bf16* weights = w + i * block_columns;
+        if (prefetch) prefetch_ahead(weights, 32 * block_columns * 2);
+        _tile_loadd(4, top + i * 16, 64);
+        _tile_loadd(6, weights, stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, weights + 32, stride);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+    }
+    _tile_stored(0, sums, stride);
+    _tile_stored(1, sums + 16, stride);
+    row += upper + lower;
+    prefetch = false;
+  }
+}
+
+// acc[4][rows][32] = x w of four blocks of bfloat16, `block_size` numbers apart, for up to 16 rows. Tiles load too
+// much at a time for the processor's prefetchers to follow, so a piece of each block is touched first, side by side.
+inline void tiled_blocks(int rows, const bf16* x, const bf16* w, int64_t block_size, int64_t k, float* acc) {
+  constexpr int stride = block_columns * 4, piece_inputs = 128, ahead = 512 / sizeof(bf16);
+  asm volatile("" ::: "memory");
+  configure_tiles(rows, rows);
+  for (int64_t start = 0; start < k; start += piece_inputs) {
+    int64_t end = std::min<int64_t>(k, start + piece_inputs);
+    for (int64_t i = start * block_columns; i < end * block_columns; i += 32)
+      for (int q = 0; q < 4; ++q) touch(w + q * block_size + i);
+    for (int q = 0; q < 4; ++q) {
+      const bf16* weights = w + q * block_size;
+      float* sums = acc + q * rows * block_columns;
+      if (start == 0) {
+        _tile_zero(0);
+        _tile_zero(1);
+      } else {
+        _tile_loadd(0, sums, stride);
+        _tile_loadd(1, sums + 16, stride);
+      }
+      for (int i = 0; i < ahead; i += 32) _mm_prefetch(weights + end * block_columns + i, _MM_HINT_T0);
+      for (int64_t i = start; i < end; i += 32) {
+        _tile_loadd(4, x + i * 16, 64);
+        _tile_loadd(6, weights + i * block_columns, stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, weights + i * block_columns + 32, stride);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      _tile_stored(0, sums, stride);
+      _tile_stored(1, sums + 16, stride);
+    }
+  }
+  asm volatile("" ::: "memory");
+}
+
+#endif
+
+// Whether x is brought into tiles before it is used.
+template <class T>
+constexpr bool has_tiles() {
+#if defined(__AMX_BF16__)
+  return sizeof(T) == 2;
+#else
+  return false;
+#endif
+}
+
+// Eight-bit integers of pair order as they are, exact in every type; their columns' scales come at the end.
+inline void widen(const int8_t* from, int count, bf16* to) {
+  for (int i = 0; i < count; i += 2 * width) {
+    if (i % 64 == 0) prefetch_ahead(from + i);
+    store_two(to + i, load(from + i), load(from + i + width));
+  }
+}
+
+// Integers of pair order times the scales of their columns, of which one serves a pair.
+inline void widen(const int8_t* from, const float* scales, int count, bf16* to) {
+  for (int i = 0; i < count; i += 2 * width) {
+    const float* scale = scales + i % (2 * block_columns) / 2;
+    store_two(to + i, mul(load(from + i), load_twice(scale)),
+              mul(load(from + i + width), load_twice(scale + width / 2)));
+  }
+}
+
+// The same for float32, which has [K][32]: a pair's two inputs go to two rows.
+inline void widen(const int8_t* from, const float* scales, int count, float* to) {
+  for (int i = 0; i < count; i += 2 * block_columns)
+    for (int c = 0; c < block_columns; ++c) {
+      to[i + c] = float(from[i + 2 * c]) * (scales ? scales[c] : 1.0f);
+      to[i + block_columns + c] = float(from[i + 2 * c + 1]) * (scales ? scales[c] : 1.0f);
+    }
+}
+
+inline void widen(const int8_t* from, int count, float* to) { widen(from, nullptr, count, to); }
+
+// A row of 64 four-bit numbers (32 columns, pairs): byte i holds numbers i and i + 32, each plus 8.
+inline void unpack_nibbles(const uint8_t* from, int8_t* to) {
+  const __m256i mask = _mm256_set1_epi8(15), eight = _mm256_set1_epi8(8);
+  __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  __m256i low = _mm256_sub_epi8(_mm256_and_si256(bytes, mask), eight);
+  __m256i high = _mm256_sub_epi8(_mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask), eight);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), low);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32), high);
+}
+
+// Inputs [start, start + k) of a block, in the type that x has; widened into `room` if they are quantised.
+template <class T>
+inline const T* chunk_of(const Weight& w, int64_t block, int64_t start, int k, T* room) {
+  const char* data = static_cast<const char*>(w.data) + block * w.block_bytes();
+  if (w.format == Format::int8) {
+    widen(reinterpret_cast<const int8_t*>(data) + start * block_columns, k * block_columns, room);
+    return room;
+  }
+  if (w.format == Format::int4) {
+    alignas(64) int8_t numbers[int4_group * block_columns];
+    const uint8_t* packed = reinterpret_cast<const uint8_t*>(data) + start * block_columns / 2;
+    const float* scales = w.scales + (block * w.num_inputs + start) / int4_group * block_columns;
+    for (int i = 0; i < k; i += int4_group) {
+      prefetch_ahead(packed, int4_group * block_columns / 2);
+      for (int pair = 0; pair < int4_group / 2; ++pair)
+        unpack_nibbles(packed + pair * block_columns, numbers + pair * 2 * block_columns);
+      widen(numbers, scales, int4_group * block_columns, room + i * block_columns);
+      packed += int4_group * block_columns / 2;
+      scales += block_columns;
+    }
+    return room;
+  }
+  return reinterpret_cast<const T*>(data) + start * block_columns;
+}
+
+#if defined(__AVX512BF16__)
+
+// Sixteen pairs of inputs [start, start + 2) and columns [16 * half, +16) of a block, as bfloat16; see chunk_of.
+template <Format FORMAT>
+inline __m512i pairs_of(const char* data, const float* scales, int64_t start, int half) {
+  if constexpr (FORMAT == Format::bfloat16) {
+    const char* p = data + start * block_columns * 2 + half * 64;
+#if defined(__AMX_BF16__)
+    // Intel's processors are faster with it, AMD's without.
+    prefetch_ahead(p);
+#endif
+    return _mm512_load_si512(p);
+  }
+  __m256i numbers;
+  if constexpr (FORMAT == Format::int8) {
+    const char* p = data + start * block_columns + half * 32;
+    if (half == 0) prefetch_ahead(p);
+    numbers = _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
+    scales = nullptr;
+  } else {
+    const char* p = data + start * block_columns / 2;
+    if (half == 0 && start % 4 == 0) prefetch_ahead(p);
+    numbers = _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
+    if (half) numbers = _mm256_srli_epi16(numbers, 4);
+    numbers = _mm256_sub_epi8(_mm256_and_si256(numbers, _mm256_set1_epi8(15)), _mm256_set1_epi8(8));
+  }
+  vec low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(numbers)));
+  vec high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(numbers, 1)));
+  if (FORMAT == Format::int4) {
+    low = mul(low, load_twice(scales + half * 16));
+    high = mul(high, load_twice(scales + half * 16 + width / 2));
+  }
+  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+// Subnormal numbers count as zeros, as they do to tile instructions.
+class FlushSubnormals {
+ public:
+  FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
+  ~FlushSubnormals() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+};
+
+// acc[STREAMS][32] = x w of as many blocks for one row, bitwise what the products of more rows give. Read side by
+// side the blocks occupy more of the processor's prefetchers than one after the other, to the memory's full rate.
+template <Format FORMAT, int STREAMS>
+inline void one_row(const Weight& w, int64_t block, const bf16* x, float* acc) {
+  const char* data = static_cast<const char*>(w.data) + block * w.block_bytes();
+  const float* scales = w.scales + block * w.num_inputs;
+  vec sums[STREAMS][2];
+  for (auto& sum : sums) sum[0] = sum[1] = zero();
+  for (int64_t i = 0; i < w.num_inputs; i += 32) {
+#if defined(__AMX_BF16__)
+    // TDPBF16PS adds the even and the odd inputs of its 32 each in a chain of fused steps, then both to the sum.
+    vec even[STREAMS][2], odd[STREAMS][2];
+    for (int q = 0; q < STREAMS; ++q) even[q][0] = even[q][1] = odd[q][0] = odd[q][1] = zero();
+#endif
+    for (int pair = 0; pair < 32; pair += 2) {
+      int32_t bits;
+      std::memcpy(&bits, x + i + pair, 4);
+      const __m512i both = _mm512_set1_epi32(bits);
+      for (int q = 0; q < STREAMS; ++q)
+        for (int half = 0; half < 2; ++half) {
+          __m512i weights = pairs_of<FORMAT>(data + q * w.block_bytes(), scales + q * w.num_inputs + i, i + pair, half);
+#if defined(__AMX_BF16__)
+          const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
+          auto first = [](__m512i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); };
+          auto second = [&](__m512i v) { return _mm512_castsi512_ps(_mm512_and_si512(v, upper)); };
+          even[q][half] = fma(first(both), first(weights), even[q][half]);
+          odd[q][half] = fma(second(both), second(weights), odd[q][half]);
+#else
+          sums[q][half] = _mm512_dpbf16_ps(sums[q][half], (__m512bh)both, (__m512bh)weights);
+#endif
+        }
+    }
+#if defined(__AMX_BF16__)
+    for (int q = 0; q < STREAMS; ++q)
+      for (int half = 0; half < 2; ++half)
+        sums[q][half] = add(sums[q][half], add(even[q][half], odd[q][half]));
+#endif
+  }
+  for (int q = 0; q < STREAMS; ++q)
+    for (int half = 0; half < 2; ++half) store(acc + q * block_columns + half * 16, sums[q][half]);
+}
+
+template <Format FORMAT>
+inline void one_row(const Weight& w, int64_t block, int blocks, const bf16* x, float* acc) {
+  for (; blocks >= 4; blocks -= 4, block += 4, acc += 4 * block_columns) one_row<FORMAT, 4>(w, block, x, acc);
+  for (; blocks > 0; --blocks, ++block, acc += block_columns) one_row<FORMAT, 1>(w, block, x, acc);
+}
+
+inline void one_row(const Weight& w, int64_t block, int blocks, const bf16* x, float* acc) {
+#if defined(__AMX_BF16__)
+  FlushSubnormals flush;
+#endif
+  switch (w.format) {
+    case Format::int8: return one_row<Format::int8>(w, block, blocks, x, acc);
+    case Format::int4: return one_row<Format::int4>(w, block, blocks, x, acc);
+    default: return one_row<Format::bfloat16>(w, block, blocks, x, acc);
+  }
+}
+
+#endif
+
+inline vec activate(vec gate, Activation kind) {
+  switch (kind) {
+    case Activation::silu: return mul(gate, sigmoid(gate));
+    case Activation::gelu_tanh: {
+      vec inner = mul(splat(0.7978845608028654f), fma(mul(mul(gate, gate), gate), splat(0.044715f), gate));
+      return mul(mul(splat(0.5f), gate), add(splat(1.0f), tanh(inner)));
+    }
+    default: {
+      alignas(64) float values[width];
+      store(values, gate);
+      for (float& value : values) value *= 0.5f * (1.0f + std::erf(value * 0.70710678118654752f));
+      return load(values);
+    }
+  }
+}
+
+// Sums of a block, bias and activation applied, to y: [rows][outputs of the block].
+template <class Y>
+inline void finish(const Weight& w, int64_t block, int rows, const float* acc, Y* y, int64_t ldy) {
+  const float* bias = w.bias ? w.bias + block * block_columns : nullptr;
+  const float* scales = w.format == Format::int8 || w.format == Format::w8a8 ? w.scales + block * block_columns : nullptr;
+  auto result = [&](const float* row, int c) {
+    vec value = load(row + c);
+    if (scales) value = mul(value, load(scales + c));
+    return bias ? add(value, load(bias + c)) : value;
+  };
+  bool is_gated = w.activation != Activation::none;
+  int columns = is_gated ? half_block : block_columns;
+  int valid = int(std::min<int64_t>(columns, w.num_outputs() - block * columns));
+  alignas(64) Y last[block_columns];
+  for (int r = 0; r < rows; ++r, acc += block_columns) {
+    Y* to = valid == columns ? y + r * ldy : last;
+    for (int c = 0; c < columns; c += width) {
+      vec value = result(acc, c);
+      if (is_gated) value = mul(activate(value, w.activation), result(acc, half_block + c));
+      store(to + c, value);
+    }
+    if (to == last) std::memcpy(y + r * ldy, last, valid * sizeof(Y));
+  }
+}
+
+// The share of a product that one task computes; `column` is its place among those of the same rows.
+struct Part {
+  int64_t first_row, first_block, column;
+  int rows, blocks;
+};
+
+class Split {
+ public:
+  Split(int64_t num_rows, const Weight& w) : num_rows_(num_rows), num_blocks_(w.num_blocks()) {
+    row_tasks_ = (num_rows + task_rows - 1) / task_rows;
+    rows_each_ = ((num_rows + 15) / 16 + row_tasks_ - 1) / row_tasks_ * 16;
+    // With many rows the blocks of a task share their cache lines. With few, a task is worth claiming from some 32 k
+    // products on, and reads on where nothing is prefetched yet only once, but no thread is to end much later.
+    blocks_each_ = task_blocks;
+    if (num_rows < 64) {
+      int64_t fair = num_blocks_ / (tasks_per_thread * pool().num_threads());
+      int64_t worth = 1024 / (w.num_inputs * num_rows);
+      blocks_each_ = std::max({int64_t{1}, worth, std::min(fair, task_bytes / w.block_bytes())});
+    }
+    column_tasks_ = (num_blocks_ + blocks_each_ - 1) / blocks_each_;
+  }
+
+  int num_tasks() const { return int(row_tasks_ * column_tasks_); }
+  int64_t num_columns() const { return column_tasks_; }
+
+  // Rows begin at a multiple of 16; there may be none.
+  Part part(int task) const {
+    int64_t row = task / column_tasks_ * rows_each_, column = task % column_tasks_, block = column * blocks_each_;
+    return {row, block, column, int(std::min(rows_each_, num_rows_ - row)),
+            int(std::min(blocks_each_, num_blocks_ - block))};
+  }
+
+ private:
+  int64_t num_rows_, num_blocks_, row_tasks_, rows_each_, blocks_each_, column_tasks_;
+};
+
+// What becomes of a product: each task hands over its sums, [blocks][rows][32]. This one writes y.
+template <class Y>
+struct Stored {
+  const Weight& w;
+  Y* y;
+  int64_t ldy;
+
+  void begin(const Split&) {}
+  void take(const Part& part, const float* sums) const {
+    int columns = w.activation == Activation::none ? block_columns : half_block;
+    Y* to = y + part.first_row * ldy + part.first_block * columns;
+    for (int b = 0; b < part.blocks; ++b)
+      finish(w, part.first_block + b, part.rows, sums + b * part.rows * block_columns, to + b * columns, ldy);
+  }
+};
+
+// Keeps only the largest result of each row: which column it is in, and whether there was a NaN.
+class Largest {
+ public:
+  Largest(const Weight& w, int64_t num_rows) : w_(w), num_rows_(num_rows) {}
+
+  void begin(const Split& split) {
+    struct Entries;
+    num_columns_ = split.num_columns();
+    entries_ = scratch<Entries, Entry>(num_columns_ * num_rows_);
+  }
+
+  void take(const Part& part, const float* sums) const {
+    constexpr int num = block_columns / width;
+    for (int r = 0; r < part.rows; ++r) {
+      vec mosts[num], blocks[num], nans = zero();
+      for (int v = 0; v < num; ++v) mosts[v] = splat(lowest), blocks[v] = zero();
+      for (int b = 0; b < part.blocks; ++b) {
+        // Columns that there are not stay as they are.
+        alignas(64) float values[block_columns];
+        for (int v = 0; v < num; ++v) store(values + v * width, splat(lowest));
+        finish(w_, part.first_block + b, 1, sums + (b * part.rows + r) * block_columns, values, block_columns);
+        for (int v = 0; v < num; ++v) {
+          vec value = load(values + v * width);
+          nans = nan_of(value, nans);
+          blocks[v] = where_greater(value, mosts[v], splat(float(b)), blocks[v]);
+          mosts[v] = max(mosts[v], value);
+        }
+      }
+      alignas(64) float values[block_columns], places[block_columns];
+      for (int v = 0; v < num; ++v) store(values + v * width, mosts[v]), store(places + v * width, blocks[v]);
+      Entry best{lowest, 0};
+      for (int c = 0; c < block_columns; ++c) {
+        int64_t column = (part.first_block + int64_t(places[c])) * block_columns + c;
+        if (values[c] > best.value || (values[c] == best.value && column < best.column)) best = {values[c], column};
+      }
+      float nan = sum(nans);
+      if (nan != nan) best.value = nan;
+      entries_[part.column * num_rows_ + part.first_row + r] = best;
+    }
+  }
+
+  // The first of the largest, or -1 where the largest is not finite or one is NaN.
+  int64_t column(int64_t row) const {
+    Entry best{lowest, -1};
+    for (int64_t c = 0; c < num_columns_; ++c) {
+      const Entry& entry = entries_[c * num_rows_ + row];
+      if (entry.value != entry.value) return -1;
+      if (entry.value > best.value) best = entry;
+    }
+    return std::isfinite(best.value) ? best.column : -1;
+  }
+
+ private:
+  struct Entry {
+    float value;
+    int64_t column;
+  };
+  static constexpr float lowest = -std::numeric_limits<float>::infinity();
+  const Weight& w_;
+  int64_t num_rows_, num_columns_ = 0;
+  Entry* entries_ = nullptr;  // [num_columns_][num_rows_]
+};
+
+template <class X, class Sink>
+void multiply_int8(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, Sink& to);
+
+// x[M][K] w, to a sink; x has the type that the format is computed in (bfloat16 or float32).
+template <class X, class Sink>
+void multiply(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, Sink& to) {
+  struct Tiles;
+  struct Room;
+  struct Sums;
+  if (num_rows == 0) return;
+  if (w.format == Format::w8a8) return multiply_int8(x, ldx, num_rows, w, to);
+  int64_t k = w.num_inputs;
+  Split split(num_rows, w);
+  to.begin(split);
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<X, bf16>) {
+    if (num_rows == 1) {
+      parallel_for(split.num_tasks(), [&](int task) {
+        Part part = split.part(task);
+        float* sums = scratch<Sums, float>(part.blocks * block_columns);
+        one_row(w, part.first_block, part.blocks, x, sums);
+        to.take(part, sums);
+      });
+      return;
+    }
+  }
+#endif
+  X* tiles = nullptr;
+#if defined(__AMX_BF16__)
+  if constexpr (has_tiles<X>()) {
+    int64_t row_tiles = (num_rows + 15) / 16;
+    tiles = scratch<Tiles, X>(tiled_size(num_rows, k));
+    int each = int(std::max<int64_t>(1, 16384 / (16 * k)));
+    parallel_for(int((row_tiles + each - 1) / each), [&](int task) {
+      for (int64_t tile = int64_t(task) * each; tile < std::min<int64_t>(row_tiles, (task + 1) * each); ++tile)
+        to_tiles(x + tile * 16 * ldx, ldx, int(std::min<int64_t>(16, num_rows - tile * 16)), k,
+                 tiles + tile * 16 * k);
+    });
+  }
+#endif
+  parallel_for(split.num_tasks(), [&](int task) {
+    const Part part = split.part(task);
+    const auto [first_row, first_block, column, rows, num_blocks] = part;
+    int blocks = num_blocks;
+    if (rows <= 0) return;
+    X* room = w.format >= Format::int8 ? scratch<Room, X>(room_inputs * block_columns) : nullptr;
+    float* sums = scratch<Sums, float>((rows + 15) / 16 * 16 * blocks * block_columns);
+#if defined(__AMX_BF16__)
+    if constexpr (has_tiles<X>())
+      if (rows <= 16 && blocks == 4 && !room) {
+        const bf16* weights = chunk_of<bf16>(w, first_block, 0, int(k), nullptr);
+        tiled_blocks(rows, tiles + first_row * k, weights, k * block_columns, k, sums);
+        blocks = 0;
+      }
+#endif
+    // Few rows need no second pass over x, and unquantised weights no room.
+    int64_t chunk = room ? room_inputs : rows <= max_streamed_rows ? k : chunk_inputs;
+    for (int64_t start = 0; start < k; start += chunk) {
+      int size = int(std::min(chunk, k - start));
+      for (int b = 0; b < blocks; ++b) {
+        const X* weights = chunk_of(w, first_block + b, start, size, room);
+        float* acc = sums + b * rows * block_columns;
+#if defined(__AMX_BF16__)
+        if constexpr (has_tiles<X>()) {
+          tiled_rows(rows, tiles + first_row * k + start * 16, 16 * k, weights, size, acc, start == 0, !room);
+          continue;
+        }
+#endif
+        if constexpr (std::is_same_v<X, float>)
+          vector_rows(rows, x + first_row * ldx + start, ldx, weights, size, acc, start == 0, !room);
+        else if (room || rows > max_streamed_rows)
+          vector_rows(rows, x + first_row * ldx + start, ldx, weights, size, acc, start == 0);
+        else
+          streamed_rows(rows, x + first_row * ldx, ldx, weights, size, acc);
+      }
+    }
+    to.take(part, sums);
+  });
+}
+
+}  // namespace gemm
+
+// y[M][outputs] of x[M][K]; x has the type that the format is computed in (bfloat16 or float32).
+template <class X, class Y>
+void linear(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, Y* y, int64_t ldy) {
+  gemm::Stored<Y> to{w, y, ldy};
+  gemm::multiply(x, ldx, num_rows, w, to);
+}
+
+// Of each row of that product the first of the largest numbers, in float32, or -1: see argmax in elementwise.h.
+template <class X>
+void linear_argmax(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, int64_t* y) {
+  gemm::Largest to(w, num_rows);
+  gemm::multiply(x, ldx, num_rows, w, to);
+  for (int64_t row = 0; row < num_rows; ++row) y[row] = to.column(row);
+}
+
+}  // namespace quire

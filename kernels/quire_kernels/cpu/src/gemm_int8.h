@@ -1,0 +1,245 @@
+// y = x W^T with weights and activations of eight bits (w8a8), in integers.
+//
+// A row of x is quantised when it comes, a scale for every 64 inputs; weights have one for each output feature. The
+// sums of a group are exact integers, and its scale times them is added in the order of the groups: the result is
+// the same, bitwise, on every instruction set that fuses multiplication and addition, and for any number of rows.
+//
+// Weights are stored plus 128, since the instructions want one side without sign: what that adds to a group's sum,
+// 128 times the sum of x's numbers, is taken off where the sum begins. A block holds [K / 4][32][4].
+#pragma once
+
+#include "gemm.h"
+
+namespace quire {
+namespace gemm {
+
+constexpr int int8_group = 64;  // inputs
+
+// x: numbers in tiles of 16 rows and a group, 1 KiB each, those of the same rows behind each other.
+struct QuantisedRows {
+  int8_t* numbers;
+  float* scales;     // [rows][groups]
+  int32_t* offsets;  // [rows][groups]: -128 times the sum of the group's numbers
+  int64_t groups;
+
+  int8_t* of(int64_t row, int64_t group) const { return numbers + ((row / 16 * groups + group) * 16 + row % 16) * 64; }
+};
+
+// Rounds, to nearest even, numbers of at most 127; returns their sum.
+#if defined(__AVX512F__)
+inline uint32_t store_numbers(int8_t* p, vec x) {
+  __m512i whole = _mm512_cvtps_epi32(x);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(whole));
+  return uint32_t(_mm512_reduce_add_epi32(whole));
+}
+#else
+inline uint32_t store_numbers(int8_t* p, vec x) {
+  alignas(32) uint32_t whole[width];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(whole), _mm256_cvtps_epi32(x));
+  uint32_t total = 0;
+  for (int i = 0; i < width; ++i) {
+    p[i] = int8_t(whole[i]);
+    total += whole[i];
+  }
+  return total;
+}
+#endif
+
+template <class X>
+inline void quantise_row(const X* x, int64_t row, const QuantisedRows& to) {
+  for (int64_t group = 0; group < to.groups; ++group, x += int8_group) {
+    vec most = zero(), is_finite = zero();
+    for (int i = 0; i < int8_group; i += width) {
+      vec value = load(x + i);
+      most = max(most, max(value, sub(zero(), value)));
+      is_finite = add(is_finite, sub(value, value));
+    }
+    float extreme = largest(most), finite = sum(is_finite);
+    float inverse = extreme > 0 ? 127.0f / extreme : 0.0f;
+    int8_t* numbers = to.of(row, group);
+    uint32_t total = 0;
+    for (int i = 0; i < int8_group; i += width) total += store_numbers(numbers + i, mul(load(x + i), splat(inverse)));
+    // NaN where the group held one, or an infinity; its numbers are of no importance then.
+    to.scales[row * to.groups + group] = finite == 0 ? extreme / 127.0f : finite;
+    to.offsets[row * to.groups + group] = int32_t(-128u * total);
+  }
+}
+
+inline const uint8_t* int8_block(const Weight& w, int64_t block) {
+  return static_cast<const uint8_t*>(w.data) + block * w.block_bytes();
+}
+
+#if defined(__AVX512VNNI__)
+
+// acc[STREAMS][ROWS][32]: rows from `row` on times STREAMS blocks, which are read side by side.
+template <int ROWS, int STREAMS>
+inline void int8_tile(const Weight& w, int64_t block, const QuantisedRows& x, int64_t row, float* acc, bool prefetch) {
+  vec sums[STREAMS][ROWS][2];
+  for (auto& stream : sums)
+    for (auto& sum : stream) sum[0] = sum[1] = zero();
+  for (int64_t group = 0; group < x.groups; ++group) {
+    __m512i dots[STREAMS][ROWS][2];
+    const int8_t* numbers[ROWS];
+    for (int r = 0; r < ROWS; ++r) {
+      numbers[r] = x.of(row + r, group);
+      for (auto& stream : dots) stream[r][0] = stream[r][1] = _mm512_set1_epi32(x.offsets[(row + r) * x.groups + group]);
+    }
+    for (int i = 0; i < int8_group; i += 4)
+      for (int q = 0; q < STREAMS; ++q) {
+        const uint8_t* p = int8_block(w, block + q) + (group * int8_group + i) * block_columns;
+        if (prefetch) prefetch_ahead(p, 128);
+        __m512i left = _mm512_load_si512(p), right = _mm512_load_si512(p + 64);
+        for (int r = 0; r < ROWS; ++r) {
+          int32_t four;
+          std::memcpy(&four, numbers[r] + i, 4);
+          dots[q][r][0] = _mm512_dpbusd_epi32(dots[q][r][0], left, _mm512_set1_epi32(four));
+          dots[q][r][1] = _mm512_dpbusd_epi32(dots[q][r][1], right, _mm512_set1_epi32(four));
+        }
+      }
+    for (int q = 0; q < STREAMS; ++q)
+      for (int r = 0; r < ROWS; ++r)
+        for (int half = 0; half < 2; ++half) {
+          vec scale = splat(x.scales[(row + r) * x.groups + group]);
+          sums[q][r][half] = fma(_mm512_cvtepi32_ps(dots[q][r][half]), scale, sums[q][r][half]);
+        }
+  }
+  for (int q = 0; q < STREAMS; ++q)
+    for (int r = 0; r < ROWS; ++r)
+      for (int half = 0; half < 2; ++half) store(acc + (q * ROWS + r) * block_columns + half * 16, sums[q][r][half]);
+}
+
+#else
+
+// Four numbers of `width` columns each: number t of every column.
+#if defined(__AVX512F__)
+inline vec byte_of(const uint8_t* p, int t) {
+  __m512i fours = _mm512_loadu_si512(p);
+  return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srl_epi32(fours, _mm_cvtsi32_si128(8 * t)), _mm512_set1_epi32(255)));
+}
+#else
+inline vec byte_of(const uint8_t* p, int t) {
+  __m256i fours = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(fours, _mm_cvtsi32_si128(8 * t)), _mm256_set1_epi32(255)));
+}
+#endif
+
+// The same in float32, which holds the sums of a group exactly (64 * 255 * 127 < 2^24).
+template <int ROWS, int STREAMS>
+inline void int8_tile(const Weight& w, int64_t block, const QuantisedRows& x, int64_t row, float* acc, bool) {
+  static_assert(STREAMS == 1, "");
+  constexpr int num = block_columns / width;
+  for (int v = 0; v < num; ++v) {
+    vec sums[ROWS];
+    for (vec& sum : sums) sum = zero();
+    for (int64_t group = 0; group < x.groups; ++group) {
+      vec dots[ROWS];
+      for (int r = 0; r < ROWS; ++r) dots[r] = splat(float(x.offsets[(row + r) * x.groups + group]));
+      for (int i = 0; i < int8_group; ++i) {
+        const uint8_t* p = int8_block(w, block) + (group * int8_group + i / 4 * 4) * block_columns + v * width * 4;
+        vec weights = byte_of(p, i % 4);
+        for (int r = 0; r < ROWS; ++r) dots[r] = fma(weights, splat(float(x.of(row + r, group)[i])), dots[r]);
+      }
+      for (int r = 0; r < ROWS; ++r) sums[r] = fma(dots[r], splat(x.scales[(row + r) * x.groups + group]), sums[r]);
+    }
+    for (int r = 0; r < ROWS; ++r) store(acc + r * block_columns + v * width, sums[r]);
+  }
+}
+
+#endif
+
+#if defined(__AMX_INT8__)
+
+// acc[rows][32] of up to 16 rows from `row` on, a multiple of 16. Sums of a group leave the tiles while those of the
+// next one are computed.
+inline void int8_tiles(const Weight& w, int64_t block, const QuantisedRows& x, int64_t row, int rows, float* acc,
+                       bool prefetch) {
+  constexpr int stride = block_columns * 4;
+  alignas(64) int32_t dots[2][16][block_columns];
+  const uint8_t* weights = int8_block(w, block);
+  auto take = [&](int64_t group) {
+    for (int r = 0; r < rows; ++r) {
+      const __m512i offset = _mm512_set1_epi32(x.offsets[(row + r) * x.groups + group]);
+      const vec scale = splat(x.scales[(row + r) * x.groups + group]);
+      for (int half = 0; half < 2; ++half) {
+        __m512i whole = _mm512_add_epi32(_mm512_load_si512(&dots[group % 2][r][half * 16]), offset);
+        float* sum = acc + r * block_columns + half * 16;
+        store(sum, fma(_mm512_cvtepi32_ps(whole), scale, group ? load(sum) : zero()));
+      }
+    }
+  };
+  configure_tiles(rows, rows);
+  for (int64_t group = 0; group < x.groups; ++group, weights += int8_group * block_columns) {
+    if (prefetch) prefetch_ahead(weights, int8_group * block_columns);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_loadd(4, x.of(row, group), 64);
+    _tile_loadd(6, weights, stride);
+    _tile_dpbsud(0, 4, 6);
+    _tile_loadd(7, weights + 64, stride);
+    _tile_dpbsud(1, 4, 7);
+    _tile_stored(0, &dots[group % 2][0][0], stride);
+    _tile_stored(1, &dots[group % 2][0][16], stride);
+    asm volatile("" ::: "memory");
+    if (group) take(group - 1);
+  }
+  take(x.groups - 1);
+}
+
+#endif
+
+// acc[blocks][rows][32] of rows from `row` on, a multiple of 16.
+inline void int8_rows(const Weight& w, int64_t block, int blocks, const QuantisedRows& x, int64_t row, int rows,
+                      float* acc) {
+#if defined(__AVX512VNNI__)
+  if (rows == 1)
+    for (; blocks >= 4; blocks -= 4, block += 4, acc += 4 * block_columns) int8_tile<1, 4>(w, block, x, row, acc, true);
+#endif
+  for (int b = 0; b < blocks; ++b)
+    for (int done = 0; done < rows;) {
+      float* to = acc + (b * rows + done) * block_columns;
+      bool is_first = done == 0;
+#if defined(__AMX_INT8__)
+      if (rows > 1) {
+        int count = std::min(rows - done, 16);
+        int8_tiles(w, block + b, x, row + done, count, to, is_first);
+        done += count;
+        continue;
+      }
+#endif
+      if (rows - done >= 4) {
+        int8_tile<4, 1>(w, block + b, x, row + done, to, is_first);
+        done += 4;
+      } else {
+        int8_tile<1, 1>(w, block + b, x, row + done, to, is_first);
+        done += 1;
+      }
+    }
+}
+
+template <class X, class Sink>
+void multiply_int8(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, Sink& to) {
+  struct Numbers;
+  struct Scales;
+  struct Offsets;
+  struct Sums;
+  int64_t k = w.num_inputs, groups = k / int8_group, padded = (num_rows + 15) / 16 * 16;
+  QuantisedRows quantised{scratch<Numbers, int8_t>(padded * k), scratch<Scales, float>(num_rows * groups),
+                          scratch<Offsets, int32_t>(num_rows * groups), groups};
+  int64_t each = std::max<int64_t>(1, 8192 / k);
+  parallel_for(int((num_rows + each - 1) / each), [&](int task) {
+    for (int64_t row = task * each; row < std::min<int64_t>(num_rows, (task + 1) * each); ++row)
+      quantise_row(x + row * ldx, row, quantised);
+  });
+  Split split(num_rows, w);
+  to.begin(split);
+  parallel_for(split.num_tasks(), [&](int task) {
+    Part part = split.part(task);
+    if (part.rows <= 0) return;
+    float* sums = scratch<Sums, float>(int64_t(part.rows) * part.blocks * block_columns);
+    int8_rows(w, part.first_block, part.blocks, quantised, part.first_row, part.rows, sums);
+    to.take(part, sums);
+  });
+}
+
+}  // namespace gemm
+}  // namespace quire

@@ -1,0 +1,129 @@
+// The C interface, loaded through ctypes: see ../native.py, whose structures mirror those used here.
+
+#include "attention.h"
+#include "decoder.h"
+#include "elementwise.h"
+#include "gemm.h"
+#include "gemm_int8.h"
+#include "pack.h"
+
+using namespace quire;
+
+namespace {
+
+// Calls f with a null pointer of the type that the code names.
+template <class F>
+void with_type(Type type, F&& f) {
+  if (type == Type::float32) f(static_cast<float*>(nullptr));
+  else f(static_cast<bf16*>(nullptr));
+}
+
+}  // namespace
+
+extern "C" {
+
+// Must be called once before anything else; 0, or -1 if the system does not let this process use AMX.
+int quire_init() {
+#if defined(__AMX_BF16__)
+  constexpr long request_permission = 0x1023, tile_data = 18;
+  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0 ? 0 : -1;
+#else
+  return 0;
+#endif
+}
+
+void quire_set_num_threads(int num_threads) { pool().resize(num_threads); }
+
+int64_t quire_weight_bytes(const Weight* w) { return w->num_blocks() * w->block_bytes(); }
+
+// `source` is float32, bfloat16 or, for quantised formats, int8, as the format says.
+void quire_pack(const void* source, const float* scales, const float* bias, const Weight* w) {
+  if (w->format == Format::float32) pack(static_cast<const float*>(source), nullptr, bias, *w);
+  else if (w->format == Format::bfloat16) pack(static_cast<const bf16*>(source), nullptr, bias, *w);
+  else pack(static_cast<const int8_t*>(source), scales, bias, *w);
+}
+
+void quire_unpack_rows(Type type, const Weight* w, const int64_t* rows, int64_t num_rows, void* y) {
+  with_type(type, [&](auto* t) { unpack_rows(*w, rows, num_rows, static_cast<decltype(t)>(y)); });
+}
+
+void quire_linear(Type x_type, const void* x, int64_t ldx, int64_t num_rows, const Weight* w, Type y_type, void* y,
+                  int64_t ldy) {
+  with_type(x_type, [&](auto* xt) {
+    with_type(y_type, [&](auto* yt) {
+      linear(static_cast<const std::remove_pointer_t<decltype(xt)>*>(x), ldx, num_rows, *w, static_cast<decltype(yt)>(y), ldy);
+    });
+  });
+}
+
+void quire_linear_argmax(Type x_type, const void* x, int64_t ldx, int64_t num_rows, const Weight* w, int64_t* y) {
+  with_type(x_type, [&](auto* t) { linear_argmax(static_cast<decltype(t)>(const_cast<void*>(x)), ldx, num_rows, *w, y); });
+}
+
+void quire_rms_norm(Type type, const void* x, int64_t ldx, void* residual, const void* weight, float eps, int size,
+                    void* y, int num_rows) {
+  with_type(type, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    rms_norm_rows(static_cast<const T*>(x), ldx, static_cast<T*>(residual), size, static_cast<const T*>(weight), eps,
+                  size, static_cast<T*>(y), size, num_rows);
+  });
+}
+
+void quire_rope(Type type, const void* x, int64_t stride, int64_t head_stride, const float* cosines,
+                const float* sines, int half, int num_heads, int head_dim, void* y, int num_tokens) {
+  with_type(type, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    int each = std::max(1, 4096 / (num_heads * head_dim));
+    parallel_for((num_tokens + each - 1) / each, [&](int task) {
+      for (int64_t token = int64_t(task) * each; token < std::min(num_tokens, (task + 1) * each); ++token)
+        for (int64_t head = 0; head < num_heads; ++head)
+          rope_head(static_cast<const T*>(x) + token * stride + head * head_stride, cosines + token * half,
+                    sines + token * half, half, head_dim,
+                    static_cast<T*>(y) + (token * num_heads + head) * head_dim);
+    });
+  });
+}
+
+void quire_write_kv(Type type, const void* key, int64_t key_stride, const void* value, int64_t value_stride,
+                    const KVLayer* kv, const int64_t* slots, int num_tokens) {
+  with_type(type, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    int each = std::max(1, 2048 / (kv->num_kv_heads * kv->head_dim));
+    parallel_for((num_tokens + each - 1) / each, [&](int task) {
+      for (int64_t token = int64_t(task) * each; token < std::min(num_tokens, (task + 1) * each); ++token)
+        for (int head = 0; head < kv->num_kv_heads; ++head) {
+          int64_t place = int64_t(head) * kv->head_dim;
+          write_head(static_cast<const T*>(key) + token * key_stride + place, *kv, slots[token], 0, head);
+          write_head(static_cast<const T*>(value) + token * value_stride + place, *kv, slots[token], 1, head);
+        }
+    });
+  });
+}
+
+void quire_argmax(const float* x, int64_t stride, int64_t size, int num_rows, int64_t* y) {
+  parallel_for(num_rows, [&](int row) { y[row] = argmax(x + row * stride, size); });
+}
+
+void quire_gate(Type type, Activation activation, const void* gate_up, int64_t stride, int size, void* y,
+                int num_rows) {
+  with_type(type, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    gate_rows(static_cast<const T*>(gate_up), stride, size, static_cast<T*>(y), size, num_rows,
+              [activation](vec x) { return gemm::activate(x, activation); });
+  });
+}
+
+void quire_paged_attention(Type type, const void* query, int64_t query_stride, int num_heads, void* out,
+                           const KVLayer* kv, const Batch* batch, float scale, int window, float softcap) {
+  with_type(type, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    paged_attention(static_cast<const T*>(query), query_stride, num_heads, static_cast<T*>(out),
+                    int64_t(num_heads) * kv->head_dim, *kv, *batch, scale, window, softcap);
+  });
+}
+
+void quire_decoder_forward(const Decoder* model, const Step* step) {
+  with_type(model->type, [&](auto* t) { forward<std::remove_pointer_t<decltype(t)>>(*model, *step); });
+}
+
+}  // extern "C"

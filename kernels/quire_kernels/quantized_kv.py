@@ -1,0 +1,52 @@
+"""QuantizedKV: a layer's keys and values in eight bits, with one scale per token and KV head."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+SCALE_DTYPE = torch.bfloat16
+"""The range of float32, so that no key or value is too large or too small for its scale, in two bytes. Its
+short mantissa costs nothing: numbers are divided by the scale as it is stored."""
+
+
+class QuantizedKV(NamedTuple):
+    """Views of a layer's part of the cache; a number is its data times its scale."""
+
+    data: torch.Tensor
+    """int8 or float8_e4m3fn [num_blocks, 2, num_kv_heads, block_size, head_dim]"""
+    scales: torch.Tensor
+    """SCALE_DTYPE [num_blocks, 2, num_kv_heads, block_size]"""
+
+    @classmethod
+    def from_pieces(cls, pieces: torch.Tensor, dtype: torch.dtype, block_size: int) -> QuantizedKV:
+        """Views of memory in which each head of a block has its data and, right behind it, its scales.
+
+        Args:
+            pieces: uint8 [num_blocks, 2, num_kv_heads, piece_bytes(...)], the last dimension contiguous.
+            dtype: int8 or float8_e4m3fn.
+            block_size: tokens per block.
+        """
+        size = pieces.shape[-1] - block_size * SCALE_DTYPE.itemsize
+        head_dim = size // block_size
+        # Not `unflatten`, which invents strides for dimensions of size 1: implementations go by them.
+        data = pieces.view(dtype).as_strided(
+            (*pieces.shape[:-1], block_size, head_dim), (*pieces.stride()[:-1], head_dim, 1)
+        )
+        return cls(data, pieces[..., size:].view(SCALE_DTYPE))
+
+
+KVLayer = torch.Tensor | QuantizedKV
+"""What the attention operators take: a tensor [num_blocks, 2, num_kv_heads, block_size, head_dim], or this
+quantised."""
+
+
+def piece_bytes(block_size: int, head_dim: int) -> int:
+    """Bytes of one head of one block of quantised keys or values, scales included."""
+    return block_size * (head_dim + SCALE_DTYPE.itemsize)
+
+
+def data_of(kv_layer: KVLayer) -> torch.Tensor:
+    """[num_blocks, 2, num_kv_heads, block_size, head_dim], quantised or not."""
+    return kv_layer.data if isinstance(kv_layer, QuantizedKV) else kv_layer

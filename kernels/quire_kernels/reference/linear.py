@@ -1,0 +1,69 @@
+"""Linear layers, for any device and floating type."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from quire_kernels.reference.elementwise import argmax, gelu_mul, silu_mul
+from quire_kernels.registry import implementation
+from quire_kernels.weights import W8A8_GROUP, dequantize_weight, quantize_rows, quantize_weight
+
+
+@implementation("linear", "reference")
+class TorchLinear:
+    """See `ops.pack_linear`. Quantised weights keep their type: this has their accuracy, not their size."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        quantization: str | None,
+    ) -> None:
+        self.codes: torch.Tensor | None = None
+        """[groups, W8A8_GROUP, out_features] in float32, of w8a8."""
+        if quantization == "w8a8":
+            codes, self.scales = quantize_weight(weight, quantization)
+            self.codes = codes.float().unflatten(1, (-1, W8A8_GROUP)).permute(1, 2, 0).contiguous()
+        elif quantization is not None:
+            # In rows, so that no second matrix of float32 is needed at once.
+            weight = torch.cat(
+                [
+                    dequantize_weight(*quantize_weight(rows, quantization)).to(weight.dtype)
+                    for rows in weight.split(1024)
+                ]
+            )
+        self.weight, self.bias, self.activation = weight, bias, activation
+        self.in_features = weight.shape[1]
+        self.out_features = weight.shape[0] if activation is None else weight.shape[0] // 2
+        self.nbytes = weight.nbytes
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """See PackedLinear."""
+        return F.embedding(indices, self.weight)
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """See PackedLinear."""
+        return argmax(self(x, torch.float32))
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See PackedLinear."""
+        out = F.linear(x, self.weight, self.bias) if self.codes is None else self._integer_product(x)
+        if self.activation == "silu":
+            out = silu_mul(out)
+        elif self.activation is not None:
+            out = gelu_mul(out, "tanh" if self.activation == "gelu_tanh" else "none")
+        return out if dtype is None else out.to(dtype)
+
+    def _integer_product(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums of a group are integers that float32 holds exactly; groups are added in order."""
+        assert self.codes is not None
+        codes, scales = quantize_rows(x.reshape(-1, self.in_features))
+        total = torch.zeros((codes.shape[0], self.codes.shape[2]), device=x.device)
+        for group, weights in enumerate(self.codes):
+            total += codes[:, group].float() @ weights * scales[:, group]
+        total *= self.scales.view(1, -1)
+        if self.bias is not None:
+            total += self.bias
+        return total.to(x.dtype).view(*x.shape[:-1], total.shape[1])

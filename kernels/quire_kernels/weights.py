@@ -1,0 +1,95 @@
+"""Weights of linear layers: what an implementation makes of them at load, and how they are quantised."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+QUANTIZATIONS = ("int8", "int4", "w8a8")
+INT4_GROUP = 32
+"""Input features that share a scale in four bits."""
+W8A8_GROUP = 64
+"""Input features of a row of activations that share a scale in w8a8."""
+INT4_CANDIDATES = (-8.5, -8.0, -7.5, -7.0, 7.0, 7.5)
+"""What the number of largest size may become in four bits, [-8, 7]: per group, the candidate with the least
+squared error is taken."""
+
+
+class PackedLinear(Protocol):
+    """y = x W^T + b, with W in the form in which an implementation reads it fastest."""
+
+    in_features: int
+    out_features: int
+    """Columns of the result: half of W's rows where an activation gates."""
+    nbytes: int
+    """Of the weights as they are kept."""
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """[num_tokens, in_features] to [num_tokens, out_features], of `dtype` (None: x's)."""
+        ...
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """`ops.argmax` of the float32 result for x [n, in_features], which need not be kept: int64 [n]."""
+        ...
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """int64 [n] to rows [n, in_features] of W, where it is neither quantised nor gated."""
+        ...
+
+
+def quantize_weight(weight: torch.Tensor, quantization: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric weight-only quantisation, without calibration data.
+
+    Args:
+        weight: [out_features, in_features], floating point; int4: in_features is a multiple of INT4_GROUP.
+        quantization: "int8" and "w8a8", a scale per output feature, or "int4", one for each INT4_GROUP of its
+            inputs.
+
+    Returns:
+        int8 [out_features, in_features], in [-127, 127] or [-8, 7], and float32 [out_features, groups]: a
+        weight is about its number times its scale. NaN and infinities become NaN scales.
+    """
+    assert quantization in QUANTIZATIONS, quantization
+    wide = weight.float()
+    if quantization != "int4":
+        scales = wide.abs().amax(1, keepdim=True) / 127
+        return _codes(wide, scales, -127, 127), scales
+    groups = wide.unflatten(1, (-1, INT4_GROUP))
+    extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    best, least = torch.zeros_like(extreme), torch.full_like(extreme, torch.inf)
+    for candidate in INT4_CANDIDATES:
+        scales = extreme / candidate
+        error = (groups - _codes(groups, scales, -8, 7) * scales).square().sum(2, keepdim=True)
+        # NaN errors, of what is not finite, keep the NaN scale.
+        is_better = ~(error >= least)
+        best, least = torch.where(is_better, scales, best), torch.where(is_better, error, least)
+    return _codes(groups, best, -8, 7).flatten(1), best.squeeze(2)
+
+
+def dequantize_weight(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 [out_features, in_features] of what `quantize_weight` gave."""
+    return (codes.unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(2)).flatten(1)
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric quantisation of activations, as they come.
+
+    Args:
+        x: [n, in_features], floating point; in_features is a multiple of W8A8_GROUP.
+
+    Returns:
+        int8 [n, groups, W8A8_GROUP], in [-127, 127], and float32 [n, groups, 1]: a number is about its code
+        times its group's scale. Groups with NaN or infinities have NaN scales.
+    """
+    groups = x.float().unflatten(1, (-1, W8A8_GROUP))
+    extreme = groups.abs().amax(2, keepdim=True)
+    extreme = torch.where(extreme.isfinite(), extreme, torch.nan)
+    codes = (groups * (127 / extreme)).round_()
+    return codes.nan_to_num_(0.0).to(torch.int8), extreme / 127
+
+
+def _codes(values: torch.Tensor, scales: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    # A scale of zero is that of zeros only.
+    codes = (values / scales).round_().clamp_(low, high)
+    return codes.nan_to_num_(0.0).to(torch.int8)

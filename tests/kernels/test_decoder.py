@@ -1,0 +1,138 @@
+"""All layers in one call against the same layers operator by operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.config import ModelConfig
+from quire.loader import load_model
+from quire.models.decoder import DecoderModel
+from quire.worker.kv_cache import KVCache
+from quire_kernels import registry
+from quire_kernels.cpu.build import supported_isas
+from quire_kernels.metadata import AttentionMetadata
+from tests.fixtures.checkpoints import make_checkpoint
+
+BLOCK_SIZE = 8
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+LENGTHS = [(1, 20), (7, 7), (1, 3), (30, 61)]
+"""(new tokens, context) of each sequence."""
+
+
+@contextmanager
+def all_operators(name: str) -> Iterator[None]:
+    registry.configure({operator: name for operator in registry.operators() if operator != "copy_blocks"})
+    try:
+        yield
+    finally:
+        registry.configure(None)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("decoder")
+    return make_checkpoint(request.param, path, tokenizer=False)
+
+
+def load(path: Path, dtype: str, quantization: str | None = None) -> DecoderModel:
+    config = ModelConfig(model=str(path), dtype=dtype, quantization=quantization)
+    return load_model(config, torch.device("cpu")).model
+
+
+class Batch:
+    """A ragged batch with random keys and values of what came before."""
+
+    def __init__(self, model: DecoderModel, kv_cache_dtype: str = "auto") -> None:
+        config, generator = model.config, torch.Generator().manual_seed(3)
+        blocks = [-(-context // BLOCK_SIZE) for _, context in LENGTHS]
+        ids = torch.randperm(sum(blocks), generator=generator).split(blocks)
+        group_layers = max(len(layers) for _, layers in model.kv_groups)
+        self.kv_cache = KVCache(
+            sum(blocks) * len(model.kv_groups),
+            group_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            BLOCK_SIZE,
+            config.dtype,
+            kv_cache_dtype,
+            torch.device("cpu"),
+        )
+        self.metas = [
+            AttentionMetadata.build(
+                [new for new, _ in LENGTHS],
+                [context for _, context in LENGTHS],
+                [(sequence + group * sum(blocks)).tolist() for sequence in ids],
+                BLOCK_SIZE,
+            )
+            for group in range(len(model.kv_groups))
+        ]
+        past = self.kv_cache.blocks
+        if kv_cache_dtype == "auto":
+            noise = torch.randn(past.numel() // config.dtype.itemsize, generator=generator)
+            past.view(-1).copy_(noise.to(config.dtype).view(torch.uint8))
+        else:
+            past.zero_()
+        self.ids = torch.randint(5, 500, (self.metas[0].num_tokens,), generator=generator)
+        self.positions = torch.cat([torch.arange(context - new, context) for new, context in LENGTHS])
+
+    def run(self, model: DecoderModel, rows: torch.Tensor | None) -> torch.Tensor:
+        return model(self.ids, self.positions, self.kv_cache, self.metas, None, rows)
+
+
+@pytest.mark.row("D3", without="quantisation in the norms")
+@pytest.mark.row(
+    "D6",
+    part="speed against torch is measured, not tested; no NEON",
+)
+@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_one_call_is_the_composition(checkpoint: Path, isa: str, dtype: str, kv_cache_dtype: str) -> None:
+    with all_operators("reference"):
+        reference = load(checkpoint, dtype)
+        expected = Batch(reference, kv_cache_dtype)
+        hidden = expected.run(reference, None)
+    with all_operators(isa):
+        model = load(checkpoint, dtype)
+        actual = Batch(model, kv_cache_dtype)
+        assert model.is_fused
+        out = actual.run(model, None)
+    assert out.dtype == hidden.dtype
+    tolerance = 1e-4 if dtype == "float32" and kv_cache_dtype == "auto" else 0.1
+    torch.testing.assert_close(out, hidden, atol=tolerance, rtol=tolerance)
+    # bfloat16 rounds differently here and there; most numbers are much nearer.
+    assert float((out - hidden).float().abs().mean()) < tolerance / 5
+    with all_operators(isa):
+        rows = torch.tensor([0, 7, 8, 38])
+        fresh = Batch(model, kv_cache_dtype)
+        assert torch.equal(fresh.run(model, rows), out[rows]), "the rows asked for are those of the whole"
+        assert torch.equal(fresh.kv_cache.blocks, actual.kv_cache.blocks)
+        fresh = Batch(model, kv_cache_dtype)
+        assert fresh.run(model, rows[:0]).shape == (0, model.config.hidden_size)
+        assert torch.equal(fresh.kv_cache.blocks, actual.kv_cache.blocks), (
+            "keys and values are there all the same"
+        )
+
+
+@pytest.mark.row("D18", without="fp8")
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
+def test_quantised_layers(checkpoint: Path, quantization: str) -> None:
+    with all_operators("reference"):
+        reference = load(checkpoint, "float32", quantization)
+        hidden = Batch(reference).run(reference, None)
+    model = load(checkpoint, "float32", quantization)
+    out = Batch(model).run(model, None)
+    torch.testing.assert_close(out, hidden, atol=2e-4, rtol=2e-4)
+
+
+def test_a_forced_operator_is_not_fused_away(checkpoint: Path) -> None:
+    registry.configure({"paged_attention": "reference"})
+    try:
+        assert not load(checkpoint, "float32").is_fused
+    finally:
+        registry.configure(None)

@@ -1,0 +1,296 @@
+"""Linear layers: plain, gated and quantised, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire_kernels import ops
+from quire_kernels.weights import (
+    INT4_GROUP,
+    QUANTIZATIONS,
+    W8A8_GROUP,
+    dequantize_weight,
+    quantize_rows,
+    quantize_weight,
+)
+from tests.kernels.common import every_implementation, forced
+
+DTYPES = [torch.float32, torch.bfloat16]
+IMPLEMENTATIONS = every_implementation("linear", DTYPES)
+# torch's matrix product differs with the number of rows.
+INVARIANT = [one for one in IMPLEMENTATIONS if one.values[0] != "reference"]
+ROWS = (1, 2, 3, 7, 12, 13, 16, 17, 31, 33, 64, 70, 257, 300)
+"""Every kind of tile, and more rows than a task has."""
+
+
+def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def expected_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out = x.double() @ weight.double().T
+    return out if bias is None else out + bias.double()
+
+
+@pytest.mark.row(
+    "D6",
+    part="speed against torch is measured, not tested; no NEON",
+)
+@pytest.mark.row("D27")
+@pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("out_features", "in_features"), [(64, 32), (100, 96), (1, 64), (40, 1120), (520, 64)]
+)
+def test_is_x_times_weight(
+    name: str, device: str, dtype: torch.dtype, has_bias: bool, out_features: int, in_features: int
+) -> None:
+    weight = draw(out_features, in_features, dtype=dtype) / in_features**0.5
+    bias = draw(out_features, dtype=dtype, seed=1) if has_bias else None
+    with forced("linear", name):
+        packed = ops.pack_linear(
+            weight.to(device).clone(), None if bias is None else bias.to(device), activation=None
+        )
+    assert (packed.in_features, packed.out_features) == (in_features, out_features)
+    for rows in ROWS:
+        x = draw(rows, in_features, dtype=dtype, seed=rows)
+        out = packed(x.to(device))
+        assert out.dtype == dtype and out.shape == (rows, out_features)
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(
+            out.double().cpu(), expected_of(x, weight, bias), atol=tolerance, rtol=tolerance
+        )
+
+
+@pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
+def test_float32_results_are_not_rounded_to_the_weights_type(
+    name: str, device: str, dtype: torch.dtype
+) -> None:
+    weight, x = draw(96, 256, dtype=dtype) / 16, draw(5, 256, dtype=dtype, seed=1)
+    with forced("linear", name):
+        out = ops.pack_linear(weight.to(device).clone())(x.to(device), torch.float32)
+    assert out.dtype == torch.float32
+    # The reference rounds before it widens.
+    tolerance = 1e-5 if dtype == torch.float32 or name != "reference" else 2e-2
+    torch.testing.assert_close(
+        out.double().cpu(), expected_of(x, weight, None), atol=tolerance, rtol=tolerance
+    )
+
+
+@pytest.mark.row("D3", without="quantisation in the norms")
+@pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_gate_is_its_composition(
+    name: str, device: str, dtype: torch.dtype, activation: str, has_bias: bool
+) -> None:
+    weight = draw(2 * 80, 64, dtype=dtype) / 4
+    bias = draw(160, dtype=dtype, seed=1) if has_bias else None
+    with forced("linear", name):
+        packed = ops.pack_linear(
+            weight.to(device).clone(), None if bias is None else bias.to(device), activation=activation
+        )
+    assert packed.out_features == 80
+    for rows in (1, 18, 70):
+        x = draw(rows, 64, dtype=dtype, seed=rows)
+        gate, up = expected_of(x, weight, bias).chunk(2, 1)
+        if activation == "silu":
+            gate = torch.nn.functional.silu(gate)
+        else:
+            approximate = "tanh" if activation == "gelu_tanh" else "none"
+            gate = torch.nn.functional.gelu(gate, approximate=approximate)
+        # Of bfloat16, products of two rounded numbers of up to 12.
+        atol, rtol = (2e-5, 2e-5) if dtype == torch.float32 else (0.15, 2e-2)
+        torch.testing.assert_close(packed(x.to(device)).double().cpu(), gate * up, atol=atol, rtol=rtol)
+
+
+@pytest.mark.row(
+    "D6",
+    part="speed against torch is measured, not tested; no NEON",
+)
+@pytest.mark.parametrize(("name", "device", "dtype"), INVARIANT)
+@pytest.mark.parametrize("quantization", [None, *QUANTIZATIONS])
+def test_a_row_does_not_depend_on_the_batch(
+    name: str, device: str, dtype: torch.dtype, quantization: str | None
+) -> None:
+    weight = draw(192, 640, dtype=dtype) / 24
+    with forced("linear", name):
+        packed = ops.pack_linear(weight.to(device).clone(), quantization=quantization)
+    x = draw(300, 640, dtype=dtype, seed=1).to(device)
+    together = packed(x)
+    for rows in ROWS:
+        assert torch.equal(packed(x[300 - rows :]), together[300 - rows :]), f"{rows} rows"
+    # A row of a wider matrix, as attention's output in the projections' memory is.
+    wide = torch.cat((x, x), 1)
+    assert torch.equal(packed(wide[:, 640:]), together)
+
+
+@pytest.mark.parametrize(("name", "device", "dtype"), INVARIANT)
+@pytest.mark.parametrize("quantization", [None, *QUANTIZATIONS])
+def test_nor_does_a_row_of_tiny_numbers(
+    name: str, device: str, dtype: torch.dtype, quantization: str | None
+) -> None:
+    """Tile instructions take subnormal numbers, and products that small, for zeros."""
+    exponents = torch.linspace(-24, -16, 64)
+    weight = (draw(96, 64, dtype=torch.float32) * 10.0**exponents).to(dtype)
+    x = (draw(40, 64, dtype=torch.float32, seed=1) * 10.0 ** exponents.flip(0)).to(dtype).to(device)
+    with forced("linear", name):
+        packed = ops.pack_linear(weight.to(device).clone(), quantization=quantization)
+    together = packed(x, torch.float32)
+    for row in range(40):
+        assert torch.equal(packed(x[row : row + 1], torch.float32), together[row : row + 1]), row
+
+
+@pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
+@pytest.mark.parametrize("quantization", [None, *QUANTIZATIONS])
+def test_no_rows_at_all(name: str, device: str, dtype: torch.dtype, quantization: str | None) -> None:
+    with forced("linear", name):
+        packed = ops.pack_linear(draw(96, 64, dtype=dtype).to(device), quantization=quantization)
+    assert packed(draw(0, 64, dtype=dtype).to(device)).shape == (0, 96)
+
+
+@pytest.mark.row("D18", without="fp8")
+@pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_quantised_weights_are_what_the_definition_says(
+    name: str, device: str, dtype: torch.dtype, quantization: str, activation: str | None
+) -> None:
+    size = 1056 if quantization != "w8a8" else 1088
+    weight = draw(160, size, dtype=dtype) / 32
+    weight[3] = 0
+    with forced("linear", name):
+        packed = ops.pack_linear(weight.to(device).clone(), activation=activation, quantization=quantization)
+    restored = dequantize_weight(*quantize_weight(weight, quantization)).double()
+    for rows in (1, 16, 40):
+        x = draw(rows, size, dtype=dtype, seed=rows)
+        x[0, :64] = 0
+        expected = expected_of(restored_rows(x) if quantization == "w8a8" else x, restored, None)
+        if activation is not None:
+            gate, up = expected.chunk(2, 1)
+            expected = torch.nn.functional.silu(gate) * up
+        tolerance = 2e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(
+            packed(x.to(device)).double().cpu(), expected, atol=tolerance, rtol=tolerance
+        )
+    if name != "reference":
+        bits = 4 + 32 / INT4_GROUP if quantization == "int4" else 8 + 32 / size
+        assert packed.nbytes == pytest.approx(160 * size * bits / 8, rel=0.01)
+
+
+def restored_rows(x: torch.Tensor) -> torch.Tensor:
+    """What w8a8 makes of activations, in float64."""
+    codes, scales = quantize_rows(x)
+    return (codes.double() * scales.double()).flatten(1)
+
+
+@pytest.mark.row("D18", without="fp8")
+@pytest.mark.parametrize(("name", "device", "dtype"), INVARIANT)
+def test_integer_products_are_the_same_on_every_instruction_set(
+    name: str, device: str, dtype: torch.dtype
+) -> None:
+    """Not nearly so, but to the last bit: a request may move between machines."""
+    weight, x = draw(96, 512, dtype=dtype) / 16, draw(21, 512, dtype=dtype, seed=1)
+    results = []
+    for one in INVARIANT:
+        with forced("linear", one.values[0]):
+            packed = ops.pack_linear(weight.clone(), quantization="w8a8")
+        results.append(packed(x, torch.float32))
+    with forced("linear", name):
+        packed = ops.pack_linear(weight.to(device).clone(), quantization="w8a8")
+    out = packed(x.to(device), torch.float32).cpu()
+    assert all(torch.equal(out, other) for other in results)
+
+
+@pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
+def test_activations_that_are_not_finite_give_nan(name: str, device: str, dtype: torch.dtype) -> None:
+    x = draw(20, 256, dtype=dtype)
+    x[3, 100], x[7, 0] = torch.nan, torch.inf
+    with forced("linear", name):
+        packed = ops.pack_linear(draw(64, 256, dtype=dtype).to(device), quantization="w8a8")
+    out = packed(x.to(device)).cpu()
+    is_bad = torch.zeros(20, dtype=torch.bool)
+    is_bad[[3, 7]] = True
+    assert bool(out[is_bad].isnan().all()) and bool(out[~is_bad].isfinite().all())
+
+
+def test_quantised_rows_are_near_the_rows() -> None:
+    x = draw(5, 256, dtype=torch.float32)
+    x[2] = 0
+    codes, scales = quantize_rows(x)
+    assert codes.shape == (5, 256 // W8A8_GROUP, W8A8_GROUP) and scales.shape == (5, 256 // W8A8_GROUP, 1)
+    missed = (restored_rows(x) - x).abs().unflatten(1, (-1, W8A8_GROUP))
+    assert bool((missed <= scales / 2 * 1.0001).all()) and int(codes.abs().max()) == 127
+
+
+@pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
+def test_rows_are_those_of_the_weight(name: str, device: str, dtype: torch.dtype) -> None:
+    weight = draw(100, 96, dtype=dtype).to(device)
+    with forced("linear", name):
+        packed = ops.pack_linear(weight.clone())
+    indices = torch.tensor([0, 99, 31, 32, 33, 5, 5], device=device)
+    assert torch.equal(packed.rows(indices), weight[indices])
+
+
+@pytest.mark.row("D18", without="fp8")
+@pytest.mark.row("D6", part="speed against torch is measured, not tested; no NEON")
+@pytest.mark.parametrize("quantization", [None, *QUANTIZATIONS])
+@pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
+def test_argmax_is_that_of_the_product(
+    name: str, device: str, dtype: torch.dtype, quantization: str | None
+) -> None:
+    weight = draw(1000, 128, dtype=dtype)
+    # All results are negative, less than what padding would give; and there are equal columns.
+    weight[:, 0] = -100
+    weight[700:] = weight[:300].clone()
+    with forced("linear", name):
+        packed = ops.pack_linear(weight.to(device).clone(), quantization=quantization)
+    for rows in ROWS:
+        x = draw(rows, 128, dtype=dtype, seed=rows).to(device)
+        x[:, 0] = 5
+        best = packed.argmax(x)
+        assert torch.equal(best, ops.argmax(packed(x, torch.float32)))
+        assert best.dtype == torch.int64 and int(best.min()) >= 0 and int(best.max()) < 700
+
+
+@pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
+def test_argmax_of_what_is_not_finite(name: str, device: str, dtype: torch.dtype) -> None:
+    weight = draw(200, 64, dtype=dtype)
+    weight[150] = 3e38
+    with forced("linear", name):
+        packed = ops.pack_linear(weight.to(device).clone())
+    x = draw(5, 64, dtype=dtype)
+    x[:, :] = x.abs()
+    x[1, 3], x[3, 5] = torch.nan, -torch.inf
+    best = packed.argmax(x.to(device))
+    assert torch.equal(best, ops.argmax(packed(x.to(device), torch.float32)))
+    assert best.tolist() == [-1] * 5, "infinite sums, and NaN"
+    weight[150] = 0
+    weight[70, 3] = torch.nan
+    with forced("linear", name):
+        packed = ops.pack_linear(weight.to(device).clone())
+    assert packed.argmax(x[::2].to(device)).tolist() == [-1] * 3, "one column is NaN, the others are finite"
+
+
+def test_quantisation_errors_are_bounded() -> None:
+    weight = draw(64, 512, dtype=torch.float32)
+    codes, scales = quantize_weight(weight, "int8")
+    assert codes.dtype == torch.int8 and scales.shape == (64, 1)
+    assert bool(((dequantize_weight(codes, scales) - weight).abs() <= scales / 2 * 1.0001).all())
+    codes, scales = quantize_weight(weight, "int4")
+    assert scales.shape == (64, 512 // INT4_GROUP)
+    assert int(codes.min()) == -8 and int(codes.max()) == 7
+    missed = dequantize_weight(codes, scales) - weight
+    plain = weight.unflatten(1, (-1, INT4_GROUP)).abs().amax(2).repeat_interleave(INT4_GROUP, 1) / 7
+    rounded = (weight / plain).round() * plain - weight
+    assert float(missed.square().mean()) < 0.95 * float(rounded.square().mean()), "no better than absmax / 7"
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    weight = torch.ones(4, 64)
+    weight[1, 5], weight[2, 40] = torch.nan, torch.inf
+    for quantization in QUANTIZATIONS:
+        restored = dequantize_weight(*quantize_weight(weight, quantization))
+        assert bool(restored[1, 5].isnan()) and not bool(restored[2, 40].isfinite())
+        assert bool(restored[0].isfinite().all())
