@@ -20,6 +20,14 @@ from quire.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "safetensors", "bin", "gguf")
+QUANTIZATIONS = ("int8", "int4", "w8a8")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
+EVICTION_POLICIES = ("lru", "lfu")
+SCHEDULERS = ("continuous", "static")
+BATCH_POLICIES = ("mixed", "prefill_first", "decode_first")
+QUEUE_POLICIES = ("fcfs", "priority", "longest_prefix", "shortest_first", "fair")
+KV_RESERVATIONS = ("on_demand", "no_evict", "predicted")
+PREEMPTION_MODES = ("recompute", "swap", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +44,10 @@ class ModelConfig:
     """cpu, cuda, or auto: cuda where a CUDA device is visible."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; None: what config.json allows."""
+    quantization: str | None = None
+    """Weights at load: int8 (one scale per output feature) or int4 (one for 32 input features), with
+    activations of `dtype`; w8a8: weights as int8, and the inputs of linear layers quantised as they come, one
+    scale for 64 of a row, for products in integers; None: as they are. The KV cache is not concerned."""
     load_format: str = "auto"
     """auto, safetensors, bin (pickles, read with weights_only) or gguf."""
     allow_pickle: bool = False
@@ -65,6 +77,34 @@ class CacheConfig:
     cpu_memory_utilization: float = 0.25
     """On cpu: fraction of the memory free after loading that the pool may take at most; it takes no
     more than `max_num_seqs` sequences of `max_model_len` need."""
+    kv_cache_dtype: str = "auto"
+    """auto (the computation's type), int8 or fp8 (e4m3), both with one scale per token and head."""
+    eviction_policy: str = "lru"
+    """Which cached block goes first among those of equal retention priority: lru or lfu."""
+    cache_ttl_s: float = 0.0
+    """Cached blocks that nobody used for this long are forgotten; 0: never."""
+    max_pinned_fraction: float = 0.5
+    """Most of the pool that pinned prefixes and sessions may hold."""
+    session_ttl_s: float = 300.0
+    """How long the blocks of a conversation are pinned after its last turn."""
+    host_cache_memory: int = 0
+    """Bytes of the host-memory tier, for evicted prefixes and swapped requests; 0: none."""
+    disk_cache_directory: str = ""
+    """Where the disk tier keeps blocks across restarts; empty: none."""
+    disk_cache_size: int = 1024**3
+    """Most bytes in `disk_cache_directory`."""
+    kv_connector: str = ""
+    """Further tier as "module:Class", a `quire.kv_tiers.KVConnector`; empty: none."""
+    kv_connector_options: str = ""
+    """JSON object of keyword arguments for it."""
+    kv_events_endpoint: str = ""
+    """ZeroMQ address where KV events are published (tcp://127.0.0.1:5557); empty: none."""
+    kv_events_replay_endpoint: str = ""
+    """ZeroMQ address of a ROUTER that repeats missed events; empty: none."""
+    kv_events_topic: str = ""
+    """Topic of the events."""
+    kv_events_buffer: int = 10_000
+    """Batches of events kept for replay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +121,43 @@ class SchedulerConfig:
     """Prompt tokens that may wait; a request that would exceed them is answered UNAVAILABLE."""
     max_prefill_tokens_per_request: int | None = None
     """Largest chunk of one prompt in a step; None: the whole budget."""
+    scheduler: str = "continuous"
+    """continuous, or static: the next batch begins when the last request of this one has ended (a baseline
+    for measurements)."""
+    batch_policy: str = "mixed"
+    """mixed: decodes and prompt chunks share a step; prefill_first: prompts have steps of their own, which go
+    first; decode_first: prompts are computed when nothing decodes, or when the knobs below say so."""
+    schedule_interval: int = 1
+    """Waiting requests join every so many steps (or when nothing runs)."""
+    waiting_running_ratio: float = 0.0
+    """Waiting requests join also when there are more than this many per running one; 0: no such rule."""
+    queue_policy: str = "fcfs"
+    """Order of the queue: fcfs, priority, longest_prefix, shortest_first or fair (over tenants)."""
+    ageing_s: float = 10.0
+    """Waiting that is worth one class of priority, or 1000 tokens of shortness; 0: no ageing."""
+    kv_reservation: str = "on_demand"
+    """on_demand: blocks are taken as tokens come, with preemption; no_evict: a request is admitted when its
+    longest output fits; predicted: when the outputs expected of all requests fit."""
+    preemption_mode: str = "recompute"
+    """recompute, swap (to the host tier) or auto: what costs less by measured rates."""
+    max_long_prefills: int | None = None
+    """Most requests with a long prompt still being computed at a time; None: no limit."""
+    long_prefill_threshold: int = 1024
+    """Prompt tokens to compute that make a prompt long."""
+    tenants: str = ""
+    """JSON object of tenant to its limits (weight, tokens_per_minute, max_running, max_waiting); "*" stands
+    for each one that is not named."""
+    fairness_input_weight: float = 1.0
+    fairness_output_weight: float = 2.0
+    """Of an input and an output token in a tenant's virtual token counter (arXiv 2401.00588)."""
+    max_predicted_ttft_ms: int = 0
+    """Requests that would wait longer for their first token are answered UNAVAILABLE at once; 0: no limit."""
+    default_ttft_deadline_ms: int = 0
+    """Deadline of the first token for requests that state none; 0: none."""
+    default_deadline_ms: int = 0
+    """Deadline of the last token for requests that state none; 0: none."""
+    overlap_scheduling: bool = False
+    """Whether the next step is planned while the present one is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +179,11 @@ class FrontendConfig:
     """Longest text_input or messages in bytes."""
     max_embeds_bytes: int = 2 * 1024**3
     """Most memory for the image embeddings of all requests of one frontend; more are answered UNAVAILABLE."""
+    tenant_from_header_only: bool = False
+    """Whether a request that names its `tenant` by other means than the forwarded header is refused: for
+    gateways that authenticate clients and set the header of every request."""
+    allow_cache_control: bool = True
+    """Whether clients may look into the cache and empty it (`cache_control`)."""
     trace_file: str = ""
     """Where the engine writes one JSON line per step; empty: nowhere."""
 
@@ -158,6 +240,8 @@ class EngineConfig:
         _one_of("dtype", self.model.dtype, DTYPES)
         _one_of("device", self.model.device, DEVICES)
         _one_of("load_format", self.model.load_format, LOAD_FORMATS)
+        if self.model.quantization is not None:
+            _one_of("quantization", self.model.quantization, QUANTIZATIONS)
         cache, scheduler, frontend = self.cache, self.scheduler, self.frontend
         _at_least("max_model_len", self.model.max_model_len, 1)
         _at_least("num_threads", self.model.num_threads, 1)
@@ -165,9 +249,39 @@ class EngineConfig:
         _at_least("kv_cache_memory", cache.kv_cache_memory, 1)
         if cache.block_size not in (1, 2, 4, 8, 16, 32, 64, 128):
             raise ConfigError(f"block_size must be a power of two in [1, 128], got {cache.block_size}")
-        for key in ("gpu_memory_utilization", "cpu_memory_utilization"):
+        for key in ("gpu_memory_utilization", "cpu_memory_utilization", "max_pinned_fraction"):
             if not 0.0 < getattr(cache, key) <= 1.0:
                 raise ConfigError(f"{key} must be in (0, 1], got {getattr(cache, key)}")
+        _one_of("kv_cache_dtype", cache.kv_cache_dtype, KV_CACHE_DTYPES)
+        _one_of("eviction_policy", cache.eviction_policy, EVICTION_POLICIES)
+        _at_least("cache_ttl_s", cache.cache_ttl_s, 0)
+        _at_least("session_ttl_s", cache.session_ttl_s, 0)
+        _at_least("host_cache_memory", cache.host_cache_memory, 0)
+        _at_least("disk_cache_size", cache.disk_cache_size, 0)
+        _at_least("kv_events_buffer", cache.kv_events_buffer, 1)
+        _one_of("scheduler", scheduler.scheduler, SCHEDULERS)
+        _one_of("batch_policy", scheduler.batch_policy, BATCH_POLICIES)
+        _one_of("queue_policy", scheduler.queue_policy, QUEUE_POLICIES)
+        _one_of("kv_reservation", scheduler.kv_reservation, KV_RESERVATIONS)
+        _one_of("preemption_mode", scheduler.preemption_mode, PREEMPTION_MODES)
+        for key in (
+            "schedule_interval",
+            "max_long_prefills",
+            "long_prefill_threshold",
+        ):
+            _at_least(key, getattr(scheduler, key), 1)
+        for key in (
+            "waiting_running_ratio",
+            "ageing_s",
+            "fairness_input_weight",
+            "fairness_output_weight",
+            "max_predicted_ttft_ms",
+            "default_ttft_deadline_ms",
+            "default_deadline_ms",
+        ):
+            _at_least(key, getattr(scheduler, key), 0)
+        if scheduler.preemption_mode == "swap" and not cache.host_cache_memory:
+            raise ConfigError("preemption_mode=swap needs host_cache_memory")
         _at_least("max_num_seqs", scheduler.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1)
         _at_least("max_waiting_requests", scheduler.max_waiting_requests, 1)
@@ -194,7 +308,7 @@ def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{key} must be one of {', '.join(allowed)}, got {value!r}")
 
 
-def _at_least(key: str, value: int | None, low: int) -> None:
+def _at_least(key: str, value: float | None, low: int) -> None:
     if value is not None and value < low:
         raise ConfigError(f"{key} must be at least {low}, got {value}")
 
@@ -213,16 +327,23 @@ def parse_bytes(key: str, value: Any) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
+_BYTES = ("kv_cache_memory", "host_cache_memory", "disk_cache_size")
+_JSON = ("tenants", "kv_connector_options")
+"""Text that holds a JSON object; in quire.json it may be the object itself."""
+
+
 def _convert(key: str, annotation: str, value: Any) -> Any:
     if annotation.endswith("| None"):
         if value is None or value == "":
             return None
         annotation = annotation.removesuffix("| None").strip()
-    if key == "kv_cache_memory":
+    if key in _BYTES:
         return parse_bytes(key, value)
     if annotation == "str":
         if isinstance(value, str):
             return value
+        if key in _JSON and isinstance(value, dict):
+            return json.dumps(value)
         raise ConfigError(f"{key} must be text, got {value!r}")
     if annotation == "bool":
         if isinstance(value, bool):

@@ -11,6 +11,8 @@ class QuireError(Exception):
     """Base of every error that is reported to a caller."""
 
     code = "INTERNAL"
+    retry_after_s: float | None = None
+    """When another attempt has a chance, where that is known."""
 
 
 class InvalidArgumentError(QuireError):
@@ -25,9 +27,20 @@ class InvalidArgumentError(QuireError):
 
 
 class UnavailableError(QuireError):
-    """The engine cannot take or finish the request now: queue full, engine restarting or shutting down."""
+    """The engine cannot take or finish the request now: queue full, quota used up, engine restarting.
+
+    Args:
+        retry_after_s: when another attempt has a chance, where that is known; told in tenths, at least one.
+    """
 
     code = "UNAVAILABLE"
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        if retry_after_s is not None:
+            retry_after_s = max(0.1, retry_after_s)
+            message += f"; retry after {retry_after_s:.1f} s"
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class EngineStoppedError(UnavailableError):

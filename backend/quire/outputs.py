@@ -6,7 +6,9 @@ of torch and a runner may live in another process.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,35 +26,69 @@ class NewRequestData:
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     embeds: PromptEmbeds | None = None
+    num_choices: int = 1
+    """How many tokens are to be drawn when the row first samples: those of choices 0, 1, ..."""
 
 
-@dataclass(slots=True)
-class ScheduledRequest:
+class ScheduledRequest(msgspec.Struct, gc=False):
     """One row of a step: compute tokens [num_computed_tokens, num_computed_tokens + num_scheduled_tokens)."""
 
     request_id: str
     num_computed_tokens: int
     num_scheduled_tokens: int
-    new_block_ids: list[int]
-    """Blocks appended to the request's table since it was last scheduled (all of them when `new`)."""
+    new_block_ids: list[list[int]]
+    """Per KV group: blocks appended to the request's table since it was last scheduled (all of them when
+    `new`; entries of -1 are blocks outside the window, never read)."""
     samples: bool
     """True when the row reaches the request's last known token, so that a token is sampled from it."""
     new: NewRequestData | None = None
+    given_token_ids: Sequence[int] = ()
+    """Tokens the runner did not sample itself (beam search chose them), to be appended to what it knows."""
+
+
+class KVSave(NamedTuple):
+    """One block to copy out of the pool."""
+
+    key: bytes
+    block_id: int
+    pinned: bool = False
+    """Must stay in the host tier until it is dropped: part of a swapped request."""
+
+
+class KVLoad(NamedTuple):
+    """Blocks to copy into the pool, in the background; they hold nothing valid until it is reported done."""
+
+    load_id: int
+    blocks: list[tuple[bytes, int]]
+    """(key, block id), in the order of the sequence."""
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step's work. `dropped_request_ids` go first: their rows' memory may be reused by `scheduled`."""
+    """One step's work, to be done in this order: drop `dropped_request_ids`, save, copy, begin the loads,
+    compute `scheduled`."""
 
     step: int
     scheduled: list[ScheduledRequest]
     dropped_request_ids: list[str]
     """Finished, aborted or preempted since the previous step: the runner forgets them."""
     total_num_scheduled_tokens: int
+    kv_saves: list[KVSave] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    """(from, to) inside the pool; all sources are read before any target is written."""
+    kv_loads: list[KVLoad] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
+        """Whether there is nothing to compute; there may be blocks to move."""
         return not self.scheduled
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the runner must see this plan at all."""
+        return bool(
+            self.scheduled or self.dropped_request_ids or self.kv_saves or self.block_copies or self.kv_loads
+        )
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -70,20 +106,36 @@ class ModelRunnerOutput:
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     """Rows that failed alone (logits without a finite entry): the request ends with this message."""
+    choice_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    """For a row with `num_choices` > 1: the first tokens of choices 1, 2, ... (choice 0 is in
+    `sampled_token_ids`)."""
+    choice_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    """Their log-probabilities, where asked for."""
+    loads_done: list[tuple[int, int]] = field(default_factory=list)
+    """(load id, how many of its leading blocks are valid) of loads that ended since the last step."""
 
 
-class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
+class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     """What one step brought for one request; `finish_reason` is set exactly once, on the last one."""
 
     request_id: str
+    """As it was given to the engine, for every choice."""
     new_token_ids: list[int] = []
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
+    """Prompt tokens that were not computed for this request, on the first output of a choice."""
     error: str | None = None
     error_code: str = ""
     """Name of the Triton status code when `error` is set."""
+    retry_after_s: float | None = None
+    """With UNAVAILABLE: when another attempt has a chance."""
+    index: int = 0
+    """Choice, in [0, n). A request has ended when each of its choices has a `finish_reason`; an output
+    with `error` ends all of them."""
+    cumulative_logprob: float | None = None
+    """Of the whole choice, with its `finish_reason`, where best_of or beam search ranked it."""
 
 
 @dataclass(slots=True)
@@ -104,6 +156,13 @@ class SchedulerStats:
     """Since start: tokens not computed, as the prefix cache had them."""
     num_cached_blocks: int = 0
     """Blocks kept for their content alone."""
+    num_pinned_blocks: int = 0
+    num_swaps: int = 0
+    """Since start: preemptions that kept the blocks in the host tier."""
+    num_loaded_tokens: int = 0
+    """Since start: tokens not computed, as a KV tier had them."""
+    num_recomputed_tokens: int = 0
+    """Since start: tokens computed again after a preemption."""
 
 
 @dataclass(slots=True)
@@ -121,6 +180,10 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     error_code: str = ""
+    index: int = 0
+    cumulative_logprob: float | None = None
+    others: list[RequestOutput] = field(default_factory=list)
+    """Choices 1, 2, ... of the same request, where it was asked for more than one (`quire.LLM`)."""
 
     @property
     def finished(self) -> bool:

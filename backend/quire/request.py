@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import enum
 import time
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.multimodal import PromptEmbeds
 from quire.sampling_params import SamplingParams
+from quire.scheduling_params import SchedulingParams
+
+if TYPE_CHECKING:
+    from quire.core.choices import Choices
+    from quire.core.kv_cache_manager import BlockTable
 
 
 class RequestStatus(enum.IntEnum):
@@ -32,31 +38,58 @@ class FinishReason(str, enum.Enum):
         return self.value
 
 
+class SwappedBlocks(NamedTuple):
+    """Blocks of a preempted request in the host tier."""
+
+    num_tokens: int
+    """Computed tokens they hold."""
+    keys: list[dict[int, bytes]]
+    """Per KV group: position in the block table to key."""
+
+
+_DEFAULT_SCHEDULING = SchedulingParams()
+
+
 class Request:
     """One sequence being generated.
 
-    There are no phases: `num_computed_tokens` (tokens whose KV is in the cache) catches up with
-    `num_tokens` (prompt and output known so far) under the scheduler's budget. A preempted request has
+    There are no phases: `num_computed_tokens` (tokens whose KV is in the cache, or will be when the steps
+    planned so far are done) catches up with `num_tokens` (prompt and output known so far) plus
+    `num_pending_tokens` (that those steps will sample) under the scheduler's budget. A preempted request has
     `num_computed_tokens == 0` again and keeps its output.
     """
 
     __slots__ = (
         "arrival_time",
         "block_hashes",
-        "client_id",
+        "choices",
         "embeds",
+        "end_token_ids",
         "eos_token_ids",
         "external_id",
         "finish_reason",
+        "in_runner",
+        "index",
+        "load_id",
+        "num_cached_tokens",
         "num_computed_tokens",
+        "num_given_tokens",
+        "num_once_computed",
+        "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
-        "priority",
+        "num_sequences",
+        "rank",
         "request_id",
         "sampling_params",
+        "scheduling",
         "status",
+        "steady_until",
         "stop_reason",
+        "swapped",
+        "table",
         "token_ids",
+        "uses_tiers",
     )
 
     def __init__(
@@ -67,8 +100,7 @@ class Request:
         *,
         eos_token_ids: frozenset[int] = frozenset(),
         arrival_time: float | None = None,
-        priority: int = 0,
-        client_id: int = 0,
+        scheduling: SchedulingParams = _DEFAULT_SCHEDULING,
         external_id: str = "",
         embeds: PromptEmbeds | None = None,
     ) -> None:
@@ -78,13 +110,46 @@ class Request:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.sampling_params = sampling_params
         self.eos_token_ids = eos_token_ids
+        self.end_token_ids = frozenset(sampling_params.stop_token_ids)
+        """Tokens that end it, once there are `min_tokens`."""
+        if not sampling_params.ignore_eos:
+            self.end_token_ids |= eos_token_ids
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        self.priority = priority
-        self.client_id = client_id
+        self.scheduling = scheduling
         self.external_id = external_id
         self.embeds = embeds
         self.block_hashes: list[bytes] = []
+        self.rank: tuple[float, ...] = (0.0, 0)
+        """Smaller is served earlier. Given once by the queue's policy, and unique: the second entry is a
+        number of arrival, choices have a third."""
+        self.num_sequences = sampling_params.num_sequences
+        """Rows it takes in a step: choices that will fork from it are counted with it until they do."""
+        self.index = 0
+        """Number of the choice."""
+        self.choices: Choices | None = None
+        """What it shares with the other choices of its request, if there are any."""
         self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
+        """Tokens that planned steps will sample."""
+        self.num_given_tokens = 0
+        """Newest tokens that the runner must be told, as it did not sample them into this row itself."""
+        self.num_once_computed = 0
+        """Tokens that it had computed, or found computed, when it last gave its blocks up."""
+        self.num_cached_tokens = 0
+        """Prompt tokens that were in the cache when it began."""
+        self.in_runner = False
+        """Whether the runner has a row for it."""
+        self.table: BlockTable | None = None
+        """Its blocks; the KVCacheManager's to change."""
+        self.steady_until = 0
+        """While fewer tokens than this are computed, all its rows of one token are alike: they sample, and
+        nothing but that one token is to be told or done for them. 0 while it does not run."""
+        self.load_id: int | None = None
+        """Of the blocks that are being loaded from a KV tier; until they are there it computes nothing."""
+        self.swapped: SwappedBlocks | None = None
+        """Where its blocks were put when it was preempted."""
+        self.uses_tiers = True
+        """False once a KV tier has failed it."""
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -113,22 +178,28 @@ class Request:
 
     def check_stop(self, max_model_len: int) -> bool:
         """Sets `finish_reason` if the newest token ends the request; stop strings are the frontend's."""
-        params = self.sampling_params
-        token_id = self.token_ids[-1]
-        if self.num_output_tokens >= params.min_tokens:
-            if not params.ignore_eos and token_id in self.eos_token_ids:
-                self.finish_reason, self.stop_reason = FinishReason.STOP, None
-                return True
-            if token_id in params.stop_token_ids:
-                self.finish_reason, self.stop_reason = FinishReason.STOP, token_id
-                return True
+        end = self.end_by(self.token_ids[-1], len(self.token_ids) - self.num_prompt_tokens, max_model_len)
+        if end is None:
+            return False
+        self.finish_reason, self.stop_reason = end
+        return True
+
+    def end_by(
+        self, token_id: int, num_output_tokens: int, max_model_len: int
+    ) -> tuple[FinishReason, int | None] | None:
+        """Finish and stop reason if a token that is the newest of so many ends the request, else None."""
+        if token_id in self.end_token_ids and num_output_tokens >= self.sampling_params.min_tokens:
+            is_eos = token_id in self.eos_token_ids and not self.sampling_params.ignore_eos
+            return FinishReason.STOP, None if is_eos else token_id
+        if num_output_tokens >= self.max_output_tokens(max_model_len):
+            return FinishReason.LENGTH, None
+        return None
+
+    def max_output_tokens(self, max_model_len: int) -> int:
+        """Output tokens after which it ends with LENGTH."""
         limit = max_model_len - self.num_prompt_tokens
-        if params.max_tokens is not None:
-            limit = min(limit, params.max_tokens)
-        if self.num_output_tokens >= limit:
-            self.finish_reason = FinishReason.LENGTH
-            return True
-        return False
+        max_tokens = self.sampling_params.max_tokens
+        return limit if max_tokens is None or max_tokens > limit else max_tokens
 
     def __repr__(self) -> str:
         return (

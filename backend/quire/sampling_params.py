@@ -8,12 +8,12 @@ of these are checked; everything behind it may trust the values.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
+from quire.converters import INT32_MAX, boolean, fail, integer, kind_of, number
 from quire.errors import InvalidArgumentError
 
 MAX_SEED = 2**64 - 1
@@ -23,6 +23,8 @@ MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 4096
 MAX_BAD_WORDS = 256
+MAX_CHOICES = 64
+MAX_BEAM_WIDTH = 32
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -61,68 +63,52 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     logprobs: int | None = None
     """None: no log-probabilities; k: of the sampled token and the k most likely ones."""
+    n: int = 1
+    """Choices to return, each with an index."""
+    best_of: int | None = None
+    """Choices to generate; the `n` with the highest mean log-probability are returned, at the end."""
+    beam_width: int = 1
+    """Above 1: beam search instead of sampling; the `n` best beams are returned, at the end."""
+    length_penalty: float = 1.0
+    """Beams are ranked by the sum of log-probabilities / length ** length_penalty (as transformers)."""
+    early_stopping: bool | None = False
+    """Beam search ends with `beam_width` finished beams (True), when no better one is likely (False), or
+    when none is possible (None; transformers' "never")."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are generated at a time."""
+        return max(self.n, self.best_of or 1, self.beam_width)
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether choices compete, so that all of them are known only at the end."""
+        return self.beam_width > 1 or (self.best_of or 1) > self.n
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
 
-def _fail(field: str, message: str) -> InvalidArgumentError:
-    return InvalidArgumentError(field, message)
+def choice_seed(seed: int, index: int) -> int:
+    """Seed of choice `index` of a request with `seed`: `seed` itself for choice 0.
+
+    The others take the `index`-th number of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
+    number generators", OOPSLA 2014), started at the mixed seed: started at the seed itself, requests whose
+    seeds are neighbours would share choices. Fixed for ever, as seeded outputs depend on it.
+
+    Args:
+        seed: in [0, 2**64).
+        index: at least 0.
+    """
+    return seed if index == 0 else _mix((_mix(seed) + index * 0x9E3779B97F4A7C15) % 2**64)
 
 
-def _integer(low: int, high: int) -> Callable[[str, Any], int]:
-    def convert(field: str, value: Any) -> int:
-        if isinstance(value, str):
-            try:
-                value = int(value.strip())
-            except ValueError:
-                raise _fail(field, f"must be an integer, got {value!r:.80}") from None
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise _fail(field, f"must be an integer, got {_kind(value)}")
-        if not low <= value <= high:
-            raise _fail(field, f"must be in [{low}, {high}], got {value!r:.80}")
-        return value
-
-    return convert
-
-
-def _number(low: float, high: float, *, low_open: bool = False) -> Callable[[str, Any], float]:
-    def convert(field: str, value: Any) -> float:
-        if isinstance(value, str):
-            try:
-                value = float(value.strip())
-            except ValueError:
-                raise _fail(field, f"must be a number, got {value!r:.80}") from None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _fail(field, f"must be a number, got {_kind(value)}")
-        try:
-            value = float(value)
-        except OverflowError:
-            raise _fail(field, "must be a number, got an integer too large for one") from None
-        if math.isnan(value):
-            raise _fail(field, "must be a number, got NaN")
-        if value < low or value > high or (low_open and value == low):
-            raise _fail(field, f"must be in {'(' if low_open else '['}{low:g}, {high:g}], got {value:g}")
-        return value
-
-    return convert
-
-
-def _boolean(field: str, value: Any) -> bool:
-    if isinstance(value, str) and value.strip().lower() in ("true", "false", "1", "0"):
-        return value.strip().lower() in ("true", "1")
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, int) and value in (0, 1):
-        return bool(value)
-    raise _fail(field, f"must be a boolean, got {_kind(value)}")
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__name__} {value!r:.80}"
+def _mix(value: int) -> int:
+    """SplitMix64's finalizer, a bijection of 64-bit numbers."""
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+    return value ^ value >> 31
 
 
 def _json_if_text(field: str, value: Any, opening: str) -> Any:
@@ -131,7 +117,7 @@ def _json_if_text(field: str, value: Any, opening: str) -> Any:
         try:
             return json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise _fail(field, f"invalid JSON: {error}") from None
+            raise fail(field, f"invalid JSON: {error}") from None
     return value
 
 
@@ -145,16 +131,16 @@ def _strings(limit: int) -> Callable[[str, Any], tuple[str, ...]]:
         if isinstance(value, str):
             value = [value]
         if not isinstance(value, list | tuple):
-            raise _fail(field, f"must be a string or a list of strings, got {_kind(value)}")
+            raise fail(field, f"must be a string or a list of strings, got {kind_of(value)}")
         if len(value) > limit:
-            raise _fail(field, f"at most {limit} entries are allowed, got {len(value)}")
+            raise fail(field, f"at most {limit} entries are allowed, got {len(value)}")
         for entry in value:
             if not isinstance(entry, str) or not entry:
-                raise _fail(field, f"entries must be non-empty strings, got {_kind(entry)}")
+                raise fail(field, f"entries must be non-empty strings, got {kind_of(entry)}")
             if len(entry) > MAX_STOP_LENGTH:
-                raise _fail(field, f"entries are limited to {MAX_STOP_LENGTH} characters, got {len(entry)}")
+                raise fail(field, f"entries are limited to {MAX_STOP_LENGTH} characters, got {len(entry)}")
             if any("\ud800" <= char <= "\udfff" for char in entry):
-                raise _fail(field, "entries must not hold unpaired surrogates, which have no UTF-8 form")
+                raise fail(field, "entries must not hold unpaired surrogates, which have no UTF-8 form")
         return tuple(value)
 
     return convert
@@ -165,45 +151,55 @@ def _token_ids(field: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, int | str) and not isinstance(value, bool):
         value = [value]
     if not isinstance(value, list | tuple):
-        raise _fail(field, f"must be a list of token ids, got {_kind(value)}")
+        raise fail(field, f"must be a list of token ids, got {kind_of(value)}")
     if len(value) > MAX_STOP_TOKEN_IDS:
-        raise _fail(field, f"at most {MAX_STOP_TOKEN_IDS} entries are allowed, got {len(value)}")
-    one = _integer(0, 2**31 - 1)
+        raise fail(field, f"at most {MAX_STOP_TOKEN_IDS} entries are allowed, got {len(value)}")
+    one = integer(0, INT32_MAX)
     return tuple(one(field, entry) for entry in value)
 
 
 def _logit_bias(field: str, value: Any) -> dict[int, float]:
     value = _json_if_text(field, value, "{")
     if not isinstance(value, Mapping):
-        raise _fail(field, f"must be an object of token id to bias, got {_kind(value)}")
+        raise fail(field, f"must be an object of token id to bias, got {kind_of(value)}")
     if len(value) > MAX_LOGIT_BIAS:
-        raise _fail(field, f"at most {MAX_LOGIT_BIAS} entries are allowed, got {len(value)}")
-    key, bias = _integer(0, 2**31 - 1), _number(-100.0, 100.0)
+        raise fail(field, f"at most {MAX_LOGIT_BIAS} entries are allowed, got {len(value)}")
+    key, bias = integer(0, INT32_MAX), number(-100.0, 100.0)
     return {key(field, k): bias(field, v) for k, v in value.items()}
 
 
-_INT32 = 2**31 - 1
+def _early_stopping(field: str, value: Any) -> bool | None:
+    if isinstance(value, str) and value.strip().lower() == "never":
+        return None
+    return boolean(field, value)
+
+
 _CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
-    "max_tokens": _integer(1, _INT32),
-    "min_tokens": _integer(0, _INT32),
-    "temperature": _number(0.0, 100.0),
-    "top_k": _integer(-1, _INT32),
-    "top_p": _number(0.0, 1.0, low_open=True),
-    "min_p": _number(0.0, 1.0),
-    "typical_p": _number(0.0, 1.0, low_open=True),
-    "repetition_penalty": _number(0.0, 100.0, low_open=True),
-    "presence_penalty": _number(-2.0, 2.0),
-    "frequency_penalty": _number(-2.0, 2.0),
-    "no_repeat_ngram_size": _integer(0, 1024),
+    "max_tokens": integer(1, INT32_MAX),
+    "min_tokens": integer(0, INT32_MAX),
+    "temperature": number(0.0, 100.0),
+    "top_k": integer(-1, INT32_MAX),
+    "top_p": number(0.0, 1.0, low_open=True),
+    "min_p": number(0.0, 1.0),
+    "typical_p": number(0.0, 1.0, low_open=True),
+    "repetition_penalty": number(0.0, 100.0, low_open=True),
+    "presence_penalty": number(-2.0, 2.0),
+    "frequency_penalty": number(-2.0, 2.0),
+    "no_repeat_ngram_size": integer(0, 1024),
     "logit_bias": _logit_bias,
     "bad_words": _strings(MAX_BAD_WORDS),
-    "seed": _integer(-(2**63), MAX_SEED),
+    "seed": integer(-(2**63), MAX_SEED),
     "stop": _strings(MAX_STOP_STRINGS),
     "stop_token_ids": _token_ids,
-    "include_stop_str_in_output": _boolean,
-    "ignore_eos": _boolean,
-    "skip_special_tokens": _boolean,
-    "logprobs": _integer(0, MAX_LOGPROBS),
+    "include_stop_str_in_output": boolean,
+    "ignore_eos": boolean,
+    "skip_special_tokens": boolean,
+    "logprobs": integer(0, MAX_LOGPROBS),
+    "n": integer(1, MAX_CHOICES),
+    "best_of": integer(1, MAX_CHOICES),
+    "beam_width": integer(1, MAX_BEAM_WIDTH),
+    "length_penalty": number(-10.0, 10.0),
+    "early_stopping": _early_stopping,
 }
 
 SAMPLING_FIELDS: tuple[str, ...] = tuple(_CONVERTERS)
@@ -235,7 +231,7 @@ def parse_sampling_params(
         for name, value in source.items():
             field = ALIASES.get(name, name)
             if field not in _CONVERTERS:
-                raise _fail(name, f"unknown parameter; known are {', '.join(SAMPLING_FIELDS)}")
+                raise fail(name, f"unknown parameter; known are {', '.join(SAMPLING_FIELDS)}")
             if value is None:
                 continue
             # Every source is checked, also where a more specific one overrides it.
@@ -251,15 +247,28 @@ def parse_sampling_params(
     shapes = ("top_k", "top_p", "min_p", "typical_p")
     if base.is_greedy and "temperature" not in given and any(_shapes(given, name) for name in shapes):
         given["temperature"] = 1.0
+    if given.get("beam_width", 1) > 1:
+        if given.get("temperature"):
+            raise fail("beam_width", "beams are searched, not sampled: temperature must be 0")
+        given["temperature"] = 0.0  # whatever the checkpoint samples with by default
     params = msgspec.structs.replace(base, **given)
+    _check_choices(params)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         if "min_tokens" not in given:
             # Only the checkpoint's default is in the way of what the request asks for.
             return msgspec.structs.replace(params, min_tokens=params.max_tokens)
-        raise _fail(
-            "min_tokens", f"must not exceed max_tokens ({params.max_tokens}), got {params.min_tokens}"
-        )
+        raise fail("min_tokens", f"must not exceed max_tokens ({params.max_tokens}), got {params.min_tokens}")
     return params
+
+
+def _check_choices(params: SamplingParams) -> None:
+    if params.best_of is not None and params.best_of < params.n:
+        raise fail("best_of", f"must be at least n ({params.n}), got {params.best_of}")
+    if params.beam_width > 1:
+        if params.best_of is not None:
+            raise fail("best_of", "must not be given with beam_width")
+        if params.n > params.beam_width:
+            raise fail("n", f"must not exceed beam_width ({params.beam_width}), got {params.n}")
 
 
 def _shapes(given: Mapping[str, Any], name: str) -> bool:

@@ -30,3 +30,12 @@ def check_token_parameters(params: SamplingParams, vocab_size: int) -> None:
                 raise InvalidArgumentError(
                     field, f"token id {token_id} is outside the vocabulary of {vocab_size}"
                 )
+
+
+def check_choices(params: SamplingParams, max_num_seqs: int) -> None:
+    """Raises InvalidArgumentError when the choices of a request can never be computed together."""
+    if params.num_sequences > max_num_seqs:
+        field = "beam_width" if params.beam_width > 1 else "best_of" if params.best_of else "n"
+        raise InvalidArgumentError(
+            field, f"at most {max_num_seqs} (max_num_seqs of the engine), got {params.num_sequences}"
+        )

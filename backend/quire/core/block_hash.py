@@ -11,27 +11,51 @@ DIGEST_SIZE = 16
 """Bytes; a collision would show one request another's text, so it must not happen by intent either."""
 
 
-def request_hashes(request: Request, count: int, block_size: int, *, extend: bool = True) -> list[bytes]:
-    """Hashes of the first `count` blocks of a request, which must be full.
+def root_hash(cache_salt: str) -> bytes:
+    """What the chain of a salt begins with: requests of different salts have no hash in common."""
+    if not cache_salt:
+        return b""
+    return hashlib.blake2b(cache_salt.encode("utf-8"), digest_size=DIGEST_SIZE, person=b"salt").digest()
 
-    They are kept with the request, as tokens that are known never change.
 
-    Args:
-        extend: False: only those that are there already.
+def hash_blocks(request: Request, count: int, block_size: int) -> None:
+    """Sees to it that `request.block_hashes` has the first `count` blocks, which must be full.
+
+    They are kept there, as tokens that are known never change.
     """
     hashes = request.block_hashes
-    if extend:
-        for index in range(len(hashes), count):
-            hashes.append(_hash(request, index * block_size, (index + 1) * block_size))
-    return hashes[:count]
+    for index in range(len(hashes), count):
+        hashes.append(_hash(request, index * block_size, (index + 1) * block_size))
+
+
+def request_hashes(request: Request, count: int, block_size: int) -> list[bytes]:
+    """Hashes of the first `count` blocks of a request, which must be full."""
+    hash_blocks(request, count, block_size)
+    return request.block_hashes[:count]
+
+
+def group_key(content_hash: bytes, group: int) -> bytes:
+    """Under which the block of a KV group is found; group 0 has the hash itself."""
+    return content_hash + bytes((group,)) if group else content_hash
+
+
+def extra_keys(request: Request, begin: int, end: int) -> tuple[str, ...] | None:
+    """What the block of tokens [begin, end) is found by beside tokens, for those outside; None: nothing.
+
+    A salt is told by its hash: who reads it cannot use it.
+    """
+    keys = []
+    if request.scheduling.cache_salt:
+        keys.append(root_hash(request.scheduling.cache_salt).hex())
+    if request.embeds is not None and (images := request.embeds.key_of(begin, end)):
+        keys.append(images.hex())
+    return tuple(keys) or None
 
 
 def _hash(request: Request, begin: int, end: int) -> bytes:
     assert end <= request.num_tokens, "the block is not full"
-    state = hashlib.blake2b(digest_size=DIGEST_SIZE)
-    if request.block_hashes:
-        state.update(request.block_hashes[-1])
-    state.update(array("q", request.token_ids[begin:end]).tobytes())
+    before = request.block_hashes[-1] if request.block_hashes else root_hash(request.scheduling.cache_salt)
+    content = before + array("q", request.token_ids[begin:end]).tobytes()
     if request.embeds is not None:
-        state.update(request.embeds.key_of(begin, end))
-    return state.digest()
+        content += request.embeds.key_of(begin, end)
+    return hashlib.blake2b(content, digest_size=DIGEST_SIZE).digest()

@@ -1,35 +1,60 @@
-"""BlockPool: reference-counted blocks of KV cache, handed out from a list that frees and takes in O(1)."""
+"""BlockPool: reference-counted blocks of KV cache, handed out from lists that free and take in O(1)."""
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+from quire.scheduling_params import DEFAULT_RETENTION, MAX_RETENTION
+
+_LFU_STEPS = 8
+"""Frequencies that `lfu` tells apart: 1, 2-3, 4-7, ... uses."""
 
 
 class BlockPool:
     """Which of the `num_blocks` blocks are in use, and in which order the others are handed out.
 
     A block whose tokens are all computed may carry the hash of its content, under which others find it.
-    Blocks without references form a doubly linked list, least recently freed first. Its links lie in two
-    flat lists indexed by block id, with a sentinel at index `num_blocks`, so a block leaves the middle of the
-    list in O(1): that is what a hit on an unreferenced cached block needs.
+    Blocks without references lie in doubly linked lists: those without content in the first, the others by
+    retention priority (and, with `lfu`, by how often they were used), each least recently freed first. The
+    links lie in two flat lists indexed by block id, with a sentinel per list behind them, so that a block
+    leaves the middle of a list in O(1): that is what a hit on an unreferenced cached block needs. The bits of
+    an integer tell which lists have blocks.
 
     `num_free + num_cached + num_in_use == num_blocks` always.
+
+    Args:
+        policy: "lru" or "lfu", among blocks of the same retention priority.
+        on_evict: called with the hash of each block whose content is forgotten.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self, num_blocks: int, *, policy: str = "lru", on_evict: Callable[[bytes], None] | None = None
+    ) -> None:
         assert num_blocks >= 1, num_blocks
         self.num_blocks = num_blocks
+        self.on_evict = on_evict
         self.num_in_use = 0
         """Blocks with at least one reference."""
         self.num_cached = 0
-        """Blocks without references whose content may still be reused; they are in the free list too."""
+        """Blocks without references whose content may still be reused."""
+        self._lfu = policy == "lfu"
+        num_lists = 1 + (MAX_RETENTION + 1) * (_LFU_STEPS if self._lfu else 1)
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
+        self._lists = [0] * num_blocks  # the list an unreferenced block lies in
+        self._retentions = [0] * num_blocks
+        self._uses = [0] * num_blocks
         self._by_hash: dict[bytes, int] = {}
-        sentinel = num_blocks
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._prev = [sentinel, *range(num_blocks)]
+        self._ttls: dict[int, float] = {}
+        self._deadlines: dict[int, float] = {}
+        self._expiries: list[tuple[float, int]] = []
+        # Links of list i begin and end at the sentinel num_blocks + i.
+        self._next = [*range(1, num_blocks + 1), *range(num_blocks, num_blocks + num_lists)]
+        self._prev = [num_blocks, *range(num_blocks), *range(num_blocks + 1, num_blocks + num_lists)]
+        self._next[num_blocks], self._prev[num_blocks] = 0, num_blocks - 1
+        self._filled = 1  # bit i: list i has blocks
 
     @property
     def num_free(self) -> int:
@@ -45,97 +70,210 @@ class BlockPool:
         return self._ref_counts[block_id]
 
     def allocate(self, count: int) -> list[int] | None:
-        """Takes the `count` least recently freed blocks, each with one reference; cached ones are evicted.
+        """Takes `count` blocks, each with one reference: free ones, then cached ones, which are evicted.
 
         Returns:
-            Their ids in that order; None, and nothing is taken, if fewer are available.
+            Their ids, least worth keeping first; None, and nothing is taken, if fewer are available.
         """
         if count > self.num_available:
             return None
-        sentinel, following, ref_counts = self.num_blocks, self._next, self._ref_counts
-        hashes = self._hashes
+        following, previous, ref_counts = self._next, self._prev, self._ref_counts
         block_ids: list[int] = []
-        block_id = following[sentinel]
-        for _ in range(count):
-            block_ids.append(block_id)
-            ref_counts[block_id] = 1
-            if hashes[block_id] is not None:
-                self._forget(block_id)
-                self.num_cached -= 1
-            block_id = following[block_id]
-        following[sentinel] = block_id
-        self._prev[block_id] = sentinel
+        while len(block_ids) < count:
+            number = (self._filled & -self._filled).bit_length() - 1
+            sentinel = self.num_blocks + number
+            block_id = following[sentinel]
+            first = len(block_ids)
+            while block_id != sentinel and len(block_ids) < count:
+                block_ids.append(block_id)
+                ref_counts[block_id] = 1
+                block_id = following[block_id]
+            following[sentinel], previous[block_id] = block_id, sentinel
+            if block_id == sentinel:
+                self._filled ^= 1 << number
+            if number:
+                for evicted in block_ids[first:]:
+                    self._forget(evicted)
+                self.num_cached -= len(block_ids) - first
         self.num_in_use += count
         return block_ids
 
     def incref(self, block_id: int) -> None:
-        """One more reference to a block; one without any leaves the free list and keeps its content."""
+        """One more reference to a block; one without any leaves its list and keeps its content."""
         if self._ref_counts[block_id] == 0:
-            before, after = self._prev[block_id], self._next[block_id]
-            self._next[before], self._prev[after] = after, before
+            self._unlink(block_id)
             self.num_in_use += 1
             if self._hashes[block_id] is not None:
                 self.num_cached -= 1
+                self._uses[block_id] += 1
+                self._deadlines.pop(block_id, None)
         self._ref_counts[block_id] += 1
 
-    def free(self, block_ids: Iterable[int]) -> None:
-        """Drops one reference of each; blocks without any more go to the end of the list, in this order."""
-        sentinel, following, previous, ref_counts = self.num_blocks, self._next, self._prev, self._ref_counts
-        hashes = self._hashes
-        last = previous[sentinel]
+    def free(self, block_ids: Iterable[int], now: float = 0.0) -> None:
+        """Drops one reference of each; blocks without any more go to the end of their list, in this order.
+
+        Args:
+            now: seconds; the time to live of cached blocks counts from here.
+        """
+        ref_counts, hashes = self._ref_counts, self._hashes
         for block_id in block_ids:
             assert ref_counts[block_id] > 0, f"block {block_id} is freed twice"
             ref_counts[block_id] -= 1
             if ref_counts[block_id] == 0:
-                following[last], previous[block_id] = block_id, last
-                last = block_id
                 self.num_in_use -= 1
-                if hashes[block_id] is not None:
-                    self.num_cached += 1
-        following[last], previous[sentinel] = sentinel, last
+                if hashes[block_id] is None:
+                    self._append(0, block_id)
+                    continue
+                self.num_cached += 1
+                self._append(self._list_of(block_id), block_id)
+                if block_id in self._ttls:
+                    deadline = now + self._ttls[block_id]
+                    self._deadlines[block_id] = deadline
+                    heapq.heappush(self._expiries, (deadline, block_id))
 
     def cached(self, content_hash: bytes) -> int | None:
         """The block with this content, referenced or not."""
         return self._by_hash.get(content_hash)
 
-    def keep(self, block_id: int, content_hash: bytes) -> None:
-        """Lets a referenced block be found by the hash of its content, unless another one is already."""
+    def cached_hashes(self) -> set[bytes]:
+        """Hashes of all content that can be found, in use or not; O(num_blocks)."""
+        return set(self._by_hash)
+
+    def keep(
+        self,
+        block_id: int,
+        content_hash: bytes,
+        retention: int = DEFAULT_RETENTION,
+        ttl_s: float | None = None,
+    ) -> bool:
+        """Lets a referenced block be found by the hash of its content, unless another one is already.
+
+        Args:
+            retention: in [0, 100]; blocks of a higher one are evicted later. Where several requests keep the
+                same content, the highest counts.
+            ttl_s: without references the content is forgotten after so many seconds; None: it is not.
+
+        Returns:
+            Whether the content is new.
+        """
         assert self._ref_counts[block_id] > 0, f"block {block_id} is not in use"
-        if self._hashes[block_id] is None and content_hash not in self._by_hash:
-            self._hashes[block_id] = content_hash
-            self._by_hash[content_hash] = block_id
+        found = self._by_hash.get(content_hash)
+        if found is not None:
+            if retention > self._retentions[found] and self._ref_counts[found] > 0:
+                self._retentions[found] = retention
+            return False
+        if self._hashes[block_id] is not None:
+            return False
+        self._hashes[block_id] = content_hash
+        self._by_hash[content_hash] = block_id
+        self._retentions[block_id] = retention
+        self._uses[block_id] = 1
+        if ttl_s is not None:
+            self._ttls[block_id] = ttl_s
+        return True
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Makes the blocks' content unfindable; those without references become the first to be reused."""
+        for block_id in block_ids:
+            if self._hashes[block_id] is None:
+                continue
+            if self._ref_counts[block_id] == 0:
+                self._unlink(block_id)
+                self.num_cached -= 1
+                self._forget(block_id)
+                self._append(0, block_id)
+            else:
+                self._forget(block_id)
+
+    def forget_all(self) -> int:
+        """Forgets all content, also of blocks in use; returns how much there was."""
+        count = len(self._by_hash)
+        on_evict, self.on_evict = self.on_evict, None
+        self.forget(list(self._by_hash.values()))
+        self.on_evict = on_evict
+        return count
+
+    def expire(self, now: float) -> None:
+        """Forgets cached blocks whose time to live is over; amortised O(log n) per block freed with one."""
+        while self._expiries and self._expiries[0][0] <= now:
+            deadline, block_id = heapq.heappop(self._expiries)
+            if self._deadlines.get(block_id) == deadline:
+                self.forget((block_id,))
+        if len(self._expiries) > 4 * self.num_blocks:
+            self._expiries = [(deadline, block_id) for block_id, deadline in self._deadlines.items()]
+            heapq.heapify(self._expiries)
+
+    def _list_of(self, block_id: int) -> int:
+        retention = self._retentions[block_id]
+        if not self._lfu:
+            return 1 + retention
+        step = min(self._uses[block_id].bit_length() - 1, _LFU_STEPS - 1)
+        return 1 + retention * _LFU_STEPS + step
+
+    def _append(self, number: int, block_id: int) -> None:
+        sentinel = self.num_blocks + number
+        last = self._prev[sentinel]
+        self._next[last], self._prev[block_id] = block_id, last
+        self._next[block_id], self._prev[sentinel] = sentinel, block_id
+        self._lists[block_id] = number
+        self._filled |= 1 << number
+
+    def _unlink(self, block_id: int) -> None:
+        before, after = self._prev[block_id], self._next[block_id]
+        self._next[before], self._prev[after] = after, before
+        if before == after:  # the sentinel on both sides
+            self._filled ^= 1 << self._lists[block_id]
 
     def _forget(self, block_id: int) -> None:
         content_hash = self._hashes[block_id]
         assert content_hash is not None
         del self._by_hash[content_hash]
         self._hashes[block_id] = None
+        self._ttls.pop(block_id, None)
+        self._deadlines.pop(block_id, None)
+        if self.on_evict is not None:
+            self.on_evict(content_hash)
 
     def free_list(self) -> list[int]:
         """Blocks without references in the order in which `allocate` hands them out; O(num_blocks)."""
         block_ids: list[int] = []
-        block_id = self._next[self.num_blocks]
-        while block_id != self.num_blocks:
-            assert len(block_ids) < self.num_blocks, "the free list has a cycle"
-            block_ids.append(block_id)
-            block_id = self._next[block_id]
+        for number in self._nonempty():
+            sentinel = self.num_blocks + number
+            block_id = self._next[sentinel]
+            while block_id != sentinel:
+                assert len(block_ids) < self.num_blocks, "a list has a cycle"
+                block_ids.append(block_id)
+                block_id = self._next[block_id]
         return block_ids
+
+    def _nonempty(self) -> list[int]:
+        ends = enumerate(self._next[self.num_blocks :], self.num_blocks)
+        return [sentinel - self.num_blocks for sentinel, first in ends if first != sentinel]
 
     def check_integrity(self) -> None:
         """Asserts that links, reference counts and counters agree; O(num_blocks), for tests."""
         free = self.free_list()
-        assert len(set(free)) == len(free), "a block is twice in the free list"
+        assert len(set(free)) == len(free), "a block is twice in the lists"
         assert all(self._ref_counts[block_id] == 0 for block_id in free), "a referenced block is free"
         assert min(self._ref_counts) >= 0, "a reference count is negative"
         unreferenced = self._ref_counts.count(0)
         assert len(free) == unreferenced, (
-            f"{unreferenced - len(free)} unreferenced blocks are not in the list"
+            f"{unreferenced - len(free)} unreferenced blocks are not in the lists"
         )
         assert self.num_in_use == self.num_blocks - unreferenced, (self.num_in_use, unreferenced)
         assert self.num_cached == sum(self._hashes[block_id] is not None for block_id in free)
         assert self._by_hash == {h: block_id for block_id, h in enumerate(self._hashes) if h is not None}
-        ring = [self.num_blocks, *free, self.num_blocks]
-        for before, after in itertools.pairwise(ring):
-            assert self._prev[after] == before, (
-                f"broken back link {after} -> {self._prev[after]}, not {before}"
-            )
+        assert all(self._hashes[block_id] is not None for block_id in [*self._ttls, *self._deadlines])
+        nonempty = self._nonempty()
+        assert self._filled == sum(1 << number for number in nonempty)
+        for number in nonempty:
+            sentinel = self.num_blocks + number
+            ring = [sentinel]
+            while (following := self._next[ring[-1]]) != sentinel:
+                ring.append(following)
+                assert self._lists[following] == number, (following, self._lists[following], number)
+                assert (self._hashes[following] is None) == (number == 0), following
+            for before, after in itertools.pairwise([*ring, sentinel]):
+                assert self._prev[after] == before, (
+                    f"broken back link {after} -> {self._prev[after]}, not {before}"
+                )

@@ -1,63 +1,168 @@
-"""SchedulerTrace: what every step did, one JSON line each, for tests, replay and looking closely."""
+"""SchedulerTrace: what every step did, one JSON line each, for replay, plots and looking closely."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+import msgspec
+
+from quire.config import CacheConfig
+from quire.core.block_hash import request_hashes
 from quire.outputs import SchedulerOutput, SchedulerStats
 from quire.request import FinishReason, Request
+from quire.sampling_params import SamplingParams
+from quire.scheduling_params import SchedulingParams
+
+if TYPE_CHECKING:
+    from quire.core.scheduler import Scheduler
+
+VERSION = 1
+
+_SCHEDULING: msgspec.Struct = SchedulingParams()
+_SCHEDULING_KEYS = SchedulingParams.__struct_fields__
+_SAMPLING: msgspec.Struct = SamplingParams()
+_SAMPLING_KEYS = ("n", "best_of", "beam_width")
 
 
 class SchedulerTrace:
     """Collects one record per step, in `records` or as lines appended to a file.
 
     A record holds
-        step, time (s, monotonic, when the step was planned),
-        arrivals: [[request_id, num_prompt_tokens]] between planning of the previous step and of this one,
+        step, time (s on the scheduler's clock: when the step was planned), plan_s (what planning took),
+        overlapped (true: most of it was planned while the step before was computed),
+        arrivals: of requests between planning of the previous step and of this one, as
+            {"id", "prompt": tokens, "time", "taken_at": when the scheduler got it, "max_tokens", "hash_ids":
+            per full block of the prompt a number for its content and all before it}, the fields of
+            SchedulingParams and n, best_of, beam_width that are not at their defaults, and "in_flight": true
+            if a step was being computed,
+        ended: [[request_id, reason, in_flight, how many of `arrivals` came before]] likewise, of requests
+            that were ended from outside,
         scheduled: [[request_id, num_computed_tokens, num_scheduled_tokens]],
         preempted: [request_id] by this step's planning,
-        finished: [[request_id, reason]] since the previous record,
-        and, at the end of the step: num_free_blocks, num_running, num_waiting.
+        finished: {"id", "reason", "output": tokens, "hash_ids": of the full blocks after those of the
+            prompt} since the previous record, whatever ended them,
+        end (s, when the step was done), num_free_blocks, num_running, num_waiting.
+    That is enough to make every call of the scheduler again: see `quire.simulator.replay`. Choices with rows
+    of their own have ids of their own in scheduled, preempted, ended and finished.
+
+    Args:
+        path: the file to append to; None: records are kept in memory.
+        block_size: of the blocks that `hash_ids` stand for.
+        clock: the scheduler's.
     """
 
-    def __init__(self, path: str | Path | None = None) -> None:
-        """`path`: the file to append to; None: records are kept in memory."""
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        block_size: int = 16,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.records: list[dict[str, Any]] = []
-        self._file: IO[str] | None = None
+        self.header: dict[str, Any] = {}
+        """What a replay must know of the engine; in a file it is the first record, an event `engine`."""
+        self.block_size = block_size
+        self.clock = clock
+        self._file: BinaryIO | None = None
         if path is not None:
-            self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 (until close)
+            # Unbuffered: a reader sees every line that was written, also of an engine that was killed.
+            self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 (until close)
         self._record: dict[str, Any] | None = None
-        self._arrivals: list[list[Any]] = []
+        self._arrivals: list[dict[str, Any]] = []
+        self._ended: list[list[Any]] = []
         self._preempted: list[str] = []
-        self._finished: list[list[str]] = []
+        self._finished: list[dict[str, Any]] = []
+
+    @classmethod
+    def attach(
+        cls, scheduler: Scheduler, cache: CacheConfig, path: str | Path | None = None
+    ) -> SchedulerTrace:
+        """Records a scheduler's steps from now on, with the header that a replay needs.
+
+        Requests that it holds already are unknown to a replay, so this is done before the first.
+
+        Args:
+            cache: what the scheduler's block manager was made from.
+        """
+        kv = scheduler.kv
+        trace = cls(path, block_size=kv.block_size, clock=scheduler.clock)
+        trace.header = {
+            "event": "engine",
+            "version": VERSION,
+            "time": trace.clock(),
+            "scheduler": dataclasses.asdict(scheduler.config),
+            "max_model_len": scheduler.max_model_len,
+            "cache": {**dataclasses.asdict(cache), "num_blocks": kv.num_blocks},
+            "windows": [[group.window, list(group.layers)] for group in kv.groups],
+            "max_step_tokens": kv.max_step_tokens,
+            "tiers": scheduler.transfers.tiers is not None,
+        }
+        if trace._file is not None:
+            trace._write(trace.header)
+        scheduler.trace = trace
+        return trace
 
     def on_arrival(self, request: Request) -> None:
-        self._arrivals.append([request.request_id, request.num_prompt_tokens])
+        arrival: dict[str, Any] = {
+            "id": request.request_id,
+            "prompt": request.num_prompt_tokens,
+            "time": request.arrival_time,
+            "taken_at": self.clock(),
+            "max_tokens": request.sampling_params.max_tokens,
+            "hash_ids": self._content(request, 0, request.num_prompt_tokens),
+        }
+        for given, default, keys in (
+            (request.scheduling, _SCHEDULING, _SCHEDULING_KEYS),
+            (request.sampling_params, _SAMPLING, _SAMPLING_KEYS),
+        ):
+            if given != default:
+                arrival |= {
+                    key: getattr(given, key) for key in keys if getattr(given, key) != getattr(default, key)
+                }
+        if self._record is not None:
+            arrival["in_flight"] = True
+        self._arrivals.append(arrival)
 
     def on_preemption(self, request: Request) -> None:
         self._preempted.append(request.request_id)
 
     def on_finish(self, request: Request, reason: FinishReason) -> None:
-        self._finished.append([request.request_id, str(reason)])
+        if _is_from_outside(request, reason):
+            in_flight, request_id, choices = self._record is not None, request.request_id, request.choices
+            if choices is not None and choices.has_forked and not choices.is_ranked and request.index == 0:
+                request_id += "#0"  # this choice alone
+            self._ended.append([request_id, str(reason), in_flight, len(self._arrivals)])
+        self._finished.append(
+            {
+                "id": request.request_id,
+                "reason": str(reason),
+                "output": request.num_output_tokens,
+                "hash_ids": self._content(request, request.num_prompt_tokens, request.num_tokens),
+            }
+        )
 
-    def begin_step(self, output: SchedulerOutput) -> None:
+    def begin_step(self, output: SchedulerOutput, *, plan_s: float = 0.0, overlapped: bool = False) -> None:
         """The step is planned: arrivals from now on belong to the next one."""
-        if self._record is not None:  # an empty plan that was never executed: its arrivals are not lost
-            self._arrivals = self._record["arrivals"] + self._arrivals
+        if self._record is not None:  # a plan that was never executed
+            self._take_back(self._record)
         self._record = {
             "step": output.step,
-            "time": time.monotonic(),
+            "time": self.clock(),
+            "plan_s": plan_s,
+            "overlapped": overlapped,
             "arrivals": self._arrivals,
+            "ended": self._ended,
             "scheduled": [
                 [row.request_id, row.num_computed_tokens, row.num_scheduled_tokens]
                 for row in output.scheduled
             ],
             "preempted": self._preempted,
         }
-        self._arrivals, self._preempted = [], []
+        self._arrivals, self._ended, self._preempted = [], [], []
 
     def end_step(self, stats: SchedulerStats) -> None:
         """The step is done or has failed; no effect without one begun."""
@@ -65,6 +170,7 @@ class SchedulerTrace:
             return
         record, self._record = self._record, None
         record["finished"], self._finished = self._finished, []
+        record["end"] = self.clock()
         record["num_free_blocks"] = stats.num_free_blocks
         record["num_running"] = stats.num_running
         record["num_waiting"] = stats.num_waiting
@@ -72,14 +178,42 @@ class SchedulerTrace:
 
     def event(self, kind: str, **values: Any) -> None:
         """Writes what happened between steps as a record of its own: {"event": kind, "time": ...}."""
-        self._write({"event": kind, "time": time.monotonic(), **values})
+        self._write({"event": kind, "time": self.clock(), **values})
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _take_back(self, record: dict[str, Any]) -> None:
+        """What came before an empty plan is not lost, and nothing was in flight after it."""
+        for arrival in self._arrivals:
+            arrival.pop("in_flight", None)
+        for entry in self._ended:
+            entry[2] = False
+            entry[3] += len(record["arrivals"])
+        self._arrivals[:0] = record["arrivals"]
+        self._ended[:0] = record["ended"]
+        self._preempted[:0] = record["preempted"]
+
+    def _content(self, request: Request, begin: int, end: int) -> list[int]:
+        """Numbers of 52 bits for the full blocks that end in tokens (begin, end]."""
+        first, count = begin // self.block_size, end // self.block_size
+        hashes = request_hashes(request, count, self.block_size)[first:]
+        return [int.from_bytes(content_hash[:8], "big") >> 12 for content_hash in hashes]
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._file is None:
             self.records.append(record)
         else:
-            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+            self._file.write(msgspec.json.encode(record) + b"\n")
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+
+def _is_from_outside(request: Request, reason: FinishReason) -> bool:
+    """Whether the scheduler was told to end the request, rather than finding out by itself."""
+    if reason is FinishReason.STOP:  # a stop string is the frontend's, a token is found in update()
+        params, token_id = request.sampling_params, request.token_ids[-1]
+        ends = token_id in params.stop_token_ids
+        ends = ends or (token_id in request.eos_token_ids and not params.ignore_eos)
+        return not ends or request.num_output_tokens < max(1, params.min_tokens)
+    # A deadline that has passed is found in expire(), which is a call of its own.
+    return reason in (FinishReason.CANCELLED, FinishReason.SHUTDOWN, FinishReason.TIMEOUT)

@@ -1,0 +1,86 @@
+"""From a request's values, as text or in their own type, to checked ones; a failure names the field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from quire.errors import InvalidArgumentError
+
+INT32_MAX = 2**31 - 1
+
+
+def fail(field: str, message: str) -> InvalidArgumentError:
+    return InvalidArgumentError(field, message)
+
+
+def integer(low: int, high: int) -> Callable[[str, Any], int]:
+    def convert(field: str, value: Any) -> int:
+        if isinstance(value, str):
+            try:
+                value = int(value.strip())
+            except ValueError:
+                raise fail(field, f"must be an integer, got {value!r:.80}") from None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise fail(field, f"must be an integer, got {kind_of(value)}")
+        if not low <= value <= high:
+            raise fail(field, f"must be in [{low}, {high}], got {value!r:.80}")
+        return value
+
+    return convert
+
+
+def number(low: float, high: float, *, low_open: bool = False) -> Callable[[str, Any], float]:
+    def convert(field: str, value: Any) -> float:
+        if isinstance(value, str):
+            try:
+                value = float(value.strip())
+            except ValueError:
+                raise fail(field, f"must be a number, got {value!r:.80}") from None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise fail(field, f"must be a number, got {kind_of(value)}")
+        try:
+            value = float(value)
+        except OverflowError:
+            raise fail(field, "must be a number, got an integer too large for one") from None
+        if math.isnan(value):
+            raise fail(field, "must be a number, got NaN")
+        if value < low or value > high or (low_open and value == low):
+            raise fail(field, f"must be in {'(' if low_open else '['}{low:g}, {high:g}], got {value:g}")
+        return value
+
+    return convert
+
+
+def boolean(field: str, value: Any) -> bool:
+    if isinstance(value, str) and value.strip().lower() in ("true", "false", "1", "0"):
+        return value.strip().lower() in ("true", "1")
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise fail(field, f"must be a boolean, got {kind_of(value)}")
+
+
+def kind_of(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.80}"
+
+
+def name(limit: int) -> Callable[[str, Any], str]:
+    """Text of at most `limit` characters that has a UTF-8 form; numbers are taken as their digits."""
+
+    def convert(field: str, value: Any) -> str:
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)
+        if not isinstance(value, str):
+            raise fail(field, f"must be text, got {kind_of(value)}")
+        if len(value) > limit:
+            raise fail(field, f"at most {limit} characters are allowed, got {len(value)}")
+        if any("\ud800" <= char <= "\udfff" for char in value):
+            raise fail(field, "must not hold unpaired surrogates, which have no UTF-8 form")
+        return value
+
+    return convert

@@ -1,0 +1,324 @@
+"""Choices: what the sequences that come of one request share, and how they compete."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from quire.outputs import EngineCoreOutput, TokenLogprobs
+from quire.request import FinishReason, Request
+from quire.sampling_params import SamplingParams, choice_seed
+
+
+class Choices:
+    """The sequences of a request with `n` > 1.
+
+    Until its prompt is computed there is one sequence; then every choice becomes a request of its own, which
+    shares the full blocks of the prompt, and only their ids tell that they belong together.
+
+    Args:
+        request: the first choice, and before the fork all of them.
+    """
+
+    is_ranked = False
+    """Whether they compete: they are known only when all have ended, and none can be ended alone."""
+
+    def __init__(self, request: Request) -> None:
+        self.request_id = request.request_id
+        self.external_id = request.external_id
+        self.count = request.num_sequences
+        self.has_forked = False
+        self.live: dict[int, Request] = {0: request}
+        """Unfinished choices by index."""
+
+    @property
+    def num_draws(self) -> int:
+        """Tokens to draw when the first row samples."""
+        return 1 if self.has_forked else self.count
+
+    @property
+    def open_indices(self) -> list[int]:
+        """Choices whose end was not reported yet."""
+        return list(self.live) if self.has_forked else list(range(self.count))
+
+    def is_paused(self, request: Request) -> bool:
+        """Whether there is nothing to compute for it before something is known of the others."""
+        return False
+
+    def fork(self, first_token_ids: list[int]) -> list[Request]:
+        """The other choices, which continue the prompt with these tokens; none has blocks yet."""
+        parent = self.live[0]
+        self.has_forked = True
+        parent.num_sequences = 1
+        params = parent.sampling_params
+        children = []
+        for index, token_id in enumerate(first_token_ids, 1):
+            seed = None if params.seed is None else choice_seed(params.seed, index)
+            own = msgspec.structs.replace(params, seed=seed, n=1, best_of=None)
+            prompt = parent.token_ids[: parent.num_prompt_tokens]
+            children.append(self._continue(parent, index, [*prompt, token_id], own))
+        return children
+
+    def _continue(self, parent: Request, index: int, token_ids: list[int], params: SamplingParams) -> Request:
+        """A request beside `parent`, with other tokens behind those that both have computed."""
+        child = Request(
+            f"{self.request_id}#{index}",
+            token_ids[: parent.num_prompt_tokens],
+            params,
+            eos_token_ids=parent.eos_token_ids,
+            arrival_time=parent.arrival_time,
+            scheduling=parent.scheduling,
+            embeds=parent.embeds,
+        )
+        child.token_ids = token_ids
+        child.num_sequences = 1
+        child.rank = (*parent.rank[:2], index)
+        child.block_hashes = list(parent.block_hashes)
+        child.index, child.choices = index, self
+        child.num_cached_tokens = parent.num_prompt_tokens
+        self.live[index] = child
+        return child
+
+    def pass_on(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        """What the caller is to see now of what a step brought for these choices."""
+        return outputs
+
+
+class BestOf(Choices):
+    """`best_of` choices run, and the `n` with the highest mean log-probability are passed on at the end.
+
+    The mean is that of the model's log-probabilities of a choice's tokens, the one that ended it included,
+    as the sampler reports them: before temperature, filters, penalties and bans. Of equals the one that was
+    drawn first wins.
+    """
+
+    is_ranked = True
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        params = request.sampling_params
+        self._num_results = params.n
+        self._sends_logprobs = params.logprobs is not None
+        if not self._sends_logprobs:
+            request.sampling_params = msgspec.structs.replace(params, logprobs=0)
+        self._ended: list[EngineCoreOutput] = []
+        self._kept = {index: EngineCoreOutput(self.request_id, logprobs=[]) for index in range(self.count)}
+
+    @property
+    def open_indices(self) -> list[int]:
+        return list(range(self._num_results))
+
+    def pass_on(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        for output in outputs:
+            kept = self._kept[output.index]
+            assert kept.logprobs is not None and output.logprobs is not None
+            kept.new_token_ids.extend(output.new_token_ids)
+            kept.logprobs += output.logprobs
+            kept.num_cached_tokens = max(kept.num_cached_tokens, output.num_cached_tokens)
+            if output.finish_reason is not None:
+                kept.finish_reason, kept.stop_reason = output.finish_reason, output.stop_reason
+                kept.cumulative_logprob = sum(entry.logprobs[0] for entry in kept.logprobs)
+                self._ended.append(kept)
+        if len(self._ended) < self.count:
+            return []
+        means = {
+            index: (kept.cumulative_logprob or 0.0) / len(kept.new_token_ids)
+            for index, kept in self._kept.items()
+        }
+        best = sorted(means, key=lambda index: -means[index])[: self._num_results]
+        results = [self._kept[index] for index in best]
+        for index, result in enumerate(results):
+            result.index = index
+            if not self._sends_logprobs:
+                result.logprobs = None
+        return results
+
+
+class BeamStep(NamedTuple):
+    """What becomes of the beams when all have reported."""
+
+    dropped: list[Request]
+    continued: list[tuple[Request, int]]
+    """With the token to append."""
+    forks: list[tuple[Request, Request]]
+    """(parent, child): the child has the parent's tokens and one of its own; it has no blocks yet."""
+
+
+class _Ended(NamedTuple):
+    score: float
+    cumulative_logprob: float
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    reason: FinishReason
+    stop_reason: int | None
+
+
+class _Candidate(NamedTuple):
+    cumulative_logprob: float
+    beam: int
+    """That it continues."""
+    token_id: int
+    logprob: float
+
+
+class BeamSearch(Choices):
+    """Beam search as `transformers` 5 does it (`GenerationMixin._beam_search`), for one request.
+
+    Each beam is a request of its own. When its row samples, it reports its best candidates and pauses. When
+    all have reported, the best continuations of all beams are ranked by their sum of log-probabilities.
+    Those among the first `beam_width` that end are kept, with the score sum / length ** length_penalty, where
+    the length counts all generated tokens; the `beam_width` best others go on. It is over when nothing goes
+    on, or when `beam_width` ended ones are kept and
+    - early_stopping is True, or
+    - the first beam, at its present length (None: at the greatest possible one if length_penalty > 0), would
+      not score higher than the worst of them.
+
+    Where transformers leaves a place empty, as scores below -1e9 lose against its padding, the search goes
+    on. Of equal candidates those of the older beam come first: nothing depends on when beams report.
+    """
+
+    is_ranked = True
+    num_draws = 1
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self._params = request.sampling_params
+        self._num_cached_tokens = 0
+        self._num_beams = 1  # ever made
+        self._sums = {0: 0.0}  # by beam, as all below
+        self._reports: dict[int, TokenLogprobs] = {}
+        self._logprobs: dict[int, list[TokenLogprobs]] = {0: []}
+        self._ended: list[_Ended] = []  # best first
+        self.is_over = False
+
+    @property
+    def open_indices(self) -> list[int]:
+        return list(range(self._params.n))
+
+    def is_paused(self, request: Request) -> bool:
+        return request.index in self._reports
+
+    def report(self, request: Request, candidates: TokenLogprobs) -> bool:
+        """Takes the candidates of a beam, best first behind one that stands for the sampled token.
+
+        Returns:
+            Whether all beams have reported, so that advance() is due.
+        """
+        if request.num_output_tokens == 0:
+            self._num_cached_tokens = request.num_cached_tokens
+        self._reports[request.index] = candidates
+        return len(self._reports) == len(self.live)
+
+    def advance(self, max_model_len: int) -> BeamStep:
+        """Chooses the next beams; none if it `is_over`: then there are results()."""
+        self.has_forked = True
+        width = self._params.beam_width
+        request = next(iter(self.live.values()))
+        num_output = request.num_output_tokens + 1
+        going_on: list[_Candidate] = []
+        for place, candidate in enumerate(self._ranked()):
+            end = request.end_by(candidate.token_id, num_output, max_model_len)
+            if end is None and len(going_on) < width:
+                going_on.append(candidate)
+            elif end is not None and place < width:
+                self._keep(candidate, *end)
+        del self._ended[width:]
+        self.is_over = not going_on or self._is_settled(
+            going_on[0].cumulative_logprob, num_output, request.max_output_tokens(max_model_len)
+        )
+        request.num_sequences = 1
+        return BeamStep([], [], []) if self.is_over else self._replace(going_on)
+
+    def results(self) -> list[EngineCoreOutput]:
+        """The `n` best sequences, best first; empty ones where bans left fewer than there should be."""
+        wanted = self._params.logprobs
+        outputs = []
+        for index in self.open_indices:
+            output = EngineCoreOutput(self.request_id, index=index, finish_reason=str(FinishReason.LENGTH))
+            if index < len(self._ended):
+                ended = self._ended[index]
+                output.new_token_ids = ended.token_ids
+                output.finish_reason, output.stop_reason = str(ended.reason), ended.stop_reason
+                output.cumulative_logprob = ended.cumulative_logprob
+                output.logprobs = None if wanted is None else ended.logprobs
+            num_prompt_tokens = next(iter(self.live.values())).num_prompt_tokens
+            output.num_cached_tokens = num_prompt_tokens if index else self._num_cached_tokens
+            outputs.append(output)
+        return outputs
+
+    def _ranked(self) -> list[_Candidate]:
+        found = []
+        for index in self.live:
+            report, before = self._reports[index], self._sums[index]
+            found += [
+                _Candidate(before + logprob, index, token_id, logprob)
+                for token_id, logprob in zip(report.token_ids[1:], report.logprobs[1:], strict=True)
+                if logprob > -float("inf")  # a banned token
+            ]
+        return sorted(found, key=lambda candidate: -candidate.cumulative_logprob)
+
+    def _keep(self, candidate: _Candidate, reason: FinishReason, stop_reason: int | None) -> None:
+        token_ids = [*self.live[candidate.beam].output_token_ids, candidate.token_id]
+        score = candidate.cumulative_logprob / len(token_ids) ** self._params.length_penalty
+        logprobs = self._extended(candidate)
+        ended = _Ended(score, candidate.cumulative_logprob, token_ids, logprobs, reason, stop_reason)
+        self._ended.append(ended)
+        self._ended.sort(key=lambda other: -other.score)
+
+    def _is_settled(self, best: float, num_output: int, max_output: int) -> bool:
+        """Whether no running beam, the best of which has this sum, can improve on what is kept."""
+        params = self._params
+        if len(self._ended) < params.beam_width:
+            return False
+        if params.early_stopping is True:
+            return True
+        at_end = params.early_stopping is None and params.length_penalty > 0
+        length = max_output if at_end else num_output
+        return best / length**params.length_penalty <= self._ended[-1].score
+
+    def _replace(self, going_on: list[_Candidate]) -> BeamStep:
+        """Lets the beams become those of the next step."""
+        parents = {candidate.beam for candidate in going_on}
+        dropped = [request for index, request in self.live.items() if index not in parents]
+        continued: dict[int, _Candidate] = {}
+        forks = []
+        for candidate in going_on:
+            if continued.setdefault(candidate.beam, candidate) is candidate:
+                continue
+            parent, index = self.live[candidate.beam], self._num_beams
+            self._num_beams += 1
+            token_ids = [*parent.token_ids, candidate.token_id]
+            forks.append((parent, self._continue(parent, index, token_ids, parent.sampling_params)))
+            self._sums[index] = candidate.cumulative_logprob
+            self._logprobs[index] = self._extended(candidate)
+        for index, candidate in continued.items():
+            self._sums[index] = candidate.cumulative_logprob
+            self._logprobs[index] = self._extended(candidate)
+        for request in dropped:
+            del self._sums[request.index], self._logprobs[request.index]
+        self._reports.clear()
+        return BeamStep(
+            dropped, [(self.live[index], one.token_id) for index, one in continued.items()], forks
+        )
+
+    def _extended(self, candidate: _Candidate) -> list[TokenLogprobs]:
+        """Log-probabilities of the beam's tokens and the candidate's, if they are asked for."""
+        if self._params.logprobs is None:
+            return []
+        report, wanted = self._reports[candidate.beam], self._params.logprobs
+        entry = TokenLogprobs(
+            [candidate.token_id, *report.token_ids[1 : wanted + 1]],
+            [candidate.logprob, *report.logprobs[1 : wanted + 1]],
+        )
+        return [*self._logprobs[candidate.beam], entry]
+
+
+def make_choices(request: Request) -> Choices | None:
+    """What a request with several sequences needs; None: it has one."""
+    params = request.sampling_params
+    if params.num_sequences == 1:
+        return None
+    if params.beam_width > 1:
+        return BeamSearch(request)
+    return BestOf(request) if params.is_ranked else Choices(request)

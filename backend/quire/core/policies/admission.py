@@ -1,0 +1,221 @@
+"""Admission: whether a request is taken at all, and until when it must have its tokens."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+
+import msgspec
+
+from quire.config import SchedulerConfig
+from quire.errors import UnavailableError
+from quire.request import Request
+
+MEMORY_S = 30.0
+"""Busy seconds after which a step counts 1/e of the latest in the estimates."""
+MIN_DEPARTURES = 8.0
+"""With fewer remembered, nothing is said about when a seat comes free."""
+SIGMAS = 2.33
+"""By which a request is taken: requests end at random, and with the mean every second one would be late."""
+
+
+class AdmissionControl:
+    """A bounded queue, and the prediction of a new request's time to first token (TTFT).
+
+    Steps are taken to last a + b * prefill tokens; a and b are fitted to the steps so far, which fade with
+    MEMORY_S. All methods are O(1). Without history every request is taken.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._num_departures = 0  # since the last step
+        # Sums over steps, faded: of 1, tokens, seconds, tokens^2, tokens * seconds; and departures.
+        self._steps = self._tokens = self._seconds = self._tokens2 = self._token_seconds = 0.0
+        self._departures = 0.0
+
+    def set_default_deadlines(self, request: Request) -> None:
+        """Gives a request that states no deadline the configured one, counted from its arrival."""
+        config, given = self._config, request.scheduling
+        ttft_deadline, deadline = given.ttft_deadline, given.deadline
+        if ttft_deadline is None and config.default_ttft_deadline_ms:
+            ttft_deadline = request.arrival_time + config.default_ttft_deadline_ms / 1000
+        if deadline is None and config.default_deadline_ms:
+            deadline = request.arrival_time + config.default_deadline_ms / 1000
+        if (ttft_deadline, deadline) != (given.ttft_deadline, given.deadline):
+            request.scheduling = msgspec.structs.replace(
+                given, ttft_deadline=ttft_deadline, deadline=deadline
+            )
+
+    def on_departure(self) -> None:
+        """A running request has ended, so its seat is free."""
+        self._num_departures += 1
+
+    def on_step(self, now: float, duration_s: float, num_prefill_tokens: int, num_rows: int) -> None:
+        """A step has ended; one without rows was not busy and does not count."""
+        if not num_rows or duration_s <= 0:
+            return
+        fade = math.exp(-duration_s / MEMORY_S)
+        tokens = num_prefill_tokens
+        self._steps = self._steps * fade + 1
+        self._tokens = self._tokens * fade + tokens
+        self._seconds = self._seconds * fade + duration_s
+        self._tokens2 = self._tokens2 * fade + tokens * tokens
+        self._token_seconds = self._token_seconds * fade + tokens * duration_s
+        self._departures = self._departures * fade + self._num_departures
+        self._num_departures = 0
+
+    def predicted_ttft_s(
+        self, num_tokens: int, num_waiting: int, num_free_seats: int, sigmas: float = 0.0
+    ) -> float | None:
+        """Seconds until a new request would have its first token; None: not known yet.
+
+        The larger of the time to compute the prompts and, by Little's law, the time until enough of those
+        that run have ended at the recent rate.
+
+        Args:
+            num_tokens: prompt tokens to compute until then, its own included.
+            num_waiting: requests that begin before it.
+            num_free_seats: 0 also if the pool has no room for the next request.
+            sigmas: so many standard deviations above the mean, where requests end as a Poisson process.
+        """
+        if not self._tokens:
+            return None
+        base, per_token = self._fit()
+        num_steps = math.ceil(num_tokens / self._config.max_num_batched_tokens)
+        drain = num_steps * base + num_tokens * per_token
+        seats = 0.0
+        num_departures = num_waiting + 1 - max(0, num_free_seats)
+        if num_departures > 0 and self._departures >= MIN_DEPARTURES:
+            late = sigmas * math.sqrt(num_departures)
+            seats = (num_departures + late) * self._seconds / self._departures
+        return max(drain, seats)
+
+    def predicts(self, request: Request) -> bool:
+        """Whether check() weighs when the request would have its first token, against some limit."""
+        given = request.scheduling
+        limits = (given.ttft_deadline, given.deadline, self._config.max_predicted_ttft_ms or None)
+        return any(limit is not None for limit in limits)
+
+    def check(
+        self,
+        request: Request,
+        now: float,
+        *,
+        num_waiting: int,
+        num_waiting_tokens: int,
+        num_free_seats: int,
+        num_running_tokens: int = 0,
+        ahead: tuple[int, int] | None = None,
+    ) -> None:
+        """Changes nothing.
+
+        Args:
+            num_running_tokens: prompt tokens of running requests that are still to be computed.
+            ahead: requests that begin before it and their tokens, if they are not all that wait
+                (`QueuePolicy.ahead`).
+
+        Raises:
+            UnavailableError: the queue is full, or the request would wait longer for its first token than
+                `max_predicted_ttft_ms` or its own deadline allows; names the limit, and when it may be met.
+        """
+        config = self._config
+        if num_waiting >= config.max_waiting_requests:
+            raise UnavailableError(
+                f"queue full: {num_waiting} requests wait (max_waiting_requests "
+                f"{config.max_waiting_requests})",
+                self._departure_s(),
+            )
+        if num_waiting_tokens + request.num_tokens > config.max_waiting_tokens:
+            raise UnavailableError(
+                f"queue full: {num_waiting_tokens} tokens wait, {request.num_tokens} more exceed "
+                f"the limit (max_waiting_tokens {config.max_waiting_tokens})",
+                self._departure_s(),
+            )
+        limits = [
+            (deadline - now, name)
+            for deadline, name in (
+                (request.scheduling.ttft_deadline, "ttft_deadline of the request"),
+                (request.scheduling.deadline, "deadline of the request"),
+            )
+            if deadline is not None
+        ]
+        if config.max_predicted_ttft_ms:
+            limits.append((config.max_predicted_ttft_ms / 1000, "max_predicted_ttft_ms"))
+        if not limits:
+            return
+        num_ahead, tokens_ahead = (num_waiting, num_waiting_tokens) if ahead is None else ahead
+        num_tokens = tokens_ahead + num_running_tokens + request.num_tokens
+        predicted = self.predicted_ttft_s(num_tokens, num_ahead, num_free_seats, SIGMAS)
+        limit, name = min(limits)
+        if predicted is not None and predicted > limit:
+            raise UnavailableError(
+                f"overloaded: {predicted:.2f} s to the first token predicted, {max(0.0, limit):.2f} s "
+                f"allowed ({name})",
+                predicted - max(0.0, limit),
+            )
+
+    def _departure_s(self) -> float | None:
+        """Busy seconds per departure."""
+        return self._seconds / self._departures if self._departures >= MIN_DEPARTURES else None
+
+    def _fit(self) -> tuple[float, float]:
+        """a and b by least squares, none below 0; where the steps do not tell them apart, all is b."""
+        mean = self._tokens / self._steps
+        variance = self._tokens2 / self._steps - mean * mean
+        ratio = self._seconds / self._tokens
+        if variance <= (0.05 * mean) ** 2:
+            return 0.0, ratio
+        mean_s = self._seconds / self._steps
+        slope = (self._token_seconds / self._steps - mean * mean_s) / variance
+        if slope <= 0:
+            return mean_s, 0.0
+        return (mean_s - slope * mean, slope) if slope < ratio else (0.0, ratio)
+
+
+class DeadlineHeap:
+    """Requests by deadline. Ended ones are forgotten when they come up, and all at once when they may be the
+    majority: push is O(log n) amortised, and so is each request that expires."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, str, Request]] = []
+        self._numbers = itertools.count()
+        self._sweep_at = 64
+
+    def __len__(self) -> int:
+        """Deadlines held, those of ended requests that are not forgotten yet among them."""
+        return len(self._heap)
+
+    def push(self, request: Request) -> None:
+        """Watches the deadlines of a request; no effect if it has none."""
+        for which in ("ttft_deadline", "deadline"):
+            time = getattr(request.scheduling, which)
+            if time is not None:
+                heapq.heappush(self._heap, (time, next(self._numbers), which, request))
+        if len(self._heap) >= self._sweep_at:
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+            heapq.heapify(self._heap)
+            self._sweep_at = 2 * len(self._heap) + 64
+
+    def expired(self, now: float) -> list[tuple[Request, str]]:
+        """Unfinished requests whose deadline has passed, each once, and which: "ttft_deadline" or "deadline".
+
+        The caller ends them. A deadline of the first token has no effect once there is a token.
+        """
+        late: dict[str, tuple[Request, str]] = {}
+        while self._heap and self._heap[0][0] <= now:
+            entry = heapq.heappop(self._heap)
+            if self._is_live(entry):
+                late.setdefault(entry[3].request_id, (entry[3], entry[2]))
+        return list(late.values())
+
+    def next_time(self) -> float | None:
+        """When the next deadline passes; None: there is none."""
+        while self._heap and not self._is_live(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    @staticmethod
+    def _is_live(entry: tuple[float, int, str, Request]) -> bool:
+        _, _, which, request = entry
+        return not request.is_finished and not (which == "ttft_deadline" and request.num_output_tokens)

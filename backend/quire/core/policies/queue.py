@@ -1,0 +1,453 @@
+"""QueuePolicy: the order in which waiting requests are admitted, and who may take a running one's place."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator
+
+from quire.config import SchedulerConfig
+from quire.core.policies.rank_heap import RankHeap
+from quire.request import Request
+
+TOKENS_PER_AGEING = 1000
+"""shortest_first: tokens of work that `ageing_s` seconds of waiting outweigh."""
+MAX_EXPECTED_OUTPUT = 1024
+"""shortest_first: more output than this is not expected of any request, nor less where none is stated."""
+PREFIX_WINDOW = 64
+"""longest_prefix: how many of the oldest requests are ordered among themselves."""
+PREFIX_WALKS = 32
+"""longest_prefix: most calls of `cached_tokens` per candidates()."""
+MAX_IDLE_TENANTS = 4096
+"""fair: tenants without waiting requests whose counters are remembered."""
+
+
+class QueuePolicy(ABC):
+    """The waiting requests. A request is in the queue from push() to remove().
+
+    The first push gives a request its `rank`: (key, arrival sequence number), fixed from then on, smaller is
+    served earlier. It is what preempted requests return by and what decides who gives way. Where no rule says
+    otherwise the key is 0 and the rank is the order of arrival at the engine.
+
+    Calls the scheduler owes, beside push and remove: on_admitted() for each request that begins to run, after
+    it was removed and its cached prefix is known; on_left() for each that runs no more; on_tokens() for what
+    was computed for it.
+    """
+
+    preempts: bool = False
+    """Whether an urgent waiting request may take the place of a less urgent running one."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, tuple[Request, int]] = {}  # with the tokens it had when it was pushed
+        self._num_tokens = 0
+        self._arrivals = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """In no order worth relying on."""
+        return (request for request, _ in self._requests.values())
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._requests
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all requests here, as known when they were pushed."""
+        return self._num_tokens
+
+    def push(self, request: Request) -> None:
+        """Adds a new request, or a preempted one, which returns to the place its rank says; O(log n)."""
+        assert request.request_id not in self._requests, request
+        if request.rank[1] == 0:
+            request.rank = (self._key(request), next(self._arrivals))
+        self._requests[request.request_id] = request, request.num_tokens
+        self._num_tokens += request.num_tokens
+        self._insert(request)
+
+    def remove(self, request: Request) -> None:
+        """Takes out a request, admitted or ended, wherever it is; O(log n) amortised."""
+        _, num_tokens = self._requests.pop(request.request_id)
+        self._num_tokens -= num_tokens
+        self._discard(request, num_tokens)
+
+    @abstractmethod
+    def candidates(self, now: float) -> Generator[Request, None, None]:
+        """Requests that may be admitted, best first.
+
+        The caller may remove() the request it was given last, and then calls on_admitted(); it may pass over
+        requests, and may stop early. It changes nothing else meanwhile.
+
+        Args:
+            now: seconds, of the clock of `Request.arrival_time`.
+        """
+
+    def may_preempt(self, waiting: Request, running: Request) -> bool:
+        """Whether `waiting` may take the place of `running`: a strict partial order."""
+        return False
+
+    def ahead(self, request: Request) -> tuple[int, int]:
+        """Requests, and tokens of them, expected to begin before a new one that is not pushed yet."""
+        return len(self._requests), self._num_tokens
+
+    def on_tokens(self, request: Request, num_input: int, num_output: int) -> None:  # noqa: B027
+        """Service given: input tokens computed, output tokens sampled."""
+
+    def on_admitted(self, request: Request) -> None:  # noqa: B027
+        """The request begins to run."""
+
+    def on_left(self, request: Request) -> None:  # noqa: B027
+        """The request, which was running, was preempted or has ended."""
+
+    def _key(self, request: Request) -> float:
+        return 0.0
+
+    @abstractmethod
+    def _insert(self, request: Request) -> None: ...
+
+    @abstractmethod
+    def _discard(self, request: Request, num_tokens: int) -> None: ...
+
+
+class FCFSQueue(QueuePolicy):
+    """Order of rank, which is that of arrival here and something else in the subclasses.
+
+    Requests of a tenant that runs as many as it may are parked as they come up, and return one by one as its
+    running requests leave: however many it has waiting, they cost the others nothing. So a tenant with
+    parked requests either may not run another one, or has as many requests in line as it may start.
+
+    candidates(): O(k log k) for k requests looked at.
+
+    Args:
+        may_run: whether the tenant of a request may have one more running.
+    """
+
+    def __init__(self, may_run: Callable[[Request], bool]) -> None:
+        super().__init__()
+        self._may_run = may_run
+        self._line = RankHeap()
+        self._parked: dict[str, RankHeap] = {}  # by tenant
+        self._to_unpark: list[str] = []  # tenants, each time for one request
+
+    def candidates(self, now: float) -> Generator[Request, None, None]:
+        for tenant in self._to_unpark:
+            parked = self._parked.get(tenant)
+            if parked is not None:
+                self._line.push(parked.pop())
+                if not parked:
+                    del self._parked[tenant]
+        self._to_unpark.clear()
+        for request in self._in_order(now):
+            if self._may_run(request):
+                yield request
+                if request in self._line:  # passed over: the next of this tenant may have more luck
+                    self._unpark_later(request)
+            else:
+                self._line.remove(request)
+                self._parked.setdefault(request.scheduling.tenant, RankHeap()).push(request)
+
+    def on_left(self, request: Request) -> None:
+        self._unpark_later(request)
+
+    def _unpark_later(self, request: Request) -> None:
+        if request.scheduling.tenant in self._parked:
+            self._to_unpark.append(request.scheduling.tenant)
+
+    def _in_order(self, now: float) -> Iterator[Request]:
+        return self._line.in_order()
+
+    def _insert(self, request: Request) -> None:
+        self._line.push(request)
+
+    def _discard(self, request: Request, num_tokens: int) -> None:
+        if request in self._line:
+            self._line.remove(request)
+            self._unpark_later(request)
+        else:
+            parked = self._parked[request.scheduling.tenant]
+            parked.remove(request)
+            if not parked:
+                del self._parked[request.scheduling.tenant]
+
+
+class PriorityQueue(FCFSQueue):
+    """Classes, smaller more urgent, with linear ageing: `ageing_s` seconds of waiting are worth one class.
+
+    Two waiting requests age alike, so their order never changes: the key is priority * ageing_s + arrival.
+    With ageing_s = 0 the key is the class, and a class starves while more urgent ones fill the machine.
+
+    may_preempt(w, r) holds if w is of a more urgent class and of smaller rank. Both are strict orders, so
+    this is one. If a request gives way only to such a w, or for memory only to one of smaller rank, there is
+    - no livelock: the unfinished request of smallest rank gives way to nobody, so it ends;
+    - no starvation with ageing: what arrives more than 200 * ageing_s after r (classes are in [-100, 100])
+      has a larger rank than r, so finitely many are ever ahead of r, and r becomes the one of smallest rank.
+    A request that has aged past newer urgent ones is safe from them, waiting and running.
+    """
+
+    preempts = True
+
+    def __init__(self, may_run: Callable[[Request], bool], ageing_s: float) -> None:
+        super().__init__(may_run)
+        self._ageing_s = ageing_s
+        self._classes: dict[int, list[int]] = {}  # class to number of requests and of tokens
+
+    def may_preempt(self, waiting: Request, running: Request) -> bool:
+        more_urgent = waiting.scheduling.priority < running.scheduling.priority
+        return more_urgent and waiting.rank < running.rank
+
+    def ahead(self, request: Request) -> tuple[int, int]:
+        """Those of its class and of more urgent ones; ageing is left out. O(classes)."""
+        counts = [
+            count for priority, count in self._classes.items() if priority <= request.scheduling.priority
+        ]
+        return sum(count[0] for count in counts), sum(count[1] for count in counts)
+
+    def _key(self, request: Request) -> float:
+        priority = request.scheduling.priority
+        return priority * self._ageing_s + request.arrival_time if self._ageing_s else float(priority)
+
+    def _insert(self, request: Request) -> None:
+        super()._insert(request)
+        count = self._classes.setdefault(request.scheduling.priority, [0, 0])
+        count[0] += 1
+        count[1] += request.num_tokens
+
+    def _discard(self, request: Request, num_tokens: int) -> None:
+        super()._discard(request, num_tokens)
+        count = self._classes[request.scheduling.priority]
+        count[0] -= 1
+        count[1] -= num_tokens
+
+
+class ShortestFirstQueue(FCFSQueue):
+    """Least work first: uncached prompt tokens, estimated on arrival, and expected output of all choices.
+
+    `ageing_s` seconds of waiting outweigh TOKENS_PER_AGEING tokens, so nobody starves; 0: somebody may.
+    """
+
+    def __init__(
+        self, may_run: Callable[[Request], bool], ageing_s: float, cached_tokens: Callable[[Request], int]
+    ) -> None:
+        super().__init__(may_run)
+        self._ageing_s = ageing_s
+        self._cached_tokens = cached_tokens
+
+    def _key(self, request: Request) -> float:
+        max_tokens = request.sampling_params.max_tokens
+        output = MAX_EXPECTED_OUTPUT if max_tokens is None else min(max_tokens, MAX_EXPECTED_OUTPUT)
+        work = request.num_prompt_tokens - self._cached_tokens(request) + output * request.num_sequences
+        if not self._ageing_s:
+            return float(work)
+        return request.arrival_time + work * self._ageing_s / TOKENS_PER_AGEING
+
+
+class LongestPrefixQueue(FCFSQueue):
+    """Most cached tokens first (SGLang's LPM), among windows of the PREFIX_WINDOW oldest requests.
+
+    Those that have waited `ageing_s` go before all others of their window, in order of arrival, so nobody
+    starves; 0: somebody may. Cost of candidates() beside FCFS: the sort of each window that is reached, and
+    at most PREFIX_WALKS calls of `cached_tokens`, each a walk over hash maps. What was looked up longest ago
+    is looked up first, so in the first window, where it matters, no length is older than two calls.
+    """
+
+    def __init__(
+        self, may_run: Callable[[Request], bool], ageing_s: float, cached_tokens: Callable[[Request], int]
+    ) -> None:
+        super().__init__(may_run)
+        self._ageing_s = ageing_s
+        self._cached_tokens = cached_tokens
+        self._lengths: dict[str, tuple[int, int]] = {}  # request id to (number of the look-up, cached tokens)
+        self._num_lookups = 0
+
+    def _in_order(self, now: float) -> Iterator[Request]:
+        requests, num_walks, lengths = self._line.in_order(), PREFIX_WALKS, self._lengths
+        unknown = (0, 0)
+        while window := list(itertools.islice(requests, PREFIX_WINDOW)):
+            aged = []
+            if self._ageing_s:
+                aged = [request for request in window if now - request.arrival_time >= self._ageing_s]
+                window = [request for request in window if now - request.arrival_time < self._ageing_s]
+            yield from aged
+            stale_first = sorted(window, key=lambda request: lengths.get(request.request_id, unknown)[0])
+            for request in stale_first[:num_walks]:
+                self._num_lookups += 1
+                num_walks -= 1
+                lengths[request.request_id] = self._num_lookups, self._cached_tokens(request)
+            window.sort(key=lambda request: (-lengths.get(request.request_id, unknown)[1], request.rank))
+            yield from window
+
+    def _discard(self, request: Request, num_tokens: int) -> None:
+        super()._discard(request, num_tokens)
+        self._lengths.pop(request.request_id, None)
+
+
+class _Account:
+    """A tenant's virtual counter and its waiting requests."""
+
+    __slots__ = ("counter", "in_heap", "number", "queue", "tenant")
+
+    def __init__(self, tenant: str, number: int) -> None:
+        self.tenant = tenant
+        self.number = number
+        self.counter = 0.0
+        self.queue = RankHeap()
+        self.in_heap = False
+
+
+class FairQueue(QueuePolicy):
+    """Virtual Token Counter (arXiv 2401.00588, algorithm 2): the tenant with the least service is next.
+
+    Service is input_weight * prompt tokens that were not cached + output_weight * output tokens, divided by
+    the tenant's weight. Prompts are charged whole when first admitted, so that one step cannot admit all of
+    one tenant; what is computed again after a preemption is not the tenant's fault and costs it nothing.
+    Within a tenant requests go in order of arrival. A tenant that begins to wait is lifted to the least
+    counter of those waiting, or if none is to that of the tenant that left the queue last: idling saves
+    nothing up.
+
+    Bound (section 4 of the paper): between two tenants that have requests waiting all the time, service
+    differs by at most 2 * max(input_weight * longest prompt, output_weight * M), with M the most tokens of a
+    running batch; with weights, service / weight differs by that over the smaller weight.
+
+    push, remove and the next candidate: O(log tenants + log n) amortised. Counters only grow, so a heap of
+    tenants with counters as they were pushed needs repair only at its top. Of tenants that do not wait,
+    MAX_IDLE_TENANTS counters are kept, the latest used: a tenant that is forgotten loses what it owes, as
+    would one that comes under a new name.
+    """
+
+    def __init__(
+        self,
+        may_run: Callable[[Request], bool],
+        weight: Callable[[str], float],
+        input_weight: float,
+        output_weight: float,
+    ) -> None:
+        super().__init__()
+        self._may_run = may_run
+        self._weight = weight
+        self._input_weight = input_weight
+        self._output_weight = output_weight
+        self._waiting: dict[str, _Account] = {}
+        self._idle: OrderedDict[str, _Account] = OrderedDict()  # latest used last
+        self._by_counter: list[tuple[float, int, _Account]] = []  # of all waiting and of some idle ones
+        self._last_left: _Account | None = None
+        self._numbers = itertools.count()
+
+    def counter(self, tenant: str) -> float:
+        """Service of a tenant in weighted tokens per weight; 0 for one that is not known."""
+        account = self._waiting.get(tenant) or self._idle.get(tenant)
+        return 0.0 if account is None else account.counter
+
+    def candidates(self, now: float) -> Generator[Request, None, None]:
+        walks: dict[str, Iterator[Request]] = {}
+        exhausted: list[tuple[float, int, _Account]] = []
+        try:
+            while (account := self._least()) is not None:
+                walk = walks.get(account.tenant)
+                if walk is None:
+                    walk = walks[account.tenant] = account.queue.in_order()
+                request = next(walk, None)
+                if request is None or not self._may_run(request):
+                    exhausted.append(heapq.heappop(self._by_counter))
+                else:
+                    yield request
+        finally:
+            for entry in exhausted:
+                heapq.heappush(self._by_counter, entry)
+
+    def ahead(self, request: Request) -> tuple[int, int]:
+        """Its tenant's, and about as many of each other one; tokens in proportion."""
+        account = self._waiting.get(request.scheduling.tenant)
+        num_own = 0 if account is None else len(account.queue)
+        num_others = len(self._waiting) - (account is not None)
+        num = min(len(self), num_own + (num_own + 1) * num_others)
+        return num, self._num_tokens * num // max(1, len(self))
+
+    def on_admitted(self, request: Request) -> None:
+        if request.num_preemptions == 0:
+            num_tokens = request.num_prompt_tokens - request.num_cached_tokens
+            self._charge(request.scheduling.tenant, self._input_weight * num_tokens)
+
+    def on_tokens(self, request: Request, num_input: int, num_output: int) -> None:
+        if num_output:
+            self._charge(request.scheduling.tenant, self._output_weight * num_output)
+
+    def _charge(self, tenant: str, service: float) -> None:
+        account = self._waiting.get(tenant) or self._touch(tenant)
+        account.counter += service / self._weight(tenant)
+
+    def _touch(self, tenant: str) -> _Account:
+        """The account of a tenant that does not wait, made if need be."""
+        account = self._idle.get(tenant)
+        if account is None:
+            account = self._idle[tenant] = _Account(tenant, next(self._numbers))
+            if len(self._idle) > MAX_IDLE_TENANTS:
+                self._idle.popitem(last=False)
+        self._idle.move_to_end(tenant)
+        return account
+
+    def _least(self) -> _Account | None:
+        """The waiting tenant with the least counter; its entry is at the top of the heap."""
+        heap = self._by_counter
+        while heap:
+            counter, number, account = heap[0]
+            if not account.queue:
+                heapq.heappop(heap)
+                account.in_heap = False
+            elif counter < account.counter:
+                heapq.heapreplace(heap, (account.counter, number, account))
+            else:
+                return account
+        return None
+
+    def _insert(self, request: Request) -> None:
+        tenant = request.scheduling.tenant
+        account = self._waiting.get(tenant)
+        if account is None:
+            account = self._touch(tenant)
+            reference = self._least() or self._last_left
+            if reference is not None:
+                account.counter = max(account.counter, reference.counter)
+            self._waiting[tenant] = self._idle.pop(tenant)
+            if not account.in_heap:
+                account.in_heap = True
+                heapq.heappush(self._by_counter, (account.counter, account.number, account))
+        account.queue.push(request)
+
+    def _discard(self, request: Request, num_tokens: int) -> None:
+        tenant = request.scheduling.tenant
+        account = self._waiting[tenant]
+        account.queue.remove(request)
+        if not account.queue:
+            del self._waiting[tenant]
+            self._idle[tenant] = self._last_left = account
+            if len(self._idle) > MAX_IDLE_TENANTS:
+                self._idle.popitem(last=False)
+
+
+def make_queue(
+    config: SchedulerConfig,
+    *,
+    cached_tokens: Callable[[Request], int],
+    may_run: Callable[[Request], bool] = lambda request: True,
+    weight: Callable[[str], float] = lambda tenant: 1.0,
+) -> QueuePolicy:
+    """The queue that `config.queue_policy` names.
+
+    Args:
+        cached_tokens: how many tokens at the beginning of a request the cache holds now.
+        may_run: whether the tenant of a request may have one more running.
+        weight: share of a tenant, above 0.
+    """
+    if config.queue_policy == "priority":
+        return PriorityQueue(may_run, config.ageing_s)
+    if config.queue_policy == "shortest_first":
+        return ShortestFirstQueue(may_run, config.ageing_s, cached_tokens)
+    if config.queue_policy == "longest_prefix":
+        return LongestPrefixQueue(may_run, config.ageing_s, cached_tokens)
+    if config.queue_policy == "fair":
+        return FairQueue(may_run, weight, config.fairness_input_weight, config.fairness_output_weight)
+    assert config.queue_policy == "fcfs", config.queue_policy
+    return FCFSQueue(may_run)

@@ -1,0 +1,256 @@
+"""Reservation: whether the blocks that a waiting request will need are there."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from quire.config import SchedulerConfig
+from quire.request import FinishReason, Request
+
+BlocksFor = Callable[[Request, int], int]
+"""Blocks that one sequence of a request lacks to hold so many tokens; of a waiting one, all it needs."""
+
+WINDOW = 1000
+"""predicted: ended requests whose output lengths are remembered."""
+MIN_HISTORY = 32
+"""predicted: with fewer of them the longest possible output is expected."""
+MARGIN = 0.03
+"""predicted: share of the free blocks kept for outputs that are longer than expected."""
+
+
+class Reservation(ABC):
+    """Decides on admissions of one step: begin() once, then try_admit() for one candidate after the other.
+
+    Tokens of a sequence are capped to `max_model_len - 1`: its last one is never in the cache. A request
+    whose choices have not forked yet (`num_sequences` > 1) counts with all of them: they share the full
+    blocks of the prompt, and each other choice has its own copy of the last one per KV group.
+    If nothing runs, a candidate needs room for what it knows and one token only, in one sequence: whatever
+    it takes later it takes from nobody, and choices that find no blocks wait.
+
+    Args:
+        max_model_len: most tokens of prompt and output, no more than the pool holds and one.
+        num_groups: KV groups, each with a block table per sequence.
+    """
+
+    def __init__(self, max_model_len: int, num_groups: int) -> None:
+        self._max_slots = max_model_len - 1
+        self._max_model_len = max_model_len
+        self._num_groups = num_groups
+        self._blocks_for: BlocksFor
+        self._num_held: Callable[[Request], int]
+        self._num_running = 0
+        self._num_free = 0
+        self._available = 0
+
+    def begin(
+        self,
+        running: Iterable[Request],
+        num_free_blocks: int,
+        blocks_for: BlocksFor,
+        num_held: Callable[[Request], int],
+    ) -> None:
+        """Takes in the present state; O(running).
+
+        Args:
+            num_free_blocks: those that can be taken now.
+            num_held: blocks in the tables of a running request.
+        """
+        requests = list(running)
+        self._num_running, self._num_free = len(requests), num_free_blocks
+        self._blocks_for, self._num_held = blocks_for, num_held
+        self._begin(requests)
+
+    def try_admit(self, candidate: Request, num_saved_blocks: int = 0) -> bool:
+        """Whether the candidate fits beside what runs and what was admitted since begin(); if so, it counts
+        as admitted from now on.
+
+        Args:
+            num_saved_blocks: of its blocks, those that others hold already and that it would share.
+        """
+        alone = self._num_running == 0
+        first = self._blocks_for(candidate, min(candidate.num_tokens + 1, self._max_slots))
+        if first - num_saved_blocks > self._num_free or not self._try(candidate, num_saved_blocks, alone):
+            return False
+        self._num_running += 1
+        return True
+
+    def on_finished(self, request: Request) -> None:  # noqa: B027
+        """A request has ended with all its output; it has its finish_reason."""
+
+    @abstractmethod
+    def _begin(self, running: list[Request]) -> None: ...
+
+    @abstractmethod
+    def _try(self, candidate: Request, num_saved_blocks: int, alone: bool) -> bool:
+        """Takes the candidate into account if it fits or is `alone`."""
+
+    def _needed(self, request: Request, num_tokens: int) -> int:
+        """Blocks lacking for so many tokens in each of its sequences."""
+        slots = num_tokens if num_tokens < self._max_slots else self._max_slots
+        needed = self._blocks_for(request, slots)
+        if request.num_sequences > 1:
+            own = max(0, needed - self._blocks_for(request, request.num_prompt_tokens)) + self._num_groups
+            needed += (request.num_sequences - 1) * own
+        return needed
+
+    def _needed_now(self, request: Request) -> int:
+        """Blocks lacking for the tokens it knows and one more, in each of its sequences."""
+        num_tokens = len(request.token_ids)
+        if num_tokens < request.steady_until and request.num_sequences == 1:
+            return 0  # as of nearly all running requests, which are asked in every step with a queue
+        return self._needed(request, num_tokens + 1)
+
+    def _most_tokens(self, request: Request) -> int:
+        """Most tokens of the request that are ever in the cache."""
+        return request.num_prompt_tokens + request.max_output_tokens(self._max_model_len) - 1
+
+
+class OnDemand(Reservation):
+    """Every request has room for the tokens it knows and one more; what comes later may preempt.
+
+    Admitting against the pool less what the running requests lack keeps a long prompt, which takes its
+    blocks chunk by chunk, from being preempted half way by one that was let in behind it.
+    """
+
+    def _begin(self, running: list[Request]) -> None:
+        self._available = self._num_free - sum(map(self._needed_now, running))
+
+    def _try(self, candidate: Request, num_saved_blocks: int, alone: bool) -> bool:
+        needed = self._needed_now(candidate) - num_saved_blocks
+        if needed > self._available and not alone:
+            return False
+        self._available -= needed
+        return True
+
+
+class NoEvict(Reservation):
+    """Every request has room for its longest output, so none is ever preempted for memory."""
+
+    def _begin(self, running: list[Request]) -> None:
+        self._available = self._num_free
+        for request in running:
+            self._available -= self._needed(request, self._most_tokens(request))
+
+    def _try(self, candidate: Request, num_saved_blocks: int, alone: bool) -> bool:
+        needed = self._needed(candidate, self._most_tokens(candidate)) - num_saved_blocks
+        if needed > self._available and not alone:
+            return False
+        self._available -= needed
+        return True
+
+
+class Predicted(Reservation):
+    """The past-future scheduler of LightLLM: the expected peak of memory stays within the pool.
+
+    The output of a request that has g tokens is expected to be as long as the mean of the WINDOW latest
+    outputs longer than g; if none was, to double; never longer than its limit. All running requests grow by a
+    token per step and give their blocks back at their end. The times to the ends are rounded up to a grid
+    with four points per octave, so memory peaks at points of the grid, and a table of the blocks free there
+    is all that is needed: begin is O(running * log WINDOW), try_admit O(log max_model_len).
+
+    Limits of the model: between two points a request grows linearly; what ends is taken to give back the
+    blocks of all its tokens, also those it shares; prompts still to be computed take no time.
+    Requests that were aborted tell nothing about lengths. When few have ended, those are the short ones:
+    MIN_HISTORY makes this bias small, not zero.
+    """
+
+    def __init__(self, max_model_len: int, num_groups: int) -> None:
+        super().__init__(max_model_len, num_groups)
+        self._recent: deque[int] = deque()
+        self._lengths: list[int] = []  # the same, sorted
+        self._sums: list[int] = [0]  # of the first k lengths
+        self._is_new = False
+        self._times = [1]  # the grid, in steps from now
+        while self._times[-1] < max_model_len:
+            self._times.append(max(self._times[-1] + 1, int(self._times[-1] * 2**0.25)))
+        self._free: list[float] = []  # at each time, just before requests end there
+
+    def on_finished(self, request: Request) -> None:
+        if request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return
+        if len(self._recent) == WINDOW:
+            del self._lengths[bisect.bisect_left(self._lengths, self._recent.popleft())]
+        self._recent.append(request.num_output_tokens)
+        bisect.insort(self._lengths, request.num_output_tokens)
+        self._is_new = True
+
+    def expected_remaining(self, request: Request) -> int:
+        """Tokens it will still generate, at least 1."""
+        done = request.num_output_tokens
+        return self._remaining(done, request.max_output_tokens(self._max_model_len) - done)
+
+    def _remaining(self, done: int, limit: int) -> int:
+        """Tokens that a request with `done` output tokens, and at most `limit` to come, will generate."""
+        lengths, expected = self._lengths, limit
+        if len(lengths) >= MIN_HISTORY:
+            if self._is_new:
+                self._sums = [0, *itertools.accumulate(lengths)]
+                self._is_new = False
+            first = bisect.bisect_right(lengths, done)
+            num_longer = len(lengths) - first
+            expected = done
+            if num_longer:
+                expected = round((self._sums[-1] - self._sums[first]) / num_longer) - done
+            if expected > limit:
+                expected = limit
+        return expected if expected > 1 else 1
+
+    def _begin(self, running: list[Request]) -> None:
+        times = self._times
+        # Of the requests that end at each time: blocks lacking at once, growth per step, blocks given back.
+        at_once, growth, back = ([0.0] * len(times) for _ in range(3))
+        for request in running:
+            now = self._needed_now(request)
+            end, slope = self._future(request, now)
+            at_once[end] += now
+            growth[end] += slope
+            back[end] += self._num_held(request)
+        num_now, num_per_step = sum(at_once), sum(growth)
+        margin = MARGIN * self._num_free
+        free = self._num_free - margin
+        self._free = []
+        for index, time in enumerate(times):
+            self._free.append(free - num_now - num_per_step * (time - 1))
+            free += back[index]
+            num_now -= at_once[index]
+            num_per_step -= growth[index]
+
+    def _try(self, candidate: Request, num_saved_blocks: int, alone: bool) -> bool:
+        now = self._needed_now(candidate)
+        end, slope = self._future(candidate, now)
+        now -= num_saved_blocks
+        free = [
+            left - now - slope * (time - 1)
+            for left, time in zip(self._free[: end + 1], self._times, strict=False)
+        ]
+        if min(free) < 0 and not alone:
+            return False
+        self._free[: end + 1] = free
+        return True
+
+    def _future(self, request: Request, now: int) -> tuple[int, float]:
+        """Index of the time when it ends, and blocks it takes per step until then.
+
+        Args:
+            now: blocks it lacks for the tokens it knows and one.
+        """
+        num_tokens, last = len(request.token_ids), self._most_tokens(request)
+        remaining = self._remaining(num_tokens - request.num_prompt_tokens, last + 1 - num_tokens)
+        end = bisect.bisect_left(self._times, remaining)
+        steps = self._times[end]
+        growth = self._needed(request, num_tokens + steps if num_tokens + steps < last else last) - now
+        return end, growth / (steps - 1 or 1) if growth > 0 else 0.0
+
+
+def make_reservation(config: SchedulerConfig, max_model_len: int, num_groups: int = 1) -> Reservation:
+    """What `config.kv_reservation` names."""
+    kinds: dict[str, type[Reservation]] = {
+        "on_demand": OnDemand,
+        "no_evict": NoEvict,
+        "predicted": Predicted,
+    }
+    return kinds[config.kv_reservation](max_model_len, num_groups)

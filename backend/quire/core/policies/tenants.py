@@ -1,0 +1,233 @@
+"""Tenants: on whose account requests run, and what each may use."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import ConfigError, UnavailableError
+from quire.request import Request
+
+DEFAULT_TENANT = "*"
+MAX_IDLE_TENANTS = 10_000
+"""Tenants not named in the configuration, with no requests here, whose quota is remembered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TenantLimits:
+    """What one tenant may use; None: no limit."""
+
+    weight: float = 1.0
+    """Share under queue_policy=fair."""
+    tokens_per_minute: int | None = None
+    """Input and output tokens; as many at once, refilled continuously."""
+    max_running: int | None = None
+    """Requests that may run at a time; more wait."""
+    max_waiting: int | None = None
+    """Requests that may wait; more are answered UNAVAILABLE."""
+
+    @property
+    def needs_account(self) -> bool:
+        return (self.tokens_per_minute, self.max_running, self.max_waiting) != (None, None, None)
+
+
+class _Account:
+    """What one tenant uses. `tokens` is what the bucket held at `time`; below 0: debt."""
+
+    __slots__ = ("num_running", "num_waiting", "time", "tokens")
+
+    def __init__(self, limits: TenantLimits) -> None:
+        self.tokens = float(limits.tokens_per_minute or 0)
+        self.time = -math.inf
+        self.num_running = 0
+        self.num_waiting = 0
+
+
+class Tenants:
+    """Limits and use of all tenants.
+
+    A quota is a token bucket that holds a minute's tokens and is refilled continuously. Prompts are charged
+    on arrival, output as it is generated; since the length of an output is not known before, the bucket may
+    go into debt. While it holds less than one token, requests of the tenant are refused.
+
+    "*" gives the limits of every tenant that is not named, to each separately; a named one has only the
+    limits it states. Clients may invent names: an unnamed tenant is forgotten when it has no requests here
+    and a full bucket, and the least recently used of those without requests when they are more than
+    MAX_IDLE_TENANTS. That one finds a full bucket again, as would a newly invented name.
+
+    All methods are O(1). For each request the scheduler calls check_arrival and then, if it is queued,
+    on_arrival; on_admitted when it begins to run and on_left when it runs no more; on_waiting when it returns
+    to the queue and on_not_waiting when it ends there; on_tokens for each output token.
+
+    Args:
+        spec_json: the configuration key `tenants`; empty: no limits.
+
+    Raises:
+        ConfigError: names the tenant and the key that is wrong.
+    """
+
+    def __init__(self, spec_json: str) -> None:
+        self._named = _parse(spec_json)
+        self._default = self._named.pop(DEFAULT_TENANT, TenantLimits())
+        self._accounts: dict[str, _Account] = {}  # of named tenants, and of those with requests here
+        self._idle: OrderedDict[str, _Account] = OrderedDict()  # of the other ones, latest used last
+
+    @property
+    def num_accounts(self) -> int:
+        """Tenants something is remembered of."""
+        return len(self._accounts) + len(self._idle)
+
+    def limits(self, tenant: str) -> TenantLimits:
+        return self._named.get(tenant, self._default)
+
+    def weight(self, tenant: str) -> float:
+        """Share of the tenant, above 0."""
+        return self.limits(tenant).weight
+
+    def tokens_left(self, tenant: str, now: float) -> float:
+        """What the tenant's bucket holds, negative in debt; infinity without a quota."""
+        limits = self.limits(tenant)
+        if limits.tokens_per_minute is None:
+            return math.inf
+        return self._refilled(self._find(tenant, limits), limits.tokens_per_minute, now)
+
+    def check_arrival(self, request: Request, now: float) -> None:
+        """Changes nothing.
+
+        Raises:
+            UnavailableError: the tenant's quota is used up, or as many of its requests wait as may; names the
+                tenant and the limit. `retry_after_s` is when the bucket holds a token again, if nothing
+                more is charged until then.
+        """
+        tenant = request.scheduling.tenant
+        limits = self.limits(tenant)
+        if limits.tokens_per_minute is not None:
+            tokens = self.tokens_left(tenant, now)
+            if tokens < 1.0:
+                raise UnavailableError(
+                    f"quota of tenant {tenant!r:.80} used up: {tokens:.0f} tokens left (tokens_per_minute "
+                    f"{limits.tokens_per_minute})",
+                    (1.0 - tokens) * 60.0 / limits.tokens_per_minute,
+                )
+        if limits.max_waiting is not None:
+            num_waiting = self._find(tenant, limits).num_waiting
+            if num_waiting >= limits.max_waiting:
+                raise UnavailableError(
+                    f"queue of tenant {tenant!r:.80} full: {num_waiting} requests wait (max_waiting "
+                    f"{limits.max_waiting})"
+                )
+
+    def may_run(self, request: Request) -> bool:
+        """Whether the tenant may have one more request running."""
+        limits = self.limits(request.scheduling.tenant)
+        if limits.max_running is None:
+            return True
+        return self._find(request.scheduling.tenant, limits).num_running < limits.max_running
+
+    def on_arrival(self, request: Request, now: float) -> None:
+        """A new request was queued: it waits, and its prompt is charged."""
+        self._count(request, 0, 1)
+        self.on_tokens(request, request.num_prompt_tokens, now)
+
+    def on_admitted(self, request: Request) -> None:
+        """A waiting request begins to run."""
+        self._count(request, 1, -1)
+
+    def on_left(self, request: Request) -> None:
+        """A running request was preempted or has ended."""
+        self._count(request, -1, 0)
+
+    def on_waiting(self, request: Request) -> None:
+        """A preempted request is in the queue again."""
+        self._count(request, 0, 1)
+
+    def on_not_waiting(self, request: Request) -> None:
+        """A waiting request has ended."""
+        self._count(request, 0, -1)
+
+    def on_tokens(self, request: Request, num_tokens: int, now: float) -> None:
+        """Charges tokens; also for a request that has just left."""
+        tenant = request.scheduling.tenant
+        limits = self.limits(tenant)
+        if limits.tokens_per_minute is None:
+            return
+        account = self._find(tenant, limits)
+        account.tokens = self._refilled(account, limits.tokens_per_minute, now) - num_tokens
+        account.time = now
+        if tenant in self._named:
+            self._accounts[tenant] = account
+        elif tenant not in self._accounts:
+            self._keep_idle(tenant, account, now)
+
+    @staticmethod
+    def _refilled(account: _Account, tokens_per_minute: int, now: float) -> float:
+        refill = max(0.0, now - account.time) * tokens_per_minute / 60.0
+        return min(float(tokens_per_minute), account.tokens + refill)
+
+    def _find(self, tenant: str, limits: TenantLimits) -> _Account:
+        """The account of a tenant; a new one, not kept yet, if nothing is remembered."""
+        return self._accounts.get(tenant) or self._idle.get(tenant) or _Account(limits)
+
+    def _count(self, request: Request, running: int, waiting: int) -> None:
+        tenant = request.scheduling.tenant
+        limits = self.limits(tenant)
+        if not limits.needs_account:
+            return
+        account = self._find(tenant, limits)
+        account.num_running += running
+        account.num_waiting += waiting
+        assert account.num_running >= 0 and account.num_waiting >= 0, (tenant, running, waiting)
+        if account.num_running or account.num_waiting or tenant in self._named:
+            self._idle.pop(tenant, None)
+            self._accounts[tenant] = account
+        else:
+            self._accounts.pop(tenant, None)
+            if limits.tokens_per_minute is not None:
+                self._keep_idle(tenant, account, account.time)
+
+    def _keep_idle(self, tenant: str, account: _Account, now: float) -> None:
+        self._idle[tenant] = account
+        self._idle.move_to_end(tenant)
+        quota = self._default.tokens_per_minute
+        assert quota is not None
+        for _ in range(2):  # one comes, two may go: what has refilled does not stay
+            oldest = next(iter(self._idle))
+            is_full = self._refilled(self._idle[oldest], quota, now) >= quota
+            if not is_full and len(self._idle) <= MAX_IDLE_TENANTS:
+                break
+            del self._idle[oldest]
+            if not self._idle:
+                break
+
+
+def _parse(spec_json: str) -> dict[str, TenantLimits]:
+    if not spec_json:
+        return {}
+    try:
+        spec = json.loads(spec_json)
+    except ValueError as error:
+        raise ConfigError(f"tenants is not JSON: {error}") from None
+    if not isinstance(spec, dict):
+        raise ConfigError(f"tenants must be a JSON object of tenant to its limits, got {spec_json!r:.80}")
+    return {tenant: _parse_limits(tenant, values) for tenant, values in spec.items()}
+
+
+def _parse_limits(tenant: str, values: Any) -> TenantLimits:
+    if not isinstance(values, dict):
+        raise ConfigError(f"tenants: {tenant!r} must be an object of limits, got {values!r:.80}")
+    known = TenantLimits.__dataclass_fields__
+    for key, value in values.items():
+        name = f"tenants: {key} of {tenant!r}"
+        if key not in known:
+            raise ConfigError(f"{name} is unknown; known keys: {', '.join(known)}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{name} must be a number, got {value!r:.80}")
+        if key == "weight":
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be above 0 and finite, got {value}")
+        elif not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be an integer of at least 1, got {value}")
+    return TenantLimits(**values)

@@ -1,0 +1,218 @@
+"""BlockTransfers: which blocks go to the KV tiers and which come back, for the scheduler."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from quire.core.block_hash import group_key, request_hashes
+from quire.core.kv_cache_manager import ELSEWHERE, OUTSIDE, CachedPrefix, KVCacheManager
+from quire.outputs import KVLoad, KVSave
+from quire.request import Request, SwappedBlocks
+
+
+class Tiers(Protocol):
+    """The scheduler's half of `quire.kv_tiers.KVTiers`; nothing here blocks."""
+
+    save_bytes_per_s: float | None
+    load_bytes_per_s: float | None
+
+    def contains(self, key: bytes) -> bool: ...
+
+    def can_pin(self, count: int) -> bool: ...
+
+    def prefetch(self, keys: Sequence[bytes]) -> None: ...
+
+    def touch(self, keys: Sequence[bytes]) -> None: ...
+
+    def drop(self, keys: Sequence[bytes]) -> None: ...
+
+    def clear(self) -> int: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+
+class BlockTransfers:
+    """Joins the pool to the tiers beside it; without tiers it only looks into the pool.
+
+    What is computed is written through to the tiers, so eviction costs nothing and a restart finds all of it.
+    A request whose blocks are on their way back takes part in no step until they are there. The blocks of a
+    load belong to it to its end, whatever becomes of the request.
+
+    Args:
+        should_swap: whether it is cheaper to move so many blocks out and back than to compute so many tokens.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        tiers: Tiers | None = None,
+        should_swap: Callable[[int, int], bool] = lambda num_blocks, num_tokens: False,
+    ) -> None:
+        self.kv = kv
+        self.tiers = tiers
+        self.num_loaded_tokens = 0
+        """Since start: tokens not computed, as a tier had them."""
+        self.num_swaps = 0
+        self._should_swap = should_swap
+        self._saves: list[KVSave] = []
+        self._loads: list[KVLoad] = []
+        self._ids = itertools.count(1)
+        self._under_way: dict[int, tuple[Request, list[bytes], int]] = {}
+        self._loading_keys: set[bytes] = set()
+        self._private_keys = itertools.count()
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._under_way)
+
+    @property
+    def loading(self) -> list[Request]:
+        """Requests whose tables the loads own, ended ones among them."""
+        return [request for request, _, _ in self._under_way.values()]
+
+    def prefetch(self, request: Request) -> None:
+        """Lets slow tiers begin to move what a waiting request will need."""
+        if self.tiers is None or not self.kv.enable_prefix_caching:
+            return
+        size = self.kv.block_size
+        count = (request.num_tokens - 1) // size
+        hashes = request_hashes(request, count, size)
+        keys = [
+            key
+            for number, group in enumerate(self.kv.groups)
+            for content in hashes[0 if group.window is None else max(0, count - group.window // size - 1) :]
+            if self.kv.pool.cached(key := group_key(content, number)) is None
+        ]
+        if keys:
+            self.tiers.prefetch(keys)
+
+    def find_prefix(self, request: Request) -> CachedPrefix | None:
+        """The longest beginning that need not be computed; None: another request is loading blocks of it."""
+        if self.tiers is None:
+            return self.kv.find_prefix(request)
+        prefix = self.kv.find_prefix(request, self.tiers.contains if request.uses_tiers else None)
+        if request.swapped is not None and request.swapped.num_tokens > prefix.num_tokens:
+            prefix = self._with_swapped(prefix, request.swapped)
+        if self._loading_keys:
+            for group, blocks in enumerate(prefix.block_ids):
+                for index, block_id in enumerate(blocks):
+                    if (
+                        block_id == ELSEWHERE
+                        and self._key(request, prefix, group, index) in self._loading_keys
+                    ):
+                        return None
+        return prefix
+
+    def begin(self, request: Request, prefix: CachedPrefix) -> None:
+        """Gives the request the prefix, and begins to load what is not in the pool."""
+        to_fill = self.kv.share(request, prefix)
+        if not to_fill:
+            return
+        load_id = next(self._ids)
+        keys = [self._key(request, prefix, group, index) for index, group, _ in to_fill]
+        assert self.tiers is not None
+        self.tiers.touch(keys)  # what this very step saves must not push them out
+        first = to_fill[0][0]
+        if any(OUTSIDE in blocks[:first] for blocks in prefix.block_ids):
+            first = 0
+        gain = prefix.num_tokens - first * self.kv.block_size
+        blocks = [(key, block_id) for key, (_, _, block_id) in zip(keys, to_fill, strict=True)]
+        self._loads.append(KVLoad(load_id, blocks))
+        self._under_way[load_id] = request, keys, gain
+        self._loading_keys.update(keys)
+        request.load_id = load_id
+
+    def finish_load(self, load_id: int, num_valid: int) -> tuple[Request, bool]:
+        """A load has ended.
+
+        Returns:
+            The request, which may have ended meanwhile, and whether all its blocks are there. If not, the
+            caller must take its table away, and it will be computed without the tiers.
+        """
+        request, keys, gain = self._under_way.pop(load_id)
+        self._loading_keys.difference_update(keys)
+        assert request.load_id == load_id, (request, load_id)
+        request.load_id = None
+        complete = num_valid == len(keys)
+        if complete:
+            self.num_loaded_tokens += gain
+        else:
+            request.uses_tiers = False
+        self.drop(request)
+        return request, complete
+
+    def save(self, blocks: Iterable[tuple[bytes, int]]) -> None:
+        """Writes computed blocks through, with the next step."""
+        if self.tiers is not None:
+            self._saves += [KVSave(key, block) for key, block in blocks]
+
+    def swap_out(self, request: Request) -> bool:
+        """Keeps the request's blocks in the host tier, if that is cheaper than computing them again.
+
+        Blocks that the pool may still have when it returns are saved all the same.
+        """
+        if self.tiers is None or not request.uses_tiers or not request.num_computed_tokens:
+            return False
+        count = self.kv.num_held_blocks(request)
+        num_pinned = sum(save.pinned for save in self._saves)
+        if not self._should_swap(count, request.num_computed_tokens):
+            return False
+        if not self.tiers.can_pin(num_pinned + count):
+            return False
+        end = -(-request.num_computed_tokens // self.kv.block_size)
+        keys: list[dict[int, bytes]] = []
+        for blocks in self.kv.block_ids(request):
+            own = {
+                index: b"swap" + next(self._private_keys).to_bytes(12, "big")
+                for index, block_id in enumerate(blocks[:end])
+                if block_id != OUTSIDE
+            }
+            self._saves += [KVSave(key, blocks[index], pinned=True) for index, key in own.items()]
+            keys.append(own)
+        request.swapped = SwappedBlocks(request.num_computed_tokens, keys)
+        self.num_swaps += 1
+        return True
+
+    def drop(self, request: Request) -> None:
+        """Gives up what a request has in the host tier."""
+        if request.swapped is not None:
+            assert self.tiers is not None
+            keys = [key for group in request.swapped.keys for key in group.values()]
+            saves = {save.key for save in self._saves}
+            if not saves.isdisjoint(keys):
+                gone = set(keys)
+                self._saves = [save for save in self._saves if save.key not in gone]
+            self.tiers.drop(keys)
+            request.swapped = None
+
+    def take(self) -> tuple[list[KVSave], list[KVLoad]]:
+        """What the next step is to save and to load, once."""
+        saves, self._saves = self._saves, []
+        loads, self._loads = self._loads, []
+        return saves, loads
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._saves or self._loads)
+
+    def _with_swapped(self, prefix: CachedPrefix, swapped: SwappedBlocks) -> CachedPrefix:
+        """What the pool still has of a swapped request, and the rest from the host tier."""
+        count = -(-swapped.num_tokens // self.kv.block_size)
+        block_ids = []
+        for found, keys in zip(prefix.block_ids, swapped.keys, strict=True):
+            row = [ELSEWHERE if index in keys else OUTSIDE for index in range(count)]
+            for index in range(min(len(found), count)):
+                if index in keys and found[index] >= 0:
+                    row[index] = found[index]
+            block_ids.append(row)
+        return CachedPrefix(swapped.num_tokens, block_ids)
+
+    def _key(self, request: Request, prefix: CachedPrefix, group: int, index: int) -> bytes:
+        # Beyond what was swapped out the tiers have whole blocks by content; the last swapped one may not be.
+        if request.swapped is not None and prefix.num_tokens <= request.swapped.num_tokens:
+            key = request.swapped.keys[group].get(index)
+            if key is not None:
+                return key
+        return group_key(request.block_hashes[index], group)

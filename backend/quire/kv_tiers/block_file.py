@@ -1,0 +1,97 @@
+"""One block in one file: a header that says whose it is, then the block.
+
+A file comes into being under a temporary name and is renamed when it is whole: a process that is killed
+leaves a temporary file or nothing. What a power failure or a bad disk leaves is found by the checksum, so
+nothing waits for fsync. The checksum is XXH3-128, which reads memory at 30 GB/s where SHA-256 manages 1 and
+BLAKE2b 0.3 (one Xeon core with SHA extensions): it costs nothing beside the disk. It is there against
+accidents; who may write into the directory (mode 0700) could sign anything. A CRC-32 would let one accident
+in 4 billion through, as tokens that are silently wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import xxhash
+
+from quire.kv_tiers.connector import MAX_KEY_BYTES, BlockArray
+
+MAGIC = b"quireKV1"
+"""With the version of this format."""
+
+_HEADER = struct.Struct("<8sQ16sI32s")
+"""Magic, bytes of the block, fingerprint, length of the key, key (zeros behind); the checksum follows."""
+_CHECKSUM_BYTES = 16
+HEADER_BYTES = _HEADER.size + _CHECKSUM_BYTES
+
+
+class DamagedBlockError(Exception):
+    """The file is not what it says, or not what was asked for."""
+
+
+def _header(fingerprint: str, key: bytes, data: BlockArray) -> bytes:
+    assert 16 <= len(key) <= MAX_KEY_BYTES, len(key)
+    head = _HEADER.pack(MAGIC, data.nbytes, bytes.fromhex(fingerprint), len(key), key)
+    checksum = xxhash.xxh3_128(head)
+    checksum.update(data.data)
+    return head + checksum.digest()
+
+
+def write_block(path: Path, temporary: Path, fingerprint: str, key: bytes, data: BlockArray) -> None:
+    """Writes a file of mode 0600 that others see whole or not at all.
+
+    Args:
+        temporary: a name in the same file system that no other writer uses.
+        fingerprint: 32 hex digits.
+        data: uint8 [block_bytes].
+
+    Raises:
+        OSError: nothing was written (disk full, directory gone).
+    """
+    try:
+        with open(temporary, "wb", opener=_private) as file:
+            file.write(_header(fingerprint, key, data))
+            file.write(data.data)
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def read_block(path: Path, fingerprint: str, key: bytes, out: BlockArray) -> None:
+    """Reads a block into `out`, uint8 [block_bytes], and verifies it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DamagedBlockError: it is truncated, changed, of another key, size or fingerprint.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        header = file.read(HEADER_BYTES)
+        num_bytes = file.readinto(out.data)
+        if num_bytes < out.nbytes or file.read(1):
+            raise DamagedBlockError(f"{path}: is not {HEADER_BYTES + out.nbytes} bytes long")
+    if header != _header(fingerprint, key, out):
+        raise DamagedBlockError(f"{path}: header or checksum is wrong")
+
+
+def key_of(name: str) -> bytes | None:
+    """The key in a file's name; None: not a file of ours."""
+    if not name.endswith(".kv"):
+        return None
+    try:
+        key = bytes.fromhex(name.removesuffix(".kv"))
+    except ValueError:
+        return None
+    return key if 16 <= len(key) <= MAX_KEY_BYTES else None
+
+
+def allocated_bytes(size: int) -> int:
+    """What a file of so many bytes takes, in pages of the usual file systems."""
+    return -(-size // 4096) * 4096

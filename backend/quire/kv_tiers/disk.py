@@ -1,0 +1,435 @@
+"""DiskTier: blocks in a directory, for the next process too.
+
+    DIRECTORY/<fingerprint>/lock              held by the process that writes
+    DIRECTORY/<fingerprint>/write.tmp         the block that is being written
+    DIRECTORY/<fingerprint>/<2 digits>/<key>.kv
+
+One file per block, and not records in large segments: a rename makes a write atomic, an unlink makes room at
+once and exactly, the modification time is the persistent order of use, and a damaged block costs itself
+alone. Segments would need compaction to evict anything. What they would save is the file system's work per
+file, some 0.3 ms of the writer thread, which few blocks are small enough to feel (those of an 8B model have
+2 MiB), and a scan at start: 1 s for 100 000 blocks.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from quire.errors import ConfigError
+from quire.kv_tiers.block_file import (
+    HEADER_BYTES,
+    DamagedBlockError,
+    allocated_bytes,
+    key_of,
+    read_block,
+    write_block,
+)
+from quire.kv_tiers.connector import BlockArray, KVConnector
+
+logger = logging.getLogger("quire")
+
+LOCK_RETRY_S = 1.0
+RESCANS_PER_CAPACITY = 16
+"""Other models' files are counted again after each such fraction of the capacity was written."""
+
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+
+
+class DiskTier(KVConnector):
+    """Files of one model, and the bound on those of all models in the directory.
+
+    Saves wait in memory for a writer thread; what waits can already be loaded. Evictions and removals run on
+    the same thread, so only it changes the directory (but for damaged files, which a reader deletes).
+
+    One process per fingerprint writes. Another one reads what was there when it started, saves nothing, and
+    becomes the writer when the first one has ended. Processes with other fingerprints may share the
+    directory: each counts the others' files and may evict the oldest of them, which the others take for a
+    miss. With several of them at work the bound is kept within 1/16.
+
+    After `clear` the blocks are never seen again, unless the process is killed before the files are gone.
+    """
+
+    name: ClassVar[str] = "disk"
+
+    def __init__(
+        self,
+        directory: Path | str,
+        capacity_bytes: int,
+        *,
+        block_bytes: int,
+        fingerprint: str,
+        max_queued_bytes: int = 2**27,
+    ) -> None:
+        """Scans the directory and deletes what is too much, too long or too short.
+
+        Args:
+            capacity_bytes: most that all blocks in the directory take on disk.
+            fingerprint: 32 hex digits.
+            max_queued_bytes: memory for blocks that wait to be written; when it is full, saves are left out.
+
+        Raises:
+            ConfigError: the directory cannot be used, or holds less than one block.
+        """
+        assert _FINGERPRINT.fullmatch(fingerprint), fingerprint
+        self.block_bytes = block_bytes
+        self.file_bytes = allocated_bytes(HEADER_BYTES + block_bytes)
+        if capacity_bytes < self.file_bytes:
+            raise ConfigError(
+                f"disk_cache_size={capacity_bytes} holds no block: one takes {self.file_bytes} bytes"
+            )
+        self._fingerprint = fingerprint
+        self._root = Path(directory)
+        self._directory = self._root / fingerprint
+        self._capacity = capacity_bytes
+        self._max_queued = max(max_queued_bytes, block_bytes)
+        self._lock = threading.Condition()
+        self._index: OrderedDict[bytes, float] = OrderedDict()
+        """Blocks on disk and when each was last used (seconds since the epoch), oldest first."""
+        self._pending: dict[bytes, BlockArray] = {}
+        """Blocks that wait for the writer, each a uint8 [block_bytes]."""
+        self._spare: list[BlockArray] = []
+        """Memory of blocks that are written: new memory would cost more than the copy into it."""
+        self._num_buffers = 0
+        """Blocks of memory that wait, are written or are spare."""
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._is_working = self._is_closing = False
+        self._on_disk: set[bytes] = set()
+        """Files of this model, those included that are forgotten and still to be removed; the writer's."""
+        self._foreign: list[tuple[float, int, str]] = []
+        """Files of other models as (mtime, bytes, path), oldest last; the writer's."""
+        self._foreign_bytes = self._written_since_scan = 0
+        self._counts = dict.fromkeys(
+            ("saved", "loaded", "evicted", "damaged", "lost", "dropped", "failed"), 0
+        )
+        self._shards: set[str] = set()
+        try:
+            self._open_directory()
+            self._lock_fd = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._next_attempt = 0.0
+            self._is_owner = self._try_lock()
+            self._scan()
+            if self._is_owner:
+                self._make_room(0)
+        except OSError as error:
+            raise ConfigError(f"disk_cache_directory={directory}: {error}") from None
+        if not self._is_owner:
+            logger.warning(
+                "disk tier: %s is written by another process, this one only reads it", self._directory
+            )
+        logger.info(
+            "disk tier: %s holds %d blocks of this model (%.1f MiB), %.1f MiB of others, of %.1f MiB",
+            self._root,
+            len(self._index),
+            len(self._on_disk) * self.file_bytes / 2**20,
+            self._foreign_bytes / 2**20,
+            capacity_bytes / 2**20,
+        )
+        self._writer = threading.Thread(target=self._run, name="quire-disk-tier", daemon=True)
+        self._writer.start()
+
+    # Any thread.
+
+    def contains(self, key: bytes) -> bool:
+        return key in self._pending or key in self._index
+
+    def save(self, keys: Sequence[bytes], data: BlockArray) -> None:
+        with self._lock:
+            if not self._is_owner and not self._take_over():
+                self._counts["dropped"] += len(keys)
+                return
+            for key, row in zip(keys, data, strict=True):
+                if key in self._pending:
+                    continue
+                if key in self._index:
+                    self._use(key)
+                    continue
+                block = self._buffer()
+                if block is None:
+                    self._counts["dropped"] += 1
+                    continue
+                block[:] = row
+                self._pending[key] = block
+                self._jobs.append(partial(self._write, key, block))
+            self._lock.notify_all()
+
+    def load(self, keys: Sequence[bytes], out: BlockArray) -> int:
+        for index, key in enumerate(keys):
+            with self._lock:
+                pending = self._pending.get(key)
+                if pending is not None:
+                    out[index] = pending  # within the lock, as the memory is used again
+                elif key not in self._index:
+                    return index
+            if pending is None and not self._read(key, out[index]):
+                return index
+            with self._lock:
+                self._counts["loaded"] += 1
+        return len(keys)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                if key in self._index:
+                    self._use(key)
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._pending.pop(key, None)
+            self._forget([key for key in dict.fromkeys(keys) if key in self._index])
+
+    def clear(self) -> int:
+        with self._lock:
+            count = len(self._index) + len(self._pending)
+            self._pending.clear()
+            self._forget(list(self._index))
+            return count
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._jobs and not self._is_working, timeout_s)
+
+    def close(self) -> None:
+        """Writes what waits, which is at most `max_queued_bytes`, and leaves the directory to others."""
+        with self._lock:
+            self._is_closing = True
+            self._lock.notify_all()
+        self._writer.join()
+        os.close(self._lock_fd)
+
+    def stats(self) -> dict[str, float]:
+        with self._lock:
+            return {
+                "blocks": len(self._index) + len(self._pending),
+                "bytes": len(self._index) * self.file_bytes,
+                "capacity_bytes": self._capacity,
+                "foreign_bytes": self._foreign_bytes,
+                "queued_blocks": len(self._pending),
+                "read_only": not self._is_owner,
+                **{f"{name}_blocks": count for name, count in self._counts.items()},
+            }
+
+    # With the lock held.
+
+    def _buffer(self) -> BlockArray | None:
+        """Memory for one block more; None: the queue is full."""
+        if self._is_closing:
+            return None
+        if self._spare:
+            return self._spare.pop()
+        if (self._num_buffers + 1) * self.block_bytes > self._max_queued:
+            return None
+        self._num_buffers += 1
+        return np.empty(self.block_bytes, dtype=np.uint8)
+
+    def _use(self, key: bytes) -> None:
+        self._index[key] = time.time()
+        self._index.move_to_end(key)
+
+    def _forget(self, keys: list[bytes]) -> None:
+        """Takes blocks out of the index and, if this process is the writer, has their files removed."""
+        for key in keys:
+            del self._index[key]
+        if keys and self._is_owner:
+            self._jobs.append(partial(self._remove, keys))
+            self._lock.notify_all()
+
+    def _take_over(self) -> bool:
+        """Becomes the writer if there is none any more."""
+        if time.monotonic() < self._next_attempt or self._is_closing:
+            return False
+        self._is_owner = self._try_lock()
+        if self._is_owner:
+            logger.info("disk tier: %s has no writer any more, this process writes it now", self._directory)
+            self._jobs.append(self._scan)
+        return self._is_owner
+
+    def _try_lock(self) -> bool:
+        self._next_attempt = time.monotonic() + LOCK_RETRY_S
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    # The reader.
+
+    def _read(self, key: bytes, out: BlockArray) -> bool:
+        path = self._path(key)
+        try:
+            read_block(path, self._fingerprint, key, out)
+        except FileNotFoundError:  # evicted by another process, or between our look at the index and now
+            self._lose(key, "lost")
+            return False
+        except (DamagedBlockError, OSError) as error:
+            if isinstance(error, OSError) and error.errno != errno.EIO:
+                raise
+            logger.warning("disk tier: %s is damaged and not used: %s", path, error)
+            self._lose(key, "damaged")
+            return False
+        try:
+            os.utime(path)
+        except OSError:  # only the order of eviction suffers
+            pass
+        with self._lock:
+            if key in self._index:
+                self._use(key)
+        return True
+
+    def _lose(self, key: bytes, reason: str) -> None:
+        with self._lock:
+            if key in self._index:
+                self._counts[reason] += 1
+                self._forget([key])
+
+    def _path(self, key: bytes) -> Path:
+        name = key.hex()
+        return self._directory / name[:2] / f"{name}.kv"
+
+    # The writer thread (and __init__, before it runs).
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._is_working = False
+                self._lock.notify_all()
+                self._lock.wait_for(lambda: self._jobs or self._is_closing)
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+                self._is_working = True
+            try:
+                job()
+            except Exception:
+                logger.exception("disk tier: a change of %s failed", self._directory)
+
+    def _write(self, key: bytes, block: BlockArray) -> None:
+        try:
+            if self._pending.get(key) is block:  # else it was dropped meanwhile
+                self._write_wanted(key, block)
+        finally:
+            with self._lock:
+                self._spare.append(block)
+
+    def _write_wanted(self, key: bytes, block: BlockArray) -> None:
+        path = self._path(key)
+        written = False
+        try:
+            if self._make_room(self.file_bytes):
+                if path.parent.name not in self._shards:
+                    path.parent.mkdir(mode=0o700, exist_ok=True)
+                    self._shards.add(path.parent.name)
+                write_block(path, self._directory / "write.tmp", self._fingerprint, key, block)
+                self._on_disk.add(key)
+                written = True
+        except OSError as error:
+            self._shards.clear()  # perhaps somebody removed the directories
+            if self._counts["failed"] == 0:
+                logger.warning("disk tier: %s cannot be written: %s (further ones are counted)", path, error)
+        with self._lock:
+            is_wanted = self._pending.get(key) is block
+            if is_wanted:
+                if written:  # first, as `contains` takes no lock
+                    self._use(key)
+                del self._pending[key]
+                self._counts["saved" if written else "failed"] += 1
+        if written and not is_wanted:
+            self._remove([key])
+
+    def _remove(self, keys: list[bytes]) -> None:
+        for key in keys:
+            self._path(key).unlink(missing_ok=True)
+            self._on_disk.discard(key)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evicts the least recently used blocks, whosever they are, until so many bytes more fit."""
+        self._written_since_scan += num_bytes
+        if self._written_since_scan * RESCANS_PER_CAPACITY > self._capacity:
+            self._scan_foreign()
+        while len(self._on_disk) * self.file_bytes + self._foreign_bytes + num_bytes > self._capacity:
+            with self._lock:
+                oldest = next(iter(self._index.items()), None)
+                evicts_foreign = bool(self._foreign) and (oldest is None or self._foreign[-1][0] < oldest[1])
+                if not evicts_foreign:
+                    if oldest is None:
+                        return False
+                    del self._index[oldest[0]]
+                self._counts["evicted"] += 1
+            if evicts_foreign:
+                _, size, path = self._foreign.pop()
+                Path(path).unlink(missing_ok=True)
+                self._foreign_bytes -= size
+            else:
+                assert oldest is not None
+                self._remove([oldest[0]])
+        return True
+
+    def _open_directory(self) -> None:
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = self._directory.stat()
+        if status.st_uid != os.geteuid():
+            raise ConfigError(f"disk_cache_directory: {self._directory} belongs to another user")
+        if status.st_mode & 0o077:
+            self._directory.chmod(0o700)
+
+    def _scan(self) -> None:
+        """Learns what is on disk; the writer also deletes what cannot be a block."""
+        found: list[tuple[float, bytes]] = []
+        for key, mtime, size, path in _block_files(self._directory):
+            if size == HEADER_BYTES + self.block_bytes:
+                found.append((mtime, key))
+            elif self._is_owner:
+                logger.warning("disk tier: %s is damaged and deleted: it has %d bytes", path, size)
+                self._counts["damaged"] += 1
+                Path(path).unlink(missing_ok=True)
+        found.sort()
+        with self._lock:
+            self._index = OrderedDict((key, mtime) for mtime, key in found)
+            for key in self._index.keys() & self._pending.keys():
+                del self._pending[key]
+        self._on_disk = set(self._index)
+        self._scan_foreign()
+
+    def _scan_foreign(self) -> None:
+        self._foreign = []
+        with os.scandir(self._root) as entries:
+            for entry in entries:
+                if _FINGERPRINT.fullmatch(entry.name) and entry.name != self._fingerprint:
+                    self._foreign.extend(
+                        (mtime, allocated_bytes(size), path)
+                        for _, mtime, size, path in _block_files(entry.path)
+                    )
+        self._foreign.sort(reverse=True)
+        self._foreign_bytes = sum(size for _, size, _ in self._foreign)
+        self._written_since_scan = 0
+
+
+def _block_files(directory: Path | str) -> Iterator[tuple[bytes, float, int, str]]:
+    """Key, modification time, bytes and path of each block of one model that does not vanish meanwhile."""
+    with os.scandir(directory) as shards:
+        for shard in shards:
+            if not shard.is_dir(follow_symlinks=False):
+                continue
+            with os.scandir(shard) as entries:
+                for entry in entries:
+                    key = key_of(entry.name)
+                    if key is None:
+                        continue
+                    try:
+                        status = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    yield key, status.st_mtime, status.st_size, entry.path

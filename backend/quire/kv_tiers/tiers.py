@@ -1,0 +1,423 @@
+"""KVTiers: the stores behind the pool, as one; fastest first.
+
+The scheduler asks what is there and decides; the runner saves and loads. A save copies the blocks before it
+returns, since they may be overwritten right after. A load happens on a thread of its own while steps go on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from quire.config import CacheConfig
+from quire.errors import ConfigError
+from quire.kv_tiers.connector import BlockAccess, BlockArray, KVConnector
+from quire.kv_tiers.disk import DiskTier
+from quire.kv_tiers.host import HostTier
+from quire.outputs import KVLoad, KVSave
+
+logger = logging.getLogger("quire")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CHUNK_BYTES = 4 * 2**20
+"""Blocks move through buffers of this size (or of one block)."""
+MAX_DROPPED_EARLY = 65536
+"""Keys remembered in case that the pinned save of a dropped block is still under way."""
+MAX_PREFETCHES = 4096
+"""Blocks that may wait to be fetched ahead; more are left out."""
+REST_S = 5.0
+"""How long a store that raised is left alone."""
+CLOSE_TIMEOUT_S = 10.0
+RATE_MEMORY = 0.9
+"""What a measured rate keeps of earlier transfers at each new one."""
+
+
+class _Tier:
+    """A store whose failures are misses: one that raised rests, then gets another chance."""
+
+    def __init__(self, store: KVConnector, clock: Callable[[], float]) -> None:
+        self.store = store
+        self.num_failures = 0
+        self._clock = clock
+        self._rests_until = 0.0
+
+    @property
+    def is_resting(self) -> bool:
+        return self._rests_until > 0.0 and self._clock() < self._rests_until
+
+    def attempt(self, otherwise: T, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Calls a method of the store; `otherwise` is what it returns if that fails."""
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            self._fail(error)
+            return otherwise
+
+    def contains(self, key: bytes) -> bool:
+        """Asked so often that it does without `attempt`."""
+        if self.is_resting:
+            return False
+        try:
+            return self.store.contains(key)
+        except Exception as error:
+            self._fail(error)
+            return False
+
+    def _fail(self, error: Exception) -> None:
+        self.num_failures += 1
+        self._rests_until = self._clock() + REST_S
+        what = f"{type(error).__name__}: {error}"
+        logger.warning("KV tier %s failed and rests for %.0f s: %s", self.store.name, REST_S, what)
+
+
+class _Rate:
+    """Bytes per second over the latest transfers, large ones counting more."""
+
+    def __init__(self) -> None:
+        self._num_bytes = self._seconds = 0.0
+
+    def add(self, num_bytes: int, seconds: float) -> float:
+        """Takes a transfer into account; returns the rate."""
+        self._num_bytes = self._num_bytes * RATE_MEMORY + num_bytes
+        self._seconds = self._seconds * RATE_MEMORY + max(seconds, 1e-9)
+        return self._num_bytes / self._seconds
+
+
+class KVTiers:
+    """Joins stores.
+
+    The scheduler's half (`contains`, `num_hits`, `touch`, `can_pin`, `prefetch`, `drop`, `clear`, `stats`)
+    belongs to the engine's thread, the runner's half (`save`, `start_load`, `poll`, `num_loading`) to the
+    runner's, which may be another one; neither waits for a disk or a network. A thread of ours moves what is
+    loaded or fetched ahead.
+
+    Pinned blocks (of swapped requests) live in the host tier alone, each under a key that is saved once and
+    dropped once, in either order: a plan that is carried out after its request has gone leaves nothing. What
+    is planned and not yet saved is unknown to `can_pin`: ask for the sum. A pinned block that still finds no
+    room is left out, and its load reports so.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[KVConnector],
+        access: BlockAccess,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Takes over the stores, fastest first, and closes them at last; only the first may be a HostTier."""
+        assert stores, "nothing to join"
+        self._tiers = [_Tier(store, clock) for store in stores]
+        self._host = stores[0] if isinstance(stores[0], HostTier) else None
+        self._access = access
+        num_rows = max(1, CHUNK_BYTES // access.block_bytes)
+        self._save_buffer: BlockArray = np.empty((num_rows, access.block_bytes), dtype=np.uint8)
+        self._load_buffer: BlockArray = np.empty((num_rows, access.block_bytes), dtype=np.uint8)
+        self._save_rate, self._load_rate = _Rate(), _Rate()
+        self.save_bytes_per_s: float | None = None
+        """Of the latest saves, as the runner waits for them; None: nothing was saved yet."""
+        self.load_bytes_per_s: float | None = None
+        """Of the latest loads from the fastest tier, without their time in the queue; None: none yet."""
+        self._pinning = threading.Lock()
+        """Held while pinned blocks are saved or dropped."""
+        self._dropped_early: dict[bytes, None] = {}
+        """Keys that were dropped but not there, oldest first: lost, or their saves are still to come."""
+        self._changed = threading.Condition()
+        self._loads: deque[KVLoad] = deque()
+        self._prefetches: dict[bytes, None] = {}
+        """Keys in order of arrival."""
+        self._done: list[tuple[int, int]] = []
+        self._num_loading = 0
+        self._is_working = False
+        self._num_clears = 0
+        self._is_closing = False
+        self._num_prefetched = self._num_failed_loads = 0
+        self._thread = threading.Thread(target=self._run, name="quire-kv-transfer", daemon=True)
+        self._thread.start()
+
+    # The scheduler's half.
+
+    def contains(self, key: bytes) -> bool:
+        """Whether some tier probably has the block."""
+        for tier in self._tiers:  # noqa: SIM110 - asked for every block of every candidate; any() is slower
+            if tier.contains(key):
+                return True
+        return False
+
+    def num_hits(self, keys: Sequence[bytes]) -> int:
+        """How many leading keys some tier probably has; those are protected from being evicted next."""
+        count = 0
+        while count < len(keys) and self.contains(keys[count]):
+            count += 1
+        if count:
+            self.touch(keys[:count])
+        return count
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Protects blocks that are about to be loaded from being evicted next, by the saves before it."""
+        for tier in self._tiers:
+            tier.attempt(None, tier.store.touch, keys)
+
+    def can_pin(self, count: int) -> bool:
+        """Whether so many blocks more could be pinned now."""
+        return self._host is not None and self._host.can_pin(count)
+
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Begins to bring blocks from slower tiers into the host tier, behind all loads; those that are
+        there already are touched."""
+        self.touch(keys)
+        wanted = [key for key in keys if not self._tiers[0].contains(key)]
+        if self._host is None:
+            for tier in self._tiers:
+                tier.attempt(None, tier.store.prefetch, wanted)
+            return
+        with self._changed:
+            for key in wanted:
+                if len(self._prefetches) < MAX_PREFETCHES:
+                    self._prefetches[key] = None
+            self._changed.notify_all()
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Forgets blocks, pinned or not, in all tiers."""
+        with self._pinning:
+            if self._host is not None:
+                for key in itertools.filterfalse(self._host.contains, keys):
+                    self._dropped_early[key] = None
+                while len(self._dropped_early) > MAX_DROPPED_EARLY:
+                    del self._dropped_early[next(iter(self._dropped_early))]
+            for tier in self._tiers:
+                tier.attempt(None, tier.store.drop, keys)
+
+    def clear(self) -> int:
+        """Forgets all blocks but the pinned ones; returns how many, counted in each tier."""
+        with self._changed:
+            self._num_clears += 1
+            self._prefetches.clear()
+            return sum(tier.attempt(0, tier.store.clear) for tier in self._tiers)
+
+    def stats(self) -> dict[str, float]:
+        """The stores' numbers, each with the store's name before it, and our own."""
+        values: dict[str, float] = {
+            "loads_under_way": self._num_loading,
+            "failed_loads": self._num_failed_loads,
+            "prefetched_blocks": self._num_prefetched,
+            "save_bytes_per_s": self.save_bytes_per_s or 0.0,
+            "load_bytes_per_s": self.load_bytes_per_s or 0.0,
+        }
+        for tier in self._tiers:
+            name = tier.store.name
+            values[f"{name}_failures"] = tier.num_failures
+            for key, value in tier.attempt({}, tier.store.stats).items():
+                values[f"{name}_{key}"] = value
+        return values
+
+    # The runner's half.
+
+    def save(self, saves: Sequence[KVSave]) -> None:
+        """Copies blocks out of the pool, where they may be overwritten as soon as this returns.
+
+        Pinned ones go to the host tier alone and are there when this returns. The others go to each tier that
+        has not got them; a slow tier whose queue is full leaves them out.
+        """
+        wanted = [save for save in saves if save.pinned or not all(t.contains(save.key) for t in self._tiers)]
+        rows = len(self._save_buffer)
+        for begin in range(0, len(wanted), rows):
+            self._save_chunk(wanted[begin : begin + rows])
+
+    def _save_chunk(self, saves: Sequence[KVSave]) -> None:
+        began = time.perf_counter()
+        data = self._save_buffer[: len(saves)]
+        self._access.read([save.block_id for save in saves], data)
+        pinned = [index for index, save in enumerate(saves) if save.pinned]
+        if pinned:
+            assert self._host is not None, "blocks are pinned without a host tier"
+            with self._pinning:
+                still = [index for index in pinned if saves[index].key not in self._dropped_early]
+                self._host.save([saves[index].key for index in still], data[still], pinned=True)
+                for index in pinned:
+                    self._dropped_early.pop(saves[index].key, None)
+        cached = [index for index, save in enumerate(saves) if not save.pinned]
+        if cached:
+            keys = [saves[index].key for index in cached]
+            rows = data[cached] if pinned else data
+            for tier in self._tiers:
+                if not tier.is_resting:
+                    tier.attempt(None, tier.store.save, keys, rows)
+        self.save_bytes_per_s = self._save_rate.add(data.nbytes, time.perf_counter() - began)
+
+    def start_load(self, load: KVLoad) -> None:
+        """Begins to copy blocks into the pool, behind the loads begun before; `poll` says when it ended."""
+        with self._changed:
+            self._num_loading += 1
+            self._loads.append(load)
+            self._changed.notify_all()
+
+    @property
+    def num_loading(self) -> int:
+        """Loads begun that `poll` has not reported."""
+        return self._num_loading
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[int, int]]:
+        """Loads that ended since the last call, as (load id, how many leading blocks are valid).
+
+        Args:
+            timeout_s: how long to wait for one, if any is under way.
+        """
+        with self._changed:
+            if self._num_loading and timeout_s > 0:
+                self._changed.wait_for(lambda: self._done, timeout_s)
+            done, self._done = self._done, []
+            self._num_loading -= len(done)
+        return done
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Waits until nothing is moved any more, also within the stores; False: not within the time (which
+        each store gets anew)."""
+        with self._changed:
+            is_idle = self._changed.wait_for(
+                lambda: not (self._loads or self._prefetches or self._is_working), timeout_s
+            )
+        return is_idle and all(tier.attempt(False, tier.store.flush, timeout_s) for tier in self._tiers)
+
+    def close(self) -> None:
+        """Ends the load under way after its present chunk, then closes the stores."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning("KV tiers: a load did not end within %.0f s", CLOSE_TIMEOUT_S)
+        for tier in self._tiers:
+            tier.attempt(None, tier.store.close)
+
+    # The transfer thread.
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._is_working = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._loads or self._prefetches or self._is_closing)
+                if self._is_closing:
+                    return
+                load = self._loads.popleft() if self._loads else None
+                if load is None:
+                    keys = list(itertools.islice(self._prefetches, len(self._load_buffer)))
+                    for key in keys:
+                        del self._prefetches[key]
+                self._is_working = True
+            try:
+                if load is None:
+                    self._fetch_ahead(keys)
+                else:
+                    self._load(load)
+            except Exception:
+                logger.exception("KV tiers: a transfer failed")
+
+    def _load(self, load: KVLoad) -> None:
+        num_valid = 0
+        try:
+            while num_valid < len(load.blocks) and not self._is_closing:
+                chunk = load.blocks[num_valid : num_valid + len(self._load_buffer)]
+                began = time.perf_counter()
+                count, tier = self._fetch([key for key, _ in chunk])
+                if count == 0:
+                    self._num_failed_loads += 1
+                    return
+                self._access.write([block_id for _, block_id in chunk[:count]], self._load_buffer[:count])
+                num_valid += count
+                if tier is self._tiers[0]:
+                    num_bytes = count * self._access.block_bytes
+                    self.load_bytes_per_s = self._load_rate.add(num_bytes, time.perf_counter() - began)
+        finally:
+            with self._changed:
+                self._done.append((load.load_id, num_valid))
+                self._changed.notify_all()
+
+    def _fetch_ahead(self, keys: list[bytes]) -> None:
+        assert self._host is not None
+        missing = [key for key in keys if not self._host.contains(key)]
+        while missing and not self._is_closing:
+            count, _ = self._fetch(missing)
+            self._num_prefetched += count
+            missing = missing[max(count, 1) :]
+
+    def _fetch(self, keys: Sequence[bytes]) -> tuple[int, _Tier | None]:
+        """Reads leading blocks into the buffer's first rows, from the fastest tier that has the first one.
+
+        Returns:
+            How many, and from where; what came from a slower tier is then in the host tier too.
+        """
+        num_clears = self._num_clears
+        for tier in self._tiers:
+            wanted = list(itertools.takewhile(tier.contains, keys))
+            if not wanted:
+                continue
+            count = tier.attempt(0, tier.store.load, wanted, self._load_buffer[: len(wanted)])
+            assert 0 <= count <= len(wanted), f"{tier.store.name}: load returned {count}"
+            if count == 0:
+                continue
+            if self._host is not None and tier.store is not self._host:
+                self._host.save(wanted[:count], self._load_buffer[:count])
+                if self._num_clears != num_clears:
+                    self._host.drop(wanted[:count])
+            return count, tier
+        return 0, None
+
+
+def make_tiers(cache: CacheConfig, access: BlockAccess, fingerprint: str) -> KVTiers | None:
+    """The tiers a configuration asks for: host, then disk, then the connector; None: it asks for none.
+
+    Args:
+        fingerprint: `quire.kv_tiers.fingerprint` of the model and the layout of its blocks.
+
+    Raises:
+        ConfigError: a tier cannot be had; names the key.
+    """
+    stores: list[KVConnector] = []
+    try:
+        if cache.host_cache_memory:
+            stores.append(HostTier(cache.host_cache_memory, access.block_bytes))
+        if cache.disk_cache_directory:
+            stores.append(
+                DiskTier(
+                    cache.disk_cache_directory,
+                    cache.disk_cache_size,
+                    block_bytes=access.block_bytes,
+                    fingerprint=fingerprint,
+                )
+            )
+        if cache.kv_connector:
+            stores.append(make_connector(cache, access.block_bytes, fingerprint))
+    except ConfigError:
+        for store in stores:
+            store.close()
+        raise
+    return KVTiers(stores, access) if stores else None
+
+
+def make_connector(cache: CacheConfig, block_bytes: int, fingerprint: str) -> KVConnector:
+    try:
+        options: dict[str, Any] = json.loads(cache.kv_connector_options or "{}")
+        if not isinstance(options, dict):
+            raise ValueError("no JSON object")
+    except ValueError as error:
+        raise ConfigError(f"kv_connector_options: {error}") from None
+    module, _, name = cache.kv_connector.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+        if not issubclass(kind, KVConnector):
+            raise TypeError(f"{name} is no quire.kv_tiers.KVConnector")
+        return kind(block_bytes=block_bytes, fingerprint=fingerprint, **options)
+    except Exception as error:
+        raise ConfigError(f"kv_connector={cache.kv_connector}: {type(error).__name__}: {error}") from None
