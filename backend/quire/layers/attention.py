@@ -12,6 +12,7 @@ from quire.layers.norm import RMSNorm
 from quire.models.config import DecoderConfig
 from quire_kernels import ops
 from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.quantized_kv import KVLayer
 
 
 class Attention(nn.Module):
@@ -44,15 +45,16 @@ class Attention(nn.Module):
         self.query_norm: RMSNorm | None = None
         self.key_norm: RMSNorm | None = None
         if config.qk_norm:
-            self.query_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
-            self.key_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
+            eps, norm_dtype = config.rms_norm_eps, config.norm_dtype
+            self.query_norm = RMSNorm(self.head_dim, eps, dtype=norm_dtype, device=device)
+            self.key_norm = RMSNorm(self.head_dim, eps, dtype=norm_dtype, device=device)
 
     def forward(
         self,
         x: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        kv_layer: torch.Tensor,
+        kv_layer: KVLayer,
         meta: AttentionMetadata,
     ) -> torch.Tensor:
         """[num_tokens, hidden_size] to the same; writes the new tokens' keys and values into `kv_layer`."""

@@ -9,22 +9,64 @@ import torch.nn.functional as F
 from torch import nn
 
 from quire.layers.linear import empty_parameter
+from quire_kernels import ops
+from quire_kernels.weights import PackedLinear
 
 
 class Embedding(nn.Module):
-    """Rows of a table by token id; `logits` uses the same table (or one of its own) as output head."""
+    """Rows of a table by token id; `logits` uses the same table (or one of its own) as output head.
 
-    def __init__(self, vocab_size: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        scale: what looked-up rows (not logits) are multiplied by; rounded to `dtype` first.
+    """
+
+    packed: PackedLinear | None = None
+    """The table as output head, once the weights are loaded and if it is one."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
+        self.scale = None if scale is None else float(torch.tensor(scale, dtype=dtype))
         self.weight = empty_parameter(vocab_size, size, dtype=dtype, device=device)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [num_tokens] to [num_tokens, size]; ids are within the vocabulary (checked at admission)."""
-        return F.embedding(token_ids, self.weight)
+        if hasattr(self, "weight"):
+            rows = F.embedding(token_ids, self.weight)
+        else:
+            assert self.packed is not None, "the table is in one of two forms"
+            rows = self.packed.rows(token_ids)
+        return rows if self.scale is None else rows * self.scale
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, size] to float32 [n, vocab_size]."""
-        return F.linear(hidden, self.weight).float()
+        assert self.packed is not None, "pack() comes first"
+        return self.packed(hidden, torch.float32)
+
+    def best(self, hidden: torch.Tensor) -> torch.Tensor:
+        """int64 [n]: `ops.argmax` of the logits of hidden [n, size]."""
+        assert self.packed is not None, "pack() comes first"
+        return self.packed.argmax(hidden)
+
+    def pack(self, quantization: str | None, *, is_looked_up: bool) -> int:
+        """Makes an output head of the table, which is gone then unless the head alone is quantised.
+
+        Returns:
+            The head's bytes.
+        """
+        # Four bits are too few for the logits; eight cost a fraction of what they save elsewhere.
+        quantization = "int8" if quantization == "int4" else quantization
+        self.packed = ops.pack_linear(self.weight.data, quantization=quantization)
+        if quantization is None or not is_looked_up:
+            del self.weight
+        return self.packed.nbytes
 
     def weights(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """(checkpoint name, memory it fills)."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from quire_kernels import ops
+from quire_kernels.weights import PackedLinear
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -24,7 +26,12 @@ class Linear(nn.Module):
         in_features: size of the input.
         parts: (checkpoint name relative to the layer's prefix, output features) of each part.
         bias: whether every part has a bias.
+        activation: of two parts of one size, gate and up: the result is activation(gate) * up. See
+            `ops.pack_linear`.
     """
+
+    packed: PackedLinear | None = None
+    """What computes, once the weights are loaded."""
 
     def __init__(
         self,
@@ -34,16 +41,28 @@ class Linear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        activation: str | None = None,
     ) -> None:
         super().__init__()
         self.parts = tuple(parts)
+        self.activation = activation
         out_features = sum(size for _, size in self.parts)
         self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [num_tokens, in_features] to [num_tokens, sum of the parts]."""
-        return F.linear(x, self.weight, self.bias)
+        """x [num_tokens, in_features] to [num_tokens, sum of the parts], or half of it with an activation."""
+        assert self.packed is not None, "pack() comes first"
+        return self.packed(x)
+
+    def pack(self, quantization: str | None) -> int:
+        """Brings the loaded weights into the form that computes; they are gone then. Returns their bytes."""
+        bias = None if self.bias is None else self.bias.data
+        self.packed = ops.pack_linear(
+            self.weight.data, bias, activation=self.activation, quantization=quantization
+        )
+        del self.weight, self.bias
+        return self.packed.nbytes
 
     def weights(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """(checkpoint name, view of the memory it fills), weight and bias of each part."""

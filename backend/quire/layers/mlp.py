@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from quire.layers.linear import Linear
 from quire.models.config import DecoderConfig
-from quire_kernels import ops
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": ops.silu_mul,
-    "swish": ops.silu_mul,
-    "gelu": ops.gelu_mul,
-    "gelu_new": lambda gate_up: ops.gelu_mul(gate_up, "tanh"),
-    "gelu_pytorch_tanh": lambda gate_up: ops.gelu_mul(gate_up, "tanh"),
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
 }
+"""Names of the operators' activations by those of config.json."""
 
 
 class GatedMLP(nn.Module):
@@ -28,13 +28,19 @@ class GatedMLP(nn.Module):
         size, inner = config.hidden_size, config.intermediate_size
         bias, dtype = config.mlp_bias, config.dtype
         gate_up = [("gate_proj", inner), ("up_proj", inner)]
-        self.gate_up = Linear(size, gate_up, bias=bias, dtype=dtype, device=device)
+        self.gate_up = Linear(
+            size,
+            gate_up,
+            bias=bias,
+            dtype=dtype,
+            device=device,
+            activation=ACTIVATIONS[config.hidden_act],
+        )
         self.down = Linear(inner, [("down_proj", size)], bias=bias, dtype=dtype, device=device)
-        self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] to the same."""
-        out: torch.Tensor = self.down(self.activation(self.gate_up(x)))
+        out: torch.Tensor = self.down(self.gate_up(x))
         return out
 
     def weights(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,7 +12,11 @@ from quire_kernels import ops
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation with a learned scale, over the last dimension."""
+    """Root-mean-square normalisation with a learned scale, over the last dimension.
+
+    A float32 scale over a narrower x multiplies before the result is rounded to x's type (as Gemma does it),
+    one of x's type after that (as Llama does it).
+    """
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -21,11 +25,16 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The normalised x, in its shape and type."""
-        return ops.rms_norm(x, self.weight, self.eps)
+        if x.dtype == self.weight.dtype:
+            return ops.rms_norm(x, self.weight, self.eps)
+        return ops.rms_norm(x.float(), self.weight, self.eps).to(x.dtype)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(normalised sum, sum) of x and the residual stream."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+        if x.dtype == self.weight.dtype:
+            return ops.add_rms_norm(x, residual, self.weight, self.eps)
+        total = x + residual
+        return self.forward(total), total
 
     def weights(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """(checkpoint name, memory it fills)."""

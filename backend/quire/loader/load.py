@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from quire.config import ModelConfig
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, ConfigError
 from quire.loader.files import NamedTensor, find_weights
 from quire.loader.info import read_generation_config, read_hf_config
 from quire.models.config import DTYPES, DecoderConfig
 from quire.models.decoder import DecoderModel
 from quire.models.hf_config import HFConfig, as_token_ids
 from quire.models.registry import model_class
+from quire_kernels.weights import INT4_GROUP, W8A8_GROUP
 
 _MAX_LISTED = 16
 
@@ -42,6 +43,7 @@ def load_model(config: ModelConfig, device: torch.device) -> LoadedModel:
 
     Raises:
         CheckpointError: missing, broken or unsupported; one line that names the file.
+        ConfigError: the checkpoint's shapes do not allow the quantisation.
     """
     path = Path(config.model)
     hf = read_hf_config(path)
@@ -51,12 +53,14 @@ def load_model(config: ModelConfig, device: torch.device) -> LoadedModel:
     files = find_weights(config)
     model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device).eval()
     fill_weights(model, files.tensors(), files.source)
+    if config.quantization is not None:
+        _check_quantization(parsed, config.quantization)
     return LoadedModel(
         model=model,
         config=parsed,
         eos_token_ids=as_token_ids(generation.get("eos_token_id")) or parsed.eos_token_ids,
         generation_config=generation,
-        weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        weight_bytes=model.pack(config.quantization),
     )
 
 
@@ -88,7 +92,7 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
                 )
             if not tensor.is_floating_point():
                 raise CheckpointError(f"{file}: {name} has type {tensor.dtype}, expected floating point")
-            target.copy_(tensor)
+            target.copy_(model.convert(own, tensor))
             filled.add(own)
     missing = [name for name in targets if name not in filled]
     complaints = [f"{source}: {len(missing)} missing tensors: {_listed(missing)}"] if missing else []
@@ -97,6 +101,21 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
     ]
     if complaints:
         raise CheckpointError("; ".join(complaints))
+
+
+def _check_quantization(config: DecoderConfig, quantization: str) -> None:
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads * head_dim": config.num_heads * config.head_dim,
+    }
+    group = {"int4": INT4_GROUP, "w8a8": W8A8_GROUP}.get(quantization, 1)
+    for name, size in sizes.items():
+        if size % group:
+            raise ConfigError(
+                f"quantization={quantization} has groups of {group} input features, and the checkpoint's "
+                f"{name}={size} is no multiple of it: use int8"
+            )
 
 
 def _listed(names: Collection[str]) -> str:

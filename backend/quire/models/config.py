@@ -34,14 +34,27 @@ class DecoderConfig:
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
     """Per layer: how many positions a token sees, itself included; None: all."""
+    sliding_rope: RopeConfig | None = None
+    """Rotary embedding of the layers with a window, where it differs from `rope`."""
     attention_scale: float
     attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    """Logits become softcap * tanh(logit / softcap)."""
+    embedding_scale: float | None = None
+    """What the embeddings of tokens (not those given by a request) are multiplied by."""
+    unit_offset_norms: bool = False
+    """Checkpoints hold the norms' scales less 1, which are float32 and apply before rounding."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm over each query and key head before the rotary embedding."""
     eos_token_ids: frozenset[int] = frozenset()
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """Of the norms' scales."""
+        return torch.float32 if self.unit_offset_norms else self.dtype
 
     @property
     def longest_model_len(self) -> int:

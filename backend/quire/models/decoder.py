@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
+from quire.kv_groups import kv_groups
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding
+from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.config import DecoderConfig
 from quire.models.hf_config import HFConfig
+from quire.worker.kv_cache import KVCache
+from quire_kernels import ops
+from quire_kernels.cpu.decoder import DecoderLayerWeights, NativeDecoder, can_fuse
 from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.quantized_kv import KVLayer
 
 
 class DecoderLayer(nn.Module):
@@ -22,7 +28,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int, device: torch.device) -> None:
         super().__init__()
-        size, eps, dtype = config.hidden_size, config.rms_norm_eps, config.dtype
+        size, eps, dtype = config.hidden_size, config.rms_norm_eps, config.norm_dtype
         self.input_norm = RMSNorm(size, eps, dtype=dtype, device=device)
         self.attention = Attention(config, layer, device)
         self.post_attention_norm = RMSNorm(size, eps, dtype=dtype, device=device)
@@ -34,7 +40,7 @@ class DecoderLayer(nn.Module):
         residual: torch.Tensor | None,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        kv_layer: torch.Tensor,
+        kv_layer: KVLayer,
         meta: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(output of this layer, residual stream it is still to be added to), both [num_tokens, hidden_size].
@@ -48,6 +54,28 @@ class DecoderLayer(nn.Module):
         attended = self.attention(normed, cos, sin, kv_layer, meta)
         normed, residual = self.post_attention_norm.add(attended, residual)
         return self.mlp(normed), residual
+
+    def fused_weights(self, group: int) -> DecoderLayerWeights:
+        """What computes the layer; `group` is the KV group it is in."""
+        attention, mlp = self.attention, self.mlp
+        packed = [linear.packed for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
+        qkv, out, gate_up, down = (linear for linear in packed if linear is not None)
+        norms = (attention.query_norm, attention.key_norm)
+        query_norm, key_norm = (None if norm is None else norm.weight.data for norm in norms)
+        return DecoderLayerWeights(
+            input_norm=self.input_norm.weight.data,
+            qkv=qkv,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            out=out,
+            post_attention_norm=self.post_attention_norm.weight.data,
+            gate_up=gate_up,
+            down=down,
+            attention_scale=attention.scale,
+            softcap=attention.softcap,
+            sliding_window=attention.sliding_window,
+            group=group,
+        )
 
     def weights(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """(checkpoint name, memory it fills)."""
@@ -69,14 +97,32 @@ class DecoderModel(nn.Module):
         device: where the weights are made.
     """
 
+    layer_class: type[DecoderLayer] = DecoderLayer
+
     def __init__(self, config: DecoderConfig, max_model_len: int, device: torch.device) -> None:
         super().__init__()
         self.config = config
+        self.kv_groups = kv_groups(config.sliding_windows)
+        """Layers that share a block table; `forward` wants one AttentionMetadata for each group."""
+        self._places = {
+            layer: (group, position)
+            for group, (_, layers) in enumerate(self.kv_groups)
+            for position, layer in enumerate(layers)
+        }
+        self._native: NativeDecoder | None = None
+        self._kv_layers: tuple[KVCache, list[KVLayer]] | None = None
         size, dtype = config.hidden_size, config.dtype
-        self.embedding = Embedding(config.vocab_size, size, dtype=dtype, device=device)
+        self.embedding = Embedding(
+            config.vocab_size, size, dtype=dtype, device=device, scale=config.embedding_scale
+        )
         self.rotary = RotaryEmbedding(config.rope, max_model_len, device)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, device) for i in range(config.num_layers))
-        self.norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.sliding_rotary = (
+            None
+            if config.sliding_rope is None
+            else RotaryEmbedding(config.sliding_rope, max_model_len, device)
+        )
+        self.layers = nn.ModuleList(self.layer_class(config, i, device) for i in range(config.num_layers))
+        self.norm = RMSNorm(size, config.rms_norm_eps, dtype=config.norm_dtype, device=device)
         self.head = (
             self.embedding
             if config.tie_word_embeddings
@@ -92,35 +138,109 @@ class DecoderModel(nn.Module):
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        meta: AttentionMetadata,
+        kv_cache: KVCache,
+        metas: Sequence[AttentionMetadata],
         embeds: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes the new tokens of a ragged batch and stores their keys and values.
 
         Args:
             input_ids: int64 [num_tokens].
             positions: int64 [num_tokens] (or [3, num_tokens] for M-RoPE).
-            kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], written in place.
-            meta: which tokens belong together, and where their context is.
+            kv_cache: written in place; layer i of a group lies at position i of the group's blocks.
+            metas: which tokens belong together, and where their context is in the blocks of each KV group.
             embeds: (int64 [n], [n, hidden_size]): batch rows whose embedding is given, not looked up.
+            rows: int64 [n], ascending: batch rows whose result is wanted; None: all.
 
         Returns:
-            [num_tokens, hidden_size], the final norm applied.
+            [num_tokens or n, hidden_size], the final norm applied.
         """
         x = self.embedding(input_ids)
         if embeds is not None:
             x.index_copy_(0, *embeds)
-        cos, sin = self.rotary(positions)
+        angles = self.rotary(positions)
+        if self._native is not None and self._native.can_use(kv_cache.layer(0)):
+            if rows is None:
+                rows = torch.arange(x.shape[0])
+            cos, sin = angles
+            return self._native(x, cos, sin, self._layers_of(kv_cache), metas, rows)
+        sliding_angles = angles if self.sliding_rotary is None else self.sliding_rotary(positions)
         residual: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, cos, sin, kv_cache[:, index], meta)
+            group, position = self._places[index]
+            cos, sin = angles if self.kv_groups[group].window is None else sliding_angles
+            x, residual = layer(x, residual, cos, sin, kv_cache.layer(position), metas[group])
         assert residual is not None, "a decoder has at least one layer"
-        return self.norm.add(x, residual)[0]
+        hidden = self.norm.add(x, residual)[0]
+        return hidden if rows is None else hidden[rows]
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether all layers are one call."""
+        return self._native is not None
+
+    def _layers_of(self, kv_cache: KVCache) -> list[KVLayer]:
+        """Each layer's view of the pool, the same list each time."""
+        if self._kv_layers is None or self._kv_layers[0] is not kv_cache:
+            places = (self._places[index] for index in range(len(self.layers)))
+            self._kv_layers = kv_cache, [kv_cache.layer(position) for _, position in places]
+        return self._kv_layers[1]
+
+    def pack(self, quantization: str | None) -> int:
+        """Brings the loaded weights into the form that computes, layer by layer; to be called once.
+
+        Args:
+            quantization: None, "int8", "int4" or "w8a8", of all matrices but the table of embeddings; with
+                int4 the output head has eight bits.
+
+        Returns:
+            Bytes of all weights as they are kept.
+        """
+        num_bytes = 0
+        for module in self.modules():
+            if isinstance(module, Linear):
+                num_bytes += module.pack(quantization)
+        num_bytes += self.head.pack(quantization, is_looked_up=self.head is self.embedding)
+        self._native = self._fuse()
+        return num_bytes + sum(parameter.nbytes for parameter in self.parameters())
+
+    def _fuse(self) -> NativeDecoder | None:
+        """All layers as one call, where there are kernels for that and the layers are the common ones."""
+        config = self.config
+        if (
+            self.layer_class is not DecoderLayer
+            or self.sliding_rotary is not None
+            or config.unit_offset_norms
+        ):
+            return None
+        layers = []
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            layers.append(layer.fused_weights(self._places[index][0]))
+        if not can_fuse(layers, config.head_dim, config.rope.rotary_dim):
+            return None
+        return NativeDecoder(
+            layers,
+            self.norm.weight.data,
+            eps=config.rms_norm_eps,
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            rotary_dim=config.rope.rotary_dim,
+        )
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] of `forward` to float32 [n, vocab_size]."""
-        return self.head.logits(hidden)
+        logits = self.head.logits(hidden)
+        cap = self.config.logits_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def best_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`ops.argmax` of `compute_logits(hidden)`: int64 [n], -1 where there is none."""
+        # A cap may round different logits to one number.
+        if self.config.logits_softcap is not None:
+            return ops.argmax(self.compute_logits(hidden))
+        return self.head.best(hidden)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(checkpoint name, view of the memory it fills) of every tensor the model needs."""
@@ -131,6 +251,12 @@ class DecoderModel(nn.Module):
         yield from self.norm.weights("model.norm")
         if self.head is not self.embedding:
             yield from self.head.weights("lm_head")
+
+    def convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What is kept of a checkpoint's tensor; `name` is one of `weights()`."""
+        if self.config.unit_offset_norms and name.endswith("norm.weight"):
+            return tensor.float() + 1.0
+        return tensor
 
     def canonical_name(self, name: str) -> str:
         """The name in `weights()` of a checkpoint's tensor."""

@@ -31,12 +31,17 @@ _OUTER_KEYS = ("architectures", "tie_word_embeddings", "dtype", "torch_dtype", "
 """Keys that concern the whole of a multimodal checkpoint, its text part included."""
 
 
-def _defaults(path: Path, model_type: str) -> dict[str, Any]:
+def _completed(path: Path, text: dict[str, Any]) -> dict[str, Any]:
+    """A text_config with the defaults of its model_type; raises CheckpointError."""
     from transformers import CONFIG_MAPPING
 
+    model_type = text.get("model_type", "llama")
     if model_type not in CONFIG_MAPPING:
         raise CheckpointError(f"{path}: text_config has the unknown model_type {model_type!r}")
-    return dict(CONFIG_MAPPING[model_type]().to_dict())
+    try:
+        return dict(CONFIG_MAPPING[model_type](**text).to_dict())
+    except Exception as error:  # transformers' checks raise what they like
+        raise CheckpointError(f"{path}: text_config: {' '.join(str(error).split())}") from None
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,9 @@ class HFConfig:
         text = values.get("text_config")
         if not isinstance(text, dict):
             return cls(path, values)
-        if "hidden_size" not in text:
+        if "hidden_size" not in text or "num_attention_heads" not in text:
             # Files such as LLaVA 1.5's state what differs from the defaults of the text model's type only.
-            text = {**_defaults(path, text.get("model_type", "llama")), **text}
+            text = _completed(path, text)
         outer = {key: values[key] for key in _OUTER_KEYS if values.get(key) is not None}
         return cls(path, {**text, **outer})
 
@@ -68,6 +73,10 @@ class HFConfig:
         """The value, or the default where the key is missing or null."""
         value = self.values.get(key)
         return default if value is None else value
+
+    def replace(self, **values: Any) -> HFConfig:
+        """The same file with other values."""
+        return HFConfig(self.path, {**self.values, **values})
 
     def require_int(self, key: str) -> int:
         """A positive whole number; raises CheckpointError naming key and file."""

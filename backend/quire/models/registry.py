@@ -9,6 +9,10 @@ from quire.models.hf_config import HFConfig
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3",
     "MistralForCausalLM": "mistral",
     "MinistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",

@@ -1,0 +1,37 @@
+"""Gemma: scaled embeddings, and norms whose scales are stored less 1."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from quire.models.config import DecoderConfig
+from quire.models.decoder import DecoderModel
+from quire.models.hf_config import HFConfig
+
+
+class GemmaForCausalLM(DecoderModel):
+    """Tied embeddings unless stated otherwise; GELU in its tanh form whatever old files call it."""
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        if hf.get("use_bidirectional_attention"):
+            raise hf.error("use_bidirectional_attention is not supported: the model generates no text")
+        activation = hf.get("hidden_activation") or hf.get("hidden_act", "gelu")
+        config = super().parse_config(
+            hf.replace(
+                hidden_act="gelu_pytorch_tanh" if activation == "gelu" else activation,
+                tie_word_embeddings=hf.get("tie_word_embeddings", True),
+            ),
+            dtype,
+        )
+        bias = hf.get("attention_bias", False)
+        return dataclasses.replace(
+            config,
+            embedding_scale=config.hidden_size**0.5,
+            unit_offset_norms=True,
+            qkv_bias=bias,
+            out_bias=bias,
+        )

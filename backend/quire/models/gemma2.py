@@ -1,0 +1,71 @@
+"""Gemma 2: alternating windows, soft-capped scores and logits, norms on both sides of a layer's parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from quire.layers.norm import RMSNorm
+from quire.models.config import DecoderConfig, windows_by_layer_type
+from quire.models.decoder import DecoderLayer
+from quire.models.gemma import GemmaForCausalLM
+from quire.models.hf_config import HFConfig
+from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.quantized_kv import KVLayer
+
+
+class Gemma2Layer(DecoderLayer):
+    """Attention and feed-forward, each between two norms: the second one applies before the addition."""
+
+    def __init__(self, config: DecoderConfig, layer: int, device: torch.device) -> None:
+        super().__init__(config, layer, device)
+        size, eps, dtype = config.hidden_size, config.rms_norm_eps, config.norm_dtype
+        self.pre_mlp_norm = RMSNorm(size, eps, dtype=dtype, device=device)
+        self.post_mlp_norm = RMSNorm(size, eps, dtype=dtype, device=device)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv_layer: KVLayer,
+        meta: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See DecoderLayer."""
+        if residual is None:
+            normed, residual = self.input_norm(x), x
+        else:
+            normed, residual = self.input_norm.add(x, residual)
+        attended = self.post_attention_norm(self.attention(normed, cos, sin, kv_layer, meta))
+        normed, residual = self.pre_mlp_norm.add(attended, residual)
+        return self.post_mlp_norm(self.mlp(normed)), residual
+
+    def weights(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """(checkpoint name, memory it fills)."""
+        yield from super().weights(prefix)
+        yield from self.pre_mlp_norm.weights(f"{prefix}pre_feedforward_layernorm")
+        yield from self.post_mlp_norm.weights(f"{prefix}post_feedforward_layernorm")
+
+
+class Gemma2ForCausalLM(GemmaForCausalLM):
+    """Every other layer has a window, beginning with the first, unless `layer_types` says otherwise."""
+
+    layer_class = Gemma2Layer
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        config = super().parse_config(hf, dtype)
+        window = hf.get("sliding_window", 4096)
+        alternating = tuple(None if layer % 2 else window for layer in range(config.num_layers))
+        return dataclasses.replace(
+            config,
+            sliding_windows=windows_by_layer_type(hf, config.num_layers, window) or alternating,
+            attention_scale=hf.get("query_pre_attn_scalar", 256) ** -0.5,
+            # A key that is there and null switches the cap off.
+            attention_softcap=hf.values.get("attn_logit_softcapping", 50.0),
+            logits_softcap=hf.values.get("final_logit_softcapping", 30.0),
+        )
