@@ -2,40 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 
 class BlockTable:
-    """`max_num_seqs` append-only rows of block ids, int32.
+    """`max_num_seqs` append-only rows of block ids for each KV group, int32.
 
-    A row belongs to one request from `assign` to `release`. Entries behind `num_blocks[row]` are stale and
-    never read: attention stops at the sequence's length.
+    A row belongs to one request from `assign` to `release`. Two kinds of entries are never read: those behind
+    `num_blocks[group, row]`, as attention stops at the sequence's length, and those of blocks that have left
+    the group's window, which may belong to another request by now.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:
+    def __init__(self, num_groups: int, max_num_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:
         self.block_size = block_size
-        self.table: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
+        shape = (num_groups, max_num_seqs, max_blocks_per_seq)
+        self.table: npt.NDArray[np.int32] = np.zeros(shape, dtype=np.int32)
+        self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int32)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def assign(self) -> int:
         assert self._free_rows, "the scheduler runs more requests than max_num_seqs"
         row = self._free_rows.pop()
-        self.num_blocks[row] = 0
+        self.num_blocks[:, row] = 0
         return row
 
     def release(self, row: int) -> None:
         self._free_rows.append(row)
 
-    def append(self, row: int, block_ids: list[int]) -> None:
-        start = int(self.num_blocks[row])
-        end = start + len(block_ids)
-        assert end <= self.table.shape[1], "a block table outgrew max_model_len"
-        self.table[row, start:end] = block_ids
-        self.num_blocks[row] = end
+    def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Adds blocks to each group's table of a row; an id of -1 stands for a block outside the window."""
+        assert len(block_ids) == len(self.table), "one list of blocks per KV group"
+        for group, ids in enumerate(block_ids):
+            if not ids:
+                continue
+            start = int(self.num_blocks[group, row])
+            end = start + len(ids)
+            assert end <= self.table.shape[2], "a block table outgrew max_model_len"
+            # Any valid id does: it is not read, but a kernel may compute addresses from it.
+            self.table[group, row, start:end] = np.maximum(ids, 0)
+            self.num_blocks[group, row] = end
+
+    def rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """A copy of the tables of `rows` [n], as wide as the longest: [num_groups, n, width]."""
+        width = int(self.num_blocks[:, rows].max())
+        return np.ascontiguousarray(self.table[:, rows, :width])
 
     def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Slot (block id * block size + offset) of each (row, position); both [num_tokens]."""
-        blocks = self.table[rows, positions // self.block_size].astype(np.int64)
+        """Slot (block id * block size + offset) of each (row, position), both [num_tokens], in each group.
+
+        Returns:
+            [num_groups, num_tokens].
+        """
+        blocks = self.table[:, rows, positions // self.block_size].astype(np.int64, order="C")
         return blocks * self.block_size + positions % self.block_size

@@ -7,7 +7,7 @@ calls whose number does not depend on the batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import torch
 
 from quire.multimodal import PromptEmbeds
 from quire.outputs import NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.sampling_params import choice_seed
 from quire.worker.block_table import BlockTable
 from quire.worker.sampler import SamplingRow
 from quire_kernels.metadata import AttentionMetadata
@@ -28,6 +29,8 @@ class CachedRequest:
     token_ids: list[int]
     sampling: SamplingRow
     embeds: PromptEmbeds | None = None
+    choices: list[SamplingRow] = field(default_factory=list)
+    """Of choices 1, 2, ... until the first tokens are drawn."""
 
 
 @dataclass(slots=True)
@@ -38,11 +41,16 @@ class StepInputs:
     """int64 [num_tokens]"""
     positions: torch.Tensor
     """int64 [num_tokens]; [3, num_tokens] where a row's positions have three axes."""
-    meta: AttentionMetadata
+    metas: list[AttentionMetadata]
+    """One per KV group, of the same batch."""
     sample_indices: torch.Tensor
-    """int64 [num_samples]: the last token of each row that samples."""
+    """int64 [num_logits]: the last token of each row that samples."""
     sample_request_ids: list[str]
+    """[num_samples]: as many times in a row as the request has choices to draw."""
     sampling_rows: list[SamplingRow]
+    """[num_samples]"""
+    choice_indices: torch.Tensor | None = None
+    """int64 [num_samples]: which row of logits each sample is drawn from; None: each has its own."""
     embeds: tuple[torch.Tensor, torch.Tensor] | None = None
     """(int64 [n], float32 [n, hidden_size]): tokens whose embedding is given."""
 
@@ -50,14 +58,21 @@ class StepInputs:
 class InputBatch:
     """Owner of the requests' rows on one worker."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        num_groups: int = 1,
+    ) -> None:
         max_blocks = -(-max_model_len // block_size)
-        self.block_table = BlockTable(max_num_seqs, max_blocks, block_size)
+        self.block_table = BlockTable(num_groups, max_num_seqs, max_blocks, block_size)
         self.requests: dict[str, CachedRequest] = {}
         self.device = device
 
     def update(self, output: SchedulerOutput) -> None:
-        """Applies the scheduler's differences: drops first, then new rows and new blocks."""
+        """Applies the scheduler's differences: drops first, then new rows, new tokens and new blocks."""
         for request_id in output.dropped_request_ids:
             dropped = self.requests.pop(request_id, None)
             if dropped is not None:
@@ -65,107 +80,132 @@ class InputBatch:
         for scheduled in output.scheduled:
             if scheduled.new is not None:
                 self._add(scheduled.request_id, scheduled.new)
-            if scheduled.new_block_ids:
+            if scheduled.given_token_ids:
+                self.requests[scheduled.request_id].token_ids += scheduled.given_token_ids
+            if any(scheduled.new_block_ids):
                 self.block_table.append(self.requests[scheduled.request_id].row, scheduled.new_block_ids)
 
     def _add(self, request_id: str, new: NewRequestData) -> None:
         assert request_id not in self.requests, f"{request_id} is already in the batch"
-        seed = new.sampling_params.seed
         token_ids = list(new.token_ids)
-        sampling = SamplingRow(
-            params=new.sampling_params,
-            token_ids=token_ids,
-            num_prompt_tokens=new.num_prompt_tokens,
-            eos_token_ids=new.eos_token_ids,
-            seed=0 if seed is None else seed,
+        sampling, *choices = (
+            SamplingRow(
+                params=new.sampling_params,
+                token_ids=token_ids,
+                num_prompt_tokens=new.num_prompt_tokens,
+                eos_token_ids=new.eos_token_ids,
+                seed=choice_seed(new.sampling_params.seed or 0, index),
+            )
+            for index in range(new.num_choices)
         )
-        self.requests[request_id] = CachedRequest(self.block_table.assign(), token_ids, sampling, new.embeds)
+        self.requests[request_id] = CachedRequest(
+            self.block_table.assign(), token_ids, sampling, new.embeds, choices
+        )
 
     def prepare(self, scheduled: list[ScheduledRequest]) -> StepInputs:
         """Builds the flat tensors for the scheduled rows, in their order."""
-        count = len(scheduled)
-        states = [self.requests[s.request_id] for s in scheduled]
-        rows = np.fromiter((s.row for s in states), np.int64, count)
-        computed = np.fromiter((s.num_computed_tokens for s in scheduled), np.int64, count)
-        lens = np.fromiter((s.num_scheduled_tokens for s in scheduled), np.int64, count)
-        starts = np.zeros(count + 1, dtype=np.int64)
-        np.cumsum(lens, out=starts[1:])
-        num_tokens = int(starts[-1])
+        rows: list[int] = []
+        computed: list[int] = []
+        lens: list[int] = []
+        tokens: list[int] = []
+        given: list[tuple[PromptEmbeds, ScheduledRequest, int]] = []
+        sample_indices: list[int] = []
+        sample_request_ids: list[str] = []
+        sampling_rows: list[SamplingRow] = []
+        choice_indices: list[int] = []
+        for item in scheduled:
+            state = self.requests[item.request_id]
+            begin, count = item.num_computed_tokens, item.num_scheduled_tokens
+            rows.append(state.row)
+            computed.append(begin)
+            lens.append(count)
+            if state.embeds is not None:
+                given.append((state.embeds, item, len(tokens)))
+            tokens += state.token_ids[begin : begin + count]
+            if item.samples:
+                for drawn in (state.sampling, *state.choices):
+                    choice_indices.append(len(sample_indices))
+                    sample_request_ids.append(item.request_id)
+                    sampling_rows.append(drawn)
+                sample_indices.append(len(tokens) - 1)
+        num_tokens = sum(lens)
+        assert len(tokens) == num_tokens, "the scheduler asked for tokens that are not known yet"
 
-        flat: list[int] = []
-        for state, item in zip(states, scheduled, strict=True):
-            begin = item.num_computed_tokens
-            flat.extend(state.token_ids[begin : begin + item.num_scheduled_tokens])
-        assert len(flat) == num_tokens, "the scheduler asked for tokens that are not known yet"
-        input_ids = np.asarray(flat, dtype=np.int64)
-        positions: npt.NDArray[np.int64] = np.arange(num_tokens, dtype=np.int64)
-        positions += np.repeat(computed - starts[:-1], lens)
-        slots = self.block_table.slots(np.repeat(rows, lens), positions)
+        rows_of, first, counts = np.array(rows), np.array(computed), np.array(lens)
+        starts = np.zeros(len(scheduled) + 1, dtype=np.int64)
+        counts.cumsum(out=starts[1:])
+        seq_lens = first + counts
+        positions = np.arange(num_tokens) + (first - starts[:-1]).repeat(counts)
+        slots = self.block_table.slots(rows_of.repeat(counts), positions)
 
-        seq_lens = computed + lens
-        width = int(self.block_table.num_blocks[rows].max())
-        block_table = self.block_table.table[rows, :width]
-        sampling = [i for i, item in enumerate(scheduled) if item.samples]
         device = self.device
+        block_tables = torch.from_numpy(self.block_table.rows(rows_of)).to(device).unbind()
+        slot_mappings = torch.from_numpy(slots).to(device).unbind()
         meta = AttentionMetadata(
             query_start_loc=torch.from_numpy(starts.astype(np.int32)).to(device),
             seq_lens=torch.from_numpy(seq_lens.astype(np.int32)).to(device),
-            block_table=torch.from_numpy(block_table).to(device),
-            slot_mapping=torch.from_numpy(slots).to(device),
+            block_table=block_tables[0],
+            slot_mapping=slot_mappings[0],
             num_tokens=num_tokens,
-            max_query_len=int(lens.max()),
+            max_query_len=max(lens),
             max_seq_len=int(seq_lens.max()),
-            query_lens=lens.tolist(),
+            query_lens=lens,
             seq_lens_list=seq_lens.tolist(),
         )
+        several = len(choice_indices) > len(sample_indices)
         return StepInputs(
-            input_ids=torch.from_numpy(input_ids).to(device),
-            positions=torch.from_numpy(self._axes(positions, states, scheduled, starts)).to(device),
-            meta=meta,
-            sample_indices=torch.from_numpy(starts[1:][sampling] - 1).to(device),
-            sample_request_ids=[scheduled[i].request_id for i in sampling],
-            sampling_rows=[states[i].sampling for i in sampling],
-            embeds=self._embeds(states, scheduled, starts),
+            input_ids=torch.from_numpy(np.array(tokens)).to(device),
+            positions=torch.from_numpy(self._axes(positions, given)).to(device),
+            metas=[meta, *map(meta.with_blocks, block_tables[1:], slot_mappings[1:])],
+            sample_indices=torch.from_numpy(np.array(sample_indices, dtype=np.int64)).to(device),
+            sample_request_ids=sample_request_ids,
+            sampling_rows=sampling_rows,
+            choice_indices=torch.from_numpy(np.array(choice_indices)).to(device) if several else None,
+            embeds=self._embeds(given),
         )
+
+    def accept(self, request_id: str, token_id: int) -> None:
+        """Records the token drawn for a row, choice 0's where there were several: later draws are single.
+
+        With beam search the token is none of the sequence's yet: the scheduler gives those it chooses.
+        """
+        request = self.requests[request_id]
+        request.choices = []
+        if request.sampling.params.beam_width == 1:
+            request.token_ids.append(token_id)
 
     @staticmethod
     def _axes(
-        positions: npt.NDArray[np.int64],
-        states: list[CachedRequest],
-        scheduled: list[ScheduledRequest],
-        starts: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64], given: list[tuple[PromptEmbeds, ScheduledRequest, int]]
     ) -> npt.NDArray[np.int64]:
         """`positions` as they are, or on three axes where a request states its own."""
-        if not any(state.embeds is not None and state.embeds.position_ids is not None for state in states):
+        if all(embeds.position_ids is None for embeds, _, _ in given):
             return positions
         axes = np.tile(positions, (3, 1))
-        for state, item, start in zip(states, scheduled, starts, strict=False):
-            if state.embeds is None or state.embeds.position_ids is None:
+        for embeds, item, start in given:
+            if embeds.position_ids is None:
                 continue
-            own = state.embeds.position_ids[:, item.num_computed_tokens :][:, : item.num_scheduled_tokens]
+            own = embeds.position_ids[:, item.num_computed_tokens :][:, : item.num_scheduled_tokens]
             behind = start + own.shape[1]
             axes[:, start:behind] = own
-            axes[:, behind : start + item.num_scheduled_tokens] += state.embeds.position_delta
+            axes[:, behind : start + item.num_scheduled_tokens] += embeds.position_delta
         return axes
 
     def _embeds(
-        self,
-        states: list[CachedRequest],
-        scheduled: list[ScheduledRequest],
-        starts: npt.NDArray[np.int64],
+        self, given: list[tuple[PromptEmbeds, ScheduledRequest, int]]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The given embeddings that fall into this step, and the flat tokens they belong to."""
         indices: list[npt.NDArray[np.int64]] = []
         rows: list[torch.Tensor] = []
-        for state, item, start in zip(states, scheduled, starts, strict=False):
-            if state.embeds is None:
-                continue
+        for embeds, item, start in given:
             begin = item.num_computed_tokens
-            for token, given in state.embeds.rows_in(begin, begin + item.num_scheduled_tokens):
-                first = int(start) + token - begin
-                indices.append(np.arange(first, first + len(given), dtype=np.int64))
+            for token, values in embeds.rows_in(begin, begin + item.num_scheduled_tokens):
+                first = start + token - begin
+                indices.append(np.arange(first, first + len(values), dtype=np.int64))
                 # A copy of what lies in shared memory: torch is not to be given read-only memory.
-                rows.append(given if isinstance(given, torch.Tensor) else torch.from_numpy(np.array(given)))
+                rows.append(
+                    values if isinstance(values, torch.Tensor) else torch.from_numpy(np.array(values))
+                )
         if not rows:
             return None
         flat = torch.cat([part.to(self.device) for part in rows])

@@ -1,25 +1,43 @@
-"""The KV cache tensor and its size.
+"""KVCache: the memory of the paged KV cache, and how large it gets.
 
-One allocation `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`: a block of all layers is
-one contiguous piece of memory, so that moving a block (swap, transfer, copy on write) is a single copy.
+One allocation of `num_blocks` pieces. A block holds keys and values, and when quantised their scales, of
+`block_size` tokens in all layers of one KV group, so that moving it (swap, transfer, copy on write) is a
+single copy. Inside, the order is layer, keys before values, head; a quantised head's scales lie right behind
+its data.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
 
 from quire.config import CacheConfig, SchedulerConfig
 from quire.errors import ConfigError
+from quire_kernels import ops
+from quire_kernels.quantized_kv import KVLayer, QuantizedKV, piece_bytes
+
+QUANTIZED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""By `kv_cache_dtype`."""
 
 
 def block_bytes(
-    num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    layers_per_group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: str,
 ) -> int:
-    """Bytes of one block: keys and values of `block_size` tokens in every layer."""
-    return 2 * num_layers * num_kv_heads * head_dim * block_size * dtype.itemsize
+    """Bytes of one block: keys, values and scales of `block_size` tokens in the layers of one group."""
+    if kv_cache_dtype in QUANTIZED_DTYPES:
+        head = piece_bytes(block_size, head_dim)
+    else:
+        head = block_size * head_dim * dtype.itemsize
+    return 2 * layers_per_group * num_kv_heads * head
 
 
 def num_blocks_for(
@@ -27,6 +45,7 @@ def num_blocks_for(
     scheduler: SchedulerConfig,
     *,
     bytes_per_block: int,
+    blocks_per_sequence: int,
     max_model_len: int,
     device: torch.device,
 ) -> int:
@@ -36,10 +55,17 @@ def num_blocks_for(
     else on cpu what `max_num_seqs` sequences of `max_model_len` need, capped by `cpu_memory_utilization`
     of the memory now available.
 
+    Args:
+        cache: the configuration.
+        scheduler: the configuration.
+        bytes_per_block: see `block_bytes`.
+        blocks_per_sequence: what one sequence of `max_model_len` needs at most, over all KV groups.
+        max_model_len: longest sequence in tokens.
+        device: where the pool will be.
+
     Raises:
         ConfigError: the pool could not hold one sequence of `max_model_len`.
     """
-    per_sequence = math.ceil(max_model_len / cache.block_size)
     available: int | None = None
     if cache.num_blocks is not None:
         num_blocks, source = cache.num_blocks, f"num_blocks={cache.num_blocks}"
@@ -54,14 +80,14 @@ def num_blocks_for(
         source = f"gpu_memory_utilization={cache.gpu_memory_utilization}"
     else:
         available = int(psutil.virtual_memory().available * cache.cpu_memory_utilization)
-        num_blocks = min(available // bytes_per_block, per_sequence * scheduler.max_num_seqs)
+        num_blocks = min(available // bytes_per_block, blocks_per_sequence * scheduler.max_num_seqs)
         source = f"cpu_memory_utilization={cache.cpu_memory_utilization}"
-    if num_blocks < per_sequence:
+    if num_blocks < blocks_per_sequence:
         raise ConfigError(
-            f"{source} gives a KV cache of {num_blocks} blocks ({num_blocks * cache.block_size} tokens, "
-            f"{num_blocks * bytes_per_block / 2**20:.1f} MiB), but one sequence of "
-            f"max_model_len={max_model_len} needs {per_sequence} blocks "
-            f"({per_sequence * bytes_per_block / 2**20:.1f} MiB): raise it or lower max_model_len"
+            f"{source} gives a KV cache of {num_blocks} blocks "
+            f"({num_blocks * bytes_per_block / 2**20:.1f} MiB), but one sequence of "
+            f"max_model_len={max_model_len} needs {blocks_per_sequence} blocks "
+            f"({blocks_per_sequence * bytes_per_block / 2**20:.1f} MiB): raise it or lower max_model_len"
         )
     physical = psutil.virtual_memory().available if device.type == "cpu" else None
     if physical is not None and num_blocks * bytes_per_block > physical:
@@ -72,25 +98,116 @@ def num_blocks_for(
     return num_blocks
 
 
-def allocate_kv_cache(
-    num_blocks: int,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """The pool, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+class KVCache:
+    """The pool, as the operators see it (`layer`) and as the movers of whole blocks do.
 
-    It is written once, so that its memory is really there before the model is called ready: a machine
-    that is too small fails at start and not under load.
+    It is written once, so that its memory is really there before the model is called ready: a machine that is
+    too small fails at start and not under load.
+
+    Args:
+        num_blocks: blocks in the pool.
+        layers_per_group: layers whose keys and values a block holds.
+        num_kv_heads: of one layer.
+        head_dim: of one head.
+        block_size: tokens per block.
+        dtype: the computation's type, and the cache's if that is "auto".
+        kv_cache_dtype: see `CacheConfig`.
+        device: where it lies.
+
+    Raises:
+        ConfigError: the memory cannot be allocated.
     """
-    shape = (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
-    try:
-        cache = torch.empty(shape, dtype=dtype, device=device)
-        cache.fill_(0)
-    except RuntimeError as error:
-        size = num_blocks * block_bytes(num_layers, num_kv_heads, head_dim, block_size, dtype)
-        raise ConfigError(f"the KV cache of {size / 2**20:.0f} MiB cannot be allocated: {error}") from None
-    return cache
+
+    def __init__(
+        self,
+        num_blocks: int,
+        layers_per_group: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = QUANTIZED_DTYPES.get(kv_cache_dtype, dtype)
+        """Of the keys and values in memory."""
+        self.block_bytes = block_bytes(
+            layers_per_group, num_kv_heads, head_dim, block_size, dtype, kv_cache_dtype
+        )
+        try:
+            self.blocks = torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, device=device)
+            """uint8 [num_blocks, block_bytes]"""
+            self.blocks.fill_(0)
+        except RuntimeError as error:
+            size = num_blocks * self.block_bytes
+            raise ConfigError(
+                f"the KV cache of {size / 2**20:.0f} MiB cannot be allocated: {error}"
+            ) from None
+        heads = self.blocks.view(num_blocks, layers_per_group, 2, num_kv_heads, -1)
+        self._layers: list[KVLayer]
+        if kv_cache_dtype in QUANTIZED_DTYPES:
+            self._layers = [QuantizedKV.from_pieces(p, self.dtype, block_size) for p in heads.unbind(1)]
+        else:
+            self._layers = list(heads.view(dtype).unflatten(-1, (block_size, head_dim)).unbind(1))
+        # Copying eight bytes at a time is several times as fast; blocks of 8 tokens and more can be.
+        self._words = self.blocks.view(torch.int64) if self.block_bytes % 8 == 0 else self.blocks
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.nbytes
+
+    def layer(self, index: int) -> KVLayer:
+        """What the operators take for the layer at position `index` of its group: a view of the pool."""
+        return self._layers[index]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks inside the pool; all sources are read before any target is written.
+
+        Args:
+            pairs: (source, target); the targets are distinct.
+        """
+        source, target = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.to(self.blocks.device)
+        ops.copy_blocks(self._words, source, target)
+
+    def read(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+        """Copies blocks out of the pool, after all that has been queued on the device.
+
+        Args:
+            block_ids: n blocks.
+            out: [n, block_bytes], in host memory.
+        """
+        if self.blocks.device.type == "cpu":
+            # One memcpy each, during which other threads run.
+            pool = self.blocks.numpy()
+            for row, block_id in enumerate(block_ids):
+                out[row] = pool[block_id]
+            return
+        staging = self._staging(len(block_ids))
+        index = torch.tensor(block_ids, dtype=torch.int64, device=self.blocks.device)
+        staging.copy_(self.blocks.index_select(0, index), non_blocking=True)
+        torch.cuda.current_stream(self.blocks.device).synchronize()
+        out[...] = staging.numpy()
+
+    def write(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        """Copies blocks into the pool; they are there on return.
+
+        Args:
+            block_ids: n distinct blocks, which nothing else uses meanwhile.
+            data: [n, block_bytes], in host memory.
+        """
+        if self.blocks.device.type == "cpu":
+            pool = self.blocks.numpy()
+            for row, block_id in enumerate(block_ids):
+                pool[block_id] = data[row]
+            return
+        staging = self._staging(len(block_ids))
+        staging.numpy()[...] = data
+        index = torch.tensor(block_ids, dtype=torch.int64, device=self.blocks.device)
+        self.blocks.index_copy_(0, index, staging.to(self.blocks.device, non_blocking=True))
+        torch.cuda.current_stream(self.blocks.device).synchronize()
+
+    def _staging(self, count: int) -> torch.Tensor:
+        """Pinned memory for `count` blocks; torch keeps what is given back, so this is cheap."""
+        return torch.empty((count, self.block_bytes), dtype=torch.uint8, pin_memory=True)

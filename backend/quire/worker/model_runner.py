@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.kv_groups import blocks_per_sequence, layers_per_group
 from quire.loader import load_model
-from quire.outputs import ModelRunnerOutput, SchedulerOutput
-from quire.worker.input_batch import InputBatch
-from quire.worker.kv_cache import allocate_kv_cache, block_bytes, num_blocks_for
-from quire.worker.sampler import Sampler
+from quire.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from quire.worker.input_batch import InputBatch, StepInputs
+from quire.worker.kv_cache import KVCache, block_bytes, num_blocks_for
+from quire.worker.sampler import Sampler, SamplerOutput
+from quire_kernels.cpu.native import set_num_threads
+
+if TYPE_CHECKING:
+    from quire.kv_tiers import KVTiers
 
 logger = logging.getLogger("quire")
 
@@ -45,7 +51,7 @@ class ModelRunner:
         self.config = config
         self.device = resolve_device(config.model.device)
         if self.device.type == "cpu":
-            torch.set_num_threads(config.model.num_threads or _default_threads())
+            set_num_threads(config.model.num_threads or _default_threads())
         start = time.monotonic()
         loaded = load_model(config.model, self.device)
         self.model = loaded.model
@@ -64,27 +70,47 @@ class ModelRunner:
         )
         shape = loaded.config
         cache = config.cache
+        self.kv_groups = self.model.kv_groups
+        block_layers = layers_per_group(self.kv_groups)
         self.block_bytes = block_bytes(
-            shape.num_layers, shape.num_kv_heads, shape.head_dim, cache.block_size, self.dtype
+            block_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            cache.block_size,
+            self.dtype,
+            cache.kv_cache_dtype,
         )
         self.num_blocks = num_blocks_for(
             cache,
             config.scheduler,
             bytes_per_block=self.block_bytes,
+            blocks_per_sequence=blocks_per_sequence(
+                self.kv_groups,
+                self.max_model_len,
+                cache.block_size,
+                config.scheduler.max_num_batched_tokens,
+            ),
             max_model_len=self.max_model_len,
             device=self.device,
         )
-        self.kv_cache = allocate_kv_cache(
+        self.kv_cache = KVCache(
             self.num_blocks,
-            shape.num_layers,
+            block_layers,
             shape.num_kv_heads,
             shape.head_dim,
             cache.block_size,
             self.dtype,
+            cache.kv_cache_dtype,
             self.device,
         )
+        self.tiers: KVTiers | None = None
+        """Where blocks go beside the pool; set by the engine if there is any such place."""
         self.batch = InputBatch(
-            config.scheduler.max_num_seqs, self.max_model_len, cache.block_size, self.device
+            config.scheduler.max_num_seqs,
+            self.max_model_len,
+            cache.block_size,
+            self.device,
+            len(self.kv_groups),
         )
         self.sampler = Sampler(shape.vocab_size)
         self.num_computed_tokens = 0
@@ -92,7 +118,7 @@ class ModelRunner:
 
     @property
     def kv_cache_bytes(self) -> int:
-        return self.kv_cache.numel() * self.kv_cache.element_size()
+        return self.kv_cache.nbytes
 
     def _max_model_len(self) -> int:
         limit = self.model_config.longest_model_len
@@ -102,33 +128,68 @@ class ModelRunner:
         return asked or self.model_config.max_position_embeddings
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Computes one step: writes KV of the scheduled tokens, samples where a row's tokens are complete."""
+        """Does one step: moves blocks, computes the scheduled tokens, samples where a row is complete."""
         self.batch.update(output)
-        if output.is_empty:
-            return ModelRunnerOutput({})
-        inputs = self.batch.prepare(output.scheduled)
+        self._move_blocks(output)
+        result = ModelRunnerOutput({}) if output.is_empty else self._compute(output.scheduled)
+        if self.tiers is not None:
+            result.loads_done = self.tiers.poll()
+        return result
+
+    def _move_blocks(self, output: SchedulerOutput) -> None:
+        if self.tiers is None:
+            assert not output.kv_saves and not output.kv_loads, "there is no KV tier to save to or load from"
+        elif output.kv_saves:
+            self.tiers.save(output.kv_saves)
+        if output.block_copies:
+            self.kv_cache.copy_blocks(output.block_copies)
+        if self.tiers is not None:
+            for load in output.kv_loads:
+                self.tiers.start_load(load)
+
+    def _compute(self, scheduled: list[ScheduledRequest]) -> ModelRunnerOutput:
+        """Writes KV of the scheduled tokens and samples."""
+        inputs = self.batch.prepare(scheduled)
+        result = ModelRunnerOutput({})
         with torch.inference_mode():
             embeds = inputs.embeds
             if embeds is not None:
                 embeds = (embeds[0], embeds[1].to(self.dtype))
-            hidden = self.model(inputs.input_ids, inputs.positions, self.kv_cache, inputs.meta, embeds)
-            self.num_computed_tokens += hidden.shape[0]
+            hidden = self.model(
+                inputs.input_ids,
+                inputs.positions,
+                self.kv_cache,
+                inputs.metas,
+                embeds,
+                inputs.sample_indices,
+            )
+            self.num_computed_tokens += inputs.input_ids.shape[0]
             if not inputs.sample_request_ids:
-                return ModelRunnerOutput({})
-            logits = self.model.compute_logits(hidden[inputs.sample_indices])
-            sampled = self.sampler(logits, inputs.sampling_rows)
-        result = ModelRunnerOutput({})
+                return result
+            sampled = self._sample(hidden, inputs)
         for index, request_id in enumerate(inputs.sample_request_ids):
-            token_id = sampled.token_ids[index]
+            token_id, logprobs = sampled.token_ids[index], sampled.logprobs[index]
             if token_id < 0:
                 result.errors[request_id] = "the model's logits for this request hold no finite number"
-                continue
-            self.batch.requests[request_id].token_ids.append(token_id)
-            result.sampled_token_ids[request_id] = token_id
-            logprobs = sampled.logprobs[index]
-            if logprobs is not None:
-                result.logprobs[request_id] = logprobs
+            elif request_id not in result.sampled_token_ids:
+                self.batch.accept(request_id, token_id)
+                result.sampled_token_ids[request_id] = token_id
+                if logprobs is not None:
+                    result.logprobs[request_id] = logprobs
+            else:
+                result.choice_token_ids.setdefault(request_id, []).append(token_id)
+                if logprobs is not None:
+                    result.choice_logprobs.setdefault(request_id, []).append(logprobs)
         return result
+
+    def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> SamplerOutput:
+        """One token per sampling row, of hidden states [num_logits, hidden_size]."""
+        rows, choices = inputs.sampling_rows, inputs.choice_indices
+        if all(row.wants_best_only for row in rows):
+            best = self.model.best_tokens(hidden)
+            return SamplerOutput.of_best(best if choices is None else best[choices])
+        logits = self.model.compute_logits(hidden)
+        return self.sampler(logits if choices is None else logits[choices], rows)
 
 
 def _default_threads() -> int:

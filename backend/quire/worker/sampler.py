@@ -28,6 +28,7 @@ from quire.worker.sampling_batch import (
     collect_biases,
     collect_penalties,
 )
+from quire_kernels import ops
 
 __all__ = ["NO_TOKEN", "Sampler", "SamplerOutput", "SamplingRow", "philox_uniform"]
 
@@ -50,6 +51,12 @@ class SamplerOutput:
     logprobs: list[TokenLogprobs | None]
     errors: dict[int, str] = field(default_factory=dict)
     """Row index to message, for rows whose logits hold NaN or have no finite maximum."""
+
+    @classmethod
+    def of_best(cls, token_ids: torch.Tensor) -> SamplerOutput:
+        """What `Sampler` gives rows that want no more than the largest logit: int64 [N], of `ops.argmax`."""
+        chosen: list[int] = token_ids.tolist()
+        return cls(chosen, [None] * len(chosen), _errors(chosen))
 
 
 def philox_uniform(
@@ -101,6 +108,10 @@ class Sampler:
     asked for the impossible gets its most plausible violation instead of an error in mid-stream.
 
     Log-probabilities are those of the model: log-softmax of the logits before any transform.
+
+    Rows of beam search get their best candidates instead. As in transformers, penalties and bans apply to
+    their log-probabilities, which are not normalised again: `TokenLogprobs` then holds the best token, and
+    behind it the row's `num_candidates` best ones in descending order, that first one among them.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -118,22 +129,25 @@ class Sampler:
         if not rows:
             return SamplerOutput([], [])
 
-        wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        beams = [i for i, row in enumerate(rows) if row.is_beam]
+        if beams:
+            logits[_index(beams, logits)] = torch.log_softmax(_take(logits, beams), dim=-1)
+        wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and not row.is_beam]
         raw = torch.log_softmax(_take(logits, wanted), dim=-1) if wanted else None
         if any(row.has_transforms for row in rows):
             apply_penalties(logits, rows)
             apply_biases(logits, rows)
             apply_bans(logits, rows)
 
-        sampling = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+        sampling = [i for i, row in enumerate(rows) if not (row.params.is_greedy or row.is_beam)]
         if not sampling:
-            token_ids = _greedy(logits)
+            token_ids = ops.argmax(logits)
         elif len(sampling) == len(rows):
             token_ids = _sample(logits, rows)
         else:
-            greedy = [i for i, row in enumerate(rows) if row.params.is_greedy]
+            greedy = [i for i, row in enumerate(rows) if row.params.is_greedy or row.is_beam]
             token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-            token_ids[_index(greedy, logits)] = _greedy(_take(logits, greedy))
+            token_ids[_index(greedy, logits)] = ops.argmax(_take(logits, greedy))
             token_ids[_index(sampling, logits)] = _sample(
                 _take(logits, sampling), [rows[i] for i in sampling]
             )
@@ -146,8 +160,15 @@ class Sampler:
                 assert k is not None
                 if chosen[i] != NO_TOKEN:
                     logprobs[i] = TokenLogprobs(entry.token_ids[: k + 1], entry.logprobs[: k + 1])
-        errors = {i: _BAD_LOGITS for i, token_id in enumerate(chosen) if token_id == NO_TOKEN}
-        return SamplerOutput(chosen, logprobs, errors)
+        if beams:
+            found = _candidates(_take(logits, beams), [rows[i].num_candidates for i in beams])
+            for i, candidates in zip(beams, found, strict=True):
+                logprobs[i] = candidates if chosen[i] != NO_TOKEN else None
+        return SamplerOutput(chosen, logprobs, _errors(chosen))
+
+
+def _errors(token_ids: list[int]) -> dict[int, str]:
+    return {i: _BAD_LOGITS for i, token_id in enumerate(token_ids) if token_id == NO_TOKEN}
 
 
 def apply_penalties(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
@@ -281,14 +302,6 @@ def _mass_threshold(
     return threshold
 
 
-def _greedy(logits: torch.Tensor) -> torch.Tensor:
-    """[n, V] -> [n] int64: the largest logit, of equals the lowest id; NO_TOKEN without a finite maximum."""
-    token_ids = logits.argmax(dim=-1)
-    # argmax treats NaN as the largest, so this one value tells whether the row has any.
-    finite = logits.gather(1, token_ids[:, None]).squeeze(1).isfinite()
-    return torch.where(finite, token_ids, NO_TOKEN)
-
-
 def _sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """[n, V] -> [n] int64: one draw per row; NO_TOKEN without a finite maximum."""
     best, best_ids = logits.max(dim=-1)
@@ -347,6 +360,15 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> tuple[torch.
     target = torch.minimum(target, torch.nextafter(cumulative[:, -1], torch.zeros_like(target)))
     index = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
     return index.clamp(max=cumulative.shape[1] - 1), target
+
+
+def _candidates(scores: torch.Tensor, counts: list[int]) -> list[TokenLogprobs]:
+    """Per row the best token, then the `counts` best ones in descending order; [n, V] -> n."""
+    values, ids = scores.topk(min(max(counts), scores.shape[1]))
+    return [
+        TokenLogprobs([row_ids[0], *row_ids[:count]], [row_values[0], *row_values[:count]])
+        for row_ids, row_values, count in zip(ids.tolist(), values.tolist(), counts, strict=True)
+    ]
 
 
 def _logprobs(log_probs: torch.Tensor, token_ids: list[int]) -> list[TokenLogprobs]:

@@ -36,6 +36,8 @@ class SamplingRow:
     eos_token_ids: frozenset[int]
     seed: int
     """In [0, 2**64): the request's own, or one the runner drew when the request arrived."""
+    is_beam: bool = field(init=False, repr=False, compare=False)
+    """True when beam search asks for candidates instead of a token."""
     has_penalties: bool = field(init=False, repr=False, compare=False)
     has_transforms: bool = field(init=False, repr=False, compare=False)
     """True when something may change the logits before the temperature."""
@@ -45,6 +47,7 @@ class SamplingRow:
 
     def __post_init__(self) -> None:
         params = self.params
+        self.is_beam = params.beam_width > 1
         self.has_penalties = (
             params.repetition_penalty != 1.0
             or params.presence_penalty != 0.0
@@ -60,6 +63,20 @@ class SamplingRow:
         self.has_filters = (
             params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0 or params.typical_p < 1.0
         )
+
+    @property
+    def wants_best_only(self) -> bool:
+        """True when the largest of the model's own logits is all that matters."""
+        params = self.params
+        return params.is_greedy and not (self.is_beam or self.has_transforms or params.logprobs is not None)
+
+    @property
+    def num_candidates(self) -> int:
+        """Beam search: candidates wanted of this row, so many that all beams may end and all go on, and that
+        `logprobs` of them can be reported."""
+        ends = 0 if self.params.ignore_eos else len(self.eos_token_ids)
+        ends += len(self.params.stop_token_ids)
+        return max(self.params.beam_width * max(2, 1 + ends), self.params.logprobs or 0)
 
     @property
     def num_output_tokens(self) -> int:
