@@ -13,13 +13,14 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.errors import EngineError
 from quire.multimodal import PromptEmbeds
-from quire.output_processor import OutputProcessor
+from quire.output_processor import RequestProcessor
 from quire.outputs import RequestOutput
 from quire.sampling_params import (
     SamplingParams,
     defaults_from_generation_config,
     parse_sampling_params,
 )
+from quire.scheduling_params import SchedulingParams
 
 
 class LLM:
@@ -48,6 +49,7 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         embeds: Sequence[PromptEmbeds | None] | None = None,
+        scheduling: SchedulingParams | Sequence[SchedulingParams] | None = None,
         **sampling: Any,
     ) -> list[RequestOutput]:
         """Runs all prompts together, continuously batched, and returns whole outputs in their order.
@@ -56,10 +58,16 @@ class LLM:
             prompts: texts or lists of token ids.
             params: one for all or one per prompt; None: the checkpoint's defaults with `sampling` over them.
             embeds: per prompt, embeddings of images; the prompt must be token ids then.
+            scheduling: priority, tenant, session ...; one for all or one per prompt.
             sampling: names of SamplingParams.
+
+        Returns:
+            One output per prompt. With n > 1 it is choice 0, and its `others` are choices 1 to n - 1; with
+            best_of or beam_width choice 0 is the best.
 
         Raises:
             InvalidArgumentError: a prompt or parameter is wrong; nothing has run then.
+            UnavailableError: the queue is full or a quota used up; nothing has run then.
             EngineError: the engine failed.
         """
         batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -67,16 +75,20 @@ class LLM:
             params = parse_sampling_params(sampling, defaults=self.default_params)
         each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
         images = [None] * len(batch) if embeds is None else list(embeds)
-        assert len(each) == len(images) == len(batch), "one SamplingParams (and PromptEmbeds) per prompt"
-        processors: dict[str, OutputProcessor] = {}
+        if scheduling is None or isinstance(scheduling, SchedulingParams):
+            plans = [scheduling or SchedulingParams()] * len(batch)
+        else:
+            plans = list(scheduling)
+        assert len(each) == len(images) == len(plans) == len(batch), "one of each per prompt"
+        processors: dict[str, RequestProcessor] = {}
         try:
-            for prompt, one, image in zip(batch, each, images, strict=True):
+            for prompt, one, image, plan in zip(batch, each, images, plans, strict=True):
                 token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 request_id = f"llm-{next(self._ids)}"
                 if one.bad_words and self.tokenizer is not None:
                     one = with_bad_words_ids(one, self.tokenizer)
-                self.core.add_request(request_id, token_ids, one, embeds=image)
-                processors[request_id] = OutputProcessor(
+                self.core.add_request(request_id, token_ids, one, scheduling=plan, embeds=image)
+                processors[request_id] = RequestProcessor(
                     request_id,
                     len(token_ids),
                     one,
@@ -88,12 +100,17 @@ class LLM:
         while self.core.has_work:
             for output in self.core.step():
                 processor = processors.get(output.request_id)
-                if processor is not None and processor.process(output):
-                    self.core.abort([output.request_id])
-        results = [processor.take() for processor in processors.values()]
-        for result in results:
-            if result.error is not None:
-                raise EngineError(result.error)
+                stopped = None if processor is None else processor.process(output)
+                if stopped is not None:
+                    self.core.abort([stopped])
+        results = []
+        for processor in processors.values():
+            first, *others = (choice.take() for choice in processor.choices)
+            for choice in (first, *others):
+                if choice.error is not None:
+                    raise EngineError(choice.error)
+            first.others = others
+            results.append(first)
         return results
 
     def chat(self, messages: list[dict[str, Any]], **sampling: Any) -> RequestOutput:

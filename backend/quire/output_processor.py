@@ -15,7 +15,7 @@ from quire.sampling_params import SamplingParams
 
 
 class OutputProcessor:
-    """State of one request between engine outputs and responses.
+    """State of one choice of a request between engine outputs and responses.
 
     `process` takes what the engine sent, `take` gives what may be sent on; between two `take` calls any
     number of outputs may be merged, which is how deltas of a slow reader coalesce.
@@ -30,8 +30,10 @@ class OutputProcessor:
         num_prompt_tokens: int,
         params: SamplingParams,
         tokenizer: Any | None,
+        index: int = 0,
     ) -> None:
         self.request_id = request_id
+        self.index = index
         self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
@@ -39,6 +41,7 @@ class OutputProcessor:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.error_code = ""
+        self.cumulative_logprob: float | None = None
         self._params = params
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None:
@@ -58,10 +61,10 @@ class OutputProcessor:
         return self.finish_reason is not None
 
     def process(self, output: EngineCoreOutput) -> bool:
-        """Takes an output of the engine.
+        """Takes an output of the engine that is no error.
 
         Returns:
-            True when a stop string ended the request here, so that the engine must be told to abort it.
+            True when a stop string ended the choice here, so that the engine must be told to abort it.
         """
         if self.finished:
             return False
@@ -80,10 +83,13 @@ class OutputProcessor:
         self._token_ids.extend(new_ids)
         self.num_output_tokens += len(new_ids)
         if output.logprobs:
-            self._logprobs.extend(output.logprobs[: len(new_ids)])
+            logprobs = output.logprobs[: len(new_ids)]
+            self._logprobs.extend(logprobs)
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(e.logprobs[0] for e in logprobs)
+        if output.cumulative_logprob is not None:
+            self.cumulative_logprob = output.cumulative_logprob
         if self.finish_reason is None and output.finish_reason is not None:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
-            self.error, self.error_code = output.error, output.error_code
         if self._detokenizer is not None:
             self._text += self._detokenizer.take_delta(flush=self.finished)
         return stopped
@@ -130,4 +136,39 @@ class OutputProcessor:
             logprobs=logprobs or None,
             error=self.error,
             error_code=self.error_code,
+            index=self.index,
+            cumulative_logprob=self.cumulative_logprob,
         )
+
+
+class RequestProcessor:
+    """The choices of one request; arguments as of `OutputProcessor`."""
+
+    def __init__(
+        self, request_id: str, num_prompt_tokens: int, params: SamplingParams, tokenizer: Any | None
+    ) -> None:
+        self.request_id = request_id
+        self.choices = [
+            OutputProcessor(request_id, num_prompt_tokens, params, tokenizer, index)
+            for index in range(params.n)
+        ]
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finished for choice in self.choices)
+
+    def process(self, output: EngineCoreOutput) -> str | None:
+        """Takes an output of the engine.
+
+        Returns:
+            What the engine must be told to abort, as a stop string was found here: the request's id when
+            all its choices have ended, "<request id>#<index>" when others go on; None: nothing.
+        """
+        if output.error is not None:
+            for choice in self.choices:  # it is told once
+                choice.finish(FinishReason.ERROR, output.error, output.error_code)
+            return None
+        choice = self.choices[output.index]
+        if not choice.process(output):
+            return None
+        return self.request_id if self.finished else f"{self.request_id}#{choice.index}"

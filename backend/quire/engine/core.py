@@ -10,24 +10,33 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from quire.config import EngineConfig
+from quire.config import CacheConfig, EngineConfig
 from quire.core.kv_cache_manager import KVCacheManager
-from quire.core.scheduler import Scheduler
+from quire.core.kv_events import KVEventCollector
+from quire.core.scheduler import Scheduler, session_name
 from quire.core.trace import SchedulerTrace
-from quire.errors import EngineError, QuireError
+from quire.engine.kv_event_publisher import KVEventPublisher
+from quire.errors import EngineError, InvalidArgumentError, QuireError
+from quire.kv_groups import KVGroup
+from quire.kv_tiers import BlockAccess, KVTiers, fingerprint, make_tiers
 from quire.multimodal import PromptEmbeds
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput, SchedulerStats
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
-from quire.validation import check_prompt, check_token_parameters
+from quire.scheduling_params import SchedulingParams
+from quire.validation import check_choices, check_prompt, check_token_parameters
 
 logger = logging.getLogger("quire")
+
+LOAD_WAIT_S = 0.05
+"""Longest wait for a KV tier before the engine looks for messages again, when there is nothing to compute."""
 
 
 class Runner(Protocol):
@@ -36,6 +45,9 @@ class Runner(Protocol):
     num_blocks: int
     max_model_len: int
     eos_token_ids: frozenset[int]
+    kv_groups: tuple[KVGroup, ...]
+    tiers: KVTiers | None
+    """Set by the core."""
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
 
@@ -47,10 +59,16 @@ class EngineCore:
         config: the engine's configuration.
         runner: computes the steps; None builds a `ModelRunner` from the configuration.
         vocab_size: token ids at or above it are refused; None takes the model's.
+        threaded: steps are computed by a thread of their own, so that `step` can do something meanwhile.
     """
 
     def __init__(
-        self, config: EngineConfig, runner: Runner | None = None, *, vocab_size: int | None = None
+        self,
+        config: EngineConfig,
+        runner: Runner | None = None,
+        *,
+        vocab_size: int | None = None,
+        threaded: bool = False,
     ) -> None:
         if runner is None:
             from quire.worker.model_runner import ModelRunner
@@ -62,12 +80,36 @@ class EngineCore:
         self.runner: Runner = runner
         self.vocab_size = vocab_size
         self.max_model_len = runner.max_model_len
+        cache, limits = config.cache, config.scheduler
+        self._publisher = _publisher(cache)
+        self._events = None if self._publisher is None else KVEventCollector()
         self.kv = KVCacheManager(
             runner.num_blocks,
-            config.cache.block_size,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
+            cache.block_size,
+            groups=runner.kv_groups,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            eviction_policy=cache.eviction_policy,
+            cache_ttl_s=cache.cache_ttl_s,
+            max_pinned_fraction=cache.max_pinned_fraction,
+            max_step_tokens=min(
+                limits.max_prefill_tokens_per_request or limits.max_num_batched_tokens, self.max_model_len
+            ),
+            events=self._events,
         )
-        self.scheduler = Scheduler(config.scheduler, self.kv, self.max_model_len)
+        access = getattr(runner, "kv_cache", None)
+        self.tiers = None if access is None else _tiers(config, runner, access)
+        runner.tiers = self.tiers
+        self.scheduler = Scheduler(
+            limits,
+            self.kv,
+            self.max_model_len,
+            tiers=self.tiers,
+            block_bytes=0 if access is None else access.block_bytes,
+            session_ttl_s=cache.session_ttl_s,
+        )
+        self._executor: ThreadPoolExecutor | None = None
+        if threaded or limits.overlap_scheduling:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="quire-runner")
         self._seeds = itertools.count()
         self._seed_base = config.model.seed or secrets.randbits(63)
 
@@ -78,8 +120,7 @@ class EngineCore:
         sampling_params: SamplingParams,
         *,
         arrival_time: float | None = None,
-        priority: int = 0,
-        client_id: int = 0,
+        scheduling: SchedulingParams = SchedulingParams(),
         external_id: str = "",
         embeds: PromptEmbeds | None = None,
     ) -> None:
@@ -92,6 +133,7 @@ class EngineCore:
         """
         check_prompt(prompt_token_ids, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         check_token_parameters(sampling_params, self.vocab_size)
+        check_choices(sampling_params, self.config.scheduler.max_num_seqs)
         if sampling_params.seed is None and not sampling_params.is_greedy:
             seed = (self._seed_base + 0x9E3779B97F4A7C15 * next(self._seeds)) % 2**64
             sampling_params = msgspec.structs.replace(sampling_params, seed=seed)
@@ -101,8 +143,7 @@ class EngineCore:
             sampling_params,
             eos_token_ids=self.runner.eos_token_ids,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
-            priority=priority,
-            client_id=client_id,
+            scheduling=scheduling,
             external_id=external_id,
             embeds=embeds,
         )
@@ -116,26 +157,91 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_unfinished()
+        return self.scheduler.has_work
 
-    def step(self) -> list[EngineCoreOutput]:
+    def step(self, meanwhile: Callable[[Future[Any]], None] | None = None) -> list[EngineCoreOutput]:
         """Plans, computes and accounts one step; returns what it brought.
+
+        Args:
+            meanwhile: called while a thread of its own computes the step, with what tells when that is done;
+                it may add and abort requests and look into the cache.
 
         An exception of the runner ends every request of the step with an error and leaves the engine
         able to go on: the rows are dropped from the runner with the next step.
         """
+        outputs = self.scheduler.expire()
         planned = self.scheduler.schedule()
-        if planned.is_empty and not planned.dropped_request_ids:
-            return []
+        if not planned.has_work and not self.scheduler.transfers.num_loading:
+            return outputs
         try:
-            result = self.runner.execute(planned)
+            if self._executor is None:
+                result = self.runner.execute(planned)
+            else:
+                future = self._executor.submit(self.runner.execute, planned)
+                try:
+                    if self.config.scheduler.overlap_scheduling:
+                        self.scheduler.plan_ahead()
+                    if meanwhile is not None:
+                        meanwhile(future)
+                finally:
+                    # Whatever becomes of the plan, nothing may go on while the runner works.
+                    wait((future,))
+                result = future.result()
         except Exception as error:
             logger.exception("step %d failed with %d rows", planned.step, len(planned.scheduled))
             message = f"the engine failed while computing the request: {type(error).__name__}: {error}"
-            outputs = self.scheduler.fail([row.request_id for row in planned.scheduled], message)
-        else:
-            outputs = self.scheduler.update(planned, result)
+            outputs += self.scheduler.fail([row.request_id for row in planned.scheduled], message)
+            return outputs
+        if planned.is_empty and self.tiers is not None and not result.loads_done:
+            result.loads_done = self.tiers.poll(LOAD_WAIT_S)
+        outputs += self.scheduler.update(planned, result)
+        self._publish()
         return outputs
+
+    def control(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """Looks into the cache, or empties it; running requests are not disturbed.
+
+        Args:
+            command: {"command": "inspect"}, {"command": "reset"}, or {"command": "unpin"} with "session" (and
+                "tenant") or "all": true.
+
+        Raises:
+            InvalidArgumentError: names what is wrong.
+        """
+        self._expire()
+        match command:
+            case {"command": "inspect", **rest} if not rest:
+                return self.scheduler.inspect()
+            case {"command": "reset", **rest} if not rest:
+                answer = {"num_blocks": self.scheduler.reset_cache()}
+            case {"command": "unpin", "all": True, **rest} if not rest:
+                answer = {"num_pins": self.kv.unpin_all()}
+            case {"command": "unpin", "session": str(session), **rest} if not rest.keys() - {"tenant"}:
+                name = session_name(str(rest.get("tenant", "")), session)
+                answer = {"num_pins": int(self.kv.unpin(name))}
+            case _:
+                raise InvalidArgumentError(
+                    "cache_control",
+                    'must be {"command": "inspect"}, {"command": "reset"} or {"command": "unpin"} with '
+                    f'"session" (and "tenant") or "all": true, got {dict(command)!r:.200}',
+                )
+        self._publish()
+        return answer
+
+    def _publish(self) -> None:
+        if self._events is not None and self._publisher is not None:
+            batch = self._events.take()
+            if batch is not None:
+                self._publisher.publish(batch)
+
+    def close(self) -> None:
+        """Ends the threads; what the disk tier still has to write is written."""
+        if self._executor is not None:
+            self._executor.shutdown()
+        if self.tiers is not None:
+            self.tiers.close()
+        if self._publisher is not None:
+            self._publisher.close()
 
     @property
     def trace(self) -> SchedulerTrace | None:
@@ -143,8 +249,7 @@ class EngineCore:
 
     def enable_trace(self, path: Path | None = None) -> SchedulerTrace:
         """Records every step from now on, in a file or (None) in memory."""
-        self.scheduler.trace = SchedulerTrace(path)
-        return self.scheduler.trace
+        return SchedulerTrace.attach(self.scheduler, self.config.cache, path)
 
     def warm_up(self) -> None:
         """Runs one prefill and one decode step, so that the first request does not pay for first use."""
@@ -155,11 +260,47 @@ class EngineCore:
                     raise EngineError(f"the first step of the model failed: {output.error}")
 
     def stats(self) -> SchedulerStats:
+        self._expire()
         return self.scheduler.stats()
+
+    def _expire(self) -> None:
+        """Where nobody asks for a step nothing else looks at the clock."""
+        self.kv.expire(self.scheduler.clock())
+
+
+def _tiers(config: EngineConfig, runner: Any, access: BlockAccess) -> KVTiers | None:
+    """What the configuration keeps beside the pool; a directory is shared only by what computes the same."""
+    cache = config.cache
+    if not (cache.host_cache_memory or cache.disk_cache_directory or cache.kv_connector):
+        return None
+    layout = {
+        "dtype": str(runner.dtype),
+        "kv_cache_dtype": cache.kv_cache_dtype,
+        "quantization": config.model.quantization,
+        "block_size": cache.block_size,
+        "groups": [[group.window, *group.layers] for group in runner.kv_groups],
+        "block_bytes": access.block_bytes,
+    }
+    return make_tiers(cache, access, fingerprint(config.model.model, **layout))
+
+
+def _publisher(cache: CacheConfig) -> KVEventPublisher | None:
+    if not cache.kv_events_endpoint:
+        return None
+    return KVEventPublisher(
+        cache.kv_events_endpoint,
+        cache.kv_events_replay_endpoint,
+        cache.kv_events_topic,
+        cache.kv_events_buffer,
+    )
 
 
 def error_output(request_id: str, error: QuireError) -> EngineCoreOutput:
     """The one final output of a request that never ran."""
     return EngineCoreOutput(
-        request_id, finish_reason=FinishReason.ERROR.value, error=str(error), error_code=error.code
+        request_id,
+        finish_reason=FinishReason.ERROR.value,
+        error=str(error),
+        error_code=error.code,
+        retry_after_s=error.retry_after_s,
     )

@@ -6,12 +6,15 @@ CLOCK_MONOTONIC seconds, which all processes of a machine share.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from quire.engine.device_array import DeviceArray
 from quire.engine.shared_array import SharedArray
 from quire.outputs import EngineCoreOutput
 from quire.sampling_params import SamplingParams
+from quire.scheduling_params import SchedulingParams
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -35,14 +38,17 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
     request_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
+    scheduling: SchedulingParams = SchedulingParams()
     external_id: str = ""
-    priority: int = 0
     arrival_time: float = 0.0
     embeds: EmbedsMessage | None = None
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
-    """Ends requests of this frontend; `learned_at` is when it knew, for the trace."""
+    """Ends requests of this frontend, or single choices of them ("<request id>#<index>").
+
+    `learned_at` is when it knew, for the trace.
+    """
 
     request_ids: list[str]
     reason: str
@@ -62,11 +68,19 @@ class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
     token: str
 
 
+class Control(msgspec.Struct, frozen=True, tag="control"):
+    """A command to the engine, as `EngineCore.control` takes it."""
+
+    command: dict[str, Any]
+    token: str
+    """Echoed in the answer."""
+
+
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """The frontend is being unloaded; the engine ends with its last frontend."""
 
 
-FrontendMessage = Hello | AddRequest | AbortRequests | CancelByExternalId | GetStats | Goodbye
+FrontendMessage = Hello | AddRequest | AbortRequests | CancelByExternalId | GetStats | Control | Goodbye
 
 
 class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
@@ -97,6 +111,15 @@ class CancelResult(msgspec.Struct, frozen=True, tag="cancel_result"):
     num_cancelled: int
 
 
+class ControlResult(msgspec.Struct, frozen=True, tag="control_result"):
+    """The answer to a command, or why it was refused."""
+
+    token: str
+    result: dict[str, Any]
+    error: str = ""
+    error_code: str = ""
+
+
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
     """Engine state, on request (`token`) or pushed about once a second (`token` empty)."""
 
@@ -104,7 +127,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     values: dict[str, float]
 
 
-EngineMessage = EngineInfo | Outputs | CancelResult | Stats
+EngineMessage = EngineInfo | Outputs | CancelResult | ControlResult | Stats
 
 encoder = msgspec.msgpack.Encoder()
 frontend_message_decoder = msgspec.msgpack.Decoder(FrontendMessage)

@@ -1,0 +1,153 @@
+"""KVEventPublisher: sends KV events to subscribers over ZeroMQ and repeats those they missed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections import deque
+from typing import Any
+
+import msgspec
+import zmq
+
+from quire.core.kv_events import KVEventBatch
+from quire.errors import ConfigError
+
+logger = logging.getLogger("quire")
+
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+SEND_MARK = 100_000
+"""Messages kept for a subscriber that does not read; it misses later ones and sees that by their numbers."""
+CLOSE_TIMEOUT_S = 1.0
+LINGER_MS = 200
+
+_BOUND = re.compile(r"^(ipc|inproc)://|\*|//(localhost|0\.0\.0\.0|127\.[0-9.]+|\[::1?\]):")
+
+
+class KVEventPublisher:
+    """A PUB socket for events and a ROUTER for replay, both owned by a thread of their own.
+
+    As in vLLM: an event message is [topic, number, payload], the number 8 bytes big endian counting from 0,
+    the payload a msgpack KVEventBatch. A replay request is [empty, first number wanted]; it is answered by
+    one [empty, number, payload] for each batch from there that is still kept, then [empty, -1, empty].
+
+    Args:
+        endpoint: bound where it names this machine (a wildcard, loopback, ipc, inproc), else connected to,
+            for subscribers that bind. With rank r the port is r higher (inproc: the name gets _dpR).
+        replay_endpoint: always bound; empty: no replay.
+        buffer_batches: how many batches are kept for replay.
+        rank: the engine's data-parallel rank, told in every batch.
+
+    Raises:
+        ConfigError: an address cannot be used.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str = "",
+        topic: str = "",
+        buffer_batches: int = 10_000,
+        rank: int = 0,
+    ) -> None:
+        self._rank = rank
+        self._topic = topic.encode()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._next_number = 0
+        self._pending: deque[tuple[int, KVEventBatch]] = deque(maxlen=buffer_batches)
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=buffer_batches)
+        self._stopping = False
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.set_hwm(SEND_MARK)
+        self._pub.linger = LINGER_MS
+        self._replay = self._context.socket(zmq.ROUTER)
+        # Room for one whole replay per peer: a ROUTER drops what exceeds its mark.
+        self._replay.set_hwm(buffer_batches + 1)
+        self._replay.linger = LINGER_MS
+        try:
+            address = _of_rank(endpoint, rank)
+            if _BOUND.search(address):
+                self._pub.bind(address)
+            else:
+                self._pub.connect(address)
+            if replay_endpoint:
+                self._replay.bind(_of_rank(replay_endpoint, rank))
+        except (zmq.ZMQError, ValueError) as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"kv_events_endpoint {endpoint!r} or kv_events_replay_endpoint {replay_endpoint!r} "
+                f"cannot be used: {error}"
+            ) from None
+        self.endpoint = self._address(self._pub)
+        """Where events are; the port in place of a wildcard."""
+        self.replay_endpoint = self._address(self._replay)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # From here on the sockets are the thread's alone.
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    def publish(self, batch: KVEventBatch) -> None:
+        """Hands a batch to the thread; never blocks. Batches that pile up beyond `buffer_batches` are lost,
+        which subscribers see by a gap in the numbers."""
+        batch.data_parallel_rank = self._rank
+        self._pending.append((self._next_number, batch))
+        self._next_number += 1
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Sends what is pending and ends the thread, within a second. No publish() after it."""
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            os.close(self._wake)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        poller.register(self._replay, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            stopping = self._stopping  # read before the queue is emptied: nothing is put in after it
+            self._send_pending()
+            if self._replay in ready:
+                self._answer(self._replay.recv_multipart())
+            if stopping:
+                break
+        self._context.destroy()  # waits for the sockets' linger at most
+
+    def _send_pending(self) -> None:
+        while self._pending:
+            number, batch = self._pending.popleft()
+            payload = self._encoder.encode(batch)
+            self._kept.append((number, payload))
+            self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+
+    def _answer(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[2]) != 8:
+            logger.warning("kv events: a replay request of %d frames is ignored", len(frames))
+            return
+        identity, _, first = frames
+        for number, payload in self._kept:
+            if number >= int.from_bytes(first, "big"):
+                self._replay.send_multipart((identity, b"", number.to_bytes(8, "big"), payload))
+        self._replay.send_multipart((identity, b"", END_OF_REPLAY, b""))
+
+    @staticmethod
+    def _address(socket: zmq.Socket[bytes]) -> str:
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    """The address that the engine of a rank uses, so that ranks do not collide."""
+    if rank == 0:
+        return endpoint
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}_dp{rank}"
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + rank}"

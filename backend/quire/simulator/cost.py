@@ -1,0 +1,124 @@
+"""CostModel: how long a step takes, from what is in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.errors import InvalidArgumentError
+
+RowSpan = tuple[int, int]
+"""(num_computed_tokens, num_scheduled_tokens) of a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds of a step:
+
+        base_s + max(weights_s, prefill_token_s * prefill tokens + decode_row_s * decode rows)
+               + kv_token_s * tokens of KV cache that are read + pair_s * pairs of attention in prompts
+
+    A row of one token counts as decode; it reads the cache of all its tokens. A chunk of a prompt reads what
+    is before it once, and each of its tokens forms a pair with each one up to itself.
+    """
+
+    base_s: float = 0.0
+    weights_s: float = 0.0
+    """Reading the weights, which small batches wait for."""
+    prefill_token_s: float = 0.0
+    decode_row_s: float = 0.0
+    kv_token_s: float = 0.0
+    pair_s: float = 0.0
+
+    def seconds(self, rows: Iterable[RowSpan]) -> float:
+        """Of one step; 0 for an empty one."""
+        prefill = decode = cached = pairs = 0
+        for computed, count in rows:
+            if count == 1:
+                decode += 1
+                cached += computed + 1
+            else:
+                prefill += count
+                cached += computed
+                pairs += count * computed + count * (count + 1) // 2
+        if not prefill and not decode:
+            return 0.0
+        matrices = self.prefill_token_s * prefill + self.decode_row_s * decode
+        return self.base_s + max(self.weights_s, matrices) + self.kv_token_s * cached + self.pair_s * pairs
+
+    @classmethod
+    def fit(cls, records: Sequence[dict[str, Any]]) -> CostModel:
+        """The model (with `weights_s` 0) that comes closest to the steps of a recorded trace.
+
+        Least squares, with no negative cost.
+
+        Raises:
+            InvalidArgumentError: fewer than ten steps with rows.
+        """
+        steps = [record for record in records if record.get("scheduled") and "end" in record]
+        if len(steps) < 10:
+            raise InvalidArgumentError("trace", f"a fit needs ten steps at least, there are {len(steps)}")
+        features = np.array([_features(record) for record in steps], dtype=np.float64)
+        seconds = np.array([record["end"] - record["time"] for record in steps])
+        base, prefill, decode, cached, pairs = _least_squares(features, seconds)
+        return cls(base, 0.0, prefill, decode, cached, pairs)
+
+    def relative_error(self, records: Sequence[dict[str, Any]]) -> float:
+        """Mean of |modelled - recorded| over all steps, over the mean of the recorded."""
+        steps = [record for record in records if record.get("scheduled") and "end" in record]
+        seconds = np.array([record["end"] - record["time"] for record in steps])
+        modelled = np.array([self.seconds(row[1:3] for row in record["scheduled"]) for record in steps])
+        return float(np.abs(modelled - seconds).mean() / seconds.mean())
+
+    def as_dict(self) -> dict[str, float]:
+        return dataclasses.asdict(self)
+
+
+def _features(record: dict[str, Any]) -> tuple[float, ...]:
+    """What the costs are multiplied with: 1, prefill tokens, decode rows, cached tokens, pairs."""
+    rows = [row[1:3] for row in record["scheduled"]]
+    units = (
+        CostModel(base_s=1.0),
+        CostModel(prefill_token_s=1.0),
+        CostModel(decode_row_s=1.0),
+        CostModel(kv_token_s=1.0),
+        CostModel(pair_s=1.0),
+    )
+    return tuple(unit.seconds(rows) for unit in units)
+
+
+def _least_squares(features: npt.NDArray[np.float64], target: npt.NDArray[np.float64]) -> list[float]:
+    """Coefficients >= 0; columns that would be negative are dropped, the most negative first."""
+    scale = features.max(axis=0)
+    columns = [index for index in range(features.shape[1]) if scale[index] > 0]
+    while columns:
+        chosen = features[:, columns] / scale[columns]
+        solution = np.linalg.lstsq(chosen, target, rcond=None)[0]
+        worst = int(solution.argmin())
+        if solution[worst] >= 0:
+            break
+        del columns[worst]
+    coefficients = [0.0] * features.shape[1]
+    for index, value in zip(columns, solution if columns else (), strict=True):
+        coefficients[index] = float(value / scale[index])
+    return coefficients
+
+
+PRESETS: dict[str, CostModel] = {
+    # Llama-3.1-8B in bf16 on an H100. Decode is vLLM's published fit, 6.44 ms + 43.7 ns per cached token
+    # (performance.md 1.1), of which 15.0 GB of weights at 3.0 TB/s are 5.0 ms. Matrices: 2 * 7.5e9 FLOP per
+    # token at 650 TFLOP/s; attention in prompts: 4 * 32 layers * 32 heads * 128 FLOP per pair at 500 TFLOP/s.
+    "h100-8b": CostModel(1.44e-3, 5.0e-3, 23.1e-6, 23.1e-6, 43.7e-9, 1.05e-9),
+    # The same model at the limit of an H200 (performance.md 2): 4.4 TB/s, 790 TFLOP/s, no time between steps.
+    "h200-8b-limit": CostModel(0.0, 3.41e-3, 19.0e-6, 19.0e-6, 29.8e-9, 0.87e-9),
+    # Qwen3-0.6B in bf16 on two Zen4 cores as the best peers there do it (performance.md 6): 48 ms per token
+    # alone, 95 ms per step of 16 rows, 420 prompt tokens per second; KV of 114688 bytes per token at 40 GB/s;
+    # 4 * 28 layers * 16 heads * 128 FLOP per pair at 200 GFLOP/s.
+    "cpu-0.6b": CostModel(2.0e-3, 46e-3, 2.4e-3, 5.8e-3, 2.9e-6, 1.1e-6),
+}
+"""Figures to plan with, not measurements of ours: fit a recorded trace for those."""
