@@ -11,6 +11,8 @@ from quire import __version__
 _COMMANDS = {
     "serve": ("quire.serve:serve", "Serve a model repository with tritonserver."),
     "healthcheck": ("quire.healthcheck:healthcheck", "Ask a served model for one token; for probes."),
+    "simulate": ("quire.simulator.command:simulate", "Run the scheduler with a cost model for a model."),
+    "trace": ("quire.simulator.command:trace", "Replay or draw the trace of a scheduler."),
     "repository": ("quire_ensemble.cli:repository", "Build model repositories from checkpoints."),
 }
 

@@ -28,10 +28,14 @@ import psutil
 from quire import run_files, tritonserver
 from quire.errors import ConfigError, QuireError
 from quire.run_files import RunFiles
+from quire.scheduling_params import HEADERS
 from quire.tritonserver import TritonServer
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 LOOPBACK = "127.0.0.1"
+
+FORWARDED_HEADERS = f"(?i)({'|'.join(HEADERS)})"
+"""Headers of a client that reach the models; HTTP keeps their case, gRPC has lower case."""
 
 # The whole way from SIGTERM to our exit has to stay below 5 s: requests in flight go on until UNLOAD_S before
 # --exit-timeout, then the engines end them and Triton unloads; what is left after the grace is killed.
@@ -57,6 +61,7 @@ class ServeConfig:
     metrics_port: int = 8002
     load_models: tuple[str, ...] = ()
     exit_timeout_s: int = DEFAULT_EXIT_TIMEOUT_S
+    forward_headers: str = FORWARDED_HEADERS
     verbose: bool = False
     ready_file: Path | None = None
     tritonserver: str | None = None
@@ -112,6 +117,8 @@ def server_arguments(
         ("exit-on-error", "true"),
         ("strict-readiness", "true"),
         ("exit-timeout-secs", str(config.exit_timeout_s)),
+        ("http-header-forward-pattern", config.forward_headers),
+        ("grpc-header-forward-pattern", config.forward_headers),
         ("allow-client-shm", "false"),
         ("allow-gpu-metrics", "true" if NVIDIA_DRIVER.exists() else "false"),
         # Nobody needs these to use a model, and they are the core of the server's security history: the key
@@ -344,6 +351,13 @@ def _http_status(address: str, port: int, path: str) -> int | None:
 @click.option(
     "--exit-timeout", default=DEFAULT_EXIT_TIMEOUT_S, show_default=True, help="Seconds for running requests."
 )
+@click.option(
+    "--forward-headers",
+    default=FORWARDED_HEADERS,
+    show_default=True,
+    metavar="REGEX",
+    help="Headers of clients that reach the models, as request parameters; empty: none.",
+)
 @click.option("--verbose", is_flag=True, help="Show tritonserver's command line, information and warnings.")
 @click.option("--ready-file", type=click.Path(path_type=Path), help="Write addresses here (JSON) once ready.")
 @click.option("--tritonserver", envvar="QUIRE_TRITONSERVER", metavar="FILE", help="The server to run.")
@@ -356,6 +370,7 @@ def serve(
     address: str,
     load_model: tuple[str, ...],
     exit_timeout: int,
+    forward_headers: str,
     verbose: bool,
     ready_file: Path | None,
     tritonserver: str | None,
@@ -371,6 +386,7 @@ def serve(
             metrics_port=metrics_port,
             load_models=load_model,
             exit_timeout_s=exit_timeout,
+            forward_headers=forward_headers,
             verbose=verbose,
             ready_file=ready_file,
             tritonserver=tritonserver,

@@ -68,10 +68,18 @@ CONTROL_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("exclude_input_in_output", "TYPE_BOOL", doc="False: text_output begins with the prompt."),
     TensorSpec("return_num_input_tokens", "TYPE_BOOL", doc="Fill num_input_tokens."),
     TensorSpec("return_num_output_tokens", "TYPE_BOOL", doc="Fill num_output_tokens."),
+    TensorSpec("return_num_cached_tokens", "TYPE_BOOL", doc="Fill num_cached_tokens."),
+    TensorSpec("return_cumulative_logprob", "TYPE_BOOL", doc="Fill cumulative_logprob."),
     TensorSpec("return_finish_reason", "TYPE_BOOL", doc="Fill finish_reason."),
     TensorSpec("return_logprobs", "TYPE_BOOL", doc="Fill logprobs."),
 )
 """How the request is answered."""
+
+CACHE_CONTROL_INPUT = TensorSpec(
+    "cache_control",
+    "TYPE_STRING",
+    doc='No generation but a command to the KV cache: {"command": "reset"}, "inspect" or "unpin".',
+)
 
 JSON_SAMPLING_INPUT = TensorSpec(
     "sampling_parameters", "TYPE_STRING", doc="JSON object of sampling parameters; typed tensors override it."
@@ -103,15 +111,36 @@ SAMPLING_INPUTS: tuple[TensorSpec, ...] = (
         ensemble_name="num_logprobs",
     ),
     TensorSpec("logit_bias", "TYPE_STRING", doc="JSON object of token id to bias."),
+    TensorSpec("n", "TYPE_INT32", doc="Choices to return, each response with its index."),
+    TensorSpec("best_of", "TYPE_INT32", doc="Choices to generate; the n most likely are returned."),
+    TensorSpec("beam_width", "TYPE_INT32", doc="Above 1: beam search; the n best beams are returned."),
+    TensorSpec("length_penalty", "TYPE_FP32", doc="Beams are ranked by logprob / length ** this."),
+    TensorSpec("early_stopping", "TYPE_BOOL", doc="Beam search ends with beam_width finished beams."),
 )
 """Typed sampling parameters; each name is a key of `sampling_parameters` too."""
+
+SCHEDULING_INPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("request_priority", "TYPE_INT32", doc="A smaller number is more urgent; 0 is usual."),
+    TensorSpec("tenant", "TYPE_STRING", doc="On whose account the request runs."),
+    TensorSpec("ttft_deadline_ms", "TYPE_INT32", doc="No token by then: finish_reason timeout."),
+    TensorSpec("deadline_ms", "TYPE_INT32", doc="Not finished by then: finish_reason timeout."),
+    TensorSpec("cache_salt", "TYPE_STRING", doc="Share cached blocks only with requests of this salt."),
+    TensorSpec("cache_retention", "TYPE_INT32", doc="0 to 100: cached blocks of more are evicted later."),
+    TensorSpec("cache_ttl_ms", "TYPE_INT32", doc="Forget cached blocks that are unused for this long."),
+    TensorSpec("cache_pin", "TYPE_BOOL", doc="Keep the blocks of the prompt from eviction."),
+    TensorSpec("session", "TYPE_STRING", doc="Conversation whose blocks stay from turn to turn."),
+    TensorSpec("session_end", "TYPE_BOOL", doc="Last request of the session: its blocks are let go."),
+)
+"""When the request runs and what stays in the cache; each name is a key of `sampling_parameters` too."""
 
 INPUTS: tuple[TensorSpec, ...] = (
     *PROMPT_INPUTS,
     *IMAGE_INPUTS,
     *CONTROL_INPUTS,
+    CACHE_CONTROL_INPUT,
     JSON_SAMPLING_INPUT,
     *SAMPLING_INPUTS,
+    *SCHEDULING_INPUTS,
 )
 
 OUTPUTS: tuple[TensorSpec, ...] = (
@@ -121,5 +150,7 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("index", "TYPE_INT32", doc="Number of the choice this response belongs to."),
     TensorSpec("num_input_tokens", "TYPE_UINT32", doc="Tokens of the prompt."),
     TensorSpec("num_output_tokens", "TYPE_UINT32", doc="Tokens of this response."),
+    TensorSpec("num_cached_tokens", "TYPE_UINT32", doc="Tokens of the prompt that the KV cache had."),
     TensorSpec("logprobs", "TYPE_STRING", doc="JSON, aligned with output_ids."),
+    TensorSpec("cumulative_logprob", "TYPE_FP32", doc="Sum of the choice's log-probabilities so far."),
 )

@@ -26,7 +26,8 @@ TOKENIZER_OUTPUTS: tuple[TensorSpec, ...] = tuple(
 _NOT_ON_ENSEMBLES = {
     "input_ids",  # a client that has token ids needs no ensemble
     *(spec.name for spec in IMAGE_INPUTS),  # likewise embeddings; the vision models make them
-    "cancel",  # goes to the generator itself: a cancelling request has no prompt to tokenize
+    "cancel",  # goes to the generator itself, as it has no prompt to tokenize
+    "cache_control",  # likewise
 }
 ENSEMBLE_INPUTS: tuple[TensorSpec, ...] = tuple(s for s in INPUTS if s.name not in _NOT_ON_ENSEMBLES)
 ENSEMBLE_OUTPUTS: tuple[TensorSpec, ...] = OUTPUTS

@@ -71,6 +71,7 @@ class TritonPythonModel:
         from quire.engine.supervisor import EngineSupervisor
         from quire.loader.info import read_checkpoint_info
         from quire.sampling_params import defaults_from_generation_config
+        from quire.triton.metrics import EngineMetrics
         from quire.triton.request_parser import RequestParser
         from quire.triton.responder import Responder
         from quire_ensemble.errors import EnsembleError
@@ -96,13 +97,16 @@ class TritonPythonModel:
             return connection, connection.hello(timeout_s=30.0)
 
         hf = None if tokenizer is None else tokenizer.hf
-        self._responder = Responder(config.frontend, hf, connect)
+        self._responder = Responder(config.frontend, hf, connect, self._publish)
+        self._metrics = EngineMetrics.claim(pb_utils, args, self._supervisor.directory)
         self._parser = RequestParser(
             tokenizer,
             defaults_from_generation_config(info.generation_config),
             lambda: self._responder.info,
             max_prompt_bytes=config.frontend.max_prompt_bytes,
             decoupled=config_completion.is_decoupled(model_config),
+            tenant_from_header_only=config.frontend.tenant_from_header_only,
+            allow_cache_control=config.frontend.allow_cache_control,
         )
         self._prefix = uuid.uuid4().hex[:8]
         self._count = 0
@@ -161,6 +165,10 @@ class TritonPythonModel:
             else:
                 self._responder.submit(handle, parsed)
 
+    def _publish(self, values: dict[str, float]) -> None:
+        if self._metrics is not None:
+            self._metrics.update(values, self._responder.info.pid)
+
     def finalize(self) -> None:
         """Called after the last FINAL; bounded in time."""
         if not hasattr(self, "_intake"):
@@ -171,6 +179,8 @@ class TritonPythonModel:
             thread.join(SHUTDOWN_S)
         self._responder.stop()
         self._responder.join(SHUTDOWN_S)
+        if self._metrics is not None:
+            self._metrics.close()
         self._supervisor.close(SHUTDOWN_S)
 
     def _watchdog(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,24 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from quire.output_processor import OutputProcessor
+from quire.output_processor import RequestProcessor
 from quire.outputs import RequestOutput, TokenLogprobs
+from quire.request import FinishReason
 from quire.triton.request_parser import ParsedRequest
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+def _takes_parameters() -> bool:
+    """Whether this server's responses carry parameters (25.02 and later)."""
+    try:
+        pb_utils.InferenceResponse([], parameters={})
+    except TypeError:
+        return False
+    return True
+
+
+_HAS_PARAMETERS = _takes_parameters()
 
 
 class RequestHandle:
@@ -28,8 +42,8 @@ class RequestHandle:
         "_sender",
         "cancel_token",
         "external_id",
-        "first_sent",
         "last_sent",
+        "num_open_choices",
         "parsed",
         "processor",
         "request_id",
@@ -40,9 +54,11 @@ class RequestHandle:
         self.request_id = request_id
         self.external_id = external_id
         self.parsed: ParsedRequest | None = None
-        self.processor: OutputProcessor | None = None
-        self.first_sent = False
-        self.last_sent = 0.0
+        self.processor: RequestProcessor | None = None
+        self.num_open_choices = 1
+        """Choices whose last response is not sent."""
+        self.last_sent: dict[int, float] = {}
+        """By choice, when it last sent a response, CLOCK_MONOTONIC seconds; none before the first."""
 
     @property
     def is_open(self) -> bool:
@@ -54,28 +70,39 @@ class RequestHandle:
         return bool(self._sender.is_cancelled())
 
     def send(self, output: RequestOutput) -> None:
-        """Sends a delta; the one with a finish reason carries FINAL."""
+        """Sends a choice's delta; the last one of the last choice carries FINAL."""
         assert self._sender is not None, f"{self.request_id}: sent after FINAL"
         assert self.parsed is not None
-        if output.error is not None:
-            self.send_error(output.error, output.error_code)
-            return
-        response = pb_utils.InferenceResponse(_tensors(output, self.parsed, first=not self.first_sent))
-        self.first_sent = True
-        self.last_sent = time.monotonic()
-        if output.finished:
+        first = output.index not in self.last_sent
+        response = pb_utils.InferenceResponse(_tensors(output, self.parsed, first=first))
+        self.last_sent[output.index] = time.monotonic()
+        self.num_open_choices -= output.finished
+        if self.num_open_choices:
+            self._sender.send(response)
+        else:
             sender, self._sender = self._sender, None
             sender.send(response, flags=_FINAL)
-        else:
-            self._sender.send(response)
 
-    def send_error(self, message: str, code: str) -> None:
-        """Ends the request with an error."""
+    def send_error(self, message: str, code: str, retry_after_s: float | None = None) -> None:
+        """Ends the request with an error.
+
+        Args:
+            retry_after_s: also sent as the response parameter `retry_after` (whole seconds), where the
+                server has these; the message says it in any case.
+        """
         assert self._sender is not None, f"{self.request_id}: sent after FINAL"
         sender, self._sender = self._sender, None
         status = getattr(pb_utils.TritonError, code, pb_utils.TritonError.INTERNAL)
-        error = pb_utils.TritonError(message, status)
-        sender.send(pb_utils.InferenceResponse(error=error), flags=_FINAL)
+        options: dict[str, Any] = {"error": pb_utils.TritonError(message, status)}
+        if retry_after_s is not None and _HAS_PARAMETERS:
+            options["parameters"] = {"retry_after": math.ceil(retry_after_s)}
+        sender.send(pb_utils.InferenceResponse(**options), flags=_FINAL)
+
+    def send_control_result(self, result: Any) -> None:
+        """Ends a request that was a command with its answer, as JSON in text_output."""
+        assert self.parsed is not None
+        text = json.dumps(result)
+        self.send(RequestOutput(self.request_id, text, [], FinishReason.STOP.value, None, 0, 0, 0))
 
 
 def _tensors(output: RequestOutput, parsed: ParsedRequest, *, first: bool) -> list[Any]:
@@ -86,10 +113,12 @@ def _tensors(output: RequestOutput, parsed: ParsedRequest, *, first: bool) -> li
         "text_output": lambda: _bytes(text),
         "output_ids": lambda: np.array(output.token_ids, dtype=np.int32),
         "finish_reason": lambda: _bytes(output.finish_reason or ""),
-        "index": lambda: np.zeros(1, dtype=np.int32),
+        "index": lambda: np.array([output.index], dtype=np.int32),
         "num_input_tokens": lambda: np.array([output.num_prompt_tokens], dtype=np.uint32),
         "num_output_tokens": lambda: np.array([len(output.token_ids)], dtype=np.uint32),
+        "num_cached_tokens": lambda: np.array([output.num_cached_tokens], dtype=np.uint32),
         "logprobs": lambda: _bytes(_logprobs(output.logprobs or [])),
+        "cumulative_logprob": lambda: np.array([output.cumulative_logprob or 0.0], dtype=np.float32),
     }
     return [pb_utils.Tensor(name, make[name]()) for name in wanted]
 

@@ -7,19 +7,28 @@ owns it (on the stub's main thread, which must not be held up), `RequestParser.p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from quire.bad_words import with_bad_words_ids
+from quire.converters import boolean, integer
 from quire.engine.device_array import DeviceBuffer
 from quire.engine.messages import EmbedsMessage, EngineInfo
 from quire.engine.shared_array import SharedBuffer
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.multimodal import check_spans, content_hashes
 from quire.sampling_params import SamplingParams, parse_sampling_params
+from quire.scheduling_params import (
+    ALIASES,
+    HEADERS,
+    SCHEDULING_FIELDS,
+    SchedulingParams,
+    parse_scheduling_params,
+)
 from quire.validation import check_prompt, check_token_parameters
 from quire_ensemble.errors import InputError
 from quire_ensemble.generator_schema import (
@@ -28,16 +37,20 @@ from quire_ensemble.generator_schema import (
     OUTPUTS,
     PROMPT_INPUTS,
     SAMPLING_INPUTS,
+    SCHEDULING_INPUTS,
 )
 
 _SPECS = {spec.name: spec for spec in INPUTS}
 _SAMPLING_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS)
+_SCHEDULING_NAMES = frozenset(spec.name for spec in SCHEDULING_INPUTS)
 _CONTROL_NAMES = frozenset(spec.name for spec in CONTROL_INPUTS)
 _OUTPUT_NAMES = frozenset(spec.name for spec in OUTPUTS)
 _PROMPT_NAMES = tuple(spec.name for spec in PROMPT_INPUTS)
 
-# Triton's own request parameters; some of them reach a model although it cannot use them. `id` is what HTTP
-# generate calls the request id.
+_SEQUENCE_END = 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
+
+# Triton's own request parameters. Of HTTP generate they reach a model as they are, from elsewhere by the
+# request's methods. `id` is what HTTP generate calls the request id.
 _RESERVED = frozenset(
     {
         "id",
@@ -62,6 +75,12 @@ class RawRequest:
     parameters: str
     external_id: str
     requested_outputs: frozenset[str]
+    arrived_at: float = 0.0
+    """CLOCK_MONOTONIC seconds; deadlines count from here."""
+    timeout_us: int = 0
+    """Triton's own timeout; 0: none."""
+    correlation_id: str = ""
+    sequence_end: bool = False
     embeds: SharedBuffer | DeviceBuffer | None = None
     """`image_embeds`, where the request has rows of it."""
 
@@ -80,6 +99,11 @@ class ParsedRequest:
     stream: bool = False
     cancel: bool = False
     """Not a generation: ends the running request with the same external id."""
+    cache_control: dict[str, Any] | None = None
+    """Not a generation: a command for `EngineCore.control`."""
+    scheduling: SchedulingParams = field(default_factory=SchedulingParams)
+    arrived_at: float = 0.0
+    """CLOCK_MONOTONIC seconds."""
     echo: str = ""
     """Prompt text that precedes the output (exclude_input_in_output=false)."""
     embeds: EmbedsMessage | None = None
@@ -118,6 +142,10 @@ def read_request(request: Any, max_embeds_bytes: int) -> RawRequest:
         parameters=request.parameters(),
         external_id=request.request_id(),
         requested_outputs=frozenset(request.requested_output_names()),
+        arrived_at=time.monotonic(),
+        timeout_us=request.timeout(),
+        correlation_id=str(request.correlation_id() or ""),
+        sequence_end=bool(request.flags() & _SEQUENCE_END),
         embeds=embeds,
     )
 
@@ -131,6 +159,8 @@ class RequestParser:
         info: the engine's limits; a callable since a restarted engine may answer differently.
         max_prompt_bytes: longest text_input or messages.
         decoupled: whether the model may stream.
+        tenant_from_header_only: whether a `tenant` stated by other means than a header is refused.
+        allow_cache_control: whether cache commands are taken.
     """
 
     def __init__(
@@ -141,12 +171,16 @@ class RequestParser:
         *,
         max_prompt_bytes: int,
         decoupled: bool,
+        tenant_from_header_only: bool = False,
+        allow_cache_control: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.info = info
         self.max_prompt_bytes = max_prompt_bytes
         self.decoupled = decoupled
+        self.tenant_from_header_only = tenant_from_header_only
+        self.allow_cache_control = allow_cache_control
 
     def parse(self, raw: RawRequest) -> ParsedRequest:
         """Raises InvalidArgumentError naming the field and the limit; has no effect then."""
@@ -156,8 +190,8 @@ class RequestParser:
                 raise InvalidArgumentError(
                     name, f"must hold exactly one element, got shape {raw.shapes[name]}"
                 )
-        parameters = self._parameters(raw.parameters)
-        control = {name: _boolean(name, parameters.pop(name)) for name in _CONTROL_NAMES & parameters.keys()}
+        parameters, headers = _parameters(raw)
+        control = {name: boolean(name, parameters.pop(name)) for name in _CONTROL_NAMES & parameters.keys()}
         control |= {name: bool(raw.tensors[name][0]) for name in _CONTROL_NAMES & raw.tensors.keys()}
 
         stream = control.get("stream", False)
@@ -173,7 +207,44 @@ class RequestParser:
             outputs = raw.requested_outputs
             return ParsedRequest([], self.defaults, raw.external_id, outputs, outputs, cancel=True)
 
-        params = self._sampling(raw, parameters, control)
+        if "cache_control" in raw.tensors:
+            if not self.allow_cache_control:
+                raise InvalidArgumentError("cache_control", "is not allowed here (allow_cache_control)")
+            command = _cache_command(raw.tensors["cache_control"][0])
+            outputs = raw.requested_outputs
+            if outputs == _OUTPUT_NAMES:
+                outputs = frozenset({"text_output", "finish_reason"})
+            return ParsedRequest([], self.defaults, "", outputs, outputs, cache_control=command)
+
+        from_json = _json_parameters(raw)
+        stated = (
+            _typed(raw, _SCHEDULING_NAMES),
+            _take(from_json, (*SCHEDULING_FIELDS, *ALIASES)),
+            _take(parameters, SCHEDULING_FIELDS),
+        )
+        if self.tenant_from_header_only:
+            _check_tenant(stated, headers)
+        scheduling = parse_scheduling_params(
+            *stated,
+            *headers,
+            arrived_at=raw.arrived_at,
+            timeout_us=raw.timeout_us,
+            correlation_id=raw.correlation_id,
+            sequence_end=raw.sequence_end,
+        )
+        params = self._sampling(_typed(raw, _SAMPLING_NAMES), from_json, parameters)
+        outputs, final_outputs = _outputs(raw.requested_outputs, control, params, stream)
+        if params.logprobs is None and outputs & {"logprobs", "cumulative_logprob"}:
+            params = parse_sampling_params({"logprobs": 0}, defaults=params)
+        if stream and params.is_ranked:
+            raise InvalidArgumentError(
+                "stream", "must be false with best_of above n or beam_width: choices are ranked at the end"
+            )
+        if params.n > 1 and not self.decoupled:
+            raise InvalidArgumentError(
+                "n",
+                f"this model answers once and can return 1 choice, got {params.n}; use its decoupled variant",
+            )
         echo_wanted = not control.get("exclude_input_in_output", True)
         if echo_wanted and stream:
             raise InvalidArgumentError("exclude_input_in_output", "must be true when streaming")
@@ -182,7 +253,6 @@ class RequestParser:
         check_prompt(token_ids, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
         check_token_parameters(params, info.vocab_size)
         embeds = _embeds(raw, len(token_ids), info)
-        outputs, final_outputs = _outputs(raw.requested_outputs, control, params, stream)
         return ParsedRequest(
             token_ids,
             params,
@@ -190,39 +260,17 @@ class RequestParser:
             outputs,
             final_outputs,
             stream=stream,
+            scheduling=scheduling,
+            arrived_at=raw.arrived_at,
             echo=text if echo_wanted else "",
             embeds=embeds,
             buffer=raw.embeds,
         )
 
-    def _parameters(self, text: str) -> dict[str, Any]:
-        values = json.loads(text) if text else {}
-        return {
-            key: value
-            for key, value in values.items()
-            if key not in _RESERVED and not key.startswith("triton_")
-        }
-
     def _sampling(
-        self, raw: RawRequest, parameters: Mapping[str, Any], control: Mapping[str, bool]
+        self, typed: Mapping[str, Any], from_json: Mapping[str, Any], parameters: Mapping[str, Any]
     ) -> SamplingParams:
-        typed: dict[str, Any] = {}
-        for name in _SAMPLING_NAMES & raw.tensors.keys():
-            values = [_text(name, value) for value in raw.tensors[name]]
-            typed[name] = values if _SPECS[name].dims == (-1,) else values[0]
-        from_json: Any = {}
-        if "sampling_parameters" in raw.tensors:
-            text = _text("sampling_parameters", raw.tensors["sampling_parameters"][0])
-            if text.strip():
-                try:
-                    from_json = json.loads(text)
-                except ValueError as error:
-                    raise InvalidArgumentError("sampling_parameters", f"invalid JSON: {error}") from None
-            if not isinstance(from_json, dict):
-                raise InvalidArgumentError("sampling_parameters", "must be a JSON object")
         params = parse_sampling_params(typed, from_json, parameters, defaults=self.defaults)
-        if control.get("return_logprobs") and params.logprobs is None:
-            params = parse_sampling_params({"logprobs": 0}, defaults=params)
         if (params.stop or params.bad_words) and self.tokenizer is None:
             field = "stop" if params.stop else "bad_words"
             raise InvalidArgumentError(field, "needs a tokenizer, and this checkpoint has none")
@@ -254,6 +302,90 @@ class RequestParser:
             return self.tokenizer.encode_bytes(name, value), value.decode("utf-8")
         except InputError as error:
             raise InvalidArgumentError(error.field, error.reason) from None
+
+
+def _parameters(raw: RawRequest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Request parameters that are ours, and what forwarded headers state, the one that counts first.
+
+    Triton forwards a header as a parameter of that name, over HTTP as the client wrote it and over gRPC in
+    lower case. Whatever else an operator's pattern lets through is not ours: no field of ours has a hyphen.
+    What HTTP generate has for Triton itself (timeout, sequence_id) is moved to where the others have it.
+    """
+    pairs: list[tuple[str, Any]] = json.loads(raw.parameters or "{}", object_pairs_hook=list)
+    values = dict(pairs)
+    if not raw.timeout_us and "timeout" in values:
+        raw.timeout_us = integer(0, 2**63 - 1)("timeout", values["timeout"])
+    if not raw.correlation_id and values.get("sequence_id"):
+        raw.correlation_id = str(values["sequence_id"])
+        raw.sequence_end = boolean("sequence_end", values.get("sequence_end", False))
+    headers = [
+        {name: value} for header, name in HEADERS.items() for key, value in pairs if key.lower() == header
+    ]
+    parameters = {
+        key: value
+        for key, value in values.items()
+        if not _is_header(key) and key not in _RESERVED and not key.startswith("triton_")
+    }
+    return parameters, headers
+
+
+def _check_tenant(stated: Iterable[Mapping[str, Any]], headers: Iterable[Mapping[str, Any]]) -> None:
+    """Refuses a tenant that does not come from a header.
+
+    A client's request parameter may have a header's name, and nothing tells them apart; beside the header
+    that the gateway sets, another value shows.
+    """
+    if any(source.get("tenant") is not None for source in stated):
+        raise InvalidArgumentError("tenant", "must be given as a header here (tenant_from_header_only)")
+    found = {header["tenant"] for header in headers if "tenant" in header}
+    if len(found) > 1:
+        raise InvalidArgumentError("tenant", f"must be given once, got {sorted(map(str, found))}")
+
+
+def _is_header(key: str) -> bool:
+    """A field of ours with hyphens for underscores is a mistake to be told, and no header."""
+    return "-" in key and key.replace("-", "_") not in _SPECS
+
+
+def _json_parameters(raw: RawRequest) -> dict[str, Any]:
+    """The object in `sampling_parameters`."""
+    if "sampling_parameters" not in raw.tensors:
+        return {}
+    return _json_object("sampling_parameters", raw.tensors["sampling_parameters"][0])
+
+
+def _json_object(field: str, value: bytes) -> dict[str, Any]:
+    text = _text(field, value)
+    if not text.strip():
+        return {}
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(field, f"invalid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidArgumentError(field, "must be a JSON object")
+    return found
+
+
+def _cache_command(value: bytes) -> dict[str, Any]:
+    command = _json_object("cache_control", value)
+    if not isinstance(command.get("command"), str):
+        raise InvalidArgumentError("cache_control", 'must name a command, as in {"command": "reset"}')
+    return command
+
+
+def _typed(raw: RawRequest, names: frozenset[str]) -> dict[str, Any]:
+    """Values of the typed tensors among `names`."""
+    typed: dict[str, Any] = {}
+    for name in names & raw.tensors.keys():
+        values = [_text(name, value) for value in raw.tensors[name]]
+        typed[name] = values if _SPECS[name].dims == (-1,) else values[0]
+    return typed
+
+
+def _take(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Moves what has one of `names` out of `values`."""
+    return {name: values.pop(name) for name in names if name in values}
 
 
 def _embeds(raw: RawRequest, num_prompt_tokens: int, info: EngineInfo) -> EmbedsMessage | None:
@@ -307,7 +439,11 @@ def _outputs(
     outputs |= {name.removeprefix("return_") for name, wanted in control.items() if wanted} & requested
     if params.logprobs is not None:
         outputs.add("logprobs")
+    if params.n > 1:
+        outputs.add("index")
     final = outputs | {"finish_reason", "num_input_tokens"}
+    if params.is_ranked:
+        final.add("cumulative_logprob")
     if not stream:
         final.add("num_output_tokens")  # of this response, which here is all of them
     return frozenset(outputs), frozenset(final)
@@ -320,11 +456,3 @@ def _text(field: str, value: Any) -> Any:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidArgumentError(field, f"invalid UTF-8 at byte {error.start}") from None
-
-
-def _boolean(field: str, value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    raise InvalidArgumentError(field, f"must be a boolean, got {value!r:.80}")

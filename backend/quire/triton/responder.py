@@ -25,12 +25,14 @@ from quire.engine.messages import (
     AddRequest,
     CancelByExternalId,
     CancelResult,
+    Control,
+    ControlResult,
     EngineInfo,
     Outputs,
     Stats,
 )
 from quire.errors import EngineStoppedError, QuireError
-from quire.output_processor import OutputProcessor
+from quire.output_processor import OutputProcessor, RequestProcessor
 from quire.outputs import EngineCoreOutput, RequestOutput
 from quire.request import FinishReason
 from quire.triton.request_handle import RequestHandle
@@ -74,8 +76,10 @@ class Responder(threading.Thread):
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._open: dict[str, RequestHandle] = {}
-        self._dirty: dict[str, RequestHandle] = {}
-        self._cancels: dict[str, RequestHandle] = {}
+        self._dirty: dict[tuple[str, int], tuple[RequestHandle, OutputProcessor]] = {}
+        """Choices, by request id and index, that may have something to send."""
+        self._commands: dict[str, RequestHandle] = {}
+        """Requests that the engine answers at once: cancellations and cache commands."""
         self._poll_queue: deque[tuple[float, RequestHandle]] = deque()
         self._backlog = False
         self._poll_cost = 1e-4
@@ -92,7 +96,7 @@ class Responder(threading.Thread):
 
     def refuse(self, handle: RequestHandle, error: QuireError) -> None:
         """A request that is wrong; ends it."""
-        self._post(lambda: handle.send_error(str(error), error.code))
+        self._post(lambda: handle.send_error(str(error), error.code, error.retry_after_s))
 
     def stop(self) -> None:
         """Ends the thread after what is in the inbox; open requests end with SHUTDOWN."""
@@ -142,7 +146,8 @@ class Responder(threading.Thread):
         if self._dirty:
             if not self._backlog:
                 return 0
-            waits.append(min(h.last_sent for h in self._dirty.values()) + self._coalesce_s - now)
+            sent = (h.last_sent.get(choice.index, 0.0) for h, choice in self._dirty.values())
+            waits.append(min(sent) + self._coalesce_s - now)
         if self._poll_queue:
             waits.append(self._poll_queue[0][0] - now)
         return math.ceil(max(0.0, min(waits)) * 1000)
@@ -157,12 +162,17 @@ class Responder(threading.Thread):
             handle.send_error(self._down_reason, "UNAVAILABLE")
             return
         if parsed.cancel:
-            self._cancels[handle.request_id] = handle
+            self._commands[handle.request_id] = handle
             self._connection.send(CancelByExternalId(parsed.external_id, handle.request_id, time.monotonic()))
             return
-        handle.processor = OutputProcessor(
+        if parsed.cache_control is not None:
+            self._commands[handle.request_id] = handle
+            self._connection.send(Control(parsed.cache_control, handle.request_id))
+            return
+        handle.processor = RequestProcessor(
             handle.request_id, len(parsed.prompt_token_ids), parsed.params, self.tokenizer
         )
+        handle.num_open_choices = parsed.params.n
         self._open[handle.request_id] = handle
         self._poll_queue.append((time.monotonic() + self.config.cancel_poll_ms / 1000, handle))
         self._connection.send(
@@ -170,8 +180,9 @@ class Responder(threading.Thread):
                 handle.request_id,
                 parsed.prompt_token_ids,
                 parsed.params,
+                scheduling=parsed.scheduling,
                 external_id=parsed.external_id,
-                arrival_time=time.monotonic(),
+                arrival_time=parsed.arrived_at or time.monotonic(),
                 embeds=parsed.embeds,
             )
         )
@@ -185,31 +196,43 @@ class Responder(threading.Thread):
                 case Outputs():
                     for output in message.outputs:
                         handle = self._open.get(output.request_id)
-                        if handle is not None and self._process(handle, output):
-                            stopped.append(output.request_id)
+                        if handle is not None:
+                            stopped += self._process(handle, output)
                 case CancelResult():
                     self._answer_cancel(message)
+                case ControlResult():
+                    self._answer_control(message)
                 case Stats():
-                    if self._on_stats is not None:
-                        self._on_stats(message.values)
+                    self._take_stats(message)
         if stopped:
             self._connection.send(AbortRequests(stopped, FinishReason.STOP.value, time.monotonic()))
 
-    def _process(self, handle: RequestHandle, output: EngineCoreOutput) -> bool:
-        """Takes an output; True when the request has ended here and the engine is still to be told."""
+    def _take_stats(self, stats: Stats) -> None:
+        on_stats = self._on_stats
+        if on_stats is not None:
+            self._guard(lambda: on_stats(stats.values))
+
+    def _process(self, handle: RequestHandle, output: EngineCoreOutput) -> list[str]:
+        """Takes an output; returns the ids of what has ended here and is still to be ended in the engine."""
         processor = handle.processor
         assert processor is not None and handle.parsed is not None
         if handle.parsed.buffer is not None:
             handle.parsed.buffer.close()  # an engine that answers has mapped it
+        if output.error is not None:
+            self._fail(handle, output.error, output.error_code, output.retry_after_s)
+            return []
         try:
+            choice = processor.choices[output.index]
+            if choice.finished:
+                return []  # what was on its way when a stop string ended the choice here
             stopped = processor.process(output)
         except Exception as error:
             logger.exception("frontend: %s cannot be detokenized", handle.request_id)
             self._fail(handle, f"the output cannot be detokenized: {error}", "INTERNAL")
-            return output.finish_reason is None
-        if processor.ready:
-            self._dirty[handle.request_id] = handle
-        return stopped
+            return [handle.request_id]
+        if choice.ready:
+            self._dirty[handle.request_id, choice.index] = handle, choice
+        return [] if stopped is None else [stopped]
 
     def _send_dirty(self) -> None:
         """Sends up to SENDS_PER_PASS responses: first tokens, then the rest as they became ready.
@@ -223,25 +246,27 @@ class Responder(threading.Thread):
         now = time.monotonic()
         sent = 0
         ready = list(self._dirty.items())
-        ready.sort(key=lambda item: item[1].first_sent)  # stable
-        for request_id, handle in ready:
-            processor = handle.processor
-            assert processor is not None and handle.parsed is not None
-            if not processor.finished:
+        ready.sort(key=lambda item: item[0][1] in item[1][0].last_sent)  # stable
+        for key, (handle, choice) in ready:
+            if key not in self._dirty:
+                continue  # an error of another choice has ended the request
+            assert handle.parsed is not None
+            if not choice.finished:
                 if not handle.parsed.stream:
-                    del self._dirty[request_id]
+                    del self._dirty[key]
                     continue
-                if handle.first_sent:
-                    if processor.num_pending_tokens < self.config.stream_interval:
-                        del self._dirty[request_id]
+                last_sent = handle.last_sent.get(choice.index)
+                if last_sent is not None:
+                    if choice.num_pending_tokens < self.config.stream_interval:
+                        del self._dirty[key]
                         continue
-                    if self._backlog and now - handle.last_sent < self._coalesce_s:
+                    if self._backlog and now - last_sent < self._coalesce_s:
                         continue
             if sent == SENDS_PER_PASS:
                 self._backlog = True
                 return
-            del self._dirty[request_id]
-            self._send(handle, processor.take())
+            del self._dirty[key]
+            self._send(handle, choice.take())
             sent += 1
         self._backlog = self._backlog and bool(self._dirty)
 
@@ -251,19 +276,24 @@ class Responder(threading.Thread):
         A request cancelled by its id ends with a data response (finish_reason "cancelled"): it keeps what
         was generated, and an error after data is not delivered to a BLS caller by the 24.10 server.
         """
-        if output.finished:
-            del self._open[handle.request_id]
-            if output.error is None and output.finish_reason == FinishReason.SHUTDOWN:
-                output.error, output.error_code = "the engine is shutting down", "UNAVAILABLE"
+        if output.finish_reason == FinishReason.SHUTDOWN:
+            self._fail(handle, "the engine is shutting down", "UNAVAILABLE")
+            return
         self._guard(lambda: handle.send(output))
+        if not handle.is_open:
+            del self._open[handle.request_id]
 
-    def _fail(self, handle: RequestHandle, message: str, code: str) -> None:
+    def _fail(
+        self, handle: RequestHandle, message: str, code: str, retry_after_s: float | None = None
+    ) -> None:
+        """Ends the request, with all its choices, by an error."""
         self._open.pop(handle.request_id, None)
-        self._dirty.pop(handle.request_id, None)
-        self._guard(lambda: handle.send_error(message, code))
+        for choice in handle.processor.choices if handle.processor is not None else ():
+            self._dirty.pop((handle.request_id, choice.index), None)
+        self._guard(lambda: handle.send_error(message, code, retry_after_s))
 
     def _answer_cancel(self, result: CancelResult) -> None:
-        handle = self._cancels.pop(result.token, None)
+        handle = self._commands.pop(result.token, None)
         if handle is None:
             return
         if result.num_cancelled == 0:
@@ -275,6 +305,15 @@ class Responder(threading.Thread):
             return
         done = RequestOutput(handle.request_id, "", [], FinishReason.CANCELLED.value, None, 0, 0, 0)
         self._guard(lambda: handle.send(done))
+
+    def _answer_control(self, result: ControlResult) -> None:
+        handle = self._commands.pop(result.token, None)
+        if handle is None:
+            return
+        if result.error:
+            self._guard(lambda: handle.send_error(result.error, result.error_code))
+        else:
+            self._guard(lambda: handle.send_control_result(result.result))
 
     def _poll_cancellations(self) -> None:
         """Asks Triton about each open request once per period, oldest question first."""
@@ -317,13 +356,14 @@ class Responder(threading.Thread):
         self._connection = None
         logger.warning("frontend: engine process %d ended", connection.address.pid)
         self._down_reason = "the engine process died and is being restarted: try again"
-        for handle in [*self._open.values(), *self._cancels.values()]:
+        for handle in [*self._open.values(), *self._commands.values()]:
             if handle.processor is not None and handle.processor.finished:
-                self._dirty.pop(handle.request_id, None)
-                self._send(handle, handle.processor.take())
+                for choice in handle.processor.choices:
+                    if self._dirty.pop((handle.request_id, choice.index), None) is not None:
+                        self._send(handle, choice.take())
             else:
                 self._fail(handle, "the engine process died while it worked on the request", "UNAVAILABLE")
-        self._cancels.clear()
+        self._commands.clear()
         now = time.monotonic()
         self._restarts.append(now)
         while self._restarts[0] < now - self.config.engine_restart_window_s:
