@@ -26,14 +26,17 @@ from quire_client.errors import (
     error_from_text,
 )
 from quire_client.protocol import (
+    GENERATOR_MODEL,
     ModelSchema,
     Prompt,
     assumed_schema,
     build_cancel,
     build_request,
+    cache_answer,
     parse_response,
     schema_from_config,
     schema_from_metadata,
+    unpin_command,
 )
 from quire_client.types import Chunk, Collector, Message, ModelInfo, Result
 
@@ -330,6 +333,33 @@ class AsyncClient:
             "outputs": outputs,
         }
         return AsyncStream(self, Prompt(prompt, messages, input_ids, images), arguments)
+
+    async def cache_control(
+        self, command: Mapping[str, Any], *, model: str = GENERATOR_MODEL, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """The generator's answer to a command to its KV cache.
+
+        Raises:
+            InvalidArgument: unknown command, or the model has no cache.
+        """
+        result = await self.generate(
+            model=model, timeout=timeout, outputs=["text_output"], cache_control=command
+        )
+        return cache_answer(result.text)
+
+    async def cache_reset(self, **arguments: Any) -> dict[str, Any]:
+        """Empties prefix cache and tiers; running requests go on. Arguments as of `cache_control`."""
+        return await self.cache_control({"command": "reset"}, **arguments)
+
+    async def cache_inspect(self, **arguments: Any) -> dict[str, Any]:
+        """Sizes, hit counters, pins, sessions and tiers. Arguments as of `cache_control`."""
+        return await self.cache_control({"command": "inspect"}, **arguments)
+
+    async def cache_unpin(
+        self, session: str | None = None, *, tenant: str = "", **arguments: Any
+    ) -> dict[str, Any]:
+        """Lets go what a session (None: everybody) has pinned. Arguments as of `cache_control`."""
+        return await self.cache_control(unpin_command(session, tenant), **arguments)
 
     async def cancel(self, request_id: str, *, model: str = "chat") -> bool:
         """Ends a running request by its id, whoever started it.

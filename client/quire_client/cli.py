@@ -1,4 +1,4 @@
-"""`quire-client chat|generate|models|openai`.
+"""`quire-client chat|generate|models|cache|openai`.
 
 Exit status: 0 done, 1 the request or the server failed (one line on stderr), 2 wrong usage, 130 Ctrl-C.
 """
@@ -16,7 +16,8 @@ import click
 
 from quire_client.client import Client, Stream
 from quire_client.errors import QuireClientError
-from quire_client.types import Collector, Message, Timing
+from quire_client.protocol import GENERATOR_MODEL
+from quire_client.types import Collector, Message, Result, Timing
 
 INTERRUPTED = 130
 
@@ -29,6 +30,14 @@ def _request_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--top-k", type=int),
         click.option("--seed", type=int, help="Same seed, same answer."),
         click.option("--stop", multiple=True, help="Ends the answer; may be given several times."),
+        click.option("--n", type=int, help="Choices to return."),
+        click.option("--best-of", type=int, help="Choices to generate; the n most likely are returned."),
+        click.option("--beam-width", type=int, help="Beam search; the n best beams are returned."),
+        click.option("--priority", type=int, help="A smaller number is more urgent; 0 is usual."),
+        click.option("--tenant", help="On whose account the request runs."),
+        click.option("--session", help="Conversation whose KV cache stays from turn to turn."),
+        click.option("--cache-salt", help="Share cached prefixes only with requests of this salt."),
+        click.option("--ttft-deadline-ms", type=int, help="Without a token by then the request ends."),
         click.option(
             "--param", "params", multiple=True, metavar="NAME=JSON", help="Any other sampling parameter."
         ),
@@ -121,6 +130,29 @@ def models(url: str, as_json: bool) -> None:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+@cli.group()
+def cache() -> None:
+    """Looks into a generator's KV cache, or empties it."""
+
+
+def _cache_command(name: str, help_text: str, ask: Callable[..., dict[str, Any]]) -> click.Command:
+    @cache.command(name, help=help_text)
+    @_url_option
+    @click.option("--model", default=GENERATOR_MODEL, show_default=True)
+    def command(url: str, model: str, **options: Any) -> None:
+        with Client(url) as client:
+            answer = ask(client, model=model, **options)
+        click.echo(json.dumps(answer, indent=2, ensure_ascii=False))
+
+    return command
+
+
+_cache_command("reset", "Forget all cached prefixes; running requests go on.", Client.cache_reset)
+_cache_command("inspect", "Sizes, hit counters, pins, sessions, tiers.", Client.cache_inspect)
+_unpin = _cache_command("unpin", "Let go what SESSION has pinned; default: all pins.", Client.cache_unpin)
+_unpin.params += [click.Option(["--session"]), click.Option(["--tenant"], default="")]
+
+
 @cli.command("openai")
 @_url_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
@@ -191,29 +223,40 @@ class _Run:
         messages: list[Message] | None = None,
         images: tuple[str, ...] = (),
     ) -> str | None:
-        """Streams one answer; its text, or None when Ctrl-C ended it."""
-        stream = self.client.stream(
-            prompt,
-            messages=messages,
-            images=images,
-            model=self.model,
-            timeout=self.timeout,
+        """Streams one answer (choice 0 of several); its text, or None when Ctrl-C ended it.
+
+        Ranked choices are known only at the end; they are not streamed.
+        """
+        arguments = {
+            "messages": messages,
+            "images": images,
+            "model": self.model,
+            "timeout": self.timeout,
             **self.sampling,
-        )
-        collector = Collector(stream.request_id, stream.model, stream.started_at)
+        }
         try:
-            with stream:
-                self._print(stream, collector)
+            if self.sampling.get("best_of") or self.sampling.get("beam_width"):
+                result = self.client.generate(prompt, **arguments)
+                if not self.as_json:
+                    self._write(result.text)
+            else:
+                stream = self.client.stream(prompt, **arguments)
+                collector = Collector(stream.request_id, stream.model, stream.started_at)
+                with stream:
+                    self._print(stream, collector)
+                result = collector.result()
         except KeyboardInterrupt:
             if not self.as_json:
                 click.echo()
             click.echo("cancelled", err=True)
             return None
-        result = collector.result()
         if self.as_json:
             click.echo(json.dumps(_result_fields(result), ensure_ascii=False))
         else:
             click.echo()
+            for choice in result.choices[1:]:
+                click.echo(f"--- choice {choice.index}")
+                self._write(f"{choice.text}\n")
         if self.stats:
             click.echo(_stats_line(result.timing, result.finish_reason), err=True)
         return result.text
@@ -223,9 +266,11 @@ class _Run:
             collector.add(chunk)
             if self.as_json or not chunk.text or chunk.index:
                 continue
-            text = _without_controls(chunk.text) if self._safe_for_terminal else chunk.text
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            self._write(chunk.text)
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(_without_controls(text) if self._safe_for_terminal else text)
+        sys.stdout.flush()
 
 
 def _converse(run: _Run, messages: list[Message]) -> None:
@@ -270,9 +315,12 @@ def _without_controls(text: str) -> str:
     return "".join(c for c in text if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f"))
 
 
-def _result_fields(result: Any) -> dict[str, Any]:
+def _result_fields(result: Result) -> dict[str, Any]:
     timing: Timing = result.timing
     rate = timing.tokens_per_second
+    others = [
+        {"index": c.index, "text": c.text, "finish_reason": c.finish_reason} for c in result.choices[1:]
+    ]
     return {
         "text": result.text,
         "token_ids": list(result.token_ids),
@@ -280,6 +328,7 @@ def _result_fields(result: Any) -> dict[str, Any]:
         "model": result.model,
         "request_id": result.request_id,
         "num_output_tokens": result.num_output_tokens,
+        **({"others": others} if others else {}),
         "timing": {
             "ttft_s": None if timing.ttft is None else round(timing.ttft, 6),
             "total_s": round(timing.total, 6),

@@ -26,14 +26,17 @@ from quire_client.errors import (
     error_from_text,
 )
 from quire_client.protocol import (
+    GENERATOR_MODEL,
     ModelSchema,
     Prompt,
     assumed_schema,
     build_cancel,
     build_request,
+    cache_answer,
     parse_response,
     schema_from_config,
     schema_from_metadata,
+    unpin_command,
 )
 from quire_client.types import Chunk, Collector, Message, ModelInfo, Result
 
@@ -297,8 +300,10 @@ class Client:
             timeout: seconds for the whole request.
             parameters: Triton request parameters.
             outputs: names of the outputs to ask for instead of the usual ones.
-            others: sampling parameters (`max_tokens`, `temperature`, `seed`, `stop` ...); the server judges
-                names and values. `sampling_parameters` takes a mapping of them.
+            others: sampling parameters (`max_tokens`, `temperature`, `seed`, `stop`, `n` ...) and scheduling
+                ones (`priority`, `tenant`, `session`, `cache_salt`, `ttft_deadline_ms` ...); the server
+                judges names and values. `sampling_parameters` takes a mapping of them. `best_of` and
+                `beam_width` are for `generate` and `chat`: their choices are known only at the end.
 
         Raises:
             QuireClientError: here for an unknown model or no connection, else while iterating.
@@ -335,6 +340,31 @@ class Client:
             outputs=outputs,
         )
         return Stream(self, schema, request, deadline)
+
+    def cache_control(
+        self, command: Mapping[str, Any], *, model: str = GENERATOR_MODEL, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """The generator's answer to a command to its KV cache.
+
+        Raises:
+            InvalidArgument: unknown command, or the model has no cache.
+        """
+        result = self.generate(model=model, timeout=timeout, outputs=["text_output"], cache_control=command)
+        return cache_answer(result.text)
+
+    def cache_reset(self, **arguments: Any) -> dict[str, Any]:
+        """Empties prefix cache and tiers; running requests go on. Arguments as of `cache_control`."""
+        return self.cache_control({"command": "reset"}, **arguments)
+
+    def cache_inspect(self, **arguments: Any) -> dict[str, Any]:
+        """Sizes, hit counters, pins, sessions and tiers. Arguments as of `cache_control`."""
+        return self.cache_control({"command": "inspect"}, **arguments)
+
+    def cache_unpin(
+        self, session: str | None = None, *, tenant: str = "", **arguments: Any
+    ) -> dict[str, Any]:
+        """Lets go what a session (None: everybody) has pinned. Arguments as of `cache_control`."""
+        return self.cache_control(unpin_command(session, tenant), **arguments)
 
     def cancel(self, request_id: str, *, model: str = "chat") -> bool:
         """Ends a running request by its id, whoever started it.

@@ -10,6 +10,8 @@ import re
 
 import grpc
 
+_RETRY_AFTER = re.compile(r"retry after (\d+(?:\.\d+)?) s")
+
 
 class QuireClientError(Exception):
     """Base of every error this package raises about a request or a server."""
@@ -37,9 +39,15 @@ class NotFound(QuireClientError):
 
 
 class Unavailable(QuireClientError):
-    """The server cannot take or finish the request now: queue full, engine restarting, shutting down."""
+    """The server cannot take or finish the request now: queue full, quota used up, shutting down."""
 
     code = "UNAVAILABLE"
+
+    @property
+    def retry_after(self) -> float | None:
+        """Seconds until another attempt has a chance, where the server says so."""
+        found = _RETRY_AFTER.search(self.message)
+        return float(found[1]) if found else None
 
 
 class ConnectError(Unavailable):
@@ -137,6 +145,7 @@ _CODE_PREFIX = re.compile(r"^\[([A-Z_]+)\] ")
 _WORDINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), code)
     for pattern, code in (
+        (_RETRY_AFTER.pattern, "UNAVAILABLE"),
         (r"^[a-z_][a-z0-9_.\[\]]*: ", "INVALID_ARGUMENT"),
         (
             r"inference input|unexpected (shape|datatype|inference)|unable to parse|malformed",

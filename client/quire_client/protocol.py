@@ -19,7 +19,7 @@ import numpy as np
 from tritonclient.grpc import InferInput, InferResult, model_config_pb2, service_pb2
 from tritonclient.utils import triton_to_np_dtype
 
-from quire_client.errors import InvalidArgument
+from quire_client.errors import InvalidArgument, ProtocolError
 from quire_client.types import Chunk, Message
 
 CHAT_MODEL = "chat"
@@ -56,12 +56,18 @@ KNOWN_INPUTS: dict[str, TensorInfo] = {
         " include_stop_str_in_output:BOOL max_tokens:INT32 min_tokens:INT32 top_k:INT32"
         " no_repeat_ngram_size:INT32 temperature:FP32 top_p:FP32 min_p:FP32 typical_p:FP32"
         " repetition_penalty:FP32 presence_penalty:FP32 frequency_penalty:FP32 seed:UINT64"
+        " n:INT32 best_of:INT32 beam_width:INT32 length_penalty:FP32 early_stopping:BOOL"
+        " request_priority:INT32 tenant:BYTES ttft_deadline_ms:INT32 deadline_ms:INT32"
+        " cache_salt:BYTES cache_retention:INT32 cache_ttl_ms:INT32 cache_pin:BOOL"
+        " session:BYTES session_end:BOOL"
     ),
     **_table("input_ids:INT32 stop_token_ids:INT32 stop:BYTES bad_words:BYTES", dims=(-1,)),
 }
 
-# On an ensemble inputs and outputs share one namespace, and `logprobs` is an output.
-_INPUT_ALIASES = {"logprobs": "num_logprobs"}
+# On an ensemble inputs and outputs share one namespace, and `logprobs` is an output. `priority` is what
+# everybody else calls it; Triton has a parameter of that name.
+_INPUT_ALIASES = {"logprobs": "num_logprobs", "priority": "request_priority"}
+_CHOICES = ("n", "best_of", "beam_width")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +115,8 @@ def assumed_schema(name: str) -> ModelSchema:
     """For a server that tells nothing about the model: Quire's own tensors."""
     if name == CHAT_MODEL:
         return ModelSchema(name, KNOWN_INPUTS, None, "ensemble", steps=(GENERATOR_MODEL,))
-    return ModelSchema(name, {**KNOWN_INPUTS, "cancel": TensorInfo("BOOL")}, None)
+    commands = {"cancel": TensorInfo("BOOL"), "cache_control": TensorInfo("BYTES")}
+    return ModelSchema(name, {**KNOWN_INPUTS, **commands}, None)
 
 
 def _datatype(value: int) -> str:
@@ -209,6 +216,28 @@ def build_cancel(model: str, request_id: str) -> Any:
     _add(request, "cancel", "BOOL", np.array([True]))
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     return request
+
+
+def unpin_command(session: str | None, tenant: str) -> dict[str, Any]:
+    """The cache command that lets go one session's blocks, or (None) all that are pinned."""
+    if session is None:
+        return {"command": "unpin", "all": True}
+    return {"command": "unpin", "session": session, **({"tenant": tenant} if tenant else {})}
+
+
+def cache_answer(text: str) -> dict[str, Any]:
+    """The object a generator answers a cache command with.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise ProtocolError(f"the answer to the cache command is not a JSON object: {text!r:.80}")
+    return answer
 
 
 def _add(request: Any, name: str, datatype: str, value: np.ndarray) -> None:
@@ -311,12 +340,14 @@ def _wanted_outputs(schema: ModelSchema, stream: bool, sampling: Mapping[str, An
         return []
     wanted = ["text_output", "output_ids", "finish_reason"]
     if not stream:
-        wanted += ["num_input_tokens", "num_output_tokens"]
+        wanted += ["num_input_tokens", "num_output_tokens", "num_cached_tokens"]
     elif "output_ids" not in schema.outputs:
         wanted.append("num_output_tokens")
     extra = sampling.get(JSON_INPUT) or {}
-    if any(sampling.get(n) is not None or n in extra for n in ("n", "best_of")):
+    if any(sampling.get(n) is not None or n in extra for n in _CHOICES):
         wanted.append("index")
+    if any(sampling.get(n) is not None or n in extra for n in ("best_of", "beam_width")):
+        wanted.append("cumulative_logprob")
     if sampling.get("logprobs") is not None or "logprobs" in extra:
         wanted.append("logprobs")
     return [name for name in wanted if name in schema.outputs]
@@ -341,6 +372,8 @@ def parse_response(response: Any, received_at: float) -> tuple[list[Chunk], bool
     ids = _integers(result, "output_ids") if len(texts) == 1 else ()
     num_input = _integers(result, "num_input_tokens")
     num_output = _integers(result, "num_output_tokens")
+    num_cached = _integers(result, "num_cached_tokens")
+    sums = result.as_numpy("cumulative_logprob")
     chunks = []
     for i, text in enumerate(texts):
         chunks.append(
@@ -354,6 +387,8 @@ def parse_response(response: Any, received_at: float) -> tuple[list[Chunk], bool
                 num_input[0] if num_input else None,
                 _at(num_output, i),
                 received_at,
+                num_cached[0] if num_cached else None,
+                None if sums is None or i >= sums.size else float(sums.reshape(-1)[i]),
             )
         )
     return chunks, final

@@ -32,6 +32,10 @@ class Chunk:
     """Tokens of this chunk, as the server counts them."""
     received_at: float = 0.0
     """`time.perf_counter()` when the response arrived, seconds."""
+    num_cached_tokens: int | None = None
+    """Tokens of the prompt that the server's KV cache had."""
+    cumulative_logprob: float | None = None
+    """Sum of the log-probabilities of the choice so far."""
 
     @property
     def num_tokens(self) -> int:
@@ -67,6 +71,8 @@ class Choice:
     finish_reason: str | None
     logprobs: tuple[Any, ...] = ()
     """The `logprobs` of each response in turn."""
+    cumulative_logprob: float | None = None
+    """Sum of the log-probabilities, where the choices were ranked by it (best_of, beam search)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,8 @@ class Result:
     choices: tuple[Choice, ...]
     timing: Timing
     num_input_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    """Of these, tokens that the server's KV cache had."""
 
     @property
     def text(self) -> str:
@@ -137,21 +145,25 @@ class Collector:
         """The result. A request without any chunk is one empty choice."""
         indices = sorted({c.index for c in self.chunks}) or [0]
         prompt = next((c.num_input_tokens for c in self.chunks if c.num_input_tokens is not None), None)
+        cached = next((c.num_cached_tokens for c in self.chunks if c.num_cached_tokens is not None), None)
         return Result(
             self.request_id,
             self.model,
             tuple(_choice(i, [c for c in self.chunks if c.index == i]) for i in indices),
             self.timing(),
             prompt,
+            cached,
         )
 
 
 def _choice(index: int, chunks: Sequence[Chunk]) -> Choice:
     reasons = [c.finish_reason for c in chunks if c.finish_reason]
+    sums = [c.cumulative_logprob for c in chunks if c.cumulative_logprob is not None]
     return Choice(
         index,
         "".join(c.text for c in chunks),
         tuple(t for c in chunks for t in c.token_ids),
         reasons[-1] if reasons else None,
         tuple(c.logprobs for c in chunks if c.logprobs is not None),
+        sums[-1] if sums else None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,10 +18,10 @@ from starlette.routing import Route
 from quire_client import _connection as conn
 from quire_client.aio import AsyncClient
 from quire_client.errors import NotFound, QuireClientError
-from quire_client.openai.errors import ClientGone, RequestError, describe, error_object
+from quire_client.openai.errors import ClientGone, RequestError, describe, error_object, retry_after
 from quire_client.openai.images import ImageFetcher, ImagePolicy
 from quire_client.openai.replies import ReplyFormat
-from quire_client.openai.requests import TextRequest, parse_chat, parse_completion, parse_json
+from quire_client.openai.requests import HEADERS, TextRequest, parse_chat, parse_completion, parse_json
 from quire_client.openai.stream import EventStream, Exchanges
 from quire_client.protocol import ModelSchema
 
@@ -113,6 +114,8 @@ class _Gateway:
 
     async def _answer(self, request: Request, parse: Callable[[Mapping[str, Any]], TextRequest]) -> Any:
         parsed = parse(parse_json(await _body(request)))
+        stated = {field: request.headers[name] for name, field in HEADERS.items() if name in request.headers}
+        parsed = dataclasses.replace(parsed, sampling={**stated, **parsed.sampling})
         return await self.exchanges.run(request.receive, self._generate(parsed))
 
     async def _generate(self, parsed: TextRequest) -> Any:
@@ -137,7 +140,7 @@ class _Gateway:
         if not parsed.stream:
             return JSONResponse(reply.whole(await self.client.generate(parsed.prompt, **arguments)))
         stream = self.client.stream(parsed.prompt, **arguments)
-        return EventStream(self.exchanges, stream, await anext(stream, None), reply)
+        return EventStream(self.exchanges, stream, await anext(stream, None), reply, parsed.num_choices)
 
     async def _schema(self, model: str) -> ModelSchema:
         # Without a timeout of its own: the client bounds calls about models.
@@ -157,7 +160,9 @@ def _outputs(schema: ModelSchema, parsed: TextRequest) -> list[str] | None:
     wanted = ["text_output", "finish_reason"]
     if parsed.include_usage or not parsed.stream:
         counts = "num_output_tokens" if "num_output_tokens" in schema.outputs else "output_ids"
-        wanted += [counts, "num_input_tokens"]
+        wanted += [counts, "num_input_tokens", "num_cached_tokens"]
+    if any(name in parsed.sampling for name in ("n", "best_of", "beam_width")):
+        wanted.append("index")
     return [name for name in wanted if name in schema.outputs]
 
 
@@ -175,7 +180,8 @@ async def _body(request: Request) -> bytes:
 
 async def _failed(request: Request, error: Any) -> Response:
     status, body = describe(error)
-    return JSONResponse(body, status)
+    seconds = retry_after(error)
+    return JSONResponse(body, status, None if seconds is None else {"Retry-After": str(seconds)})
 
 
 async def _gone(request: Request, error: Exception) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -19,6 +20,7 @@ _STATUS: tuple[tuple[type[QuireClientError], int], ...] = (
     (Unavailable, 503),
     (DeadlineExceeded, 504),
 )
+_KINDS = {429: "rate_limit_error"}
 _FIELD = re.compile(r"([a-z_][a-z0-9_.\[\]]*): ")
 
 
@@ -43,7 +45,7 @@ def error_object(
     message: str, status: int, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     """The body of an error answer."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
+    kind = "server_error" if status >= 500 else _KINDS.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -52,6 +54,8 @@ def describe(error: QuireClientError | RequestError) -> tuple[int, dict[str, Any
     if isinstance(error, RequestError):
         body = error_object(error.message, error.status, param=error.param, code=error.code)
         return error.status, body
+    if retry_after(error) is not None:
+        return 429, error_object(error.message, 429, code="rate_limit_exceeded")
     status = next((number for kind, number in _STATUS if isinstance(error, kind)), 500)
     field = _FIELD.match(error.message) if status == 400 else None
     param = field[1] if field else None
@@ -59,3 +63,9 @@ def describe(error: QuireClientError | RequestError) -> tuple[int, dict[str, Any
     if status == 404:
         param, code = "model", "model_not_found"
     return status, error_object(error.message, status, param=param, code=code)
+
+
+def retry_after(error: QuireClientError | RequestError) -> int | None:
+    """Whole seconds for the header Retry-After, where the server says when to try again."""
+    seconds = error.retry_after if isinstance(error, Unavailable) else None
+    return None if seconds is None else max(1, math.ceil(seconds))

@@ -22,6 +22,7 @@ OPENAI_SAMPLING = (
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",
+    "n",
 )
 QUIRE_SAMPLING = (
     "min_tokens",
@@ -35,17 +36,37 @@ QUIRE_SAMPLING = (
     "ignore_eos",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
+    "priority",
+    "ttft_deadline_ms",
+    "deadline_ms",
+    "cache_salt",
+    "cache_retention",
+    "cache_ttl_ms",
+    "cache_pin",
+    "session",
+    "session_end",
 )
-"""Sampling parameters of Quire that OpenAI does not have; they pass through."""
+"""Parameters of Quire that OpenAI does not have; they pass through (`priority`, `cache_salt`: as in vLLM).
+The tenant is none of them: it comes in a header, which a proxy in front can set."""
 _COMMON = frozenset(
     {"model", "stream", "stream_options", "user", "max_tokens", *OPENAI_SAMPLING, *QUIRE_SAMPLING}
 )
 CHAT_FIELDS = _COMMON | {"messages", "max_completion_tokens"}
-COMPLETION_FIELDS = _COMMON | {"prompt"}
+COMPLETION_FIELDS = _COMMON | {"prompt", "best_of"}
+
+HEADERS = {
+    "x-tenant-id": "tenant",
+    "x-quire-tenant": "tenant",
+    "x-quire-priority": "priority",
+    "x-quire-cache-salt": "cache_salt",
+}
+"""Headers that state a parameter where the body does not; of two for one parameter the later counts."""
 
 # Fields of OpenAI for which there is one value only: that which changes nothing.
 _CHAT_FIXED: dict[str, Any] = {
-    "n": 1,
     "logprobs": False,
     "top_logprobs": 0,
     "response_format": {"type": "text"},
@@ -57,7 +78,11 @@ _CHAT_FIXED: dict[str, Any] = {
     "store": False,
 }
 # Log-probabilities need each token's text, and the server gives ids. For completions even 0 asks for them.
-_COMPLETION_FIXED: dict[str, Any] = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "logprobs": False}
+_COMPLETION_FIXED: dict[str, Any] = {"echo": False, "suffix": "", "logprobs": False}
+
+
+MAX_CHOICES = 1024
+"""More than any server takes."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +103,12 @@ class TextRequest:
         if self.messages is not None:
             return "messages"
         return "text_input" if self.prompt is not None else "input_ids"
+
+    @property
+    def num_choices(self) -> int:
+        """Choices to expect; what is no number is left to the server to refuse."""
+        n = self.sampling.get("n")
+        return n if isinstance(n, int) and 0 < n < MAX_CHOICES else 1
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -132,6 +163,8 @@ def parse_completion(body: Mapping[str, Any]) -> TextRequest:
             raise RequestError("prompt: one prompt per request is supported", param="prompt")
         prompt = prompt[0]
     common, sampling = _common(body), _sampling(body)
+    if body.get("best_of") is not None:
+        sampling["best_of"] = body["best_of"]
     if isinstance(prompt, str):
         return TextRequest(*common, sampling=sampling, prompt=prompt)
     if isinstance(prompt, list) and prompt and all(map(_is_token, prompt)):

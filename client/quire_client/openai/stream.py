@@ -78,12 +78,18 @@ class EventStream:
     """
 
     def __init__(
-        self, exchanges: Exchanges, stream: AsyncStream, first: Chunk | None, reply: ReplyFormat
+        self,
+        exchanges: Exchanges,
+        stream: AsyncStream,
+        first: Chunk | None,
+        reply: ReplyFormat,
+        num_choices: int,
     ) -> None:
         self._exchanges = exchanges
         self._stream = stream
         self._first = first
         self._reply = reply
+        self._num_choices = num_choices
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -99,25 +105,30 @@ class EventStream:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        prompt_tokens: int | None = None
+        prompt_tokens = cached_tokens = None
         completion_tokens = 0
-        reason: str | None = None
-        opening = self._reply.opening()
-        if opening is not None:
-            yield _event(opening)
+        open_choices = set(range(self._num_choices))
+        for index in sorted(open_choices):
+            opening = self._reply.opening(index)
+            if opening is not None:
+                yield _event(opening)
         try:
             async for chunk in self._chunks():
                 completion_tokens += chunk.num_tokens
                 prompt_tokens = chunk.num_input_tokens if prompt_tokens is None else prompt_tokens
-                reason = chunk.finish_reason or reason
+                cached_tokens = chunk.num_cached_tokens if cached_tokens is None else cached_tokens
                 if chunk.text:
-                    yield _event(self._reply.delta(chunk.text))
+                    yield _event(self._reply.delta(chunk.index, chunk.text))
+                if chunk.finish_reason:
+                    open_choices.discard(chunk.index)
+                    yield _event(self._reply.closing(chunk.index, chunk.finish_reason))
         except QuireClientError as error:
             yield _event(describe(error)[1])
             return
-        yield _event(self._reply.closing(reason))
+        for index in sorted(open_choices):
+            yield _event(self._reply.closing(index, None))
         if self._reply.include_usage:
-            yield _event(self._reply.counts(prompt_tokens, completion_tokens))
+            yield _event(self._reply.counts(prompt_tokens, completion_tokens, cached_tokens))
         yield b"data: [DONE]\n\n"
 
     async def _chunks(self) -> AsyncIterator[Chunk]:
