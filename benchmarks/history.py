@@ -1,4 +1,4 @@
-"""History of `make bench`: one line of key figures per run, and what has changed since the one before.
+"""History of `make bench` and `make bench-peers`: a line of key figures per run, and what has changed since.
 
 python -m benchmarks.history --threshold 10
 """
@@ -35,6 +35,11 @@ def entry(rows: Sequence[Row], env: Mapping[str, Any]) -> dict[str, Any]:
                 "latency_p99_ms": round(run["latency_s"]["p99"] * 1e3, 2),
                 "errors": run["requests"] - run["completed"],
             }
+    return line(figures, env)
+
+
+def line(figures: Mapping[str, Any], env: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run adds to the history: figures by scenario, and where they come from."""
     machine = f"{env['cpu']} x{env['usable_cores']}" + (f", {env['gpu']}" if env["gpu"] else "")
     return {
         "date": env["date"],

@@ -25,6 +25,8 @@ from benchmarks.prompts import prompts
 from benchmarks.report import RequestRecord, Row
 
 NEEDED_LIBRARIES = ("libb64.so.0d", "libcudart.so.12")
+ATTEMPTS = 3
+"""perf_analyzer 2.50 now and then ends well and leaves an empty export."""
 
 
 class PerfAnalyzerError(click.ClickException):
@@ -161,15 +163,21 @@ def run(
         *("--concurrency-range", f"{concurrency}:{concurrency}", "--profile-export-file", str(export)),
     ]
     environment = {**os.environ, "LD_LIBRARY_PATH": libraries}
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise PerfAnalyzerError(f"perf_analyzer: {model} x{concurrency} took over {timeout:g} s") from None
-    export.with_suffix(".log").write_text(done.stdout + done.stderr, "utf-8")
-    if done.returncode != 0 or not export.is_file():
-        words = (done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]
-        raise PerfAnalyzerError(f"perf_analyzer: {model} x{concurrency} failed: {' / '.join(words)}")
-    return parse_export(json.loads(export.read_text("utf-8")), max_tokens=workload.max_tokens)
+    for _ in range(ATTEMPTS):
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise PerfAnalyzerError(
+                f"perf_analyzer: {model} x{concurrency} took over {timeout:g} s"
+            ) from None
+        export.with_suffix(".log").write_text(done.stdout + done.stderr, "utf-8")
+        if done.returncode != 0 or not export.is_file():
+            words = (done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]
+            raise PerfAnalyzerError(f"perf_analyzer: {model} x{concurrency} failed: {' / '.join(words)}")
+        text = export.read_text("utf-8")
+        if text:
+            return parse_export(json.loads(text), max_tokens=workload.max_tokens)
+    raise PerfAnalyzerError(f"perf_analyzer: {model} x{concurrency} wrote an empty export {ATTEMPTS} times")
 
 
 def matrix(
@@ -194,7 +202,7 @@ def matrix(
             row = Row(f"perf_analyzer x{concurrency}", model)
             count = max(min_requests, requests_per_stream * concurrency)
             warmup = folder / f"{model}-c{concurrency}-warmup.json"
-            run(url, model, concurrency, max(concurrency, 4), workload, export=warmup)
+            run(url, model, concurrency, 4 * max(concurrency, 4), workload, export=warmup)
             for repeat in range(repeats):
                 export = folder / f"{model}-c{concurrency}-{repeat + 1}.json"
                 records = run(url, model, concurrency, count, workload, export=export)

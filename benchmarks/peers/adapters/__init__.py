@@ -1,0 +1,1 @@
+"""One program per engine, each run with the interpreter of that engine's venv."""

@@ -1,0 +1,208 @@
+"""Checkpoints of real models' shapes with random weights, and their GGUF and OpenVINO forms.
+
+Genuine Hugging Face directories, written as the tests' tiny ones are (`tests/fixtures/checkpoints.py`):
+seeded, bfloat16, scaled so that the layers outweigh the tied embedding and the whole history decides the next
+token. Everything is made once, under `benchmarks/out/checkpoints`; what is interrupted is made again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import ROOT
+
+DIRECTORY = ROOT / "benchmarks" / "out" / "checkpoints"
+BITS_PER_WEIGHT = {"bf16": 16.0, "int8": 8.5, "int4": 4.5}
+"""With one fp16 scale per 32 weights, as Q8_0 and Q4_0 have."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Dimensions of a dense decoder with tied embeddings."""
+
+    name: str
+    family: str
+    """Of tests/fixtures/checkpoints.py."""
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    inner: int
+    vocab_size: int
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further keys of `make_checkpoint`."""
+
+    @property
+    def layer_params(self) -> int:
+        """Weights of all layers' matrices: what a prompt token passes through."""
+        attention = self.hidden * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden * self.inner)
+
+    @property
+    def params(self) -> int:
+        """With the LM head, which is the embedding: what a decode step reads."""
+        return self.layer_params + self.hidden * self.vocab_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """At 16 bits."""
+        return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def weight_bytes(self, precision: str = "bf16") -> float:
+        """Bytes that a decode step reads."""
+        return self.params * BITS_PER_WEIGHT[precision] / 8
+
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape(
+            "llama-1b",
+            "llama3",
+            num_layers=16,
+            hidden=2048,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=64,
+            inner=8192,
+            vocab_size=128256,
+            extra={"rope_scaling": _LLAMA3_ROPE, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
+        ),
+        Shape(
+            "qwen3-0.6b",
+            "qwen3",
+            num_layers=28,
+            hidden=1024,
+            num_heads=16,
+            num_kv_heads=8,
+            head_dim=128,
+            inner=3072,
+            vocab_size=151936,
+            extra={
+                "rope_scaling": {"rope_type": "default", "rope_theta": 1000000.0},
+                "rms_norm_eps": 1e-6,
+                "max_position_embeddings": 40960,
+            },
+        ),
+        # No model's: for trying the harness out.
+        Shape(
+            "tiny",
+            "qwen3",
+            num_layers=4,
+            hidden=256,
+            num_heads=8,
+            num_kv_heads=4,
+            head_dim=64,
+            inner=768,
+            vocab_size=2048,
+        ),
+    )
+}
+
+
+def huggingface(shape: Shape) -> Path:
+    """The bfloat16 checkpoint directory; made in a minute or two where it does not exist."""
+
+    def make(path: Path) -> None:
+        from tests.fixtures.checkpoints import make_checkpoint
+
+        make_checkpoint(
+            shape.family,
+            path,
+            dtype="bfloat16",
+            tokenizer=False,
+            num_hidden_layers=shape.num_layers,
+            hidden_size=shape.hidden,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            intermediate_size=shape.inner,
+            vocab_size=shape.vocab_size,
+            **shape.extra,
+        )
+        _write_tokenizer(path, shape.vocab_size)
+
+    return _once(DIRECTORY / shape.name, make)
+
+
+def gguf(shape: Shape, kind: str) -> Path:
+    """A GGUF file of the same weights; kind: BF16, Q8_0 or Q4_0 (all matrices, the embedding too)."""
+
+    def make(path: Path) -> None:
+        from tests.fixtures.gguf_files import write_gguf
+
+        write_gguf(source, path, kind)
+
+    source = huggingface(shape)
+    return _once(DIRECTORY / f"{shape.name}-{kind}.gguf", make)
+
+
+def openvino(shape: Shape, python: Path, log: Path) -> Path:
+    """OpenVINO's form of the same weights (fp16 on disk), by optimum-cli of the venv of `python`.
+
+    Raises:
+        subprocess.CalledProcessError: the export failed; `log` has its words.
+    """
+
+    def make(path: Path) -> None:
+        command = [str(python.parent / "optimum-cli"), "export", "openvino", "--model", str(source)]
+        command += ["--task", "text-generation-with-past", "--weight-format", "fp16", str(path)]
+        with log.open("a") as output:
+            subprocess.run(command, check=True, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+
+    source = huggingface(shape)
+    return _once(DIRECTORY / f"{shape.name}-openvino", make)
+
+
+def _once(path: Path, make: Callable[[Path], None]) -> Path:
+    if not path.exists():
+        part = path.with_name(f"{path.name}.part")
+        if part.is_dir():
+            shutil.rmtree(part)
+        part.unlink(missing_ok=True)
+        part.parent.mkdir(parents=True, exist_ok=True)
+        make(part)
+        part.rename(path)
+    return path
+
+
+def _write_tokenizer(path: Path, vocab_size: int) -> None:
+    """A byte-level BPE that fills the whole vocabulary: GGUF and OpenVINO files must hold one.
+
+    Nothing is ever tokenized: after special tokens, bytes and one merge come made-up words.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.fixtures.checkpoints import SPECIAL_TOKENS
+
+    tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "aa"]
+    tokens += [f"word{number}" for number in range(len(tokens), vocab_size)]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "a")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<|endoftext|>"
+    ).save_pretrained(path)
+
+
+def describe(shape: Shape) -> dict[str, Any]:
+    """For the result file."""
+    config = json.loads((huggingface(shape) / "config.json").read_text())
+    return {"params": shape.params, "layer_params": shape.layer_params, "config": config}
