@@ -106,6 +106,8 @@ class RowPlugin:
             (kept if wanted else dropped).append(item)
             if wanted and marks:
                 self._marks[item.nodeid] = marks
+                # With several processes the one that reports has not collected.
+                item.user_properties.append(("rows", marks))
         if dropped:
             config.hook.pytest_deselected(items=dropped)
             items[:] = kept
@@ -131,6 +133,9 @@ class RowPlugin:
             outcome = "passed"
         else:
             return
+        for name, marks in report.user_properties:
+            if name == "rows" and isinstance(marks, dict):
+                self._marks[report.nodeid] = marks
         if self._outcomes.get(report.nodeid) != "failed":
             self._outcomes[report.nodeid] = outcome
 
@@ -159,6 +164,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     rows, report = config.getoption("--rows"), config.getoption("--row-report")
+    if hasattr(config, "workerinput"):
+        report = None  # the process that hands out the tests writes it
     plugin = RowPlugin(frozenset(rows.split(",")) if rows else None, Path(report) if report else None)
     config.pluginmanager.register(plugin, "quire-rows")
 

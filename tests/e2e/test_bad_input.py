@@ -30,7 +30,7 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("two prompts", {"text_input": "a", "messages": MESSAGES}, {}, "prompt: exactly one of"),
     ("empty text", {"text_input": ""}, {}, "text_input: must not be empty"),
     ("empty ids", {"input_ids": np.array([], np.int32)}, {}, "input_ids: must hold at least one"),
-    ("prompt too long", {"input_ids": np.full(1024, 5, np.int32)}, {}, "max_model_len is 1024"),
+    ("prompt too long", {"input_ids": np.full(16_384, 5, np.int32)}, {}, "max_model_len is 16384"),
     (
         "id outside vocabulary",
         {"input_ids": np.array([5, 100000], np.int32)},

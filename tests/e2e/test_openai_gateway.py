@@ -79,7 +79,8 @@ def test_a_streamed_chat_completion(client: openai.OpenAI) -> None:
     *parts, last = list(stream)
     deltas = [part.choices[0].delta for part in parts]
     assert deltas[0].role == "assistant"
-    assert sum(bool(delta.content) for delta in deltas) > 3, "the text comes in pieces"
+    # The first token goes out at once; those behind it may be merged.
+    assert sum(bool(delta.content) for delta in deltas) > 1, "the text comes in pieces"
     assert "".join(delta.content or "" for delta in deltas) == ANSWER
     assert [part.choices[0].finish_reason for part in parts[-2:]] == [None, "stop"]
     assert last.choices == []

@@ -21,6 +21,7 @@ DTYPES = {
     "input_ids": np.int32,
     "stop_token_ids": np.int32,
     "take": np.int32,
+    "length_penalty": np.float32,
 }
 
 
@@ -67,7 +68,7 @@ class Reply:
 
 
 class TritonStream:
-    """One ModelStreamInfer call with one request."""
+    """One ModelStreamInfer call with one request; `options` are further ones of `async_stream_infer`."""
 
     def __init__(
         self,
@@ -80,6 +81,7 @@ class TritonStream:
         empty_final: bool = False,
         outputs: list[str] | None = None,
         headers: dict[str, str] | None = None,
+        **options: Any,
     ) -> None:
         self.client = grpcclient.InferenceServerClient(url)
         self._queue: queue.Queue[tuple[Any, Any]] = queue.Queue()
@@ -91,6 +93,7 @@ class TritonStream:
             parameters=parameters,
             enable_empty_final_response=empty_final,
             outputs=[grpcclient.InferRequestedOutput(name) for name in outputs] if outputs else None,
+            **options,
         )
         self.reply = Reply()
 

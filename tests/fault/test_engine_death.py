@@ -21,15 +21,20 @@ from tests.fixtures.server import ServerProcess
 
 pytestmark = pytest.mark.server
 
-LONG = {"text_input": "hello", "stream": True, "max_tokens": 1000, "ignore_eos": True}
+MAX_TOKENS = 16_000
+"""Of a stream that is still on when the last of them has begun."""
+LONG = {"text_input": "hello", "stream": True, "max_tokens": MAX_TOKENS, "ignore_eos": True}
 SHORT = {**LONG, "max_tokens": 8}
+WAIT_S = 15.0
+"""For what takes some 2 s, however busy the machine is; a stream that nobody ends would go on for longer."""
 
 
 @pytest.fixture
 def server(tmp_path: Path, serve_repository: Any) -> ServerProcess:
-    checkpoint = make_checkpoint("llama", tmp_path / "llama", max_position_embeddings=1024)
+    checkpoint = make_checkpoint("llama", tmp_path / "llama", max_position_embeddings=MAX_TOKENS + 1000)
     repository = tmp_path / "repository"
-    build_repository(checkpoint, repository, instance_count=2, placement="path", engine_options=OPTIONS)
+    options = {**OPTIONS, "max_model_len": MAX_TOKENS + 1000, "num_blocks": 10_000}
+    build_repository(checkpoint, repository, instance_count=2, placement="path", engine_options=options)
     started: ServerProcess = serve_repository(repository)
     return started
 
@@ -68,7 +73,7 @@ def test_a_killed_engine_fails_its_streams_at_once_and_comes_back(server: Server
     killed = time.monotonic()
     replies = read_all(calls)
     took = time.monotonic() - killed
-    assert took < 2, f"streams ended {took:.2f} s after the engine"
+    assert took < WAIT_S, f"streams ended {took:.2f} s after the engine"
     for reply in replies:
         assert reply.error is not None
         assert "engine process died" in str(reply.error)
@@ -93,7 +98,7 @@ def test_a_killed_engine_fails_its_streams_at_once_and_comes_back(server: Server
 def test_sigterm_during_streams_ends_them_and_leaves_nothing(server: ServerProcess) -> None:
     calls = start_streams(server, 8)
     took = server.stop()
-    assert took < 5, f"stopping took {took:.2f} s"
+    assert took < WAIT_S, f"stopping took {took:.2f} s"
     assert server.leftovers() == []
     for call in calls:
         call.client.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from quire.engine.messages import EngineInfo
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.sampling_params import SamplingParams
+from quire.scheduling_params import SchedulingParams
 from quire.triton.request_parser import RequestParser, read_request
 from quire_ensemble.tokenizer import Tokenizer
 from tests.fixtures.checkpoints import write_tokenizer
@@ -53,11 +55,20 @@ def parse(
     *,
     request_id: str = "",
     decoupled: bool = True,
+    limits: dict[str, bool] | None = None,
+    **options: Any,
 ) -> Any:
     parser = RequestParser(
-        tokenizer, SamplingParams(), lambda: INFO, max_prompt_bytes=1000, decoupled=decoupled
+        tokenizer,
+        SamplingParams(),
+        lambda: INFO,
+        max_prompt_bytes=1000,
+        decoupled=decoupled,
+        **(limits or {}),
     )
-    request = InferenceRequest(inputs, parameters=json.dumps(parameters or {}), request_id=request_id)
+    request = InferenceRequest(
+        inputs, parameters=json.dumps(parameters or {}), request_id=request_id, **options
+    )
     return parser.parse(read_request(request, MAX_EMBEDS_BYTES))
 
 
@@ -93,6 +104,8 @@ def test_reserved_parameters_are_not_ours(tokenizer: Tokenizer) -> None:
     prompt = {"input_ids": np.array([1, 2], np.int32)}
     parse(tokenizer, prompt, {"priority": 1, "timeout": 5, "triton_enable_empty_final_response": True})
 
+
+PROMPT = {"input_ids": np.ones(2, np.int32)}
 
 BAD = [
     ({}, {}, "prompt", "got none"),
@@ -149,6 +162,21 @@ BAD = [
     ({"input_ids": np.ones(2, np.int32), "logit_bias": text('{"600": 1}')}, {}, "logit_bias", "600"),
     ({"input_ids": np.ones(2, np.int32), "stop": np.array([b"\xff"], np.object_)}, {}, "stop", "UTF-8"),
     ({"cancel": np.array([True])}, {}, "cancel", "request id"),
+    ({"cache_control": text("reset")}, {}, "cache_control", "invalid JSON"),
+    ({"cache_control": text("[]")}, {}, "cache_control", "object"),
+    ({"cache_control": text("{}")}, {}, "cache_control", "command"),
+    ({**PROMPT, "n": np.array([65], np.int32)}, {}, "n", "[1, 64]"),
+    ({**PROMPT, "n": np.array([3], np.int32)}, {"best_of": 2}, "best_of", "at least n (3)"),
+    ({**PROMPT, "n": np.array([2], np.int32)}, {"stream": True, "best_of": 3}, "stream", "ranked"),
+    (PROMPT, {"stream": True, "beam_width": 2}, "stream", "ranked"),
+    (PROMPT, {"request_priority": 101}, "request_priority", "[-100, 100]"),
+    (PROMPT, {"X-Quire-Priority": "high"}, "request_priority", "integer"),
+    ({**PROMPT, "deadline_ms": np.array([0], np.int32)}, {}, "deadline_ms", "[1,"),
+    ({**PROMPT, "tenant": np.array([b"\xff"], np.object_)}, {}, "tenant", "UTF-8"),
+    ({**PROMPT, "session_end": np.array([True])}, {}, "session_end", "session"),
+    ({**PROMPT, "sampling_parameters": text('{"priority": "x"}')}, {}, "priority", "integer"),
+    (PROMPT, {"timeout": "soon"}, "timeout", "integer"),
+    (PROMPT, {"max-tokens": 5}, "max-tokens", "unknown"),
 ]
 
 
@@ -210,3 +238,140 @@ def test_image_embeddings_are_bounded_together_and_given_back(tokenizer: Tokeniz
     held.append(parse(tokenizer, inputs))
     held.clear()
     assert SharedBuffer.total_bytes == 0
+
+
+def test_scheduling_in_all_forms(tokenizer: Tokenizer) -> None:
+    """Typed tensor before JSON before request parameter before header, field by field."""
+    headers = {"X-Quire-Tenant": "header", "x-quire-cache-salt": "salt", "X-Quire-Priority": "5"}
+    assert parse(tokenizer, PROMPT, headers).scheduling == SchedulingParams(
+        tenant="header", cache_salt="salt", priority=5
+    )
+    parameters = {**headers, "tenant": "parameter", "request_priority": 4, "cache_pin": "true"}
+    assert parse(tokenizer, PROMPT, parameters).scheduling == SchedulingParams(
+        tenant="parameter", cache_salt="salt", priority=4, pin=True
+    )
+    with_json = {**PROMPT, "sampling_parameters": text('{"priority": 3, "tenant": "json", "n": 2}')}
+    parsed = parse(tokenizer, with_json, parameters)
+    assert (parsed.scheduling.tenant, parsed.scheduling.priority, parsed.params.n) == ("json", 3, 2)
+    tensors = {**with_json, "tenant": text("tensor"), "request_priority": np.array([-7], np.int32)}
+    tensors |= {"cache_retention": np.array([90], np.int32), "session": text("talk")}
+    assert parse(tokenizer, tensors, parameters).scheduling == SchedulingParams(
+        tenant="tensor", cache_salt="salt", priority=-7, pin=True, retention=90, session="talk"
+    )
+
+
+def test_the_common_header_for_tenants_is_known_and_others_are_nobodys_business(tokenizer: Tokenizer) -> None:
+    parsed = parse(tokenizer, PROMPT, {"x-tenant-id": "a", "User-Agent": "b", "triton-grpc-error": "true"})
+    assert parsed.scheduling == SchedulingParams(tenant="a")
+    both = parse(tokenizer, PROMPT, {"x-quire-tenant": "own", "x-tenant-id": "common"})
+    assert both.scheduling.tenant == "own"
+    both = parse(tokenizer, PROMPT, {"x-tenant-id": "common", "x-quire-tenant": "own"})
+    assert both.scheduling.tenant == "own", "whatever the order"
+
+
+@pytest.mark.row("A22", part="which deadline counts")
+def test_deadlines_count_from_the_arrival_and_the_smaller_wins(tokenizer: Tokenizer) -> None:
+    def left_ms(parameters: dict[str, Any], timeout_us: int = 0) -> tuple[int | None, int | None]:
+        parsed = parse(tokenizer, PROMPT, parameters, timeout_us=timeout_us)
+        deadlines = parsed.scheduling.ttft_deadline, parsed.scheduling.deadline
+        first, last = (None if d is None else round((d - parsed.arrived_at) * 1e3) for d in deadlines)
+        return first, last
+
+    before = time.monotonic()
+    assert before <= parse(tokenizer, PROMPT).arrived_at <= time.monotonic()
+    assert left_ms({}) == (None, None)
+    assert left_ms({"ttft_deadline_ms": 20, "deadline_ms": 300}) == (20, 300)
+    assert left_ms({"deadline_ms": 300}, timeout_us=200_000) == (None, 200)
+    assert left_ms({"deadline_ms": 100}, timeout_us=200_000) == (None, 100)
+    assert left_ms({"timeout": 50_000}) == (None, 50), "HTTP generate leaves Triton's own to us"
+
+
+@pytest.mark.row("A36", part="Triton's sequence id and end flag reach the engine as a session")
+def test_a_sequence_is_a_session(tokenizer: Tokenizer) -> None:
+    start, end = 1, 2
+    turn = parse(tokenizer, PROMPT, correlation_id=7, flags=start)
+    assert turn.scheduling == SchedulingParams(session="7")
+    turn = parse(tokenizer, PROMPT, correlation_id="talk", flags=end)
+    assert turn.scheduling == SchedulingParams(session="talk", session_end=True)
+    turn = parse(tokenizer, PROMPT, {"sequence_id": 7, "sequence_end": True})
+    assert turn.scheduling == SchedulingParams(session="7", session_end=True)
+    turn = parse(tokenizer, {**PROMPT, "session": text("own")}, correlation_id=7, flags=end)
+    assert turn.scheduling == SchedulingParams(session="own")
+    assert parse(tokenizer, PROMPT, flags=start | end).scheduling == SchedulingParams()
+
+
+def test_cache_control_is_a_command_and_no_generation(tokenizer: Tokenizer) -> None:
+    parsed = parse(tokenizer, {"cache_control": text('{"command": "unpin", "all": true}')})
+    assert parsed.cache_control == {"command": "unpin", "all": True}
+    assert parsed.outputs == parsed.final_outputs == {"text_output", "finish_reason"}
+    named = parse(tokenizer, {"cache_control": text('{"command": "reset"}')}, requested=["text_output"])
+    assert named.outputs == {"text_output"}
+
+
+def test_several_choices_need_a_decoupled_model(tokenizer: Tokenizer) -> None:
+    several = {**PROMPT, "n": np.array([2], np.int32)}
+    assert parse(tokenizer, several).params.n == 2
+    with pytest.raises(InvalidArgumentError, match="n: this model answers once") as error:
+        parse(tokenizer, several, decoupled=False)
+    assert error.value.field == "n"
+    one_of_many = parse(tokenizer, PROMPT, {"best_of": 3}, decoupled=False)
+    assert one_of_many.params.best_of == 3
+
+
+def test_outputs_of_choices_come_by_themselves(tokenizer: Tokenizer) -> None:
+    assert "index" not in parse(tokenizer, PROMPT).outputs
+    several = parse(tokenizer, PROMPT, {"n": 2})
+    assert "index" in several.outputs and "cumulative_logprob" not in several.final_outputs
+    assert several.params.logprobs is None
+    beams = parse(tokenizer, PROMPT, {"n": 2, "beam_width": 3})
+    assert {"index", "cumulative_logprob"} <= beams.final_outputs
+
+
+def test_outputs_on_request(tokenizer: Tokenizer) -> None:
+    asked = parse(tokenizer, PROMPT, {"return_num_cached_tokens": True, "return_cumulative_logprob": True})
+    assert {"num_cached_tokens", "cumulative_logprob"} <= asked.outputs
+    assert "logprobs" not in asked.outputs
+    assert asked.params.logprobs == 0, "a sum needs its parts"
+    named = parse(tokenizer, PROMPT, requested=["text_output", "cumulative_logprob"])
+    assert named.params.logprobs == 0
+    assert named.outputs == {"text_output", "cumulative_logprob"}
+
+
+BEHIND_A_GATEWAY = {"tenant_from_header_only": True, "allow_cache_control": False}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters"),
+    [
+        ({"tenant": text("mine")}, {}),
+        ({"sampling_parameters": text('{"tenant": "mine"}')}, {}),
+        ({}, {"tenant": "mine"}),
+        ({}, {"x-quire-tenant": "theirs", "X-Quire-Tenant": "mine"}),
+        ({}, {"x-tenant-id": "theirs", "x-quire-tenant": "mine"}),
+    ],
+)
+def test_behind_a_gateway_the_header_alone_names_the_tenant(
+    tokenizer: Tokenizer, inputs: dict[str, np.ndarray], parameters: dict[str, Any]
+) -> None:
+    parse(tokenizer, {**PROMPT, **inputs}, parameters)
+    with pytest.raises(InvalidArgumentError, match="tenant: must be given"):
+        parse(tokenizer, {**PROMPT, **inputs}, parameters, limits=BEHIND_A_GATEWAY)
+    header = {"x-quire-tenant": "theirs"}
+    assert parse(tokenizer, PROMPT, header, limits=BEHIND_A_GATEWAY).scheduling.tenant == "theirs"
+
+
+def test_a_forged_header_beside_the_real_one_is_seen(tokenizer: Tokenizer) -> None:
+    """Triton passes a client's parameter of a header's name beside the header, as the same key twice."""
+    twice = InferenceRequest(PROMPT, parameters='{"x-quire-tenant": "mine", "x-quire-tenant": "theirs"}')
+    parser = RequestParser(
+        tokenizer, SamplingParams(), lambda: INFO, max_prompt_bytes=9, decoupled=True, **BEHIND_A_GATEWAY
+    )
+    with pytest.raises(InvalidArgumentError, match="tenant: must be given once"):
+        parser.parse(read_request(twice, MAX_EMBEDS_BYTES))
+
+
+def test_cache_commands_may_be_forbidden(tokenizer: Tokenizer) -> None:
+    command = {"cache_control": text('{"command": "reset"}')}
+    assert parse(tokenizer, command).cache_control == {"command": "reset"}
+    with pytest.raises(InvalidArgumentError, match="cache_control: is not allowed here"):
+        parse(tokenizer, command, limits=BEHIND_A_GATEWAY)

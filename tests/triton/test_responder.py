@@ -6,7 +6,6 @@ The stand-in for Triton raises where the real server crashes: sending or polling
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import threading
 import time
@@ -15,25 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
 from tests.fixtures import fake_pb_utils
 
 fake_pb_utils.install()
 
 from quire.config import EngineConfig  # noqa: E402
-from quire.engine.connection import EngineConnection  # noqa: E402
 from quire.engine.core import EngineCore  # noqa: E402
-from quire.engine.loop import EngineLoop  # noqa: E402
-from quire.engine.supervisor import EngineAddress  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_parser import ParsedRequest  # noqa: E402
-from quire.triton.responder import Responder  # noqa: E402
 from tests.fixtures.fake_runner import VOCAB_SIZE, FakeRunner, generate_alone  # noqa: E402
+from tests.fixtures.frontend import Frontend  # noqa: E402
 
 MAX_MODEL_LEN = 400
 OUTPUTS = frozenset({"text_output", "output_ids", "finish_reason"})
+STEP_S = 0.003
+"""What a step takes, as a model's do: else hundreds of them end before a busy machine delivers a message."""
 
 
 class SteppedRunner(FakeRunner):
@@ -54,6 +51,7 @@ class SteppedRunner(FakeRunner):
 
     def execute(self, output: Any) -> Any:
         self.gate.wait()
+        time.sleep(STEP_S)
         result = super().execute(output)
         if self.hold_after_token_of in result.sampled_token_ids:
             self.gate.clear()
@@ -61,31 +59,17 @@ class SteppedRunner(FakeRunner):
         return result
 
 
-class Harness:
-    """An engine loop in a thread and one responder."""
+class Harness(Frontend):
+    """Over a SteppedRunner."""
+
+    core: EngineCore
 
     def __init__(self, directory: Path, **options: Any) -> None:
-        values = {"model": "fake", "block_size": 4, "cancel_poll_ms": 10, **options}
-        self.config = EngineConfig.from_mapping(values)
+        config = EngineConfig.from_mapping(
+            {"model": "fake", "block_size": 4, "cancel_poll_ms": 10, **options}
+        )
         self.runner = SteppedRunner(256, 4)
-        self.core = EngineCore(self.config, self.runner, vocab_size=VOCAB_SIZE)
-        self.context: zmq.Context[Any] = zmq.Context()
-        router = self.context.socket(zmq.ROUTER)
-        router.set_hwm(0)
-        address = f"ipc://{directory}/engine.ipc"
-        router.bind(address)
-        self.loop = EngineLoop(self.core, router)
-        self.thread = threading.Thread(target=self.loop.run, daemon=True)
-        self.thread.start()
-        target = EngineAddress(os.getpid(), address, 0)
-
-        def connect(_: int) -> Any:
-            connection = EngineConnection(self.context, target)
-            return connection, connection.hello(10)
-
-        self.responder = Responder(self.config.frontend, None, connect)
-        self.responder.start()
-        self.router = router
+        super().__init__(directory, config, EngineCore(config, self.runner, vocab_size=VOCAB_SIZE))
         self._count = itertools.count()
 
     def submit(
@@ -113,14 +97,7 @@ class Harness:
 
     def close(self) -> None:
         self.runner.gate.set()
-        self.responder.stop()
-        self.responder.join(10)
-        assert not self.responder.is_alive()
-        self.loop.stop()
-        self.thread.join(10)
-        assert not self.thread.is_alive()
-        self.router.close()
-        self.context.term()
+        super().close()
 
 
 @pytest.fixture

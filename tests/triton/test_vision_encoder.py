@@ -25,6 +25,7 @@ from quire_ensemble.pbtxt import vision_encoder_config
 from quire_ensemble.triton_vision_encoder import NICENESS, EncoderOptions, VisionEncoderModel
 from quire_ensemble.vision_tower import VisionTower, default_num_threads
 from tests.fixtures import fake_pb_utils
+from tests.fixtures.fake_metrics import FakeMetricFamily
 from tests.fixtures.server import ServeRepository
 from tests.fixtures.vision_checkpoints import make_vision_checkpoint
 
@@ -349,36 +350,6 @@ def test_on_cpu_it_gives_way_to_decoding(load: Load, niceness: list[int], direct
     model = Model()
     model.initialize(arguments(directory, checkpoint="../generator/1/tiny", device="cpu"))
     assert torch.get_num_threads() == default_num_threads()
-
-
-class FakeMetricFamily:
-    """Triton's, with its rule: metrics of a family that has gone can no longer be updated."""
-
-    COUNTER, GAUGE = "counter", "gauge"
-    alive: ClassVar[dict[str, FakeMetricFamily]] = {}
-
-    def __init__(self, *, name: str, description: str, kind: str) -> None:
-        assert description and name not in self.alive
-        self.name, self.kind = name, kind
-        self.metrics: list[FakeMetric] = []
-        self.alive[name] = self
-
-    def Metric(self, labels: dict[str, str]) -> FakeMetric:
-        self.metrics.append(FakeMetric(labels, self.kind))
-        return self.metrics[-1]
-
-
-class FakeMetric:
-    def __init__(self, labels: dict[str, str], kind: str) -> None:
-        self.labels, self.kind, self.value = labels, kind, 0.0
-
-    def increment(self, amount: float) -> None:
-        assert self.kind == FakeMetricFamily.COUNTER and amount > 0
-        self.value += amount
-
-    def set(self, value: float) -> None:
-        assert self.kind == FakeMetricFamily.GAUGE
-        self.value = value
 
 
 def test_metrics_count_images_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

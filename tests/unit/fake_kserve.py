@@ -1,8 +1,8 @@
 """A KServe gRPC server in this process, which behaves like Triton where the client can tell the difference.
 
 What a request does is its prompt: `tokens 5`, `endless`, `error INVALID_ARGUMENT some text`, `midway 2`,
-`no final 3`, `flag final 2`, `silent`. As in Triton, the members of an ensemble never learn that the client
-has gone: an `endless` request to `chat` runs until it is cancelled by its id on `generator`.
+`no final 3`, `flag final 2`, `silent`, `choices 3`. As in Triton, the members of an ensemble never learn that
+the client has gone: an `endless` request to `chat` runs until it is cancelled by its id on `generator`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ GENERATOR_INPUTS = {
     "stop": "STRING",
     "stop_token_ids": "INT32",
     "logit_bias": "STRING",
+    "n": "INT32",
+    "request_priority": "INT32",
+    "tenant": "STRING",
+    "cache_pin": "BOOL",
+    "cache_control": "STRING",
 }
 LISTS = {"input_ids", "stop", "stop_token_ids"}
 OUTPUTS = {
@@ -40,6 +45,9 @@ OUTPUTS = {
     "output_ids": "INT32",
     "finish_reason": "STRING",
     "num_input_tokens": "UINT32",
+    "num_cached_tokens": "UINT32",
+    "index": "INT32",
+    "cumulative_logprob": "FP32",
 }
 NAMES = {"STRING": "BYTES"}
 
@@ -52,7 +60,7 @@ def model_config(name: str) -> Any:
         config.platform = "ensemble"
         for step in ("tokenizer", "generator"):
             config.ensemble_scheduling.step.add(model_name=step)
-        del inputs["cancel"]
+        del inputs["cancel"], inputs["cache_control"]
     else:
         config.backend = "python" if name == "tokenizer" else "quire"
         config.model_transaction_policy.decoupled = name == "generator"
@@ -150,6 +158,10 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
                 yield from self._cancel(request, context)
                 continue
             self.requests.append(request)
+            if "cache_control" in inputs:
+                command = json.loads(inputs["cache_control"][0])
+                yield self._response(request, json.dumps({"did": command}), [], "stop", final=True)
+                continue
             yield from self._infer(request, inputs, context)
 
     def _cancel(self, request: Any, context: Any) -> Iterator[Any]:
@@ -169,6 +181,14 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
             for i in range(count):
                 last = i == count - 1
                 yield self._response(request, f"t{i} ", [i], "stop" if last else "", final=last)
+        elif verb == "choices":
+            # The pieces of the choices alternate, and the first choice ends last.
+            count = int(rest)
+            for index in range(count):
+                yield self._response(request, f"c{index} ", [index], "", final=False, index=index)
+            for index in reversed(range(count)):
+                reason = "length" if index else "stop"
+                yield self._response(request, "end", [9], reason, final=not index, index=index)
         elif verb == "echo":
             yield self._response(request, json.dumps(_jsonable(inputs)), [1, 2], "stop", final=True)
         elif verb == "error":
@@ -227,7 +247,9 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
             context.abort(grpc.StatusCode[code], message)
         yield service_pb2.ModelStreamInferResponse(error_message=message)
 
-    def _response(self, request: Any, text: str, ids: list[int], reason: str, *, final: bool) -> Any:
+    def _response(
+        self, request: Any, text: str, ids: list[int], reason: str, *, final: bool, index: int = 0
+    ) -> Any:
         answer = service_pb2.ModelInferResponse(model_name=request.model_name, id=request.id)
         if request.model_name != "unary":
             answer.parameters["triton_final_response"].bool_param = final
@@ -236,6 +258,9 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
             "output_ids": ("INT32", np.array(ids, dtype=np.int32)),
             "finish_reason": ("BYTES", np.array([reason.encode()], dtype=object)),
             "num_input_tokens": ("UINT32", np.array([3], dtype=np.uint32)),
+            "num_cached_tokens": ("UINT32", np.array([2], dtype=np.uint32)),
+            "index": ("INT32", np.array([index], dtype=np.int32)),
+            "cumulative_logprob": ("FP32", np.array([-0.5 - index], dtype=np.float32)),
         }
         wanted = [output.name for output in request.outputs] or list(values)
         for name in wanted:

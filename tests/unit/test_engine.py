@@ -108,10 +108,11 @@ def test_outputs_are_varied_enough_to_notice_errors(expected: dict[str, list[lis
 
 
 @pytest.mark.row("B9")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mistral"])
 def test_preemption_by_recompute_changes_nothing(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], family: str
 ) -> None:
+    # A window of 12 tokens never fills this pool: Mistral's turn is in test_oracle_matrix.
     llm = engine(checkpoints[family], num_blocks=10, block_size=8, max_model_len=72)
     assert ids(llm.generate(PROMPTS, GREEDY)) == expected[family]
     stats = llm.core.stats()
@@ -269,26 +270,29 @@ def test_generation_config_eos_list_and_defaults(tmp_path: Path) -> None:
 
 _GROWTH = """
 import sys, psutil, torch
-from quire.worker.kv_cache import allocate_kv_cache
+from quire.worker.kv_cache import KVCache
 before = psutil.Process().memory_info().rss
-cache = allocate_kv_cache(int(sys.argv[1]), 2, 2, 16, 16, torch.float32, torch.device("cpu"))
+cache = KVCache(int(sys.argv[1]), 2, 2, 16, 16, torch.float32, sys.argv[2], torch.device("cpu"))
 print(psutil.Process().memory_info().rss - before)
 """
 
 
 @pytest.mark.row("C3")
-def test_the_pool_is_as_large_as_it_says(checkpoints: dict[str, Path]) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_the_pool_is_as_large_as_it_says(kv_cache_dtype: str, checkpoints: dict[str, Path]) -> None:
     """Capacity times block size equals the growth of the process's memory, within 2 %."""
     from quire.worker.kv_cache import block_bytes
 
-    llm = engine(checkpoints["llama"], num_blocks=None, kv_cache_memory="64MiB")
+    llm = engine(
+        checkpoints["llama"], num_blocks=None, kv_cache_memory="64MiB", kv_cache_dtype=kv_cache_dtype
+    )
     runner: Any = llm.core.runner
     assert runner.num_blocks == 64 * 2**20 // runner.block_bytes
     assert runner.num_blocks * runner.block_bytes == runner.kv_cache_bytes
     size = 256 * 2**20
-    num_blocks = size // block_bytes(2, 2, 16, 16, torch.float32)
+    num_blocks = size // block_bytes(2, 2, 16, 16, torch.float32, kv_cache_dtype)
     # In a process of its own: this one may hold freed memory that an allocation takes without growing it.
-    command = [sys.executable, "-c", _GROWTH, str(num_blocks)]
+    command = [sys.executable, "-c", _GROWTH, str(num_blocks), kv_cache_dtype]
     growth = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert abs(growth / size - 1) < 0.02
 
@@ -336,7 +340,7 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
     llm.core.add_request("a", PROMPTS[0], GREEDY)
     llm.core.step()
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "sampler", lambda *_: 1 / 0)
+        patch.setattr(runner.model, "best_tokens", lambda *_: 1 / 0)
         (output,) = llm.core.step()
     assert output.finish_reason == "error"
     assert "ZeroDivisionError" in (output.error or "")

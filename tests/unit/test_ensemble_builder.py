@@ -15,6 +15,7 @@ from tritonclient.grpc import model_config_pb2
 
 from quire.config import EngineConfig, ModelConfig, load_config_file
 from quire.sampling_params import SAMPLING_FIELDS
+from quire.scheduling_params import SCHEDULING_FIELDS
 from quire_ensemble.builder import PLACEMENTS, Placement, build_repository, has_chat_template
 from quire_ensemble.cli import repository
 from quire_ensemble.errors import BuildError
@@ -24,6 +25,7 @@ from quire_ensemble.generator_schema import (
     JSON_SAMPLING_INPUT,
     OUTPUTS,
     SAMPLING_INPUTS,
+    SCHEDULING_INPUTS,
     TensorSpec,
 )
 from quire_ensemble.triton_tokenizer import checkpoint_path
@@ -182,11 +184,13 @@ def test_ensembles_fit_their_members(ensemble: str, generator: str, checkpoint: 
     # Whatever shapes generation can be said through the ensemble too.
     passed = config.ensemble_scheduling.step[1].input_map
     images = {s.name for s in IMAGE_INPUTS}
-    assert set(passed) == {s.name for s in INPUTS} - images - {"text_input", "messages", "cancel"}
+    own = {"text_input", "messages", "cancel", "cache_control"}
+    assert set(passed) == {s.name for s in INPUTS} - images - own
 
 
 def test_the_tensor_table_knows_every_sampling_parameter() -> None:
     assert {spec.name for spec in SAMPLING_INPUTS} == set(SAMPLING_FIELDS)
+    assert {spec.name for spec in SCHEDULING_INPUTS} == set(SCHEDULING_FIELDS)
     assert JSON_SAMPLING_INPUT in INPUTS
     for specs in (INPUTS, OUTPUTS):
         assert len({spec.name for spec in specs}) == len(specs)

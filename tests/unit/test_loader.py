@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
 from quire.loader import LoadedModel, load_model, read_checkpoint_info
+from quire.loader.info import read_hf_config
 from tests.fixtures.checkpoints import build_model, make_checkpoint
 from tests.fixtures.drive import Driver, hf_logits, hf_model
 from tests.fixtures.gguf_files import gguf_name, write_gguf
@@ -389,6 +390,31 @@ def test_no_config(copy: Path) -> None:
 def test_broken_json(name: str, text: str, message: str, copy: Path) -> None:
     (copy / name).write_bytes(text.encode("utf-8", "surrogateescape"))
     assert complaint(copy).startswith(f"{copy / name}: {message}")
+
+
+def test_a_text_config_takes_the_defaults_of_its_type(tmp_path: Path) -> None:
+    """As LLaVA 1.5's file, which names the type and the vocabulary and little else."""
+    text = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096}
+    outer = {"architectures": ["LlavaForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps({**outer, "text_config": text}))
+    info = read_checkpoint_info(tmp_path)
+    assert (info.vocab_size, info.max_model_len) == (32064, 4096)
+    config = read_hf_config(tmp_path)
+    assert (config.require_int("hidden_size"), config.require_int("num_attention_heads")) == (4096, 32)
+    assert config.architecture == "LlavaForConditionalGeneration"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ({"model_type": "no-such-type"}, "text_config has the unknown model_type 'no-such-type'"),
+        ({"model_type": "gemma3_text", "num_attention_heads": "many"}, "text_config: "),
+    ],
+)
+def test_a_text_config_without_defaults(text: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}))
+    assert complaint(tmp_path).startswith(f"{file}: {message}")
 
 
 def test_no_weights(copy: Path) -> None:

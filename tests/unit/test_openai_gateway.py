@@ -103,7 +103,70 @@ def refused(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
     return error
 
 
+def usage(completion_tokens: int) -> dict[str, Any]:
+    """What the fake counts: three tokens of prompt, two of them cached."""
+    counts = {"prompt_tokens": 3, "completion_tokens": completion_tokens}
+    details = {"cached_tokens": 2}
+    return {**counts, "total_tokens": 3 + completion_tokens, "prompt_tokens_details": details}
+
+
 # --- answers ---
+
+
+@pytest.mark.row("A16", part="OpenAI's n, whole and streamed")
+def test_choices(base: str) -> None:
+    answer = chat(base, "choices 3", n=3).json()
+    texts = [(c["index"], c["message"]["content"], c["finish_reason"]) for c in answer["choices"]]
+    assert texts == [(0, "c0 end", "stop"), (1, "c1 end", "length"), (2, "c2 end", "length")]
+    assert answer["usage"] == usage(6)
+    answer = complete(base, "choices 2", n=2, best_of=4).json()
+    assert [(c["index"], c["text"]) for c in answer["choices"]] == [(0, "c0 end"), (1, "c1 end")]
+
+
+def test_streamed_choices(base: str) -> None:
+    parts = events(chat(base, "choices 2", n=2, stream=True))
+    choices = [part["choices"][0] for part in parts]
+    opening = {"role": "assistant", "content": ""}
+    assert [(c["index"], c["delta"], c["finish_reason"]) for c in choices] == [
+        (0, opening, None),
+        (1, opening, None),
+        (0, {"content": "c0 "}, None),
+        (1, {"content": "c1 "}, None),
+        (1, {"content": "end"}, None),
+        (1, {}, "length"),
+        (0, {"content": "end"}, None),
+        (0, {}, "stop"),
+    ]
+
+
+@pytest.mark.row("B13", part="the tenant comes in a header of the API")
+def test_tenant_and_priority_come_in_headers(base: str) -> None:
+    def echo(headers: dict[str, str], **others: Any) -> dict[str, Any]:
+        url = f"{base}/v1/completions"
+        body = {"model": "generator", "prompt": [5, 6], **others}
+        text = httpx.post(url, json=body, headers=headers, timeout=WAIT).json()["choices"][0]["text"]
+        inputs: dict[str, Any] = json.loads(text)
+        return inputs
+
+    assert echo({"X-Tenant-Id": "common"})["tenant"] == ["common"]
+    assert echo({"X-Quire-Tenant": "own", "X-Tenant-Id": "common"})["tenant"] == ["own"]
+    assert "tenant" not in echo({})
+    salted = echo({"X-Quire-Cache-Salt": "s", "X-Quire-Priority": "7"})
+    assert json.loads(salted["sampling_parameters"][0]) == {"cache_salt": "s", "priority": "7"}
+    stated = echo({"X-Quire-Priority": "7"}, priority=-3, cache_salt="mine")
+    assert stated["request_priority"] == [-3]
+    assert json.loads(stated["sampling_parameters"][0]) == {"cache_salt": "mine"}
+
+
+@pytest.mark.row("B13", part="429 and Retry-After at the gateway")
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_used_up_quota_is_429_with_retry_after(base: str, streams: bool) -> None:
+    text = "error UNAVAILABLE tenant 'a' has used its 100 tokens per minute; retry after 2.5 s"
+    reply = chat(base, text, stream=streams)
+    assert (reply.status_code, reply.headers["retry-after"]) == (429, "3")
+    error = reply.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert "retry-after" not in chat(base, "error UNAVAILABLE the engine is restarting").headers
 
 
 def test_a_chat_completion(base: str) -> None:
@@ -115,7 +178,7 @@ def test_a_chat_completion(base: str) -> None:
     # The fake sends what it has in pieces also to a request that does not stream.
     assert choice["message"] == {"role": "assistant", "content": "t0 t1 ", "refusal": None}
     assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "stop", None)
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert answer["usage"] == usage(2)
 
 
 def test_a_completion_of_text_and_of_token_ids(base: str) -> None:
@@ -153,7 +216,7 @@ def test_a_streamed_completion_with_usage(base: str) -> None:
     assert [part["choices"][0]["finish_reason"] for part in parts] == [None, None, None, "stop"]
     assert all(part["usage"] is None for part in parts)
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert last["usage"] == usage(3)
 
 
 def test_a_stream_comes_while_it_is_generated(base: str, shared_server: FakeKServe) -> None:
@@ -171,7 +234,7 @@ def test_only_outputs_of_use_are_asked_for(server: FakeKServe) -> None:
         chat(base, "tokens 1", stream=True, stream_options={"include_usage": True})
     asked = [{output.name for output in request.outputs} for request in server.requests]
     text = {"text_output", "finish_reason"}
-    counted = text | {"output_ids", "num_input_tokens"}
+    counted = text | {"output_ids", "num_input_tokens", "num_cached_tokens"}
     assert asked == [counted, text, counted]
 
 
@@ -245,8 +308,8 @@ def test_data_urls_go_through_unchanged(base: str) -> None:
         ({"images": ["x"]}, "images"),
         ({"request_id": "x"}, "request_id"),
         ({"prompt": "x"}, "prompt"),
-        ({"n": 2}, "n"),
-        ({"n": True}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"tenant": "mine"}, "tenant"),
         ({"logprobs": True}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{}]}, "tools"),
@@ -276,7 +339,7 @@ def test_fields_of_a_chat_that_are_refused(base: str, extra: dict[str, Any], par
         ({"messages": []}, "messages"),
         ({"logprobs": 0}, "logprobs"),
         ({"echo": True}, "echo"),
-        ({"best_of": 2}, "best_of"),
+        ({"tenant": "mine"}, "tenant"),
         ({"suffix": "x"}, "suffix"),
         ({"max_completion_tokens": 2}, "max_completion_tokens"),
         ({"prompt": None}, "prompt"),

@@ -12,6 +12,8 @@ from quire.errors import InvalidArgumentError
 from quire.sampling_params import (
     ALIASES,
     MAX_BAD_WORDS,
+    MAX_BEAM_WIDTH,
+    MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_SEED,
@@ -23,6 +25,7 @@ from quire.sampling_params import (
     defaults_from_generation_config,
     parse_sampling_params,
 )
+from quire.validation import check_choices
 
 INT32 = 2**31 - 1
 NAN, INF = float("nan"), float("inf")
@@ -96,6 +99,11 @@ ACCEPTED: dict[str, list[tuple[Any, Any]]] = {
     "ignore_eos": BOOLEANS,
     "skip_special_tokens": BOOLEANS,
     "logprobs": [(0, 0), (MAX_LOGPROBS, MAX_LOGPROBS)],
+    "n": [(1, 1), (MAX_CHOICES, MAX_CHOICES)],
+    "best_of": [(1, 1), (4.0, 4), (MAX_CHOICES, MAX_CHOICES)],
+    "beam_width": [(1, 1), (MAX_BEAM_WIDTH, MAX_BEAM_WIDTH)],
+    "length_penalty": [(0, 0.0), (-10, -10.0), (10.0, 10.0)],
+    "early_stopping": [*BOOLEANS, ("never", None), (" Never ", None)],
 }
 
 REFUSED: dict[str, list[Any]] = {
@@ -163,6 +171,11 @@ REFUSED: dict[str, list[Any]] = {
     "ignore_eos": NOT_BOOLEANS,
     "skip_special_tokens": NOT_BOOLEANS,
     "logprobs": [*NOT_INTEGERS, -1, MAX_LOGPROBS + 1],
+    "n": [*NOT_INTEGERS, 0, MAX_CHOICES + 1],
+    "best_of": [*NOT_INTEGERS, 0, MAX_CHOICES + 1],
+    "beam_width": [*NOT_INTEGERS, 0, MAX_BEAM_WIDTH + 1],
+    "length_penalty": [*NOT_NUMBERS, -10.1, 10.1],
+    "early_stopping": [*NOT_BOOLEANS, "always"],
 }
 
 
@@ -221,7 +234,7 @@ def test_aliases(alias: str) -> None:
     assert caught.value.field == alias, "the error names what the client wrote"
 
 
-@pytest.mark.parametrize("name", ["temprature", "bad_words_ids", "best_of", "", "TEMPERATURE"])
+@pytest.mark.parametrize("name", ["temprature", "bad_words_ids", "best-of", "", "TEMPERATURE"])
 def test_unknown_names_are_refused_and_the_known_listed(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"unknown parameter; known are max_tokens, .*temperature"):
         parse_sampling_params({name: 1})
@@ -240,6 +253,47 @@ def test_first_source_wins_and_all_are_checked() -> None:
     with pytest.raises(InvalidArgumentError, match="top_k"):
         parse_sampling_params(tensors, text, {"top_k": "many"})
     assert parse_sampling_params({"max_tokens": 3}, {"max_new_tokens": 9}).max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "words"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of", r"at least n \(3\), got 2"),
+        ({"n": 3, "beam_width": 2}, "n", r"must not exceed beam_width \(2\), got 3"),
+        ({"best_of": 2, "beam_width": 2}, "best_of", "must not be given with beam_width"),
+        ({"beam_width": 2, "temperature": 0.5}, "beam_width", "temperature must be 0"),
+        ({"beam_width": 2, "top_k": 5}, "beam_width", "temperature must be 0"),
+    ],
+)
+def test_choices_that_exclude_each_other(given: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words) as caught:
+        parse_sampling_params(given)
+    assert caught.value.field == field
+
+
+def test_choices() -> None:
+    one = parse_sampling_params({"n": 1})
+    assert (one.num_sequences, one.is_ranked) == (1, False)
+    several = parse_sampling_params({"n": 3})
+    assert (several.num_sequences, several.is_ranked) == (3, False)
+    same = parse_sampling_params({"n": 3, "best_of": 3})
+    assert (same.num_sequences, same.is_ranked) == (3, False), "nothing to choose among"
+    ranked = parse_sampling_params({"n": 2, "best_of": 5})
+    assert (ranked.num_sequences, ranked.is_ranked) == (5, True)
+    beams = parse_sampling_params({"n": 2, "beam_width": 4}, defaults=SamplingParams(temperature=0.7))
+    assert (beams.num_sequences, beams.is_ranked) == (4, True)
+    assert beams.is_greedy, "what a checkpoint samples with by default is no reason to refuse beams"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"), [({"n": 5}, "n"), ({"best_of": 5}, "best_of"), ({"beam_width": 5}, "beam_width")]
+)
+def test_more_sequences_than_a_step_has_are_refused_by_name(given: dict[str, Any], field: str) -> None:
+    params = parse_sampling_params(given)
+    check_choices(params, 5)
+    with pytest.raises(InvalidArgumentError, match="at most 4") as caught:
+        check_choices(params, 4)
+    assert caught.value.field == field
 
 
 def test_none_means_not_given() -> None:
@@ -290,7 +344,7 @@ def test_params_survive_the_wire() -> None:
         {
             name: entries[-1][0]
             for name, entries in ACCEPTED.items()
-            if name not in ("max_tokens", "min_tokens")
+            if name not in ("max_tokens", "min_tokens", "beam_width")
         }
     )
     packed = msgspec.msgpack.encode(params)

@@ -74,7 +74,7 @@ def test_preemption_takes_the_youngest_and_puts_it_first_in_the_queue() -> None:
         RequestStatus.WAITING,
     ]
     assert (engine.requests["b"].num_computed_tokens, engine.requests["b"].num_output_tokens) == (0, 2)
-    assert list(engine.scheduler._waiting) == ["b", "c", "d"]
+    assert [r.request_id for r in engine.scheduler.queue.candidates(0.0)] == ["b", "c", "d"]
     assert engine.scheduler.stats().num_preemptions == 2
     # One block is free: b needs two now, and nobody overtakes it.
     assert rows(engine.step()) == [("a", 9, 1, [])]
@@ -154,7 +154,7 @@ def test_stop_tokens_end_a_request_in_the_step_that_samples_them() -> None:
 
 def test_outputs_carry_logprobs_and_finish_reason_once() -> None:
     engine = FakeEngine()
-    engine.add("a", 3, 2)
+    engine.add("a", 3, 2, logprobs=0)
     plan = engine.scheduler.schedule()
     (first,) = engine.scheduler.update(plan, engine.runner.execute(plan))
     plan = engine.scheduler.schedule()

@@ -31,8 +31,8 @@ def test_trace_an_arrival_is_in_the_next_step_and_a_finished_request_leaves_at_o
 
     records = {record["step"]: record for record in trace.records}
     assert sorted(records) == list(range(1, len(records) + 1))
-    arrived = {name: step for step, record in records.items() for name, _ in record["arrivals"]}
-    finished = {name: step for step, record in records.items() for name, _ in record["finished"]}
+    arrived = {arrival["id"]: step for step, record in records.items() for arrival in record["arrivals"]}
+    finished = {end["id"]: step for step, record in records.items() for end in record["finished"]}
     active = {name: [] for name in lengths}  # type: dict[str, list[int]]
     for step, record in records.items():
         for name, _, _ in record["scheduled"]:
@@ -62,8 +62,9 @@ def test_trace_writes_one_json_line_per_step(tmp_path: Path) -> None:
         expected = [[name, computed, scheduled] for name, computed, scheduled, _ in rows(plan)]
         assert record["scheduled"] == expected
     assert [record["preempted"] for record in records if record["preempted"]] == [["b"]]
-    assert records[0]["arrivals"] == [["a", 4], ["b", 4]]
-    assert [entry for record in records for entry in record["finished"]] == [["a", "length"], ["b", "length"]]
+    assert [(arrival["id"], arrival["prompt"]) for arrival in records[0]["arrivals"]] == [("a", 4), ("b", 4)]
+    ends = [(end["id"], end["reason"], end["output"]) for record in records for end in record["finished"]]
+    assert ends == [("a", "length", 7), ("b", "length", 7)]
     last = records[-1]
     assert (last["num_free_blocks"], last["num_running"], last["num_waiting"]) == (4, 0, 0)
 
@@ -79,8 +80,9 @@ def test_trace_keeps_what_happened_around_a_plan_that_was_not_executed() -> None
     engine.step()
     event, record = trace.records
     assert (event["event"], event["request_ids"]) == ("abort", ["a"])
-    assert record["arrivals"] == [["a", 4], ["b", 4]]
-    assert record["finished"] == [["a", "cancelled"], ["b", "length"]]
+    assert [arrival["id"] for arrival in record["arrivals"]] == ["a", "b"]
+    assert [(end["id"], end["reason"]) for end in record["finished"]] == [("a", "cancelled"), ("b", "length")]
+    assert record["ended"] == [["a", "cancelled", False, 1]]
 
 
 @pytest.mark.row("B2")

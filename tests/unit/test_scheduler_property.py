@@ -175,7 +175,7 @@ class World:
             assert self.num_steps < expected.latest_step, f"{expected.request} starves"
         running = [e.request for e in self.alive.values() if e.request.status is RequestStatus.RUNNING]
         for request in running:
-            unused = len(self.kv.block_ids(request)) * self.kv.block_size - request.num_computed_tokens
+            unused = len(self.kv.block_ids(request)[0]) * self.kv.block_size - request.num_computed_tokens
             assert 0 <= unused < self.kv.block_size, f"{request}: {unused} unused slots"
         assert self.runner.num_computed_tokens == self.scheduler.num_scheduled_tokens
 
@@ -187,7 +187,9 @@ class World:
             self.seen[f"aborted {self.alive[request_id].request.status.name}"] += 1
         self.seen["aborted in flight"] += self.plan is not None
         references = Counter(
-            block_id for request_id in ids for block_id in self.kv.block_ids(self.alive[request_id].request)
+            block_id
+            for request_id in ids
+            for block_id in self.kv.block_ids(self.alive[request_id].request)[0]
         )
         held = sum(count == self.kv.pool.ref_count(block_id) for block_id, count in references.items())
         num_free = self.kv.num_free_blocks
@@ -292,13 +294,13 @@ def run(seed: int, num_operations: int, values: dict[str, int]) -> Counter[str]:
 @pytest.mark.row("C2")
 @pytest.mark.parametrize("seed", range(len(TIGHT)))
 def test_random_operations_where_blocks_are_scarce(seed: int) -> None:
-    seen = run(seed, 40_000, TIGHT[seed])
+    seen = run(seed, 30_000, TIGHT[seed])
     # The test is worth something only if it comes to the corners.
-    assert seen["steps with preemption"] > 300 and seen["finished after preemption"] > 100, seen
-    assert min(seen[f"aborted {phase}"] for phase in ("WAITING", "RUNNING", "PREEMPTED", "in flight")) > 20, (
+    assert seen["steps with preemption"] > 200 and seen["finished after preemption"] > 75, seen
+    assert min(seen[f"aborted {phase}"] for phase in ("WAITING", "RUNNING", "PREEMPTED", "in flight")) > 10, (
         seen
     )
-    assert seen["mixed steps"] > 50 and seen["failed steps"] > 5 and seen["failed rows"] > 20, seen
+    assert seen["mixed steps"] > 30 and seen["failed steps"] > 3 and seen["failed rows"] > 10, seen
     assert seen["stop"] > 50 and seen["length"] > 50, seen
 
 
@@ -306,20 +308,20 @@ def test_random_operations_where_blocks_are_scarce(seed: int) -> None:
 @pytest.mark.parametrize("values", [*TIGHT, *ROOMY])
 def test_random_operations_on_prompts_that_begin_alike(values: dict[str, int]) -> None:
     world = World(7, enable_prefix_caching=True, **values)
-    world.run(20_000)
+    world.run(8_000)
     assert world.kv.num_cached_tokens > 100
 
 
 @pytest.mark.parametrize("seed", range(len(ROOMY)))
 def test_random_operations_where_sequences_or_tokens_are_scarce(seed: int) -> None:
-    seen = run(100 + seed, 20_000, ROOMY[seed])
+    seen = run(100 + seed, 12_000, ROOMY[seed])
     assert seen["steps with preemption"] == 0, seen
-    assert min(seen[f"aborted {phase}"] for phase in ("WAITING", "RUNNING", "in flight")) > 20, seen
-    assert seen["stop"] > 20 and seen["length"] > 20, seen
+    assert min(seen[f"aborted {phase}"] for phase in ("WAITING", "RUNNING", "in flight")) > 10, seen
+    assert seen["stop"] > 10 and seen["length"] > 10, seen
 
 
 def test_random_operations_under_random_limits() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(80):
+    for seed in range(40):
         seen += run(1000 + seed, 1_000, random_settings(seed))
-    assert min(seen["queue full"], seen["too long"], seen["steps with preemption"]) > 100, seen
+    assert min(seen["queue full"], seen["too long"], seen["steps with preemption"]) > 50, seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from click.testing import CliRunner
 from quire import run_files, tritonserver
 from quire.cli import main
 from quire.errors import ConfigError
-from quire.serve import ServeConfig, bind_port, server_arguments
+from quire.serve import FORWARDED_HEADERS, ServeConfig, bind_port, server_arguments
 from quire.tritonserver import TritonServer
 from tests.fixtures.server import ServeRepository, ServerProcess
 
@@ -52,7 +53,8 @@ class TritonPythonModel:
         time.sleep(600)
 """
 BROKEN = "raise RuntimeError('this model is broken on purpose')\n"
-STOP_LIMIT_S = 5.0
+STOP_LIMIT_S = 15.0
+"""For what takes some 2 s, however busy the machine is; the sleeper would sleep for longer."""
 
 
 def write_model(repository: Path, name: str, source: str) -> Path:
@@ -211,6 +213,22 @@ def test_arguments_are_safe_by_default_and_leave_out_what_the_server_does_not_kn
     assert {"--model-control-mode=explicit", "--load-model=a", "--load-model=b"} <= set(arguments)
 
 
+def test_only_headers_that_models_know_are_forwarded(tmp_path: Path) -> None:
+    known = frozenset({"http-header-forward-pattern", "grpc-header-forward-pattern"})
+
+    def patterns(config: ServeConfig) -> list[str]:
+        arguments = server_arguments(config, known, tmp_path, (1, 2, 3), "quire-x-")
+        return [argument.partition("=")[2] for argument in arguments]
+
+    both = patterns(ServeConfig(repositories=(tmp_path,)))
+    assert len(both) == 2 and both[0] == both[1]
+    for name in ("X-Quire-Tenant", "x-tenant-id", "X-QUIRE-PRIORITY", "x-quire-cache-salt"):
+        assert re.fullmatch(both[0], name)
+    for name in ("Authorization", "Cookie", "x-quire-tenant-2", "my-x-tenant-id"):
+        assert not re.fullmatch(both[0], name)
+    assert patterns(ServeConfig(repositories=(tmp_path,), forward_headers="")) == ["", ""]
+
+
 @pytest.fixture(scope="module")
 def wheel_server() -> TritonServer:
     server = tritonserver.find()
@@ -351,3 +369,11 @@ def test_healthcheck_without_a_server_is_one_line_and_status_1() -> None:
     assert result.exit_code == 1
     assert result.output.startswith(f"quire: generator at {url} is NOT healthy: ")
     assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("image", ["cpu", "gpu"])
+def test_the_images_forward_the_same_headers(image: str) -> None:
+    """They start tritonserver without us."""
+    text = (Path(__file__).parents[2] / "docker" / f"Dockerfile.{image}").read_text("utf-8")
+    for protocol in ("http", "grpc"):
+        assert f'"--{protocol}-header-forward-pattern={FORWARDED_HEADERS}"' in text

@@ -12,7 +12,7 @@ import pytest
 
 from quire import tritonserver
 from quire.errors import ConfigError
-from tests import rows, status
+from tests import groups, rows, status
 from tests.rows import ROOT, RowResult, load_features
 
 pytest_plugins = ["pytester"]
@@ -59,6 +59,20 @@ def run_sample(pytester: pytest.Pytester, *arguments: str, source: str = SAMPLE)
 def repository_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
+def test_several_processes_make_the_same_report(pytester: pytest.Pytester, tmp_path: Path) -> None:
+    alone, shared = tmp_path / "alone.json", tmp_path / "shared.json"
+    run_sample(pytester, f"--row-report={alone}")
+    processes = ("-p", "xdist", "-n", "2")
+    run_sample(pytester, f"--row-report={shared}", *processes)
+    assert rows.load_report(shared) == rows.load_report(alone)
+
+
+def test_files_that_start_the_server_are_one_group() -> None:
+    names = ("tests/e2e/test_generate.py", "tests/fault/test_engine_death.py", "tests/unit/test_serve.py")
+    assert {groups.group_of(name) for name in names} == {groups.SERVER}
+    assert groups.group_of("tests/unit/test_config.py") == "tests/unit/test_config.py"
 
 
 def test_a_report_has_every_row_with_the_outcomes_of_its_tests(

@@ -1,0 +1,37 @@
+"""Which tests may run beside each other when several processes share them (`make test`, pytest-xdist).
+
+All files with tests that start the real server are one group, so that no two servers fight for the cores;
+each other file is a group, so that what its tests share is made once.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SERVER = "server"
+_SIGNS = ("mark.server", "serve_repository")
+"""Whoever starts the server uses this mark or this fixture."""
+
+
+@functools.cache
+def group_of(path: str) -> str:
+    """Of a test file, named as in node ids."""
+    file = ROOT / path
+    text = file.read_text("utf-8") if file.is_file() else ""
+    return SERVER if any(sign in text for sign in _SIGNS) else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid.partition("::")[0])
+
+    return Groups(config, log)

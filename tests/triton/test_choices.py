@@ -1,0 +1,277 @@
+"""Several choices, commands and refusals between a scripted engine and Triton's senders.
+
+The engine loop, its socket and the responder are real; what the engine core brings is written down here.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.fixtures import fake_pb_utils
+
+fake_pb_utils.install()
+
+from quire.config import EngineConfig  # noqa: E402
+from quire.errors import InvalidArgumentError, UnavailableError  # noqa: E402
+from quire.outputs import EngineCoreOutput, TokenLogprobs  # noqa: E402
+from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.scheduling_params import SchedulingParams  # noqa: E402
+from quire.triton import request_handle  # noqa: E402
+from quire.triton.request_handle import RequestHandle  # noqa: E402
+from quire.triton.request_parser import ParsedRequest  # noqa: E402
+from quire_ensemble.tokenizer import Tokenizer  # noqa: E402
+from tests.fixtures.checkpoints import write_tokenizer  # noqa: E402
+from tests.fixtures.frontend import Frontend  # noqa: E402
+
+OUTPUTS = frozenset(
+    {"text_output", "output_ids", "finish_reason", "index", "num_cached_tokens", "cumulative_logprob"}
+)
+
+
+class ScriptedCore:
+    """Stands where an EngineCore does: `steps` are what its steps bring, `seen` what it was told."""
+
+    max_model_len, vocab_size, trace = 64, 600, None
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.runner = SimpleNamespace(
+            hidden_size=8,
+            takes_position_ids=False,
+            num_blocks=8,
+            kv_cache_bytes=0,
+            dtype="float32",
+            device="cpu",
+        )
+        self.scheduler = SimpleNamespace(find=lambda external_id: ["t-1"] if external_id == "known" else [])
+        self.steps: queue.SimpleQueue[list[EngineCoreOutput]] = queue.SimpleQueue()
+        self.seen: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.refusal: Exception | None = None
+        self.open_choices: dict[str, int] = {}
+
+    def add_request(self, request_id: str, ids: list[int], params: SamplingParams, **options: Any) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.open_choices[request_id] = params.n
+        self.seen.put(("add", request_id, options))
+
+    def abort(self, ids: Any, reason: Any) -> list[EngineCoreOutput]:
+        """As the engine: an output for each choice that was still open, none for the rest."""
+        outputs = []
+        for full_id in ids:
+            request_id, _, index = full_id.partition("#")
+            self.seen.put(("abort", full_id, str(reason)))
+            left = [int(index)] if index else range(self.open_choices.pop(request_id, 0))
+            outputs += [EngineCoreOutput(request_id, finish_reason=str(reason), index=i) for i in left]
+        return outputs
+
+    def control(self, command: dict[str, Any]) -> dict[str, Any]:
+        if command["command"] != "reset":
+            raise InvalidArgumentError("cache_control", f"unknown command {command['command']!r}")
+        return {"num_blocks": 5}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.open_choices)
+
+    def step(self, meanwhile: Any = None) -> list[EngineCoreOutput]:
+        try:
+            return self.steps.get(timeout=0.005)
+        except queue.Empty:
+            return []
+
+    def stats(self) -> Any:
+        return SimpleNamespace(__slots__=())
+
+
+class Harness(Frontend):
+    """Over a ScriptedCore."""
+
+    core: ScriptedCore
+
+    def __init__(self, directory: Path, tokenizer: Any = None, **options: Any) -> None:
+        config = EngineConfig.from_mapping({"model": "fake", "cancel_poll_ms": 10, **options})
+        super().__init__(directory, config, ScriptedCore(config), tokenizer)
+
+    def submit(
+        self, params: SamplingParams, *, stream: bool = True, name: str = "t-1", **options: Any
+    ) -> fake_pb_utils.ResponseSender:
+        sender = fake_pb_utils.ResponseSender()
+        parsed = ParsedRequest([1, 2], params, "known", OUTPUTS, OUTPUTS, stream=stream, **options)
+        self.responder.submit(RequestHandle(sender, name, "known"), parsed)
+        return sender
+
+    def command(self, **fields: Any) -> fake_pb_utils.ResponseSender:
+        sender = fake_pb_utils.ResponseSender()
+        outputs = frozenset({"text_output", "finish_reason"})
+        parsed = ParsedRequest([], SamplingParams(), "known", outputs, outputs, **fields)
+        self.responder.submit(RequestHandle(sender, "command", "known"), parsed)
+        return sender
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    harness = Harness(tmp_path)
+    yield harness
+    harness.close()
+
+
+def tokens(index: int, *ids: int, **fields: Any) -> EngineCoreOutput:
+    return EngineCoreOutput("t-1", list(ids), index=index, **fields)
+
+
+def read(sender: fake_pb_utils.ResponseSender, name: str) -> list[Any]:
+    assert sender.final.wait(10), "no FINAL"
+    values = [response.tensors[name] for response in sender.responses]
+    return [v[0].decode() if v.dtype == object else v.tolist() for v in values]
+
+
+def by_choice(sender: fake_pb_utils.ResponseSender) -> dict[int, tuple[list[int], list[str]]]:
+    """Per choice: its token ids and its finish reasons."""
+    found: dict[int, tuple[list[int], list[str]]] = {}
+    names = ("index", "output_ids", "finish_reason")
+    for (index,), ids, reason in zip(*(read(sender, name) for name in names), strict=True):
+        entry = found.setdefault(index, ([], []))
+        entry[0].extend(ids)
+        entry[1].extend([reason] if reason else [])
+    return found
+
+
+@pytest.mark.row("A16", part="responses carry their choice's index, the last one FINAL")
+def test_choices_keep_apart_and_the_last_end_is_final(harness: Harness) -> None:
+    sender = harness.submit(SamplingParams(n=3))
+    harness.core.steps.put([tokens(0, 10, num_cached_tokens=16), tokens(1, 20), tokens(2, 30)])
+    assert sender.first.wait(10)
+    harness.core.steps.put([tokens(1, 21, finish_reason="stop"), tokens(0, 11), tokens(2, 31)])
+    harness.core.steps.put([tokens(0, 12, finish_reason="length"), tokens(2, 32)])
+    assert not sender.final.is_set()
+    harness.core.steps.put([tokens(2, 33, finish_reason="timeout")])
+    assert by_choice(sender) == {
+        0: ([10, 11, 12], ["length"]),
+        1: ([20, 21], ["stop"]),
+        2: ([30, 31, 32, 33], ["timeout"]),
+    }
+    assert read(sender, "num_cached_tokens")[0] == [16]
+    assert not harness.loop._owners, "the engine's process forgets the request with its last choice"
+
+
+def test_without_streaming_each_choice_is_one_response(harness: Harness) -> None:
+    sender = harness.submit(SamplingParams(n=2), stream=False)
+    harness.core.steps.put([tokens(0, 10), tokens(1, 20)])
+    harness.core.steps.put([tokens(1, 21, finish_reason="stop"), tokens(0, 11)])
+    harness.core.steps.put([tokens(0, 12, finish_reason="length")])
+    assert by_choice(sender) == {0: ([10, 11, 12], ["length"]), 1: ([20, 21], ["stop"])}
+    assert len(sender.responses) == 2
+
+
+def test_the_sum_of_log_probabilities_is_the_engines_or_ours(harness: Harness) -> None:
+    sender = harness.submit(SamplingParams(n=2, logprobs=0), stream=False)
+
+    def entry(token_id: int, value: float) -> list[TokenLogprobs]:
+        return [TokenLogprobs([token_id], [value])]
+
+    harness.core.steps.put([tokens(0, 10, logprobs=entry(10, -0.5)), tokens(1, 20, logprobs=entry(20, -1.0))])
+    last = {"finish_reason": "length", "logprobs": entry(11, -0.25)}
+    harness.core.steps.put([tokens(0, 11, **last), tokens(1, 21, cumulative_logprob=-3.0, **last)])
+    sums = dict(zip((i for (i,) in read(sender, "index")), read(sender, "cumulative_logprob"), strict=True))
+    assert sums == {0: [-0.75], 1: [-3.0]}
+
+
+def test_a_stop_string_ends_its_choice_alone(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    harness = Harness(tmp_path, tokenizer.hf)
+    try:
+        sender = harness.submit(SamplingParams(n=2, stop=("b",)))
+        assert harness.core.seen.get(timeout=10)[0] == "add"
+        a, b = (tokenizer.hf.encode(letter, add_special_tokens=False) for letter in "ab")
+        harness.core.steps.put([tokens(0, *a), tokens(1, *a, *b)])
+        assert harness.core.seen.get(timeout=10) == ("abort", "t-1#1", "stop")
+        harness.core.steps.put([tokens(1, *a), tokens(0, *a)])
+        harness.core.steps.put([tokens(0, *b)])
+        assert harness.core.seen.get(timeout=10) == ("abort", "t-1", "stop")
+        assert {index: reasons for index, (_, reasons) in by_choice(sender).items()} == {
+            0: ["stop"],
+            1: ["stop"],
+        }
+        texts: dict[int, str] = {}
+        for (index,), text in zip(read(sender, "index"), read(sender, "text_output"), strict=True):
+            texts[index] = texts.get(index, "") + text
+        assert texts == {0: "aa", 1: "a"}
+    finally:
+        harness.close()
+
+
+@pytest.mark.parametrize("by", ["client", "id"])
+def test_cancelling_ends_every_choice(harness: Harness, by: str) -> None:
+    sender = harness.submit(SamplingParams(n=3))
+    harness.core.steps.put([tokens(0, 10), tokens(1, 20), tokens(2, 30)])
+    assert sender.first.wait(10)
+    if by == "client":
+        sender.cancelled = True
+        assert sender.final.wait(10)
+        assert sender.responses[-1].error.code() == fake_pb_utils.TritonError.CANCELLED
+    else:
+        assert harness.command(cancel=True).final.wait(10)
+        ends = {index: reasons for index, (_, reasons) in by_choice(sender).items()}
+        assert ends == {index: ["cancelled"] for index in range(3)}
+    assert harness.core.seen.get(timeout=10)[0] == "add"
+    assert harness.core.seen.get(timeout=10) == ("abort", "t-1", "cancelled")
+
+
+def test_an_error_ends_every_choice_once(harness: Harness) -> None:
+    """The engine tells it without a choice's index, and choice 0 may have ended before."""
+    sender = harness.submit(SamplingParams(n=2))
+    harness.core.steps.put([tokens(0, 10, finish_reason="stop"), tokens(1, 20)])
+    assert sender.first.wait(10)
+    failed = tokens(0, finish_reason="error", error="the logits are not finite", error_code="INTERNAL")
+    harness.core.steps.put([failed])
+    assert sender.final.wait(10)
+    assert sender.responses[-1].error.message() == "the logits are not finite"
+    assert harness.core.seen.get(timeout=10)[:2] == ("add", "t-1")
+    other = harness.submit(SamplingParams(), name="t-2")
+    assert harness.core.seen.get(timeout=10)[:2] == ("add", "t-2")
+    harness.core.steps.put([EngineCoreOutput("t-2", [7], "stop")])
+    assert by_choice(other) == {0: ([7], ["stop"])}
+
+
+@pytest.mark.row("B13", part="UNAVAILABLE with the time of the next attempt, in words and as a parameter")
+@pytest.mark.parametrize("has_parameters", [True, False])
+def test_a_refusal_says_when_to_try_again(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, has_parameters: bool
+) -> None:
+    """Responses have parameters from release 25.02 on."""
+    monkeypatch.setattr(request_handle, "_HAS_PARAMETERS", has_parameters)
+    sender = fake_pb_utils.ResponseSender()
+    error = UnavailableError("tenant 'a': 100 tokens per minute are used up", retry_after_s=2.25)
+    harness.responder.refuse(RequestHandle(sender, "t-9", ""), error)
+    assert sender.final.wait(10)
+    (response,) = sender.responses
+    assert response.error.code() == fake_pb_utils.TritonError.UNAVAILABLE
+    assert response.error.message().endswith("used up; retry after 2.2 s")
+    assert response.parameters == ({"retry_after": 3} if has_parameters else {})
+
+
+def test_scheduling_crosses_to_the_engine(harness: Harness) -> None:
+    scheduling = SchedulingParams(priority=-3, tenant="a", pin=True, deadline=12.5)
+    harness.submit(SamplingParams(), scheduling=scheduling, arrived_at=4.5)
+    _, request_id, options = harness.core.seen.get(timeout=10)
+    assert request_id == "t-1"
+    assert (options["scheduling"], options["arrival_time"]) == (scheduling, 4.5)
+
+
+@pytest.mark.row("C8", part="a command's answer comes as JSON, its refusal as an error")
+def test_a_cache_command_is_answered_or_refused(harness: Harness) -> None:
+    answer = harness.command(cache_control={"command": "reset"})
+    assert [json.loads(text) for text in read(answer, "text_output")] == [{"num_blocks": 5}]
+    refused = harness.command(cache_control={"command": "burn"})
+    assert refused.final.wait(10)
+    assert refused.responses[0].error.code() == fake_pb_utils.TritonError.INVALID_ARG
+    assert "unknown command 'burn'" in refused.responses[0].error.message()

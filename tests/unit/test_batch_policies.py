@@ -1,0 +1,215 @@
+"""What a step may hold: static batches, the three batch policies, the interval and the ratio knob."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from quire.config import BATCH_POLICIES, EngineConfig
+from quire.core.trace import SchedulerTrace
+from quire.simulator.cost import PRESETS
+from quire.simulator.simulate import Simulator
+from quire.simulator.workload import Lengths, Workload
+from tests.fixtures.fake_engine import FakeEngine
+
+PROMPTS = {f"r{index}": 2 + 11 * index % 60 for index in range(40)}
+LENGTHS = {f"r{index}": 3 + 7 * index % 25 for index in range(40)} | {"r0": 90}
+
+Record = dict[str, Any]
+
+
+def run(every: int = 1, **limits: Any) -> tuple[FakeEngine, list[Record]]:
+    """40 requests that arrive by twos and threes every so many steps, and the trace of all steps."""
+    trace = SchedulerTrace()
+    engine = FakeEngine(num_blocks=2000, trace=trace, **{"max_num_batched_tokens": 48, **limits})
+    waiting = list(PROMPTS)
+    while waiting or engine.scheduler.has_unfinished():
+        if engine.runner.num_steps % every == 0:
+            for name in waiting[: 2 + engine.runner.num_steps % 2]:
+                engine.add(name, PROMPTS[name], LENGTHS[name])
+                waiting.remove(name)
+        assert not engine.step().is_empty
+    engine.check_outputs()
+    return engine, trace.records
+
+
+def parts(record: Record) -> tuple[set[str], set[str]]:
+    """Requests of a step whose prompts are computed, and those that decode: also of a prompt's last token."""
+    prompts = {name for name, computed, count in record["scheduled"] if count > 1 or computed == 0}
+    return prompts, {name for name, _, _ in record["scheduled"]} - prompts
+
+
+def joins(records: list[Record]) -> dict[int, tuple[int, int, int]]:
+    """By step in which requests join: how many, how many waited and how many ran when it was planned."""
+    found = {}
+    num_running = num_waiting = 0
+    for record in records:
+        num_waiting += len(record["arrivals"])
+        num_joined = sum(computed == 0 for _, computed, _ in record["scheduled"])
+        if num_joined:
+            found[record["step"]] = num_joined, num_waiting, num_running
+        num_running, num_waiting = record["num_running"], record["num_waiting"]
+    return found
+
+
+@pytest.mark.row("B3")
+def test_static_batches_begin_when_the_last_request_has_ended() -> None:
+    static, records = run(scheduler="static", max_num_seqs=8)
+    assert all(num_running == 0 for _, _, num_running in joins(records).values())
+    assert sum(joined for joined, _, _ in joins(records).values()) == 40
+    continuous, others = run(max_num_seqs=8)
+    assert any(num_running > 0 for _, _, num_running in joins(others).values())
+    assert static.outputs == continuous.outputs
+    assert len(records) > 1.3 * len(others), "seats stand empty while the longest request runs"
+
+
+@pytest.mark.row("B3")
+def test_the_gap_between_static_and_continuous_batches() -> None:
+    arrivals = Workload(num_requests=150, rate=60.0, output=Lengths(60, 0.8, 4, 300)).arrivals()
+    figures = {}
+    for scheduler in ("static", "continuous"):
+        settings = {"num_blocks": 4000, "max_num_seqs": 16, "scheduler": scheduler}
+        config = EngineConfig.from_mapping(settings)
+        figures[scheduler] = Simulator(config, arrivals, PRESETS["h100-8b"]).run().as_dict()
+    static, continuous = figures["static"], figures["continuous"]
+    assert continuous["output_tokens_per_s"] > 1.5 * static["output_tokens_per_s"]
+    assert continuous["ttft_s"]["p50"] < 0.5 * static["ttft_s"]["p50"]
+
+
+@pytest.mark.row("B5")
+def test_three_policies_compose_their_steps_differently_and_give_the_same_outputs() -> None:
+    outputs = {}
+    for policy in BATCH_POLICIES:
+        engine, records = run(batch_policy=policy, max_num_seqs=12)
+        outputs[policy] = engine.outputs
+        mixed = sum(all(parts(record)) for record in records)
+        if policy == "mixed":
+            assert mixed > 10
+            assert_decodes_are_never_left_out(records)
+        elif policy == "prefill_first":
+            assert mixed == 0
+            assert_no_decode_while_a_prompt_could_be_computed(records)
+        else:
+            assert mixed == 0
+            assert_no_prompt_while_something_decodes(records)
+    assert outputs["mixed"] == outputs["prefill_first"] == outputs["decode_first"]
+    assert {name: len(tokens) for name, tokens in outputs["mixed"].items()} == LENGTHS
+
+
+def decoding(records: list[Record]) -> list[set[str]]:
+    """Before each step, the requests that decode."""
+    found, now = [], set[str]()
+    for record in records:
+        found.append(set(now))
+        now |= {
+            name for name, computed, count in record["scheduled"] if computed + count >= PROMPTS[name] - 1
+        }
+        now -= {end["id"] for end in record["finished"]}
+    return found
+
+
+def assert_decodes_are_never_left_out(records: list[Record]) -> None:
+    for record, expected in zip(records, decoding(records), strict=True):
+        assert parts(record)[1] == expected
+
+
+def assert_no_decode_while_a_prompt_could_be_computed(records: list[Record]) -> None:
+    begun: set[str] = set()
+    num_running = num_waiting = num_held_back = 0
+    for record, decodes in zip(records, decoding(records), strict=True):
+        num_waiting += len(record["arrivals"])
+        could_join = num_waiting > 0 and num_running < 12
+        if parts(record)[1]:
+            assert parts(record)[1] == decodes and not could_join and begun <= decodes
+        else:
+            num_held_back += bool(decodes)
+        begun |= {name for name, _, _ in record["scheduled"]}
+        begun -= {end["id"] for end in record["finished"]}
+        num_running, num_waiting = record["num_running"], record["num_waiting"]
+    assert num_held_back > 5, "no decode ever waited for a prompt"
+
+
+def assert_no_prompt_while_something_decodes(records: list[Record]) -> None:
+    num_held_back = num_waiting = 0
+    for record, decodes in zip(records, decoding(records), strict=True):
+        num_waiting += len(record["arrivals"])
+        assert parts(record)[1] == decodes
+        num_held_back += bool(decodes and num_waiting)
+        num_waiting = record["num_waiting"]
+    assert num_held_back > 10, "no prompt ever waited for a decode"
+
+
+@pytest.mark.row("B5")
+def test_what_the_policies_trade() -> None:
+    # At one load; benchmarks/scheduler_sim.py has the table over all.
+    arrivals = Workload(
+        num_requests=120, rate=12.0, prompt=Lengths(800, 0.5, 100, 2000), output=Lengths(100, 0.5, 10, 300)
+    ).arrivals()
+    figures = {}
+    for policy in BATCH_POLICIES:
+        settings = {"num_blocks": 8000, "max_num_seqs": 64, "batch_policy": policy}
+        if policy == "decode_first":
+            settings["schedule_interval"] = 16
+        config = EngineConfig.from_mapping(settings)
+        figures[policy] = Simulator(config, arrivals, PRESETS["h100-8b"]).run().as_dict()
+    ttft = {policy: figures[policy]["ttft_s"]["p50"] for policy in BATCH_POLICIES}
+    tpot = {policy: figures[policy]["tpot_s"]["p50"] for policy in BATCH_POLICIES}
+    stall = {policy: figures[policy]["itl_s"]["p99"] for policy in BATCH_POLICIES}
+    assert ttft["prefill_first"] <= ttft["mixed"] < ttft["decode_first"]
+    assert tpot["decode_first"] < tpot["mixed"] < tpot["prefill_first"]
+    assert stall["mixed"] < 0.5 * stall["prefill_first"]
+
+
+@pytest.mark.row("B6")
+def test_interval_requests_join_every_16_steps() -> None:
+    engine, records = run(3, schedule_interval=16, max_num_seqs=64, max_num_batched_tokens=2048)
+    found = joins(records)
+    steps = list(found)
+    idle = [step for step, (_, _, num_running) in found.items() if num_running == 0]
+    gaps = [after - before for before, after in itertools.pairwise(steps) if after not in idle]
+    assert len(gaps) >= 2 and set(gaps) == {16}, (steps, idle)
+    assert all(joined == num_waiting for joined, num_waiting, _ in found.values())
+    assert engine.outputs == run()[0].outputs
+
+
+@pytest.mark.row("B6")
+def test_ratio_requests_join_when_more_than_so_many_wait_per_running_one() -> None:
+    engine, records = run(waiting_running_ratio=1.2, max_num_seqs=64, max_num_batched_tokens=512)
+    found = joins(records)
+    num_running = num_waiting = num_held_back = num_let_in = 0
+    for record in records:
+        num_waiting += len(record["arrivals"])
+        if num_waiting:
+            due = num_running == 0 or num_waiting > 1.2 * num_running
+            assert (record["step"] in found) == due, (record["step"], num_waiting, num_running)
+            num_held_back += not due
+            num_let_in += due and num_running > 0
+        num_running, num_waiting = record["num_running"], record["num_waiting"]
+    assert num_held_back > 5 and num_let_in > 2
+    assert engine.outputs == run()[0].outputs
+
+
+@pytest.mark.row("B6")
+def test_interval_and_ratio_together_are_whichever_comes_first() -> None:
+    _, records = run(
+        3, schedule_interval=10, waiting_running_ratio=1.2, max_num_seqs=64, max_num_batched_tokens=512
+    )
+    last, by_interval, by_ratio = 0, 0, 0
+    for step, (_, num_waiting, num_running) in joins(records).items():
+        if num_running:
+            by_ratio += num_waiting > 1.2 * num_running
+            by_interval += num_waiting <= 1.2 * num_running and step - last == 10
+            assert num_waiting > 1.2 * num_running or step - last == 10
+        last = step
+    assert by_ratio > 0 and by_interval > 0
+
+
+@pytest.mark.row("B6")
+def test_with_decode_first_the_knobs_say_when_prompts_are_computed() -> None:
+    engine, records = run(batch_policy="decode_first", schedule_interval=16, max_num_batched_tokens=512)
+    steps = [record["step"] for record in records if parts(record)[0] and parts(record)[1]]
+    last = {step: max([s for s in joins(records) if s < step], default=0) for step in steps}
+    assert len(steps) >= 2 and all(step - last[step] == 16 for step in steps)
+    assert engine.outputs == run()[0].outputs

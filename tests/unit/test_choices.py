@@ -1,0 +1,230 @@
+"""Several sequences of one request: choices that share the prompt's blocks, and the best of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.errors import InvalidArgumentError
+from quire.outputs import EngineCoreOutput, SchedulerOutput
+from quire.request import FinishReason, Request
+from quire.sampling_params import SamplingParams, choice_seed
+from tests.fixtures.fake_engine import FakeEngine
+from tests.fixtures.fake_runner import generate_alone, generate_ranked_alone
+
+PROMPT = list(range(10, 24))  # three and a half blocks of four
+
+
+def add(engine: FakeEngine, request_id: str, max_tokens: int = 12, **options: Any) -> Request:
+    return engine.add(
+        request_id, 0, max_tokens, **{"prompt": PROMPT, "temperature": 1.0, "seed": 5, **options}
+    )
+
+
+def copies(plans: list[SchedulerOutput]) -> list[tuple[int, int]]:
+    return [pair for plan in plans for pair in plan.block_copies]
+
+
+@pytest.mark.row("A16")
+@pytest.mark.row("C4")
+def test_four_choices_use_the_blocks_of_the_prompt_once() -> None:
+    engine = FakeEngine(block_size=4)
+    request = add(engine, "a", n=4)
+    first = engine.step()
+    assert [row.num_scheduled_tokens for row in first.scheduled] == [14], "one prefill"
+    tables = [engine.kv.block_ids(one)[0] for one in engine.scheduler._running]
+    assert len(tables) == 4
+    prompt_blocks = tables[0][:3]
+    assert all(table[:3] == prompt_blocks for table in tables)
+    assert [engine.kv.pool.ref_count(block_id) for block_id in prompt_blocks] == [4, 4, 4]
+    assert len({table[3] for table in tables}) == 4
+    assert engine.kv.num_blocks - engine.kv.num_free_blocks == 3 + 4
+
+    plans = [first, *engine.run()]
+    # Only the last block, which is not full, is copied: once for each choice but the first.
+    assert copies(plans) == [(tables[0][3], table[3]) for table in tables[1:]]
+    assert engine.runner.num_computed_tokens == 14 + 4 * 11
+    engine.check_outputs()
+    assert len({tuple(engine.outputs[name]) for name in ("a", "a#1", "a#2", "a#3")}) == 4
+    assert request.num_preemptions == 0 and engine.kv.num_free_blocks == engine.kv.num_blocks
+
+
+@pytest.mark.row("A16")
+def test_each_choice_is_what_a_request_of_its_own_seed_gets() -> None:
+    together, alone = FakeEngine(), FakeEngine()
+    add(together, "a", n=4, ignore_eos=False)
+    for index in range(4):
+        add(alone, f"b{index}", seed=choice_seed(5, index), ignore_eos=False)
+    together.run()
+    alone.run()
+    for index in range(4):
+        name = f"a#{index}" if index else "a"
+        assert together.outputs[name] == alone.outputs[f"b{index}"]
+        assert together.reasons[name] == alone.reasons[f"b{index}"]
+
+
+@pytest.mark.row("A16")
+def test_choices_end_one_by_one() -> None:
+    """A choice that ends gives its seat and its own blocks back while the others go on."""
+    engine = FakeEngine(max_num_seqs=4)
+    lengths = {}
+    for seed in range(100):
+        alone = SamplingParams(max_tokens=60, seed=seed, temperature=1.0)
+        ends = [len(generate_alone(PROMPT, alone, 4096, index)[0]) for index in range(4)]
+        if len(set(ends)) == 4:
+            lengths = dict(enumerate(ends))
+            break
+    request = add(engine, "a", 60, n=4, seed=seed, ignore_eos=False)
+    ended_at: dict[int, int] = {}
+    step = 0
+    while engine.scheduler.has_unfinished():
+        engine.step()
+        step += 1
+        for index in range(4):
+            if (f"a#{index}" if index else "a") in engine.reasons:
+                ended_at.setdefault(index, step)
+        assert len(engine.scheduler._running) == 4 - len(ended_at)
+    assert ended_at == lengths
+    engine.check_outputs()
+    assert request.is_finished
+
+
+@pytest.mark.row("C4")
+def test_a_prompt_of_full_blocks_is_shared_without_a_copy() -> None:
+    engine = FakeEngine(block_size=7)
+    add(engine, "a", n=4)
+    assert copies(engine.run()) == []
+    engine.check_outputs()
+
+
+def test_choices_that_end_with_their_first_token_copy_nothing() -> None:
+    engine = FakeEngine(num_blocks=6)
+    add(engine, "a", 1, n=4)
+    assert copies([*engine.run(), engine.step()]) == []
+    engine.check_outputs()
+    assert engine.kv.num_free_blocks == engine.kv.num_blocks
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_choice_that_is_stopped_ends_alone(overlap: bool) -> None:
+    engine = FakeEngine(overlap=overlap)
+    add(engine, "a", n=3)
+    for _ in range(3):
+        engine.step()
+    (output,) = engine.scheduler.abort(["a#1"], FinishReason.STOP)
+    assert (output.request_id, output.index, output.finish_reason) == ("a", 1, "stop")
+    (output,) = engine.scheduler.abort(["a#0"], FinishReason.STOP)
+    assert (output.request_id, output.index) == ("a", 0)
+    engine.reasons |= {"a": "stop", "a#1": "stop"}
+    engine.run()
+    assert engine.outputs["a#2"] == generate_alone(PROMPT, engine.requests["a"].sampling_params, 4096, 2)[0]
+    assert engine.kv.num_free_blocks == engine.kv.num_blocks
+
+
+def run_ranked(engine: FakeEngine) -> list[EngineCoreOutput]:
+    """Runs to the end; returns all outputs of the requests."""
+    outputs: list[EngineCoreOutput] = []
+    collect = engine.collect
+    engine.collect = lambda new: (outputs.extend(new), collect(new))[1]  # type: ignore[method-assign]
+    engine.run()
+    return outputs
+
+
+@pytest.mark.row("A16")
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_the_best_choices_come_at_the_end_and_in_order(overlap: bool, ignore_eos: bool) -> None:
+    engine = FakeEngine(overlap=overlap)
+    for seed in range(8):
+        add(engine, f"r{seed}", 30, n=2, best_of=5, seed=seed, ignore_eos=ignore_eos)
+    outputs = run_ranked(engine)
+    assert [output.index for output in outputs] == [0, 1] * 8, "nothing but whole results, best first"
+    assert all(output.finish_reason for output in outputs)
+    engine.check_outputs()
+    for name, request in engine.requests.items():
+        expected = generate_ranked_alone(PROMPT, request.sampling_params, 4096)
+        sums = [engine.sums[name], engine.sums[f"{name}#1"]]
+        assert sums == pytest.approx([total for _, _, total in expected])
+        means = [total / len(tokens) for tokens, _, total in expected]
+        assert means[0] >= means[1]
+
+
+def test_best_of_asks_for_log_probabilities_and_keeps_them_to_itself() -> None:
+    engine = FakeEngine()
+    add(engine, "a", n=1, best_of=3)
+    add(engine, "b", n=1, best_of=3, logprobs=0)
+    outputs = {output.request_id: output for output in run_ranked(engine)}
+    assert outputs["a"].logprobs is None
+    logprobs = outputs["b"].logprobs
+    assert logprobs is not None and [e.token_ids[0] for e in logprobs] == outputs["b"].new_token_ids
+    assert outputs["b"].cumulative_logprob == pytest.approx(sum(e.logprobs[0] for e in logprobs))
+    assert outputs["a"].new_token_ids == outputs["b"].new_token_ids
+
+
+def test_the_highest_mean_wins_over_the_highest_sum() -> None:
+    for seed in range(200):
+        params = SamplingParams(max_tokens=40, seed=seed, temperature=1.0, n=3, best_of=4)
+        ranked = generate_ranked_alone(PROMPT, params, 4096)
+        if max(ranked, key=lambda one: one[2]) is not ranked[0]:
+            break
+    engine = FakeEngine()
+    add(engine, "a", 40, n=3, best_of=4, seed=seed, ignore_eos=False)
+    engine.run()
+    assert engine.sums["a"] < max(engine.sums["a#1"], engine.sums["a#2"])
+    engine.check_outputs()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("caching", [False, True])
+def test_best_of_survives_preemption_chunks_and_a_tiny_pool(overlap: bool, caching: bool) -> None:
+    engine = FakeEngine(
+        num_blocks=11,
+        max_num_seqs=6,
+        max_num_batched_tokens=8,
+        overlap=overlap,
+        cache={"enable_prefix_caching": caching},
+    )
+    for seed in range(6):
+        add(engine, f"r{seed}", 20, n=2, best_of=4, seed=seed, ignore_eos=False, min_tokens=5)
+    engine.run()
+    engine.check_outputs()
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.kv.num_free_blocks == engine.kv.num_blocks
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_an_abort_ends_each_result_once(num_steps: int) -> None:
+    engine = FakeEngine(max_num_seqs=8)
+    add(engine, "a", n=2, best_of=4, external_id="x")
+    for _ in range(num_steps):
+        engine.step()
+    if num_steps:
+        assert engine.scheduler.find("x") == ["a"]
+    outputs = engine.abort("a")
+    assert [(o.index, o.finish_reason, o.new_token_ids) for o in outputs] == [
+        (0, "cancelled", []),
+        (1, "cancelled", []),
+    ]
+    assert not engine.scheduler.has_unfinished() and engine.scheduler.find("x") == []
+    engine.step()
+    assert not engine.runner.rows and engine.kv.num_free_blocks == engine.kv.num_blocks
+
+
+def test_a_failed_row_ends_all_choices() -> None:
+    engine = FakeEngine()
+    add(engine, "a", n=2, best_of=3)
+    engine.step()
+    plan = engine.scheduler.schedule()
+    result = engine.runner.execute(plan)
+    result.errors["a#2"] = "no finite logit"
+    (output,) = engine.scheduler.update(plan, result)
+    assert output.error == "no finite logit" and output.request_id == "a"
+    assert not engine.scheduler.has_unfinished()
+
+
+def test_more_sequences_than_seats_are_refused_by_name() -> None:
+    engine = FakeEngine(max_num_seqs=4)
+    for name, options in {"n": {"n": 5}, "best_of": {"best_of": 5}}.items():
+        with pytest.raises(InvalidArgumentError, match=name):
+            add(engine, name, **options)

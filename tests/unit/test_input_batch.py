@@ -1,0 +1,142 @@
+"""InputBatch: what it keeps of the requests, and the flat tensors it makes of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from quire.outputs import NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.sampling_params import SamplingParams, choice_seed
+from quire.worker.input_batch import InputBatch, StepInputs
+
+BLOCK_SIZE = 4
+
+
+def batch(num_groups: int = 1, max_num_seqs: int = 4) -> InputBatch:
+    return InputBatch(max_num_seqs, 32, BLOCK_SIZE, torch.device("cpu"), num_groups)
+
+
+def new(tokens: Sequence[int], **options: object) -> NewRequestData:
+    params = SamplingParams(**options.pop("params", {}))  # type: ignore[arg-type]
+    return NewRequestData(list(tokens), len(tokens), params, **options)  # type: ignore[arg-type]
+
+
+def row(
+    request_id: str,
+    computed: int,
+    count: int,
+    blocks: list[list[int]],
+    *,
+    samples: bool = False,
+    data: NewRequestData | None = None,
+    given: Sequence[int] = (),
+) -> ScheduledRequest:
+    return ScheduledRequest(request_id, computed, count, blocks, samples, data, list(given))
+
+
+def step(inputs: InputBatch, *rows: ScheduledRequest, drop: Sequence[str] = ()) -> StepInputs:
+    total = sum(item.num_scheduled_tokens for item in rows)
+    inputs.update(SchedulerOutput(0, list(rows), list(drop), total))
+    return inputs.prepare(list(rows))
+
+
+def slots_by_hand(blocks: list[int], first: int, count: int) -> list[int]:
+    return [
+        blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+        for position in range(first, first + count)
+    ]
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_each_group_has_its_own_blocks_of_one_batch(num_groups: int) -> None:
+    inputs = batch(num_groups)
+    a = [[10 * group + 1, 10 * group + 2] for group in range(num_groups)]
+    b = [[10 * group + 5] for group in range(num_groups)]
+    made = step(
+        inputs, row("a", 0, 6, a, data=new(range(6))), row("b", 0, 3, b, data=new([7, 8, 9]), samples=True)
+    )
+    assert made.input_ids.tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9]
+    assert made.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert made.sample_indices.tolist() == [8] and made.sample_request_ids == ["b"]
+    assert made.choice_indices is None and len(made.metas) == num_groups
+    for group, meta in enumerate(made.metas):
+        assert meta.block_table.shape == (2, 2) and meta.block_table.is_contiguous()
+        assert meta.block_table[0].tolist() == a[group] and meta.block_table[1, 0] == b[group][0]
+        assert meta.slot_mapping.tolist() == slots_by_hand(a[group], 0, 6) + slots_by_hand(b[group], 0, 3), (
+            "token i lies in block i // block_size of its group"
+        )
+        assert meta.slot_mapping.is_contiguous()
+        assert meta.query_start_loc is made.metas[0].query_start_loc
+        assert meta.plans is not made.metas[0].plans or group == 0
+    # Later steps append.
+    more = [[10 * group + 3] for group in range(num_groups)]
+    inputs.requests["a"].token_ids += [6, 6, 6]
+    made = step(inputs, row("a", 6, 3, more))
+    for group, meta in enumerate(made.metas):
+        assert meta.block_table.tolist() == [[*a[group], *more[group]]]
+        assert meta.slot_mapping.tolist() == slots_by_hand([*a[group], *more[group]], 6, 3)
+
+
+def test_blocks_outside_the_window_become_a_valid_id() -> None:
+    """A prefix hit beyond the window: the scheduler never had the first blocks."""
+    made = step(batch(2), row("a", 9, 2, [[3, 4, 5], [-1, -1, 7]], data=new(range(11))))
+    full, sliding = made.metas
+    assert full.block_table.tolist() == [[3, 4, 5]]
+    assert sliding.block_table.min() >= 0 and sliding.block_table[0, 2] == 7
+    assert sliding.slot_mapping.tolist() == [7 * BLOCK_SIZE + 1, 7 * BLOCK_SIZE + 2]
+
+
+def test_a_request_may_be_dropped_and_come_back_in_one_plan() -> None:
+    """A preempted request that is admitted again: it begins with an empty table, in any row."""
+    inputs = batch(2, max_num_seqs=1)
+    step(inputs, row("a", 0, 5, [[1, 2], [3, 4]], data=new(range(5))))
+    made = step(inputs, row("a", 0, 6, [[8, 9], [6, 5]], data=new(range(6))), drop=["a", "unknown"])
+    assert [meta.block_table.tolist() for meta in made.metas] == [[[8, 9]], [[6, 5]]]
+    assert made.input_ids.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_given_tokens_are_known_before_the_step() -> None:
+    inputs = batch()
+    step(inputs, row("a", 0, 3, [[1]], data=new([4, 5, 6], params={"beam_width": 2}), samples=True))
+    inputs.accept("a", 99)
+    made = step(inputs, row("a", 3, 1, [[]], given=[7], samples=True))
+    assert made.input_ids.tolist() == [7]
+    assert inputs.requests["a"].token_ids == [4, 5, 6, 7], "beam search does not append what was sampled"
+
+
+def test_the_first_draw_of_a_row_has_all_its_choices() -> None:
+    inputs = batch()
+    data = new([4, 5, 6], params={"temperature": 1.0, "seed": 11}, num_choices=3)
+    made = step(
+        inputs,
+        row("a", 0, 3, [[1]], data=data, samples=True),
+        row("b", 0, 1, [[2]], data=new([9]), samples=False),
+        row("c", 0, 2, [[3]], data=new([7, 8]), samples=True),
+    )
+    assert made.sample_request_ids == ["a", "a", "a", "c"]
+    assert made.sample_indices.tolist() == [2, 5], "the logits of a row are computed once"
+    assert made.choice_indices is not None and made.choice_indices.tolist() == [0, 0, 0, 1]
+    assert [drawn.seed for drawn in made.sampling_rows] == [11, choice_seed(11, 1), choice_seed(11, 2), 0]
+    inputs.accept("a", 30)
+    inputs.accept("c", 31)
+    made = step(inputs, row("a", 3, 1, [[]], samples=True), row("c", 2, 1, [[]], samples=True))
+    assert made.sample_request_ids == ["a", "c"] and made.choice_indices is None
+    assert made.input_ids.tolist() == [30, 31] and made.sampling_rows[0].seed == 11
+
+
+def test_choices_wait_for_the_whole_prompt() -> None:
+    inputs = batch()
+    made = step(inputs, row("a", 0, 2, [[1]], data=new([4, 5, 6], num_choices=2)))
+    assert made.sample_request_ids == [] and made.choice_indices is None
+    assert step(inputs, row("a", 2, 1, [[]], samples=True)).sample_request_ids == ["a", "a"]
+
+
+def test_choice_seeds_are_fixed_and_apart() -> None:
+    assert choice_seed(12345, 0) == 12345
+    assert [choice_seed(0, index) for index in (1, 2)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+    # Engine seeds of requests without one are 0x9E37... apart, SplitMix64's own step.
+    seeds = [(7 + 0x9E3779B97F4A7C15 * request) % 2**64 for request in range(200)]
+    made = {choice_seed(seed, index) for seed in seeds for index in range(20)}
+    assert len(made) == 200 * 20 and all(0 <= seed < 2**64 for seed in made)

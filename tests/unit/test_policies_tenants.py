@@ -1,0 +1,198 @@
+"""Tenants in virtual time: parsing, quotas, caps, and what clients that invent names can do."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from quire.core.policies.tenants import MAX_IDLE_TENANTS, TenantLimits, Tenants
+from quire.errors import ConfigError, UnavailableError
+from quire.request import Request
+from quire.sampling_params import SamplingParams
+from quire.scheduling_params import SchedulingParams
+
+
+def make_request(tenant: str, prompt: int = 1, request_id: str = "r") -> Request:
+    return Request(
+        request_id,
+        [1] * prompt,
+        SamplingParams(),
+        scheduling=SchedulingParams(tenant=tenant),
+        arrival_time=0.0,
+    )
+
+
+def make(**limits: object) -> Tenants:
+    return Tenants(json.dumps({name.replace("default", "*"): values for name, values in limits.items()}))
+
+
+def test_limits_of_named_and_unnamed_tenants() -> None:
+    tenants = make(acme={"weight": 3, "tokens_per_minute": 600}, default={"max_running": 2, "weight": 0.5})
+    assert tenants.limits("acme") == TenantLimits(weight=3, tokens_per_minute=600)
+    assert tenants.limits("") == tenants.limits("x") == TenantLimits(weight=0.5, max_running=2)
+    assert (tenants.weight("acme"), tenants.weight("x"), Tenants("").weight("x")) == (3, 0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("{", "tenants is not JSON"),
+        ("[1]", "tenants must be a JSON object"),
+        ('{"a": 3}', "'a' must be an object"),
+        ('{"a": {"wieght": 1}}', "wieght of 'a' is unknown; known keys: weight, tokens_per_minute"),
+        ('{"a": {"weight": 0}}', "weight of 'a' must be above 0"),
+        ('{"a": {"weight": Infinity}}', "weight of 'a' must be above 0 and finite"),
+        ('{"a": {"weight": NaN}}', "weight of 'a' must be above 0 and finite"),
+        ('{"a": {"weight": true}}', "weight of 'a' must be a number"),
+        ('{"*": {"tokens_per_minute": 1.5}}', r"tokens_per_minute of '\*' must be an integer"),
+        ('{"a": {"max_running": 0}}', "max_running of 'a' must be an integer of at least 1"),
+        ('{"a": {"max_waiting": "3"}}', "max_waiting of 'a' must be a number"),
+        ('{"a": {"max_waiting": null}}', "max_waiting of 'a' must be a number"),
+    ],
+)
+def test_a_wrong_configuration_names_tenant_and_key(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Tenants(spec)
+
+
+@pytest.mark.row("B13", part="policy object")
+def test_over_quota_is_unavailable_until_the_time_that_is_named() -> None:
+    tenants = make(acme={"tokens_per_minute": 600})  # 10 per second
+    now = 1000.0
+    request = make_request("acme", 500)
+    tenants.check_arrival(request, now)
+    tenants.on_arrival(request, now)
+    tenants.on_admitted(request)
+    assert tenants.tokens_left("acme", now) == 100
+    tenants.on_tokens(request, 149, now)
+    with pytest.raises(UnavailableError, match=r"tenant 'acme'.*tokens_per_minute 600.*after 5\.0 s") as e:
+        tenants.check_arrival(make_request("acme"), now)
+    assert e.value.retry_after_s == 5.0  # 49 of debt, and one token
+    with pytest.raises(UnavailableError):
+        tenants.check_arrival(make_request("acme"), now + 4.99)
+    tenants.check_arrival(make_request("acme"), now + 5.0)
+    tenants.check_arrival(make_request("other"), now)  # others have no limit
+    assert tenants.tokens_left("acme", now + 1e6) == 600  # never more than a minute's
+
+
+@pytest.mark.row("B13", part="policy object")
+@pytest.mark.parametrize("tenant", ["acme", "invented"])
+def test_a_greedy_tenant_gets_its_quota_over_an_hour(tenant: str) -> None:
+    """It tries ten times a second and retries after what it is told: 60 minutes and the burst, and what
+    one request may overdraw."""
+    quota, choice = 6000, random.Random(1)
+    tenants = make(acme={"tokens_per_minute": quota}, default={"tokens_per_minute": quota})
+    now, used, refused = 0.0, 0, 0
+    while now < 3600.0:
+        request = make_request(tenant, choice.randint(1, 400))
+        try:
+            tenants.check_arrival(request, now)
+        except UnavailableError as error:
+            refused += 1
+            assert error.retry_after_s is not None and error.retry_after_s > 0
+            now += error.retry_after_s + 1e-9
+            tenants.check_arrival(request, now)
+        tenants.on_arrival(request, now)
+        tenants.on_admitted(request)
+        output = choice.randint(1, 200)
+        for _ in range(output):
+            tenants.on_tokens(request, 1, now)
+        tenants.on_left(request)
+        used += request.num_prompt_tokens + output
+        now += 0.1
+    assert refused > 1000
+    assert 61 * quota - 600 <= used <= 61 * quota + 600
+
+
+@pytest.mark.row("B13", part="policy object")
+def test_caps_on_running_and_waiting_requests() -> None:
+    tenants = make(default={"max_running": 2, "max_waiting": 3})
+    requests = [make_request("a", request_id=f"r{i}") for i in range(5)]
+    for request in requests[:3]:
+        tenants.check_arrival(request, 0.0)
+        tenants.on_arrival(request, 0.0)
+    with pytest.raises(UnavailableError, match=r"tenant 'a' full: 3 requests wait \(max_waiting 3\)"):
+        tenants.check_arrival(requests[3], 0.0)
+    tenants.check_arrival(make_request("b"), 0.0)  # to each separately
+    for request in requests[:2]:
+        assert tenants.may_run(request)
+        tenants.on_admitted(request)
+    assert not tenants.may_run(requests[2])
+    assert tenants.may_run(make_request("b"))
+
+    tenants.on_left(requests[0])  # preempted
+    tenants.on_waiting(requests[0])
+    assert tenants.may_run(requests[2])
+    tenants.on_not_waiting(requests[0])  # aborted while it waited
+    tenants.on_admitted(requests[2])
+    tenants.on_left(requests[1])
+    tenants.on_left(requests[2])
+    assert tenants.num_accounts == 0
+
+
+def test_without_limits_nothing_is_remembered() -> None:
+    tenants = Tenants("")
+    for i in range(100):
+        request = make_request(f"t{i}")
+        tenants.check_arrival(request, 0.0)
+        tenants.on_arrival(request, 0.0)
+        assert tenants.may_run(request)
+        tenants.on_admitted(request)
+        tenants.on_tokens(request, 10**9, 0.0)
+    assert tenants.num_accounts == 0
+
+
+def test_a_long_invented_name_is_cut_in_the_message() -> None:
+    tenants = make(default={"tokens_per_minute": 1})
+    request = make_request("x\n" * 10_000)
+    tenants.on_arrival(request, 0.0)
+    with pytest.raises(UnavailableError) as error:
+        tenants.check_arrival(request, 0.0)
+    assert len(str(error.value)) < 250 and "\n" not in str(error.value)
+
+
+@pytest.mark.row("B13", part="policy object")
+def test_invented_tenants_are_forgotten() -> None:
+    """100 000 names, each with one short request: those whose bucket has refilled go at once, and a flood
+    that is faster than the refill is bounded."""
+
+    def flood(per_second: float) -> tuple[int, Tenants]:
+        tenants = make(named={"tokens_per_minute": 60}, default={"tokens_per_minute": 60})
+        named = make_request("named", 100)
+        tenants.on_arrival(named, 0.0)
+        tenants.on_not_waiting(named)
+        most = 0
+        for i in range(100_000):
+            now = i / per_second
+            request = make_request(f"invented {i}", 5)
+            tenants.check_arrival(request, now)
+            tenants.on_arrival(request, now)
+            tenants.on_admitted(request)
+            tenants.on_tokens(request, 1, now)
+            tenants.on_left(request)
+            most = max(most, tenants.num_accounts)
+        return most, tenants
+
+    most, _ = flood(100.0)  # 6 tokens refill in 6 s
+    assert most <= 650
+    most, tenants = flood(1e6)
+    assert MAX_IDLE_TENANTS < most <= MAX_IDLE_TENANTS + 2
+    assert tenants.tokens_left("named", 0.0) == -40  # what is named stays
+    assert tenants.tokens_left("invented 0", 0.1) == 60
+    assert tenants.tokens_left("invented 99999", 0.1) == pytest.approx(54, abs=0.1)
+
+
+def test_a_tenant_with_requests_here_is_never_forgotten() -> None:
+    tenants = make(default={"tokens_per_minute": 60, "max_running": 1})
+    running = make_request("busy", 59)
+    tenants.on_arrival(running, 0.0)
+    tenants.on_admitted(running)
+    for i in range(3 * MAX_IDLE_TENANTS):
+        request = make_request(f"invented {i}", 5)
+        tenants.on_arrival(request, 0.0)
+        tenants.on_not_waiting(request)
+    assert not tenants.may_run(running)
+    assert tenants.tokens_left("busy", 0.0) == 1
+    assert tenants.num_accounts == MAX_IDLE_TENANTS + 1

@@ -1,0 +1,64 @@
+"""BlockTransfers beside a pool: where a preempted request's blocks come back from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.core.block_hash import request_hashes
+from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.transfers import BlockTransfers
+from quire.request import Request
+from quire.sampling_params import SamplingParams
+
+
+class StubTiers:
+    """Holds the keys it is told to."""
+
+    save_bytes_per_s: float | None = None
+    load_bytes_per_s: float | None = None
+
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
+
+    def contains(self, key: bytes) -> bool:
+        return key in self.keys
+
+    def can_pin(self, count: int) -> bool:
+        return True
+
+    def touch(self, keys: Sequence[bytes]) -> None: ...
+
+    def prefetch(self, keys: Sequence[bytes]) -> None: ...
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        self.keys.difference_update(keys)
+
+    def clear(self) -> int:
+        return 0
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+def test_a_block_that_was_swapped_out_half_full_is_not_taken_for_a_full_one() -> None:
+    """Meanwhile another request has computed more of the same prompt, and the tier has all of it."""
+    kv, tiers = KVCacheManager(8, 4, enable_prefix_caching=True), StubTiers()
+    transfers = BlockTransfers(kv, tiers, should_swap=lambda num_blocks, num_tokens: True)
+    request = Request("a", list(range(20)), SamplingParams())
+    assert kv.allocate_slots(request, 7) is not None
+    request.num_computed_tokens = 7
+    assert transfers.swap_out(request)
+    saves, _ = transfers.take()
+    tiers.keys.update(save.key for save in saves)
+    kv.free(request)
+    request.num_computed_tokens = 0
+    hashes = request_hashes(request, 3, 4)
+    tiers.keys.update(hashes)
+
+    prefix = transfers.find_prefix(request)
+    assert prefix is not None and prefix.num_tokens == 12
+    transfers.begin(request, prefix)
+    _, (load,) = transfers.take()
+    assert [key for key, _ in load.blocks] == hashes
+    assert transfers.finish_load(load.load_id, 3) == (request, True)
+    assert tiers.keys == set(hashes), "what was swapped out is given up"
