@@ -11,15 +11,17 @@ TORCH  ?= torch==2.13.0
 SERVER ?= nvidia-pytriton==0.7.0
 
 PYTEST := $(PY) -m pytest
+JOBS   ?= 2
 LINTED := backend kernels ensemble client demo tests benchmarks
 
-.PHONY: setup serve test test-slow lint format bench rows status clean help
+.PHONY: setup serve test test-slow lint format bench bench-peers rows status clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make serve      install into $(VENV) where needed, then serve model_repository/ on 127.0.0.1"
 	@echo "make test       all tests but the long ones     make test-slow  the long ones"
 	@echo "make lint       ruff and mypy                   make format     let ruff rewrite"
+	@echo "make bench-peers  the same work for Quire and other engines, installed on first use (hours)"
 	@echo "make bench      measure the served demo         make rows       rows of the features table that have tests"
 	@echo "make rows ROWS=\"A1 A2\"  run their tests         make status     regenerate the status table from a full run"
 
@@ -36,8 +38,9 @@ $(STAMP): pyproject.toml
 serve: $(STAMP)
 	$(VENV)/bin/quire serve --model-repository model_repository
 
+# The tests of the real server in one process, all others in the rest.
 test: $(STAMP)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" -n $(JOBS)
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow
@@ -53,6 +56,9 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) benchmarks/run.py
+
+bench-peers: $(STAMP)
+	$(PY) -m benchmarks.peers
 
 rows: $(STAMP)
 	@$(PY) -m tests.rows $(ROWS)
