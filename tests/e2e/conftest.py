@@ -25,7 +25,8 @@ OPTIONS = {
     "max_num_seqs": 64,
     "dtype": "float32",
 }
-# Room for streams that go on until they are cancelled, however fast the engine is.
+ENDLESS = 15_000
+"""Tokens of a stream that a test ends: long enough not to end before, however fast the engine is."""
 TINY_OPTIONS = {**OPTIONS, "max_model_len": 16_384, "num_blocks": 8192}
 
 _DETOKENIZER = '''
@@ -61,7 +62,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
-    """A business-logic model: reads `take` deltas of the generator's stream, then cancels it."""
+    """A business-logic model: reads `take` deltas of the generator's stream, then cancels it; 0: reads all."""
 
     def execute(self, requests):
         responses = []
@@ -76,7 +77,7 @@ class TritonPythonModel:
                 inputs=[
                     pb_utils.Tensor("text_input", prompt),
                     pb_utils.Tensor("stream", np.array([True])),
-                    pb_utils.Tensor("max_tokens", np.array([400], np.int32)),
+                    pb_utils.Tensor("max_tokens", np.array([15_000 if take else 400], np.int32)),
                     pb_utils.Tensor("ignore_eos", np.array([True])),
                 ],
             )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from quire import SamplingParams
 from quire_client import Client, InvalidArgument
-from tests.e2e.conftest import OPTIONS, TinyServer
+from tests.e2e.conftest import ENDLESS, TINY_OPTIONS, TinyServer
 from tests.e2e.triton_calls import TritonStream, infer, stream, tensor
 from tests.fixtures.server import ServerProcess
 
@@ -98,19 +99,21 @@ def test_a_full_queue_is_unavailable(tiny_checkpoint: Path, tmp_path: Path, serv
     version = tmp_path / "narrow" / "generator" / "1"
     version.mkdir(parents=True)
     (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
-    options = {**OPTIONS, "model": str(tiny_checkpoint), "max_num_seqs": 1, "max_waiting_requests": 1}
+    options = {**TINY_OPTIONS, "model": str(tiny_checkpoint), "max_num_seqs": 1, "max_waiting_requests": 1}
     (version / "quire.json").write_text(json.dumps(options))
     server: ServerProcess = serve_repository(tmp_path / "narrow")
-    inputs = {"text_input": GOOD, "stream": True, "max_tokens": 1000, "ignore_eos": True}
-    running = TritonStream(server.grpc_url, "generator", inputs)
+    url = server.grpc_url
+    inputs = {"text_input": GOOD, "stream": True, "max_tokens": 50, "ignore_eos": True}
+    running = TritonStream(url, "generator", {**inputs, "max_tokens": ENDLESS}, request_id="running")
     running.next()
     with ThreadPoolExecutor(8) as pool:
-        replies = list(pool.map(lambda _: stream(server.grpc_url, "generator", inputs), range(8)))
-    refused = [reply for reply in replies if reply.error is not None]
-    assert len(refused) >= 5
-    assert all("max_waiting_requests 1" in str(reply.error) for reply in refused)
-    assert len(running.read_all().token_ids) == 1000
-    assert all(len(reply.token_ids) == 1000 for reply in replies if reply.error is None)
+        calls = [pool.submit(stream, url, "generator", inputs) for _ in range(8)]
+        ended = [call.result() for call in itertools.islice(as_completed(calls), 7)]
+        assert ["max_waiting_requests 1" in str(reply.error) for reply in ended] == [True] * 7
+        stream(url, "generator", {"cancel": True}, request_id="running")
+        waited = [reply for call in calls if (reply := call.result()).error is None]
+    assert [len(reply.token_ids) for reply in waited] == [50]
+    assert running.read_all().finish_reasons[-1] == "cancelled"
 
 
 @pytest.mark.row("A37")

@@ -11,7 +11,7 @@ import pytest
 
 from quire import SamplingParams
 from quire_client import Cancelled, Client
-from tests.e2e.conftest import TINY_OPTIONS, TinyServer, survives_grpc_abort
+from tests.e2e.conftest import ENDLESS, TINY_OPTIONS, TinyServer, survives_grpc_abort
 from tests.e2e.triton_calls import TritonStream, stream
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
@@ -66,8 +66,7 @@ def test_half_of_the_streams_are_cancelled(tiny: TinyServer, how: str) -> None:
     """Blocks are free within one engine step of the frontend learning it; the others notice nothing."""
     requests = prompts_and_lengths(400)
     expected = expected_texts(tiny, requests[::2])
-    # Long enough not to end by themselves before they are cancelled.
-    requests[1::2] = [(prompt, 15_000) for prompt, _ in requests[1::2]]
+    requests[1::2] = [(prompt, ENDLESS) for prompt, _ in requests[1::2]]
     already = len(aborts(tiny))
     started = threading.Barrier(COUNT)
     client = Client(tiny.server.grpc_url)

@@ -17,7 +17,7 @@ import pytest
 
 from demo.pictures import Question, held_out
 from quire_client import AsyncClient
-from tests.e2e.conftest import TinyServer
+from tests.e2e.conftest import ENDLESS, TinyServer
 from tests.fixtures.server import ServerProcess
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
@@ -73,14 +73,18 @@ def test_a_chat_completion(client: openai.OpenAI) -> None:
 
 def test_a_streamed_chat_completion(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="chat", messages=QUESTION)
-    stream = client.chat.completions.create(
-        model="chat", messages=QUESTION, stream=True, stream_options={"include_usage": True}
-    )
-    *parts, last = list(stream)
-    deltas = [part.choices[0].delta for part in parts]
+    # All of a short answer may be merged where a process waits for a core; not every time.
+    for _ in range(5):
+        stream = client.chat.completions.create(
+            model="chat", messages=QUESTION, stream=True, stream_options={"include_usage": True}
+        )
+        *parts, last = list(stream)
+        deltas = [part.choices[0].delta for part in parts]
+        if sum(bool(delta.content) for delta in deltas) > 1:
+            break
+    else:
+        raise AssertionError("the text never came in pieces")
     assert deltas[0].role == "assistant"
-    # The first token goes out at once; those behind it may be merged.
-    assert sum(bool(delta.content) for delta in deltas) > 1, "the text comes in pieces"
     assert "".join(delta.content or "" for delta in deltas) == ANSWER
     assert [part.choices[0].finish_reason for part in parts[-2:]] == [None, "stop"]
     assert last.choices == []
@@ -222,14 +226,15 @@ def test_an_image_from_an_allowed_host(demo_server: ServerProcess, tmp_path: Pat
 
 
 def test_a_stream_that_is_left_ends_in_the_engine(tiny: TinyServer) -> None:
-    """Through the ensemble; of 900 tokens few are generated."""
+    """Through the ensemble."""
     already = len(aborts(tiny))
-    long: Any = {"model": "chat", "prompt": "one two", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+    endless = {"max_tokens": ENDLESS, "extra_body": {"ignore_eos": True}}
+    long: Any = {"model": "chat", "prompt": "one two", **endless}
     with gateway(tiny.server.grpc_url) as client:
         stream = client.completions.create(stream=True, **long)
         next(iter(stream))
         stream.close()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(aborts(tiny)) == already:
             assert time.monotonic() < deadline, "the cancellation did not arrive"
             client.completions.create(model="generator", prompt="end", max_tokens=2)

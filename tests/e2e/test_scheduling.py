@@ -29,11 +29,12 @@ from tests.fixtures.server import ServerProcess
 pytestmark = pytest.mark.server
 
 PROMPT = "The quick brown fox"
-NUM_BLOCKS = 160
+NUM_BLOCKS = 640
 BLOCK_SIZE = 16
-LONG: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
-LONGEST: dict[str, Any] = {"max_tokens": 2400, "ignore_eos": True}
-"""What one request alone may take: a second at least on the fastest machine."""
+LONG: dict[str, Any] = {"max_tokens": 2400, "ignore_eos": True}
+"""What each of four may take at once."""
+LONGEST: dict[str, Any] = {"max_tokens": 10_000, "ignore_eos": True}
+"""What one request alone may take: some seconds on the fastest machine."""
 QUOTA = {"tokens_per_minute": 40}
 ONE = {"max_running": 1}
 SESSION_TTL_S = 30.0
@@ -42,7 +43,7 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def served(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
-    """A small engine: four sequences run at a time, and three prompts of 900 tokens overflow its cache."""
+    """A small engine: four sequences run at a time, and three prompts of 3600 tokens overflow its cache."""
     root = tmp_path_factory.mktemp("scheduling")
     trace = root / "trace.jsonl"
     options = {
@@ -316,14 +317,14 @@ def test_expired_requests_end_by_timeout_and_never_run_again(served: TinyServer)
 def test_the_cache_is_emptied_beside_a_running_request(served: TinyServer) -> None:
     url = served.server.grpc_url
     asked = {"input_ids": list(range(100, 200)), "max_tokens": 2, "return_num_cached_tokens": True}
-    going_on = LONGEST
     with Client(url) as client:
         stream(url, "generator", asked)
         warm = stream(url, "generator", asked)
         assert number(warm, "num_cached_tokens") == 96
         assert client.cache_inspect()["num_cached_blocks"] > 0
         until(lambda: blocks_shown(served)["cached"] > 0, "cached blocks in the metric")
-        running = TritonStream(url, "generator", {"text_input": PROMPT, "stream": True, **going_on})
+        inputs = {"text_input": PROMPT, "stream": True, **LONGEST}
+        running = TritonStream(url, "generator", inputs, request_id="running")
         running.next()
         client.cache_reset()
         emptied = client.cache_inspect()
@@ -332,8 +333,11 @@ def test_the_cache_is_emptied_beside_a_running_request(served: TinyServer) -> No
         cold = stream(url, "generator", asked)
         assert number(cold, "num_cached_tokens") == 0
         assert cold.token_ids == warm.token_ids
-        (want,) = served.llm.generate([PROMPT], SamplingParams(**going_on))
-        assert running.read_all().token_ids == want.token_ids
+        (want,) = served.llm.generate([PROMPT], SamplingParams(max_tokens=1000, ignore_eos=True))
+        client.cancel("running", model="generator")
+        reply = running.read_all()
+        assert reply.finish_reasons[-1] == "cancelled", "the running request was to be there"
+        assert reply.token_ids[:1000] == want.token_ids[: len(reply.token_ids)]
         client.cache_reset()
         empty = {"free": NUM_BLOCKS, "cached": 0.0, "in_use": 0.0, "pinned": 0.0}
         until(lambda: blocks_shown(served) == empty, "an empty cache in the metric")
@@ -407,7 +411,7 @@ def test_a_correlation_id_keeps_a_conversation(served: TinyServer) -> None:
 
     def flood() -> None:
         for start in itertools.islice(starts, 3):
-            prompt = [(start * 31 + i * 7) % 400 + 3 for i in range(900)]
+            prompt = [(start * 31 + i * 7) % 400 + 3 for i in range(3600)]
             assert stream(url, "generator", {"input_ids": prompt, "max_tokens": 2}).error is None
 
     def turn(prompt: list[int], **options: Any) -> Reply:

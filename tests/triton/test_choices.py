@@ -30,6 +30,7 @@ from quire_ensemble.tokenizer import Tokenizer  # noqa: E402
 from tests.fixtures.checkpoints import write_tokenizer  # noqa: E402
 from tests.fixtures.frontend import Frontend  # noqa: E402
 
+WAIT_S = 60.0
 OUTPUTS = frozenset(
     {"text_output", "output_ids", "finish_reason", "index", "num_cached_tokens", "cumulative_logprob"}
 )
@@ -128,7 +129,7 @@ def tokens(index: int, *ids: int, **fields: Any) -> EngineCoreOutput:
 
 
 def read(sender: fake_pb_utils.ResponseSender, name: str) -> list[Any]:
-    assert sender.final.wait(10), "no FINAL"
+    assert sender.final.wait(WAIT_S), "no FINAL"
     values = [response.tensors[name] for response in sender.responses]
     return [v[0].decode() if v.dtype == object else v.tolist() for v in values]
 
@@ -148,7 +149,7 @@ def by_choice(sender: fake_pb_utils.ResponseSender) -> dict[int, tuple[list[int]
 def test_choices_keep_apart_and_the_last_end_is_final(harness: Harness) -> None:
     sender = harness.submit(SamplingParams(n=3))
     harness.core.steps.put([tokens(0, 10, num_cached_tokens=16), tokens(1, 20), tokens(2, 30)])
-    assert sender.first.wait(10)
+    assert sender.first.wait(WAIT_S)
     harness.core.steps.put([tokens(1, 21, finish_reason="stop"), tokens(0, 11), tokens(2, 31)])
     harness.core.steps.put([tokens(0, 12, finish_reason="length"), tokens(2, 32)])
     assert not sender.final.is_set()
@@ -190,13 +191,13 @@ def test_a_stop_string_ends_its_choice_alone(tmp_path: Path) -> None:
     harness = Harness(tmp_path, tokenizer.hf)
     try:
         sender = harness.submit(SamplingParams(n=2, stop=("b",)))
-        assert harness.core.seen.get(timeout=10)[0] == "add"
+        assert harness.core.seen.get(timeout=WAIT_S)[0] == "add"
         a, b = (tokenizer.hf.encode(letter, add_special_tokens=False) for letter in "ab")
         harness.core.steps.put([tokens(0, *a), tokens(1, *a, *b)])
-        assert harness.core.seen.get(timeout=10) == ("abort", "t-1#1", "stop")
+        assert harness.core.seen.get(timeout=WAIT_S) == ("abort", "t-1#1", "stop")
         harness.core.steps.put([tokens(1, *a), tokens(0, *a)])
         harness.core.steps.put([tokens(0, *b)])
-        assert harness.core.seen.get(timeout=10) == ("abort", "t-1", "stop")
+        assert harness.core.seen.get(timeout=WAIT_S) == ("abort", "t-1", "stop")
         assert {index: reasons for index, (_, reasons) in by_choice(sender).items()} == {
             0: ["stop"],
             1: ["stop"],
@@ -213,31 +214,31 @@ def test_a_stop_string_ends_its_choice_alone(tmp_path: Path) -> None:
 def test_cancelling_ends_every_choice(harness: Harness, by: str) -> None:
     sender = harness.submit(SamplingParams(n=3))
     harness.core.steps.put([tokens(0, 10), tokens(1, 20), tokens(2, 30)])
-    assert sender.first.wait(10)
+    assert sender.first.wait(WAIT_S)
     if by == "client":
         sender.cancelled = True
-        assert sender.final.wait(10)
+        assert sender.final.wait(WAIT_S)
         assert sender.responses[-1].error.code() == fake_pb_utils.TritonError.CANCELLED
     else:
-        assert harness.command(cancel=True).final.wait(10)
+        assert harness.command(cancel=True).final.wait(WAIT_S)
         ends = {index: reasons for index, (_, reasons) in by_choice(sender).items()}
         assert ends == {index: ["cancelled"] for index in range(3)}
-    assert harness.core.seen.get(timeout=10)[0] == "add"
-    assert harness.core.seen.get(timeout=10) == ("abort", "t-1", "cancelled")
+    assert harness.core.seen.get(timeout=WAIT_S)[0] == "add"
+    assert harness.core.seen.get(timeout=WAIT_S) == ("abort", "t-1", "cancelled")
 
 
 def test_an_error_ends_every_choice_once(harness: Harness) -> None:
     """The engine tells it without a choice's index, and choice 0 may have ended before."""
     sender = harness.submit(SamplingParams(n=2))
     harness.core.steps.put([tokens(0, 10, finish_reason="stop"), tokens(1, 20)])
-    assert sender.first.wait(10)
+    assert sender.first.wait(WAIT_S)
     failed = tokens(0, finish_reason="error", error="the logits are not finite", error_code="INTERNAL")
     harness.core.steps.put([failed])
-    assert sender.final.wait(10)
+    assert sender.final.wait(WAIT_S)
     assert sender.responses[-1].error.message() == "the logits are not finite"
-    assert harness.core.seen.get(timeout=10)[:2] == ("add", "t-1")
+    assert harness.core.seen.get(timeout=WAIT_S)[:2] == ("add", "t-1")
     other = harness.submit(SamplingParams(), name="t-2")
-    assert harness.core.seen.get(timeout=10)[:2] == ("add", "t-2")
+    assert harness.core.seen.get(timeout=WAIT_S)[:2] == ("add", "t-2")
     harness.core.steps.put([EngineCoreOutput("t-2", [7], "stop")])
     assert by_choice(other) == {0: ([7], ["stop"])}
 
@@ -252,7 +253,7 @@ def test_a_refusal_says_when_to_try_again(
     sender = fake_pb_utils.ResponseSender()
     error = UnavailableError("tenant 'a': 100 tokens per minute are used up", retry_after_s=2.25)
     harness.responder.refuse(RequestHandle(sender, "t-9", ""), error)
-    assert sender.final.wait(10)
+    assert sender.final.wait(WAIT_S)
     (response,) = sender.responses
     assert response.error.code() == fake_pb_utils.TritonError.UNAVAILABLE
     assert response.error.message().endswith("used up; retry after 2.2 s")
@@ -262,7 +263,7 @@ def test_a_refusal_says_when_to_try_again(
 def test_scheduling_crosses_to_the_engine(harness: Harness) -> None:
     scheduling = SchedulingParams(priority=-3, tenant="a", pin=True, deadline=12.5)
     harness.submit(SamplingParams(), scheduling=scheduling, arrived_at=4.5)
-    _, request_id, options = harness.core.seen.get(timeout=10)
+    _, request_id, options = harness.core.seen.get(timeout=WAIT_S)
     assert request_id == "t-1"
     assert (options["scheduling"], options["arrival_time"]) == (scheduling, 4.5)
 
@@ -272,6 +273,6 @@ def test_a_cache_command_is_answered_or_refused(harness: Harness) -> None:
     answer = harness.command(cache_control={"command": "reset"})
     assert [json.loads(text) for text in read(answer, "text_output")] == [{"num_blocks": 5}]
     refused = harness.command(cache_control={"command": "burn"})
-    assert refused.final.wait(10)
+    assert refused.final.wait(WAIT_S)
     assert refused.responses[0].error.code() == fake_pb_utils.TritonError.INVALID_ARG
     assert "unknown command 'burn'" in refused.responses[0].error.message()

@@ -29,6 +29,7 @@ from tests.fixtures.frontend import Frontend  # noqa: E402
 
 MAX_MODEL_LEN = 400
 OUTPUTS = frozenset({"text_output", "output_ids", "finish_reason"})
+WAIT_S = 60.0
 STEP_S = 0.003
 """What a step takes, as a model's do: else hundreds of them end before a busy machine delivers a message."""
 
@@ -108,7 +109,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 
 
 def ids_of(sender: fake_pb_utils.ResponseSender) -> list[int]:
-    assert sender.final.wait(30), "no FINAL"
+    assert sender.final.wait(WAIT_S), "no FINAL"
     assert all(response.error is None for response in sender.responses)
     return [int(i) for response in sender.responses for i in response.tensors["output_ids"]]
 
@@ -139,29 +140,24 @@ def test_not_streaming_is_one_response_with_final(harness: Harness) -> None:
 
 
 def test_first_response_comes_before_the_last_token_is_computed(harness: Harness) -> None:
-    harness.runner.gate.clear()
+    harness.runner.hold_after_token_of = "t-0"
     sender = harness.submit([5, 6, 7], max_tokens=200, ignore_eos=True)
-    steps_at_first: list[int] = []
-
-    def note() -> None:
-        if not steps_at_first:
-            steps_at_first.append(harness.runner.num_steps)
-            harness.runner.gate.clear()
-
-    sender.send_delay = note
-    harness.runner.gate.set()
-    assert sender.first.wait(10)
+    assert sender.first.wait(WAIT_S)
     harness.runner.gate.set()
     assert len(ids_of(sender)) == 200
-    assert steps_at_first[0] < 200
 
 
 def test_a_slow_sender_gets_merged_deltas(harness: Harness) -> None:
-    """Sending takes 2 ms here and the engine needs far less per token: deltas must merge, none be lost."""
+    """While the first response is being sent the engine takes 60 steps: deltas must merge, none be lost."""
     batch = prompts(16)
-    pause = threading.Event()
     params = {"max_tokens": 100, "ignore_eos": True}
-    senders = [harness.submit(p, delay=lambda: pause.wait(0.002), **params) for p in batch]
+
+    def send_slowly() -> None:
+        deadline, pause = time.monotonic() + WAIT_S, threading.Event()
+        while harness.runner.num_steps < 60 and time.monotonic() < deadline:
+            pause.wait(0.001)
+
+    senders = [harness.submit(p, delay=send_slowly, **params) for p in batch]
     for prompt, sender in zip(batch, senders, strict=True):
         expected, _ = generate_alone(prompt, SamplingParams(**params), MAX_MODEL_LEN)
         assert ids_of(sender) == expected
@@ -187,16 +183,16 @@ def test_a_gone_client_frees_its_blocks_in_every_phase(tmp_path: Path, phase: st
     harness = Harness(tmp_path, **options)
     harness.core.enable_trace()
     try:
+        harness.runner.hold_after_token_of = "t-0"
         other = harness.submit([9] * 3, max_tokens=300, ignore_eos=True)
-        assert other.first.wait(10)
-        harness.runner.gate.clear()
+        assert other.first.wait(WAIT_S)
         sender = harness.submit([5] * 200, max_tokens=100, ignore_eos=True)
         if phase == "decoding":
             harness.runner.hold_after_token_of = "t-1"
             harness.runner.gate.set()
-            assert sender.first.wait(10)
+            assert sender.first.wait(WAIT_S)
         sender.cancelled = True
-        assert sender.final.wait(10)
+        assert sender.final.wait(WAIT_S)
         harness.runner.gate.set()
         assert sender.responses[-1].error.code() == fake_pb_utils.TritonError.CANCELLED
         expected, _ = generate_alone([9] * 3, SamplingParams(max_tokens=300, ignore_eos=True), MAX_MODEL_LEN)
@@ -214,17 +210,19 @@ def test_a_gone_client_frees_its_blocks_in_every_phase(tmp_path: Path, phase: st
 
 
 def test_cancel_by_external_id(harness: Harness) -> None:
+    harness.runner.hold_after_token_of = "t-0"
     sender = harness.submit([5, 6], external_id="chat-1", max_tokens=390, ignore_eos=True)
     other = harness.submit([5, 6], external_id="chat-2", max_tokens=390, ignore_eos=True)
-    assert sender.first.wait(10)
+    assert sender.first.wait(WAIT_S)
     answer = harness.cancel("chat-1")
-    assert answer.final.wait(10)
+    harness.runner.gate.set()
+    assert answer.final.wait(WAIT_S)
     assert answer.responses[0].error is None
     assert len(ids_of(sender)) < 390
     assert sender.responses[-1].tensors["finish_reason"][0] == b"cancelled"
     assert len(ids_of(other)) == 390
     missing = harness.cancel("chat-1")
-    assert missing.final.wait(10)
+    assert missing.final.wait(WAIT_S)
     assert missing.responses[0].error.code() == fake_pb_utils.TritonError.NOT_FOUND
 
 
@@ -233,7 +231,7 @@ def test_a_full_queue_is_unavailable_at_once(tmp_path: Path) -> None:
     try:
         harness.runner.gate.clear()
         senders = [harness.submit([4, 5], max_tokens=5, ignore_eos=True) for _ in range(8)]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + WAIT_S
         harness.runner.gate.set()
         for sender in senders:
             assert sender.final.wait(deadline - time.monotonic())
@@ -250,6 +248,6 @@ def test_unloading_ends_open_streams(tmp_path: Path) -> None:
     harness.runner.gate.clear()
     sender = harness.submit([4, 5], max_tokens=300, ignore_eos=True)
     harness.responder.stop()
-    assert sender.final.wait(10)
+    assert sender.final.wait(WAIT_S)
     assert sender.responses[-1].error.code() == fake_pb_utils.TritonError.UNAVAILABLE
     harness.close()

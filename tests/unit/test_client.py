@@ -43,7 +43,7 @@ from quire_client.protocol import KNOWN_INPUTS, Prompt, assumed_schema, build_re
 from tests.unit.fake_kserve import FakeKServe, read_inputs
 
 CLIENT_DIR = Path(__file__).parents[2] / "client"
-WAIT = 10.0
+WAIT = 60.0
 """Seconds any event may take on a busy machine; none is reached when the code is right."""
 
 
@@ -464,8 +464,8 @@ def test_cancel_after_the_end_sends_nothing(server: FakeKServe, client: Client) 
 
 @pytest.mark.parametrize("model", ["chat", "generator"])
 def test_timeout_raises_and_cancels(server: FakeKServe, client: Client, model: str) -> None:
-    stream = client.stream("endless", model=model, timeout=0.3)
-    with pytest.raises(DeadlineExceeded, match=r"did not end within 0\.3 s"):
+    stream = client.stream("endless", model=model, timeout=1.5)
+    with pytest.raises(DeadlineExceeded, match=r"did not end within 1\.5 s"):
         list(stream)
     assert server.ended.wait(WAIT)
     client.close()
@@ -567,8 +567,8 @@ def test_async_errors(server: FakeKServe) -> None:
                 await client.generate("error CANCELLED cancelled by an operator")
             with pytest.raises(ProtocolError):
                 await client.generate("no final 1")
-            with pytest.raises(DeadlineExceeded, match=r"0\.3 s"):
-                await client.generate("endless", timeout=0.3)
+            with pytest.raises(DeadlineExceeded, match=r"1\.5 s"):
+                await client.generate("endless", timeout=1.5)
             with pytest.raises(NotFound):
                 await client.generate("tokens 1", model="nope")
             assert await client.cancel("nobody") is False
