@@ -62,7 +62,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
-    """A business-logic model: reads `take` deltas of the generator's stream, then cancels it; 0: reads all."""
+    """A business-logic model: cancels the generator's stream after `take` deltas; 0: reads it all."""
 
     def execute(self, requests):
         responses = []
