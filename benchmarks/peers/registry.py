@@ -29,6 +29,8 @@ class Peer:
     """File in adapters/."""
     venv: Venv | None = None
     """None: the project's own."""
+    server_venv: Venv | None = None
+    """Of a server that the adapter starts, which gets its interpreter as option `python`."""
     weights: str = "hf"
     """hf, openvino, or gguf: and the kind."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -51,6 +53,8 @@ ZENTORCH = Venv(
     (*VLLM.pip, ("install", "--no-deps", "zentorch==2.13.0.2"), ("install", "deprecated")),
     only_on="AuthenticAMD",
 )
+# Triton 24.10's Python stub crashes with numpy 2.
+VLLM_TRITON = Venv("vllm-cpu-triton", (*VLLM.pip, ("install", "numpy<2")))
 OPENVINO = Venv(
     "openvino",
     (
@@ -120,6 +124,14 @@ PEERS = {
             VLLM,
             env=_VLLM_ENV,
             notes="torch.compile, libiomp, bound cores",
+        ),
+        Peer(
+            "vllm-triton",
+            "bf16",
+            "vllm_served.py",
+            server_venv=VLLM_TRITON,
+            env={name: value for name, value in _VLLM_ENV.items() if name != "LD_PRELOAD"},
+            notes="Triton's vllm_backend behind the same tritonserver, every token streamed",
         ),
         Peer("vllm-cpu+zentorch", "bf16", "vllm_engine.py", ZENTORCH, env=_VLLM_ENV, notes="AMD's plugin"),
         Peer(

@@ -82,6 +82,8 @@ class Session:
             python = venvs.ensure(peer.venv, install=install)
             weights = _weights(peer, shape, python, log)
             options = peer.options | self.overrides.get(peer.name, {})
+            if peer.server_venv is not None:
+                options = {"python": str(venvs.ensure(peer.server_venv, install=install)), **options}
             cores = ",".join(map(str, machine.usable_cores()))
             env = {key: value.format(venv=python.parents[1], cores=cores) for key, value in peer.env.items()}
             adapter = ADAPTERS / peer.adapter
@@ -291,7 +293,8 @@ def main(
     chosen = [PEERS[name] for name in peers]
     for peer in chosen:
         try:
-            venvs.ensure(peer.venv, install=install, progress=say)
+            for venv in (peer.venv, peer.server_venv):
+                venvs.ensure(venv, install=install, progress=say)
         except PeerUnavailable as error:
             session.skip(peer, str(error))
     session.measure_roofline()
