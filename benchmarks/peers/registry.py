@@ -29,14 +29,14 @@ class Peer:
     """File in adapters/."""
     venv: Venv | None = None
     """None: the project's own."""
-    server_venv: Venv | None = None
-    """Of a server that the adapter starts, which gets its interpreter as option `python`."""
     weights: str = "hf"
     """hf, openvino, or gguf: and the kind."""
     options: dict[str, Any] = field(default_factory=dict)
     """For the adapter."""
     env: dict[str, str] = field(default_factory=dict)
     """For the adapter; {venv} is replaced by the folder of the venv."""
+    server_venv: Venv | None = None
+    """Of a server that the adapter starts, which gets its interpreter as option `python`."""
     weight_copies: float = 2.0
     """Memory while loading, in weights of its precision."""
     is_ours: bool = False

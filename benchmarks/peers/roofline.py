@@ -74,7 +74,7 @@ def measure_apart() -> dict[str, Any]:
 
 def _read_rates(thread_counts: list[int]) -> tuple[dict[str, float], str]:
     """GB/s by number of threads."""
-    memory = mmap.mmap(-1, READ_BYTES)
+    memory = mmap.mmap(-1, READ_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -18,6 +18,7 @@ import torch
 from quire.config import CacheConfig, SchedulerConfig
 from quire.errors import ConfigError
 from quire_kernels import ops
+from quire_kernels.host_memory import aligned_bytes
 from quire_kernels.quantized_kv import KVLayer, QuantizedKV, piece_bytes
 
 QUANTIZED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -136,12 +137,13 @@ class KVCache:
         self.block_bytes = block_bytes(
             layers_per_group, num_kv_heads, head_dim, block_size, dtype, kv_cache_dtype
         )
+        size = num_blocks * self.block_bytes
         try:
-            self.blocks = torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, device=device)
+            on_host = device.type == "cpu"
+            pool = aligned_bytes(size) if on_host else torch.empty(size, dtype=torch.uint8, device=device)
+            self.blocks = pool.view(num_blocks, self.block_bytes).fill_(0)
             """uint8 [num_blocks, block_bytes]"""
-            self.blocks.fill_(0)
-        except RuntimeError as error:
-            size = num_blocks * self.block_bytes
+        except (RuntimeError, OSError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"the KV cache of {size / 2**20:.0f} MiB cannot be allocated: {error}"
             ) from None

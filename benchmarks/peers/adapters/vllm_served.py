@@ -38,8 +38,8 @@ MODEL = "vllm_model"
 START_TIMEOUT_S = 600.0
 POLL_S = 0.5
 BLOCK_SIZE = 128
-# The stub's interpreter knows ASCII only, and the backend of January 2026 imports two names that vllm 0.32 has
-# elsewhere or no more.
+# The stub's interpreter knows ASCII only, and the backend of January 2026 imports two names that vllm 0.32
+# has elsewhere or no more.
 _BEFORE = """
 import locale
 import sys

@@ -7,7 +7,8 @@ from ctypes import byref
 
 import torch
 
-from quire_kernels.cpu.native import TYPES, Activation, CWeight, Format, aligned_bytes, as_rows
+from quire_kernels.cpu.native import TYPES, Activation, CWeight, Format, as_rows
+from quire_kernels.host_memory import aligned_bytes
 from quire_kernels.weights import INT4_GROUP, W8A8_GROUP, quantize_weight
 
 BLOCK_COLUMNS = 32

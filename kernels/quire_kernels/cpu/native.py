@@ -5,11 +5,9 @@ ctypes releases the GIL during a call, so that other threads of the engine go on
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import logging
-import mmap
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
@@ -21,8 +19,6 @@ from quire_kernels.quantized_kv import KVLayer, QuantizedKV
 
 logger = logging.getLogger("quire_kernels")
 
-ALIGNMENT = 64
-HUGE_PAGE = 2 * 2**20
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Codes of activations' types (Type), and of plain KV (KVType)."""
 KV_TYPES = {**TYPES, torch.int8: 2}
@@ -229,24 +225,6 @@ def set_num_threads(count: int) -> None:
     torch.set_num_threads(count)
     for loaded in _loaded:
         loaded.quire_set_num_threads(count)
-
-
-def aligned_bytes(count: int) -> torch.Tensor:
-    """uint8 [count], aligned for the kernels; in huge pages if it is large and the system has them.
-
-    Weights are read from end to end in every step, and with 4 KiB pages the processor's prefetchers stop at
-    each border.
-    """
-    if count < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        memory = torch.empty(count + ALIGNMENT, dtype=torch.uint8)
-        start = -memory.data_ptr() % ALIGNMENT
-    else:
-        pages = mmap.mmap(-1, count + HUGE_PAGE)
-        with contextlib.suppress(OSError):  # a kernel built without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        memory = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages`
-        start = -memory.data_ptr() % HUGE_PAGE
-    return memory[start : start + count]
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,35 @@
+"""Large pieces of host memory, as the kernels like them."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import torch
+
+ALIGNMENT = 64
+"""Bytes of a cache line."""
+HUGE_PAGE = 1 << 21
+
+
+def aligned_bytes(count: int) -> torch.Tensor:
+    """uint8 [count], aligned to cache lines; in huge pages if it is large and the system has them.
+
+    Weights are read from end to end in every step, and with 4 KiB pages the processor's prefetchers stop at
+    each border; blocks of keys and values lie anywhere, and each takes its own walk through the page tables,
+    which a virtual machine makes longer.
+
+    Raises:
+        OSError: there is no such memory.
+    """
+    if count < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        memory = torch.empty(count + ALIGNMENT, dtype=torch.uint8)
+        start = -memory.data_ptr() % ALIGNMENT
+    else:
+        # Private: shared memory, Python's default, has huge pages only where /dev/shm has them.
+        pages = mmap.mmap(-1, count + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel built without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages`
+        start = -memory.data_ptr() % HUGE_PAGE
+    return memory[start : start + count]
