@@ -304,37 +304,66 @@ inline void tiled_rows(int rows, const bf16* x, int64_t x_rows, const bf16* w, i
   }
 }
 
-// acc[4][rows][32] = x w of four blocks of bfloat16, `block_size` numbers apart, for up to 16 rows. Tiles load too
-// much at a time for the processor's prefetchers to follow, so a piece of each block is touched first, side by side.
-inline void tiled_blocks(int rows, const bf16* x, const bf16* w, int64_t block_size, int64_t k, float* acc) {
-  constexpr int stride = block_columns * 4, piece_inputs = 128, ahead = 512 / sizeof(bf16);
-  asm volatile("" ::: "memory");
-  configure_tiles(rows, rows);
-  for (int64_t start = 0; start < k; start += piece_inputs) {
-    int64_t end = std::min<int64_t>(k, start + piece_inputs);
-    for (int64_t i = start * block_columns; i < end * block_columns; i += 32)
+// acc[4][rows][32] = x w of four blocks of bfloat16, `block_size` numbers apart, for up to 32 rows. Tiles load too
+// much at a time for the processor's prefetchers to follow, and one stream alone would not reach the memory's rate:
+// the four are read side by side, 32 inputs at a time, and what comes next is asked for meanwhile. `begins`: nobody
+// has asked for the first of these.
+template <bool LOWER>
+inline void tiled_blocks(int rows, const bf16* x, int64_t x_rows, const bf16* w, int64_t block_size, int64_t k,
+                         float* acc, bool begins) {
+  constexpr int stride = block_columns * 4, step = 32 * block_columns;
+  if (begins)
+    for (int i = 0; i < step; i += 32)
       for (int q = 0; q < 4; ++q) touch(w + q * block_size + i);
+  for (int64_t i = 0; i < k; i += 32, w += step) {
+    const bf16* next = i + 32 < k ? w + step : w + step + 3 * block_size;
     for (int q = 0; q < 4; ++q) {
       const bf16* weights = w + q * block_size;
       float* sums = acc + q * rows * block_columns;
-      if (start == 0) {
+      float* lower = sums + 16 * block_columns;
+      if (i == 0) {
         _tile_zero(0);
         _tile_zero(1);
+        if (LOWER) {
+          _tile_zero(2);
+          _tile_zero(3);
+        }
       } else {
         _tile_loadd(0, sums, stride);
         _tile_loadd(1, sums + 16, stride);
+        if (LOWER) {
+          _tile_loadd(2, lower, stride);
+          _tile_loadd(3, lower + 16, stride);
+        }
       }
-      for (int i = 0; i < ahead; i += 32) _mm_prefetch(weights + end * block_columns + i, _MM_HINT_T0);
-      for (int64_t i = start; i < end; i += 32) {
-        _tile_loadd(4, x + i * 16, 64);
-        _tile_loadd(6, weights + i * block_columns, stride);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, weights + i * block_columns + 32, stride);
-        _tile_dpbf16ps(1, 4, 7);
+      for (int line = 0; line < 8; ++line, next += 32)
+        for (int s = 0; s < 4; ++s)
+          _mm_prefetch(reinterpret_cast<const char*>(next + s * block_size), _MM_HINT_T0);
+      _tile_loadd(4, x + i * 16, 64);
+      _tile_loadd(6, weights, stride);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, weights + 32, stride);
+      _tile_dpbf16ps(1, 4, 7);
+      if (LOWER) {
+        _tile_loadd(5, x + x_rows + i * 16, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+        _tile_stored(2, lower, stride);
+        _tile_stored(3, lower + 16, stride);
       }
       _tile_stored(0, sums, stride);
       _tile_stored(1, sums + 16, stride);
     }
+  }
+}
+
+// Of a multiple of four blocks that follow each other.
+inline void tiled_blocks(int rows, const bf16* x, const bf16* w, int64_t k, int blocks, float* acc) {
+  asm volatile("" ::: "memory");
+  configure_tiles(std::min(rows, 16), rows - 16);
+  for (int b = 0; b < blocks; b += 4, w += 4 * k * block_columns, acc += 4 * rows * block_columns) {
+    if (rows > 16) tiled_blocks<true>(rows, x, 16 * k, w, k * block_columns, k, acc, b == 0);
+    else tiled_blocks<false>(rows, x, 16 * k, w, k * block_columns, k, acc, b == 0);
   }
   asm volatile("" ::: "memory");
 }
@@ -579,6 +608,11 @@ class Split {
       int64_t fair = num_blocks_ / (tasks_per_thread * pool().num_threads());
       int64_t worth = 1024 / (w.num_inputs * num_rows);
       blocks_each_ = std::max({int64_t{1}, worth, std::min(fair, task_bytes / w.block_bytes())});
+#if defined(__AMX_BF16__)
+      // Streams are four, and begin anew with each task.
+      if (num_rows <= max_streamed_rows && w.format == Format::bfloat16 && fair >= 4)
+        blocks_each_ = std::max<int64_t>(4, std::min(fair, (1 << 20) / w.block_bytes()) / 4 * 4);
+#endif
     }
     column_tasks_ = (num_blocks_ + blocks_each_ - 1) / blocks_each_;
   }
@@ -725,9 +759,8 @@ void multiply(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, Sink& 
     float* sums = scratch<Sums, float>((rows + 15) / 16 * 16 * blocks * block_columns);
 #if defined(__AMX_BF16__)
     if constexpr (has_tiles<X>())
-      if (rows <= 16 && blocks == 4 && !room) {
-        const bf16* weights = chunk_of<bf16>(w, first_block, 0, int(k), nullptr);
-        tiled_blocks(rows, tiles + first_row * k, weights, k * block_columns, k, sums);
+      if (rows <= max_streamed_rows && blocks % 4 == 0 && !room) {
+        tiled_blocks(rows, tiles + first_row * k, chunk_of<bf16>(w, first_block, 0, int(k), nullptr), k, blocks, sums);
         blocks = 0;
       }
 #endif
