@@ -71,7 +71,8 @@ constexpr int room_inputs = 512;    // of K: a chunk of a block, widened to 32 K
 constexpr int chunk_inputs = 1024;  // as they are: fewer rounds over the sums of the rows weigh more than that
 constexpr int task_rows = 256;      // rows whose chunk of x stays in the second-level cache
 constexpr int task_blocks = 4;      // blocks that use it there
-constexpr int64_t task_bytes = 256 << 10;  // of weights, where each is used for few rows
+constexpr int64_t streams = 4;
+constexpr int64_t task_bytes = 1 << 20;  // of weights, where each is used for few rows
 constexpr int tasks_per_thread = 4;
 
 // acc[rows][32] += x[rows][k] * w, or = with `first`. `prefetch`: w comes from memory.
@@ -608,11 +609,8 @@ class Split {
       int64_t fair = num_blocks_ / (tasks_per_thread * pool().num_threads());
       int64_t worth = 1024 / (w.num_inputs * num_rows);
       blocks_each_ = std::max({int64_t{1}, worth, std::min(fair, task_bytes / w.block_bytes())});
-#if defined(__AMX_BF16__)
-      // Streams are four, and begin anew with each task.
-      if (num_rows <= max_streamed_rows && w.format == Format::bfloat16 && fair >= 4)
-        blocks_each_ = std::max<int64_t>(4, std::min(fair, (1 << 20) / w.block_bytes()) / 4 * 4);
-#endif
+      // Streams of weights are four, and begin anew with each task.
+      if (fair >= streams) blocks_each_ = std::max(streams, blocks_each_ / streams * streams);
     }
     column_tasks_ = (num_blocks_ + blocks_each_ - 1) / blocks_each_;
   }

@@ -78,6 +78,8 @@ inline void int8_tile(const Weight& w, int64_t block, const QuantisedRows& x, in
   for (auto& stream : sums)
     for (auto& sum : stream) sum[0] = sum[1] = zero();
   for (int64_t group = 0; group < x.groups; ++group) {
+    // The next group of each stream, or the first of the next blocks.
+    const int64_t ahead = int8_group * block_columns + (group + 1 < x.groups ? 0 : (STREAMS - 1) * w.block_bytes());
     __m512i dots[STREAMS][ROWS][2];
     const int8_t* numbers[ROWS];
     for (int r = 0; r < ROWS; ++r) {
@@ -87,7 +89,10 @@ inline void int8_tile(const Weight& w, int64_t block, const QuantisedRows& x, in
     for (int i = 0; i < int8_group; i += 4)
       for (int q = 0; q < STREAMS; ++q) {
         const uint8_t* p = int8_block(w, block + q) + (group * int8_group + i) * block_columns;
-        if (prefetch) prefetch_ahead(p, 128);
+        if (prefetch) {
+          _mm_prefetch(reinterpret_cast<const char*>(p + ahead), _MM_HINT_T0);
+          _mm_prefetch(reinterpret_cast<const char*>(p + ahead + 64), _MM_HINT_T0);
+        }
         __m512i left = _mm512_load_si512(p), right = _mm512_load_si512(p + 64);
         for (int r = 0; r < ROWS; ++r) {
           int32_t four;
@@ -149,40 +154,51 @@ inline void int8_tile(const Weight& w, int64_t block, const QuantisedRows& x, in
 
 #if defined(__AMX_INT8__)
 
-// acc[rows][32] of up to 16 rows from `row` on, a multiple of 16. Sums of a group leave the tiles while those of the
-// next one are computed.
+// acc[STREAMS][rows][32] of up to 16 rows from `row` on, a multiple of 16, times as many blocks, which are read side by
+// side. Sums of a group leave the tiles while those of the next one are computed.
+template <int STREAMS>
 inline void int8_tiles(const Weight& w, int64_t block, const QuantisedRows& x, int64_t row, int rows, float* acc,
-                       bool prefetch) {
-  constexpr int stride = block_columns * 4;
+                       int64_t acc_block, bool prefetch) {
+  constexpr int stride = block_columns * 4, step = int8_group * block_columns;
   alignas(64) int32_t dots[2][16][block_columns];
   const uint8_t* weights = int8_block(w, block);
-  auto take = [&](int64_t group) {
+  const int64_t block_size = w.block_bytes();
+  auto take = [&](int64_t turn) {
+    const int64_t group = turn / STREAMS;
+    float* sums = acc + turn % STREAMS * acc_block;
     for (int r = 0; r < rows; ++r) {
       const __m512i offset = _mm512_set1_epi32(x.offsets[(row + r) * x.groups + group]);
       const vec scale = splat(x.scales[(row + r) * x.groups + group]);
       for (int half = 0; half < 2; ++half) {
-        __m512i whole = _mm512_add_epi32(_mm512_load_si512(&dots[group % 2][r][half * 16]), offset);
-        float* sum = acc + r * block_columns + half * 16;
+        __m512i whole = _mm512_add_epi32(_mm512_load_si512(&dots[turn % 2][r][half * 16]), offset);
+        float* sum = sums + r * block_columns + half * 16;
         store(sum, fma(_mm512_cvtepi32_ps(whole), scale, group ? load(sum) : zero()));
       }
     }
   };
   configure_tiles(rows, rows);
-  for (int64_t group = 0; group < x.groups; ++group, weights += int8_group * block_columns) {
-    if (prefetch) prefetch_ahead(weights, int8_group * block_columns);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_loadd(4, x.of(row, group), 64);
-    _tile_loadd(6, weights, stride);
-    _tile_dpbsud(0, 4, 6);
-    _tile_loadd(7, weights + 64, stride);
-    _tile_dpbsud(1, 4, 7);
-    _tile_stored(0, &dots[group % 2][0][0], stride);
-    _tile_stored(1, &dots[group % 2][0][16], stride);
-    asm volatile("" ::: "memory");
-    if (group) take(group - 1);
+  int64_t turn = 0;
+  for (int64_t group = 0; group < x.groups; ++group, weights += step) {
+    const uint8_t* next = weights + step + (group + 1 < x.groups ? 0 : (STREAMS - 1) * block_size);
+    for (int q = 0; q < STREAMS; ++q, ++turn) {
+      if (prefetch)
+        for (int line = 0; line < step / 64 / STREAMS; ++line, next += 64)
+          for (int s = 0; s < STREAMS; ++s)
+            _mm_prefetch(reinterpret_cast<const char*>(next + s * block_size), _MM_HINT_T0);
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_loadd(4, x.of(row, group), 64);
+      _tile_loadd(6, weights + q * block_size, stride);
+      _tile_dpbsud(0, 4, 6);
+      _tile_loadd(7, weights + q * block_size + 64, stride);
+      _tile_dpbsud(1, 4, 7);
+      _tile_stored(0, &dots[turn % 2][0][0], stride);
+      _tile_stored(1, &dots[turn % 2][0][16], stride);
+      asm volatile("" ::: "memory");
+      if (turn) take(turn - 1);
+    }
   }
-  take(x.groups - 1);
+  take(turn - 1);
 }
 
 #endif
@@ -194,6 +210,13 @@ inline void int8_rows(const Weight& w, int64_t block, int blocks, const Quantise
   if (rows == 1)
     for (; blocks >= 4; blocks -= 4, block += 4, acc += 4 * block_columns) int8_tile<1, 4>(w, block, x, row, acc, true);
 #endif
+#if defined(__AMX_INT8__)
+  if (rows > 1)
+    for (; blocks >= 4; blocks -= 4, block += 4, acc += 4 * rows * block_columns)
+      for (int done = 0; done < rows; done += 16)
+        int8_tiles<4>(w, block, x, row + done, std::min(rows - done, 16), acc + done * block_columns,
+                      rows * block_columns, done == 0);
+#endif
   for (int b = 0; b < blocks; ++b)
     for (int done = 0; done < rows;) {
       float* to = acc + (b * rows + done) * block_columns;
@@ -201,7 +224,7 @@ inline void int8_rows(const Weight& w, int64_t block, int blocks, const Quantise
 #if defined(__AMX_INT8__)
       if (rows > 1) {
         int count = std::min(rows - done, 16);
-        int8_tiles(w, block + b, x, row + done, count, to, is_first);
+        int8_tiles<1>(w, block + b, x, row + done, count, to, 0, is_first);
         done += count;
         continue;
       }
