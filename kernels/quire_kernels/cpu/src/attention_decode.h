@@ -15,7 +15,7 @@ constexpr int split_size = 256;   // positions
 constexpr int value_run = 32;     // values that are added up while the sums are in registers
 constexpr int prefetch_bytes = 4096;  // of keys or values, ahead of those in use
 constexpr int max_prefetch_rows = 64;
-constexpr int num_streams = 4;
+constexpr int num_streams = 8;
 
 // The result of a split, for all rows.
 struct Partial {
@@ -38,16 +38,16 @@ inline void prefetch(const KV* row, int d) {
   if (d * sizeof(KV) % 64 == 0) _mm_prefetch(reinterpret_cast<const char*>(row + d), _MM_HINT_T0);
 }
 
-// Puts what belongs to the positions of a split into the order in which they are computed: a quarter beside the
-// other, position 0, count / 4, count / 2 ... Blocks are pieces of some KiB anywhere in memory, and several of them
+// Puts what belongs to the positions of a split into the order in which they are computed: an eighth beside the
+// other, position 0, count / 8, count / 4 ... Blocks are pieces of some KiB anywhere in memory, and several of them
 // read side by side keep more of the processor's prefetchers busy than one after the other.
 template <class T>
 inline void interleave(T* rows, int count) {
-  const int quarter = count / num_streams;
+  const int part = count / num_streams;
   T ordered[split_size];
-  for (int i = 0; i < quarter; ++i)
-    for (int s = 0; s < num_streams; ++s) ordered[i * num_streams + s] = rows[s * quarter + i];
-  std::copy(ordered, ordered + quarter * num_streams, rows);
+  for (int i = 0; i < part; ++i)
+    for (int s = 0; s < num_streams; ++s) ordered[i * num_streams + s] = rows[s * part + i];
+  std::copy(ordered, ordered + part * num_streams, rows);
 }
 
 // scores[r][k] = query[r] . keys[k], for `rows` rows and `count` keys, rounded up to `width`. There are pointers to

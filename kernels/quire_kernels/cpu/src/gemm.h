@@ -9,6 +9,8 @@
 // threads or tasks: a row's result does not depend on the batch around it.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <memory>
 #include <type_traits>
@@ -59,7 +61,11 @@ inline T* scratch(size_t count) {
   thread_local size_t size = 0;
   size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
   if (bytes > size) {
-    memory.reset(std::aligned_alloc(64, bytes));
+    constexpr size_t huge_page = size_t{1} << 21;
+    // Rows lie some KiB apart, and with small pages each would take its own walk through the page tables.
+    if (bytes >= huge_page / 2) bytes = (bytes + huge_page - 1) / huge_page * huge_page;
+    memory.reset(std::aligned_alloc(bytes >= huge_page ? huge_page : 64, bytes));
+    if (bytes >= huge_page) madvise(memory.get(), bytes, MADV_HUGEPAGE);
     size = bytes;
   }
   return static_cast<T*>(memory.get());
@@ -69,8 +75,15 @@ namespace gemm {
 
 constexpr int room_inputs = 512;    // of K: a chunk of a block, widened to 32 KiB of bfloat16, in the first-level cache
 constexpr int chunk_inputs = 1024;  // as they are: fewer rounds over the sums of the rows weigh more than that
-constexpr int task_rows = 256;      // rows whose chunk of x stays in the second-level cache
-constexpr int task_blocks = 4;      // blocks that use it there
+constexpr int many_rows = 112;      // from which on they weigh less where x is in tiles
+constexpr int tiled_inputs = 256;   // then: 16 KiB, and as much of x beside them
+#if defined(__AMX_BF16__)
+constexpr int task_rows = 512;  // rows whose chunk of x stays in the second-level cache
+constexpr int task_blocks = 8;  // blocks that use it there
+#else
+constexpr int task_rows = 256;
+constexpr int task_blocks = 4;
+#endif
 constexpr int64_t streams = 4;
 constexpr int64_t task_bytes = 1 << 20;  // of weights, where each is used for few rows
 constexpr int tasks_per_thread = 4;
@@ -241,8 +254,11 @@ inline void to_tiles(const bf16* x, int64_t ldx, int rows, int64_t k, bf16* tile
     for (int r = 0; r < rows; ++r) _mm512_store_si512(tiles + i * 16 + r * 32, _mm512_loadu_si512(x + r * ldx + i));
 }
 
-// As vector_rows, for x in tiles, of which `x_rows` is the distance between rows' tiles.
-inline void tiled_rows(int rows, const bf16* x, int64_t x_rows, const bf16* w, int k, float* acc, bool first, bool prefetch) {
+// As vector_rows, for x in tiles, of which `x_rows` is the distance between rows' tiles. `next`: as many weights, which
+// come after these, asked for a few at a time; null: none, or there are less than 32 rows.
+inline void tiled_rows(int rows, const bf16* x, int64_t x_rows, const bf16* w, int k, float* acc, bool first, bool prefetch,
+                       const bf16* next) {
+  const int next_lines = next ? (32 + rows / 32 - 1) / (rows / 32) : 0;
   constexpr int stride = block_columns * 4, x_ahead = 2 * 32;
   asm volatile("" ::: "memory");
   int shape = -1;
@@ -271,6 +287,7 @@ inline void tiled_rows(int rows, const bf16* x, int64_t x_rows, const bf16* w, i
       for (int i = 0; i < k; i += 32) {
         const bf16* weights = w + i * block_columns;
         if (prefetch) prefetch_ahead(weights, 32 * block_columns * 2);
+        for (int line = 0; line < next_lines; ++line, next += 32) _mm_prefetch(next, _MM_HINT_T1);
         // Rows come from the second-level cache, as fast as they are multiplied but not at once.
         for (int line = 0; line < 512; line += 32) {
           _mm_prefetch(top + (i + x_ahead) * 16 + line, _MM_HINT_T0);
@@ -763,7 +780,8 @@ void multiply(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, Sink& 
       }
 #endif
     // Few rows need no second pass over x, and unquantised weights no room.
-    int64_t chunk = room ? room_inputs : rows <= max_streamed_rows ? k : chunk_inputs;
+    const bool many = has_tiles<X>() && rows >= many_rows;
+    int64_t chunk = room ? room_inputs : rows <= max_streamed_rows ? k : many ? tiled_inputs : chunk_inputs;
     for (int64_t start = 0; start < k; start += chunk) {
       int size = int(std::min(chunk, k - start));
       for (int b = 0; b < blocks; ++b) {
@@ -771,7 +789,11 @@ void multiply(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, Sink& 
         float* acc = sums + b * rows * block_columns;
 #if defined(__AMX_BF16__)
         if constexpr (has_tiles<X>()) {
-          tiled_rows(rows, tiles + first_row * k + start * 16, 16 * k, weights, size, acc, start == 0, !room);
+          const bf16* next = nullptr;
+          if (many && !room && b + 1 < blocks) next = weights + k * block_columns;
+          else if (many && !room && start + size < k) next = chunk_of<bf16>(w, first_block, start + size, size, nullptr);
+          tiled_rows(rows, tiles + first_row * k + start * 16, 16 * k, weights, size, acc, start == 0, !room && !many,
+                     next);
           continue;
         }
 #endif
