@@ -1,0 +1,51 @@
+"""Large pieces of memory must be able to have huge pages, whatever the machine has set for shared memory."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire_kernels.host_memory import ALIGNMENT, HUGE_PAGE, aligned_bytes
+
+SMAPS = Path("/proc/self/smaps")
+
+
+def vm_flags(address: int) -> set[str]:
+    """Flags of the mapping that holds an address: `sh` shared, `hg` advised to have huge pages."""
+    flags: set[str] = set()
+    inside = False
+    for line in SMAPS.read_text().splitlines():
+        if header := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(header[1], 16) <= address < int(header[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = set(line.split()[1:])
+    return flags
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, HUGE_PAGE - 1, HUGE_PAGE, 3 * HUGE_PAGE + 5])
+def test_as_many_bytes_as_asked_for_aligned(count: int) -> None:
+    memory = aligned_bytes(count)
+    assert (memory.shape, memory.dtype) == ((count,), torch.uint8)
+    assert memory.data_ptr() % (HUGE_PAGE if count >= HUGE_PAGE else ALIGNMENT) == 0
+    memory.fill_(7)
+    assert int(memory.sum(dtype=torch.int64)) == 7 * count
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE") or not SMAPS.exists(), reason="no huge pages here")
+def test_large_pieces_are_private_and_advised() -> None:
+    memory = aligned_bytes(4 * HUGE_PAGE)
+    memory.fill_(1)
+    flags = vm_flags(memory.data_ptr())
+    assert flags, "no such mapping"
+    assert "sh" not in flags, "shared memory has huge pages only where /dev/shm has them"
+    if Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        assert "hg" in flags
+
+
+def test_too_much_is_an_error() -> None:
+    with pytest.raises((OSError, OverflowError, ValueError)):
+        aligned_bytes(1 << 62)
