@@ -128,6 +128,25 @@ def test_a_row_does_not_depend_on_the_batch(
 
 @pytest.mark.parametrize(("name", "device", "dtype"), INVARIANT)
 @pytest.mark.parametrize("quantization", [None, *QUANTIZATIONS])
+def test_wide_matrices_whose_tasks_have_several_blocks(
+    name: str, device: str, dtype: torch.dtype, quantization: str | None
+) -> None:
+    """Blocks are read side by side then, and the last task has fewer; 600 rows are more than a task has."""
+    weight = draw(2100, 320, dtype=dtype) / 18
+    with forced("linear", name):
+        packed = ops.pack_linear(weight.to(device).clone(), quantization=quantization)
+        narrow = [
+            ops.pack_linear(rows.to(device).clone(), quantization=quantization) for rows in weight.split(64)
+        ]
+    x = draw(600, 320, dtype=dtype, seed=1).to(device)
+    together = packed(x)
+    assert torch.equal(together, torch.cat([part(x) for part in narrow], 1)), "600 rows"
+    for rows in (1, 2, 15, 16, 17, 31, 32, 33, 111, 112, 130):
+        assert torch.equal(packed(x[600 - rows :]), together[600 - rows :]), f"{rows} rows"
+
+
+@pytest.mark.parametrize(("name", "device", "dtype"), INVARIANT)
+@pytest.mark.parametrize("quantization", [None, *QUANTIZATIONS])
 def test_nor_does_a_row_of_tiny_numbers(
     name: str, device: str, dtype: torch.dtype, quantization: str | None
 ) -> None:

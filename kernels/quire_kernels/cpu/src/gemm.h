@@ -84,7 +84,7 @@ constexpr int task_blocks = 8;  // blocks that use it there
 constexpr int task_rows = 256;
 constexpr int task_blocks = 4;
 #endif
-constexpr int64_t streams = 4;
+constexpr int64_t streams = 4;  // blocks that are read side by side where rows are few
 constexpr int64_t task_bytes = 1 << 20;  // of weights, where each is used for few rows
 constexpr int tasks_per_thread = 4;
 
