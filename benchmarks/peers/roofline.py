@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import mmap
 import os
 import shutil
 import subprocess
@@ -23,7 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.report import ROOT
+from quire_kernels.host_memory import aligned_bytes
 
 _SOURCE = """
 #include <stddef.h>
@@ -74,11 +76,8 @@ def measure_apart() -> dict[str, Any]:
 
 def _read_rates(thread_counts: list[int]) -> tuple[dict[str, float], str]:
     """GB/s by number of threads."""
-    memory = mmap.mmap(-1, READ_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    ctypes.memset(address, 1, READ_BYTES)
+    memory = aligned_bytes(READ_BYTES).fill_(1)
+    address = memory.data_ptr()
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return _torch_read_rates(memory, thread_counts), "torch.sum"
@@ -123,10 +122,8 @@ def _best_seconds(num_threads: int, work: Callable[[int], None]) -> float:
     return best
 
 
-def _torch_read_rates(memory: mmap.mmap, thread_counts: list[int]) -> dict[str, float]:
-    import torch
-
-    tensor = torch.frombuffer(memory, dtype=torch.float32)
+def _torch_read_rates(memory: torch.Tensor, thread_counts: list[int]) -> dict[str, float]:
+    tensor = memory.view(torch.float32)
     rates = {}
     for count in thread_counts:
         torch.set_num_threads(count)
@@ -136,8 +133,6 @@ def _torch_read_rates(memory: mmap.mmap, thread_counts: list[int]) -> dict[str, 
 
 def _matrix_rate(num_threads: int) -> tuple[float, str]:
     """GFLOP/s and what reached them."""
-    import torch
-
     torch.set_num_threads(num_threads)
     best, name = 0.0, ""
     with torch.inference_mode():
