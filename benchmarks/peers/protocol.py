@@ -7,6 +7,7 @@ line, in order, until stdin ends. Whatever libraries print goes to stderr.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import ctypes
 import hashlib
 import json
@@ -16,7 +17,7 @@ import sys
 import time
 import traceback
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -82,6 +83,31 @@ def drive(engine: StepEngine, requests: Sequence[Request], running: int) -> RunR
             if ended:
                 clock.end(index)
                 num_open -= 1
+
+
+async def drive_streams(
+    stream: Callable[[Request], AsyncIterator[Sequence[int]]], requests: Sequence[Request], running: int
+) -> RunResult:
+    """Runs all requests through a server: the next is sent when one has ended.
+
+    Args:
+        stream: sends a request and yields its new token ids as they come.
+        requests, running: what is to be run, and how many at a time.
+
+    Raises:
+        RuntimeError: a request ended with another number of tokens than it was to have.
+    """
+    clock = Clock(requests)
+    waiting = iter(enumerate(requests))
+
+    async def worker() -> None:
+        for index, request in waiting:
+            async for token_ids in stream(request):
+                clock.tokens(index, token_ids)
+            clock.end(index)
+
+    await asyncio.gather(*(worker() for _ in range(running)))
+    return clock.result()
 
 
 class Clock:

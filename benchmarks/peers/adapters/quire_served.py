@@ -8,7 +8,7 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[3])
 
 from benchmarks.peers.adapters.quire_engine import engine_options
-from benchmarks.peers.protocol import Clock, Run, RunResult, serve
+from benchmarks.peers.protocol import Run, RunResult, drive_streams, serve
 from benchmarks.peers.workloads import Request
 from benchmarks.served import served
 from quire_client.aio import AsyncClient
@@ -38,21 +38,15 @@ def load(weights: Path, options: dict[str, Any]) -> Run:
 
 
 async def _run(url: str, requests: Sequence[Request], running: int) -> RunResult:
-    """Sends the next request when one has ended."""
     async with AsyncClient(url) as client:
         await client.server_ready()
-        waiting = iter(enumerate(requests))
-        clock = Clock(requests)
 
-        async def worker() -> None:
-            for index, request in waiting:
-                options = {"max_tokens": request.num_output, "ignore_eos": True}
-                async for chunk in client.stream(input_ids=request.prompt, model=MODEL, **options):
-                    clock.tokens(index, chunk.token_ids)
-                clock.end(index)
+        async def stream(request: Request) -> AsyncIterator[Sequence[int]]:
+            options = {"max_tokens": request.num_output, "ignore_eos": True}
+            async for chunk in client.stream(input_ids=request.prompt, model=MODEL, **options):
+                yield chunk.token_ids
 
-        await asyncio.gather(*(worker() for _ in range(running)))
-        return clock.result()
+        return await drive_streams(stream, requests, running)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -16,27 +15,15 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.peers.protocol import Run, drive, serve
-from benchmarks.peers.workloads import KV_TOKENS, MAX_MODEL_LEN, MAX_RUNNING, Request
-
-BLOCK_SIZE = 128
-"""vLLM's own choice for CPUs."""
+from benchmarks.peers.vllm_arguments import engine_arguments
+from benchmarks.peers.workloads import Request
 
 
 class VLLMEngine:
     """A `StepEngine` over vLLM's LLMEngine."""
 
     def __init__(self, weights: Path, options: dict[str, Any]) -> None:
-        llm = LLM(
-            model=str(weights),
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=MAX_RUNNING,
-            block_size=BLOCK_SIZE,
-            # By itself it takes most of the machine's memory, or refuses to start where others have some.
-            kv_cache_memory_bytes=_kv_bytes(weights),
-            **options,
-        )
+        llm = LLM(**engine_arguments(weights), skip_tokenizer_init=True, **options)
         self._engine = llm.llm_engine
         self._indices: dict[str, int] = {}
         self._num_added = 0
@@ -58,13 +45,6 @@ class VLLMEngine:
         for output in self._engine.step():
             index = self._indices[output.request_id]
             yield index, list(output.outputs[0].token_ids), output.finished
-
-
-def _kv_bytes(checkpoint: Path) -> int:
-    """Size of the KV cache at 16 bits, with the one block that vLLM keeps for itself."""
-    config = json.loads((checkpoint / "config.json").read_text())
-    per_token = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
-    return int(per_token * (KV_TOKENS + BLOCK_SIZE))
 
 
 def load(weights: Path, options: dict[str, Any]) -> Run:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,16 @@ if __package__ in (None, ""):
 import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from benchmarks.peers.protocol import Clock, Run, RunResult, serve
+from benchmarks.peers.protocol import Run, RunResult, drive_streams, serve
 from benchmarks.peers.venvs import DIRECTORY
-from benchmarks.peers.workloads import KV_TOKENS, MAX_MODEL_LEN, MAX_RUNNING, Request
+from benchmarks.peers.vllm_arguments import engine_arguments
+from benchmarks.peers.workloads import Request
 from quire import tritonserver
 from quire.serve import bind_port
 
 MODEL = "vllm_model"
 START_TIMEOUT_S = 600.0
 POLL_S = 0.5
-BLOCK_SIZE = 128
 # The stub's interpreter knows ASCII only, and the backend of January 2026 imports two names that vllm 0.32
 # has elsewhere or no more.
 _BEFORE = """
@@ -117,17 +117,7 @@ def _write_repository(checkpoint: Path, repository: Path) -> None:
     version.mkdir(parents=True)
     config = 'backend: "vllm"\ninstance_group [{ count: 1 kind: KIND_MODEL }]\n'
     (version.parent / "config.pbtxt").write_text(config)
-    shape = json.loads((checkpoint / "config.json").read_text())
-    per_token = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
-    arguments = {
-        "model": str(checkpoint),
-        "dtype": "bfloat16",
-        "max_model_len": MAX_MODEL_LEN,
-        "max_num_seqs": MAX_RUNNING,
-        "block_size": BLOCK_SIZE,
-        "kv_cache_memory_bytes": per_token * (KV_TOKENS + BLOCK_SIZE),
-        "disable_log_stats": True,
-    }
+    arguments = {**engine_arguments(checkpoint), "disable_log_stats": True}
     (version / "model.json").write_text(json.dumps(arguments))
 
 
@@ -173,25 +163,20 @@ def _bytes(text: str) -> bytes:
 
 
 async def _run(url: str, requests: Sequence[Request], running: int) -> RunResult:
-    """Sends the next request when one has ended; over the plain stubs, as our own client does."""
+    """Over the plain stubs, as our own client does."""
     async with grpc.aio.insecure_channel(url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         await stub.ServerReady(service_pb2.ServerReadyRequest())
-        waiting = iter(enumerate(requests))
-        clock = Clock(requests)
 
-        async def worker() -> None:
-            for index, request in waiting:
-                async for answer in stub.ModelStreamInfer(iter([_message(request)])):
-                    if answer.error_message:
-                        raise RuntimeError(answer.error_message)
-                    for content in answer.infer_response.raw_output_contents:
-                        # The length of the text goes before it.
-                        clock.tokens(index, [int(word) for word in _NUMBERS.findall(content[4:])])
-                clock.end(index)
+        async def stream(request: Request) -> AsyncIterator[Sequence[int]]:
+            async for answer in stub.ModelStreamInfer(iter([_message(request)])):
+                if answer.error_message:
+                    raise RuntimeError(answer.error_message)
+                for content in answer.infer_response.raw_output_contents:
+                    # The length of the text goes before it.
+                    yield [int(word) for word in _NUMBERS.findall(content[4:])]
 
-        await asyncio.gather(*(worker() for _ in range(running)))
-        return clock.result()
+        return await drive_streams(stream, requests, running)
 
 
 if __name__ == "__main__":
