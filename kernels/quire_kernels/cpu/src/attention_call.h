@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "layout.h"
+#include "matrix.h"
 #include "simd.h"
 
 namespace quire {
@@ -18,8 +19,7 @@ template <class T>
 struct Call {
   const T* query;
   int64_t query_stride;  // elements between tokens
-  T* out;
-  int64_t out_stride;
+  Matrix<T> out;
   const KVLayer& kv;
   const Batch& batch;
   int groups;  // query heads per KV head
@@ -29,9 +29,11 @@ struct Call {
 
   // "Row" i of a sequence's KV head is query head i % groups of its new token i / groups.
   const T* query_row(int sequence, int head, int64_t row) const {
-    return query + place(sequence, head, row, query_stride);
+    return query + token_of(sequence, row) * query_stride + column_of(head, row);
   }
-  T* out_row(int sequence, int head, int64_t row) const { return out + place(sequence, head, row, out_stride); }
+  Row<T> out_row(int sequence, int head, int64_t row) const {
+    return out.row(token_of(sequence, row), column_of(head, row));
+  }
 
   int num_new(int sequence) const { return batch.query_start_loc[sequence + 1] - batch.query_start_loc[sequence]; }
   // First position that a token at `position` sees.
@@ -43,10 +45,8 @@ struct Call {
   }
 
  private:
-  int64_t place(int sequence, int head, int64_t row, int64_t stride) const {
-    int64_t token = batch.query_start_loc[sequence] + row / groups;
-    return token * stride + (int64_t(head) * groups + row % groups) * kv.head_dim;
-  }
+  int64_t token_of(int sequence, int64_t row) const { return batch.query_start_loc[sequence] + row / groups; }
+  int64_t column_of(int head, int64_t row) const { return (int64_t(head) * groups + row % groups) * kv.head_dim; }
 };
 
 // Calls f(index of p - begin, block id, offset in the block, count) for the runs of positions [begin, end) that lie

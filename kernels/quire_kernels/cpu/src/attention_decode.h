@@ -216,8 +216,8 @@ inline void merge_splits(const Call<T>& call, int sequence, int head, float* par
         store(sums + d, s ? fma(load(from + d), factor, load(sums + d)) : mul(load(from + d), factor));
     }
     vec factor = splat(1.0f / total);
-    T* out = call.out_row(sequence, head, r);
-    for (int d = 0; d < size; d += width) store(out + d, mul(load(sums + d), factor));
+    const Row<T> out = call.out_row(sequence, head, r);
+    for (int d = 0; d < size; d += width) store(out.at(d), mul(load(sums + d), factor));
   }
 }
 

@@ -118,11 +118,11 @@ class FloatTile {
   }
 
   // Writes `width` rows times `factors`, from row `first` of the block on; a null row is not wanted.
-  void write(int block, int first, const float* factors, T* const* rows) {
+  void write(int block, int first, const float* factors, const Row<T>* rows, int count) {
     const float* sums = sums_ + (int64_t(block) * row_block + first) * size_;
-    for (int i = 0; i < width && rows[i]; ++i) {
+    for (int i = 0; i < count; ++i) {
       vec factor = splat(factors[i]);
-      for (int d = 0; d < size_; d += width) store(rows[i] + d, mul(load(sums + i * size_ + d), factor));
+      for (int d = 0; d < size_; d += width) store(rows[i].at(d), mul(load(sums + i * size_ + d), factor));
     }
   }
 
@@ -212,14 +212,14 @@ class PairTile {
     }
   }
 
-  void write(int block, int first, const float* factors, bf16* const* rows) {
+  void write(int block, int first, const float* factors, const Row<bf16>* rows, int count) {
     const float* sums = sums_ + int64_t(block) * row_block * size_ + first;
     vec factor = load(factors);
     for (int d = 0; d < size_; d += 16) {
       vec square[16];
       for (int i = 0; i < 16; ++i) square[i] = mul(load(sums + (d + i) * row_block), factor);
       transpose(square);
-      for (int i = 0; i < 16 && rows[i]; ++i) store(rows[i] + d, square[i]);
+      for (int i = 0; i < count; ++i) store(rows[i].at(d), square[i]);
     }
   }
 
@@ -481,12 +481,12 @@ inline void tile_task(const Call<T>& call, int sequence, int head, int first_tok
   }
 
   for (int row = 0; row < num_blocks * row_block; row += width) {
-    T* to[width];
-    for (int i = 0; i < width; ++i)
-      to[i] = row + i < rows ? call.out_row(sequence, head, int64_t(first_token) * groups + row + i) : nullptr;
+    Row<T> to[width];
+    const int count = std::min(width, rows - row);
+    for (int i = 0; i < count; ++i) to[i] = call.out_row(sequence, head, int64_t(first_token) * groups + row + i);
     float* totals = states[row / row_block].totals + row % row_block;
     store(totals, div(splat(1.0f), load(totals)));
-    tile.write(row / row_block, row % row_block, totals, to);
+    if (count > 0) tile.write(row / row_block, row % row_block, totals, to, count);
   }
 }
 

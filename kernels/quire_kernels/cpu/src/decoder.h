@@ -5,6 +5,7 @@
 #include "elementwise.h"
 #include "gemm.h"
 #include "layout.h"
+#include "matrix.h"
 
 namespace quire {
 
@@ -48,44 +49,52 @@ void forward(const Decoder& model, const Step& step) {
   int64_t hidden = model.hidden_size;
   int64_t query_size = int64_t(model.num_heads) * model.head_dim;
   T* residual = static_cast<T*>(step.residual);
-  T* normed = scratch<Normed, T>(num_tokens * hidden);
-  T* attended = scratch<Attended, T>(num_tokens * query_size);
   T* output = scratch<Output, T>(num_tokens * hidden);
+  // What is computed for a product has the order in which that takes it.
+  auto input_of = [&](const Weight& w, T* data) {
+    return Matrix<T>{data, w.num_inputs, gemm::takes_tiles<T>(num_tokens, w)};
+  };
+  auto size_of = [&](int64_t columns) { return Matrix<T>::tiled_size(num_tokens, columns); };
+  T* normed_data = scratch<Normed, T>(size_of(hidden));
+  T* attended_data = scratch<Attended, T>(size_of(query_size));
   for (int index = 0; index < model.num_layers; ++index) {
     const DecoderLayer& layer = model.layers[index];
     const KVLayer& kv = step.kv[index];
     const Batch& batch = step.batches[layer.group];
     bool is_last = index == model.num_layers - 1;
     const T* entering = index ? output : residual;
+    const Matrix<T> normed = input_of(layer.qkv, normed_data), attended = input_of(layer.out, attended_data);
     rms_norm_rows(entering, hidden, index ? residual : nullptr, hidden, static_cast<const T*>(layer.input_norm),
-                  model.eps, int(hidden), normed, hidden, num_tokens);
+                  model.eps, int(hidden), normed, num_tokens);
     int64_t heads_size = layer.qkv.num_columns;
     T* heads = scratch<Heads, T>(num_tokens * heads_size);
-    linear(normed, hidden, num_tokens, layer.qkv, heads, heads_size);
+    linear(normed, num_tokens, layer.qkv, Matrix<T>{heads, heads_size});
     norm_rope_write(heads, heads_size, model.num_heads, static_cast<const T*>(layer.query_norm),
                     static_cast<const T*>(layer.key_norm), model.eps, step.cosines, step.sines,
                     model.half_rotary_dim, kv, batch.slot_mapping, num_tokens);
     if (is_last && step.num_rows == 0) return;
-    paged_attention(heads, heads_size, model.num_heads, attended, query_size, kv, batch, layer.attention_scale,
-                    layer.window, layer.softcap);
-    if (is_last) {
-      // Nothing reads the other rows any more. Rows ascend, so none is overwritten before it is read.
+    paged_attention(heads, heads_size, model.num_heads, attended, kv, batch, layer.attention_scale, layer.window,
+                    layer.softcap);
+    if (is_last) num_tokens = int(step.num_rows);
+    const Matrix<T> wanted = input_of(layer.out, attended_data), second = input_of(layer.gate_up, normed_data);
+    if (is_last)
+      // Nothing reads the other rows any more. Rows ascend, and a single one may leave the tiles: none is overwritten
+      // before it is read.
       for (int64_t i = 0; i < step.num_rows; ++i) {
-        std::memmove(attended + i * query_size, attended + step.rows[i] * query_size, query_size * sizeof(T));
+        const Row<T> from = attended.row(step.rows[i]), to = wanted.row(i);
+        for (int64_t c = 0; c < query_size; c += 16) std::memmove(to.at(c), from.at(c), 16 * sizeof(T));
         std::memmove(residual + i * hidden, residual + step.rows[i] * hidden, hidden * sizeof(T));
       }
-      num_tokens = int(step.num_rows);
-    }
-    linear(attended, query_size, num_tokens, layer.out, output, hidden);
+    const Matrix<T> to_output{output, hidden};
+    linear(wanted, num_tokens, layer.out, to_output);
     rms_norm_rows(output, hidden, residual, hidden, static_cast<const T*>(layer.post_attention_norm), model.eps,
-                  int(hidden), normed, hidden, num_tokens);
-    int64_t inner_size = layer.down.num_inputs;
-    T* inner = scratch<Inner, T>(num_tokens * inner_size);
-    linear(normed, hidden, num_tokens, layer.gate_up, inner, inner_size);
-    linear(inner, inner_size, num_tokens, layer.down, output, hidden);
+                  int(hidden), second, num_tokens);
+    const Matrix<T> inner = input_of(layer.down, scratch<Inner, T>(size_of(layer.down.num_inputs)));
+    linear(second, num_tokens, layer.gate_up, inner);
+    linear(inner, num_tokens, layer.down, to_output);
   }
   rms_norm_rows(output, hidden, residual, hidden, static_cast<const T*>(model.final_norm), model.eps, int(hidden),
-                static_cast<T*>(step.out), hidden, num_tokens);
+                Matrix<T>{static_cast<T*>(step.out), hidden}, num_tokens);
 }
 
 }  // namespace quire

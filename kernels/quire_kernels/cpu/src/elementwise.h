@@ -2,6 +2,7 @@
 #pragma once
 
 #include "layout.h"
+#include "matrix.h"
 #include "pool.h"
 #include "simd.h"
 
@@ -10,7 +11,7 @@ namespace quire {
 // y = x / rms(x) * weight; with `residual` x becomes x + residual first, and is written back there.
 // Rounds to T where the operator's definition does: the sum, the normalised x, the product.
 template <class T>
-inline void rms_norm(const T* x, T* residual, const T* weight, float eps, int size, T* y) {
+inline void rms_norm(const T* x, T* residual, const T* weight, float eps, int size, const Row<T>& y) {
   vec squares = zero();
   alignas(64) T rounded[width];
   const T* from = x;
@@ -26,18 +27,18 @@ inline void rms_norm(const T* x, T* residual, const T* weight, float eps, int si
   vec factor = splat(1.0f / std::sqrt(sum(squares) / float(size) + eps));
   for (int i = 0; i < size; i += width) {
     store(rounded, mul(load(from + i), factor));
-    store(y + i, mul(load(rounded), load(weight + i)));
+    store(y.at(i), mul(load(rounded), load(weight + i)));
   }
 }
 
 template <class T>
-void rms_norm_rows(const T* x, int64_t ldx, T* residual, int64_t ldr, const T* weight, float eps, int size, T* y,
-                   int64_t ldy, int num_rows) {
+void rms_norm_rows(const T* x, int64_t ldx, T* residual, int64_t ldr, const T* weight, float eps, int size,
+                   const Matrix<T>& y, int num_rows) {
   // Some four thousand numbers are worth a task.
   int each = std::max(1, 4096 / size);
   parallel_for((num_rows + each - 1) / each, [&](int task) {
     for (int row = task * each; row < std::min(num_rows, (task + 1) * each); ++row)
-      rms_norm(x + row * ldx, residual ? residual + row * ldr : nullptr, weight, eps, size, y + row * ldy);
+      rms_norm(x + row * ldx, residual ? residual + row * ldr : nullptr, weight, eps, size, y.row(row));
   });
 }
 
@@ -107,7 +108,7 @@ void norm_rope_write(T* qkv, int64_t stride, int num_heads, const T* query_norm,
       for (int head = 0; head < num_rotated; ++head) {
         T* x = row + head * size;
         const T* norm = head < num_heads ? query_norm : key_norm;
-        if (norm) rms_norm<T>(x, nullptr, norm, eps, size, x);
+        if (norm) rms_norm<T>(x, nullptr, norm, eps, size, {x, 0, 32});
         rope_head(x, c, s, half, size, x);
         if (head >= num_heads) write_head(x, kv, slots[token], 0, head - num_heads);
       }

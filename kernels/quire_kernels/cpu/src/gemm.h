@@ -15,6 +15,7 @@
 #include <memory>
 #include <type_traits>
 
+#include "matrix.h"
 #include "pool.h"
 #include "simd.h"
 
@@ -75,8 +76,8 @@ namespace gemm {
 
 constexpr int room_inputs = 512;    // of K: a chunk of a block, widened to 32 KiB of bfloat16, in the first-level cache
 constexpr int chunk_inputs = 1024;  // as they are: fewer rounds over the sums of the rows weigh more than that
-constexpr int many_rows = 112;      // from which on they weigh less where x is in tiles
-constexpr int tiled_inputs = 256;   // then: 16 KiB, and as much of x beside them
+constexpr int tiled_inputs = 512;   // where x is in tiles: 32 KiB, which stay in the first-level cache
+constexpr int many_rows = 192;      // with less of them half of that: what comes next is there as well
 #if defined(__AMX_BF16__)
 constexpr int task_rows = 512;  // rows whose chunk of x stays in the second-level cache
 constexpr int task_blocks = 8;  // blocks that use it there
@@ -245,21 +246,15 @@ inline void configure_tiles(int upper_rows, int lower_rows) {
   _tile_loadconfig(&config);
 }
 
-// x in tiles of 16 rows and 32 inputs, 1 KiB each and those of the same rows behind each other: rows of a matrix that
-// lie some KiB apart share few sets of the first-level cache, and would drive the weights out of it.
-inline int64_t tiled_size(int64_t rows, int64_t k) { return (rows + 15) / 16 * 16 * k; }
-
+// Up to 16 rows of a tiled matrix.
 inline void to_tiles(const bf16* x, int64_t ldx, int rows, int64_t k, bf16* tiles) {
   for (int64_t i = 0; i < k; i += 32)
     for (int r = 0; r < rows; ++r) _mm512_store_si512(tiles + i * 16 + r * 32, _mm512_loadu_si512(x + r * ldx + i));
 }
 
-// As vector_rows, for x in tiles, of which `x_rows` is the distance between rows' tiles. `next`: as many weights, which
-// come after these, asked for a few at a time; null: none, or there are less than 32 rows.
-inline void tiled_rows(int rows, const bf16* x, int64_t x_rows, const bf16* w, int k, float* acc, bool first, bool prefetch,
-                       const bf16* next) {
-  const int next_lines = next ? (32 + rows / 32 - 1) / (rows / 32) : 0;
-  constexpr int stride = block_columns * 4, x_ahead = 2 * 32;
+// As vector_rows, for x in tiles, of which `x_rows` is the distance between rows' tiles.
+inline void tiled_rows(int rows, const bf16* x, int64_t x_rows, const bf16* w, int k, float* acc, bool first, bool prefetch) {
+  constexpr int stride = block_columns * 4;
   asm volatile("" ::: "memory");
   int shape = -1;
   for (int row = 0; row < rows;) {
@@ -287,12 +282,6 @@ inline void tiled_rows(int rows, const bf16* x, int64_t x_rows, const bf16* w, i
       for (int i = 0; i < k; i += 32) {
         const bf16* weights = w + i * block_columns;
         if (prefetch) prefetch_ahead(weights, 32 * block_columns * 2);
-        for (int line = 0; line < next_lines; ++line, next += 32) _mm_prefetch(next, _MM_HINT_T1);
-        // Rows come from the second-level cache, as fast as they are multiplied but not at once.
-        for (int line = 0; line < 512; line += 32) {
-          _mm_prefetch(top + (i + x_ahead) * 16 + line, _MM_HINT_T0);
-          _mm_prefetch(bottom + (i + x_ahead) * 16 + line, _MM_HINT_T0);
-        }
         _tile_loadd(6, weights, stride);
         _tile_loadd(4, top + i * 16, 64);
         _tile_dpbf16ps(0, 4, 6);
@@ -319,6 +308,87 @@ inline void tiled_rows(int rows, const bf16* x, int64_t x_rows, const bf16* w, i
     _tile_stored(1, sums + 16, stride);
     row += upper + lower;
     prefetch = false;
+  }
+}
+
+// A chunk of weights that comes next, asked for little by little. A quarter of it beside the other: one stream alone
+// would not reach the memory's rate.
+class Ahead {
+ public:
+  // In `steps` calls of ask(). Null: nothing.
+  Ahead(const bf16* chunk, int inputs, int steps)
+      : next_(chunk), apart_(chunk ? inputs / 32 * (8 * 32) : 0), left_(apart_ / 32), each_((left_ + steps - 1) / steps) {}
+
+  void ask() {
+    for (int line = std::min(each_, left_); line > 0; --line, --left_, next_ += 32)
+      for (int q = 0; q < 4; ++q) _mm_prefetch(reinterpret_cast<const char*>(next_ + q * apart_), _MM_HINT_T0);
+  }
+
+ private:
+  const bf16* next_;
+  int64_t apart_;
+  int left_, each_;
+};
+
+// A pair of tiles of rows, the lower of which may be missing, as in tiled_many.
+template <bool LOWER, class Between>
+inline void tiled_pair(const bf16* top, const bf16* bottom, const bf16* w, int k, const float* acc, float* sums, bool first,
+                       Ahead& ahead, Between&& between) {
+  constexpr int stride = block_columns * 4;
+  if (first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (LOWER) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  } else {
+    _tile_loadd(0, acc, stride);
+    _tile_loadd(1, acc + 16, stride);
+    if (LOWER) {
+      _tile_loadd(2, acc + 16 * block_columns, stride);
+      _tile_loadd(3, acc + 16 * block_columns + 16, stride);
+    }
+  }
+  for (int i = 0; i < k; i += 32, w += 32 * block_columns, top += 512, bottom += 512) {
+    ahead.ask();
+    _tile_loadd(6, w, stride);
+    _tile_stream_loadd(4, top, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, w + 32, stride);
+    _tile_dpbf16ps(1, 4, 7);
+    if (LOWER) {
+      _tile_stream_loadd(5, bottom, 64);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    between();
+  }
+  _tile_stored(0, sums, stride);
+  _tile_stored(1, sums + 16, stride);
+  if (LOWER) {
+    _tile_stored(2, sums + 16 * block_columns, stride);
+    _tile_stored(3, sums + 16 * block_columns + 16, stride);
+  }
+}
+
+// The same for at least 32 rows and weights that stay in the first-level cache: x comes from the second level, and is
+// not to take the place of the weights, which is what the hint of `_tile_stream_loadd` does. `next`: as many weights,
+// which come after these; null: none. `sums_of(row, count)`: where the sums of up to 32 rows
+// go. `between()` is called for every 32 inputs: the vector units work beside the matrix unit. Tiles are configured
+// for 16 rows, before and after.
+template <class Sums, class Between>
+inline void tiled_many(int rows, const bf16* x, int64_t x_rows, const bf16* w, int k, const float* acc, bool first,
+                       const bf16* next, Sums&& sums_of, Between&& between) {
+  Ahead ahead(next, k, (rows + 31) / 32 * (k / 32));
+  asm volatile("" ::: "memory");
+  for (int row = 0; row < rows; row += 32, x += 2 * x_rows, acc += 32 * block_columns) {
+    const int count = std::min(rows - row, 32);
+    float* sums = sums_of(row, count);
+    if (count < 32) configure_tiles(std::min(count, 16), count - 16);
+    if (count > 16) tiled_pair<true>(x, x + x_rows, w, k, acc, sums, first, ahead, between);
+    else tiled_pair<false>(x, nullptr, w, k, acc, sums, first, ahead, between);
+    if (count < 32) configure_tiles(16, 16);
   }
 }
 
@@ -650,15 +720,20 @@ class Split {
 template <class Y>
 struct Stored {
   const Weight& w;
-  Y* y;
-  int64_t ldy;
+  Matrix<Y> y;
 
   void begin(const Split&) {}
   void take(const Part& part, const float* sums) const {
-    int columns = w.activation == Activation::none ? block_columns : half_block;
-    Y* to = y + part.first_row * ldy + part.first_block * columns;
     for (int b = 0; b < part.blocks; ++b)
-      finish(w, part.first_block + b, part.rows, sums + b * part.rows * block_columns, to + b * columns, ldy);
+      take(part.first_block + b, part.first_row, part.rows, sums + int64_t(b) * part.rows * block_columns);
+  }
+  // [rows][32] of one block.
+  void take(int64_t block, int64_t row, int rows, const float* sums) const {
+    const int64_t column = block * (w.activation == Activation::none ? block_columns : half_block);
+    for (int count; rows > 0; row += count, rows -= count, sums += count * block_columns) {
+      count = y.is_tiled ? std::min(rows, 16 - int(row % 16)) : rows;
+      finish(w, block, count, sums, y.row(row, column).at(0), y.row_stride());
+    }
   }
 };
 
@@ -725,17 +800,94 @@ class Largest {
   Entry* entries_ = nullptr;  // [num_columns_][num_rows_]
 };
 
-template <class X, class Sink>
-void multiply_int8(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, Sink& to);
+#if defined(__AMX_BF16__)
 
-// x[M][K] w, to a sink; x has the type that the format is computed in (bfloat16 or float32).
+template <class Sink, class = void>
+constexpr bool takes_blocks = false;
+template <class Sink>
+constexpr bool takes_blocks<Sink, std::void_t<decltype(std::declval<Sink>().take(0, 0, 0, nullptr))>> = true;
+
+// A part of a product of many rows, in tiles, with unquantised weights. sums: [blocks][rows][32].
+template <class Sink>
+inline void multiply_many(const Part& part, const bf16* x, const Weight& w, float* sums, const Sink& to) {
+  const int64_t k = w.num_inputs;
+  // Sums that are complete leave for the sink while the next ones are computed.
+  struct Sums {
+    int64_t block, row;
+    int rows;
+    const float* sums;
+  } complete{}, current{};
+  alignas(64) float room[2][32 * block_columns];
+  int turn = 0;
+  auto hand_over = [&](int count) {
+    count = std::min(count, complete.rows);
+    if (count == 0) return;
+    if constexpr (takes_blocks<Sink>) to.take(complete.block, complete.row, count, complete.sums);
+    complete = {complete.block, complete.row + count, complete.rows - count, complete.sums + count * block_columns};
+  };
+  auto change = [&](const Sums& next) {
+    hand_over(32);
+    complete = current;
+    current = next;
+  };
+  configure_tiles(16, 16);
+  const int chunk = part.rows < many_rows ? tiled_inputs / 2 : tiled_inputs;
+  for (int64_t start = 0; start < k; start += chunk) {
+    const int size = int(std::min<int64_t>(chunk, k - start)), rows_each = (32 * 32 + size - 1) / size;
+    const bool is_last = start + size == k;
+    for (int b = 0; b < part.blocks; ++b) {
+      const int64_t block = part.first_block + b;
+      const bf16* weights = chunk_of<bf16>(w, block, start, size, nullptr);
+      const bf16* next = nullptr;
+      if (b + 1 < part.blocks) next = weights + k * block_columns;
+      else if (!is_last) next = chunk_of<bf16>(w, part.first_block, start + size, size, nullptr);
+      float* acc = sums + int64_t(b) * part.rows * block_columns;
+      auto in_turn = [&](int row, int count) {
+        turn ^= 1;
+        change({block, part.first_row + row, count, room[turn]});
+        return room[turn];
+      };
+      auto in_place = [&](int row, int) { return acc + row * block_columns; };
+      auto many = [&](auto&& sums_of, auto&& between) {
+        tiled_many(part.rows, x + start * 16, 16 * k, weights, size, acc, start == 0, next, sums_of, between);
+      };
+      if constexpr (takes_blocks<Sink>) {
+        if (is_last) {
+          many(in_turn, [&] { hand_over(rows_each); });
+          continue;
+        }
+      }
+      many(in_place, [] {});
+    }
+  }
+  if constexpr (takes_blocks<Sink>) {
+    change({});
+    change({});
+  } else {
+    to.take(part, sums);
+  }
+}
+
+#endif
+
 template <class X, class Sink>
-void multiply(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, Sink& to) {
+void multiply_int8(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink& to);
+
+// Whether a product of so many rows takes x in tiles as it is; else it brings a plain matrix into them, or needs none.
+template <class X>
+inline bool takes_tiles(int64_t num_rows, const Weight& w) {
+  return has_tiles<X>() && num_rows > 1 && w.format != Format::w8a8;
+}
+
+// x[M][K] w, to a sink; x has the type that the format is computed in (bfloat16 or float32), and is in tiles only if
+// takes_tiles() says so.
+template <class X, class Sink>
+void multiply(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink& to) {
   struct Tiles;
   struct Room;
   struct Sums;
   if (num_rows == 0) return;
-  if (w.format == Format::w8a8) return multiply_int8(x, ldx, num_rows, w, to);
+  if (w.format == Format::w8a8) return multiply_int8(x, num_rows, w, to);
   int64_t k = w.num_inputs;
   Split split(num_rows, w);
   to.begin(split);
@@ -745,23 +897,25 @@ void multiply(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, Sink& 
       parallel_for(split.num_tasks(), [&](int task) {
         Part part = split.part(task);
         float* sums = scratch<Sums, float>(part.blocks * block_columns);
-        one_row(w, part.first_block, part.blocks, x, sums);
+        one_row(w, part.first_block, part.blocks, x.data, sums);
         to.take(part, sums);
       });
       return;
     }
   }
 #endif
-  X* tiles = nullptr;
+  const X* tiles = x.data;
 #if defined(__AMX_BF16__)
-  if constexpr (has_tiles<X>()) {
+  if constexpr (has_tiles<X>())
+    if (!x.is_tiled) {
     int64_t row_tiles = (num_rows + 15) / 16;
-    tiles = scratch<Tiles, X>(tiled_size(num_rows, k));
+    X* copy = scratch<Tiles, X>(Matrix<X>::tiled_size(num_rows, k));
+    tiles = copy;
     int each = int(std::max<int64_t>(1, 16384 / (16 * k)));
     parallel_for(int((row_tiles + each - 1) / each), [&](int task) {
       for (int64_t tile = int64_t(task) * each; tile < std::min<int64_t>(row_tiles, (task + 1) * each); ++tile)
-        to_tiles(x + tile * 16 * ldx, ldx, int(std::min<int64_t>(16, num_rows - tile * 16)), k,
-                 tiles + tile * 16 * k);
+        to_tiles(x.data + tile * 16 * x.ld, x.ld, int(std::min<int64_t>(16, num_rows - tile * 16)), k,
+                 copy + tile * 16 * k);
     });
   }
 #endif
@@ -779,9 +933,12 @@ void multiply(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, Sink& 
         blocks = 0;
       }
 #endif
+#if defined(__AMX_BF16__)
+    if constexpr (has_tiles<X>())
+      if (rows > max_streamed_rows && !room) return multiply_many(part, tiles + first_row * k, w, sums, to);
+#endif
     // Few rows need no second pass over x, and unquantised weights no room.
-    const bool many = has_tiles<X>() && rows >= many_rows;
-    int64_t chunk = room ? room_inputs : rows <= max_streamed_rows ? k : many ? tiled_inputs : chunk_inputs;
+    int64_t chunk = room ? room_inputs : rows <= max_streamed_rows ? k : chunk_inputs;
     for (int64_t start = 0; start < k; start += chunk) {
       int size = int(std::min(chunk, k - start));
       for (int b = 0; b < blocks; ++b) {
@@ -789,20 +946,16 @@ void multiply(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, Sink& 
         float* acc = sums + b * rows * block_columns;
 #if defined(__AMX_BF16__)
         if constexpr (has_tiles<X>()) {
-          const bf16* next = nullptr;
-          if (many && !room && b + 1 < blocks) next = weights + k * block_columns;
-          else if (many && !room && start + size < k) next = chunk_of<bf16>(w, first_block, start + size, size, nullptr);
-          tiled_rows(rows, tiles + first_row * k + start * 16, 16 * k, weights, size, acc, start == 0, !room && !many,
-                     next);
+          tiled_rows(rows, tiles + first_row * k + start * 16, 16 * k, weights, size, acc, start == 0, !room);
           continue;
         }
 #endif
         if constexpr (std::is_same_v<X, float>)
-          vector_rows(rows, x + first_row * ldx + start, ldx, weights, size, acc, start == 0, !room);
+          vector_rows(rows, x.data + first_row * x.ld + start, x.ld, weights, size, acc, start == 0, !room);
         else if (room || rows > max_streamed_rows)
-          vector_rows(rows, x + first_row * ldx + start, ldx, weights, size, acc, start == 0);
+          vector_rows(rows, x.data + first_row * x.ld + start, x.ld, weights, size, acc, start == 0);
         else
-          streamed_rows(rows, x + first_row * ldx, ldx, weights, size, acc);
+          streamed_rows(rows, x.data + first_row * x.ld, x.ld, weights, size, acc);
       }
     }
     to.take(part, sums);
@@ -811,18 +964,18 @@ void multiply(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, Sink& 
 
 }  // namespace gemm
 
-// y[M][outputs] of x[M][K]; x has the type that the format is computed in (bfloat16 or float32).
+// y[M][outputs] of x[M][K]; for x see gemm::multiply.
 template <class X, class Y>
-void linear(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, Y* y, int64_t ldy) {
-  gemm::Stored<Y> to{w, y, ldy};
-  gemm::multiply(x, ldx, num_rows, w, to);
+void linear(const Matrix<X>& x, int64_t num_rows, const Weight& w, const Matrix<Y>& y) {
+  gemm::Stored<Y> to{w, y};
+  gemm::multiply<std::remove_const_t<X>>(x, num_rows, w, to);
 }
 
 // Of each row of that product the first of the largest numbers, in float32, or -1: see argmax in elementwise.h.
 template <class X>
-void linear_argmax(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, int64_t* y) {
+void linear_argmax(const Matrix<X>& x, int64_t num_rows, const Weight& w, int64_t* y) {
   gemm::Largest to(w, num_rows);
-  gemm::multiply(x, ldx, num_rows, w, to);
+  gemm::multiply<std::remove_const_t<X>>(x, num_rows, w, to);
   for (int64_t row = 0; row < num_rows; ++row) y[row] = to.column(row);
 }
 

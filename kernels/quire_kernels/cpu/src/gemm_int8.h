@@ -240,7 +240,7 @@ inline void int8_rows(const Weight& w, int64_t block, int blocks, const Quantise
 }
 
 template <class X, class Sink>
-void multiply_int8(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, Sink& to) {
+void multiply_int8(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink& to) {
   struct Numbers;
   struct Scales;
   struct Offsets;
@@ -251,7 +251,7 @@ void multiply_int8(const X* x, int64_t ldx, int64_t num_rows, const Weight& w, S
   int64_t each = std::max<int64_t>(1, 8192 / k);
   parallel_for(int((num_rows + each - 1) / each), [&](int task) {
     for (int64_t row = task * each; row < std::min<int64_t>(num_rows, (task + 1) * each); ++row)
-      quantise_row(x + row * ldx, row, quantised);
+      quantise_row(x.data + row * x.ld, row, quantised);
   });
   Split split(num_rows, w);
   to.begin(split);

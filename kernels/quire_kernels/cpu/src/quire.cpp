@@ -51,13 +51,18 @@ void quire_linear(Type x_type, const void* x, int64_t ldx, int64_t num_rows, con
                   int64_t ldy) {
   with_type(x_type, [&](auto* xt) {
     with_type(y_type, [&](auto* yt) {
-      linear(static_cast<const std::remove_pointer_t<decltype(xt)>*>(x), ldx, num_rows, *w, static_cast<decltype(yt)>(y), ldy);
+      using X = std::remove_pointer_t<decltype(xt)>;
+      using Y = std::remove_pointer_t<decltype(yt)>;
+      linear(Matrix<const X>{static_cast<const X*>(x), ldx}, num_rows, *w, Matrix<Y>{static_cast<Y*>(y), ldy});
     });
   });
 }
 
 void quire_linear_argmax(Type x_type, const void* x, int64_t ldx, int64_t num_rows, const Weight* w, int64_t* y) {
-  with_type(x_type, [&](auto* t) { linear_argmax(static_cast<decltype(t)>(const_cast<void*>(x)), ldx, num_rows, *w, y); });
+  with_type(x_type, [&](auto* t) {
+    using X = std::remove_pointer_t<decltype(t)>;
+    linear_argmax(Matrix<const X>{static_cast<const X*>(x), ldx}, num_rows, *w, y);
+  });
 }
 
 void quire_rms_norm(Type type, const void* x, int64_t ldx, void* residual, const void* weight, float eps, int size,
@@ -65,7 +70,7 @@ void quire_rms_norm(Type type, const void* x, int64_t ldx, void* residual, const
   with_type(type, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     rms_norm_rows(static_cast<const T*>(x), ldx, static_cast<T*>(residual), size, static_cast<const T*>(weight), eps,
-                  size, static_cast<T*>(y), size, num_rows);
+                  size, Matrix<T>{static_cast<T*>(y), size}, num_rows);
   });
 }
 
@@ -117,8 +122,9 @@ void quire_paged_attention(Type type, const void* query, int64_t query_stride, i
                            const KVLayer* kv, const Batch* batch, float scale, int window, float softcap) {
   with_type(type, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    paged_attention(static_cast<const T*>(query), query_stride, num_heads, static_cast<T*>(out),
-                    int64_t(num_heads) * kv->head_dim, *kv, *batch, scale, window, softcap);
+    paged_attention(static_cast<const T*>(query), query_stride, num_heads,
+                    Matrix<T>{static_cast<T*>(out), int64_t(num_heads) * kv->head_dim}, *kv, *batch, scale, window,
+                    softcap);
   });
 }
 
