@@ -200,6 +200,98 @@ def test_single_tokens_over_contexts_up_to_4k(
         check(case, sliding_window=300)
 
 
+def share(case: Case, of: int, to: list[int], num_blocks: int) -> None:
+    """Sequences `to` begin with the first blocks of sequence `of`, instead of their own."""
+    block_size = case.kv_layer.shape[3]
+    for row in to:
+        case.meta.block_table[row, :num_blocks] = case.meta.block_table[of, :num_blocks]
+        for dense_rows in (case.keys, case.values):
+            dense_rows[row] = torch.cat(
+                (dense_rows[of][: num_blocks * block_size], dense_rows[row][num_blocks * block_size :])
+            )
+
+
+@pytest.mark.row("D2", part="speed over two cores is measured, not tested; nothing on a GPU")
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "kv_dtype"), every_implementation("paged_attention", [torch.bfloat16], [None])
+)
+@pytest.mark.parametrize(
+    ("groups", "num_kv_heads", "head_dim", "block_size"),
+    [
+        (1, 1, 64, 16),
+        (1, 2, 128, 8),
+        (2, 2, 128, 16),
+        (3, 4, 96, 16),
+        (3, 2, 64, 32),
+        (4, 3, 64, 16),
+        (5, 2, 256, 64),
+        (16, 2, 128, 16),
+        (32, 1, 64, 16),
+    ],
+)
+def test_contexts_that_begin_with_the_same_blocks(
+    name: str,
+    device: str,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
+    groups: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+) -> None:
+    """They may be read once for all of them, and no result shows it."""
+    lengths = [640, 321, 17, 700, 130, 512, 1, 129, 448, 333, 290, 384, 260, 257, 256, 77]
+    case = make_case(
+        [(1, length) for length in lengths],
+        num_kv_heads=num_kv_heads,
+        groups=groups,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        device=device,
+    )
+    share(case, 0, [1, 9, 10, 11, 12], 256 // block_size)
+    share(case, 3, [5], 448 // block_size)
+    share(case, 4, [7], 128 // block_size)
+    # Of the same length, and to the last full block.
+    share(case, 13, [14], 192 // block_size)
+    with forced("paged_attention", name):
+        check(case)
+        check(case, sliding_window=150)
+        check(case, softcap=15.0)
+        if name == "reference":
+            return
+        together = case.run()
+        starts = case.meta.query_start_loc.tolist()
+        for row, length in enumerate(lengths):
+            meta = AttentionMetadata.build(
+                [1], [length], [case.meta.block_table[row].tolist()], block_size, device
+            )
+            query = case.query[starts[row] : starts[row + 1]]
+            alone = ops.paged_attention(query, case.kv_layer, meta, scale=case.scale)
+            assert torch.equal(alone, together[starts[row] : starts[row + 1]]), length
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "kv_dtype"),
+    every_implementation("paged_attention", [torch.bfloat16, torch.float16], KV_DTYPES),
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_half_precision_in_whole_tiles(
+    name: str, device: str, dtype: torch.dtype, kv_dtype: torch.dtype | None, head_dim: int
+) -> None:
+    """Blocks and heads of the sizes that matrix units take, several new tokens and windows that begin anywhere."""
+    lengths = [(1, 300), (3, 270), (1, 16), (2, 2), (1, 33), (40, 300), (7, 519)]
+    case = make_case(
+        lengths, groups=2, head_dim=head_dim, block_size=16, dtype=dtype, kv_dtype=kv_dtype, device=device
+    )
+    with forced("paged_attention", name):
+        check(case)
+        for window in (1, 9, 31, 256, 261):
+            check(case, sliding_window=window)
+
+
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("window", [None, 3, 21])
 def test_small_tiles_and_small_decode_groups(

@@ -9,6 +9,7 @@
 
 #include "attention_call.h"
 #include "attention_decode.h"
+#include "attention_decode_amx.h"
 #include "attention_tiles.h"
 #include "gemm.h"
 #include "layout.h"
@@ -20,15 +21,75 @@ namespace attention {
 // Rows of one KV head up to which going over the cache once, without copying it, is the faster way.
 constexpr int max_decode_rows = 16;
 
-// The tasks of one sequence: num_parts (tiles of its queries, or splits of its context) for each KV head.
-struct Work {
-  int first_task;
-  int sequence;
-  int num_parts;
-  int first_split;    // decode only; counted from position 0
-  int64_t partials;   // decode only: its place among all partial results
-  int counters;       // decode only: its place among the numbers of splits that are not done, one per KV head
+// Positions that sequences have in common are read once for all of them from so many on, and in multiples of that.
+constexpr int min_shared = 32;
+
+// A sequence whose queries are computed in tiles: num_parts tiles for each KV head.
+struct Tiled {
+  int first_task, sequence, num_parts;
 };
+
+// One whose context is computed split by split.
+struct Decoded {
+  int sequence;
+  int first_split, num_splits;  // counted from position 0
+  int64_t partials;             // its place among all partial results: [heads][num_splits]
+  int counters;                 // its place among the numbers of splits that are not done, one per KV head
+};
+
+// Decoded sequences [first, first + count) of `order` whose contexts begin with the same `shared` positions.
+struct Cluster {
+  int first, count, shared;
+};
+
+// What a task computes: a split of the sequences of a cluster, or of one of them.
+struct Piece {
+  int first, count, split, shared;
+};
+
+// How many positions at the beginning of two contexts are the same blocks, those of new tokens not counted.
+inline int shared_positions(const Batch& batch, int block_size, int a, int b) {
+  const int32_t *left = batch.block_table + a * batch.block_table_stride;
+  const int32_t *right = batch.block_table + b * batch.block_table_stride;
+  const int most = (std::min(batch.seq_lens[a], batch.seq_lens[b]) - 1) / block_size;
+  int same = 0;
+  while (same < most && left[same] == right[same]) ++same;
+  return same * block_size;
+}
+
+// Orders sequences by what their contexts share. At most `most` are together.
+inline void cluster(const Batch& batch, int block_size, int most, int least, const std::vector<Decoded>& decoded,
+                    std::vector<Cluster>& clusters, std::vector<int>& order) {
+  // Chains of sequences, by their last ones.
+  thread_local std::vector<int> next;
+  next.assign(decoded.size(), -1);
+  thread_local std::vector<int> last;
+  last.clear();
+  clusters.clear();
+  for (int i = 0; i < int(decoded.size()); ++i) {
+    size_t c = 0;
+    int shared = 0;
+    for (; c < clusters.size(); ++c) {
+      if (clusters[c].count >= most) continue;
+      shared = shared_positions(batch, block_size, decoded[clusters[c].first].sequence, decoded[i].sequence);
+      if (shared >= least && (clusters[c].count == 1 || shared >= clusters[c].shared)) break;
+    }
+    if (c == clusters.size()) {
+      clusters.push_back({i, 1, 0});
+      last.push_back(i);
+      continue;
+    }
+    clusters[c].shared = clusters[c].count++ == 1 ? shared : std::min(shared, clusters[c].shared);
+    next[last[c]] = i;
+    last[c] = i;
+  }
+  order.clear();
+  for (Cluster& c : clusters) {
+    int i = c.first;
+    c.first = int(order.size());
+    for (; i >= 0; i = next[i]) order.push_back(i);
+  }
+}
 
 template <class T, class KV>
 void run(const Call<T>& call) {
@@ -41,55 +102,129 @@ void run(const Call<T>& call) {
     int num_new = call.num_new(sequence);
     return num_new == 1 || num_new * groups <= max_decode_rows;
   };
+  auto in_tiles = [&](int sequence) {
+#if defined(__AMX_BF16__)
+    if (std::is_same_v<T, bf16>) return decodes_in_tiles(call.kv, call.num_new(sequence) * groups);
+#endif
+    return false;
+  };
 
-  thread_local std::vector<Work> memory;
-  std::vector<Work>& works = memory;
-  works.clear();
-  int num_tasks = 0, num_counters = 0;
+  thread_local std::vector<Tiled> tiled;
+  thread_local std::vector<Decoded> decoded;
+  thread_local std::vector<Cluster> clusters;
+  thread_local std::vector<Piece> pieces;
+  thread_local std::vector<int> order;
+  tiled.clear();
+  decoded.clear();
+  pieces.clear();
+  int num_tile_tasks = 0, num_counters = 0;
   int64_t num_partials = 0;
-  // Tiles come first: they take longest.
+  bool all_in_tiles = true;
   for (int i = 0; i < batch.num_seqs; ++i) {
-    if (is_decode(i)) continue;
-    int num_tiles = (call.num_new(i) + tile_tokens - 1) / tile_tokens;
-    works.push_back({num_tasks, i, num_tiles, 0, 0, 0});
-    num_tasks += num_tiles * heads;
-  }
-  const int num_tile_tasks = num_tasks;
-  for (int i = 0; i < batch.num_seqs; ++i) {
-    if (!is_decode(i)) continue;
+    if (!is_decode(i)) {
+      int num_tiles = (call.num_new(i) + tile_tokens - 1) / tile_tokens;
+      tiled.push_back({num_tile_tasks, i, num_tiles});
+      num_tile_tasks += num_tiles * heads;
+      continue;
+    }
     int first = call.seen_from(batch.seq_lens[i] - call.num_new(i)) / split_size;
     int num_splits = (batch.seq_lens[i] + split_size - 1) / split_size - first;
-    works.push_back({num_tasks, i, num_splits, first, num_partials, num_counters});
-    num_tasks += num_splits * heads;
+    decoded.push_back({i, first, num_splits, num_partials, num_counters});
     num_partials += num_splits * heads * Partial::size(call.num_new(i) * groups, call.kv.head_dim);
     num_counters += heads;
+    all_in_tiles &= in_tiles(i) && call.num_new(i) == 1;
   }
+  // Where one sequence has more new tokens than another, or sees a window, each is on its own.
+  const int most = all_in_tiles && !call.window ? std::max(max_decode_rows / groups, 1) : 1;
+  if (most > 1) {
+    cluster(batch, call.kv.block_size, most, min_shared, decoded, clusters, order);
+  } else {
+    clusters.clear();
+    order.resize(decoded.size());
+    for (int i = 0; i < int(decoded.size()); ++i) clusters.push_back({i, 1, 0}), order[i] = i;
+  }
+  for (const Cluster& c : clusters)
+    for (int split = decoded[order[c.first]].first_split, left = c.count; left > 0; ++split) {
+      const int shared = std::clamp(c.shared - split * split_size, 0, split_size) / min_shared * min_shared;
+      left = 0;
+      for (int m = 0; m < c.count; ++m) {
+        const Decoded& who = decoded[order[c.first + m]];
+        if (split >= who.first_split + who.num_splits) continue;
+        ++left;
+        if (shared == 0) pieces.push_back({c.first + m, 1, split, 0});
+      }
+      // What all share, all have.
+      if (shared) pieces.push_back({c.first, c.count, split, shared});
+    }
   float* partials = scratch<Partials, float>(num_partials);
   int* counters = scratch<Counters, int>(num_counters);
-  for (const Work& work : works)
-    if (work.first_task >= num_tile_tasks) std::fill_n(counters + work.counters, heads, work.num_parts);
+  for (const Decoded& who : decoded) std::fill_n(counters + who.counters, heads, who.num_splits);
 
-  parallel_for(num_tasks, [&](int task) {
-    auto after = std::upper_bound(works.begin(), works.end(), task,
-                                  [](int task, const Work& work) { return task < work.first_task; });
-    const Work& work = *(after - 1);
-    const int part = (task - work.first_task) / heads, head = (task - work.first_task) % heads;
+  // Neighbouring heads are neighbours in memory.
+  const int heads_each = !decoded.empty() && in_tiles(decoded[0].sequence) && heads % 2 == 0 ? 2 : 1;
+  const int head_tasks = heads / heads_each;
+  // Threads other than this one see its vectors through these.
+  const Tiled *tiled_begin = tiled.data(), *tiled_end = tiled_begin + tiled.size();
+  const Decoded* all_decoded = decoded.data();
+  const Piece* all_pieces = pieces.data();
+  const int* members_of = order.data();
+  // Tiles come first: they take longest.
+  parallel_for(num_tile_tasks + int(pieces.size()) * head_tasks, [&](int task) {
     if (task < num_tile_tasks) {
+      auto after = std::upper_bound(tiled_begin, tiled_end, task,
+                                    [](int task, const Tiled& work) { return task < work.first_task; });
+      const Tiled& work = *(after - 1);
+      const int part = (task - work.first_task) / heads, head = (task - work.first_task) % heads;
       // The last tile first: it sees most.
       int first = (work.num_parts - 1 - part) * tile_tokens;
       int num_tokens = std::min(call.num_new(work.sequence) - first, tile_tokens);
       tile_task<T, KV>(call, work.sequence, head, first, num_tokens);
       return;
     }
-    const int rows = call.num_new(work.sequence) * groups, seq_len = batch.seq_lens[work.sequence];
+    const Piece& piece = all_pieces[(task - num_tile_tasks) / head_tasks];
+    const int first_head = (task - num_tile_tasks) % head_tasks * heads_each;
+    auto decoded_at = [&](int m) -> const Decoded& { return all_decoded[members_of[piece.first + m]]; };
+    const int rows = call.num_new(decoded_at(0).sequence) * groups;
     const int64_t stride = Partial::size(rows, call.kv.head_dim);
-    float* mine = partials + work.partials + int64_t(head) * work.num_parts * stride;
-    const int start = (work.first_split + part) * split_size, stop = std::min(start + split_size, seq_len);
-    const int first = std::max(start, call.seen_from(seq_len - call.num_new(work.sequence)));
-    decode_split<T, KV>(call, work.sequence, head, first, stop, Partial(mine + part * stride, rows));
-    // Whoever finishes the last split sees the others' results.
-    if (__atomic_sub_fetch(counters + work.counters + head, 1, __ATOMIC_ACQ_REL) == 0)
-      merge_splits(call, work.sequence, head, mine, work.num_parts, stride);
+    auto results = [&](const Decoded& who, int head) {
+      return partials + who.partials + int64_t(head) * who.num_splits * stride;
+    };
+    auto positions = [&](const Decoded& who, int& first, int& stop) {
+      const int seq_len = batch.seq_lens[who.sequence];
+      stop = std::min((piece.split + 1) * split_size, seq_len);
+      first = std::max(piece.split * split_size, call.seen_from(seq_len - call.num_new(who.sequence)));
+    };
+    bool is_done = false;
+#if defined(__AMX_BF16__)
+    if constexpr (std::is_same_v<T, bf16>)
+      if (in_tiles(decoded_at(0).sequence)) {
+        Member members[max_together];
+        for (int m = 0; m < piece.count; ++m) {
+          const Decoded& who = decoded_at(m);
+          members[m].sequence = who.sequence;
+          positions(who, members[m].first, members[m].stop);
+          for (int h = 0; h < heads_each; ++h)
+            members[m].to[h] = results(who, first_head + h) + (piece.split - who.first_split) * stride;
+        }
+        decode_tiles(call, members, piece.count, rows, piece.shared, first_head, heads_each);
+        is_done = true;
+      }
+#endif
+    for (int head = first_head; head < first_head + heads_each; ++head) {
+      if (!is_done) {
+        const Decoded& who = decoded_at(0);
+        int first, stop;
+        positions(who, first, stop);
+        float* mine = results(who, head) + (piece.split - who.first_split) * stride;
+        decode_split<T, KV>(call, who.sequence, head, first, stop, Partial(mine, rows));
+      }
+      // Whoever finishes the last split sees the others' results.
+      for (int m = 0; m < piece.count; ++m) {
+        const Decoded& who = decoded_at(m);
+        if (__atomic_sub_fetch(counters + who.counters + head, 1, __ATOMIC_ACQ_REL) == 0)
+          merge_splits(call, who.sequence, head, results(who, head), who.num_splits, stride);
+      }
+    }
   });
 }
 

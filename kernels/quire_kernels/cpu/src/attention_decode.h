@@ -11,7 +11,11 @@
 namespace quire {
 namespace attention {
 
-constexpr int split_size = 256;   // positions
+#if defined(__AMX_BF16__)
+constexpr int split_size = 512;   // positions
+#else
+constexpr int split_size = 256;
+#endif
 constexpr int value_run = 32;     // values that are added up while the sums are in registers
 constexpr int prefetch_bytes = 4096;  // of keys or values, ahead of those in use
 constexpr int max_prefetch_rows = 64;
