@@ -281,7 +281,7 @@ def test_contexts_that_begin_with_the_same_blocks(
 def test_half_precision_in_whole_tiles(
     name: str, device: str, dtype: torch.dtype, kv_dtype: torch.dtype | None, head_dim: int
 ) -> None:
-    """Blocks and heads of the sizes that matrix units take, several new tokens and windows that begin anywhere."""
+    """Blocks and heads of sizes that matrix units take, several new tokens, windows that begin anywhere."""
     lengths = [(1, 300), (3, 270), (1, 16), (2, 2), (1, 33), (40, 300), (7, 519)]
     case = make_case(
         lengths, groups=2, head_dim=head_dim, block_size=16, dtype=dtype, kv_dtype=kv_dtype, device=device

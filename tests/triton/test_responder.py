@@ -80,11 +80,13 @@ class Harness(Frontend):
         stream: bool = True,
         external_id: str = "",
         delay: Any = None,
+        step_s: float = 0.0,
         **params: Any,
     ) -> fake_pb_utils.ResponseSender:
         sender = fake_pb_utils.ResponseSender()
         sender.send_delay = delay
         handle = RequestHandle(sender, f"t-{next(self._count)}", external_id)
+        handle.step_s = step_s
         parsed = ParsedRequest(prompt, SamplingParams(**params), external_id, OUTPUTS, OUTPUTS, stream=stream)
         self.responder.submit(handle, parsed)
         return sender
@@ -207,6 +209,20 @@ def test_a_gone_client_frees_its_blocks_in_every_phase(tmp_path: Path, phase: st
         assert harness.core.stats().num_free_blocks == 256
     finally:
         harness.close()
+
+
+def test_a_request_with_long_steps_is_polled_once_per_step(harness: Harness) -> None:
+    harness.runner.gate.clear()
+    start = time.monotonic()
+    slow = harness.submit([5] * 8, max_tokens=4, ignore_eos=True, step_s=0.2)
+    usual = harness.submit([6] * 8, max_tokens=4, ignore_eos=True)
+    while usual.num_polls < 60 and time.monotonic() < start + WAIT_S:
+        time.sleep(0.01)
+    slow_polls, elapsed = slow.num_polls, time.monotonic() - start
+    assert usual.num_polls >= 60, "another's long steps are no reason to wait"
+    assert slow_polls <= elapsed / 0.2 + 2
+    harness.runner.gate.set()
+    assert len(ids_of(slow)) == len(ids_of(usual)) == 4
 
 
 def test_cancel_by_external_id(harness: Harness) -> None:

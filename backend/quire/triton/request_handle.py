@@ -47,6 +47,7 @@ class RequestHandle:
         "parsed",
         "processor",
         "request_id",
+        "step_s",
     )
 
     def __init__(self, sender: Any, request_id: str, external_id: str) -> None:
@@ -59,6 +60,8 @@ class RequestHandle:
         """Choices whose last response is not sent."""
         self.last_sent: dict[int, float] = {}
         """By choice, when it last sent a response, CLOCK_MONOTONIC seconds; none before the first."""
+        self.step_s = 0.0
+        """Between the last two responses of a choice; 0 before there were two."""
 
     @property
     def is_open(self) -> bool:
@@ -73,9 +76,11 @@ class RequestHandle:
         """Sends a choice's delta; the last one of the last choice carries FINAL."""
         assert self._sender is not None, f"{self.request_id}: sent after FINAL"
         assert self.parsed is not None
-        first = output.index not in self.last_sent
-        response = pb_utils.InferenceResponse(_tensors(output, self.parsed, first=first))
-        self.last_sent[output.index] = time.monotonic()
+        last_sent = self.last_sent.get(output.index)
+        response = pb_utils.InferenceResponse(_tensors(output, self.parsed, first=last_sent is None))
+        now = self.last_sent[output.index] = time.monotonic()
+        if last_sent is not None:
+            self.step_s = now - last_sent
         self.num_open_choices -= output.finished
         if self.num_open_choices:
             self._sender.send(response)
@@ -109,18 +114,10 @@ def _tensors(output: RequestOutput, parsed: ParsedRequest, *, first: bool) -> li
     """The tensors of one response."""
     wanted = parsed.final_outputs if output.finished else parsed.outputs
     text = parsed.echo + output.text if first and parsed.echo else output.text
-    make: dict[str, Callable[[], Any]] = {
-        "text_output": lambda: _bytes(text),
-        "output_ids": lambda: np.array(output.token_ids, dtype=np.int32),
-        "finish_reason": lambda: _bytes(output.finish_reason or ""),
-        "index": lambda: np.array([output.index], dtype=np.int32),
-        "num_input_tokens": lambda: np.array([output.num_prompt_tokens], dtype=np.uint32),
-        "num_output_tokens": lambda: np.array([len(output.token_ids)], dtype=np.uint32),
-        "num_cached_tokens": lambda: np.array([output.num_cached_tokens], dtype=np.uint32),
-        "logprobs": lambda: _bytes(_logprobs(output.logprobs or [])),
-        "cumulative_logprob": lambda: np.array([output.cumulative_logprob or 0.0], dtype=np.float32),
-    }
-    return [pb_utils.Tensor(name, make[name]()) for name in wanted]
+    return [
+        pb_utils.Tensor(name, _bytes(text) if name == "text_output" else _ARRAYS[name](output))
+        for name in wanted
+    ]
 
 
 def _bytes(text: str) -> Any:
@@ -139,3 +136,16 @@ def _logprobs(entries: list[TokenLogprobs]) -> str:
             for entry in entries
         ]
     )
+
+
+_ARRAYS: dict[str, Callable[[RequestOutput], Any]] = {
+    "output_ids": lambda output: np.array(output.token_ids, dtype=np.int32),
+    "finish_reason": lambda output: _bytes(output.finish_reason or ""),
+    "index": lambda output: np.array([output.index], dtype=np.int32),
+    "num_input_tokens": lambda output: np.array([output.num_prompt_tokens], dtype=np.uint32),
+    "num_output_tokens": lambda output: np.array([len(output.token_ids)], dtype=np.uint32),
+    "num_cached_tokens": lambda output: np.array([output.num_cached_tokens], dtype=np.uint32),
+    "logprobs": lambda output: _bytes(_logprobs(output.logprobs or [])),
+    "cumulative_logprob": lambda output: np.array([output.cumulative_logprob or 0.0], dtype=np.float32),
+}
+"""What an output's tensor holds, but for `text_output`."""

@@ -7,6 +7,7 @@ token and the end go out at once, anything else at most every `coalesce_ms` whil
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 import os
@@ -42,6 +43,8 @@ logger = logging.getLogger("quire")
 
 SENDS_PER_PASS = 16
 """Responses sent before the engine's socket is looked at again: about 2.5 ms."""
+MAX_POLL_S = 0.25
+"""Between two polls of a request whose steps are long."""
 MAX_POLL_SHARE = 0.2
 """Share of the thread's time that cancellation polls may take; beyond it the period stretches."""
 
@@ -80,7 +83,8 @@ class Responder(threading.Thread):
         """Choices, by request id and index, that may have something to send."""
         self._commands: dict[str, RequestHandle] = {}
         """Requests that the engine answers at once: cancellations and cache commands."""
-        self._poll_queue: deque[tuple[float, RequestHandle]] = deque()
+        self._poll_queue: list[tuple[float, str, RequestHandle]] = []
+        """A heap by the time of the next poll."""
         self._backlog = False
         self._poll_cost = 1e-4
         self._restarts: deque[float] = deque()
@@ -174,7 +178,7 @@ class Responder(threading.Thread):
         )
         handle.num_open_choices = parsed.params.n
         self._open[handle.request_id] = handle
-        self._poll_queue.append((time.monotonic() + self.config.cancel_poll_ms / 1000, handle))
+        self._poll_later(handle, time.monotonic() + self.config.cancel_poll_ms / 1000)
         self._connection.send(
             AddRequest(
                 handle.request_id,
@@ -315,8 +319,14 @@ class Responder(threading.Thread):
         else:
             self._guard(lambda: handle.send_control_result(result.result))
 
+    def _poll_later(self, handle: RequestHandle, when: float) -> None:
+        heapq.heappush(self._poll_queue, (when, handle.request_id, handle))
+
     def _poll_cancellations(self) -> None:
-        """Asks Triton about each open request once per period, oldest question first."""
+        """Asks Triton about each open request once per period, oldest question first.
+
+        Where steps are longer than the period, once per step is enough: no block is freed within one.
+        """
         if not self._poll_queue:
             return
         cancelled: list[str] = []
@@ -325,7 +335,7 @@ class Responder(threading.Thread):
         asked = 0
         now = start = time.monotonic()
         while self._poll_queue and asked < SENDS_PER_PASS and self._poll_queue[0][0] <= now:
-            _, handle = self._poll_queue.popleft()
+            _, _, handle = heapq.heappop(self._poll_queue)
             if not handle.is_open:
                 continue
             asked += 1
@@ -333,7 +343,7 @@ class Responder(threading.Thread):
                 cancelled.append(handle.request_id)
                 self._fail(handle, "the request was cancelled", "CANCELLED")
             else:
-                self._poll_queue.append((now + period, handle))
+                self._poll_later(handle, now + max(period, min(handle.step_s, MAX_POLL_S)))
         if asked:
             self._poll_cost += 0.1 * ((time.monotonic() - start) / asked - self._poll_cost)
         if cancelled and self._connection is not None:

@@ -43,7 +43,10 @@ async def _run(url: str, requests: Sequence[Request], running: int) -> RunResult
 
         async def stream(request: Request) -> AsyncIterator[Sequence[int]]:
             options = {"max_tokens": request.num_output, "ignore_eos": True}
-            async for chunk in client.stream(input_ids=request.prompt, model=MODEL, **options):
+            wanted = ["output_ids"]  # each output costs time per response
+            async for chunk in client.stream(
+                input_ids=request.prompt, model=MODEL, outputs=wanted, **options
+            ):
                 yield chunk.token_ids
 
         return await drive_streams(stream, requests, running)
