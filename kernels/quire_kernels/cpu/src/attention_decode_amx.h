@@ -108,7 +108,7 @@ inline void decode_tiles(const Call<bf16>& call, Member* members, int count, int
   struct Weights;
   struct Pairs;
   struct Sums;
-  struct Tiles;
+  struct Context;
   const KVLayer& kv = call.kv;
   const int all_rows = count * rows;
   constexpr int split_tiles = split_size / tile_keys;
@@ -121,7 +121,7 @@ inline void decode_tiles(const Call<bf16>& call, Member* members, int count, int
   int num_segments = 0;
   // Tiles of keys and then of values, in the order in which they are used: of a group those of each head. The last of
   // a segment is repeated up to a group, and the last group for who asks ahead.
-  const bf16** tiles = scratch<Tiles, const bf16*>((max_together + 1) * (split_tiles + 2) * HEADS * 2 + 4);
+  const bf16** tiles = scratch<Context, const bf16*>((max_together + 1) * (split_tiles + 2) * HEADS * 2 + 4);
   int num_tiles = 0;
   auto add_segment = [&](int member, int of, int begin, int stop) {
     if (begin >= stop) return;
@@ -229,7 +229,7 @@ inline void decode_tiles(const Call<bf16>& call, Member* members, int count, int
           for (int k = 0; k < group_keys; k += 2) bring(k, true, true);
         else
           for (int k = 0; k < group_keys; k += 2) bring(k, k + 1 < left, k < left);
-        quire::Tiles::sync();
+        Tiles::sync();
         _tile_loadd(2, weights + (h * all_rows + first_row) * split_size + segment.begin + done, split_size * 2);
         for (int d = 0; d < SIZE; d += 32) {
           float* low = sums + (h * SIZE + d) * all_rows + first_row * 16;

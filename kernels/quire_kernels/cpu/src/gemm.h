@@ -77,7 +77,7 @@ namespace gemm {
 constexpr int room_inputs = 512;    // of K: a chunk of a block, widened to 32 KiB of bfloat16, in the first-level cache
 constexpr int chunk_inputs = 1024;  // as they are: fewer rounds over the sums of the rows weigh more than that
 constexpr int tiled_inputs = 512;   // where x is in tiles: 32 KiB, which stay in the first-level cache
-constexpr int many_rows = 192;      // with less of them half of that: what comes next is there as well
+constexpr int many_rows = 192;      // below, half of that: the next chunk has room beside this one
 #if defined(__AMX_BF16__)
 constexpr int task_rows = 512;  // rows whose chunk of x stays in the second-level cache
 constexpr int task_blocks = 8;  // blocks that use it there
@@ -374,9 +374,8 @@ inline void tiled_pair(const bf16* top, const bf16* bottom, const bf16* w, int k
 
 // The same for at least 32 rows and weights that stay in the first-level cache: x comes from the second level, and is
 // not to take the place of the weights, which is what the hint of `_tile_stream_loadd` does. `next`: as many weights,
-// which come after these; null: none. `sums_of(row, count)`: where the sums of up to 32 rows
-// go. `between()` is called for every 32 inputs: the vector units work beside the matrix unit. Tiles are configured
-// for 16 rows, before and after.
+// which come after these; null: none. `sums_of(row, count)`: where the sums of up to 32 rows go. `between()` is called
+// for every 32 inputs: the vector units work beside the matrix unit. Tiles are configured for 16 rows, before and after.
 template <class Sums, class Between>
 inline void tiled_many(int rows, const bf16* x, int64_t x_rows, const bf16* w, int k, const float* acc, bool first,
                        const bf16* next, Sums&& sums_of, Between&& between) {
@@ -908,16 +907,16 @@ void multiply(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink&
 #if defined(__AMX_BF16__)
   if constexpr (has_tiles<X>())
     if (!x.is_tiled) {
-    int64_t row_tiles = (num_rows + 15) / 16;
-    X* copy = scratch<Tiles, X>(Matrix<X>::tiled_size(num_rows, k));
-    tiles = copy;
-    int each = int(std::max<int64_t>(1, 16384 / (16 * k)));
-    parallel_for(int((row_tiles + each - 1) / each), [&](int task) {
-      for (int64_t tile = int64_t(task) * each; tile < std::min<int64_t>(row_tiles, (task + 1) * each); ++tile)
-        to_tiles(x.data + tile * 16 * x.ld, x.ld, int(std::min<int64_t>(16, num_rows - tile * 16)), k,
-                 copy + tile * 16 * k);
-    });
-  }
+      int64_t row_tiles = (num_rows + 15) / 16;
+      X* copy = scratch<Tiles, X>(Matrix<X>::tiled_size(num_rows, k));
+      int each = int(std::max<int64_t>(1, 16384 / (16 * k)));
+      parallel_for(int((row_tiles + each - 1) / each), [&](int task) {
+        for (int64_t tile = int64_t(task) * each; tile < std::min<int64_t>(row_tiles, (task + 1) * each); ++tile)
+          to_tiles(x.data + tile * 16 * x.ld, x.ld, int(std::min<int64_t>(16, num_rows - tile * 16)), k,
+                   copy + tile * 16 * k);
+      });
+      tiles = copy;
+    }
 #endif
   parallel_for(split.num_tasks(), [&](int task) {
     const Part part = split.part(task);
@@ -932,8 +931,6 @@ void multiply(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink&
         tiled_blocks(rows, tiles + first_row * k, chunk_of<bf16>(w, first_block, 0, int(k), nullptr), k, blocks, sums);
         blocks = 0;
       }
-#endif
-#if defined(__AMX_BF16__)
     if constexpr (has_tiles<X>())
       if (rows > max_streamed_rows && !room) return multiply_many(part, tiles + first_row * k, w, sums, to);
 #endif
