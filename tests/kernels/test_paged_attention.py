@@ -240,9 +240,10 @@ def test_contexts_that_begin_with_the_same_blocks(
     block_size: int,
 ) -> None:
     """They may be read once for all of them, and no result shows it."""
-    lengths = [640, 321, 17, 700, 130, 512, 1, 129, 448, 333, 290, 384, 260, 257, 256, 77]
+    lengths = [640, 321, 17, 700, 130, 512, 1, 129, 448, 333, 290, 384, 260, 257, 256, 77, 300]
+    new = [1] * 16 + [3]
     case = make_case(
-        [(1, length) for length in lengths],
+        list(zip(new, lengths, strict=True)),
         num_kv_heads=num_kv_heads,
         groups=groups,
         head_dim=head_dim,
@@ -251,7 +252,7 @@ def test_contexts_that_begin_with_the_same_blocks(
         kv_dtype=kv_dtype,
         device=device,
     )
-    share(case, 0, [1, 9, 10, 11, 12], 256 // block_size)
+    share(case, 0, [1, 9, 10, 11, 12, 16], 256 // block_size)
     share(case, 3, [5], 448 // block_size)
     share(case, 4, [7], 128 // block_size)
     # Of the same length, and to the last full block.
@@ -266,7 +267,7 @@ def test_contexts_that_begin_with_the_same_blocks(
         starts = case.meta.query_start_loc.tolist()
         for row, length in enumerate(lengths):
             meta = AttentionMetadata.build(
-                [1], [length], [case.meta.block_table[row].tolist()], block_size, device
+                [new[row]], [length], [case.meta.block_table[row].tolist()], block_size, device
             )
             query = case.query[starts[row] : starts[row + 1]]
             alone = ops.paged_attention(query, case.kv_layer, meta, scale=case.scale)

@@ -57,25 +57,32 @@ inline int shared_positions(const Batch& batch, int block_size, int a, int b) {
   return same * block_size;
 }
 
-// Orders sequences by what their contexts share. At most `most` are together.
-inline void cluster(const Batch& batch, int block_size, int most, int least, const std::vector<Decoded>& decoded,
-                    std::vector<Cluster>& clusters, std::vector<int>& order) {
-  // Chains of sequences, by their last ones.
-  thread_local std::vector<int> next;
-  next.assign(decoded.size(), -1);
-  thread_local std::vector<int> last;
+// Orders sequences by what their contexts share: those with one new token, at most `most` together.
+template <class T>
+inline void cluster(const Call<T>& call, int most, const std::vector<Decoded>& decoded, std::vector<Cluster>& clusters,
+                    std::vector<int>& order) {
+  // Of each cluster the first block, -1 where nobody may join, and the last sequence; of each sequence the next one.
+  thread_local std::vector<int32_t> blocks;
+  thread_local std::vector<int> last, next;
+  blocks.clear();
   last.clear();
   clusters.clear();
+  next.assign(decoded.size(), -1);
   for (int i = 0; i < int(decoded.size()); ++i) {
-    size_t c = 0;
+    const int sequence = decoded[i].sequence;
+    const bool may_share = most > 1 && call.num_new(sequence) == 1;
+    const int32_t block = may_share ? call.batch.block_table[sequence * call.batch.block_table_stride] : -1;
+    size_t c = may_share ? 0 : clusters.size();
     int shared = 0;
     for (; c < clusters.size(); ++c) {
-      if (clusters[c].count >= most) continue;
-      shared = shared_positions(batch, block_size, decoded[clusters[c].first].sequence, decoded[i].sequence);
-      if (shared >= least && (clusters[c].count == 1 || shared >= clusters[c].shared)) break;
+      // Most of them share nothing, and are many.
+      if (blocks[c] != block || clusters[c].count >= most) continue;
+      shared = shared_positions(call.batch, call.kv.block_size, decoded[clusters[c].first].sequence, sequence);
+      if (shared >= min_shared && (clusters[c].count == 1 || shared >= clusters[c].shared)) break;
     }
     if (c == clusters.size()) {
       clusters.push_back({i, 1, 0});
+      blocks.push_back(block);
       last.push_back(i);
       continue;
     }
@@ -102,12 +109,11 @@ void run(const Call<T>& call) {
     int num_new = call.num_new(sequence);
     return num_new == 1 || num_new * groups <= max_decode_rows;
   };
-  auto in_tiles = [&](int sequence) {
+  bool in_tiles = false;
 #if defined(__AMX_BF16__)
-    if (std::is_same_v<T, bf16>) return decodes_in_tiles(call.kv, call.num_new(sequence) * groups);
+  in_tiles = std::is_same_v<T, bf16> && decodes_in_tiles(call.kv, groups);
+  static_assert(max_decode_rows <= max_together && min_shared % group_keys == 0, "what is together fits");
 #endif
-    return false;
-  };
 
   thread_local std::vector<Tiled> tiled;
   thread_local std::vector<Decoded> decoded;
@@ -119,7 +125,6 @@ void run(const Call<T>& call) {
   pieces.clear();
   int num_tile_tasks = 0, num_counters = 0;
   int64_t num_partials = 0;
-  bool all_in_tiles = true;
   for (int i = 0; i < batch.num_seqs; ++i) {
     if (!is_decode(i)) {
       int num_tiles = (call.num_new(i) + tile_tokens - 1) / tile_tokens;
@@ -132,17 +137,9 @@ void run(const Call<T>& call) {
     decoded.push_back({i, first, num_splits, num_partials, num_counters});
     num_partials += num_splits * heads * Partial::size(call.num_new(i) * groups, call.kv.head_dim);
     num_counters += heads;
-    all_in_tiles &= in_tiles(i) && call.num_new(i) == 1;
   }
-  // Where one sequence has more new tokens than another, or sees a window, each is on its own.
-  const int most = all_in_tiles && !call.window ? std::max(max_decode_rows / groups, 1) : 1;
-  if (most > 1) {
-    cluster(batch, call.kv.block_size, most, min_shared, decoded, clusters, order);
-  } else {
-    clusters.clear();
-    order.resize(decoded.size());
-    for (int i = 0; i < int(decoded.size()); ++i) clusters.push_back({i, 1, 0}), order[i] = i;
-  }
+  // Those that see a window may see none of what they have in common.
+  cluster(call, in_tiles && !call.window ? max_decode_rows / groups : 1, decoded, clusters, order);
   for (const Cluster& c : clusters)
     for (int split = decoded[order[c.first]].first_split, left = c.count; left > 0; ++split) {
       const int shared = std::clamp(c.shared - split * split_size, 0, split_size) / min_shared * min_shared;
@@ -161,7 +158,7 @@ void run(const Call<T>& call) {
   for (const Decoded& who : decoded) std::fill_n(counters + who.counters, heads, who.num_splits);
 
   // Neighbouring heads are neighbours in memory.
-  const int heads_each = !decoded.empty() && in_tiles(decoded[0].sequence) && heads % 2 == 0 ? 2 : 1;
+  const int heads_each = in_tiles && heads % 2 == 0 ? 2 : 1;
   const int head_tasks = heads / heads_each;
   // Threads other than this one see its vectors through these.
   const Tiled *tiled_begin = tiled.data(), *tiled_end = tiled_begin + tiled.size();
@@ -197,7 +194,7 @@ void run(const Call<T>& call) {
     bool is_done = false;
 #if defined(__AMX_BF16__)
     if constexpr (std::is_same_v<T, bf16>)
-      if (in_tiles(decoded_at(0).sequence)) {
+      if (in_tiles) {
         Member members[max_together];
         for (int m = 0; m < piece.count; ++m) {
           const Decoded& who = decoded_at(m);
