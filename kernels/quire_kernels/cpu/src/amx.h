@@ -9,17 +9,26 @@
 
 namespace quire {
 
+// What LDTILECFG reads: rows of each tile, and bytes of a row.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  void set(int tile, int num_rows, int row_bytes) {
+    rows[tile] = uint8_t(num_rows);
+    bytes[tile] = uint16_t(row_bytes);
+  }
+  inline void load() const;
+};
+
 // All eight tiles with 16 rows of 64 bytes, for the life of the object, on its thread.
 class Tiles {
  public:
   Tiles() {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    sync();
-    _tile_loadconfig(&config);
+    TileConfig config;
+    for (int tile = 0; tile < 8; ++tile) config.set(tile, 16, 64);
+    config.load();
   }
   ~Tiles() { _tile_release(); }
   Tiles(const Tiles&) = delete;
@@ -29,6 +38,11 @@ class Tiles {
   // `_tile_loadd` reads memory.
   static void sync() { asm volatile("" ::: "memory"); }
 };
+
+inline void TileConfig::load() const {
+  Tiles::sync();
+  _tile_loadconfig(this);
+}
 
 }  // namespace quire
 

@@ -30,18 +30,13 @@ inline bool decodes_in_tiles(const KVLayer& kv, int rows) {
 
 // Tiles 0 and 1 are sums, 2 and 3 what is multiplied from the left, 4 and 5 from the right.
 inline void configure_products(int left_rows, int right_columns) {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-  } config;
-  for (int tile = 0; tile < 6; ++tile) {
-    const bool is_left = tile == 2 || tile == 3, is_right = tile >= 4;
-    config.rows[tile] = uint8_t(is_right ? 16 : left_rows);
-    config.bytes[tile] = uint16_t(is_left ? 64 : right_columns * 4);
+  TileConfig config;
+  for (int tile = 0; tile < 2; ++tile) {
+    config.set(tile, left_rows, right_columns * 4);
+    config.set(2 + tile, left_rows, 64);
+    config.set(4 + tile, 16, right_columns * 4);
   }
-  Tiles::sync();
-  _tile_loadconfig(&config);
+  config.load();
 }
 
 // scores[r][k] of sums[16 keys][rows], whose rows are 64 bytes apart if there are three, or more than four.
@@ -163,7 +158,7 @@ inline void decode_tiles(const Call<bf16>& call, Member* members, int count, int
     const int columns = segment.members * rows, stride = columns == 1 || columns == 2 || columns == 4 ? columns : 16;
     const int first_row = segment.member * rows;
     if (s == 0 || segment.members != segments[s - 1].members) configure_products(tile_keys, columns);
-    for (int key = segment.begin; key < segment.begin + segment.keys; key += group_keys)
+    for (int key = segment.begin; key < segment.begin + segment.keys; key += group_keys, tile += 2 * HEADS)
       for (int h = 0; h < HEADS; ++h) {
         // Tiles of a group: the first of each head, then the second.
         const bf16 *upper = tile[h], *lower = tile[HEADS + h];
@@ -183,7 +178,6 @@ inline void decode_tiles(const Call<bf16>& call, Member* members, int count, int
         _tile_stored(1, products[1], stride * 4);
         for (int i = 0; i < 2; ++i)
           spread_scores(products[i], columns, scores + (h * all_rows + first_row) * split_size + key + i * tile_keys);
-        if (h == HEADS - 1) tile += 2 * HEADS;
       }
   }
 
@@ -211,7 +205,7 @@ inline void decode_tiles(const Call<bf16>& call, Member* members, int count, int
     const Segment& segment = segments[s];
     const int first_row = segment.member * rows;
     if (s == 0 || segment.members != segments[s - 1].members) configure_products(segment.members * rows, 16);
-    for (int done = 0; done < segment.keys; done += group_keys)
+    for (int done = 0; done < segment.keys; done += group_keys, tile += 2 * HEADS)
       for (int h = 0; h < HEADS; ++h) {
         auto bring = [&](int k, bool both, bool one) {
           const bf16* from = tile[k / tile_keys * HEADS + h] + k % tile_keys * SIZE;
@@ -243,7 +237,6 @@ inline void decode_tiles(const Call<bf16>& call, Member* members, int count, int
           _tile_dpbf16ps(1, 2, 5);
           _tile_stored(1, high, 64);
         }
-        if (h == HEADS - 1) tile += 2 * HEADS;
       }
   }
   const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);

@@ -117,7 +117,7 @@ class FloatTile {
         multiply<rows, 1>(weights + r, 1, row_block, values + d, size_, sums + r * size_ + d, size_, end - begin, true);
   }
 
-  // Writes `width` rows times `factors`, from row `first` of the block on; a null row is not wanted.
+  // Writes `count` rows, at most `width`, times `factors`, from row `first` of the block on.
   void write(int block, int first, const float* factors, const Row<T>* rows, int count) {
     const float* sums = sums_ + (int64_t(block) * row_block + first) * size_;
     for (int i = 0; i < count; ++i) {

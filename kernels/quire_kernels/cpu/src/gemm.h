@@ -15,6 +15,7 @@
 #include <memory>
 #include <type_traits>
 
+#include "amx.h"
 #include "matrix.h"
 #include "pool.h"
 #include "simd.h"
@@ -233,82 +234,17 @@ inline void streamed_rows(int rows, const bf16* x, int64_t ldx, const bf16* w, i
 
 // Tiles 0..3 are sums (2 x 16 rows, 2 x 16 columns), 4 and 5 rows of x, 6 and 7 weights.
 inline void configure_tiles(int upper_rows, int lower_rows) {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {};
-  } config;
   lower_rows = std::max(lower_rows, 1);
   const int rows[] = {upper_rows, upper_rows, lower_rows, lower_rows, upper_rows, lower_rows, 16, 16};
-  for (int tile = 0; tile < 8; ++tile) config.rows[tile] = uint8_t(rows[tile]);
-  // To the compiler, tile instructions read no memory: all that they are to see must have been stored.
-  asm volatile("" ::: "memory");
-  _tile_loadconfig(&config);
+  TileConfig config;
+  for (int tile = 0; tile < 8; ++tile) config.set(tile, rows[tile], 64);
+  config.load();
 }
 
 // Up to 16 rows of a tiled matrix.
 inline void to_tiles(const bf16* x, int64_t ldx, int rows, int64_t k, bf16* tiles) {
   for (int64_t i = 0; i < k; i += 32)
     for (int r = 0; r < rows; ++r) _mm512_store_si512(tiles + i * 16 + r * 32, _mm512_loadu_si512(x + r * ldx + i));
-}
-
-// As vector_rows, for x in tiles, of which `x_rows` is the distance between rows' tiles.
-inline void tiled_rows(int rows, const bf16* x, int64_t x_rows, const bf16* w, int k, float* acc, bool first, bool prefetch) {
-  constexpr int stride = block_columns * 4;
-  asm volatile("" ::: "memory");
-  int shape = -1;
-  for (int row = 0; row < rows;) {
-    int upper = std::min(rows - row, 16), lower = std::min(rows - row - upper, 16);
-    if (shape != upper * 32 + lower) configure_tiles(upper, lower);
-    shape = upper * 32 + lower;
-    float* sums = acc + row * block_columns;
-    const bf16* top = x + row / 16 * x_rows;
-    const bf16* bottom = top + x_rows;
-    if (first) {
-      _tile_zero(0);
-      _tile_zero(1);
-    } else {
-      _tile_loadd(0, sums, stride);
-      _tile_loadd(1, sums + 16, stride);
-    }
-    if (lower) {
-      if (first) {
-        _tile_zero(2);
-        _tile_zero(3);
-      } else {
-        _tile_loadd(2, sums + 16 * block_columns, stride);
-        _tile_loadd(3, sums + 16 * block_columns + 16, stride);
-      }
-      for (int i = 0; i < k; i += 32) {
-        const bf16* weights = w + i * block_columns;
-        if (prefetch) prefetch_ahead(weights, 32 * block_columns * 2);
-        _tile_loadd(6, weights, stride);
-        _tile_loadd(4, top + i * 16, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, weights + 32, stride);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, bottom + i * 16, 64);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-      _tile_stored(2, sums + 16 * block_columns, stride);
-      _tile_stored(3, sums + 16 * block_columns + 16, stride);
-    } else {
-      for (int i = 0; i < k; i += 32) {
-        const bf16* weights = w + i * block_columns;
-        if (prefetch) prefetch_ahead(weights, 32 * block_columns * 2);
-        _tile_loadd(4, top + i * 16, 64);
-        _tile_loadd(6, weights, stride);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, weights + 32, stride);
-        _tile_dpbf16ps(1, 4, 7);
-      }
-    }
-    _tile_stored(0, sums, stride);
-    _tile_stored(1, sums + 16, stride);
-    row += upper + lower;
-    prefetch = false;
-  }
 }
 
 // A chunk of weights that comes next, asked for little by little. A quarter of it beside the other: one stream alone
@@ -330,10 +266,12 @@ class Ahead {
   int left_, each_;
 };
 
-// A pair of tiles of rows, the lower of which may be missing, as in tiled_many.
-template <bool LOWER, class Between>
+// sums = acc + x w, or = x w with `first`, of a pair of tiles of rows, the lower of which may be missing. STREAM: x is
+// not to take the place of weights in the first-level cache. `before(w)` and `after()` are called around the products of
+// every 32 inputs.
+template <bool LOWER, bool STREAM, class Before, class After>
 inline void tiled_pair(const bf16* top, const bf16* bottom, const bf16* w, int k, const float* acc, float* sums, bool first,
-                       Ahead& ahead, Between&& between) {
+                       Before&& before, After&& after) {
   constexpr int stride = block_columns * 4;
   if (first) {
     _tile_zero(0);
@@ -351,18 +289,20 @@ inline void tiled_pair(const bf16* top, const bf16* bottom, const bf16* w, int k
     }
   }
   for (int i = 0; i < k; i += 32, w += 32 * block_columns, top += 512, bottom += 512) {
-    ahead.ask();
+    before(w);
     _tile_loadd(6, w, stride);
-    _tile_stream_loadd(4, top, 64);
+    if (STREAM) _tile_stream_loadd(4, top, 64);
+    else _tile_loadd(4, top, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, w + 32, stride);
     _tile_dpbf16ps(1, 4, 7);
     if (LOWER) {
-      _tile_stream_loadd(5, bottom, 64);
+      if (STREAM) _tile_stream_loadd(5, bottom, 64);
+      else _tile_loadd(5, bottom, 64);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
-    between();
+    after();
   }
   _tile_stored(0, sums, stride);
   _tile_stored(1, sums + 16, stride);
@@ -372,21 +312,37 @@ inline void tiled_pair(const bf16* top, const bf16* bottom, const bf16* w, int k
   }
 }
 
-// The same for at least 32 rows and weights that stay in the first-level cache: x comes from the second level, and is
-// not to take the place of the weights, which is what the hint of `_tile_stream_loadd` does. `next`: as many weights,
-// which come after these; null: none. `sums_of(row, count)`: where the sums of up to 32 rows go. `between()` is called
-// for every 32 inputs: the vector units work beside the matrix unit. Tiles are configured for 16 rows, before and after.
+// As vector_rows, for x in tiles, of which `x_rows` is the distance between rows' tiles.
+inline void tiled_rows(int rows, const bf16* x, int64_t x_rows, const bf16* w, int k, float* acc, bool first, bool prefetch) {
+  Tiles::sync();
+  for (int row = 0, shape = -1; row < rows; row += 32, x += 2 * x_rows, acc += 32 * block_columns, prefetch = false) {
+    const int count = std::min(rows - row, 32);
+    if (shape != count) configure_tiles(std::min(count, 16), count - 16);
+    shape = count;
+    auto before = [&](const bf16* weights) {
+      if (prefetch) prefetch_ahead(weights, 32 * block_columns * 2);
+    };
+    if (count > 16) tiled_pair<true, false>(x, x + x_rows, w, k, acc, acc, first, before, [] {});
+    else tiled_pair<false, false>(x, nullptr, w, k, acc, acc, first, before, [] {});
+  }
+}
+
+// The same for many rows and weights that stay in the first-level cache: x comes from the second level. `next`: as many
+// weights, which come after these; null: none. `sums_of(row, count)`: where the sums of up to 32 rows go. `between()` is
+// called for every 32 inputs: the vector units work beside the matrix unit. Tiles are configured for 16 rows, before and
+// after.
 template <class Sums, class Between>
 inline void tiled_many(int rows, const bf16* x, int64_t x_rows, const bf16* w, int k, const float* acc, bool first,
                        const bf16* next, Sums&& sums_of, Between&& between) {
   Ahead ahead(next, k, (rows + 31) / 32 * (k / 32));
-  asm volatile("" ::: "memory");
+  Tiles::sync();
   for (int row = 0; row < rows; row += 32, x += 2 * x_rows, acc += 32 * block_columns) {
     const int count = std::min(rows - row, 32);
     float* sums = sums_of(row, count);
     if (count < 32) configure_tiles(std::min(count, 16), count - 16);
-    if (count > 16) tiled_pair<true>(x, x + x_rows, w, k, acc, sums, first, ahead, between);
-    else tiled_pair<false>(x, nullptr, w, k, acc, sums, first, ahead, between);
+    auto before = [&](const bf16*) { ahead.ask(); };
+    if (count > 16) tiled_pair<true, true>(x, x + x_rows, w, k, acc, sums, first, before, between);
+    else tiled_pair<false, true>(x, nullptr, w, k, acc, sums, first, before, between);
     if (count < 32) configure_tiles(16, 16);
   }
 }
@@ -446,13 +402,13 @@ inline void tiled_blocks(int rows, const bf16* x, int64_t x_rows, const bf16* w,
 
 // Of a multiple of four blocks that follow each other.
 inline void tiled_blocks(int rows, const bf16* x, const bf16* w, int64_t k, int blocks, float* acc) {
-  asm volatile("" ::: "memory");
+  Tiles::sync();
   configure_tiles(std::min(rows, 16), rows - 16);
   for (int b = 0; b < blocks; b += 4, w += 4 * k * block_columns, acc += 4 * rows * block_columns) {
     if (rows > 16) tiled_blocks<true>(rows, x, 16 * k, w, k * block_columns, k, acc, b == 0);
     else tiled_blocks<false>(rows, x, 16 * k, w, k * block_columns, k, acc, b == 0);
   }
-  asm volatile("" ::: "memory");
+  Tiles::sync();
 }
 
 #endif
