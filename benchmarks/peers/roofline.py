@@ -3,8 +3,8 @@
     python -m benchmarks.peers.roofline            # one JSON line
 
 The read rate is that of a loop in C over 1 GiB in huge pages, one slice per thread (torch's sum where there
-is no compiler); the matrix rate that of torch's products of 512 to 2048 rows, weights packed or not. The best
-of several goes each: on a shared machine the others only ever take away.
+is no compiler); the matrix rate that of torch's products of 512 to 2048 rows: in bf16, weights packed or not,
+and in float32. The best of several goes each: on a shared machine the others only ever take away.
 """
 
 from __future__ import annotations
@@ -132,21 +132,30 @@ def _torch_read_rates(memory: torch.Tensor, thread_counts: list[int]) -> dict[st
 
 
 def _matrix_rate(num_threads: int) -> tuple[float, str]:
-    """GFLOP/s and what reached them."""
+    """GFLOP/s of bf16 operands and what reached them.
+
+    A processor without bf16 instructions widens them, and products of float32 are then its limit.
+    """
     torch.set_num_threads(num_threads)
     best, name = 0.0, ""
     with torch.inference_mode():
         for num_out, num_in in WEIGHTS:
             weight = torch.randn(num_out, num_in).bfloat16()
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS[-1])
+            wide = weight.float()
+            try:
+                packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS[-1])
+            except RuntimeError:  # no bf16 products in oneDNN on this processor
+                packed = None
             for rows in ROWS:
                 x = torch.randn(rows, num_in).bfloat16()
                 ways: dict[str, Callable[[], Any]] = {
-                    "linear": lambda x=x, w=weight: torch.nn.functional.linear(x, w),
-                    "packed": lambda x=x, w=packed: torch.ops.mkldnn._linear_pointwise(
-                        x, w, None, "none", [], ""
-                    ),
+                    "float32 linear": lambda x=x.float(), w=wide: torch.nn.functional.linear(x, w),
                 }
+                if packed is not None:
+                    ways["linear"] = lambda x=x, w=weight: torch.nn.functional.linear(x, w)
+                    ways["packed"] = lambda x=x, w=packed: torch.ops.mkldnn._linear_pointwise(
+                        x, w, None, "none", [], ""
+                    )
                 for way, product in ways.items():
                     seconds = min(_timed(product) for _ in range(REPEATS))
                     rate = 2 * rows * num_out * num_in / seconds / 1e9
