@@ -158,6 +158,9 @@ class SchedulerConfig:
     """Deadline of the last token for requests that state none; 0: none."""
     overlap_scheduling: bool = False
     """Whether the next step is planned while the present one is computed."""
+    async_scheduling: bool | None = None
+    """Whether the next step is handed to the device before the tokens of the present one are known to the
+    host: None: on cuda. A request that ends then has one row more, whose result is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +285,8 @@ class EngineConfig:
             _at_least(key, getattr(scheduler, key), 0)
         if scheduler.preemption_mode == "swap" and not cache.host_cache_memory:
             raise ConfigError("preemption_mode=swap needs host_cache_memory")
+        if scheduler.async_scheduling and scheduler.overlap_scheduling:
+            raise ConfigError("async_scheduling plans ahead by itself: set overlap_scheduling to false")
         _at_least("max_num_seqs", scheduler.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1)
         _at_least("max_waiting_requests", scheduler.max_waiting_requests, 1)

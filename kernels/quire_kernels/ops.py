@@ -12,10 +12,12 @@ import torch
 
 # Register the implementations.
 import quire_kernels.cpu
+
 import quire_kernels.reference  # noqa: F401
 from quire_kernels import registry
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, data_of
+from quire_kernels.sampling import SamplingTensors
 from quire_kernels.weights import PackedLinear
 
 
@@ -83,6 +85,46 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_layer: KVLayer, slot_map
         block_size=data.shape[3],
         kv_dtype=data.dtype,
     )(key, value, kv_layer, slot_mapping)
+
+
+def norm_rope_write(
+    qkv: torch.Tensor,
+    num_heads: int,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_layer: KVLayer,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """Norm of queries and keys, their rotary embedding, and `write_kv`: `rms_norm`, `rope` and `write_kv` in one.
+
+    Args:
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; left as it is.
+        num_heads: of the queries.
+        norms: weights [head_dim] of the queries' and the keys' norm over each head, in qkv's type or, then
+            multiplied before the result is rounded, float32; None: no norms.
+        eps: of the norms.
+        cos: float32 [num_tokens, rotary_dim / 2]; see `rope`.
+        sin: as cos.
+        kv_layer: see `write_kv`.
+        slot_mapping: int64 [num_tokens]; see `write_kv`.
+
+    Returns:
+        [num_tokens, num_heads, head_dim]: the queries as attention wants them.
+    """
+    data = data_of(kv_layer)
+    out: torch.Tensor = registry.select(
+        "norm_rope_write",
+        qkv.device.type,
+        qkv.dtype,
+        head_dim=qkv.shape[2],
+        rotary_dim=2 * cos.shape[-1],
+        block_size=data.shape[3],
+        kv_dtype=data.dtype,
+        norm_dtype=None if norms is None else norms[0].dtype,
+    )(qkv, num_heads, norms, eps, cos, sin, kv_layer, slot_mapping)
+    return out
 
 
 def copy_blocks(blocks: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -159,6 +201,23 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
+    """One token per row: temperature, top-k, top-p, min-p, then a draw by the inverse of the distribution.
+
+    The draw takes the first token, by id, whose cumulative probability exceeds a number that is a pure function
+    of the row's seed and position: no row depends on another.
+
+    Args:
+        logits: float32 [n, vocab_size].
+        rows: what each row asks for.
+
+    Returns:
+        int64 [n]; -1 for rows with NaN, and where the largest is not finite.
+    """
+    out: torch.Tensor = registry.select("sample", logits.device.type, logits.dtype)(logits, rows)
+    return out
+
+
 def pack_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -173,9 +232,9 @@ def pack_linear(
         bias: [out_features].
         activation: "silu", "gelu" or "gelu_tanh": the result is activation(gate) * up of a weight whose first
             half of rows is the gate.
-        quantization: None, "int8", "int4" or "w8a8" (weights as with "int8", and rows of x quantised as they
-            come, `weights.quantize_rows`); of the last two in_features is a multiple of their group. See
-            `weights.quantize_weight`.
+        quantization: None, "int8", "int4", "w8a8" (weights as with "int8", and rows of x quantised as they
+            come, `weights.quantize_rows`) or "fp8"; with "int4" and "w8a8" in_features is a multiple of their
+            group. See `weights.quantize_weight`.
     """
     out: PackedLinear = registry.select(
         "linear",

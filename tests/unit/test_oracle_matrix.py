@@ -15,6 +15,8 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.outputs import RequestOutput
+from quire.worker import model_runner
+from quire.worker.graph_runner import Eager
 from tests.fixtures.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.fixtures.drive import hf_greedy, hf_model
 from tests.unit.test_engine import random_prompts
@@ -67,22 +69,46 @@ def small_pool(path: Path) -> dict[str, int]:
     return {**options, "num_blocks": kv.num_blocks_for(112)}
 
 
+AHEAD: dict[str, dict[str, Any]] = {
+    "in turns": {},
+    "planned ahead": {"overlap_scheduling": True},
+    "launched ahead": {"async_scheduling": True},
+    "recorded": {"async_scheduling": True},
+}
+"""How steps follow each other; "recorded": decode steps are padded and computed as CUDA graphs are, without
+recording."""
+
+
+@pytest.fixture(params=AHEAD)
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of the engine."""
+    if request.param == "recorded":
+        monkeypatch.setattr(model_runner, "make_graph_backend", lambda device, enforce_eager: Eager())
+    return AHEAD[request.param]
+
+
+def check_recorded(llm: LLM) -> None:
+    """Where steps are recorded, most were replayed."""
+    graphs = llm.core.runner.graphs  # type: ignore[attr-defined]
+    assert graphs is None or graphs.num_replays > 10
+
+
 def ids(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
 @pytest.mark.row("C14", "B17", part="tokens; what is planned and freed when is in other tests")
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cold_cached_chunked(
-    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], family: str, overlap: bool
+    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], family: str, ahead: dict[str, Any]
 ) -> None:
     for budget in (7, 64, 4096):
-        llm = engine(checkpoints[family], max_num_batched_tokens=budget, overlap_scheduling=overlap)
+        llm = engine(checkpoints[family], max_num_batched_tokens=budget, **ahead)
         assert ids(llm.generate(PROMPTS, GREEDY)) == expected[family], f"cold, {budget} tokens a step"
         before = llm.core.stats()
         assert ids(llm.generate(PROMPTS, GREEDY)) == expected[family], f"cached, {budget} tokens a step"
         after = llm.core.stats()
+        check_recorded(llm)
         # All but the last, unfinished block of each prompt was there.
         assert after.num_cached_tokens - before.num_cached_tokens >= sum(
             (len(p) - 1) // 8 * 8 for p in PROMPTS
@@ -91,7 +117,6 @@ def test_cold_cached_chunked(
 
 
 @pytest.mark.row("B9", "B10", part="tokens")
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preempted(
@@ -99,11 +124,11 @@ def test_preempted(
     expected: dict[str, list[list[int]]],
     family: str,
     mode: str,
-    overlap: bool,
+    ahead: dict[str, Any],
 ) -> None:
     host = {} if mode == "recompute" else {"host_cache_memory": "64MiB", "enable_prefix_caching": False}
     pool = small_pool(checkpoints[family])
-    llm = engine(checkpoints[family], preemption_mode=mode, overlap_scheduling=overlap, **pool, **host)
+    llm = engine(checkpoints[family], preemption_mode=mode, **ahead, **pool, **host)
     assert ids(llm.generate(PROMPTS, GREEDY)) == expected[family]
     stats = llm.core.stats()
     assert stats.num_preemptions > 0
@@ -144,15 +169,14 @@ def test_auto_swaps_or_computes_by_what_is_cheaper(
 
 
 @pytest.mark.row("C9")
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_evicted_prefixes_return_from_the_host(
-    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], family: str, overlap: bool
+    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], family: str, ahead: dict[str, Any]
 ) -> None:
     llm = engine(
         checkpoints[family],
         host_cache_memory="64MiB",
-        overlap_scheduling=overlap,
+        **ahead,
         **small_pool(checkpoints[family]),
     )
     assert ids(llm.generate(PROMPTS, GREEDY)) == expected[family]

@@ -20,10 +20,11 @@ from tests.fixtures.fake_runner import VOCAB_SIZE, FakeRunner, generate_alone
 HYBRID = (KVGroup(None, (0,)), KVGroup(12, (1,)))
 
 
-def run(overlap: bool, **options: Any) -> tuple[FakeEngine, SchedulerTrace]:
+def run(mode: str, **options: Any) -> tuple[FakeEngine, SchedulerTrace]:
     """A busy time: arrivals, aborts, end tokens, shared prompts, choices."""
     trace = SchedulerTrace()
-    engine = FakeEngine(overlap=overlap, trace=trace, **{"num_blocks": 300, **options})
+    modes = {mode: True} if mode else {}
+    engine = FakeEngine(trace=trace, **{"num_blocks": 300, **modes, **options})
     number = 0
     while number < 40 or engine.scheduler.has_unfinished():
         if number < 40:
@@ -48,6 +49,7 @@ def run(overlap: bool, **options: Any) -> tuple[FakeEngine, SchedulerTrace]:
 
 
 @pytest.mark.row("B17", without="[GPU] gap between kernels")
+@pytest.mark.parametrize("mode", ["overlap", "lookahead"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -61,9 +63,9 @@ def run(overlap: bool, **options: Any) -> tuple[FakeEngine, SchedulerTrace]:
     ],
     ids=["plain", "preemption", "chunks", "prefix cache", "windows", "fair", "decode first"],
 )
-def test_outputs_are_the_same(options: dict[str, Any]) -> None:
-    plain, _ = run(False, **options)
-    overlapped, trace = run(True, **options)
+def test_outputs_are_the_same(options: dict[str, Any], mode: str) -> None:
+    plain, _ = run("", **options)
+    overlapped, trace = run(mode, **options)
     kept = {name for name, reason in plain.reasons.items() if reason != "cancelled"}
     kept &= {name for name, reason in overlapped.reasons.items() if reason != "cancelled"}
     assert len(kept) >= 50

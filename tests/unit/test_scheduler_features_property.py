@@ -9,7 +9,7 @@ each output is compared with what the request gets alone.
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 
 import pytest
@@ -36,7 +36,7 @@ class World:
         self.engine = FakeEngine(cache=cache, **options)
         self.scheduler = self.engine.scheduler
         self.beginnings = [[self.rng.randrange(VOCAB_SIZE) for _ in range(64)] for _ in range(3)]
-        self.step: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
+        self.steps: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.num_requests = 0
         self.seen: Counter[str] = Counter()
 
@@ -103,7 +103,8 @@ class World:
         result = self.engine.runner.execute(plan)
         if plan.is_empty and self.engine.runner.tiers is not None and not result.loads_done:
             result.loads_done = self.engine.runner.tiers.poll(5.0)
-        self.step = plan, result
+        self.steps.append((plan, result))
+        self.seen["two in flight"] += len(self.steps) > 1
         self.seen["copies"] += len(plan.block_copies)
         self.seen["loads"] += len(plan.kv_loads)
         self.seen["shared in flight"] += self._shared_in_flight(plan)
@@ -120,13 +121,13 @@ class World:
         return False
 
     def end(self) -> None:
-        assert self.step is not None
-        plan, result = self.step
-        self.step = None
+        plan, result = self.steps.popleft()
         rng = self.rng
         if rng.random() < 0.01:
             outputs = self.scheduler.fail([row.request_id for row in plan.scheduled], "broken")
-            self.scheduler.finish_loads(result.loads_done)
+            for loads_done in (result.loads_done, *(other.loads_done for _, other in self.steps)):
+                self.scheduler.finish_loads(loads_done)
+            self.steps.clear()
             self.seen["failed steps"] += 1
         else:
             if plan.scheduled and rng.random() < 0.01:
@@ -195,9 +196,9 @@ class World:
             self.engine.kv.unpin_all()
         elif choice < 0.2:
             self.engine.clock.now += rng.uniform(0, 2)
-        elif choice < 0.4 and self.overlap and self.step is not None:
+        elif choice < 0.4 and self.overlap and self.steps:
             self.scheduler.plan_ahead()
-        elif self.step is None:
+        elif not self.steps or (choice < 0.7 and self.may_begin_another()):
             self.begin()
         else:
             self.end()
@@ -205,11 +206,15 @@ class World:
         if rng.random() < 0.1:
             self.check_finished()
 
+    def may_begin_another(self) -> bool:
+        """Whether a step may be handed over before the one before is accounted."""
+        return self.engine.lookahead and len(self.steps) < 2 and not self.steps[-1][0].is_empty
+
     def finish(self) -> None:
         """Lets everything end; nothing may be left over."""
         steps = 0
-        while self.step is not None or self.scheduler.has_work:
-            self.end() if self.step is not None else self.begin()
+        while self.steps or self.scheduler.has_work:
+            self.end() if self.steps else self.begin()
             self.scheduler.check_integrity()
             steps += 1
             assert steps < 20_000, "livelock"
@@ -268,6 +273,20 @@ WORLDS: dict[str, dict[str, Any]] = {
     },
     "decode first": {"batch_policy": "decode_first", "waiting_running_ratio": 1.2, "overlap": True},
     "static": {"scheduler": "static", "overlap": True},
+    "lookahead": {"lookahead": True},
+    "lookahead, swap, hybrid": {
+        "groups": HYBRID,
+        "num_blocks": 66,
+        "host_blocks": 200,
+        "preemption_mode": "swap",
+        "lookahead": True,
+    },
+    "lookahead, priority": {"queue_policy": "priority", "lookahead": True, "ageing_s": 2.0},
+    "lookahead, predicted, chunks": {
+        "kv_reservation": "predicted",
+        "max_prefill_tokens_per_request": 7,
+        "lookahead": True,
+    },
     "interval": {"schedule_interval": 5, "cache": {"cache_ttl_s": 2.0}},
 }
 
@@ -293,6 +312,7 @@ def test_every_output_is_that_of_the_request_alone(name: str) -> None:
     assert seen["cancelled"] and seen["failed steps"] and seen["failed rows"], seen
     assert seen["beam search"] and seen["best of"], seen
     assert stats.num_cached_tokens > 0
+    assert seen["two in flight"] or not world.engine.lookahead
     if name == "no evict":
         assert stats.num_preemptions == 0
     if "swap" in name:

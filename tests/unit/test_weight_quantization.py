@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.config import EngineConfig
+from quire.config import QUANTIZATIONS, EngineConfig
 from quire.errors import ConfigError
 from quire.worker.model_runner import ModelRunner
-from quire_kernels.weights import QUANTIZATIONS
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.perplexity import DEMO, demo_answers, logits_of, own_texts, perplexity_of
 

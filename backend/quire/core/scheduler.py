@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import Any
@@ -39,6 +40,7 @@ class _Plan:
     """A step being planned: rows in the order of their requests' ranks, and what is left of its budget."""
 
     __slots__ = (
+        "begun",
         "budget",
         "has_decodes",
         "is_open",
@@ -49,6 +51,7 @@ class _Plan:
         "rows",
         "seconds",
         "stale",
+        "step",
     )
 
     def __init__(self, budget: int) -> None:
@@ -68,6 +71,8 @@ class _Plan:
         """By request, of a plan made ahead."""
         self.stale: set[int] = set()
         """Blocks that its rows would have filled, of requests that have ended since."""
+        self.step = 0
+        self.begun = 0.0
 
 
 class Scheduler:
@@ -88,8 +93,10 @@ class Scheduler:
 
     The protocol is schedule(), execution by a runner, update(), and again; add_request() and abort() may come
     at any point between. If the execution fails, fail() takes the place of update(). plan_ahead() during an
-    execution does most of the work of the schedule() that follows it. One thread owns the scheduler; nothing
-    here locks.
+    execution does most of the work of the schedule() that follows it. Where a device computes steps in the
+    order in which they were handed over, schedule() may also come before update() of the step before: the
+    tokens that this one samples are pending then, the runner finds them on its device, and a row of a request
+    that turns out to have ended is computed in vain. One thread owns the scheduler; nothing here locks.
 
     Args:
         clock: seconds, monotonic; the simulator brings its own.
@@ -151,8 +158,8 @@ class Scheduler:
         self._step = 0
         self._last_join_step = 0
         self._ahead: _Plan | None = None
-        self._in_flight: _Plan | None = None  # the step that is being executed
-        self._begun = 0.0
+        self._in_flight: deque[_Plan] = deque()  # steps that are being executed, the oldest first
+        self._updated = 0.0
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -237,7 +244,9 @@ class Scheduler:
 
         Without KV tiers there are rows in the plan whenever there is an unfinished request.
         """
-        overlapped = self._ahead is not None
+        if self._in_flight and not self._in_flight[-1].rows:
+            self._in_flight.pop()  # nobody executes a plan without rows while another one is made
+        overlapped = self._ahead is not None or bool(self._in_flight)
         plan, self._ahead = self._ahead, None
         plan = self._plan() if plan is None else self._revise(plan)
         self._step += 1
@@ -253,8 +262,9 @@ class Scheduler:
             block_copies=self._copies,
             kv_loads=loads,
         )
-        self._dropped, self._copies, self._branched, self._in_flight = [], [], [], plan
-        self._begun = self.clock()
+        self._dropped, self._copies, self._branched = [], [], []
+        plan.step, plan.begun = self._step, self.clock()
+        self._in_flight.append(plan)
         if self.trace is not None:
             self.trace.begin_step(output, plan_s=plan.seconds, overlapped=overlapped)
         return output
@@ -262,15 +272,14 @@ class Scheduler:
     def update(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """Takes in what the runner computed in the step planned last.
+        """Takes in what the runner computed in the oldest step that it has not been told of.
 
         Returns:
             One entry per sampled token, and per row that failed alone. Requests that end here hold no blocks
             any more; what was computed for requests aborted since schedule() is ignored.
         """
-        assert scheduler_output.step == self._step, (scheduler_output.step, self._step)
-        plan, self._in_flight = self._in_flight, None
-        assert plan is not None
+        plan = self._in_flight.popleft()
+        assert scheduler_output.step == plan.step, (scheduler_output.step, plan.step)
         now = self.clock()
         outputs: list[EngineCoreOutput] = []
         sampled, logprobs, errors = (
@@ -289,7 +298,7 @@ class Scheduler:
                 outputs += self._end_all(request, FinishReason.ERROR, errors[request_id])
                 continue
             if offers:
-                self.transfers.save(offers)
+                self.transfers.save(self._still_held(offers))
             if self._has_accounts:
                 self._account(request, row, now)
             if not row.samples:
@@ -300,10 +309,22 @@ class Scheduler:
             output = self._append(request, sampled[request_id], logprobs.get(request_id))
             outputs.append(self._finish_if_done(request, output))
         self.finish_loads(runner_output.loads_done)
-        self.admission.on_step(now, now - self._begun, plan.num_prefill_tokens, len(plan.rows))
-        self.preemption_cost.on_prefill(plan.num_prefill_tokens, now - self._begun)
+        # A step that was handed over early has waited for the one before.
+        seconds = now - max(plan.begun, self._updated)
+        self._updated = now
+        self.admission.on_step(now, seconds, plan.num_prefill_tokens, len(plan.rows))
+        self.preemption_cost.on_prefill(plan.num_prefill_tokens, seconds)
         self._end_step()
         return outputs
+
+    def _still_held(self, offers: Sequence[tuple[bytes, int]]) -> Iterable[tuple[bytes, int]]:
+        """Offered blocks, without those that a step handed over early has given to others.
+
+        It writes them before they could be saved.
+        """
+        if not self._in_flight:
+            return offers
+        return [(key, block_id) for key, block_id in offers if self.kv.pool.cached(key) == block_id]
 
     def finish_loads(self, loads_done: Iterable[tuple[int, int]]) -> None:
         """Takes in which loads have ended: (load id, leading blocks that are valid)."""
@@ -334,16 +355,24 @@ class Scheduler:
     ) -> list[EngineCoreOutput]:
         """Takes the place of update() when a step failed: ends its requests, as abort() does, with `error`.
 
+        All steps in flight have failed then, as a later one rests on what an earlier one computes.
+
         Args:
             request_ids: at least those of the rows of the step; how far these were computed is unknown.
         """
-        plan, self._in_flight = self._in_flight, None
+        plans = list(self._in_flight)
+        self._in_flight.clear()
         outputs: list[EngineCoreOutput] = []
-        if plan is not None:
+        for plan in plans:
             for row, request in zip(plan.rows, plan.requests, strict=True):
                 if not request.is_finished:
                     self._take_back(request, row)
                     outputs += self._end_all(request, FinishReason.ERROR, error, error_code)
+        if len(plans) > 1:
+            # Requests that ended with the step before left blocks which a failed row was to fill.
+            self.kv.reset()
+        for _ in plans[1:]:
+            self._end_step()
         outputs += self._end(request_ids, FinishReason.ERROR, error, error_code)
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
@@ -462,7 +491,7 @@ class Scheduler:
             self._plan_waiting(plan)
         if not plan.rows and not (decodes and prefills):
             self._plan_running(plan)
-        if not plan.rows and self._in_flight is None and not self.transfers.num_loading:
+        if not plan.rows and not self._in_flight and not self.transfers.num_loading:
             self._plan_stalled(plan)
         plan.seconds = time.perf_counter() - begin
         return plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -71,7 +72,8 @@ class SchedulerTrace:
         if path is not None:
             # Unbuffered: a reader sees every line that was written, also of an engine that was killed.
             self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 (until close)
-        self._record: dict[str, Any] | None = None
+        self._records: deque[dict[str, Any]] = deque()
+        """Of steps under way, the oldest first."""
         self._arrivals: list[dict[str, Any]] = []
         self._ended: list[list[Any]] = []
         self._preempted: list[str] = []
@@ -123,7 +125,7 @@ class SchedulerTrace:
                 arrival |= {
                     key: getattr(given, key) for key in keys if getattr(given, key) != getattr(default, key)
                 }
-        if self._record is not None:
+        if self._records:
             arrival["in_flight"] = True
         self._arrivals.append(arrival)
 
@@ -132,7 +134,7 @@ class SchedulerTrace:
 
     def on_finish(self, request: Request, reason: FinishReason) -> None:
         if _is_from_outside(request, reason):
-            in_flight, request_id, choices = self._record is not None, request.request_id, request.choices
+            in_flight, request_id, choices = bool(self._records), request.request_id, request.choices
             if choices is not None and choices.has_forked and not choices.is_ranked and request.index == 0:
                 request_id += "#0"  # this choice alone
             self._ended.append([request_id, str(reason), in_flight, len(self._arrivals)])
@@ -147,9 +149,9 @@ class SchedulerTrace:
 
     def begin_step(self, output: SchedulerOutput, *, plan_s: float = 0.0, overlapped: bool = False) -> None:
         """The step is planned: arrivals from now on belong to the next one."""
-        if self._record is not None:  # a plan that was never executed
-            self._take_back(self._record)
-        self._record = {
+        if self._records and not self._records[-1]["scheduled"]:  # a plan that was never executed
+            self._take_back(self._records.pop())
+        record = {
             "step": output.step,
             "time": self.clock(),
             "plan_s": plan_s,
@@ -162,13 +164,14 @@ class SchedulerTrace:
             ],
             "preempted": self._preempted,
         }
+        self._records.append(record)
         self._arrivals, self._ended, self._preempted = [], [], []
 
     def end_step(self, stats: SchedulerStats) -> None:
-        """The step is done or has failed; no effect without one begun."""
-        if self._record is None:
+        """The oldest step is done or has failed; no effect without one begun."""
+        if not self._records:
             return
-        record, self._record = self._record, None
+        record = self._records.popleft()
         record["finished"], self._finished = self._finished, []
         record["end"] = self.clock()
         record["num_free_blocks"] = stats.num_free_blocks

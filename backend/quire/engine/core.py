@@ -6,12 +6,15 @@ own, `quire.LLM` runs it in the caller's.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,6 +54,9 @@ class Runner(Protocol):
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
 
+    # With `async_scheduling` also launch(output) -> handle, collect(handle) -> ModelRunnerOutput, reset() and
+    # warm_up(), as ModelRunner has them.
+
 
 class EngineCore:
     """Scheduler and runner joined by `step`.
@@ -80,7 +86,8 @@ class EngineCore:
         self.runner: Runner = runner
         self.vocab_size = vocab_size
         self.max_model_len = runner.max_model_len
-        cache, limits = config.cache, config.scheduler
+        self.is_async = is_async(config, str(getattr(runner, "device", "cpu")))
+        cache, limits = config.cache, dataclasses.replace(config.scheduler, async_scheduling=self.is_async)
         self._publisher = _publisher(cache)
         self._events = None if self._publisher is None else KVEventCollector()
         self.kv = KVCacheManager(
@@ -107,6 +114,8 @@ class EngineCore:
             block_bytes=0 if access is None else access.block_bytes,
             session_ttl_s=cache.session_ttl_s,
         )
+        self._in_flight: deque[tuple[SchedulerOutput, Any]] = deque()
+        """Steps that a device computes, with what the runner collects them by."""
         self._executor: ThreadPoolExecutor | None = None
         if threaded or limits.overlap_scheduling:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="quire-runner")
@@ -157,7 +166,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def step(self, meanwhile: Callable[[Future[Any]], None] | None = None) -> list[EngineCoreOutput]:
         """Plans, computes and accounts one step; returns what it brought.
@@ -169,6 +178,8 @@ class EngineCore:
         An exception of the runner ends every request of the step with an error and leaves the engine
         able to go on: the rows are dropped from the runner with the next step.
         """
+        if self.is_async:
+            return self._step_ahead(meanwhile)
         outputs = self.scheduler.expire()
         planned = self.scheduler.schedule()
         if not planned.has_work and not self.scheduler.transfers.num_loading:
@@ -197,6 +208,48 @@ class EngineCore:
         outputs += self.scheduler.update(planned, result)
         self._publish()
         return outputs
+
+    def _step_ahead(self, meanwhile: Callable[[Future[Any]], None] | None) -> list[EngineCoreOutput]:
+        """Hands a step to the device, then waits for the one before it: the device never waits for a plan.
+
+        Sampled tokens stay on the device, where the next step takes them from; the host learns of them one
+        step later. What that costs: a request that ends has one more row, whose result is dropped, and one
+        that arrives while two steps are under way waits for both.
+        """
+        runner: Any = self.runner
+        outputs = self.scheduler.expire()
+        planned = self.scheduler.schedule()
+        try:
+            if planned.has_work or self.scheduler.transfers.num_loading:
+                self._in_flight.append((planned, runner.launch(planned)))
+            # Two steps at most, and nothing is left waiting behind a plan that computes nothing.
+            while self._in_flight and (len(self._in_flight) > 1 or planned.is_empty):
+                step, handle = self._in_flight[0]
+                result = self._wait(partial(runner.collect, handle), meanwhile)
+                self._in_flight.popleft()
+                if step.is_empty and self.tiers is not None and not result.loads_done:
+                    result.loads_done = self.tiers.poll(LOAD_WAIT_S)
+                outputs += self.scheduler.update(step, result)
+        except Exception as error:
+            logger.exception("step %d failed with %d rows", planned.step, len(planned.scheduled))
+            self._in_flight.clear()
+            runner.reset()
+            message = f"the engine failed while computing the request: {type(error).__name__}: {error}"
+            return outputs + self.scheduler.fail([row.request_id for row in planned.scheduled], message)
+        self._publish()
+        return outputs
+
+    def _wait(self, work: Callable[[], Any], meanwhile: Callable[[Future[Any]], None] | None) -> Any:
+        """The result of `work`, computed by the thread for that if there is one."""
+        if self._executor is None:
+            return work()
+        future = self._executor.submit(work)
+        try:
+            if meanwhile is not None:
+                meanwhile(future)
+        finally:
+            wait((future,))
+        return future.result()
 
     def control(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """Looks into the cache, or empties it; running requests are not disturbed.
@@ -252,12 +305,18 @@ class EngineCore:
         return SchedulerTrace.attach(self.scheduler, self.config.cache, path)
 
     def warm_up(self) -> None:
-        """Runs one prefill and one decode step, so that the first request does not pay for first use."""
+        """Runs one prefill and one decode step, so that the first request does not pay for first use.
+
+        On a device with graphs the decode steps of all sizes are recorded then.
+        """
         self.add_request("warm-up", [0], SamplingParams(max_tokens=2, ignore_eos=True), external_id="warm-up")
         while self.has_work:
             for output in self.step():
                 if output.error is not None:
                     raise EngineError(f"the first step of the model failed: {output.error}")
+        if self.is_async:
+            runner: Any = self.runner
+            runner.warm_up()
 
     def stats(self) -> SchedulerStats:
         self._expire()
@@ -266,6 +325,12 @@ class EngineCore:
     def _expire(self) -> None:
         """Where nobody asks for a step nothing else looks at the clock."""
         self.kv.expire(self.scheduler.clock())
+
+
+def is_async(config: EngineConfig, device: str) -> bool:
+    """Whether steps are handed to the device one ahead: as configured, else on cuda."""
+    wanted = config.scheduler.async_scheduling
+    return device.startswith("cuda") if wanted is None else wanted
 
 
 def _tiers(config: EngineConfig, runner: Any, access: BlockAccess) -> KVTiers | None:

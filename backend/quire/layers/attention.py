@@ -42,6 +42,7 @@ class Attention(nn.Module):
         self.out = Linear(
             query_size, [("o_proj", config.hidden_size)], bias=config.out_bias, dtype=dtype, device=device
         )
+        self.norm_eps = config.rms_norm_eps
         self.query_norm: RMSNorm | None = None
         self.key_norm: RMSNorm | None = None
         if config.qk_norm:
@@ -59,12 +60,12 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """[num_tokens, hidden_size] to the same; writes the new tokens' keys and values into `kv_layer`."""
         heads = self.qkv(x).view(x.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        rotated, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        norms = None
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = rotated.split([self.num_heads, self.num_kv_heads], dim=1)
-            rotated = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
-        query, key = ops.rope(rotated, cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
-        ops.write_kv(key, value, kv_layer, meta.slot_mapping)
+            norms = (self.query_norm.weight, self.key_norm.weight)
+        query = ops.norm_rope_write(
+            heads, self.num_heads, norms, self.norm_eps, cos, sin, kv_layer, meta.slot_mapping
+        )
         attended = ops.paged_attention(
             query,
             kv_layer,

@@ -99,6 +99,10 @@ class _Replay:
         self.scheduler = Scheduler(
             config, kv, header["max_model_len"], clock=self.clock, session_ttl_s=cache.session_ttl_s
         )
+        if config.async_scheduling:
+            raise InvalidArgumentError(
+                "trace", "made with async_scheduling, where a step begins before the one before is accounted"
+            )
         self.overlaps = config.overlap_scheduling
         """Also in the steps whose plan made ahead came to nothing."""
         self.records = records

@@ -22,6 +22,7 @@ class BlockTable:
         self.table: npt.NDArray[np.int32] = np.zeros(shape, dtype=np.int32)
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int32)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._changes: list[npt.NDArray[np.int64]] | None = None
 
     def assign(self) -> int:
         assert self._free_rows, "the scheduler runs more requests than max_num_seqs"
@@ -44,6 +45,25 @@ class BlockTable:
             # Any valid id does: it is not read, but a kernel may compute addresses from it.
             self.table[group, row, start:end] = np.maximum(ids, 0)
             self.num_blocks[group, row] = end
+            if self._changes is not None:
+                first = (group * self.table.shape[1] + row) * self.table.shape[2]
+                places = np.arange(first + start, first + end)
+                self._changes.append(np.stack([places, self.table[group, row, start:end]]))
+
+    def record_changes(self) -> None:
+        """From now on `take_changes` tells what was appended; nothing has been so far."""
+        self._changes = []
+
+    def take_changes(self) -> npt.NDArray[np.int64]:
+        """[2, n]: places in the flat table and the ids appended there since the last call, the newest of each
+        place."""
+        if not self._changes:
+            return np.empty((2, 0), dtype=np.int64)
+        changes = np.concatenate(self._changes, axis=1)
+        self._changes = []
+        # A row may have had two owners since: the order of writes to one place is not defined on a device.
+        _, last = np.unique(changes[0, ::-1], return_index=True)
+        return np.ascontiguousarray(changes[:, ::-1][:, last])
 
     def rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """A copy of the tables of `rows` [n], as wide as the longest: [num_groups, n, width]."""

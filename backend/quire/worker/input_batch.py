@@ -17,6 +17,7 @@ from quire.multimodal import PromptEmbeds
 from quire.outputs import NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.sampling_params import choice_seed
 from quire.worker.block_table import BlockTable
+from quire.worker.device import to_device, to_device_together
 from quire.worker.sampler import SamplingRow
 from quire_kernels.metadata import AttentionMetadata
 
@@ -31,6 +32,35 @@ class CachedRequest:
     embeds: PromptEmbeds | None = None
     choices: list[SamplingRow] = field(default_factory=list)
     """Of choices 1, 2, ... until the first tokens are drawn."""
+    position_delta: int = field(init=False)
+    """What positions behind the prompt differ by from the number of tokens before them."""
+
+    def __post_init__(self) -> None:
+        self.position_delta = 0 if self.embeds is None else self.embeds.position_delta
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.sampling.num_prompt_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Those that are known to the device only included."""
+        return len(self.token_ids) + self.sampling.num_pending
+
+    def draw(self) -> None:
+        """A token is drawn for it, choice 0's where there are several: later draws are single.
+
+        With beam search the token is none of the sequence's yet: the scheduler gives those it chooses.
+        """
+        self.choices = []
+        if not self.sampling.is_beam:
+            self.sampling.num_pending += 1
+
+    def accept(self, token_id: int) -> None:
+        """The host learns of the oldest token drawn."""
+        if not self.sampling.is_beam:
+            self.sampling.num_pending -= 1
+            self.token_ids.append(token_id)
 
 
 @dataclass(slots=True)
@@ -45,12 +75,16 @@ class StepInputs:
     """One per KV group, of the same batch."""
     sample_indices: torch.Tensor
     """int64 [num_logits]: the last token of each row that samples."""
-    sample_request_ids: list[str]
+    samples: list[tuple[str, CachedRequest]]
     """[num_samples]: as many times in a row as the request has choices to draw."""
+    sample_rows: torch.Tensor
+    """int64 [num_logits]: the requests' rows of the block table."""
     sampling_rows: list[SamplingRow]
     """[num_samples]"""
     choice_indices: torch.Tensor | None = None
     """int64 [num_samples]: which row of logits each sample is drawn from; None: each has its own."""
+    first_draws: torch.Tensor | None = None
+    """int64 [num_logits]: of each row of logits, its first sample; None: each has one."""
     embeds: tuple[torch.Tensor, torch.Tensor] | None = None
     """(int64 [n], float32 [n, hidden_size]): tokens whose embedding is given."""
 
@@ -70,6 +104,11 @@ class InputBatch:
         self.block_table = BlockTable(num_groups, max_num_seqs, max_blocks, block_size)
         self.requests: dict[str, CachedRequest] = {}
         self.device = device
+        self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        """The newest token drawn for each row of the block table, -1 where there was none to draw.
+
+        For the next step, which may be under way before the host knows it. The last entry is no request's.
+        """
 
     def update(self, output: SchedulerOutput) -> None:
         """Applies the scheduler's differences: drops first, then new rows, new tokens and new blocks."""
@@ -108,9 +147,12 @@ class InputBatch:
         computed: list[int] = []
         lens: list[int] = []
         tokens: list[int] = []
+        unknown: list[tuple[int, int]] = []
         given: list[tuple[PromptEmbeds, ScheduledRequest, int]] = []
         sample_indices: list[int] = []
-        sample_request_ids: list[str] = []
+        samples: list[tuple[str, CachedRequest]] = []
+        sample_rows: list[int] = []
+        first_draws: list[int] = []
         sampling_rows: list[SamplingRow] = []
         choice_indices: list[int] = []
         for item in scheduled:
@@ -122,12 +164,19 @@ class InputBatch:
             if state.embeds is not None:
                 given.append((state.embeds, item, len(tokens)))
             tokens += state.token_ids[begin : begin + count]
+            if begin + count > len(state.token_ids):
+                # The newest token, drawn in a step whose result the host has not seen.
+                assert begin + count == state.num_tokens == len(state.token_ids) + 1, (item, state.num_tokens)
+                unknown.append((len(tokens), state.row))
+                tokens.append(0)
             if item.samples:
+                first_draws.append(len(samples))
                 for drawn in (state.sampling, *state.choices):
                     choice_indices.append(len(sample_indices))
-                    sample_request_ids.append(item.request_id)
+                    samples.append((item.request_id, state))
                     sampling_rows.append(drawn)
                 sample_indices.append(len(tokens) - 1)
+                sample_rows.append(state.row)
         num_tokens = sum(lens)
         assert len(tokens) == num_tokens, "the scheduler asked for tokens that are not known yet"
 
@@ -139,11 +188,26 @@ class InputBatch:
         slots = self.block_table.slots(rows_of.repeat(counts), positions)
 
         device = self.device
-        block_tables = torch.from_numpy(self.block_table.rows(rows_of)).to(device).unbind()
-        slot_mappings = torch.from_numpy(slots).to(device).unbind()
+        several = len(choice_indices) > len(sample_indices)
+        table = self.block_table.rows(rows_of)
+        there = to_device_together(
+            {
+                "table": table,
+                "slots": slots,
+                "starts": starts.astype(np.int32),
+                "seq_lens": seq_lens.astype(np.int32),
+                "tokens": np.array(tokens),
+                "positions": self._axes(positions, given),
+                "sample_indices": np.array(sample_indices, dtype=np.int64),
+                "sample_rows": np.array(sample_rows, dtype=np.int64),
+                "unknown": np.array(unknown, dtype=np.int64).reshape(-1, 2).T,
+            },
+            device,
+        )
+        block_tables, slot_mappings = there["table"].unbind(), there["slots"].unbind()
         meta = AttentionMetadata(
-            query_start_loc=torch.from_numpy(starts.astype(np.int32)).to(device),
-            seq_lens=torch.from_numpy(seq_lens.astype(np.int32)).to(device),
+            query_start_loc=there["starts"],
+            seq_lens=there["seq_lens"],
             block_table=block_tables[0],
             slot_mapping=slot_mappings[0],
             num_tokens=num_tokens,
@@ -152,27 +216,23 @@ class InputBatch:
             query_lens=lens,
             seq_lens_list=seq_lens.tolist(),
         )
-        several = len(choice_indices) > len(sample_indices)
+        input_ids = there["tokens"]
+        if unknown:
+            places, owners = there["unknown"].unbind()
+            # A row whose logits were not finite ends with an error; its next one computes any token.
+            input_ids[places] = self.last_tokens[owners].clamp(min=0)
         return StepInputs(
-            input_ids=torch.from_numpy(np.array(tokens)).to(device),
-            positions=torch.from_numpy(self._axes(positions, given)).to(device),
+            input_ids=input_ids,
+            positions=there["positions"],
             metas=[meta, *map(meta.with_blocks, block_tables[1:], slot_mappings[1:])],
-            sample_indices=torch.from_numpy(np.array(sample_indices, dtype=np.int64)).to(device),
-            sample_request_ids=sample_request_ids,
+            sample_indices=there["sample_indices"],
+            samples=samples,
+            sample_rows=there["sample_rows"],
             sampling_rows=sampling_rows,
-            choice_indices=torch.from_numpy(np.array(choice_indices)).to(device) if several else None,
+            choice_indices=to_device(np.array(choice_indices), device) if several else None,
+            first_draws=to_device(np.array(first_draws), device) if several else None,
             embeds=self._embeds(given),
         )
-
-    def accept(self, request_id: str, token_id: int) -> None:
-        """Records the token drawn for a row, choice 0's where there were several: later draws are single.
-
-        With beam search the token is none of the sequence's yet: the scheduler gives those it chooses.
-        """
-        request = self.requests[request_id]
-        request.choices = []
-        if request.sampling.params.beam_width == 1:
-            request.token_ids.append(token_id)
 
     @staticmethod
     def _axes(
@@ -209,4 +269,4 @@ class InputBatch:
         if not rows:
             return None
         flat = torch.cat([part.to(self.device) for part in rows])
-        return torch.from_numpy(np.concatenate(indices)).to(self.device), flat
+        return to_device(np.concatenate(indices), self.device), flat

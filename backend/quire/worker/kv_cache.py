@@ -114,6 +114,7 @@ class KVCache:
         dtype: the computation's type, and the cache's if that is "auto".
         kv_cache_dtype: see `CacheConfig`.
         device: where it lies.
+        has_scratch: whether there is a block more, `scratch_block`, which the scheduler does not know of.
 
     Raises:
         ConfigError: the memory cannot be allocated.
@@ -129,7 +130,11 @@ class KVCache:
         dtype: torch.dtype,
         kv_cache_dtype: str,
         device: torch.device,
+        has_scratch: bool = False,
     ) -> None:
+        self.scratch_block = num_blocks if has_scratch else None
+        """For rows of padding; nobody reads what they write."""
+        num_blocks += has_scratch
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = QUANTIZED_DTYPES.get(kv_cache_dtype, dtype)

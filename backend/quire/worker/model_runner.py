@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from quire.config import EngineConfig
@@ -14,9 +16,12 @@ from quire.errors import ConfigError
 from quire.kv_groups import blocks_per_sequence, layers_per_group
 from quire.loader import load_model
 from quire.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from quire.worker.input_batch import InputBatch, StepInputs
+from quire.worker.device import HostCopy, to_device
+from quire.worker.graph_runner import CudaGraphs, DecodeGraphs, GraphBackend, graph_sizes
+from quire.worker.input_batch import CachedRequest, InputBatch, StepInputs
 from quire.worker.kv_cache import KVCache, block_bytes, num_blocks_for
-from quire.worker.sampler import Sampler, SamplerOutput
+from quire.worker.sampler import Draw, Sampler, SamplerOutput
+from quire.worker.timeline import Timeline
 from quire_kernels.cpu.native import set_num_threads
 
 if TYPE_CHECKING:
@@ -52,6 +57,7 @@ class ModelRunner:
         self.device = resolve_device(config.model.device)
         if self.device.type == "cpu":
             set_num_threads(config.model.num_threads or _default_threads())
+        graph_backend = make_graph_backend(self.device, config.model.enforce_eager)
         start = time.monotonic()
         loaded = load_model(config.model, self.device)
         self.model = loaded.model
@@ -102,6 +108,7 @@ class ModelRunner:
             self.dtype,
             cache.kv_cache_dtype,
             self.device,
+            has_scratch=graph_backend is not None,
         )
         self.tiers: KVTiers | None = None
         """Where blocks go beside the pool; set by the engine if there is any such place."""
@@ -112,7 +119,21 @@ class ModelRunner:
             self.device,
             len(self.kv_groups),
         )
+        self.graphs: DecodeGraphs | None = None
+        if graph_backend is not None:
+            self.batch.block_table.record_changes()
+            self.graphs = DecodeGraphs(
+                self.model,
+                self.kv_cache,
+                self.batch,
+                self.max_model_len,
+                graph_sizes(config.scheduler.max_num_seqs),
+                graph_backend,
+            )
         self.sampler = Sampler(shape.vocab_size)
+        self._launched: deque[LaunchedStep] = deque()
+        """Steps whose tokens the host does not know yet, the oldest first."""
+        self.timeline = Timeline(self.device, enabled=bool(os.environ.get("QUIRE_TIMELINE")))
         self.num_computed_tokens = 0
         """Token rows the model computed since start; equal to those scheduled, as nothing is padded."""
 
@@ -129,12 +150,47 @@ class ModelRunner:
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Does one step: moves blocks, computes the scheduled tokens, samples where a row is complete."""
+        return self.collect(self.launch(output))
+
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        """Begins a step: on cuda it is queued, and what it samples stays on the device for the next one.
+
+        A step that needs to know the tokens of the one before (for penalties, say) waits for that first.
+        """
+        if self._launched and any(self._needs_tokens(item) for item in output.scheduled):
+            for step in self._launched:
+                self._settle(step)
         self.batch.update(output)
         self._move_blocks(output)
-        result = ModelRunnerOutput({}) if output.is_empty else self._compute(output.scheduled)
+        step = LaunchedStep()
+        if not output.is_empty:
+            with torch.inference_mode(), self.timeline.step(len(output.scheduled)):
+                self._compute(output.scheduled, step)
+        self._launched.append(step)
+        return step
+
+    def collect(self, step: LaunchedStep) -> ModelRunnerOutput:
+        """Waits for the oldest launched step; returns what it brought."""
+        self._settle(step)
+        assert self._launched.popleft() is step, "steps are collected in the order in which they began"
         if self.tiers is not None:
-            result.loads_done = self.tiers.poll()
-        return result
+            step.output.loads_done = self.tiers.poll()
+        return step.output
+
+    def reset(self) -> None:
+        """Forgets the steps under way: one of them has failed, and their requests end."""
+        self._launched.clear()
+
+    def warm_up(self) -> None:
+        """What is to be done once, before the first step: recording decode steps."""
+        if self.graphs is not None:
+            self.graphs.capture_all()
+
+    def _needs_tokens(self, item: ScheduledRequest) -> bool:
+        state = self.batch.requests.get(item.request_id)
+        if state is None or item.new is not None or not item.samples:
+            return False
+        return state.sampling.num_pending > 0 and state.sampling.needs_tokens
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         if self.tiers is None:
@@ -147,32 +203,57 @@ class ModelRunner:
             for load in output.kv_loads:
                 self.tiers.start_load(load)
 
-    def _compute(self, scheduled: list[ScheduledRequest]) -> ModelRunnerOutput:
+    def _compute(self, scheduled: list[ScheduledRequest], step: LaunchedStep) -> None:
         """Writes KV of the scheduled tokens and samples."""
+        self.num_computed_tokens += sum(item.num_scheduled_tokens for item in scheduled)
+        if self.graphs is not None and self.graphs.can_run(scheduled):
+            decoded = self.graphs.run(scheduled)
+            states = [self.batch.requests[item.request_id] for item in scheduled]
+            step.samples = [(item.request_id, state) for item, state in zip(scheduled, states, strict=True)]
+            rows = [state.sampling for state in states]
+            if all(row.wants_best_only for row in rows):
+                step.take(Draw(decoded.best))
+                return
+            drawn = self.sampler.draw(decoded.logits, rows)
+            table_rows = np.array([state.row for state in states])
+            self.batch.last_tokens[to_device(table_rows, self.device)] = drawn.token_ids
+            step.take(drawn)
+            return
         inputs = self.batch.prepare(scheduled)
-        result = ModelRunnerOutput({})
-        with torch.inference_mode():
-            embeds = inputs.embeds
-            if embeds is not None:
-                embeds = (embeds[0], embeds[1].to(self.dtype))
-            hidden = self.model(
-                inputs.input_ids,
-                inputs.positions,
-                self.kv_cache,
-                inputs.metas,
-                embeds,
-                inputs.sample_indices,
-            )
-            self.num_computed_tokens += inputs.input_ids.shape[0]
-            if not inputs.sample_request_ids:
-                return result
-            sampled = self._sample(hidden, inputs)
-        for index, request_id in enumerate(inputs.sample_request_ids):
+        embeds = inputs.embeds
+        if embeds is not None:
+            embeds = (embeds[0], embeds[1].to(self.dtype))
+        hidden = self.model(
+            inputs.input_ids,
+            inputs.positions,
+            self.kv_cache,
+            inputs.metas,
+            embeds,
+            inputs.sample_indices,
+        )
+        if not inputs.samples:
+            return
+        drawn = self._sample(hidden, inputs)
+        first = inputs.first_draws
+        self.batch.last_tokens[inputs.sample_rows] = (
+            drawn.token_ids if first is None else drawn.token_ids[first]
+        )
+        step.samples = inputs.samples
+        step.take(drawn)
+
+    def _settle(self, step: LaunchedStep) -> None:
+        """Lets the host know what a step has drawn, once."""
+        sampled = step.wait()
+        if sampled is None:
+            return
+        result = step.output
+        for index, (request_id, state) in enumerate(step.samples):
             token_id, logprobs = sampled.token_ids[index], sampled.logprobs[index]
+            is_first = request_id not in result.sampled_token_ids
             if token_id < 0:
                 result.errors[request_id] = "the model's logits for this request hold no finite number"
-            elif request_id not in result.sampled_token_ids:
-                self.batch.accept(request_id, token_id)
+            elif is_first:
+                state.accept(token_id)
                 result.sampled_token_ids[request_id] = token_id
                 if logprobs is not None:
                     result.logprobs[request_id] = logprobs
@@ -180,16 +261,43 @@ class ModelRunner:
                 result.choice_token_ids.setdefault(request_id, []).append(token_id)
                 if logprobs is not None:
                     result.choice_logprobs.setdefault(request_id, []).append(logprobs)
-        return result
 
-    def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> SamplerOutput:
+    def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> Draw:
         """One token per sampling row, of hidden states [num_logits, hidden_size]."""
         rows, choices = inputs.sampling_rows, inputs.choice_indices
         if all(row.wants_best_only for row in rows):
             best = self.model.best_tokens(hidden)
-            return SamplerOutput.of_best(best if choices is None else best[choices])
+            return Draw(best if choices is None else best[choices])
         logits = self.model.compute_logits(hidden)
-        return self.sampler(logits if choices is None else logits[choices], rows)
+        return self.sampler.draw(logits if choices is None else logits[choices], rows)
+
+
+class LaunchedStep:
+    """A step that has begun."""
+
+    def __init__(self) -> None:
+        self.output = ModelRunnerOutput({})
+        self.samples: list[tuple[str, CachedRequest]] = []
+        """Whose tokens are drawn, as in `StepInputs`."""
+        self._drawn: tuple[Draw, HostCopy] | None = None
+
+    def take(self, drawn: Draw) -> None:
+        """What was drawn for `samples`; begins its way to the host."""
+        self._drawn = drawn, HostCopy(drawn.tensors)
+        for state in {id(state): state for _, state in self.samples}.values():
+            state.draw()
+
+    def wait(self) -> SamplerOutput | None:
+        """What was drawn, once; None where nothing was, or it was asked for already."""
+        if self._drawn is None:
+            return None
+        (drawn, copy), self._drawn = self._drawn, None
+        return drawn.output(copy.wait())
+
+
+def make_graph_backend(device: torch.device, enforce_eager: bool) -> GraphBackend | None:
+    """What records decode steps on this device; None: nothing does."""
+    return CudaGraphs() if device.type == "cuda" and not enforce_eager else None
 
 
 def _default_threads() -> int:

@@ -22,6 +22,7 @@ import torch
 
 from quire.outputs import TokenLogprobs
 from quire.sampling_params import MAX_LOGPROBS
+from quire.worker.device import to_device
 from quire.worker.sampling_batch import (
     SamplingRow,
     collect_bans,
@@ -29,6 +30,7 @@ from quire.worker.sampling_batch import (
     collect_penalties,
 )
 from quire_kernels import ops
+from quire_kernels.sampling import SamplingTensors
 
 __all__ = ["NO_TOKEN", "Sampler", "SamplerOutput", "SamplingRow", "philox_uniform"]
 
@@ -52,11 +54,46 @@ class SamplerOutput:
     errors: dict[int, str] = field(default_factory=dict)
     """Row index to message, for rows whose logits hold NaN or have no finite maximum."""
 
-    @classmethod
-    def of_best(cls, token_ids: torch.Tensor) -> SamplerOutput:
-        """What `Sampler` gives rows that want no more than the largest logit: int64 [N], of `ops.argmax`."""
-        chosen: list[int] = token_ids.tolist()
-        return cls(chosen, [None] * len(chosen), _errors(chosen))
+
+@dataclass(slots=True)
+class Draw:
+    """What was drawn, still on the device of the logits: only `output` needs it on the host."""
+
+    token_ids: torch.Tensor
+    """int64 [N]"""
+    wanted: list[tuple[int, int]] = field(default_factory=list)
+    """(row, how many log-probabilities beside the chosen token's) of rows that asked for them."""
+    logprobs: tuple[torch.Tensor, torch.Tensor] | None = None
+    """(int64, float32) [len(wanted), most + 1]: ids and log-probabilities, the chosen token first."""
+    beams: list[tuple[int, int]] = field(default_factory=list)
+    """(row, number of candidates) of rows of beam search."""
+    candidates: tuple[torch.Tensor, torch.Tensor] | None = None
+    """(int64, float32) [len(beams), most]: ids and log-probabilities in descending order."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of it."""
+        return [self.token_ids, *(self.logprobs or ()), *(self.candidates or ())]
+
+    def output(self, tensors: Sequence[torch.Tensor] | None = None) -> SamplerOutput:
+        """The draw on the host; `tensors`: copies of `self.tensors` there, if there are any already."""
+        lists = [tensor.tolist() for tensor in (self.tensors if tensors is None else tensors)]
+        chosen: list[int] = lists.pop(0)
+        logprobs: list[TokenLogprobs | None] = [None] * len(chosen)
+        if self.logprobs is not None:
+            ids, values = lists.pop(0), lists.pop(0)
+            for place, (row, count) in enumerate(self.wanted):
+                if chosen[row] != NO_TOKEN:
+                    logprobs[row] = TokenLogprobs(ids[place][: count + 1], values[place][: count + 1])
+        if self.candidates is not None:
+            ids, values = lists.pop(0), lists.pop(0)
+            for place, (row, count) in enumerate(self.beams):
+                if chosen[row] != NO_TOKEN:
+                    best = slice(count)
+                    logprobs[row] = TokenLogprobs(
+                        [ids[place][0], *ids[place][best]], [values[place][0], *values[place][best]]
+                    )
+        return SamplerOutput(chosen, logprobs, _errors(chosen))
 
 
 def philox_uniform(
@@ -118,6 +155,10 @@ class Sampler:
         self.vocab_size = vocab_size
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
+        """As `draw`, with the result on the host."""
+        return self.draw(logits, rows).output()
+
+    def draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Draw:
         """Samples one token per row.
 
         Args:
@@ -127,7 +168,7 @@ class Sampler:
         assert logits.shape == (len(rows), self.vocab_size), (logits.shape, len(rows), self.vocab_size)
         assert logits.dtype == torch.float32, logits.dtype
         if not rows:
-            return SamplerOutput([], [])
+            return Draw(torch.empty(0, dtype=torch.int64))
 
         beams = [i for i, row in enumerate(rows) if row.is_beam]
         if beams:
@@ -139,32 +180,54 @@ class Sampler:
             apply_biases(logits, rows)
             apply_bans(logits, rows)
 
+        drawn = Draw(self._choose(logits, rows))
+        if raw is not None:
+            drawn.wanted = [(i, rows[i].params.logprobs or 0) for i in wanted]
+            drawn.logprobs = _logprobs(raw, _take(drawn.token_ids, wanted))
+        if beams:
+            drawn.beams = [(i, rows[i].num_candidates) for i in beams]
+            most = min(max(count for _, count in drawn.beams), self.vocab_size)
+            values, ids = _take(logits, beams).topk(most)
+            drawn.candidates = ids, values
+        return drawn
+
+    def _choose(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """[N, V] -> int64 [N]."""
         sampling = [i for i, row in enumerate(rows) if not (row.params.is_greedy or row.is_beam)]
         if not sampling:
-            token_ids = ops.argmax(logits)
-        elif len(sampling) == len(rows):
-            token_ids = _sample(logits, rows)
-        else:
-            greedy = [i for i, row in enumerate(rows) if row.params.is_greedy or row.is_beam]
-            token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-            token_ids[_index(greedy, logits)] = ops.argmax(_take(logits, greedy))
-            token_ids[_index(sampling, logits)] = _sample(
-                _take(logits, sampling), [rows[i] for i in sampling]
-            )
+            return ops.argmax(logits)
+        if logits.device.type != "cpu" and not any(rows[i].params.typical_p < 1.0 for i in sampling):
+            return ops.sample(logits, sampling_tensors(rows, logits.device))
+        if len(sampling) == len(rows):
+            return _sample(logits, rows)
+        greedy = [i for i, row in enumerate(rows) if row.params.is_greedy or row.is_beam]
+        token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        token_ids[_index(greedy, logits)] = ops.argmax(_take(logits, greedy))
+        token_ids[_index(sampling, logits)] = _sample(_take(logits, sampling), [rows[i] for i in sampling])
+        return token_ids
 
-        chosen: list[int] = token_ids.tolist()
-        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
-        if raw is not None:
-            for i, entry in zip(wanted, _logprobs(raw, [chosen[i] for i in wanted]), strict=True):
-                k = rows[i].params.logprobs
-                assert k is not None
-                if chosen[i] != NO_TOKEN:
-                    logprobs[i] = TokenLogprobs(entry.token_ids[: k + 1], entry.logprobs[: k + 1])
-        if beams:
-            found = _candidates(_take(logits, beams), [rows[i].num_candidates for i in beams])
-            for i, candidates in zip(beams, found, strict=True):
-                logprobs[i] = candidates if chosen[i] != NO_TOKEN else None
-        return SamplerOutput(chosen, logprobs, _errors(chosen))
+
+def sampling_tensors(rows: Sequence[SamplingRow], device: torch.device) -> SamplingTensors:
+    """What `ops.sample` needs; rows of beam search count as greedy. One copy to the device."""
+    floats = np.empty((3, len(rows)), dtype=np.float32)
+    words = np.empty((3, len(rows)), dtype=np.int64)
+    for i, row in enumerate(rows):
+        params = row.params
+        is_greedy = params.is_greedy or row.is_beam
+        floats[:, i] = 0.0 if is_greedy else params.temperature, params.top_p, params.min_p
+        words[:, i] = params.top_k, np.uint64(row.seed).astype(np.int64), row.num_output_tokens
+    packed = np.concatenate([words.view(np.uint8).ravel(), floats.view(np.uint8).ravel()])
+    there = to_device(packed, device)
+    top_k, seeds, positions = there[: words.nbytes].view(torch.int64).view(3, -1).unbind()
+    temperature, top_p, min_p = there[words.nbytes :].view(torch.float32).view(3, -1).unbind()
+    return SamplingTensors(
+        temperature=temperature,
+        top_k=top_k.int(),
+        top_p=top_p,
+        min_p=min_p,
+        seeds=seeds,
+        positions=positions,
+    )
 
 
 def _errors(token_ids: list[int]) -> dict[int, str]:
@@ -177,11 +240,11 @@ def apply_penalties(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     if batch is None:
         return
     device = logits.device
-    at = (torch.from_numpy(batch.rows).to(device), torch.from_numpy(batch.token_ids).to(device))
-    counts = torch.from_numpy(batch.output_counts).to(device)
-    repetition = torch.from_numpy(batch.repetition).to(device)
-    presence = torch.from_numpy(batch.presence).to(device)
-    frequency = torch.from_numpy(batch.frequency).to(device)
+    at = (to_device(batch.rows, device), to_device(batch.token_ids, device))
+    counts = to_device(batch.output_counts, device)
+    repetition = to_device(batch.repetition, device)
+    presence = to_device(batch.presence, device)
+    frequency = to_device(batch.frequency, device)
     values = logits[at]
     penalised = torch.where(values < 0, values * repetition, values / repetition)
     penalised = penalised - frequency * counts - presence * (counts > 0)
@@ -195,7 +258,7 @@ def apply_biases(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     """`logit_bias`, in place; logits [N, V] float32."""
     biases = collect_biases(rows, logits.shape[1])
     if biases is not None:
-        index, token_ids, values = (torch.from_numpy(array).to(logits.device) for array in biases)
+        index, token_ids, values = (to_device(array, logits.device) for array in biases)
         logits[index, token_ids] += values
 
 
@@ -204,7 +267,7 @@ def apply_bans(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     bans = collect_bans(rows, logits.shape[1])
     if bans is None:
         return
-    index, token_ids = (torch.from_numpy(array).to(logits.device) for array in bans)
+    index, token_ids = (to_device(array, logits.device) for array in bans)
     saved = logits[index, token_ids]
     logits[index, token_ids] = -torch.inf
     nothing_left = logits.amax(dim=-1)[index] == -torch.inf
@@ -362,28 +425,23 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> tuple[torch.
     return index.clamp(max=cumulative.shape[1] - 1), target
 
 
-def _candidates(scores: torch.Tensor, counts: list[int]) -> list[TokenLogprobs]:
-    """Per row the best token, then the `counts` best ones in descending order; [n, V] -> n."""
-    values, ids = scores.topk(min(max(counts), scores.shape[1]))
-    return [
-        TokenLogprobs([row_ids[0], *row_ids[:count]], [row_values[0], *row_values[:count]])
-        for row_ids, row_values, count in zip(ids.tolist(), values.tolist(), counts, strict=True)
-    ]
+def _logprobs(log_probs: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per row the chosen token, then the MAX_LOGPROBS most likely ones in descending order.
 
+    Args:
+        log_probs: float32 [n, V].
+        token_ids: int64 [n].
 
-def _logprobs(log_probs: torch.Tensor, token_ids: list[int]) -> list[TokenLogprobs]:
-    """Per row the chosen token, then the MAX_LOGPROBS most likely ones in descending order; [n, V] -> n."""
-    chosen = _index([max(token_id, 0) for token_id in token_ids], log_probs)[:, None]
+    Returns:
+        ids and log-probabilities, [n, MAX_LOGPROBS + 1] or as many as there are tokens.
+    """
+    chosen = token_ids.clamp(min=0)[:, None]
     values, ids = log_probs.topk(min(MAX_LOGPROBS, log_probs.shape[1]))
-    all_ids = torch.cat([chosen, ids], dim=1).tolist()
-    all_values = torch.cat([log_probs.gather(1, chosen), values], dim=1).tolist()
-    return [
-        TokenLogprobs(row_ids, row_values) for row_ids, row_values in zip(all_ids, all_values, strict=True)
-    ]
+    return torch.cat([chosen, ids], dim=1), torch.cat([log_probs.gather(1, chosen), values], dim=1)
 
 
 def _index(values: list[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(like.device)
+    return to_device(np.array(values, dtype=np.int64), like.device)
 
 
 def _take(tensor: torch.Tensor, index: list[int]) -> torch.Tensor:

@@ -36,6 +36,8 @@ class SamplingRow:
     eos_token_ids: frozenset[int]
     seed: int
     """In [0, 2**64): the request's own, or one the runner drew when the request arrived."""
+    num_pending: int = 0
+    """Tokens behind `token_ids` that are drawn already, but known to the device only."""
     is_beam: bool = field(init=False, repr=False, compare=False)
     """True when beam search asks for candidates instead of a token."""
     has_penalties: bool = field(init=False, repr=False, compare=False)
@@ -81,7 +83,12 @@ class SamplingRow:
     @property
     def num_output_tokens(self) -> int:
         """Also the position of the token to be drawn: together with `seed` it fixes the random number."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.token_ids) + self.num_pending - self.num_prompt_tokens
+
+    @property
+    def needs_tokens(self) -> bool:
+        """True when what is drawn depends on which tokens came before, beyond the model's logits."""
+        return bool(self.has_penalties or self.params.no_repeat_ngram_size or self.params.bad_words_ids)
 
     def history(self) -> TokenHistory:
         """The row's history, brought up to the newest token."""

@@ -1,0 +1,66 @@
+"""Sampling in PyTorch, with a sort: the meaning of `ops.sample`, not its speed."""
+
+from __future__ import annotations
+
+import torch
+
+from quire_kernels.reference.elementwise import argmax
+from quire_kernels.registry import implementation
+from quire_kernels.sampling import SamplingTensors
+
+_MASK = 0xFFFFFFFF
+MIN_TEMPERATURE = 1e-6
+
+
+def philox_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Uniform numbers in [0, 1) with 53 random bits: Philox4x32-10 (Salmon et al., SC 2011).
+
+    Args:
+        seeds: int64 [n], the bits of an unsigned key.
+        positions: int64 [n], the low half of the counter.
+
+    Returns:
+        float64 [n], a pure function of each pair.
+    """
+    k0, k1 = seeds & _MASK, (seeds >> 32) & _MASK
+    c0, c1 = positions & _MASK, (positions >> 32) & _MASK
+    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
+    for _ in range(10):
+        high0, low0 = _multiply(c0, 0xD2511F53)
+        high1, low1 = _multiply(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    # The upper 53 of 64 bits.
+    return ((c0 << 21) | (c1 >> 11)).double() * 2.0**-53
+
+
+def _multiply(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both halves of a product of 32-bit numbers: in parts, since int64 would overflow into its sign."""
+    low = x * (factor & 0xFFFF)
+    high = x * (factor >> 16) + (low >> 16)
+    return (high >> 16) & _MASK, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+@implementation("sample", "reference")
+def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
+    """See `ops.sample`."""
+    best = argmax(logits)
+    peak = logits.max(dim=-1, keepdim=True).values
+    scores = (logits - peak) / rows.temperature.clamp(min=MIN_TEMPERATURE)[:, None]
+    ordered = scores.sort(dim=-1, descending=True).values
+    last = torch.where(rows.top_k > 0, rows.top_k, logits.shape[1]).clamp(max=logits.shape[1]) - 1
+    threshold = ordered.gather(1, last.long()[:, None])
+    scores = scores.masked_fill(scores < threshold, -torch.inf)
+    ordered = ordered.masked_fill(ordered < threshold, -torch.inf)
+    mass = ordered.double().softmax(dim=-1).cumsum(dim=-1)
+    last = (mass < rows.top_p[:, None].double()).sum(dim=-1, keepdim=True).clamp(max=logits.shape[1] - 1)
+    threshold = torch.where(rows.top_p[:, None] < 1, ordered.gather(1, last), -torch.inf)
+    scores = scores.masked_fill(scores < threshold, -torch.inf)
+    scores = scores.masked_fill(scores < rows.min_p[:, None].log(), -torch.inf)
+    cumulative = scores.double().exp().cumsum(dim=-1)
+    target = philox_uniform(rows.seeds, rows.positions) * cumulative[:, -1]
+    # Below the sum, so that the token found always has a positive weight.
+    target = torch.minimum(target, torch.nextafter(cumulative[:, -1], torch.zeros_like(target)))
+    drawn = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
+    drawn = drawn.clamp(max=logits.shape[1] - 1)
+    return torch.where((rows.temperature > 0) & (best >= 0), drawn, best)

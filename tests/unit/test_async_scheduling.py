@@ -1,0 +1,264 @@
+"""Steps handed over before the tokens of the one before are known, and decode steps as graphs compute them.
+
+Without a GPU a step is computed at once where it would be queued, and a graph is computed anew where it would
+be replayed: all else (pending tokens, padding, the mirrored block table, who joins when) is the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.outputs import RequestOutput
+from quire.worker import model_runner
+from quire.worker.block_table import BlockTable
+from quire.worker.graph_runner import Eager, graph_sizes
+from quire.worker.model_runner import ModelRunner
+from tests.fixtures.checkpoints import make_checkpoint
+from tests.unit.test_engine import random_prompts
+
+PROMPTS = random_prompts(10, longest=30, seed=3)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "make_graph_backend", lambda device, enforce_eager: Eager())
+
+
+def engine(path: Path, **options: Any) -> LLM:
+    values = {"max_model_len": 128, "num_blocks": 200, "block_size": 8, "num_threads": 1, "dtype": "float32"}
+    return LLM(path, **{**values, **options})
+
+
+def runner_of(llm: LLM) -> ModelRunner:
+    assert isinstance(llm.core.runner, ModelRunner)
+    return llm.core.runner
+
+
+def run(llm: LLM, count: int, num_tokens: int = 10) -> list[tuple[list[int], str]]:
+    """Tokens and finish reason of so many requests at once, errors among them."""
+    core = llm.core
+    found: dict[str, tuple[list[int], str]] = {}
+    for index in range(count):
+        core.add_request(f"r{index}", PROMPTS[index], SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+        found[f"r{index}"] = [], ""
+    while core.has_work:
+        for output in core.step():
+            tokens, _ = found[output.request_id]
+            found[output.request_id] = tokens + output.new_token_ids, output.finish_reason or ""
+    return list(found.values())
+
+
+PARAMS = {
+    "greedy": SamplingParams(max_tokens=12, ignore_eos=True),
+    "ends": SamplingParams(max_tokens=30, stop_token_ids=tuple(range(0, 500, 9))),
+    "seeded": SamplingParams(max_tokens=12, temperature=1.0, seed=5, top_k=50, top_p=0.9, min_p=0.01),
+    "penalties": SamplingParams(max_tokens=12, repetition_penalty=1.3, frequency_penalty=0.5),
+    "n-grams": SamplingParams(max_tokens=20, no_repeat_ngram_size=2),
+    "bad words": SamplingParams(max_tokens=20, bad_words_ids=((3, 4), (5,))),
+    "at least": SamplingParams(max_tokens=20, min_tokens=9, stop_token_ids=tuple(range(0, 500, 3))),
+    "log-probabilities": SamplingParams(max_tokens=12, logprobs=3),
+    "choices": SamplingParams(max_tokens=12, n=3, temperature=1.0, seed=6),
+    "ranked": SamplingParams(max_tokens=12, n=2, best_of=4, temperature=1.0, seed=7, logprobs=1),
+    "beams": SamplingParams(max_tokens=12, n=2, beam_width=3),
+}
+
+
+def everything(output: RequestOutput) -> list[Any]:
+    found: list[Any] = []
+    for one in (output, *output.others):
+        logprobs = one.logprobs and [
+            (entry.token_ids, [round(value, 3) for value in entry.logprobs]) for entry in one.logprobs
+        ]
+        found.append((one.token_ids, one.finish_reason, one.stop_reason, logprobs))
+    return found
+
+
+@pytest.mark.row("B17", part="what a request asks for; the plan is in test_overlap")
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "recorded"])
+def test_a_request_gets_the_same_tokens(
+    checkpoint: Path, name: str, graphs: bool, request: pytest.FixtureRequest
+) -> None:
+    plain = [everything(output) for output in engine(checkpoint).generate(PROMPTS, PARAMS[name])]
+    if graphs:
+        request.getfixturevalue("recorded")
+    llm = engine(checkpoint, async_scheduling=True)
+    assert [everything(output) for output in llm.generate(PROMPTS, PARAMS[name])] == plain
+    # All kinds in one batch, so that rows that must wait for their tokens are beside rows that need not.
+    mixed = list(PARAMS.values()) * 2
+    llm.generate([PROMPTS[i % len(PROMPTS)] for i in range(len(mixed))], mixed)
+    assert llm.core.stats().num_free_blocks == llm.core.stats().num_blocks
+    recorder = runner_of(llm).graphs
+    assert (recorder is not None) == graphs
+    assert recorder is None or recorder.num_replays > 5
+
+
+def order_of_calls(llm: LLM) -> list[str]:
+    """Fills with launch, settle (the host learns of tokens) and collect as they come."""
+    runner, calls = runner_of(llm), list[str]()
+    for name in ("launch", "collect"):
+
+        def call(argument: Any, name: str = name, method: Any = getattr(runner, name)) -> Any:
+            calls.append(name)
+            return method(argument)
+
+        setattr(runner, name, call)
+    settle = runner._settle
+
+    def settled(step: Any) -> None:
+        if step._drawn is not None:
+            calls.append("settle")
+        settle(step)
+
+    runner._settle = settled  # type: ignore[method-assign]
+    return calls
+
+
+@pytest.mark.row("B17", part="the device always has a step to go on with")
+def test_a_step_is_handed_over_before_the_tokens_of_the_one_before_are_known(checkpoint: Path) -> None:
+    llm = engine(checkpoint, async_scheduling=True)
+    calls = order_of_calls(llm)
+    llm.generate(PROMPTS[:4], SamplingParams(max_tokens=8, ignore_eos=True))
+    # Eight steps that sample.
+    assert [call for call in calls if call != "settle"] == ["launch", *["launch", "collect"] * 7, "collect"]
+    assert calls[2:].count("settle") == 8 and "settle" not in calls[:3]
+
+
+def test_penalties_wait_for_the_tokens_they_depend_on(checkpoint: Path) -> None:
+    llm = engine(checkpoint, async_scheduling=True)
+    calls = order_of_calls(llm)
+    llm.generate(PROMPTS[:2], SamplingParams(max_tokens=6, repetition_penalty=1.5, ignore_eos=True))
+    assert "settle" in calls[2:4] and calls.index("settle") < calls.index("collect")
+
+
+def test_a_failed_step_ends_the_requests_under_way_and_the_engine_goes_on(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine(checkpoint, async_scheduling=True)
+    expected = run(llm, 3)
+    runner, launch, count = runner_of(llm), runner_of(llm).launch, 0
+
+    def fails(output: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise RuntimeError("an illegal memory access was encountered")
+        return launch(output)
+
+    monkeypatch.setattr(runner, "launch", fails)
+    for tokens, reason in run(llm, 3):
+        assert reason == "error" and len(tokens) == 2, "the third step has failed with the fourth"
+    assert run(llm, 3) == expected
+    stats = llm.core.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    llm.core.scheduler.check_integrity()
+
+
+def test_an_aborted_request_gives_its_blocks_back_at_once(checkpoint: Path) -> None:
+    llm = engine(checkpoint, async_scheduling=True)
+    core = llm.core
+    for index in range(3):
+        core.add_request(f"r{index}", PROMPTS[index], SamplingParams(max_tokens=50, ignore_eos=True))
+    for _ in range(4):
+        core.step()
+    held = core.stats().num_free_blocks
+    assert [output.finish_reason for output in core.abort(["r1"])] == ["cancelled"]
+    assert core.stats().num_free_blocks > held
+    outputs = []
+    while core.has_work:
+        outputs += core.step()
+    assert {output.request_id for output in outputs} == {"r0", "r2"}
+    assert core.stats().num_free_blocks == core.stats().num_blocks
+
+
+def test_logits_that_are_not_finite_end_one_request(
+    checkpoint: Path, recorded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine(checkpoint, async_scheduling=True)
+    expected = run(llm, 3)
+    model, count = runner_of(llm).model, 0
+    logits_of = model.compute_logits
+
+    def spoilt(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        logits = logits_of(hidden)
+        if count == 4:
+            logits[1] = torch.nan
+        return logits
+
+    monkeypatch.setattr(model, "compute_logits", spoilt)
+    got = run(llm, 3)
+    assert [reason for _, reason in got] == ["length", "error", "length"]
+    assert [got[0], got[2]] == [expected[0], expected[2]]
+    assert got[1][0] == expected[1][0][: len(got[1][0])] and len(got[1][0]) < 10
+
+
+@pytest.mark.row("D7", part="sizes, padding and fallback; replay needs a GPU")
+def test_steps_that_fit_no_recorded_size_are_computed_as_usual(checkpoint: Path, recorded: None) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    expected = [output.token_ids for output in engine(checkpoint).generate(PROMPTS, params)]
+    llm = engine(checkpoint, async_scheduling=True)
+    graphs = runner_of(llm).graphs
+    assert graphs is not None
+    graphs.sizes = [1, 2, 4]
+    assert [output.token_ids for output in llm.generate(PROMPTS, params)] == expected
+    assert graphs.num_misses == 7 and graphs.num_replays == 0
+    assert [output.token_ids for output in llm.generate(PROMPTS[:3], params)] == expected[:3]
+    assert graphs.num_replays == 7
+
+
+@pytest.mark.row("D7", part="sizes, padding and fallback; replay needs a GPU")
+def test_padding_reads_and_writes_nothing_of_a_request(checkpoint: Path, recorded: None) -> None:
+    """Every block that no request holds is NaN, the scratch block too after its first use."""
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    expected = [output.token_ids for output in engine(checkpoint).generate(PROMPTS[:5], params)]
+    llm = engine(checkpoint, async_scheduling=True)
+    runner = runner_of(llm)
+    runner.warm_up()
+    runner.kv_cache.blocks.fill_(0xFF)
+    assert [output.token_ids for output in llm.generate(PROMPTS[:5], params)] == expected
+    scratch = runner.kv_cache.scratch_block
+    assert scratch == runner.num_blocks == len(runner.kv_cache.blocks) - 1
+    assert runner.graphs is not None and runner.graphs.num_replays == 7
+
+
+def test_the_sizes_that_are_recorded() -> None:
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(6) == [1, 2, 4, 6]
+    assert graph_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert graph_sizes(100)[-4:] == [64, 80, 96, 100]
+
+
+def test_a_block_table_tells_what_was_appended_and_the_newest_of_a_place() -> None:
+    table = BlockTable(2, 3, 4, 16)
+    table.record_changes()
+    row = table.assign()
+    table.append(row, [[5, 6], [7, -1]])
+    table.release(row)
+    assert table.assign() == row
+    table.append(row, [[8], [9]])
+    places, blocks = table.take_changes()
+    mirror = np.zeros(table.table.size, dtype=np.int64)
+    mirror[places] = blocks
+    assert mirror.reshape(table.table.shape)[:, row].tolist() == [[8, 6, 0, 0], [9, 0, 0, 0]]
+    assert len(set(places.tolist())) == len(places)
+    assert table.take_changes().shape == (2, 0)
+
+
+def test_one_way_of_planning_ahead_at_a_time() -> None:
+    with pytest.raises(ConfigError, match="overlap_scheduling"):
+        EngineConfig.from_mapping({"async_scheduling": True, "overlap_scheduling": True})
