@@ -19,8 +19,8 @@ from quire.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-LOAD_FORMATS = ("auto", "safetensors", "bin", "gguf")
-QUANTIZATIONS = ("int8", "int4", "w8a8")
+LOAD_FORMATS = ("auto", "safetensors", "bin", "gguf", "dummy")
+QUANTIZATIONS = ("int8", "int4", "w8a8", "fp8")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 EVICTION_POLICIES = ("lru", "lfu")
 SCHEDULERS = ("continuous", "static")
@@ -47,9 +47,12 @@ class ModelConfig:
     quantization: str | None = None
     """Weights at load: int8 (one scale per output feature) or int4 (one for 32 input features), with
     activations of `dtype`; w8a8: weights as int8, and the inputs of linear layers quantised as they come, one
-    scale for 64 of a row, for products in integers; None: as they are. The KV cache is not concerned."""
+    scale for 64 of a row, for products in integers; fp8: weights in e4m3, one scale per output feature (on
+    the CPU they are widened at load: its accuracy, not its size); None: as they are. The KV cache is not
+    concerned."""
     load_format: str = "auto"
-    """auto, safetensors, bin (pickles, read with weights_only) or gguf."""
+    """auto, safetensors, bin (pickles, read with weights_only), gguf, or dummy: random weights of the shapes
+    in config.json, which is all that the directory must hold; for measurements."""
     allow_pickle: bool = False
     """Whether `auto` may fall back to .bin/.pt files (always read with weights_only)."""
     num_threads: int | None = None

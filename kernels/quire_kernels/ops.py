@@ -12,8 +12,9 @@ import torch
 
 # Register the implementations.
 import quire_kernels.cpu
-
-import quire_kernels.reference  # noqa: F401
+import quire_kernels.cuda
+import quire_kernels.reference
+import quire_kernels.triton_lang  # noqa: F401
 from quire_kernels import registry
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, data_of
@@ -97,7 +98,7 @@ def norm_rope_write(
     kv_layer: KVLayer,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm of queries and keys, their rotary embedding, and `write_kv`: `rms_norm`, `rope` and `write_kv` in one.
+    """Norm of queries and keys, rotary embedding and cache write: `rms_norm`, `rope` and `write_kv` in one.
 
     Args:
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; left as it is.
@@ -204,8 +205,8 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
 def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
     """One token per row: temperature, top-k, top-p, min-p, then a draw by the inverse of the distribution.
 
-    The draw takes the first token, by id, whose cumulative probability exceeds a number that is a pure function
-    of the row's seed and position: no row depends on another.
+    The draw takes the first token, by id, whose cumulative probability exceeds a number that is a pure
+    function of the row's seed and position: no row depends on another.
 
     Args:
         logits: float32 [n, vocab_size].

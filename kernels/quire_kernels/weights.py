@@ -6,7 +6,10 @@ from typing import Protocol
 
 import torch
 
-QUANTIZATIONS = ("int8", "int4", "w8a8")
+QUANTIZATIONS = ("int8", "int4", "w8a8", "fp8")
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+"""The largest number of FP8."""
 INT4_GROUP = 32
 """Input features that share a scale in four bits."""
 W8A8_GROUP = 64
@@ -43,15 +46,21 @@ def quantize_weight(weight: torch.Tensor, quantization: str) -> tuple[torch.Tens
 
     Args:
         weight: [out_features, in_features], floating point; int4: in_features is a multiple of INT4_GROUP.
-        quantization: "int8" and "w8a8", a scale per output feature, or "int4", one for each INT4_GROUP of its
-            inputs.
+        quantization: "int8", "w8a8" and "fp8", a scale per output feature, or "int4", one for each INT4_GROUP
+            of its inputs.
 
     Returns:
-        int8 [out_features, in_features], in [-127, 127] or [-8, 7], and float32 [out_features, groups]: a
-        weight is about its number times its scale. NaN and infinities become NaN scales.
+        [out_features, in_features], int8 in [-127, 127] or [-8, 7], or FP8 in [-FP8_MAX, FP8_MAX], rounded to
+        nearest even; and float32 [out_features, groups]: a weight is about its number times its scale. NaN
+        and infinities become NaN scales, and no code is NaN.
     """
     assert quantization in QUANTIZATIONS, quantization
     wide = weight.float()
+    if quantization == "fp8":
+        extreme = wide.abs().amax(1, keepdim=True)
+        scales = torch.where(extreme.isfinite(), extreme, torch.nan) / FP8_MAX
+        # Clamped, since a quotient may round to more than FP8_MAX. A scale of zero is that of zeros only.
+        return (wide / scales).nan_to_num_(0.0).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scales
     if quantization != "int4":
         scales = wide.abs().amax(1, keepdim=True) / 127
         return _codes(wide, scales, -127, 127), scales
@@ -69,7 +78,7 @@ def quantize_weight(weight: torch.Tensor, quantization: str) -> tuple[torch.Tens
 
 def dequantize_weight(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float32 [out_features, in_features] of what `quantize_weight` gave."""
-    return (codes.unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(2)).flatten(1)
+    return (codes.float().unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(2)).flatten(1)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

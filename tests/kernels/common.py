@@ -13,6 +13,7 @@ import torch
 import quire_kernels.ops  # noqa: F401  (registers the implementations)
 from quire_kernels import registry
 from quire_kernels.quantized_kv import KVLayer, QuantizedKV, piece_bytes
+from quire_kernels.triton_lang import lazy
 
 POISON = 0xFF
 """A byte; memory full of it is NaN in every floating-point type."""
@@ -48,6 +49,20 @@ def every_implementation(
             words = [str(value).removeprefix("torch.") for value in values]
             parameters.append(pytest.param(*values, id="-".join(words)))
     return parameters
+
+
+def is_interpreted(name: str, device: str) -> bool:
+    """Whether an implementation runs in Triton's interpreter: a thousandth as fast, so tests give it less."""
+    return name == "triton" and device == "cpu" and lazy.is_interpreted()
+
+
+def with_cases(parameters: list[Any], cases: Sequence[Any], interpreted: int) -> list[Any]:
+    """Every implementation with every case behind its own values; the interpreter with the first ones."""
+    return [
+        pytest.param(*one.values, case, id=f"{one.id}-{str(case).strip('()').replace(', ', '-')}")
+        for one in parameters
+        for case in (cases[:interpreted] if is_interpreted(*one.values[:2]) else cases)
+    ]
 
 
 def quantized_pool(

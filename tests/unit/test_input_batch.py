@@ -49,6 +49,18 @@ def slots_by_hand(blocks: list[int], first: int, count: int) -> list[int]:
     ]
 
 
+def sampled(made: StepInputs) -> list[str]:
+    """Whose tokens are drawn."""
+    return [request_id for request_id, _ in made.samples]
+
+
+def accept(inputs: InputBatch, request_id: str, token_id: int) -> None:
+    """A token is drawn and known."""
+    state = inputs.requests[request_id]
+    state.draw()
+    state.accept(token_id)
+
+
 @pytest.mark.parametrize("num_groups", [1, 3])
 def test_each_group_has_its_own_blocks_of_one_batch(num_groups: int) -> None:
     inputs = batch(num_groups)
@@ -59,7 +71,7 @@ def test_each_group_has_its_own_blocks_of_one_batch(num_groups: int) -> None:
     )
     assert made.input_ids.tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9]
     assert made.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
-    assert made.sample_indices.tolist() == [8] and made.sample_request_ids == ["b"]
+    assert made.sample_indices.tolist() == [8] and sampled(made) == ["b"]
     assert made.choice_indices is None and len(made.metas) == num_groups
     for group, meta in enumerate(made.metas):
         assert meta.block_table.shape == (2, 2) and meta.block_table.is_contiguous()
@@ -100,7 +112,7 @@ def test_a_request_may_be_dropped_and_come_back_in_one_plan() -> None:
 def test_given_tokens_are_known_before_the_step() -> None:
     inputs = batch()
     step(inputs, row("a", 0, 3, [[1]], data=new([4, 5, 6], params={"beam_width": 2}), samples=True))
-    inputs.accept("a", 99)
+    accept(inputs, "a", 99)
     made = step(inputs, row("a", 3, 1, [[]], given=[7], samples=True))
     assert made.input_ids.tolist() == [7]
     assert inputs.requests["a"].token_ids == [4, 5, 6, 7], "beam search does not append what was sampled"
@@ -115,22 +127,22 @@ def test_the_first_draw_of_a_row_has_all_its_choices() -> None:
         row("b", 0, 1, [[2]], data=new([9]), samples=False),
         row("c", 0, 2, [[3]], data=new([7, 8]), samples=True),
     )
-    assert made.sample_request_ids == ["a", "a", "a", "c"]
+    assert sampled(made) == ["a", "a", "a", "c"]
     assert made.sample_indices.tolist() == [2, 5], "the logits of a row are computed once"
     assert made.choice_indices is not None and made.choice_indices.tolist() == [0, 0, 0, 1]
     assert [drawn.seed for drawn in made.sampling_rows] == [11, choice_seed(11, 1), choice_seed(11, 2), 0]
-    inputs.accept("a", 30)
-    inputs.accept("c", 31)
+    accept(inputs, "a", 30)
+    accept(inputs, "c", 31)
     made = step(inputs, row("a", 3, 1, [[]], samples=True), row("c", 2, 1, [[]], samples=True))
-    assert made.sample_request_ids == ["a", "c"] and made.choice_indices is None
+    assert sampled(made) == ["a", "c"] and made.choice_indices is None
     assert made.input_ids.tolist() == [30, 31] and made.sampling_rows[0].seed == 11
 
 
 def test_choices_wait_for_the_whole_prompt() -> None:
     inputs = batch()
     made = step(inputs, row("a", 0, 2, [[1]], data=new([4, 5, 6], num_choices=2)))
-    assert made.sample_request_ids == [] and made.choice_indices is None
-    assert step(inputs, row("a", 2, 1, [[]], samples=True)).sample_request_ids == ["a", "a"]
+    assert sampled(made) == [] and made.choice_indices is None
+    assert sampled(step(inputs, row("a", 2, 1, [[]], samples=True))) == ["a", "a"]
 
 
 def test_choice_seeds_are_fixed_and_apart() -> None:

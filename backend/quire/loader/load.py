@@ -50,9 +50,12 @@ def load_model(config: ModelConfig, device: torch.device) -> LoadedModel:
     generation = read_generation_config(path)
     kind = model_class(hf)
     parsed = kind.parse_config(hf, _dtype(config.dtype, hf))
-    files = find_weights(config)
+    files = None if config.load_format == "dummy" else find_weights(config)
     model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device).eval()
-    fill_weights(model, files.tensors(), files.source)
+    if files is None:
+        fill_randomly(model)
+    else:
+        fill_weights(model, files.tensors(), files.source)
     if config.quantization is not None:
         _check_quantization(parsed, config.quantization)
     return LoadedModel(
@@ -62,6 +65,18 @@ def load_model(config: ModelConfig, device: torch.device) -> LoadedModel:
         generation_config=generation,
         weight_bytes=model.pack(config.quantization),
     )
+
+
+def fill_randomly(model: DecoderModel) -> None:
+    """Seeded numbers of trained weights' sizes: norms are 1, matrices keep the size of their input."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for _, weight in model.weights():
+            if weight.dim() == 1:
+                weight.fill_(1.0)
+            else:
+                weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
 
 
 def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Path) -> None:

@@ -75,7 +75,7 @@ def library_path(isa: str) -> Path:
     if compiler is None:
         raise BuildError(f"no C++ compiler: install g++, or name one in {ENVIRONMENT_COMPILER}")
     flags = (*FLAGS, *ISAS[isa][1])
-    path = _cache_directory() / f"quire-{isa}-{_key(compiler, flags)}.so"
+    path = cache_directory() / f"quire-{isa}-{_key(compiler, flags)}.so"
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
     named = os.environ.get(ENVIRONMENT_CACHE)
     base = (
         Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"

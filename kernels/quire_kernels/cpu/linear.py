@@ -33,6 +33,8 @@ def can_pack(
     **_: object,
 ) -> bool:
     """Whether the kernels take a matrix of this shape."""
+    if quantization is not None and quantization not in _QUANTISED:
+        return False
     multiple = W8A8_GROUP if quantization == "w8a8" else INPUTS_MULTIPLE
     return in_features % multiple == 0 and (activation is None or out_features % BLOCK_COLUMNS == 0)
 

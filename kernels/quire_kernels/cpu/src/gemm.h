@@ -828,6 +828,11 @@ inline void multiply_many(const Part& part, const bf16* x, const Weight& w, floa
 template <class X, class Sink>
 void multiply_int8(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink& to);
 
+#if !defined(__AVX512F__)
+template <class Sink>
+void multiply_wide(const Matrix<const bf16>& x, int64_t num_rows, const Weight& w, Sink& to);
+#endif
+
 // Whether a product of so many rows takes x in tiles as it is; else it brings a plain matrix into them, or needs none.
 template <class X>
 inline bool takes_tiles(int64_t num_rows, const Weight& w) {
@@ -843,6 +848,9 @@ void multiply(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink&
   struct Sums;
   if (num_rows == 0) return;
   if (w.format == Format::w8a8) return multiply_int8(x, num_rows, w, to);
+#if !defined(__AVX512F__)
+  if constexpr (std::is_same_v<X, bf16>) return multiply_wide(x, num_rows, w, to);
+#endif
   int64_t k = w.num_inputs;
   Split split(num_rows, w);
   to.begin(split);

@@ -6,23 +6,33 @@
 //
 // Weights are stored plus 128, since the instructions want one side without sign: what that adds to a group's sum,
 // 128 times the sum of x's numbers, is taken off where the sum begins. A block holds [K / 4][32][4].
+//
+// Without AVX-512 numbers of x are 16 bits wide, the middle two of every four having changed places: weights are
+// widened in registers, the even and the odd ones of each four.
 #pragma once
 
 #include "gemm.h"
+#include "gemm_avx2.h"
 
 namespace quire {
 namespace gemm {
 
 constexpr int int8_group = 64;  // inputs
 
-// x: numbers in tiles of 16 rows and a group, 1 KiB each, those of the same rows behind each other.
+#if defined(__AVX512F__)
+using Number = int8_t;
+#else
+using Number = int16_t;
+#endif
+
+// x: numbers in tiles of 16 rows and a group, those of the same rows behind each other.
 struct QuantisedRows {
-  int8_t* numbers;
+  Number* numbers;
   float* scales;     // [rows][groups]
   int32_t* offsets;  // [rows][groups]: -128 times the sum of the group's numbers
   int64_t groups;
 
-  int8_t* of(int64_t row, int64_t group) const { return numbers + ((row / 16 * groups + group) * 16 + row % 16) * 64; }
+  Number* of(int64_t row, int64_t group) const { return numbers + ((row / 16 * groups + group) * 16 + row % 16) * 64; }
 };
 
 // Rounds, to nearest even, numbers of at most 127; returns their sum.
@@ -33,15 +43,13 @@ inline uint32_t store_numbers(int8_t* p, vec x) {
   return uint32_t(_mm512_reduce_add_epi32(whole));
 }
 #else
-inline uint32_t store_numbers(int8_t* p, vec x) {
-  alignas(32) uint32_t whole[width];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(whole), _mm256_cvtps_epi32(x));
-  uint32_t total = 0;
-  for (int i = 0; i < width; ++i) {
-    p[i] = int8_t(whole[i]);
-    total += whole[i];
-  }
-  return total;
+inline uint32_t store_numbers(int16_t* p, vec x) {
+  __m256i whole = _mm256_shuffle_epi32(_mm256_cvtps_epi32(x), 0xd8);
+  __m128i numbers = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), numbers);
+  __m128i sums = _mm_madd_epi16(numbers, _mm_set1_epi16(1));
+  sums = _mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0x4e));
+  return uint32_t(_mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0xb1))));
 }
 #endif
 
@@ -56,7 +64,7 @@ inline void quantise_row(const X* x, int64_t row, const QuantisedRows& to) {
     }
     float extreme = largest(most), finite = sum(is_finite);
     float inverse = extreme > 0 ? 127.0f / extreme : 0.0f;
-    int8_t* numbers = to.of(row, group);
+    Number* numbers = to.of(row, group);
     uint32_t total = 0;
     for (int i = 0; i < int8_group; i += width) total += store_numbers(numbers + i, mul(load(x + i), splat(inverse)));
     // NaN where the group held one, or an infinity; its numbers are of no importance then.
@@ -113,20 +121,13 @@ inline void int8_tile(const Weight& w, int64_t block, const QuantisedRows& x, in
       for (int half = 0; half < 2; ++half) store(acc + (q * ROWS + r) * block_columns + half * 16, sums[q][r][half]);
 }
 
-#else
+#elif defined(__AVX512F__)
 
 // Four numbers of `width` columns each: number t of every column.
-#if defined(__AVX512F__)
 inline vec byte_of(const uint8_t* p, int t) {
   __m512i fours = _mm512_loadu_si512(p);
   return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srl_epi32(fours, _mm_cvtsi32_si128(8 * t)), _mm512_set1_epi32(255)));
 }
-#else
-inline vec byte_of(const uint8_t* p, int t) {
-  __m256i fours = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(fours, _mm_cvtsi32_si128(8 * t)), _mm256_set1_epi32(255)));
-}
-#endif
 
 // The same in float32, which holds the sums of a group exactly (64 * 255 * 127 < 2^24).
 template <int ROWS, int STREAMS>
@@ -147,6 +148,54 @@ inline void int8_tile(const Weight& w, int64_t block, const QuantisedRows& x, in
       for (int r = 0; r < ROWS; ++r) sums[r] = fma(dots[r], splat(x.scales[(row + r) * x.groups + group]), sums[r]);
     }
     for (int r = 0; r < ROWS; ++r) store(acc + r * block_columns + v * width, sums[r]);
+  }
+}
+
+#else
+
+// acc[STREAMS][ROWS][..]: rows from `row` on times NUM vectors of columns of STREAMS blocks, which are read side by
+// side; `w` is of the first of the columns, `acc_block` apart are the sums of the blocks. For each four inputs LINES
+// cache lines of each block from `ahead` on are asked for.
+template <int ROWS, int NUM, int STREAMS, int LINES>
+inline void int8_tile(const uint8_t* w, int64_t block_bytes, const QuantisedRows& x, int64_t row, float* acc,
+                      int64_t acc_block, const uint8_t* ahead) {
+  const __m256i lower = _mm256_set1_epi16(255);
+  for (int64_t group = 0; group < x.groups; ++group) {
+    __m256i dots[STREAMS][ROWS][NUM];
+    const int16_t* numbers = x.of(row, group);
+    for (auto& stream : dots)
+      for (int r = 0; r < ROWS; ++r)
+        for (auto& dot : stream[r]) dot = _mm256_set1_epi32(x.offsets[(row + r) * x.groups + group]);
+    for (int i = 0; i < int8_group; i += 4, w += 4 * block_columns) {
+      for (int line = 0; line < LINES; ++line, ahead += 64)
+        for (int q = 0; q < STREAMS; ++q)
+          _mm_prefetch(reinterpret_cast<const char*>(ahead + q * block_bytes), _MM_HINT_T0);
+      for (bool odd : {false, true}) {
+        for (int q = 0; q < STREAMS; ++q) {
+          __m256i weights[NUM];
+          for (int v = 0; v < NUM; ++v) {
+            __m256i fours = _mm256_load_si256(reinterpret_cast<const __m256i*>(w + q * block_bytes + v * 32));
+            weights[v] = odd ? _mm256_srli_epi16(fours, 8) : _mm256_and_si256(fours, lower);
+          }
+          for (int r = 0; r < ROWS; ++r) {
+            int32_t two;
+            std::memcpy(&two, numbers + r * int8_group + i + 2 * odd, 4);
+            const __m256i pair = _mm256_set1_epi32(two);
+            for (int v = 0; v < NUM; ++v) {
+              dots[q][r][v] = now(_mm256_add_epi32(dots[q][r][v], _mm256_madd_epi16(weights[v], pair)));
+            }
+          }
+        }
+        w = load_again(w);
+      }
+    }
+    for (int q = 0; q < STREAMS; ++q)
+      for (int r = 0; r < ROWS; ++r) {
+        const vec scale = splat(x.scales[(row + r) * x.groups + group]);
+        float* to = acc + q * acc_block + r * block_columns;
+        for (int v = 0; v < NUM; ++v, to += width)
+          store(to, fma(_mm256_cvtepi32_ps(dots[q][r][v]), scale, group ? load(to) : zero()));
+      }
   }
 }
 
@@ -204,6 +253,7 @@ inline void int8_tiles(const Weight& w, int64_t block, const QuantisedRows& x, i
 #endif
 
 // acc[blocks][rows][32] of rows from `row` on, a multiple of 16.
+#if defined(__AVX512F__)
 inline void int8_rows(const Weight& w, int64_t block, int blocks, const QuantisedRows& x, int64_t row, int rows,
                       float* acc) {
 #if defined(__AVX512VNNI__)
@@ -238,6 +288,28 @@ inline void int8_rows(const Weight& w, int64_t block, int blocks, const Quantise
       }
     }
 }
+#else
+inline void int8_rows(const Weight& w, int64_t block, int blocks, const QuantisedRows& x, int64_t row, int rows,
+                      float* acc) {
+  const int64_t block_bytes = w.block_bytes();
+  const uint8_t* data = int8_block(w, block);
+  if (rows == 1)
+    for (; blocks >= 2; blocks -= 2, data += 2 * block_bytes, acc += 2 * block_columns)
+      int8_tile<1, 4, 2, 2>(data, block_bytes, x, row, acc, block_columns, data + 2048);
+  for (; blocks > 0; --blocks, data += block_bytes)
+    for (int done = 0, count; done < rows; done += count, acc += count * block_columns) {
+      // A tile of numbers is not left.
+      count = next_wide_tile(std::min(rows - done, 16 - done % 16));
+      with_wide_rows(count, [&](auto n) {
+        constexpr int num = n <= 2 ? 4 : 2;
+        for (int v = 0; v < 4; v += num) {
+          if (done == 0) int8_tile<n, num, 1, num / 2>(data + v * 32, 0, x, row, acc + v * width, 0, data + 4096 + v * 32);
+          else int8_tile<n, num, 1, 0>(data + v * 32, 0, x, row + done, acc + v * width, 0, nullptr);
+        }
+      });
+    }
+}
+#endif
 
 template <class X, class Sink>
 void multiply_int8(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink& to) {
@@ -246,7 +318,7 @@ void multiply_int8(const Matrix<const X>& x, int64_t num_rows, const Weight& w, 
   struct Offsets;
   struct Sums;
   int64_t k = w.num_inputs, groups = k / int8_group, padded = (num_rows + 15) / 16 * 16;
-  QuantisedRows quantised{scratch<Numbers, int8_t>(padded * k), scratch<Scales, float>(num_rows * groups),
+  QuantisedRows quantised{scratch<Numbers, Number>(padded * k), scratch<Scales, float>(num_rows * groups),
                           scratch<Offsets, int32_t>(num_rows * groups), groups};
   int64_t each = std::max<int64_t>(1, 8192 / k);
   parallel_for(int((num_rows + each - 1) / each), [&](int task) {

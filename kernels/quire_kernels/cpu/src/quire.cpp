@@ -4,6 +4,7 @@
 #include "decoder.h"
 #include "elementwise.h"
 #include "gemm.h"
+#include "gemm_avx2.h"
 #include "gemm_int8.h"
 #include "pack.h"
 

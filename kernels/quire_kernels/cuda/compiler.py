@@ -1,0 +1,270 @@
+"""CUDA C++ to machine code through NVRTC, once per source, options, architecture and NVRTC version.
+
+    python -m quire_kernels.cuda.compiler [--arch sm_90a] [--json]
+
+compiles every kernel, for four architectures if none is named, and prints what each needs of a
+multiprocessor. No GPU and no CUDA toolkit is needed, only the packages cuda-core and nvidia-cuda-nvrtc.
+Importing this module imports neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quire_kernels.cpu.build import cache_directory
+
+logger = logging.getLogger("quire_kernels")
+
+SOURCES = Path(__file__).with_name("src")
+INCLUDES = Path(__file__).with_name("include")
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100")
+"""What `main` compiles for: A100, L40S and RTX 40, H100 and H200, B200."""
+STANDARD = "c++17"
+_DIGEST_BYTES = 32
+
+
+class CompileError(RuntimeError):
+    """A kernel cannot be had here; says why."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One source file with values for its macros: what is compiled at once."""
+
+    source: str
+    """Name of a file in src/, without its suffix."""
+    defines: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.source}({', '.join(f'{name}={value}' for name, value in self.defines)})"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a kernel needs of a multiprocessor, per thread or block."""
+
+    registers: int
+    """32-bit, per thread."""
+    local_bytes: int
+    """Per thread: spilled registers, and arrays that are indexed at run time."""
+    shared_bytes: int
+    """Per block, static only."""
+
+
+def is_installed() -> bool:
+    """Whether there is an NVRTC and its binding; found by their files, nothing is imported."""
+    spec = importlib.util.find_spec("cuda")
+    places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
+    return any((place / "core").is_dir() for place in places)
+
+
+def attention_units() -> Iterator[Unit]:
+    """Variants of paged attention: head size, type of the query, type of the cache."""
+    for query in ("BFloat16", "Float16"):
+        for head_dim in (64, 80, 96, 128, 256):
+            for cache in (0, 1, 2) if head_dim in (64, 128, 256) else (0,):
+                yield attention_unit(query, head_dim, cache)
+
+
+def attention_unit(query: str, head_dim: int, cache: int) -> Unit:
+    """Paged attention; `cache` is 0 for the query's type, 1 for int8, 2 for e4m3."""
+    return Unit("attention", (("QUERY", query), ("HEAD_DIM", str(head_dim)), ("CACHE", str(cache))))
+
+
+def all_units() -> list[Unit]:
+    """Every variant that the operators can ask for."""
+    units = list(attention_units())
+    for number in ("BFloat16", "Float16", "Float32"):
+        units += [Unit("elementwise", (("TYPE", number),)), Unit("cache", (("TYPE", number),))]
+        if number != "Float32":
+            units.append(Unit("linear", (("TYPE", number),)))
+    units += [Unit("copy"), Unit("sampling")]
+    return units
+
+
+def cubin(unit: Unit, arch: str) -> bytes:
+    """Machine code of a unit for one architecture, from the cache on disk or compiled.
+
+    Args:
+        unit: what to compile.
+        arch: as NVRTC names it: "sm_90a".
+
+    Raises:
+        CompileError: no NVRTC, or it refused the source.
+    """
+    path = cache_directory() / "cuda" / f"{unit.source}-{arch}-{_key(unit, arch)}.cubin"
+    code = _read(path)
+    if code is None:
+        begin = time.monotonic()
+        code = _compile(unit, arch)
+        _write(path, code)
+        logger.info("compiled %s for %s in %.2f s", unit, arch, time.monotonic() - begin)
+    return code
+
+
+def _read(path: Path) -> bytes | None:
+    """A cached cubin: its digest, then itself; None if there is none, or if it is damaged."""
+    try:
+        stored = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    digest, code = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
+    if hashlib.sha256(code).digest() != digest:
+        logger.warning("%s is damaged and is compiled again", path)
+        return None
+    return code
+
+
+def _write(path: Path, code: bytes) -> None:
+    """In one step, so that no other process reads half of it; a cache that cannot be written is no error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        Path(file.name).replace(path)
+    except OSError as error:
+        logger.warning("%s is not kept: %s", path, error)
+
+
+def _compile(unit: Unit, arch: str) -> bytes:
+    core = _core()
+    options = core.ProgramOptions(
+        arch=arch, std=STANDARD, include_path=[str(INCLUDES)], define_macro=[*unit.defines] or None
+    )
+    try:
+        program = core.Program((SOURCES / f"{unit.source}.cu").read_text(), "c++", options)
+        return bytes(program.compile("cubin").code)
+    except Exception as error:
+        raise CompileError(f"{unit} for {arch}: {error}") from error
+
+
+@functools.cache
+def _core() -> Any:
+    """The binding, whose place depends on its version."""
+    errors = []
+    for name in ("cuda.core", "cuda.core.experimental"):
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            errors.append(str(error))
+            continue
+        if hasattr(module, "Program"):
+            return module
+    raise CompileError(f"no cuda.core with NVRTC: {'; '.join(errors)}")
+
+
+@functools.cache
+def nvrtc_version() -> tuple[int, int]:
+    """Major and minor.
+
+    Raises:
+        CompileError: there is none.
+    """
+    try:
+        _, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
+    except Exception as error:
+        raise CompileError(f"no NVRTC: {error}") from error
+    return int(major), int(minor)
+
+
+def _key(unit: Unit, arch: str) -> str:
+    """Of all that the machine code depends on."""
+    digest = hashlib.sha256(repr((unit, arch, STANDARD, nvrtc_version())).encode())
+    for path in [SOURCES / f"{unit.source}.cu", *sorted(INCLUDES.iterdir())]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def tool(name: str) -> str | None:
+    """Path of cuobjdump or nvdisasm: the toolkit's, or that in Triton's wheel; None if there is none."""
+    found = shutil.which(name)
+    spec = None if found else importlib.util.find_spec("triton")
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(place) / "backends" / "nvidia" / "bin" / name
+        if path.exists():
+            found = str(path)
+    return found
+
+
+def resources(code: bytes) -> dict[str, Resources]:
+    """By kernel, of a cubin, without a GPU.
+
+    Raises:
+        CompileError: there is no cuobjdump.
+    """
+    text = _cuobjdump(code, "--dump-resource-usage")
+    pattern = re.compile(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+    return {
+        name: Resources(int(registers), int(stack) + int(local), int(shared))
+        for name, registers, stack, shared, local in pattern.findall(text)
+    }
+
+
+def disassembly(code: bytes) -> str:
+    """SASS of a cubin; CompileError without cuobjdump."""
+    return _cuobjdump(code, "--dump-sass")
+
+
+def _cuobjdump(code: bytes, option: str) -> str:
+    program = tool("cuobjdump")
+    if program is None:
+        raise CompileError("no cuobjdump: it comes with the CUDA toolkit and with Triton")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        # nvdisasm lies beside it, where there is no toolkit.
+        path = f"{Path(program).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        done = subprocess.run(
+            [program, option, file.name], capture_output=True, text=True, env={**os.environ, "PATH": path}
+        )
+    if done.returncode:
+        raise CompileError(f"cuobjdump failed: {done.stderr}")
+    return done.stdout
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compiles everything and prints one line per kernel, or JSON; 1 if any kernel spills."""
+    parser = argparse.ArgumentParser(description="compile the CUDA kernels and report what they need")
+    parser.add_argument("--arch", action="append", help=f"may repeat; default: {', '.join(ARCHITECTURES)}")
+    parser.add_argument("--source", help="compile this source only")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    rows = []
+    for arch in options.arch or ARCHITECTURES:
+        for unit in all_units():
+            if options.source not in (None, unit.source):
+                continue
+            for kernel, found in resources(cubin(unit, arch)).items():
+                defines = ", ".join(value for _, value in unit.defines)
+                rows.append({"arch": arch, "kernel": kernel, "variant": defines, **asdict(found)})
+    if options.json:
+        print(json.dumps(rows))
+    else:
+        print(f"{'arch':8}{'kernel':24}{'variant':22}{'registers':>10}{'local B':>9}{'shared B':>9}")
+        for row in rows:
+            print(
+                f"{row['arch']:8}{row['kernel']:24}{row['variant']:22}"
+                f"{row['registers']:10}{row['local_bytes']:9}{row['shared_bytes']:9}"
+            )
+    return int(any(row["local_bytes"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

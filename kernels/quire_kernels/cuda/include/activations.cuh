@@ -1,0 +1,10 @@
+// The activations of gated layers, by code: 0 silu, 1 gelu, 2 gelu by tanh.
+#pragma once
+
+#include <device.cuh>
+
+DEVICE float activate(float x, int activation) {
+    if (activation == 0) return x / (1.0f + expf(-x));
+    if (activation == 1) return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+    return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+}

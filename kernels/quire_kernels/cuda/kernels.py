@@ -1,0 +1,501 @@
+"""The operators of `ops` on the kernels of src/, with any launcher: a GPU's, or the tests' emulation."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from quire_kernels.cuda.compiler import Unit, attention_unit
+from quire_kernels.cuda.launch import Launcher
+from quire_kernels.cuda.params import (
+    ArgmaxParams,
+    AttentionParams,
+    CopyParams,
+    GateParams,
+    LinearParams,
+    NormParams,
+    PlanParams,
+    SampleParams,
+    WriteParams,
+    pointer,
+)
+from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.quantized_kv import KVLayer, QuantizedKV
+from quire_kernels.reference.elementwise import gelu_mul, silu_mul
+from quire_kernels.sampling import SamplingTensors
+
+TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
+CACHES = {torch.int8: 1, torch.float8_e4m3fn: 2}
+"""Codes of quantised caches; 0 is a plain one."""
+HEAD_DIMS = (64, 80, 96, 128, 256)
+QUANTIZED_HEAD_DIMS = (64, 128, 256)
+MAX_ROW_BYTES = 1024 * 4 * 16
+"""Of a row that `rms_norm` normalises: 1024 threads keep 4 vectors each."""
+MAX_CHUNKS = 32
+_ROWS = 16
+_ATTENTION_THREADS = 128
+_BLOCKS_PER_MULTIPROCESSOR = 2
+_LINEAR_THREADS = 256
+_LINEAR_STEP = 64
+LINEAR_TOKENS = 16
+"""Rows of x up to which `Linear` runs here and not in cuBLAS."""
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+
+def attention_shared_bytes(query: torch.dtype, head_dim: int, cache: int) -> int:
+    """Dynamic shared memory of attention.cu, where these offsets are defined."""
+    tile = 32 if head_dim > 128 and not cache else 64
+    stages = 4 if cache else 3
+    element = 1 if cache else 2
+    columns = -(-head_dim // 32) * 8
+    row = head_dim * element if head_dim in QUANTIZED_HEAD_DIMS else 4 * columns * element + 16
+    parts = 2 if cache and query == torch.float16 else 1
+    query_bytes = head_dim // 16 * 512 if head_dim > 128 else 0
+    scales = stages * 2 * tile * 4 if cache else 0
+    return (
+        stages * 2 * tile * row
+        + query_bytes
+        + scales
+        + parts * _ROWS * (tile + 8) * 2
+        + 2 * 4 * _ROWS * 4
+        + 16
+    )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which block of the launch computes what, made on the device; shared by the layers of a step."""
+
+    items: torch.Tensor
+    """int32 [num_items, 8]"""
+    starts: torch.Tensor
+    """int32 [num_blocks, 4]"""
+    total: torch.Tensor
+    """int32 [1]"""
+    tickets: torch.Tensor
+    """int32 [num_blocks]"""
+    states: torch.Tensor
+    """float32 [num_blocks, MAX_CHUNKS, rows, head_dim + 2]: scratch, one layer's at a time."""
+
+
+class Kernels:
+    """The operators' functions, as `registry` wants them."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        kv_layer: KVLayer,
+        meta: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """See `ops.paged_attention`; meant for few new tokens per sequence, correct for any number."""
+        data, scales = kv_layer if isinstance(kv_layer, QuantizedKV) else (kv_layer, None)
+        _, _, num_kv_heads, block_size, head_dim = data.shape
+        num_tokens, num_heads, _ = query.shape
+        groups = num_heads // num_kv_heads
+        head_tiles = -(-groups // _ROWS)
+        tokens_per_tile = min(_ROWS // groups, meta.max_query_len) if head_tiles == 1 else 1
+        rows = tokens_per_tile * groups if head_tiles == 1 else _ROWS
+        query_tiles = -(-meta.max_query_len // tokens_per_tile)
+        cache = CACHES.get(data.dtype, 0)
+        unit = attention_unit(TYPES[query.dtype], head_dim, cache)
+        device, window = query.device, sliding_window or 0
+        assert meta.block_table.stride(1) == 1 or meta.block_table.shape[1] == 1, meta.block_table.stride()
+        assert data.dtype in CACHES or data.dtype == query.dtype, (data.dtype, query.dtype)
+        num_items = meta.query_start_loc.shape[0] * query_tiles - query_tiles
+        num_blocks = self.launcher.multiprocessors(device) * _BLOCKS_PER_MULTIPROCESSOR
+        if query.stride(2) != 1 or query.data_ptr() % 16:
+            query = query.contiguous()
+        out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=device)
+        heads = num_kv_heads * head_tiles
+        key = ("cuda", unit, heads, rows, query_tiles, tokens_per_tile, window)
+        plan = meta.shared_plan(
+            key,
+            functools.partial(
+                self._plan,
+                meta,
+                unit,
+                heads,
+                rows,
+                query_tiles,
+                tokens_per_tile,
+                window,
+                head_dim,
+                num_blocks,
+            ),
+        )
+        scale_strides = (0, 0, 0) if scales is None else scales.stride()[:3]
+        params = AttentionParams(
+            pointer(query),
+            pointer(out),
+            pointer(data),
+            pointer(scales),
+            pointer(meta.block_table),
+            pointer(plan.items),
+            pointer(plan.starts),
+            pointer(plan.total),
+            pointer(plan.states),
+            pointer(plan.tickets),
+            query.stride(0),
+            query.stride(1),
+            *data.stride()[:3],
+            *scale_strides,
+            meta.block_table.stride(0),
+            scale,
+            softcap or 0.0,
+            window,
+            block_size.bit_length() - 1,
+            groups,
+            num_kv_heads,
+            head_tiles,
+            rows,
+            tokens_per_tile,
+            query_tiles,
+            num_items,
+        )
+        shared_bytes = attention_shared_bytes(query.dtype, head_dim, cache)
+        self.launcher.launch(
+            device, unit, "attention", (num_blocks, 1), _ATTENTION_THREADS, params, shared_bytes
+        )
+        return out
+
+    def _plan(
+        self,
+        meta: AttentionMetadata,
+        unit: Unit,
+        heads: int,
+        rows: int,
+        query_tiles: int,
+        tokens_per_tile: int,
+        window: int,
+        head_dim: int,
+        num_blocks: int,
+    ) -> _Plan:
+        device = meta.seq_lens.device
+        num_seqs = meta.query_start_loc.shape[0] - 1
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        plan = _Plan(
+            empty(num_seqs * query_tiles, 8),
+            empty(num_blocks, 4),
+            empty(1),
+            empty(num_blocks),
+            empty(num_blocks, MAX_CHUNKS, rows, head_dim + 2, dtype=torch.float32),
+        )
+        params = PlanParams(
+            pointer(meta.query_start_loc),
+            pointer(meta.seq_lens),
+            pointer(plan.items),
+            pointer(plan.starts),
+            pointer(plan.total),
+            pointer(plan.tickets),
+            num_seqs,
+            query_tiles,
+            tokens_per_tile,
+            heads,
+            window,
+            num_blocks,
+        )
+        self.launcher.launch(device, unit, "attention_plan", (1, 1), 256, params)
+        return plan
+
+    def norm_rope_write(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv_layer: KVLayer,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `ops.norm_rope_write`."""
+        num_kv_heads = (qkv.shape[1] - num_heads) // 2
+        query, key, value = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        return self._write(query, key, value, norms, eps, cos, sin, kv_layer, slot_mapping)
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv_layer: KVLayer, slot_mapping: torch.Tensor
+    ) -> None:
+        """See `ops.write_kv`."""
+        self._write(key[:, :0], key, value, None, 0.0, None, None, kv_layer, slot_mapping)
+
+    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """See `ops.rope`."""
+        return self._write(x, None, None, None, 0.0, cos, sin, None, None)
+
+    def _write(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        kv_layer: KVLayer | None,
+        slot_mapping: torch.Tensor | None,
+    ) -> torch.Tensor:
+        data, scales = kv_layer if isinstance(kv_layer, QuantizedKV) else (kv_layer, None)
+        assert data is None or data.dtype in CACHES or data.dtype == query.dtype, (data.dtype, query.dtype)
+        assert slot_mapping is None or slot_mapping.is_contiguous()
+        num_tokens, num_heads, head_dim = query.shape
+        num_kv_heads = 0 if key is None else key.shape[1]
+        out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
+        if cos is not None and sin is not None:
+            cos, sin = cos.contiguous(), sin.contiguous()
+        query = query if query.stride(2) == 1 else query.contiguous()
+        key, value = (x if x is None or x.stride(2) == 1 else x.contiguous() for x in (key, value))
+
+        def strides(x: torch.Tensor | None) -> tuple[int, ...]:
+            return (0, 0) if x is None else x.stride()[:2]
+
+        params = WriteParams(
+            *map(pointer, (query, key, value, out, *(norms or (None, None)), cos, sin, data, scales)),
+            pointer(slot_mapping),
+            *strides(query),
+            *strides(key),
+            *strides(value),
+            0 if cos is None else cos.stride(0),
+            *((0, 0, 0) if data is None else data.stride()[:3]),
+            *((0, 0, 0) if scales is None else scales.stride()[:3]),
+            eps,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            0 if cos is None else cos.shape[1],
+            1 if data is None else data.shape[3],
+            norms is not None and norms[0].dtype != query.dtype,
+            0 if data is None else CACHES.get(data.dtype, 0),
+        )
+        heads = num_heads + 2 * num_kv_heads
+        if num_tokens and heads:
+            unit = Unit("cache", (("TYPE", TYPES[query.dtype]),))
+            grid = (num_tokens, -(-heads // 4))
+            self.launcher.launch(query.device, unit, "norm_rope_write", grid, 128, params)
+        return out
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the reference: the sum, or x itself without a residual, comes second."""
+        size = x.shape[-1]
+        rows = _aligned_rows(x)
+        other = None if residual is None else _aligned_rows(residual)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        total = x if residual is None else torch.empty_like(out)
+        params = NormParams(
+            pointer(rows),
+            pointer(other),
+            pointer(weight.contiguous()),
+            pointer(out),
+            None if residual is None else pointer(total),
+            rows.stride(0),
+            0 if other is None else other.stride(0),
+            eps,
+            size,
+        )
+        vectors = size * x.element_size() // 16
+        threads = min(1024, max(32, -(-vectors // 32) * 32))
+        if rows.shape[0]:
+            unit = Unit("elementwise", (("TYPE", TYPES[x.dtype]),))
+            self.launcher.launch(x.device, unit, "rms_norm", (rows.shape[0], 1), threads, params)
+        return out, total
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `ops.silu_mul`."""
+        return self._gate(gate_up, "silu")
+
+    def gelu_mul(self, gate_up: torch.Tensor, approximate: str) -> torch.Tensor:
+        """See `ops.gelu_mul`."""
+        return self._gate(gate_up, "gelu_tanh" if approximate == "tanh" else "gelu")
+
+    def _gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        size = gate_up.shape[-1] // 2
+        rows = _aligned_rows(gate_up)
+        out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
+        params = GateParams(pointer(rows), pointer(out), rows.stride(0), size, _ACTIVATIONS[activation])
+        parts = -(-size * gate_up.element_size() // 16 // 256)
+        if rows.shape[0]:
+            unit = Unit("elementwise", (("TYPE", TYPES[gate_up.dtype]),))
+            self.launcher.launch(gate_up.device, unit, "gate", (rows.shape[0], parts), 256, params)
+        return out
+
+    def copy_blocks(self, blocks: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        """See `ops.copy_blocks`."""
+        count, size = source.shape[0], blocks[0].nbytes
+        if not count:
+            return
+        stride = blocks.stride(0) * blocks.element_size()
+        kept = torch.empty((count, -(-size // 16) * 16), dtype=torch.uint8, device=blocks.device)
+        source, target = source.contiguous(), target.contiguous()
+        if blocks.data_ptr() % 16 or stride % 16:
+            # Rows that vectors do not fit: by bytes.
+            blocks.index_copy_(0, target, blocks.index_select(0, source))
+            return
+        gather = CopyParams(
+            pointer(blocks), pointer(kept), pointer(source), None, stride, kept.stride(0), size
+        )
+        scatter = CopyParams(
+            pointer(kept), pointer(blocks), None, pointer(target), kept.stride(0), stride, size
+        )
+        parts = max(1, min(64, size // (256 * 16 * 4)))
+        for params in (gather, scatter):
+            self.launcher.launch(blocks.device, Unit("copy"), "copy_rows", (count, parts), 256, params)
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """See `ops.argmax`."""
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
+        params = ArgmaxParams(pointer(x), pointer(out), x.stride(0), x.shape[1])
+        if x.shape[0]:
+            self.launcher.launch(x.device, Unit("sampling"), "argmax", (x.shape[0], 1), 1024, params)
+        return out
+
+    def sample(self, logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
+        """See `ops.sample`."""
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        fields = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds, rows.positions)
+        kept = [field.contiguous() for field in fields]
+        params = SampleParams(
+            pointer(logits), *map(pointer, kept), pointer(out), logits.stride(0), logits.shape[1]
+        )
+        if logits.shape[0]:
+            self.launcher.launch(
+                logits.device, Unit("sampling"), "sample", (logits.shape[0], 1), 1024, params
+            )
+        return out
+
+
+class Linear:
+    """See `ops.pack_linear`: up to LINEAR_TOKENS rows here, more in cuBLAS; weights stay as they are."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        quantization: str | None,
+    ) -> None:
+        assert quantization is None, quantization
+        self.kernels = kernels
+        self.weight, self.bias, self.activation = weight.contiguous(), bias, activation
+        self.in_features = weight.shape[1]
+        self.out_features = weight.shape[0] if activation is None else weight.shape[0] // 2
+        self.nbytes = weight.nbytes
+        self._unit = Unit("linear", (("TYPE", TYPES[weight.dtype]),))
+        tiles = -(-self.out_features // _ROWS)
+        device = weight.device
+        # Of the shape only, so that no result depends on how many rows are computed together.
+        wanted = 2 * kernels.launcher.multiprocessors(device) // tiles
+        self._slices = max(1, min(wanted, self.in_features // (_LINEAR_STEP * 8)))
+        self._tickets = torch.zeros(tiles if self._slices > 1 else 0, dtype=torch.int32, device=device)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """See PackedLinear."""
+        return F.embedding(indices, self.weight)
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """See PackedLinear."""
+        return self.kernels.argmax(self(x, torch.float32))
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See PackedLinear."""
+        rows = _aligned_rows(x)
+        count = rows.shape[0]
+        if dtype not in (None, x.dtype, torch.float32) or not 0 < count <= LINEAR_TOKENS:
+            return self._library_product(x, dtype)
+        out = torch.empty((count, self.out_features), dtype=dtype or x.dtype, device=x.device)
+        gated, wide = self.activation is not None, count > 8
+        tiles = -(-self.out_features // (_ROWS if gated or not wide else 2 * _ROWS))
+        partial = None
+        if self._slices > 1:
+            size = (2 if gated or wide else 1) * _ROWS * (16 if wide else 8)
+            partial = torch.empty((tiles, self._slices, size), dtype=torch.float32, device=x.device)
+        params = LinearParams(
+            pointer(rows),
+            pointer(self.weight),
+            pointer(self.bias),
+            pointer(out),
+            pointer(partial),
+            pointer(self._tickets),
+            rows.stride(0),
+            out.stride(0),
+            count,
+            self.in_features,
+            self.weight.shape[0],
+            self.out_features,
+            self._slices,
+            -1 if self.activation is None else _ACTIVATIONS[self.activation],
+            out.dtype == torch.float32,
+        )
+        name = f"{'gated_' if gated else ''}linear_{16 if wide else 8}"
+        self.kernels.launcher.launch(
+            x.device, self._unit, name, (tiles, self._slices), _LINEAR_THREADS, params
+        )
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def _library_product(self, x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        out = F.linear(x, self.weight, self.bias)
+        if self.activation == "silu":
+            out = silu_mul(out)
+        elif self.activation is not None:
+            out = gelu_mul(out, "tanh" if self.activation == "gelu_tanh" else "none")
+        return out if dtype is None else out.to(dtype)
+
+
+def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [..., size] as [n, size], each row contiguous and on 16 bytes."""
+    rows = x.reshape(-1, x.shape[-1])
+    is_aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
+    return rows if rows.stride(1) == 1 and is_aligned else rows.contiguous()
+
+
+def can_attend(**facts: Any) -> bool:
+    """Whether `Kernels.paged_attention` knows a head size and block size."""
+    quantized = facts.get("kv_dtype") in CACHES
+    block_size = facts.get("block_size", 16)
+    return (
+        facts.get("head_dim", 64) in (QUANTIZED_HEAD_DIMS if quantized else HEAD_DIMS)
+        and block_size & (block_size - 1) == 0
+        # Smaller quantised blocks have heads that do not begin on 16 bytes.
+        and (not quantized or block_size >= 8)
+        and (quantized or facts.get("kv_dtype") in (torch.bfloat16, torch.float16))
+    )
+
+
+def can_write(**facts: Any) -> bool:
+    """Whether `norm_rope_write`, `write_kv` and `rope` know a head size."""
+    kv_dtype = facts.get("kv_dtype")
+    return facts.get("head_dim", 64) <= 256 and (kv_dtype is None or kv_dtype in {**TYPES, **CACHES})
+
+
+def can_keep_row(**facts: Any) -> bool:
+    """Whether rows of `size` numbers, of any type, are whole vectors that the threads of a block can keep."""
+    return facts["size"] % 8 == 0 and facts["size"] * 4 <= MAX_ROW_BYTES
+
+
+def can_gate(**facts: Any) -> bool:
+    """Whether rows of `size` numbers are whole vectors."""
+    return bool(facts["size"] % 8 == 0)
+
+
+def can_pack(**facts: Any) -> bool:
+    """Whether `Linear` takes a matrix of this shape."""
+    return facts.get("quantization") is None and facts["in_features"] % _LINEAR_STEP == 0

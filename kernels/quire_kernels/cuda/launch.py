@@ -1,0 +1,173 @@
+"""Kernels on the current device and stream, through the CUDA driver.
+
+The driver is called with ctypes: a launch costs a few microseconds, and no binding's version matters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from typing import Any, Protocol
+
+import torch
+
+from quire_kernels.cuda.compiler import CompileError, Resources, Unit, cubin
+
+logger = logging.getLogger("quire_kernels")
+
+_MAX_DYNAMIC_SHARED = 8
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""
+_SHARED, _LOCAL, _REGISTERS = 1, 3, 4
+"""CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, _LOCAL_SIZE_BYTES and _NUM_REGS"""
+_INVALID_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT"""
+FREE_SHARED = 48 << 10
+"""Bytes of shared memory that a block gets without asking."""
+
+
+class Launcher(Protocol):
+    """Runs kernels: on a GPU, or emulated in tests."""
+
+    def multiprocessors(self, device: torch.device) -> int:
+        """How many the device has."""
+        ...
+
+    def launch(
+        self,
+        device: torch.device,
+        unit: Unit,
+        kernel: str,
+        grid: tuple[int, int],
+        threads: int,
+        params: ctypes.Structure,
+        shared_bytes: int = 0,
+    ) -> None:
+        """Starts `kernel` of `unit` with one structure as its parameter.
+
+        Args:
+            device: where the tensors in `params` are.
+            unit: what defines the kernel.
+            kernel: its name.
+            grid: blocks in x and y.
+            threads: per block.
+            params: read before this returns; tensors that it points to must outlive the launch only in the
+                stream's order, as torch's allocator sees to.
+            shared_bytes: dynamic shared memory per block.
+        """
+        ...
+
+
+class DriverLauncher:
+    """On a CUDA device, in torch's current stream."""
+
+    def multiprocessors(self, device: torch.device) -> int:
+        """See Launcher."""
+        return _multiprocessors(device.index)
+
+    def launch(
+        self,
+        device: torch.device,
+        unit: Unit,
+        kernel: str,
+        grid: tuple[int, int],
+        threads: int,
+        params: ctypes.Structure,
+        shared_bytes: int = 0,
+    ) -> None:
+        """See Launcher; CompileError if the kernel cannot be had."""
+        function = loaded(unit, kernel, device.index, shared_bytes)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+
+        def start() -> int:
+            status: int = driver().cuLaunchKernel(
+                function, grid[0], grid[1], 1, threads, 1, 1, shared_bytes, stream, arguments, None
+            )
+            return status
+
+        status = start()
+        if status == _INVALID_CONTEXT:
+            # The thread's first use of the device, which torch's allocator served from its cache.
+            ensure_context(device.index)
+            status = start()
+        check(status)
+
+
+@functools.cache
+def driver() -> Any:
+    """libcuda; CompileError without one."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CompileError(f"no CUDA driver: {error}") from error
+
+
+def check(status: int) -> None:
+    """Raises RuntimeError unless a driver call succeeded."""
+    if status:
+        text = ctypes.c_char_p()
+        driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"CUDA driver: {(text.value or b'unknown error').decode()} ({status})")
+
+
+def ensure_context(device: int) -> None:
+    """Makes the device's primary context, which is torch's, the thread's current one if it has none.
+
+    Only calls that a stream in capture allows.
+    """
+    context = ctypes.c_void_p()
+    check(driver().cuCtxGetCurrent(ctypes.byref(context)))
+    if not context.value:
+        check(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        check(driver().cuCtxSetCurrent(context))
+
+
+@functools.cache
+def architecture(device: int) -> str:
+    """As NVRTC names it, with the features that Hopper alone has."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major == 9 else ''}"
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def _module(unit: Unit, device: int) -> ctypes.c_void_p:
+    code = cubin(unit, architecture(device))
+    module = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        ensure_context(device)
+        check(driver().cuModuleLoadData(ctypes.byref(module), code))
+    return module
+
+
+@functools.cache
+def loaded(unit: Unit, kernel: str, device: int, shared_bytes: int = 0) -> ctypes.c_void_p:
+    """The driver's handle of a kernel, compiled and loaded on first use.
+
+    Raises:
+        CompileError: it cannot be compiled.
+        RuntimeError: the driver refuses it.
+    """
+    function = ctypes.c_void_p()
+    check(driver().cuModuleGetFunction(ctypes.byref(function), _module(unit, device), kernel.encode()))
+    if shared_bytes > FREE_SHARED:
+        check(driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes))
+    found = loaded_resources(function)
+    if found.local_bytes:
+        logger.warning("%s of %s spills %d bytes per thread", kernel, unit, found.local_bytes)
+    return function
+
+
+def loaded_resources(function: ctypes.c_void_p) -> Resources:
+    """What the driver says that a loaded kernel needs."""
+    values = []
+    for attribute in (_REGISTERS, _LOCAL, _SHARED):
+        value = ctypes.c_int()
+        check(driver().cuFuncGetAttribute(ctypes.byref(value), attribute, function))
+        values.append(value.value)
+    return Resources(*values)

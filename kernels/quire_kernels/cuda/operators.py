@@ -1,0 +1,157 @@
+"""Registration as implementation "cuda" of the operators.
+
+The chain is CUDA C++, Triton language, PyTorch: a kernel that cannot be compiled or loaded here is logged
+once and the next implementation is picked. Kernels are compiled when an operator is first selected for a
+shape.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quire_kernels import registry
+from quire_kernels.cuda import kernels
+from quire_kernels.cuda.compiler import CompileError, Unit, attention_unit, is_installed
+from quire_kernels.cuda.kernels import CACHES, Kernels, Linear, attention_shared_bytes
+from quire_kernels.cuda.launch import DriverLauncher, loaded
+from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.quantized_kv import KVLayer, data_of
+
+logger = logging.getLogger("quire_kernels")
+
+NAME = "cuda"
+PRIORITY = 20
+"""Above the Triton-language kernels."""
+CAPABILITY = (8, 0)
+"""The first one with asynchronous copies and bfloat16 on tensor cores."""
+MAX_QUERY_LEN = 16
+"""A batch with a longer query goes to the next implementation: this one reads the context again for every few
+query tokens."""
+_HALVES = (torch.bfloat16, torch.float16)
+_FLOATS = (*_HALVES, torch.float32)
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether there are NVRTC, its binding and a GPU with CAPABILITY."""
+    return is_installed() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= CAPABILITY
+
+
+@functools.cache
+def compiles(unit: Unit, kernel: str, shared_bytes: int = 0) -> bool:
+    """Whether a kernel can be had on the current device; if not, a warning says why, once."""
+    try:
+        loaded(unit, kernel, torch.cuda.current_device(), shared_bytes)
+    except (CompileError, RuntimeError, OSError) as error:
+        logger.warning("no CUDA kernel %s, the next implementation is used: %s", kernel, error)
+        return False
+    return True
+
+
+def register(
+    operator: str,
+    function: Callable[..., Any],
+    probe: Callable[..., tuple[Unit, str, int]],
+    shapes: Callable[..., bool] | None = None,
+    dtypes: tuple[torch.dtype, ...] = _FLOATS,
+) -> None:
+    """Registers an operator.
+
+    Args:
+        operator: its name.
+        function: computes it.
+        probe: from the call's facts, (unit, kernel, dynamic shared memory) that has to compile; for a type of
+            several, since facts do not name the operands' type.
+        shapes: whether the facts are ones that the kernels know; None: any.
+        dtypes: of the operands; empty: any floating type.
+    """
+
+    def can_do(**facts: Any) -> bool:
+        return is_available() and (shapes is None or shapes(**facts)) and compiles(*probe(**facts))
+
+    registry.implementation(
+        operator, NAME, devices=("cuda",), dtypes=dtypes, priority=PRIORITY, predicate=can_do
+    )(function)
+
+
+_kernels = Kernels(DriverLauncher())
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_layer: KVLayer,
+    meta: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """See `ops.paged_attention`; long queries are the next implementation's."""
+    if meta.max_query_len <= MAX_QUERY_LEN:
+        return _kernels.paged_attention(query, kv_layer, meta, scale, sliding_window, softcap)
+    data = data_of(kv_layer)
+    facts = {
+        "head_dim": query.shape[2],
+        "num_groups": query.shape[1] // data.shape[2],
+        "block_size": data.shape[3],
+        "kv_dtype": data.dtype,
+        "sliding_window": sliding_window is not None,
+        "softcap": softcap is not None,
+    }
+    key = (query.device.type, query.dtype, *facts.items())
+    out: torch.Tensor = _next_attention(key)(query, kv_layer, meta, scale, sliding_window, softcap)
+    return out
+
+
+@functools.cache
+def _next_attention(key: tuple[Any, ...]) -> Callable[..., Any]:
+    device_type, dtype, *facts = key
+    for candidate in registry.implementations("paged_attention"):
+        if candidate.name != NAME and candidate.can_do(device_type, dtype, dict(facts)):
+            logger.info("paged_attention: %s for long queries", candidate.name)
+            return candidate.function
+    raise registry.KernelError(f"no implementation of paged_attention for long queries: {key}")
+
+
+def _attention_probe(**facts: Any) -> tuple[Unit, str, int]:
+    cache, head_dim = CACHES.get(facts["kv_dtype"], 0), facts.get("head_dim", 64)
+    # A float16 query needs the most shared memory.
+    return (
+        attention_unit("Float16", head_dim, cache),
+        "attention",
+        attention_shared_bytes(torch.float16, head_dim, cache),
+    )
+
+
+def _probe(source: str, kernel: str, **defines: str) -> Callable[..., tuple[Unit, str, int]]:
+    unit = Unit(source, tuple(defines.items()))
+    return lambda **facts: (unit, kernel, 0)
+
+
+_write_probe = _probe("cache", "norm_rope_write", TYPE="BFloat16")
+register("paged_attention", paged_attention, _attention_probe, kernels.can_attend, _HALVES)
+register("norm_rope_write", _kernels.norm_rope_write, _write_probe, kernels.can_write)
+register("write_kv", _kernels.write_kv, _write_probe, kernels.can_write)
+register("rope", _kernels.rope, _write_probe, kernels.can_write)
+register(
+    "rms_norm",
+    _kernels.rms_norm,
+    _probe("elementwise", "rms_norm", TYPE="BFloat16"),
+    kernels.can_keep_row,
+)
+register("silu_mul", _kernels.silu_mul, _probe("elementwise", "gate", TYPE="BFloat16"), kernels.can_gate)
+register("gelu_mul", _kernels.gelu_mul, _probe("elementwise", "gate", TYPE="BFloat16"), kernels.can_gate)
+register("copy_blocks", _kernels.copy_blocks, _probe("copy", "copy_rows"), dtypes=())
+register("argmax", _kernels.argmax, _probe("sampling", "argmax"), dtypes=(torch.float32,))
+register("sample", _kernels.sample, _probe("sampling", "sample"), dtypes=(torch.float32,))
+register(
+    "linear",
+    functools.partial(Linear, _kernels),
+    _probe("linear", "linear_8", TYPE="BFloat16"),
+    kernels.can_pack,
+    _HALVES,
+)

@@ -1,0 +1,12 @@
+"""Triton-language kernels for GPUs.
+
+Importing this registers them and imports nothing else: `triton` is loaded when one of them first runs. With
+TRITON_INTERPRET=1 in the environment they also compute on CPU tensors, in Triton's interpreter: slowly, for
+tests, and only where they are forced.
+"""
+
+from __future__ import annotations
+
+from quire_kernels.triton_lang import attention_operators, linear_operators
+
+__all__ = ["attention_operators", "linear_operators"]

@@ -1,0 +1,194 @@
+"""Compiles every Triton kernel ahead of time, for GPUs that need not be here, and says what came out.
+
+    python -m quire_kernels.triton_lang.compile --arch sm_80 --arch sm_90 [--kernel NAME] [--json]
+
+A module with kernels has `compile_cases(capability: int) -> list[CompileCase]`, which names its kernels with
+the types, constants and launch options that models of common shapes give them. Registers come from the
+resource section of the cubin, spills and tensor-core instructions from its disassembly; both tools are part
+of Triton's wheel. Kernels are real only outside the interpreter: TRITON_INTERPRET must not be set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire_kernels.triton_lang import lazy
+
+MODULES = ("attention", "cache", "linear", "elementwise", "sampling")
+"""Modules of this package with `compile_cases`."""
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100")
+SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
+"""Bytes of shared memory that one block of threads may have, by compute capability."""
+# Of Ampere and Ada, Hopper, Blackwell.
+_TENSOR_CORES = re.compile(r"\b(?:HMMA|IMMA|QMMA|DMMA|HGMMA|IGMMA|QGMMA|UTC\w*MMA)\b")
+_SPILL = re.compile(r"\b(?:LDL|STL)\b")
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """One kernel with everything that its machine code depends on."""
+
+    name: str
+    kernel: Any
+    """The `triton.jit` function."""
+    arguments: dict[str, Any]
+    """By parameter: a type ("*bf16", "i32", "fp32"; with ":16" behind it, of a pointer or number that 16
+    divides); anything else is the value of a constant."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """num_warps, num_stages, ..."""
+    tensor_cores: bool = False
+    """Whether the machine code must use them."""
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """What one kernel became on one architecture."""
+
+    name: str
+    arch: str
+    registers: int
+    """Per thread."""
+    spill_bytes: int
+    """Stack and local memory per thread."""
+    spill_instructions: int
+    """Loads from and stores to local memory."""
+    shared_bytes: int
+    tensor_core_instructions: int
+    needs_tensor_cores: bool
+    seconds: float
+    error: str | None = None
+
+    @property
+    def problems(self) -> list[str]:
+        """What would keep it from running, or from running as it should."""
+        if self.error is not None:
+            return [self.error]
+        found = []
+        if self.needs_tensor_cores and not self.tensor_core_instructions:
+            found.append("no tensor-core instructions")
+        if self.shared_bytes > SHARED_LIMIT[_capability(self.arch)]:
+            found.append(f"{self.shared_bytes} bytes of shared memory are more than a block may have")
+        return found
+
+
+def compile_cases(capability: int) -> list[CompileCase]:
+    """The cases of all modules, with the launch options of this compute capability (80, 89, 90, 100)."""
+    cases: list[CompileCase] = []
+    for name in MODULES:
+        cases += importlib.import_module(f"{__package__}.{name}").compile_cases(capability)
+    return cases
+
+
+def compile_case(case: CompileCase, arch: str) -> CompileResult:
+    """Compiles one case; an error of the compiler becomes part of the result."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = case.kernel.arg_names
+    missing, unknown = set(names) - set(case.arguments), set(case.arguments) - set(names)
+    assert not missing and not unknown, (
+        f"{case.name}: {missing} have no type or value, {unknown} do not exist"
+    )
+    signature, constants, attributes = {}, {}, {}
+    for index, name in enumerate(names):
+        value = case.arguments[name]
+        if isinstance(value, str):
+            signature[name], _, divisor = value.partition(":")
+            if divisor:
+                attributes[(index,)] = [["tt.divisibility", int(divisor)]]
+        else:
+            signature[name], constants[(index,)] = "constexpr", value
+    start = time.perf_counter()
+    try:
+        compiled = triton.compile(
+            ASTSource(case.kernel, signature, constants, attributes),
+            target=GPUTarget("cuda", _capability(arch), 32),
+            options=case.options,
+        )
+        cubin, shared = compiled.asm["cubin"], compiled.metadata.shared
+    except Exception as error:  # the compiler raises RuntimeError, CompilationError, its subprocesses' errors
+        lines = str(error).strip().splitlines() or [""]
+        return CompileResult(
+            case.name, arch, 0, 0, 0, 0, 0, case.tensor_cores, 0.0, f"{type(error).__name__}: {lines[-1]}"
+        )
+    seconds = time.perf_counter() - start
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _run_tool("cuobjdump", "--dump-resource-usage", file.name)
+        code = _run_tool("nvdisasm", "-c", file.name)
+    registers, stack, local = (_number(key, usage) for key in ("REG", "STACK", "LOCAL"))
+    return CompileResult(
+        case.name,
+        arch,
+        registers,
+        stack + local,
+        len(_SPILL.findall(code)),
+        shared,
+        len(_TENSOR_CORES.findall(code)),
+        case.tensor_cores,
+        round(seconds, 2),
+    )
+
+
+def _number(key: str, usage: str) -> int:
+    found = re.search(rf"\b{key}:(\d+)", usage)
+    assert found, f"no {key} in {usage!r}"
+    return int(found.group(1))
+
+
+def _capability(arch: str) -> int:
+    return int(arch.removeprefix("sm_"))
+
+
+def _run_tool(name: str, *arguments: str) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([tool, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns 1 if a kernel has problems."""
+    parser = argparse.ArgumentParser(prog="quire_kernels.triton_lang.compile", description=__doc__)
+    parser.add_argument("--arch", action="append", choices=ARCHITECTURES, help="default: all of them")
+    parser.add_argument("--kernel", default="", help="only cases whose name contains this")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    options = parser.parse_args(arguments)
+    if lazy.is_interpreted():
+        parser.error("TRITON_INTERPRET is set: there is nothing to compile")
+    failed = False
+    if not options.json:
+        print(f"{'kernel':<52} {'arch':<7} regs spill ldl/stl   shared  mma seconds")
+    for arch in options.arch or ARCHITECTURES:
+        for case in compile_cases(_capability(arch)):
+            if options.kernel not in case.name:
+                continue
+            result = compile_case(case, arch)
+            failed |= bool(result.problems)
+            if options.json:
+                print(json.dumps({**asdict(result), "problems": result.problems}), flush=True)
+                continue
+            print(
+                f"{result.name:<52} {arch:<7} {result.registers:>4} {result.spill_bytes:>5} "
+                f"{result.spill_instructions:>7} {result.shared_bytes:>8} "
+                f"{result.tensor_core_instructions:>4} {result.seconds:>7.2f} {'; '.join(result.problems)}",
+                flush=True,
+            )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Makes Triton's interpreter compute with bfloat16 as devices do.
+
+Triton 3.6's interpreter cuts the low bits off where a device rounds to nearest even, and multiplies matrices
+of bfloat16 as if their bits were integers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire_kernels.triton_lang import lazy
+
+
+def install() -> None:
+    """Replaces the conversion and the product, once, where kernels are interpreted."""
+    if not lazy.is_interpreted():
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter._convert_float
+    if getattr(original, "rounds_to_nearest", False):
+        return
+
+    def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source, target) == (tl.float32, tl.bfloat16):
+            wide = torch.from_numpy(np.array(data, dtype=np.float32))
+            return wide.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        if (source, target) == (tl.bfloat16, tl.float32):
+            narrow = np.asarray(data).view(np.uint16)
+            return narrow.astype(np.uint32) << np.uint32(16)
+        return original(data, source, target, rounding)
+
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        wide = [
+            interpreter.TensorHandle(
+                convert(one.data, tl.bfloat16, tl.float32, None).view(np.float32), tl.float32
+            )
+            if one.dtype.scalar == tl.bfloat16
+            else one
+            for one in (a, b)
+        ]
+        return dot(self, *wide, *rest)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+    convert.rounds_to_nearest = True  # type: ignore[attr-defined]
+    interpreter._convert_float = convert

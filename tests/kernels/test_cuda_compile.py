@@ -1,0 +1,315 @@
+"""The CUDA kernels' machine code for every architecture, its cache, and the chain of fallbacks: no GPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quire_kernels import registry
+from quire_kernels.cuda import compiler, copy, kernels, operators
+from quire_kernels.cuda.compiler import ARCHITECTURES, CompileError, Unit, all_units
+
+needs_nvrtc = pytest.mark.skipif(not compiler.is_installed(), reason="needs cuda-core and NVRTC")
+needs_cuobjdump = pytest.mark.skipif(compiler.tool("cuobjdump") is None, reason="needs cuobjdump")
+ADD = Unit("add", (("TYPE", "float"),))
+
+
+@needs_nvrtc
+@needs_cuobjdump
+@pytest.mark.parametrize("source", ["attention", "cache", "copy", "elementwise", "linear", "sampling"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kernel_compiles_and_none_spills(arch: str, source: str) -> None:
+    units = [unit for unit in all_units() if unit.source == source]
+    if source == "attention":
+        # One of each cache and size; `python -m quire_kernels.cuda.compiler` reports all.
+        units = [unit for unit in units if dict(unit.defines)["QUERY"] == "BFloat16"]
+    assert units
+    for unit in units:
+        code = compiler.cubin(unit, arch)
+        for kernel, found in compiler.resources(code).items():
+            assert found.local_bytes == 0, (unit, kernel, found)
+            assert found.registers <= 255
+        has_products = source in ("attention", "linear")
+        if has_products and unit == units[0]:
+            assert "HMMA" in compiler.disassembly(code), "tensor cores are used"
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_all_variants(arch: str) -> None:
+    for unit in all_units():
+        assert compiler.cubin(unit, arch)
+
+
+@pytest.mark.parametrize("query", [torch.bfloat16, torch.float16])
+def test_attention_fits_into_shared_memory(query: torch.dtype) -> None:
+    """Of an RTX 40, 99 KiB per block, up to heads of 128; larger ones of an A100, 163 KiB."""
+    for head_dim in kernels.HEAD_DIMS:
+        for cache in (0, 1):
+            if cache == 0 or head_dim in kernels.QUANTIZED_HEAD_DIMS:
+                limit = (99 if head_dim <= 128 else 163) << 10
+                assert kernels.attention_shared_bytes(query, head_dim, cache) <= limit
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A small kernel and an empty cache."""
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "SOURCES", tmp_path)
+    path = tmp_path / "add.cu"
+    path.write_text('extern "C" __global__ void add(TYPE* x) { x[threadIdx.x] += 1; }')
+    yield path
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Unit]:
+    """What NVRTC has compiled."""
+    units: list[Unit] = []
+    compile_unit = compiler._compile
+
+    def counted(unit: Unit, arch: str) -> bytes:
+        units.append(unit)
+        return compile_unit(unit, arch)
+
+    monkeypatch.setattr(compiler, "_compile", counted)
+    return units
+
+
+@needs_nvrtc
+@pytest.mark.row("D5", part="no GPU: parity is shown on an emulation")
+def test_machine_code_is_cached(source: Path, compiled: list[Unit], tmp_path: Path) -> None:
+    first = compiler.cubin(ADD, "sm_90a")
+    assert compiler.cubin(ADD, "sm_90a") == first and len(compiled) == 1
+    compiler.cubin(ADD, "sm_80")
+    compiler.cubin(Unit("add", (("TYPE", "int"),)), "sm_90a")
+    source.write_text(source.read_text().replace("+= 1", "+= 2"))
+    assert compiler.cubin(ADD, "sm_90a") != first
+    assert len(compiled) == 4, "another architecture, other macros, another source"
+    assert len(list((tmp_path / "cache").rglob("*.cubin"))) == 4
+    assert not list((tmp_path / "cache").rglob("tmp*")), "written in one step"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("damage", [b"", b"short", None])
+def test_a_damaged_entry_is_compiled_again(
+    source: Path, compiled: list[Unit], tmp_path: Path, damage: bytes | None
+) -> None:
+    first = compiler.cubin(ADD, "sm_90a")
+    (path,) = (tmp_path / "cache").rglob("*.cubin")
+    path.write_bytes(path.read_bytes()[:-1] + b"\x00" if damage is None else damage)
+    path.write_bytes(path.read_bytes()[:-8] + bytes(8) if damage is None else damage)
+    again = compiler.cubin(ADD, "sm_90a")
+    assert len(compiled) == 2 and again == first
+    assert compiler.cubin(ADD, "sm_90a") == first and len(compiled) == 2, "and is whole afterwards"
+
+
+@needs_nvrtc
+def test_a_wrong_source_is_an_error_that_says_where(source: Path) -> None:
+    source.write_text("nonsense")
+    with pytest.raises(CompileError, match=r"(?s)add.*sm_90a.*nonsense"):
+        compiler.cubin(ADD, "sm_90a")
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", "/dev/null/cache")
+    monkeypatch.setattr(compiler, "_read", lambda path: None)
+    monkeypatch.setattr(compiler, "_compile", lambda unit, arch: b"code")
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (13, 0))
+    assert compiler.cubin(ADD, "sm_90a") == b"code"
+    assert "is not kept" in caplog.text
+
+
+@needs_nvrtc
+@needs_cuobjdump
+def test_the_report_names_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compiler.main(["--arch", "sm_90a", "--source", "copy", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["arch"], row["kernel"], row["local_bytes"]) == ("sm_90a", "copy_rows", 0)
+    assert 0 < row["registers"] <= 255
+    assert compiler.main(["--arch", "sm_90a", "--source", "copy"]) == 0
+    assert "copy_rows" in capsys.readouterr().out
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Selection as on a machine with an H100, where every kernel loads."""
+    monkeypatch.setattr(operators, "is_available", lambda: True)
+    monkeypatch.setattr(operators, "compiles", lambda *probe: True)
+    registry.configure(None)
+    yield
+    registry.configure(None)
+
+
+FACTS: dict[str, dict[str, Any]] = {
+    "paged_attention": {
+        "head_dim": 128,
+        "num_groups": 4,
+        "block_size": 16,
+        "kv_dtype": torch.bfloat16,
+        "sliding_window": False,
+        "softcap": False,
+    },
+    "rms_norm": {"size": 4096},
+    "silu_mul": {"size": 4096},
+}
+
+
+def chain(operator: str) -> list[str]:
+    """What may be picked, the preferred ones first."""
+    found = registry.implementations(operator)
+    return [one.name for one in found if one.can_do("cuda", torch.bfloat16, FACTS[operator])]
+
+
+@pytest.mark.row("D5", part="no GPU: parity is shown on an emulation")
+def test_cuda_comes_before_triton_and_torch() -> None:
+    """In a process of its own, without Triton's interpreter, in which priorities are others."""
+    code = (
+        "import torch\n"
+        "from quire_kernels import ops, registry\n"
+        "from quire_kernels.cuda import operators\n"
+        "from quire_kernels.triton_lang import lazy\n"
+        "operators.is_available = lazy.is_available = lambda: True\n"
+        "operators.compiles = lambda *probe: True\n"
+        f"for operator, facts in {FACTS!r}.items():\n"
+        "    found = registry.implementations(operator)\n"
+        "    print(*[one.name for one in found if one.can_do('cuda', torch.bfloat16, facts)])\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["cuda triton reference"] * len(FACTS)
+
+
+@pytest.mark.row("D5", part="no GPU: parity is shown on an emulation")
+@pytest.mark.parametrize("operator", FACTS)
+def test_the_choice_is_made_at_load_and_logged(
+    gpu: None, operator: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="quire_kernels"):
+        for _ in range(2):
+            registry.select(operator, "cuda", torch.bfloat16, **FACTS[operator])
+    assert [record.getMessage().split(" on ")[0] for record in caplog.records] == [f"{operator}: cuda"]
+
+
+@pytest.mark.row("D5", part="no GPU: parity is shown on an emulation")
+def test_a_kernel_that_cannot_be_had_is_logged_once_and_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(operators, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def refuse(*_: Any) -> None:
+        raise CompileError("nothing works here")
+
+    monkeypatch.setattr(operators, "loaded", refuse)
+    operators.compiles.cache_clear()
+    for _ in range(3):
+        assert "cuda" not in chain("rms_norm")
+    operators.compiles.cache_clear()
+    assert caplog.text.count("nothing works here") == 1
+
+
+@pytest.mark.row("D5", part="no GPU: parity is shown on an emulation")
+def test_the_build_is_optional() -> None:
+    """Without any package named cuda operators work, nothing is logged, and the compiler names what lacks."""
+    code = (
+        "import sys, torch\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'cuda': raise ModuleNotFoundError(name)\n"
+        "for name in [n for n in sys.modules if n.split('.')[0] == 'cuda']: del sys.modules[name]\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "from quire_kernels import ops\n"
+        "from quire_kernels.cuda import compiler, operators\n"
+        "x = torch.ones(2, 64)\n"
+        "assert torch.isfinite(ops.rms_norm(x, x[0], 1e-5)).all()\n"
+        "try: compiler.cubin(compiler.Unit('copy'), 'sm_90a')\n"
+        "except compiler.CompileError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "no NVRTC" in done.stdout and not done.stderr
+
+
+class FakeDriver:
+    """cuda.bindings.driver as far as copies use it; addresses are names, and every copy is noted."""
+
+    CUmemcpySrcAccessOrder = SimpleNamespace(CU_MEMCPY_SRC_ACCESS_ORDER_STREAM=1)
+
+    def __init__(self, status: int = 0, extra: tuple[int, ...] = ()) -> None:
+        self.status, self.extra = status, extra
+        self.single: list[tuple[int, int, int, int]] = []
+        self.batches: list[tuple[Any, ...]] = []
+
+    def CUmemcpyAttributes(self) -> Any:
+        return SimpleNamespace(srcAccessOrder=0)
+
+    def CUdeviceptr(self, address: int) -> int:
+        return address
+
+    def cuMemcpyAsync(self, target: int, source: int, size: int, stream: int) -> tuple[int]:
+        self.single.append((target, source, size, stream))
+        return (0,)
+
+    def cuMemcpyBatchAsync(self, *arguments: Any) -> tuple[int, ...]:
+        targets, sources, sizes, count, attributes, indices, number, _ = arguments
+        assert len(targets) == len(sources) == len(sizes) == count
+        assert [one.srcAccessOrder for one in attributes] == [1] and indices == [0] and number == 1
+        if self.status == 0:
+            self.batches.append((targets, sources, sizes))
+        return (self.status, *self.extra)
+
+
+COPIES = [1, 2, 3], [11, 12, 13], [5, 5, 5]
+ONE_BY_ONE = [(1, 11, 5), (2, 12, 5), (3, 13, 5)]
+
+
+@pytest.mark.parametrize("extra", [(), (7,)])
+def test_copies_are_one_call(monkeypatch: pytest.MonkeyPatch, extra: tuple[int, ...]) -> None:
+    """Bindings 13 return the status alone, bindings 12 the index of a failed copy too."""
+    driver = FakeDriver(extra=extra)
+    monkeypatch.setattr(copy, "_driver", lambda: driver)
+    copy.copy_batch(*COPIES, stream=9)
+    assert driver.batches == [COPIES] and not driver.single
+    copy.copy_batch([], [], [], stream=9)
+    assert len(driver.batches) == 1
+
+
+@pytest.mark.parametrize("reason", ["no such binding", "an old driver", "not supported", "the legacy stream"])
+def test_copies_are_started_one_by_one_without_that_call(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    driver = FakeDriver(status=801 if reason == "not supported" else 0)
+    if reason == "no such binding":
+        monkeypatch.setattr(driver, "cuMemcpyBatchAsync", None)
+    if reason == "an old driver":
+
+        def missing(*_: Any) -> None:
+            raise RuntimeError("Function cuMemcpyBatchAsync not found")
+
+        monkeypatch.setattr(driver, "cuMemcpyBatchAsync", missing)
+    monkeypatch.setattr(copy, "_driver", lambda: driver)
+    stream = 0 if reason == "the legacy stream" else 9
+    copy.copy_batch(*COPIES, stream=stream)
+    assert [one[:3] for one in driver.single] == ONE_BY_ONE and not driver.batches
+
+
+def test_a_refused_copy_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy, "_driver", lambda: FakeDriver(status=1, extra=(0,)))
+    with pytest.raises(copy.CopyError, match="refused a copy: 1"):
+        copy.copy_batch(*COPIES, stream=9)

@@ -1,0 +1,368 @@
+"""The CUDA kernels' results, from their own sources on a CPU: see cuda_emulator."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire_kernels import ops, registry
+from quire_kernels.cuda.compiler import SOURCES
+from quire_kernels.cuda.kernels import Kernels, Linear
+from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.quantized_kv import QuantizedKV
+from quire_kernels.sampling import SamplingTensors
+from tests.kernels import cuda_emulator, test_cache_ops, test_elementwise
+from tests.kernels.common import dequantized, forced, quantized_pool
+from tests.kernels.cuda_emulator import EmulatedLauncher
+from tests.kernels.test_paged_attention import Case, check, make_case
+
+NAME = "cuda-emulated"
+PRIORITY = -20
+"""Behind every other implementation: it runs only where it is forced."""
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+pytestmark = pytest.mark.skipif(not cuda_emulator.is_available(), reason="needs x86-64 and g++")
+
+
+@pytest.fixture(autouse=True)
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedLauncher]:
+    """Registers the emulated kernels; forgotten after the test, so that other tests do not list them."""
+    names = {operator: dict(found) for operator, found in registry._implementations.items()}
+    monkeypatch.setattr(registry, "_implementations", names)
+    registry.configure(None)
+    found = EmulatedLauncher()
+    register(found)
+    yield found
+    registry.configure(None)
+
+
+def register(launcher: EmulatedLauncher) -> None:
+    """Puts kernels on this launcher in the place of those before."""
+    kernels = Kernels(launcher)
+    functions: dict[str, Any] = {
+        name: getattr(kernels, name)
+        for name in (
+            "paged_attention",
+            "norm_rope_write",
+            "write_kv",
+            "rope",
+            "rms_norm",
+            "silu_mul",
+            "gelu_mul",
+            "copy_blocks",
+            "argmax",
+            "sample",
+        )
+    }
+    functions["linear"] = partial(Linear, kernels)
+    for operator, function in functions.items():
+        registry._implementations[operator].pop(NAME, None)
+        registry.implementation(operator, NAME, devices=("cpu",), priority=PRIORITY)(function)
+
+
+def attend(case: Case, **options: Any) -> None:
+    with forced("paged_attention", NAME):
+        check(case, **options)
+
+
+ATTENTION = [
+    (BF16, 64, None, 1, 16),
+    (BF16, 64, torch.int8, 8, 8),
+    (BF16, 80, None, 4, 16),
+    (BF16, 96, None, 3, 16),
+    (BF16, 128, None, 4, 32),
+    (BF16, 128, torch.int8, 5, 64),
+    (BF16, 128, FP8, 8, 16),
+    (BF16, 256, None, 2, 16),
+    (BF16, 256, FP8, 32, 128),
+    (FP16, 64, FP8, 2, 16),
+    (FP16, 128, None, 8, 16),
+    (FP16, 128, torch.int8, 4, 32),
+]
+"""Type, head size, cache, query heads per KV head, block size."""
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "kv_dtype", "groups", "block_size"), ATTENTION)
+def test_attention_equals_dense_attention(
+    dtype: torch.dtype,
+    head_dim: int,
+    kv_dtype: torch.dtype | None,
+    groups: int,
+    block_size: int,
+) -> None:
+    """Lengths around tiles, several new tokens, windows that begin anywhere; unowned memory is NaN."""
+    lengths = [(1, 130), (3, 65), (1, 1), (1, 64), (2, 257), (1, 63), (20, 33)]
+    case = make_case(
+        lengths,
+        num_kv_heads=2,
+        groups=groups,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+    )
+    attend(case)
+    attend(case, sliding_window=70)
+    attend(case, sliding_window=9, softcap=15.0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_attention_of_random_batches(seed: int, launcher: EmulatedLauncher) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    dtype, head_dim, kv_dtype, groups, _ = ATTENTION[seed]
+    launcher.count, launcher.seed = draw(1, 20), seed
+    lengths = []
+    for _ in range(draw(1, 5)):
+        seq_len = draw(1, 1000) if draw(0, 2) == 0 else draw(1, 140)
+        lengths.append((min(seq_len, draw(1, 3)), seq_len))
+    case = make_case(
+        lengths,
+        num_kv_heads=draw(1, 2),
+        groups=groups,
+        head_dim=head_dim,
+        block_size=2 ** draw(3, 7),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        seed=seed,
+    )
+    attend(case, sliding_window=draw(1, 300) if seed % 2 else None)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+def test_attention_does_not_depend_on_how_the_work_is_cut(
+    kv_dtype: torch.dtype | None, launcher: EmulatedLauncher
+) -> None:
+    """Bit by bit: on 2 to 60 blocks, in any order of blocks and warps, alone and in a batch; the longest
+    context has chunks of two tiles."""
+    lengths = [(1, 2500), (1, 100), (2, 700), (1, 1), (1, 64)]
+    case = make_case(
+        lengths, num_kv_heads=1, groups=2, head_dim=64, block_size=16, dtype=BF16, kv_dtype=kv_dtype
+    )
+    with forced("paged_attention", NAME):
+        check(case)
+        expected = case.run(sliding_window=600), case.run()
+        for count, seed in ((1, 0), (2, 5), (7, 6), (30, 7)):
+            launcher.count, launcher.seed = count, seed
+            case.meta.shared_plans.clear()
+            assert torch.equal(case.run(sliding_window=600), expected[0])
+            # Twice with one plan, as layers do: the counters are as they were.
+            assert torch.equal(case.run(), expected[1])
+            assert torch.equal(case.run(), expected[1])
+        starts = case.meta.query_start_loc.tolist()
+        for row, (query_len, seq_len) in enumerate(lengths):
+            meta = AttentionMetadata.build([query_len], [seq_len], [case.meta.block_table[row].tolist()], 16)
+            rows = slice(starts[row], starts[row + 1])
+            alone = ops.paged_attention(case.query[rows], case.kv_layer, meta, scale=case.scale)
+            assert torch.equal(alone, expected[1][rows])
+
+
+def test_attention_of_padding_is_zero_and_reads_nothing() -> None:
+    """Rows that only fill a captured graph have no context; their block is all NaN."""
+    case = make_case([(1, 40), (1, 8), (1, 200)], head_dim=64, block_size=8, dtype=BF16)
+    expected = case.run()
+    case.meta.seq_lens[1] = 0
+    with forced("paged_attention", NAME):
+        out = case.run()
+    assert not out[1].any()
+    torch.testing.assert_close(out[[0, 2]], expected[[0, 2]], atol=2e-2, rtol=2e-2)
+
+
+FAULTS = {
+    "a copy that is not waited for": ("copy_async_wait<STAGES - 2>();", "copy_async_wait<STAGES - 1>();"),
+    "a window one position too long": ("position > last - p.window", "position >= last - p.window"),
+    "weights read before the others wrote theirs": (
+        "        block_barrier();\n\n#pragma unroll\n        for (int i = 0; i < COLUMN_TILES; i++) {\n"
+        "#pragma unroll\n            for (int e = 0;",
+        "\n#pragma unroll\n        for (int i = 0; i < COLUMN_TILES; i++) {\n"
+        "#pragma unroll\n            for (int e = 0;",
+    ),
+    "a tile whose stage is refilled too early": (
+        "start_copies(stage == 0 ? STAGES - 1 : stage - 1);",
+        "start_copies(stage + 1 == STAGES ? 0 : stage + 1);",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_these_tests_see_a_planted_fault(fault: str, tmp_path: Path) -> None:
+    shutil.copytree(SOURCES, tmp_path / "src")
+    source = tmp_path / "src" / "attention.cu"
+    before, after = FAULTS[fault]
+    text = source.read_text()
+    assert text.count(before) == 1, "the sources have changed: plant the fault elsewhere"
+    source.write_text(text.replace(before, after))
+    case = make_case([(1, 300), (1, 257)], groups=4, head_dim=64, block_size=16, dtype=BF16)
+    # Every position has the same weight, so that each one too many shows.
+    case.query.zero_()
+    attend(case, sliding_window=5)
+    attend(case)
+    register(EmulatedLauncher(sources=tmp_path / "src"))
+    with pytest.raises(AssertionError):
+        attend(case, sliding_window=5)
+        attend(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
+def test_elementwise_kernels(dtype: torch.dtype) -> None:
+    for shape in ((1, 64), (7, 4096), (5, 3, 16)):
+        test_elementwise.test_rms_norm(NAME, "cpu", dtype, shape)
+    for sizes in ((16, 16), (64, 16), (128, 128), (128, 64), (80, 80), (256, 96)):
+        test_elementwise.test_rope_rotates_pairs_and_keeps_the_rest(NAME, "cpu", dtype, *sizes)
+    test_elementwise.test_silu_mul(NAME, "cpu", dtype)
+    test_elementwise.test_gelu_mul(NAME, "cpu", dtype)
+
+
+@pytest.mark.parametrize("size", [1, 15, 1000, 151_936])
+def test_argmax(size: int) -> None:
+    test_elementwise.test_argmax(NAME, "cpu", size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
+def test_write_kv(dtype: torch.dtype) -> None:
+    for block_size in (1, 16):
+        if dtype != FP16:
+            test_cache_ops.test_write_kv_fills_the_slots_and_nothing_else(NAME, "cpu", block_size, dtype)
+        for kv_dtype in (torch.int8, FP8):
+            test_cache_ops.test_write_kv_quantizes_within_half_a_step(
+                NAME, "cpu", block_size, dtype, kv_dtype
+            )
+
+
+def test_write_kv_of_extreme_numbers() -> None:
+    test_cache_ops.test_rounding_is_to_nearest_even(NAME, "cpu")
+    for kv_dtype in (torch.int8, FP8):
+        test_cache_ops.test_extreme_numbers_survive_quantization(NAME, "cpu", kv_dtype)
+        test_cache_ops.test_what_is_stored_does_not_depend_on_the_tokens_beside_it(NAME, "cpu", kv_dtype)
+
+
+def test_every_float_becomes_the_nearest_e4m3() -> None:
+    """Scales of 1 by a number of 448: the codes are torch's, for all bfloat16 numbers up to there."""
+    numbers = torch.arange(0, 0x10000, dtype=torch.int32).to(torch.int16).view(BF16)
+    numbers = numbers[numbers.abs() <= 448]
+    rows = numbers[: len(numbers) // 63 * 63].view(-1, 1, 63)
+    rows = torch.cat((rows, torch.full_like(rows[..., :1], 448)), dim=-1)
+    _, (layer,) = quantized_pool(-(-len(rows) // 16), 1, 1, 16, 64, FP8, "cpu")
+    with forced("write_kv", NAME):
+        ops.write_kv(rows, -rows, layer, torch.arange(len(rows)))
+    stored = layer.data.movedim(3, 1).flatten(0, 1)[: len(rows)].view(torch.uint8)
+    assert bool((layer.scales.movedim(3, 1).flatten(0, 1)[: len(rows)] == 1).all())
+    assert torch.equal(stored[:, 0], rows.to(FP8).view(torch.uint8))
+    assert torch.equal(stored[:, 1], (-rows).to(FP8).view(torch.uint8))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8, FP8])
+@pytest.mark.parametrize("norm", [None, BF16, torch.float32])
+def test_norm_rope_write_equals_its_parts(kv_dtype: torch.dtype | None, norm: torch.dtype | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for head_dim, rotary_dim in ((64, 64), (128, 64), (256, 256)):
+        qkv = torch.randn((5, 8, head_dim), generator=generator).to(BF16)
+        angles = 10 * torch.rand((5, rotary_dim // 2), generator=generator)
+        norms = None
+        if norm is not None:
+            weights = 1 + torch.randn((2, head_dim), generator=generator) / 4
+            norms = (weights[0].to(norm), weights[1].to(norm))
+        slots = torch.tensor([3, 17, 40, 0, 31])
+        results = []
+        for name in ("reference", NAME):
+            if kv_dtype is None:
+                layer: Any = torch.zeros((3, 2, 2, 16, head_dim), dtype=BF16)
+            else:
+                _, (layer,) = quantized_pool(3, 1, 2, 16, head_dim, kv_dtype, "cpu")
+                layer.data.view(torch.uint8).zero_()
+                layer.scales.zero_()
+            with forced("norm_rope_write", name):
+                query = ops.norm_rope_write(qkv, 4, norms, 1e-6, angles.cos(), angles.sin(), layer, slots)
+            results.append((query, dequantized(layer)))
+            assert isinstance(layer, QuantizedKV) == (kv_dtype is not None)
+        # A number at the border of two codes or of two bfloat16 numbers may become either.
+        tolerance = 1e-2 if kv_dtype is None else 8e-2 if kv_dtype == torch.int8 else 0.14
+        torch.testing.assert_close(results[1][0], results[0][0], atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(results[1][1], results[0][1], atol=tolerance, rtol=tolerance)
+        differ = (results[1][1] != results[0][1]).double().mean()
+        assert float(differ) < 0.01, "borders are rare"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+def test_copy_blocks(dtype: torch.dtype, launcher: EmulatedLauncher) -> None:
+    test_cache_ops.test_copy_blocks_reads_all_sources_first(NAME, "cpu", dtype)
+    assert launcher.launches == ["copy_rows"] * 2
+    pool = torch.randint(0, 256, (5, 20_016), dtype=torch.uint8)
+    expected = pool.clone()
+    expected[[1, 4]] = pool[[4, 0]]
+    with forced("copy_blocks", NAME):
+        ops.copy_blocks(pool, torch.tensor([4, 0]), torch.tensor([1, 4]))
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("vocab_size", [13, 3000])
+def test_sample_draws_what_the_reference_draws(vocab_size: int) -> None:
+    count = 40
+    generator = torch.Generator().manual_seed(vocab_size)
+
+    def choose(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype)[torch.randint(len(values), (count,), generator=generator)]
+
+    rows = SamplingTensors(
+        temperature=choose([0.0, 0.3, 1.0, 3.0, 1e-7], torch.float32),
+        top_k=choose([0, 0, 1, 5, 50, 10**6], torch.int32),
+        top_p=choose([1.0, 1.0, 0.9, 0.5, 1e-3], torch.float32),
+        min_p=choose([0.0, 0.0, 0.05, 1.0], torch.float32),
+        seeds=torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator),
+        positions=torch.randint(0, 2**40, (count,), generator=generator),
+    )
+    logits = 3 * torch.randn((count, vocab_size + 5), generator=generator)[:, :vocab_size]
+    logits[5] = logits[5].round()
+    logits[6, 1::2] = -torch.inf
+    logits[7, vocab_size // 2] = torch.nan
+    logits[8] = -torch.inf
+    with forced("sample", "reference"):
+        expected = ops.sample(logits, rows)
+    with forced("sample", NAME):
+        assert torch.equal(ops.sample(logits, rows), expected)
+        assert expected[7] == expected[8] == -1
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh"])
+def test_linear(dtype: torch.dtype, activation: str | None, launcher: EmulatedLauncher) -> None:
+    """Slices of the inputs in several blocks, rows that are no whole tile, bits that no neighbour changes."""
+    generator = torch.Generator().manual_seed(1)
+    columns, size = 44, 1088
+    rows = columns if activation is None else 2 * columns
+    weight = (torch.randn((rows, size), generator=generator) / 16).to(dtype)
+    bias = torch.randn(rows, generator=generator).to(dtype)
+    x = torch.randn((17, size), generator=generator).to(dtype)
+    with forced("linear", NAME):
+        layers = [ops.pack_linear(weight, one, activation=activation) for one in (bias, None)]
+    wide = x.double() @ weight.double().T
+    for layer, product in zip(layers, (wide + bias.double(), wide), strict=True):
+        expected = product
+        if activation is not None:
+            gate, up = product.chunk(2, -1)
+            if activation == "silu":
+                expected = torch.nn.functional.silu(gate) * up
+            else:
+                kind = "tanh" if activation == "gelu_tanh" else "none"
+                expected = torch.nn.functional.gelu(gate, approximate=kind) * up
+        outs = {count: layer(x[:count], torch.float32) for count in (1, 8, 9, 16)}
+        for count, out in outs.items():
+            torch.testing.assert_close(out.double(), expected[:count], atol=1e-4, rtol=1e-4)
+            assert torch.equal(out, outs[16][:count])
+        rounded = layer(x[:3].unsqueeze(1))
+        assert rounded.dtype == dtype and rounded.shape == (3, 1, columns)
+        torch.testing.assert_close(rounded[:, 0].double(), expected[:3], atol=2e-2, rtol=2e-2)
+        assert layer(x).shape == (17, columns)
+        if activation is None:
+            assert layer.argmax(x[:4]).tolist() == expected[:4].argmax(-1).tolist()
+            assert torch.equal(layer.rows(torch.tensor([3, 0])), weight[[3, 0]])
+    assert launcher.count * 2 // 3 > 1, "the shape is one whose inputs are cut into slices"
