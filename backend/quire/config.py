@@ -59,6 +59,10 @@ class ModelConfig:
     """CPU threads of the engine; None: OMP_NUM_THREADS, else the cores it may use."""
     seed: int = 0
     """Seed of requests that state none (combined with a counter: such requests do not repeat)."""
+    attention_backend: str = "auto"
+    """Which implementation computes attention: auto (the fastest one that can), cuda, triton, reference, or
+    an instruction set of the processor (avx2, avx512, avx512_bf16, amx). One that cannot do what the model
+    needs is refused at start, with the reason and what the others can."""
     enforce_eager: bool = False
     """On cuda: no CUDA graphs."""
 

@@ -44,11 +44,17 @@ class Implementation:
 
     def can_do(self, device_type: str, dtype: torch.dtype, facts: Mapping[str, Any]) -> bool:
         """Whether it computes the operator for operands of this device, type and shape."""
+        return self.why_not(device_type, dtype, facts) is None
+
+    def why_not(self, device_type: str, dtype: torch.dtype, facts: Mapping[str, Any]) -> str | None:
+        """What it cannot compute of this; None: it can."""
         if self.devices and device_type not in self.devices:
-            return False
+            return f"only on {', '.join(sorted(self.devices))}"
         if self.dtypes and dtype not in self.dtypes:
-            return False
-        return self.predicate is None or self.predicate(**facts)
+            return f"only for {', '.join(sorted(str(one).removeprefix('torch.') for one in self.dtypes))}"
+        if self.predicate is not None and not self.predicate(**facts):
+            return "not for this shape, or it cannot be built here"
+        return None
 
 
 _implementations: dict[str, dict[str, Implementation]] = {}
@@ -95,16 +101,16 @@ def implementations(operator: str) -> list[Implementation]:
     return sorted(_implementations[operator].values(), key=lambda i: (-i.priority, i.name))
 
 
-def configure(choices: Mapping[str, str] | None) -> None:
+def configure(names: Mapping[str, str] | None) -> None:
     """Forces implementations by operator name, instead of what the environment says; None: forget that.
 
     Raises:
         KernelError: an operator or an implementation is unknown.
     """
     global _forced
-    for operator, name in (choices or {}).items():
+    for operator, name in (names or {}).items():
         _check_name(operator, name)
-    _forced = None if choices is None else dict(choices)
+    _forced = None if names is None else dict(names)
     _picked.clear()
 
 
@@ -131,12 +137,13 @@ def select(operator: str, device_type: str, dtype: torch.dtype, **facts: Any) ->
 def pick(operator: str, device_type: str, dtype: torch.dtype, **facts: Any) -> Implementation:
     """What `select` chooses; raises KernelError as it does."""
     candidates = implementations(operator)
-    forced = _choices().get(operator)
+    forced = choices().get(operator)
     if forced is not None:
         chosen = _implementations[operator][forced]
-        if not chosen.can_do(device_type, dtype, facts):
+        reason = chosen.why_not(device_type, dtype, facts)
+        if reason is not None:
             raise KernelError(
-                f"{operator}={forced} was asked for but cannot do {device_type} {dtype} {facts}"
+                f"{operator}={forced} was asked for but cannot do {device_type} {dtype} {facts}: {reason}"
             )
         return chosen
     for candidate in candidates:
@@ -145,7 +152,13 @@ def pick(operator: str, device_type: str, dtype: torch.dtype, **facts: Any) -> I
     raise KernelError(f"no implementation of {operator} for {device_type} {dtype} {dict(facts)}")
 
 
-def _choices() -> dict[str, str]:
+def capabilities(operator: str, device_type: str, dtype: torch.dtype, **facts: Any) -> dict[str, str | None]:
+    """Of each implementation, the preferred ones first: why it cannot compute this, None if it can."""
+    return {one.name: one.why_not(device_type, dtype, facts) for one in implementations(operator)}
+
+
+def choices() -> dict[str, str]:
+    """Implementations that are forced, by operator."""
     global _forced
     if _forced is None:
         _forced = _from_environment(os.environ.get(ENVIRONMENT, ""))

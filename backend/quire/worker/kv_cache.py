@@ -18,6 +18,7 @@ import torch
 from quire.config import CacheConfig, SchedulerConfig
 from quire.errors import ConfigError
 from quire_kernels import ops
+from quire_kernels.cuda.copy import copy_batch
 from quire_kernels.host_memory import aligned_bytes
 from quire_kernels.quantized_kv import KVLayer, QuantizedKV, piece_bytes
 
@@ -192,9 +193,7 @@ class KVCache:
                 out[row] = pool[block_id]
             return
         staging = self._staging(len(block_ids))
-        index = torch.tensor(block_ids, dtype=torch.int64, device=self.blocks.device)
-        staging.copy_(self.blocks.index_select(0, index), non_blocking=True)
-        torch.cuda.current_stream(self.blocks.device).synchronize()
+        self._copy(block_ids, staging, to_host=True)
         out[...] = staging.numpy()
 
     def write(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
@@ -211,9 +210,19 @@ class KVCache:
             return
         staging = self._staging(len(block_ids))
         staging.numpy()[...] = data
-        index = torch.tensor(block_ids, dtype=torch.int64, device=self.blocks.device)
-        self.blocks.index_copy_(0, index, staging.to(self.blocks.device, non_blocking=True))
-        torch.cuda.current_stream(self.blocks.device).synchronize()
+        self._copy(block_ids, staging, to_host=False)
+
+    def _copy(self, block_ids: Sequence[int], staging: torch.Tensor, *, to_host: bool) -> None:
+        """Between the pool and pinned memory, by the device's copy engines: kernels go on beside it."""
+        device = self.blocks.device
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        pool, size = self.blocks.data_ptr(), self.block_bytes
+        there = [pool + block_id * size for block_id in block_ids]
+        here = [staging.data_ptr() + row * size for row in range(len(block_ids))]
+        targets, sources = (here, there) if to_host else (there, here)
+        copy_batch(targets, sources, [size] * len(block_ids), stream.cuda_stream)
+        stream.synchronize()
 
     def _staging(self, count: int) -> torch.Tensor:
         """Pinned memory for `count` blocks; torch keeps what is given back, so this is cheap."""

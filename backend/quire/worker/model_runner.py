@@ -15,14 +15,17 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kv_groups import blocks_per_sequence, layers_per_group
 from quire.loader import load_model
+from quire.models.config import DecoderConfig
 from quire.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from quire.worker.device import HostCopy, to_device
 from quire.worker.graph_runner import CudaGraphs, DecodeGraphs, GraphBackend, graph_sizes
 from quire.worker.input_batch import CachedRequest, InputBatch, StepInputs
-from quire.worker.kv_cache import KVCache, block_bytes, num_blocks_for
+from quire.worker.kv_cache import QUANTIZED_DTYPES, KVCache, block_bytes, num_blocks_for
 from quire.worker.sampler import Draw, Sampler, SamplerOutput
 from quire.worker.timeline import Timeline
+from quire_kernels import registry
 from quire_kernels.cpu.native import set_num_threads
+from quire_kernels.triton_lang import tuning
 
 if TYPE_CHECKING:
     from quire.kv_tiers import KVTiers
@@ -76,6 +79,7 @@ class ModelRunner:
         )
         shape = loaded.config
         cache = config.cache
+        check_attention_backend(config, shape, self.device)
         self.kv_groups = self.model.kv_groups
         block_layers = layers_per_group(self.kv_groups)
         self.block_bytes = block_bytes(
@@ -183,8 +187,9 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """What is to be done once, before the first step: recording decode steps."""
-        if self.graphs is not None:
-            self.graphs.capture_all()
+        with tuning.warm_up():
+            if self.graphs is not None:
+                self.graphs.capture_all()
 
     def _needs_tokens(self, item: ScheduledRequest) -> bool:
         state = self.batch.requests.get(item.request_id)
@@ -293,6 +298,37 @@ class LaunchedStep:
             return None
         (drawn, copy), self._drawn = self._drawn, None
         return drawn.output(copy.wait())
+
+
+def check_attention_backend(config: EngineConfig, shape: DecoderConfig, device: torch.device) -> None:
+    """Makes `attention_backend` the one that computes, in this process.
+
+    Raises:
+        ConfigError: it cannot do what one of the model's layers needs; says why, and what all can.
+    """
+    wanted = config.model.attention_backend
+    if wanted == "auto":
+        return
+    kv_dtype = QUANTIZED_DTYPES.get(config.cache.kv_cache_dtype, shape.dtype)
+    for window in dict.fromkeys(shape.sliding_windows):
+        facts = {
+            "head_dim": shape.head_dim,
+            "num_groups": shape.num_heads // shape.num_kv_heads,
+            "block_size": config.cache.block_size,
+            "kv_dtype": kv_dtype,
+            "sliding_window": window is not None,
+            "softcap": shape.attention_softcap is not None,
+        }
+        able = registry.capabilities("paged_attention", device.type, shape.dtype, **facts)
+        reason = able.get(wanted, "there is none of this name")
+        if reason is not None:
+            table = "; ".join(f"{name}: {why or 'can'}" for name, why in able.items())
+            needs = ", ".join(f"{name} {value}" for name, value in facts.items())
+            raise ConfigError(
+                f"attention_backend={wanted} cannot serve this model: {reason}. Needed: {shape.dtype} on "
+                f"{device.type}, {needs}. {table}"
+            )
+    registry.configure({**registry.choices(), "paged_attention": wanted})
 
 
 def make_graph_backend(device: torch.device, enforce_eager: bool) -> GraphBackend | None:

@@ -1,0 +1,60 @@
+"""`attention_backend`: what is asked for computes, or the start fails and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import quire_kernels.ops  # noqa: F401  (registers the implementations)
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError
+from quire_kernels import registry
+from tests.fixtures.checkpoints import make_checkpoint
+
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    yield
+    registry.configure(None)
+
+
+def usable() -> list[str]:
+    return [
+        one.name for one in registry.implementations("paged_attention") if one.name not in ("cuda", "triton")
+    ]
+
+
+@pytest.mark.row("D24")
+@pytest.mark.parametrize("name", usable())
+def test_each_gives_the_same_tokens(checkpoint: Path, name: str) -> None:
+    prompts = [[5, 6, 7, 8] * 5, [9, 10]]
+    expected = LLM(checkpoint, dtype="float32").generate(prompts, GREEDY)
+    llm = LLM(checkpoint, dtype="float32", attention_backend=name)
+    assert registry.choices() == {"paged_attention": name}
+    found = llm.generate(prompts, GREEDY)
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+
+
+@pytest.mark.row("D24")
+def test_what_cannot_be_is_refused_at_start_with_the_reason(checkpoint: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"attention_backend=cuda .*only on cuda.*head_dim .*reference: can"
+    ):
+        LLM(checkpoint, attention_backend="cuda", device="cpu")
+    with pytest.raises(ConfigError, match="there is none of this name"):
+        LLM(checkpoint, attention_backend="flash")
+    cpu = next(name for name in usable() if name != "reference")
+    with pytest.raises(
+        ConfigError, match=rf"attention_backend={cpu} .*only for bfloat16, float32.*float16 on cpu"
+    ):
+        LLM(checkpoint, attention_backend=cpu, dtype="float16")
+    assert registry.choices() == {}, "a refused choice leaves nothing behind"
