@@ -288,7 +288,7 @@ def test_rows_are_those_of_the_weight(name: str, device: str, dtype: torch.dtype
 
 
 @pytest.mark.row("D18")
-@pytest.mark.row("D6", part="speed against torch is measured, not tested; no NEON")
+@pytest.mark.row("D6", without="NEON; speed against torch is measured, not tested")
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "quantization"), with_quantizations(IMPLEMENTATIONS, [None, *QUANTIZATIONS])
 )

@@ -130,7 +130,7 @@ def check(case: Case, **options: Any) -> None:
 
 
 @pytest.mark.row("D1", without="ALiBi")
-@pytest.mark.row("D2", part="speed over two cores is measured, not tested; nothing on a GPU")
+@pytest.mark.row("D2", without="[GPU] read rate; speed over two cores is measured, not tested")
 @pytest.mark.parametrize(
     ("name", "device", "kv_dtype", "seed"),
     with_cases(every_implementation("paged_attention", kv_dtypes=KV_DTYPES), range(24), interpreted=6),
@@ -188,7 +188,7 @@ def test_longer_than_one_tile_of_queries_and_keys(
         check(case, sliding_window=700)
 
 
-@pytest.mark.row("D2", part="speed over two cores is measured, not tested; nothing on a GPU")
+@pytest.mark.row("D2", without="[GPU] read rate; speed over two cores is measured, not tested")
 @pytest.mark.parametrize(
     ("name", "device", "kv_dtype"), every_implementation("paged_attention", kv_dtypes=KV_DTYPES)
 )
@@ -224,7 +224,7 @@ def share(case: Case, of: int, to: list[int], num_blocks: int) -> None:
             )
 
 
-@pytest.mark.row("D2", part="speed over two cores is measured, not tested; nothing on a GPU")
+@pytest.mark.row("D2", without="[GPU] read rate; speed over two cores is measured, not tested")
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "shape"),
     with_cases(

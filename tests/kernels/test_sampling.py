@@ -86,7 +86,7 @@ def sample(name: str, device: str, logits: torch.Tensor, rows: SamplingTensors) 
     return tokens.cpu()
 
 
-@pytest.mark.row("D10", part="penalties are separate operations")
+@pytest.mark.row("D10", without="penalties in the kernel: they are operations before it")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_draws_what_the_sampler_draws(kind: str) -> None:
     """The sampler sums exp in float32 chunks, the reference in float64: a draw in 10,000 may fall between."""
@@ -103,7 +103,7 @@ def test_the_reference_draws_what_the_sampler_draws(kind: str) -> None:
     assert int((tokens != expected).sum()) <= 1
 
 
-@pytest.mark.row("D10", part="penalties are separate operations")
+@pytest.mark.row("D10", without="penalties in the kernel: they are operations before it")
 @pytest.mark.parametrize(("name", "device"), OTHERS)
 @pytest.mark.parametrize(
     ("kind", "vocab_size"),
@@ -148,7 +148,7 @@ def exact(logits: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: fl
     return probs / probs.sum()
 
 
-@pytest.mark.row("D10", part="penalties are separate operations")
+@pytest.mark.row("D10", without="penalties in the kernel: they are operations before it")
 @pytest.mark.parametrize(
     ("name", "device", "filters"),
     with_cases(

@@ -1,0 +1,44 @@
+"""`benchmarks.gpu.run_all` runs, on the CPU: a short time on a GPU is not to be spent on its mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.gpu.run_all import main
+from quire_kernels import registry
+
+
+@pytest.mark.row("D27", part="the script that measures on a GPU runs")
+def test_it_measures_kernels_and_the_engine(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    options = ["--only", "machine", "--only", "kernels", "--only", "engine bf16", "--only", "engine fp8"]
+    done = CliRunner().invoke(main, ["--device", "cpu", "--small", "--out", str(out), *options])
+    assert done.exit_code == 0, done.output
+    sections = json.loads(out.read_text("utf-8"))["sections"]
+    assert sections.keys() == {"machine", "limits", "kernels", "engine bf16", "engine fp8"}
+    assert not any("failed" in record for record in sections["kernels"]), sections["kernels"]
+    operators = {record["case"].split(",")[0].split()[0] for record in sections["kernels"]}
+    assert {"attention", "linear", "RMSNorm", "SiLU-mul", "argmax", "sample"} <= operators
+    for record in sections["kernels"]:
+        assert record["error"] < 0.05 and record["us"] > 0, record
+    for name in ("engine bf16", "engine fp8"):
+        assert [point["running"] for point in sections[name]["decode"]] == [1, 4]
+        assert sections[name]["mix"]["output_tokens_per_s"] > 0
+    assert registry.choices() == {}, "no choice is left behind"
+
+
+def test_a_section_that_fails_is_told_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.gpu.run_all.kernels.measure", lambda *_: 1 / 0)
+    out = tmp_path / "gpu.json"
+    options = ["--only", "kernels", "--only", "machine"]
+    done = CliRunner().invoke(main, ["--device", "cpu", "--small", "--out", str(out), *options])
+    assert done.exit_code == 1
+    sections = json.loads(out.read_text("utf-8"))["sections"]
+    assert "ZeroDivisionError" in sections["kernels"]["failed"]
+    assert "device" in sections["machine"]
