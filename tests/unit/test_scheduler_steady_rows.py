@@ -21,10 +21,9 @@ class RecordedWorld(World):
 
     def begin(self) -> None:
         super().begin()
-        scheduler, plan = self.scheduler, self.scheduler._in_flight
-        assert self.step is not None and plan is not None
+        scheduler, plan = self.scheduler, self.scheduler._in_flight[-1]
         counts = plan.num_prefill_tokens, scheduler.num_recomputed_tokens, scheduler.kv.num_free_blocks
-        self.plans.append(f"{self.step[0]} {counts} {plan.offers}")
+        self.plans.append(f"{self.steps[-1][0]} {counts} {plan.offers}")
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
