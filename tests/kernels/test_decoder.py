@@ -126,7 +126,7 @@ def test_one_call_is_the_composition(checkpoint: Path, isa: str, dtype: str, kv_
         )
 
 
-@pytest.mark.row("D18", without="fp8")
+@pytest.mark.row("D18")
 @pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
 def test_quantised_layers(checkpoint: Path, quantization: str) -> None:
     with all_operators("reference"):

@@ -207,7 +207,7 @@ def test_logits_that_are_not_finite_end_one_request(
     assert got[1][0] == expected[1][0][: len(got[1][0])] and len(got[1][0]) < 10
 
 
-@pytest.mark.row("D7", without="[GPU] replay and launches per step; no piecewise graphs")
+@pytest.mark.row("D7", part="sizes, padding and fallback; replay needs a GPU; no piecewise graphs")
 def test_steps_that_fit_no_recorded_size_are_computed_as_usual(checkpoint: Path, recorded: None) -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     expected = [output.token_ids for output in engine(checkpoint).generate(PROMPTS, params)]
@@ -221,7 +221,7 @@ def test_steps_that_fit_no_recorded_size_are_computed_as_usual(checkpoint: Path,
     assert graphs.num_replays == 7
 
 
-@pytest.mark.row("D7", without="[GPU] replay and launches per step; no piecewise graphs")
+@pytest.mark.row("D7", part="sizes, padding and fallback; replay needs a GPU; no piecewise graphs")
 def test_padding_reads_and_writes_nothing_of_a_request(checkpoint: Path, recorded: None) -> None:
     """Every block that no request holds is NaN, the scratch block too after its first use."""
     params = SamplingParams(max_tokens=8, ignore_eos=True)
