@@ -33,8 +33,6 @@ from quire_kernels.metadata import AttentionMetadata
 logger = logging.getLogger("quire")
 
 _FIELDS = ("row", "seq_len", "token", "offset")
-_PADDING = (0, 1, 0, 0)
-"""A sequence of one token, in a row that the graphs know."""
 
 
 class GraphBackend(Protocol):
@@ -130,6 +128,8 @@ class DecodeGraphs:
         """Rows as `_FIELDS`: row of the block table, tokens in the sequence, the newest one (-1: the device
         knows it), and what its position in rotary embeddings differs by."""
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=device)
+        self._padding = np.array([[self._scratch_row], [1], [0], [0]])
+        """A sequence of one token, as a column of the inputs."""
         self._host_seq_lens: list[int] = []
         self._graphs: dict[int, Callable[[], None]] = {}
         self._best = torch.zeros(self.sizes[-1], dtype=torch.int64, device=device)
@@ -161,8 +161,7 @@ class DecodeGraphs:
         count = len(scheduled)
         size = self.sizes[bisect.bisect_left(self.sizes, count)]
         inputs = np.empty((len(_FIELDS), size), dtype=np.int64)
-        inputs[:, count:] = np.array(_PADDING)[:, None]
-        inputs[0, count:] = self._scratch_row
+        inputs[:, count:] = self._padding
         for i, item in enumerate(scheduled):
             state = self.batch.requests[item.request_id]
             position = item.num_computed_tokens
@@ -193,9 +192,8 @@ class DecodeGraphs:
         """What computes a step of this size, recorded on first use."""
         if size not in self._graphs:
             # Recording computes, and a step that is computed twice would take its own result for its input.
-            self._inputs[:, :size] = torch.tensor(_PADDING, device=self._device)[:, None]
+            self._inputs[:, :size] = to_device(self._padding, self._device)
             self._host_seq_lens = [1] * size
-            self._inputs[0, :size] = self._scratch_row
             self._graphs[size] = self.backend.capture(partial(self._compute, size))
         return self._graphs[size]
 

@@ -22,7 +22,7 @@ import torch
 
 from quire.outputs import TokenLogprobs
 from quire.sampling_params import MAX_LOGPROBS
-from quire.worker.device import to_device
+from quire.worker.device import to_device, to_device_together
 from quire.worker.sampling_batch import (
     SamplingRow,
     collect_bans,
@@ -89,9 +89,9 @@ class Draw:
             ids, values = lists.pop(0), lists.pop(0)
             for place, (row, count) in enumerate(self.beams):
                 if chosen[row] != NO_TOKEN:
-                    best = slice(count)
+                    # The best one stands in front, as the chosen token does elsewhere.
                     logprobs[row] = TokenLogprobs(
-                        [ids[place][0], *ids[place][best]], [values[place][0], *values[place][best]]
+                        ids[place][:1] + ids[place][:count], values[place][:1] + values[place][:count]
                     )
         return SamplerOutput(chosen, logprobs, _errors(chosen))
 
@@ -216,10 +216,9 @@ def sampling_tensors(rows: Sequence[SamplingRow], device: torch.device) -> Sampl
         is_greedy = params.is_greedy or row.is_beam
         floats[:, i] = 0.0 if is_greedy else params.temperature, params.top_p, params.min_p
         words[:, i] = params.top_k, np.uint64(row.seed).astype(np.int64), row.num_output_tokens
-    packed = np.concatenate([words.view(np.uint8).ravel(), floats.view(np.uint8).ravel()])
-    there = to_device(packed, device)
-    top_k, seeds, positions = there[: words.nbytes].view(torch.int64).view(3, -1).unbind()
-    temperature, top_p, min_p = there[words.nbytes :].view(torch.float32).view(3, -1).unbind()
+    there = to_device_together({"words": words, "floats": floats}, device)
+    top_k, seeds, positions = there["words"].unbind()
+    temperature, top_p, min_p = there["floats"].unbind()
     return SamplingTensors(
         temperature=temperature,
         top_k=top_k.int(),

@@ -108,12 +108,13 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def cache_directory() -> Path:
+def cache_directory(name: str = "kernels") -> Path:
+    """A folder below QUIRE_CACHE_DIR, else below the user's cache."""
     named = os.environ.get(ENVIRONMENT_CACHE)
     base = (
         Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
     )
-    return base / "kernels"
+    return base / name
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -23,16 +23,17 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from quire_kernels.metadata import AttentionMetadata
-from quire_kernels.quantized_kv import KVLayer, QuantizedKV, data_of
+from quire_kernels.quantized_kv import KVLayer, data_of
 from quire_kernels.triton_lang import lazy
 from quire_kernels.triton_lang.compile import SHARED_LIMIT, CompileCase
+from quire_kernels.triton_lang.kv_memory import kind_of, kv_memory
 from quire_kernels.triton_lang.numerics import from_e4m3_bits
 
 MIN_SPLIT_TILES = 2
@@ -44,8 +45,6 @@ INTERPRETED_PROGRAMS = 5
 MERGE_ROWS = 32
 ASSIGN_ROWS = 1024
 
-PLAIN, INT8, E4M3 = 0, 1, 2
-_KINDS = {torch.int8: INT8, torch.float8_e4m3fn: E4M3}
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
 
@@ -599,7 +598,7 @@ def _decode(
     work, first = _assigned(meta, num_kv_heads, window, tiles.keys, num_programs, splits)
     partial = query.new_empty((num_seqs, partial_splits, num_heads, head_dim), dtype=torch.float32)
     partial_lse = query.new_empty((num_seqs, partial_splits, num_heads), dtype=torch.float32)
-    kv, scales, strides = _memory(kv_layer)
+    kv, scales, strides = kv_memory(kv_layer)
     _decode_kernel[(num_programs,)](
         out,
         partial,
@@ -622,19 +621,9 @@ def _decode(
         out.stride(0),
         *strides,
         NUM_KV_HEADS=num_kv_heads,
-        GROUPS=groups,
-        WINDOW=window,
-        SOFTCAP=softcap is not None,
-        KIND=_KINDS.get(data.dtype, PLAIN),
-        ROWS=tiles.rows,
-        KEYS=tiles.keys,
-        BLOCK_SIZE=block_size,
-        HEAD_DIM=head_dim,
-        WIDTH=width,
+        **_options(query, kv_layer, window, softcap, tiles),
         MIN_TILES=MIN_SPLIT_TILES,
         SPLITS=splits,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
     )
     _merge_kernel[(num_seqs, num_heads)](
         out,
@@ -667,11 +656,11 @@ def _ragged(
 ) -> None:
     data = data_of(kv_layer)
     num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = data.shape[2:4]
+    num_kv_heads = data.shape[2]
     num_seqs = meta.block_table.shape[0]
     groups, width = num_heads // num_kv_heads, _width(head_dim)
     tiles = ragged_tiles(width, groups, query.dtype, data.dtype, _capability(query.device))
-    kv, scales, strides = _memory(kv_layer)
+    kv, scales, strides = kv_memory(kv_layer)
     _ragged_kernel[(num_tokens // (tiles.rows // groups) + num_seqs, num_kv_heads)](
         out,
         query,
@@ -688,18 +677,29 @@ def _ragged(
         query.stride(1),
         out.stride(0),
         *strides,
-        GROUPS=groups,
-        WINDOW=window,
-        SOFTCAP=softcap is not None,
-        KIND=_KINDS.get(data.dtype, PLAIN),
-        ROWS=tiles.rows,
-        KEYS=tiles.keys,
-        BLOCK_SIZE=block_size,
-        HEAD_DIM=head_dim,
-        WIDTH=width,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **_options(query, kv_layer, window, softcap, tiles),
     )
+
+
+def _options(
+    query: torch.Tensor, kv_layer: KVLayer, window: int, softcap: float | None, tiles: Tiles
+) -> dict[str, Any]:
+    """Constants and launch options that both kernels have."""
+    data = data_of(kv_layer)
+    num_kv_heads, block_size, head_dim = data.shape[2:]
+    return {
+        "GROUPS": query.shape[1] // num_kv_heads,
+        "WINDOW": window,
+        "SOFTCAP": softcap is not None,
+        "KIND": kind_of(data.dtype),
+        "ROWS": tiles.rows,
+        "KEYS": tiles.keys,
+        "BLOCK_SIZE": block_size,
+        "HEAD_DIM": head_dim,
+        "WIDTH": _width(head_dim),
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
 
 
 def _assigned(
@@ -734,17 +734,6 @@ def _assigned(
         return work, first
 
     return meta.shared_plan(("triton", num_kv_heads, window, keys, num_programs, splits, capturing), make)
-
-
-def _memory(kv_layer: KVLayer) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """Keys and values, their scales (of plain ones, anything), and the strides that the kernels take."""
-    data = data_of(kv_layer)
-    if not isinstance(kv_layer, QuantizedKV):
-        return data, data, (*data.stride()[:4], 0, 0, 0)
-    scales = kv_layer.scales
-    assert scales.shape[3] == 1 or scales.stride(3) == 1, "the scales of a head are neighbours"
-    # Bits of float8, because not every GPU can load it.
-    return data.view(torch.int8), scales, (*data.stride()[:4], *scales.stride()[:3])
 
 
 def most_splits(num_programs: int, num_kv_heads: int) -> int:
@@ -784,7 +773,7 @@ def ragged_tiles(
         return Tiles(max(32, least), 32 if width <= 128 else 16, 4, 2)
     # What eight bits become is in registers, and before wgmma so are all operands: wider tiles spill.
     keys = 64
-    if capability < 90 and (kv_dtype in _KINDS or width > 128):
+    if capability < 90 and (kind_of(kv_dtype) or width > 128):
         keys = 32
     if width <= 128:
         return Tiles(128, keys, 8, 3)
@@ -848,7 +837,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
     for shape in _SHAPES:
         dtype, width = _TYPES[shape.dtype], _width(shape.head_dim)
         kv_type = _TYPES.get(shape.kv_dtype, "i8")
-        kind = _KINDS.get(shape.kv_dtype, PLAIN)
+        kind = kind_of(shape.kv_dtype)
         # Constants of a model, and whether the pointers and strides that a launch passes are multiples of 16.
         common = {
             "out": f"*{dtype}:16",

@@ -12,16 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from quire_kernels.quantized_kv import SCALE_DTYPE, KVLayer, QuantizedKV, data_of
+from quire_kernels.quantized_kv import SCALE_DTYPE, KVLayer, data_of
 from quire_kernels.triton_lang.compile import CompileCase
+from quire_kernels.triton_lang.kv_memory import E4M3, INT8, PLAIN, kind_of, kv_memory
 from quire_kernels.triton_lang.numerics import round_even, to_e4m3_bits
 
 TILE = 2048
 """Numbers that a program holds at once: heads of one token."""
 COPY_TILE = 2048
 
-PLAIN, INT8, E4M3 = 0, 1, 2
-_KINDS = {torch.int8: INT8, torch.float8_e4m3fn: E4M3}
 _LIMITS = {PLAIN: 1.0, INT8: 127.0, E4M3: 448.0}
 _SMALLEST_SCALE = tl.constexpr(torch.finfo(SCALE_DTYPE).tiny)
 
@@ -238,9 +237,9 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_layer: KVLayer, slot_map
     if num_tokens == 0:
         return
     key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
-    kv, scales, strides = _memory(kv_layer)
+    kv, scales, strides = kv_memory(kv_layer)
     width, rows = _tile(head_dim, 2 * num_kv_heads)
-    kind = _KINDS.get(data_of(kv_layer).dtype, PLAIN)
+    kind = kind_of(data_of(kv_layer).dtype)
     _write_kernel[(num_tokens, triton.cdiv(2 * num_kv_heads, rows))](
         key,
         value,
@@ -279,9 +278,9 @@ def norm_rope_write(
     if num_tokens == 0:
         return out
     qkv, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (qkv, cos, sin))
-    kv, scales, strides = _memory(kv_layer)
+    kv, scales, strides = kv_memory(kv_layer)
     width, rows = _tile(head_dim, all_heads)
-    kind = _KINDS.get(data_of(kv_layer).dtype, PLAIN)
+    kind = kind_of(data_of(kv_layer).dtype)
     query_weight, key_weight = norms or (qkv, qkv)
     _norm_rope_write_kernel[(num_tokens, triton.cdiv(all_heads, rows))](
         out,
@@ -350,17 +349,6 @@ def _as_words(blocks: torch.Tensor) -> torch.Tensor:
         if all(place % dtype.itemsize == 0 for place in places):
             return data.view(dtype)
     return data
-
-
-def _memory(kv_layer: KVLayer) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """Keys and values, their scales (of plain ones, anything), and the kernels' strides."""
-    data = data_of(kv_layer)
-    assert data.stride(4) == 1, "the numbers of a head are neighbours"
-    if not isinstance(kv_layer, QuantizedKV):
-        return data, data, (*data.stride()[:4], 0, 0, 0)
-    scales = kv_layer.scales
-    assert scales.shape[3] == 1 or scales.stride(3) == 1, "the scales of a head are neighbours"
-    return data.view(torch.int8), scales, (*data.stride()[:4], *scales.stride()[:3])
 
 
 def _tile(head_dim: int, num_rows: int) -> tuple[int, int]:

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
+from quire_kernels.cpu import build
 from quire_kernels.triton_lang import lazy
 
 logger = logging.getLogger("quire_kernels")
 
-ENVIRONMENT_CACHE = "QUIRE_CACHE_DIR"
 ENVIRONMENT_SWITCH = "QUIRE_TUNE"
 """0: nothing is timed; what is on disk is still used."""
 _FLUSHED_BYTES = 256 << 20
@@ -237,12 +237,8 @@ def may_tune() -> bool:
 
 
 def cache_directory() -> Path:
-    """Where tuners keep their files, as `cpu/build.py` finds its own directory."""
-    named = os.environ.get(ENVIRONMENT_CACHE)
-    base = (
-        Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
-    )
-    return base / "tuning"
+    """Where tuners keep their files."""
+    return build.cache_directory("tuning")
 
 
 def tuner_of(device: torch.device) -> Tuner:

@@ -1,0 +1,27 @@
+"""A layer of the paged KV cache, as the Triton-language kernels take it."""
+
+from __future__ import annotations
+
+import torch
+
+from quire_kernels.quantized_kv import KVLayer, QuantizedKV, data_of
+
+PLAIN, INT8, E4M3 = 0, 1, 2
+_KINDS = {torch.int8: INT8, torch.float8_e4m3fn: E4M3}
+
+
+def kind_of(dtype: torch.dtype) -> int:
+    """PLAIN, INT8 or E4M3, by the type of the keys and values in memory."""
+    return _KINDS.get(dtype, PLAIN)
+
+
+def kv_memory(kv_layer: KVLayer) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """Keys and values, their scales (of plain ones, anything), and the kernels' strides."""
+    data = data_of(kv_layer)
+    assert data.stride(4) == 1, "the numbers of a head are neighbours"
+    if not isinstance(kv_layer, QuantizedKV):
+        return data, data, (*data.stride()[:4], 0, 0, 0)
+    scales = kv_layer.scales
+    assert scales.shape[3] == 1 or scales.stride(3) == 1, "the scales of a head are neighbours"
+    # Bits of float8, because not every GPU can load it.
+    return data.view(torch.int8), scales, (*data.stride()[:4], *scales.stride()[:3])
