@@ -11,6 +11,26 @@ import torch
 T = TypeVar("T")
 
 
+def attention_facts(
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int,
+    block_size: int,
+    kv_dtype: torch.dtype,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> dict[str, Any]:
+    """What implementations of `ops.paged_attention` are chosen by, beside device and type."""
+    return {
+        "head_dim": head_dim,
+        "num_groups": num_heads // num_kv_heads,
+        "block_size": block_size,
+        "kv_dtype": kv_dtype,
+        "sliding_window": sliding_window is not None,
+        "softcap": softcap is not None,
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
     """Which tokens belong to which sequence, and where their keys and values are.

@@ -16,7 +16,7 @@ import quire_kernels.cuda
 import quire_kernels.reference
 import quire_kernels.triton_lang  # noqa: F401
 from quire_kernels import registry
-from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.metadata import AttentionMetadata, attention_facts
 from quire_kernels.quantized_kv import KVLayer, data_of
 from quire_kernels.sampling import SamplingTensors
 from quire_kernels.weights import PackedLinear
@@ -49,17 +49,11 @@ def paged_attention(
         [num_tokens, num_heads, head_dim] in query's type; softmax and sums are float32.
     """
     data = data_of(kv_layer)
-    function = registry.select(
-        "paged_attention",
-        query.device.type,
-        query.dtype,
-        head_dim=query.shape[2],
-        num_groups=query.shape[1] // data.shape[2],
-        block_size=data.shape[3],
-        kv_dtype=data.dtype,
-        sliding_window=sliding_window is not None,
-        softcap=softcap is not None,
+    (num_heads, head_dim), (num_kv_heads, block_size) = query.shape[1:], data.shape[2:4]
+    facts = attention_facts(
+        num_heads, head_dim, num_kv_heads, block_size, data.dtype, sliding_window, softcap
     )
+    function = registry.select("paged_attention", query.device.type, query.dtype, **facts)
     out: torch.Tensor = function(query, kv_layer, meta, scale, sliding_window, softcap)
     return out
 

@@ -25,6 +25,7 @@ from quire.worker.sampler import Draw, Sampler, SamplerOutput
 from quire.worker.timeline import Timeline
 from quire_kernels import registry
 from quire_kernels.cpu.native import set_num_threads
+from quire_kernels.metadata import attention_facts
 from quire_kernels.triton_lang import tuning
 
 if TYPE_CHECKING:
@@ -311,14 +312,15 @@ def check_attention_backend(config: EngineConfig, shape: DecoderConfig, device: 
         return
     kv_dtype = QUANTIZED_DTYPES.get(config.cache.kv_cache_dtype, shape.dtype)
     for window in dict.fromkeys(shape.sliding_windows):
-        facts = {
-            "head_dim": shape.head_dim,
-            "num_groups": shape.num_heads // shape.num_kv_heads,
-            "block_size": config.cache.block_size,
-            "kv_dtype": kv_dtype,
-            "sliding_window": window is not None,
-            "softcap": shape.attention_softcap is not None,
-        }
+        facts = attention_facts(
+            shape.num_heads,
+            shape.head_dim,
+            shape.num_kv_heads,
+            config.cache.block_size,
+            kv_dtype,
+            window,
+            shape.attention_softcap,
+        )
         able = registry.capabilities("paged_attention", device.type, shape.dtype, **facts)
         reason = able.get(wanted, "there is none of this name")
         if reason is not None:

@@ -19,7 +19,7 @@ from quire_kernels.cuda import kernels
 from quire_kernels.cuda.compiler import CompileError, Unit, attention_unit, is_installed
 from quire_kernels.cuda.kernels import CACHES, Kernels, Linear, attention_shared_bytes
 from quire_kernels.cuda.launch import DriverLauncher, loaded
-from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.metadata import AttentionMetadata, attention_facts
 from quire_kernels.quantized_kv import KVLayer, data_of
 
 logger = logging.getLogger("quire_kernels")
@@ -94,14 +94,10 @@ def paged_attention(
     if meta.max_query_len <= MAX_QUERY_LEN:
         return _kernels.paged_attention(query, kv_layer, meta, scale, sliding_window, softcap)
     data = data_of(kv_layer)
-    facts = {
-        "head_dim": query.shape[2],
-        "num_groups": query.shape[1] // data.shape[2],
-        "block_size": data.shape[3],
-        "kv_dtype": data.dtype,
-        "sliding_window": sliding_window is not None,
-        "softcap": softcap is not None,
-    }
+    (num_heads, head_dim), (num_kv_heads, block_size) = query.shape[1:], data.shape[2:4]
+    facts = attention_facts(
+        num_heads, head_dim, num_kv_heads, block_size, data.dtype, sliding_window, softcap
+    )
     key = (query.device.type, query.dtype, *facts.items())
     out: torch.Tensor = _next_attention(key)(query, kv_layer, meta, scale, sliding_window, softcap)
     return out
