@@ -1,4 +1,4 @@
-"""SamplingTensors: what `ops.sample` needs of each row, on the device of the logits."""
+"""SamplingTensors and LogitEdits: what `ops.sample` needs of each row, on the device of the logits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,40 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogitEdits:
+    """Changes of single logits, made before anything else: penalties, then biases, then bans.
+
+    Three lists of token ids in the vocabulary, each with the tokens of all rows behind each other. A token's
+    logit x becomes
+
+    - as a penalty (at most one per row and token): x / repetition, or x * repetition if x is negative, then
+      less frequency * its output count, and less presence if that count is not 0; at most the largest finite
+      float32. An infinite x stays.
+    - as a bias (at most one per row and token): x + bias.
+    - as a ban (any number per row and token): -inf, unless the row's bans leave it nothing above -inf: then
+      none of them counts.
+    """
+
+    starts: torch.Tensor
+    """int32 [3, n + 1], contiguous: row i's penalties, biases and bans are those of the three lists from
+    starts[list, i] to before starts[list, i + 1]; starts[list, 0] is 0, starts[list, n] the list's length."""
+    factors: torch.Tensor
+    """float32 [3, n], contiguous: repetition (a positive normal number), presence, frequency of each row."""
+    penalty_ids: torch.Tensor
+    """int32 [num_penalties]"""
+    output_counts: torch.Tensor
+    """float32 [num_penalties]: how often the token occurs in the row's output."""
+    bias_ids: torch.Tensor
+    """int32 [num_biases]"""
+    biases: torch.Tensor
+    """float32 [num_biases]"""
+    ban_ids: torch.Tensor
+    """int32 [num_bans]"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingTensors:
-    """One entry per row of logits, all [n] and on the logits' device."""
+    """One entry per row of logits: all but `edits` are [n] and on the logits' device."""
 
     temperature: torch.Tensor
     """float32; 0: the best token, whatever the filters say."""
@@ -24,3 +56,5 @@ class SamplingTensors:
     """int64: the bits of an unsigned number, Philox's key."""
     positions: torch.Tensor
     """int64: how many tokens the request has drawn, Philox's counter."""
+    edits: LogitEdits | None = None
+    """None: no row has any."""

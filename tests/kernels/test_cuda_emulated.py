@@ -17,7 +17,7 @@ from quire_kernels.cuda.kernels import Kernels, Linear
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import QuantizedKV
 from quire_kernels.sampling import SamplingTensors
-from tests.kernels import cuda_emulator, test_cache_ops, test_elementwise
+from tests.kernels import cuda_emulator, test_cache_ops, test_elementwise, test_sampling
 from tests.kernels.common import dequantized, forced, quantized_pool
 from tests.kernels.cuda_emulator import EmulatedLauncher
 from tests.kernels.test_paged_attention import Case, check, make_case
@@ -330,6 +330,17 @@ def test_sample_draws_what_the_reference_draws(vocab_size: int) -> None:
     with forced("sample", NAME):
         assert torch.equal(ops.sample(logits, rows), expected)
         assert expected[7] == expected[8] == -1
+
+
+@pytest.mark.row("D10")
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_sample_edits_logits(seed: int, launcher: EmulatedLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the one kernel, with blocks and warps in several orders."""
+    launcher.seed = seed
+    for count, vocab_size in ((40, 40), (20, 2500)):
+        test_sampling.test_edits_are_those_of_the_sampler(NAME, "cpu", count, vocab_size)
+    test_sampling.test_the_fused_sampler_gives_what_the_other_gives(NAME, "cpu", monkeypatch)
+    assert set(launcher.launches) <= {"sample", "argmax"}
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

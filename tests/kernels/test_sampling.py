@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quire.sampling_params import SamplingParams
-from quire.worker.sampler import Sampler
-from quire.worker.sampling_batch import SamplingRow
+from quire.worker import sampler as sampler_module
+from quire.worker.sampler import Sampler, SamplerOutput, apply_edits, sampling_tensors
+from quire.worker.sampling_batch import SamplingRow, collect_edits
 from quire_kernels import ops
+from quire_kernels.reference.sampling import edit_logits
 from quire_kernels.sampling import SamplingTensors
 from tests.kernels.common import every_implementation, forced, is_interpreted, with_cases
+from tests.kernels.test_triton_lang import ARCHITECTURES, compile_kernels
 
 IMPLEMENTATIONS = every_implementation("sample")
 OTHERS = [one for one in IMPLEMENTATIONS if one.values[0] != "reference"]
@@ -75,8 +80,10 @@ def seeds_of(count: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
     return np.random.default_rng(seed).integers(0, 2**64, count, dtype=np.uint64)
 
 
-def take(rows: SamplingTensors, index: slice) -> SamplingTensors:
-    return SamplingTensors(**{name: value[index] for name, value in vars(rows).items()})
+def take(rows: SamplingTensors, index: torch.Tensor) -> SamplingTensors:
+    assert rows.edits is None
+    columns = {name: value[index] for name, value in vars(rows).items() if value is not None}
+    return SamplingTensors(**columns)
 
 
 def sample(name: str, device: str, logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
@@ -86,7 +93,7 @@ def sample(name: str, device: str, logits: torch.Tensor, rows: SamplingTensors) 
     return tokens.cpu()
 
 
-@pytest.mark.row("D10", without="penalties in the kernel: they are operations before it")
+@pytest.mark.row("D10")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_draws_what_the_sampler_draws(kind: str) -> None:
     """The sampler sums exp in float32 chunks, the reference in float64: a draw in 10,000 may fall between."""
@@ -103,7 +110,7 @@ def test_the_reference_draws_what_the_sampler_draws(kind: str) -> None:
     assert int((tokens != expected).sum()) <= 1
 
 
-@pytest.mark.row("D10", without="penalties in the kernel: they are operations before it")
+@pytest.mark.row("D10")
 @pytest.mark.parametrize(("name", "device"), OTHERS)
 @pytest.mark.parametrize(
     ("kind", "vocab_size"),
@@ -148,7 +155,7 @@ def exact(logits: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: fl
     return probs / probs.sum()
 
 
-@pytest.mark.row("D10", without="penalties in the kernel: they are operations before it")
+@pytest.mark.row("D10")
 @pytest.mark.parametrize(
     ("name", "device", "filters"),
     with_cases(
@@ -162,9 +169,13 @@ def test_draws_have_the_exact_distribution(name: str, device: str, filters: dict
     count, vocab_size = 250 if is_interpreted(name, device) else 20_000, 30
     logits = draw_logits("random", 1, vocab_size, seed=4) / 2
     tokens = sample(name, device, logits.expand(count, -1), settings(count, [filters], device, seed=1))
-    probs = exact(logits[0], **filters).numpy()
-    counts = np.bincount(tokens.numpy(), minlength=vocab_size)
-    assert not counts[probs == 0].any(), "a token that a filter removes"
+    check_distribution(tokens, exact(logits[0], **filters))
+
+
+def check_distribution(tokens: torch.Tensor, probabilities: torch.Tensor) -> None:
+    probs, count = probabilities.numpy(), len(tokens)
+    counts = np.bincount(tokens.numpy(), minlength=len(probs))
+    assert not counts[probs == 0].any(), "a token that was removed"
     # Rare tokens together, so that every cell expects five.
     rare = (probs * count < 5) & (probs > 0)
     got, want = [*counts[~rare & (probs > 0)]], [*(count * probs[~rare & (probs > 0)])]
@@ -180,10 +191,10 @@ def test_a_row_does_not_depend_on_the_batch(name: str, device: str) -> None:
     rows = settings(count, FILTERS, device)
     together = sample(name, device, logits, rows)
     for i in range(0, count, 3):
-        assert int(sample(name, device, logits[i : i + 1], take(rows, slice(i, i + 1)))) == int(together[i])
+        assert int(sample(name, device, logits[i : i + 1], take(rows, torch.tensor([i])))) == int(together[i])
     # Rows of a wider matrix, and in another order.
     flipped = torch.cat((logits, logits), 1).flip(0)[:, 3000:]
-    back = SamplingTensors(**{key: value.flip(0) for key, value in vars(rows).items()})
+    back = take(rows, torch.arange(count).flip(0))
     assert torch.equal(sample(name, device, flipped, back).flip(0), together)
 
 
@@ -221,3 +232,219 @@ def test_the_best_token_is_the_first_of_equals(name: str, device: str) -> None:
         name, device, logits, settings(2, [{"temperature": 0.0}, {"temperature": 1e-7, "top_k": 1}])
     )
     assert int(tokens[0]) == 100 and int(tokens[1]) in (100, 4500, 5999)
+
+
+# Penalties, biases and bans
+
+EOS = 2
+
+
+def ragged_rows(count: int, vocab_size: int, seed: int) -> list[SamplingRow]:
+    """Rows that edit logits in every way or not at all; the last one bans every token."""
+    draw = random.Random(seed)
+    rows = []
+    for i in range(count):
+        # Ids without a logit are among the tokens, and few others, so that tokens and n-grams repeat.
+        tokens = [draw.randrange(-1, min(vocab_size, 12) + 2) for _ in range(draw.randint(1, 30))]
+        params: dict[str, Any] = {**FILTERS[i % len(FILTERS)]}
+        params.setdefault("temperature", 1.0)
+        if draw.random() < 0.6:
+            params["repetition_penalty"] = draw.choice([1.0, 0.5, 1.3, 1e-45, 100.0])
+            params["presence_penalty"] = draw.choice([0.0, 0.5, -2.0])
+            params["frequency_penalty"] = draw.choice([0.0, 0.7, -0.3])
+        if draw.random() < 0.4:
+            biased = draw.sample(range(vocab_size + 2), draw.randint(1, min(vocab_size, 8)))
+            params["logit_bias"] = {token: draw.choice([-100.0, 100.0, 0.37]) for token in biased}
+        if draw.random() < 0.4:
+            words = draw.choices(range(vocab_size + 2), k=draw.randint(1, 8))
+            # Twice each, and once more where the n-gram says so.
+            params["bad_words_ids"] = tuple((word,) for word in words + words)
+            params["no_repeat_ngram_size"] = draw.choice([0, 1, 2])
+        if draw.random() < 0.3:
+            params["min_tokens"] = draw.choice([1, 1000])
+        if i == count - 1:
+            # Backwards, so that no thread finds its own tokens lifted.
+            params["bad_words_ids"] = tuple((token,) for token in reversed(range(vocab_size)))
+            params["min_tokens"], params["temperature"] = 1000, 0.0
+        prompt = draw.randint(0, len(tokens))
+        rows.append(
+            SamplingRow(SamplingParams(**params), tokens, prompt, frozenset({EOS}), draw.getrandbits(64))
+        )
+    # More penalties than a kernel has threads.
+    rows[0] = SamplingRow(
+        SamplingParams(temperature=1.0, repetition_penalty=1.7, frequency_penalty=0.1),
+        list(range(vocab_size)),
+        vocab_size // 2,
+        frozenset({EOS}),
+        7,
+    )
+    return rows
+
+
+def ragged_logits(rows: list[SamplingRow], vocab_size: int, seed: int) -> torch.Tensor:
+    """Some rows hold NaN, infinities, or numbers that overflow; in two only the banned tokens are finite."""
+    logits = draw_logits("random", len(rows), vocab_size, seed)
+    logits[:, 1::5] = -math.inf
+    logits[3, 0], logits[4, 3], logits[5, 3] = math.nan, math.inf, -math.inf
+    logits[6], logits[7] = -math.inf, torch.finfo(torch.float32).max
+    logits[8] = -logits[7]
+    edits = collect_edits(rows, vocab_size)
+    assert edits is not None and edits.bans is not None
+    banning = (i for i, size in enumerate(edits.bans.sizes) if 0 < size < vocab_size // 2 and i > 8)
+    for row, rest in zip(banning, (-math.inf, math.nan), strict=False):
+        banned = edits.bans.token_ids[edits.bans.rows == row].tolist()
+        logits[row] = rest
+        logits[row, banned] = 1.0
+    return logits
+
+
+def edited(logits: torch.Tensor, rows: list[SamplingRow]) -> torch.Tensor:
+    """What the sampler's own operations, which tests/unit/test_sampler.py checks, make of the logits."""
+    out = logits.clone()
+    edits = collect_edits(rows, logits.shape[1])
+    assert edits is not None
+    apply_edits(out, rows, edits)
+    return out
+
+
+@pytest.mark.row("D10")
+@pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
+@pytest.mark.parametrize(("count", "vocab_size"), [(40, 40), (20, 2500)])
+def test_edits_are_those_of_the_sampler(name: str, device: str, count: int, vocab_size: int) -> None:
+    """The edited logits to the last bit, the reference's tokens, and a row alone as among the others."""
+    rows = ragged_rows(count, vocab_size, seed=vocab_size)
+    logits = ragged_logits(rows, vocab_size, seed=vocab_size)
+    expected = edited(logits, rows)
+    assert expected[-1].isfinite().any(), "bans of everything are lifted"
+    tensors = sampling_tensors(rows, collect_edits(rows, vocab_size), torch.device(device))
+    assert tensors.edits is not None
+    sizes = tensors.edits.starts.diff()
+    assert bool(((sizes == 0).any(1) & (sizes > 0).any(1)).all()), "rows with and without each of the edits"
+
+    there = logits.to(device, copy=True)
+    tokens = sample(name, device, there, tensors)
+    torch.testing.assert_close(there.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    assert tokens.tolist() == sample("reference", "cpu", logits.clone(), tensors).tolist()
+    assert 0 < int((tokens < 0).sum()) < count // 2
+
+    for i in range(0, count, 7):
+        own = sampling_tensors(
+            rows[i : i + 1], collect_edits(rows[i : i + 1], vocab_size), tensors.seeds.device
+        )
+        alone = logits[i : i + 1].to(device, copy=True)
+        assert int(sample(name, device, alone, own)) == int(tokens[i])
+        torch.testing.assert_close(alone[0].cpu(), expected[i], rtol=0, atol=0, equal_nan=True)
+
+
+def results(logits: torch.Tensor, rows: list[SamplingRow]) -> SamplerOutput:
+    return Sampler(logits.shape[1])(logits, rows)
+
+
+@pytest.mark.row("D10")
+@pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
+def test_the_fused_sampler_gives_what_the_other_gives(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, log-probabilities before the edits, and candidates of beam search after them."""
+    count, vocab_size = 40, 300
+    rows = ragged_rows(count, vocab_size, seed=1)
+    for i in range(10, count, 3):
+        kind = {"logprobs": 3} if i % 2 else {"beam_width": 2, "temperature": 0.0}
+        fields = {name: getattr(rows[i].params, name) for name in SamplingParams.__struct_fields__}
+        params = SamplingParams(**{**fields, **kind})
+        rows[i] = SamplingRow(params, rows[i].token_ids, rows[i].num_prompt_tokens, frozenset({EOS}), i)
+    assert any(row.is_beam and row.has_penalties for row in rows)
+    assert any(row.params.is_greedy and row.has_penalties and not row.is_beam for row in rows)
+    logits = ragged_logits(rows, vocab_size, seed=2)
+    expected = results(logits.clone(), rows)
+    greedy = [row for row in rows if row.params.is_greedy]
+    greedy_logits = logits[[i for i, row in enumerate(rows) if row.params.is_greedy]]
+    expected_greedy = results(greedy_logits.clone(), greedy)
+
+    def never(*_: Any) -> None:
+        raise AssertionError("the kernel makes the edits")
+
+    monkeypatch.setattr(sampler_module, "_is_fused", lambda device: True)
+    monkeypatch.setattr(sampler_module, "apply_edits", never)
+    with forced("sample", name):
+        got = results(logits.to(device, copy=True), rows)
+        got_greedy = results(greedy_logits.to(device, copy=True), greedy)
+    for one, other in ((got, expected), (got_greedy, expected_greedy)):
+        assert one.token_ids == other.token_ids and one.errors == other.errors
+        for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
+            assert (mine is None) == (theirs is None)
+            if mine is not None and theirs is not None:
+                assert mine.token_ids == theirs.token_ids
+                np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=1e-5)
+
+
+@pytest.mark.row("D10")
+def test_what_rows_ask_for_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[list[str]] = []
+    together = sampler_module.to_device_together
+
+    def counted(arrays: Any, device: torch.device) -> Any:
+        copies.append(list(arrays))
+        return together(arrays, device)
+
+    def never(*_: Any) -> None:
+        raise AssertionError("a copy of its own")
+
+    monkeypatch.setattr(sampler_module, "_is_fused", lambda device: True)
+    monkeypatch.setattr(sampler_module, "to_device_together", counted)
+    monkeypatch.setattr(sampler_module, "to_device", never)
+    rows = ragged_rows(40, 40, seed=3)
+    results(ragged_logits(rows, 40, seed=3), rows)
+    assert len(copies) == 1 and "penalty_ids" in copies[0]
+    plain = [SamplingRow(SamplingParams(temperature=1.0), [1], 1, frozenset(), 0)] * 2
+    results(torch.zeros(2, 40), plain)
+    assert copies[1:] == [["words", "floats"]], "nothing more than before for rows without edits"
+
+
+def test_edits_of_the_reference_do_not_wait_for_the_device() -> None:
+    """A fake tensor has no numbers: whatever asks for one, as a synchronisation does, is an error."""
+    rows = ragged_rows(40, 40, seed=4)
+    tensors = sampling_tensors(rows, collect_edits(rows, 40), torch.device("cpu"))
+    assert tensors.edits is not None
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(value) for name, value in vars(tensors.edits).items()}
+        edit_logits(torch.zeros(40, 40), type(tensors.edits)(**fake))
+
+
+@pytest.mark.row("D10")
+@pytest.mark.parametrize(
+    ("name", "device", "temperature"), with_cases(IMPLEMENTATIONS, [1.0, 0.6], interpreted=0)
+)
+def test_draws_with_edits_have_the_exact_distribution(name: str, device: str, temperature: float) -> None:
+    """As above, with penalties, a bias and bans by their definitions in float64."""
+    count, vocab_size = 20_000, 30
+    logits = draw_logits("random", 1, vocab_size, seed=5)[0]
+    prompt, output = [4, 9, 9], [5, 6, 5, 5, 11]
+    params = SamplingParams(
+        temperature=temperature,
+        repetition_penalty=1.4,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        logit_bias={5: 1.5, 20: 2.0, 21: 3.0},
+        bad_words_ids=((21,), (22,), (21,)),
+    )
+    rows = [
+        SamplingRow(params, prompt + output, len(prompt), frozenset(), int(seed))
+        for seed in seeds_of(count, 6)
+    ]
+    tensors = sampling_tensors(rows, collect_edits(rows, vocab_size), torch.device(device))
+    tokens = sample(name, device, logits.repeat(count, 1).to(device), tensors)
+    scores = logits.double()
+    for token in {*prompt, *output}:
+        scores[token] = scores[token] * 1.4 if scores[token] < 0 else scores[token] / 1.4
+        scores[token] -= 0.2 * output.count(token) + 0.3 * (token in output)
+    scores[[5, 20]] += torch.tensor([1.5, 2.0], dtype=torch.float64)
+    scores[[21, 22]] = -math.inf
+    check_distribution(tokens, (scores / temperature).softmax(-1))
+
+
+@pytest.mark.row("D10")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_kernels_compile_without_spills(arch: str) -> None:
+    """Those in the Triton language; test_cuda_compile.py has the others."""
+    compile_kernels(arch, "sampling-")

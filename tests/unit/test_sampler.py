@@ -20,13 +20,12 @@ from quire.worker.sampler import (
     NO_TOKEN,
     Sampler,
     SamplingRow,
-    apply_bans,
-    apply_biases,
+    apply_edits,
     apply_filters,
-    apply_penalties,
     philox4x32,
     philox_uniform,
 )
+from quire.worker.sampling_batch import collect_edits
 from quire_kernels import ops
 
 Array = npt.NDArray[np.float64]
@@ -53,8 +52,9 @@ def fixed_logits(vocab: int = VOCAB, seed: int = 9, scale: float = 2.0) -> Array
 def transform(logits: Array, row: SamplingRow) -> Array:
     """The row's scores after every transform, as the sampler is about to draw from them."""
     scores = torch.tensor(logits, dtype=torch.float32)[None]
-    for apply in (apply_penalties, apply_biases, apply_bans):
-        apply(scores, [row])
+    edits = collect_edits([row], len(logits))
+    if edits is not None:
+        apply_edits(scores, [row], edits)
     if not row.params.is_greedy:
         scores = (scores - scores.amax()) / row.params.temperature
         apply_filters(scores, [row])

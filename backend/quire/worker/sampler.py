@@ -24,13 +24,16 @@ from quire.outputs import TokenLogprobs
 from quire.sampling_params import MAX_LOGPROBS
 from quire.worker.device import to_device, to_device_together
 from quire.worker.sampling_batch import (
+    Edits,
     SamplingRow,
-    collect_bans,
-    collect_biases,
-    collect_penalties,
+    TokenList,
+    collect_edits,
+    edit_arrays,
+    penalty_factors,
 )
 from quire_kernels import ops
-from quire_kernels.sampling import SamplingTensors
+from quire_kernels.reference.sampling import Places, ban, penalise
+from quire_kernels.sampling import LogitEdits, SamplingTensors
 
 __all__ = ["NO_TOKEN", "Sampler", "SamplerOutput", "SamplingRow", "philox_uniform"]
 
@@ -175,12 +178,8 @@ class Sampler:
             logits[_index(beams, logits)] = torch.log_softmax(_take(logits, beams), dim=-1)
         wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and not row.is_beam]
         raw = torch.log_softmax(_take(logits, wanted), dim=-1) if wanted else None
-        if any(row.has_transforms for row in rows):
-            apply_penalties(logits, rows)
-            apply_biases(logits, rows)
-            apply_bans(logits, rows)
 
-        drawn = Draw(self._choose(logits, rows))
+        drawn = Draw(self._choose(logits, rows, collect_edits(rows, self.vocab_size)))
         if raw is not None:
             drawn.wanted = [(i, rows[i].params.logprobs or 0) for i in wanted]
             drawn.logprobs = _logprobs(raw, _take(drawn.token_ids, wanted))
@@ -191,13 +190,17 @@ class Sampler:
             drawn.candidates = ids, values
         return drawn
 
-    def _choose(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """[N, V] -> int64 [N]."""
+    def _choose(self, logits: torch.Tensor, rows: Sequence[SamplingRow], edits: Edits | None) -> torch.Tensor:
+        """[N, V] -> int64 [N]; makes the edits, too."""
         sampling = [i for i, row in enumerate(rows) if not (row.params.is_greedy or row.is_beam)]
+        if edits is None and not sampling:
+            return ops.argmax(logits)
+        if _is_fused(logits.device) and not any(rows[i].params.typical_p < 1.0 for i in sampling):
+            return ops.sample(logits, sampling_tensors(rows, edits, logits.device))
+        if edits is not None:
+            apply_edits(logits, rows, edits)
         if not sampling:
             return ops.argmax(logits)
-        if logits.device.type != "cpu" and not any(rows[i].params.typical_p < 1.0 for i in sampling):
-            return ops.sample(logits, sampling_tensors(rows, logits.device))
         if len(sampling) == len(rows):
             return _sample(logits, rows)
         greedy = [i for i, row in enumerate(rows) if row.params.is_greedy or row.is_beam]
@@ -207,8 +210,21 @@ class Sampler:
         return token_ids
 
 
-def sampling_tensors(rows: Sequence[SamplingRow], device: torch.device) -> SamplingTensors:
-    """What `ops.sample` needs; rows of beam search count as greedy. One copy to the device."""
+def _is_fused(device: torch.device) -> bool:
+    """Whether `ops.sample` draws there: on a CPU single operations are faster than the reference's sort."""
+    return device.type != "cpu"
+
+
+def sampling_tensors(
+    rows: Sequence[SamplingRow], edits: Edits | None, device: torch.device
+) -> SamplingTensors:
+    """What `ops.sample` needs; rows of beam search count as greedy. One copy to the device.
+
+    Args:
+        rows: N rows.
+        edits: of these rows, from `collect_edits`.
+        device: of the logits.
+    """
     floats = np.empty((3, len(rows)), dtype=np.float32)
     words = np.empty((3, len(rows)), dtype=np.int64)
     for i, row in enumerate(rows):
@@ -216,7 +232,8 @@ def sampling_tensors(rows: Sequence[SamplingRow], device: torch.device) -> Sampl
         is_greedy = params.is_greedy or row.is_beam
         floats[:, i] = 0.0 if is_greedy else params.temperature, params.top_p, params.min_p
         words[:, i] = params.top_k, np.uint64(row.seed).astype(np.int64), row.num_output_tokens
-    there = to_device_together({"words": words, "floats": floats}, device)
+    arrays = {} if edits is None else edit_arrays(rows, edits)
+    there = to_device_together({"words": words, "floats": floats, **arrays}, device)
     top_k, seeds, positions = there["words"].unbind()
     temperature, top_p, min_p = there["floats"].unbind()
     return SamplingTensors(
@@ -226,6 +243,7 @@ def sampling_tensors(rows: Sequence[SamplingRow], device: torch.device) -> Sampl
         min_p=min_p,
         seeds=seeds,
         positions=positions,
+        edits=None if edits is None else LogitEdits(**{name: there[name] for name in arrays}),
     )
 
 
@@ -233,44 +251,21 @@ def _errors(token_ids: list[int]) -> dict[int, str]:
     return {i: _BAD_LOGITS for i, token_id in enumerate(token_ids) if token_id == NO_TOKEN}
 
 
-def apply_penalties(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Repetition, presence and frequency penalties, in place; logits [N, V] float32."""
-    batch = collect_penalties(rows, logits.shape[1])
-    if batch is None:
-        return
+def apply_edits(logits: torch.Tensor, rows: Sequence[SamplingRow], edits: Edits) -> None:
+    """The edits of the rows, in place; logits [N, V] float32."""
     device = logits.device
-    at = (to_device(batch.rows, device), to_device(batch.token_ids, device))
-    counts = to_device(batch.output_counts, device)
-    repetition = to_device(batch.repetition, device)
-    presence = to_device(batch.presence, device)
-    frequency = to_device(batch.frequency, device)
-    values = logits[at]
-    penalised = torch.where(values < 0, values * repetition, values / repetition)
-    penalised = penalised - frequency * counts - presence * (counts > 0)
-    # A tiny repetition penalty may overflow, and an infinite maximum would make the softmax NaN. Infinite
-    # logits of the model itself are left for the check at the end.
-    penalised = penalised.clamp(max=torch.finfo(torch.float32).max)
-    logits[at] = torch.where(values.isinf(), values, penalised)
 
+    def places(tokens: TokenList) -> Places:
+        return to_device(tokens.rows, device), to_device(tokens.token_ids, device)
 
-def apply_biases(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-    """`logit_bias`, in place; logits [N, V] float32."""
-    biases = collect_biases(rows, logits.shape[1])
-    if biases is not None:
-        index, token_ids, values = (to_device(array, logits.device) for array in biases)
-        logits[index, token_ids] += values
-
-
-def apply_bans(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Sets banned tokens to -inf, in place, except in rows that would have nothing left."""
-    bans = collect_bans(rows, logits.shape[1])
-    if bans is None:
-        return
-    index, token_ids = (to_device(array, logits.device) for array in bans)
-    saved = logits[index, token_ids]
-    logits[index, token_ids] = -torch.inf
-    nothing_left = logits.amax(dim=-1)[index] == -torch.inf
-    logits[index, token_ids] = torch.where(nothing_left, saved, -torch.inf)
+    if (penalties := edits.penalties) is not None:
+        factors = np.repeat(penalty_factors(rows), penalties.sizes, axis=1)
+        counts = to_device(penalties.values, device)
+        penalise(logits, places(penalties), counts, to_device(factors, device))
+    if (biases := edits.biases) is not None:
+        logits[places(biases)] += to_device(biases.values, device)
+    if (bans := edits.bans) is not None:
+        ban(logits, places(bans))
 
 
 def apply_filters(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> None:

@@ -1,14 +1,16 @@
-"""SamplingRow: one row of a sampling batch, and the flat index arrays the sampler needs of all rows.
+"""SamplingRow: one row of a sampling batch, and the flat arrays the sampler needs of all rows.
 
-Logits are touched only where a request asks for it: the helpers here turn the rows' histories into
-`(row, token id)` index pairs, so that a transform of the whole batch is one gather and one scatter
-instead of a loop over rows or over the vocabulary. No torch here: the arrays are numpy and small.
+Logits are touched only where a request asks for it: `collect_edits` turns what the rows ask for and their
+histories into lists of token ids with the rows behind each other, so that a transform of the whole batch is
+one gather and one scatter, or a part of a kernel, instead of a loop over rows or over the vocabulary. No
+torch here: the arrays are numpy and small.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,9 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
 _NGRAM_KEY_TOKENS = 3
+_LEAST_REPETITION = np.finfo(np.float32).tiny
+"""A penalty below the smallest normal number would turn 0 / p into NaN."""
+_NO_TOKENS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
 
 
 @dataclass(slots=True)
@@ -195,78 +200,107 @@ class TokenHistory:
 
 
 @dataclass(slots=True)
-class PenaltyBatch:
-    """Flat pairs (row, token id), distinct within a row, with what to do to each; all of length [m]."""
+class TokenList:
+    """Tokens of all rows behind each other."""
 
-    rows: IntArray
+    sizes: list[int]
+    """[n]: how many each row has."""
     token_ids: IntArray
-    output_counts: FloatArray
-    repetition: FloatArray
-    presence: FloatArray
-    frequency: FloatArray
+    """[m], each in the vocabulary."""
+    values: FloatArray
+    """[m], or [0] where tokens have none."""
+
+    @property
+    def rows(self) -> IntArray:
+        """[m]: the row of each token."""
+        return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
 
-def collect_penalties(rows: Sequence[SamplingRow], vocab_size: int) -> PenaltyBatch | None:
-    """Repetition, presence and frequency penalties of all rows; None when no row has any."""
-    index: list[int] = []
-    ids: list[IntArray] = []
-    counts: list[FloatArray] = []
-    for i, row in enumerate(rows):
-        if row.has_penalties:
-            row_ids, row_counts = row.history().distinct()
-            index.append(i)
-            ids.append(row_ids)
-            counts.append(row_counts)
-    if not index:
+@dataclass(slots=True)
+class Edits:
+    """What rows change of single logits: see `quire_kernels.sampling.LogitEdits`; None: nothing of a kind."""
+
+    penalties: TokenList | None
+    """Values are output counts; tokens are distinct within a row."""
+    biases: TokenList | None
+    """Values are biases; tokens are distinct within a row."""
+    bans: TokenList | None
+    """Without values; tokens may repeat."""
+
+
+def collect_edits(rows: Sequence[SamplingRow], vocab_size: int) -> Edits | None:
+    """The edits of all rows; None when no row has any."""
+    if not any(row.has_transforms for row in rows):
         return None
-    sizes = [len(row_ids) for row_ids in ids]
-
-    def spread(name: str) -> FloatArray:
-        values = np.array([getattr(rows[i].params, name) for i in index], dtype=np.float32)
-        return np.repeat(values, sizes)
-
-    # A penalty below the smallest normal number would turn 0 / p into NaN.
-    repetition = np.maximum(spread("repetition_penalty"), np.finfo(np.float32).tiny)
-    batch = PenaltyBatch(
-        np.repeat(np.array(index, dtype=np.int64), sizes),
-        np.concatenate(ids),
-        np.concatenate(counts),
-        repetition,
-        spread("presence_penalty"),
-        spread("frequency_penalty"),
-    )
-    inside = (batch.token_ids >= 0) & (batch.token_ids < vocab_size)
-    if not inside.all():
-        # Placeholders of images and the like have no logit.
-        batch = PenaltyBatch(*(getattr(batch, name)[inside] for name in PenaltyBatch.__slots__))
-    return batch
+    edits = Edits(_penalties(rows, vocab_size), _biases(rows, vocab_size), _bans(rows, vocab_size))
+    return edits if edits.penalties or edits.biases or edits.bans else None
 
 
-def collect_biases(
-    rows: Sequence[SamplingRow], vocab_size: int
-) -> tuple[IntArray, IntArray, FloatArray] | None:
-    """`logit_bias` of all rows as (row, token id, bias), each [m]; None when no row has any."""
-    triples = [
-        (i, token_id, bias)
-        for i, row in enumerate(rows)
-        for token_id, bias in row.params.logit_bias.items()
-        if token_id < vocab_size
+def penalty_factors(rows: Sequence[SamplingRow]) -> FloatArray:
+    """[3, n]: repetition, presence and frequency penalty of each row."""
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    factors = np.array([[getattr(row.params, name) for row in rows] for name in names], dtype=np.float32)
+    np.maximum(factors[0], _LEAST_REPETITION, out=factors[0])
+    return factors
+
+
+def edit_arrays(rows: Sequence[SamplingRow], edits: Edits) -> dict[str, npt.NDArray[Any]]:
+    """The fields of `LogitEdits` by name."""
+    none = TokenList([0] * len(rows), *_NO_TOKENS)
+    penalties, biases, bans = (one or none for one in (edits.penalties, edits.biases, edits.bans))
+    starts = np.zeros((3, len(rows) + 1), dtype=np.int32)
+    np.cumsum([one.sizes for one in (penalties, biases, bans)], axis=1, out=starts[:, 1:])
+    return {
+        "starts": starts,
+        "factors": penalty_factors(rows),
+        "penalty_ids": penalties.token_ids.astype(np.int32),
+        "output_counts": penalties.values,
+        "bias_ids": biases.token_ids.astype(np.int32),
+        "biases": biases.values,
+        "ban_ids": bans.token_ids.astype(np.int32),
+    }
+
+
+def _penalties(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
+    """Repetition, presence and frequency penalties: the tokens of prompt and output."""
+    if not any(row.has_penalties for row in rows):
+        return None
+    found = [row.history().distinct() if row.has_penalties else _NO_TOKENS for row in rows]
+    sizes = [len(row_ids) for row_ids, _ in found]
+    token_ids = np.concatenate([row_ids for row_ids, _ in found])
+    counts = np.concatenate([row_counts for _, row_counts in found])
+    inside = (token_ids >= 0) & (token_ids < vocab_size)
+    if inside.all():
+        return TokenList(sizes, token_ids, counts)
+    # Placeholders of images and the like have no logit.
+    kept = np.repeat(np.arange(len(rows)), sizes)[inside]
+    return TokenList(np.bincount(kept, minlength=len(rows)).tolist(), token_ids[inside], counts[inside])
+
+
+def _biases(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
+    """`logit_bias` of all rows."""
+    kept = [
+        {token_id: bias for token_id, bias in row.params.logit_bias.items() if token_id < vocab_size}
+        for row in rows
     ]
-    if not triples:
+    if not any(kept):
         return None
-    index, ids, biases = zip(*triples, strict=True)
-    return np.array(index, dtype=np.int64), np.array(ids, dtype=np.int64), np.array(biases, dtype=np.float32)
+    return TokenList(
+        [len(biases) for biases in kept],
+        np.array([token_id for biases in kept for token_id in biases], dtype=np.int64),
+        np.array([bias for biases in kept for bias in biases.values()], dtype=np.float32),
+    )
 
 
-def collect_bans(rows: Sequence[SamplingRow], vocab_size: int) -> tuple[IntArray, IntArray] | None:
-    """Tokens that must not be chosen as (row, token id), each [m], pairs may repeat; None if none are.
+def _bans(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
+    """Tokens that must not be chosen.
 
     Bans come of repeated n-grams, bad words and, until `min_tokens` tokens exist, of EOS (unless
     `ignore_eos`, which makes EOS a token like any other) and the stop ids.
     """
-    index: list[int] = []
+    sizes: list[int] = []
     ids: list[int] = []
-    for i, row in enumerate(rows):
+    for row in rows:
         params = row.params
         bans: list[int] = []
         if params.no_repeat_ngram_size or params.bad_words_ids:
@@ -278,8 +312,6 @@ def collect_bans(rows: Sequence[SamplingRow], vocab_size: int) -> tuple[IntArray
             if not params.ignore_eos:
                 bans += row.eos_token_ids
         bans = [token_id for token_id in bans if 0 <= token_id < vocab_size]
-        index += [i] * len(bans)
+        sizes.append(len(bans))
         ids += bans
-    if not ids:
-        return None
-    return np.array(index, dtype=np.int64), np.array(ids, dtype=np.int64)
+    return TokenList(sizes, np.array(ids, dtype=np.int64), _NO_TOKENS[1]) if ids else None

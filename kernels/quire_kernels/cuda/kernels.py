@@ -15,6 +15,7 @@ from quire_kernels.cuda.params import (
     ArgmaxParams,
     AttentionParams,
     CopyParams,
+    EditParams,
     GateParams,
     LinearParams,
     NormParams,
@@ -367,13 +368,32 @@ class Kernels:
 
     def sample(self, logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
         """See `ops.sample`."""
+        edits = rows.edits
         if logits.stride(1) != 1:
+            assert edits is None, "edits are made in place, and not in a copy"
             logits = logits.contiguous()
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
         fields = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds, rows.positions)
         kept = [field.contiguous() for field in fields]
+        lists: tuple[torch.Tensor, ...] = ()
+        if edits is not None:
+            lists = (
+                edits.starts,
+                edits.factors,
+                edits.penalty_ids,
+                edits.output_counts,
+                edits.bias_ids,
+                edits.biases,
+                edits.ban_ids,
+                torch.empty_like(edits.ban_ids, dtype=torch.float32),
+            )
         params = SampleParams(
-            pointer(logits), *map(pointer, kept), pointer(out), logits.stride(0), logits.shape[1]
+            pointer(logits),
+            *map(pointer, kept),
+            pointer(out),
+            EditParams(*map(pointer, lists)),
+            logits.stride(0),
+            logits.shape[1],
         )
         if logits.shape[0]:
             self.launcher.launch(

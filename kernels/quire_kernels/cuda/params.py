@@ -172,6 +172,24 @@ class ArgmaxParams(Structure):
     _fields_ = [("x", c_void_p), ("out", c_void_p), ("stride", c_int64), ("size", c_int32)]
 
 
+class EditParams(Structure):
+    """sampling.cu, as a part of SampleParams; without any pointer: no edits."""
+
+    _fields_ = [
+        (name, c_void_p)
+        for name in (
+            "starts",
+            "factors",
+            "penalty_ids",
+            "output_counts",
+            "bias_ids",
+            "biases",
+            "ban_ids",
+            "saved",
+        )
+    ]
+
+
 class SampleParams(Structure):
     """sampling.cu"""
 
@@ -189,6 +207,7 @@ class SampleParams(Structure):
                 "out",
             )
         ],
+        ("edits", EditParams),
         ("stride", c_int64),
         ("size", c_int32),
     ]

@@ -6,7 +6,7 @@ import torch
 
 from quire_kernels.reference.elementwise import argmax
 from quire_kernels.registry import implementation
-from quire_kernels.sampling import SamplingTensors
+from quire_kernels.sampling import LogitEdits, SamplingTensors
 
 _MASK = 0xFFFFFFFF
 MIN_TEMPERATURE = 1e-6
@@ -41,9 +41,56 @@ def _multiply(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]
     return (high >> 16) & _MASK, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
+Places = tuple[torch.Tensor, torch.Tensor]
+"""Rows and columns of logits, int32 or int64 [m] each."""
+
+
+def penalise(logits: torch.Tensor, at: Places, output_counts: torch.Tensor, factors: torch.Tensor) -> None:
+    """The penalties of `LogitEdits`, in place.
+
+    Args:
+        logits: float32 [n, vocab_size].
+        at: the penalised ones, no two the same.
+        output_counts: float32 [m].
+        factors: float32 [3, m]: repetition, presence, frequency.
+    """
+    repetition, presence, frequency = factors.unbind()
+    values = logits[at]
+    penalised = torch.where(values < 0, values * repetition, values / repetition)
+    penalised = penalised - frequency * output_counts - presence * (output_counts > 0)
+    # A tiny repetition penalty may overflow, and an infinite maximum would make the softmax NaN. Infinite
+    # logits of the model itself are left for the check at the end.
+    penalised = penalised.clamp(max=torch.finfo(torch.float32).max)
+    logits[at] = torch.where(values.isinf(), values, penalised)
+
+
+def ban(logits: torch.Tensor, at: Places) -> None:
+    """The bans of `LogitEdits`, in place; logits float32 [n, vocab_size], places may repeat."""
+    saved = logits[at]
+    logits[at] = -torch.inf
+    nothing_left = logits.amax(dim=-1)[at[0]] == -torch.inf
+    logits[at] = torch.where(nothing_left, saved, -torch.inf)
+
+
+def edit_logits(logits: torch.Tensor, edits: LogitEdits) -> None:
+    """All edits of `LogitEdits`, in place; logits float32 [n, vocab_size]."""
+    penalty_starts, bias_starts, ban_starts = edits.starts.unbind()
+    at = _places(penalty_starts, edits.penalty_ids)
+    penalise(logits, at, edits.output_counts, edits.factors[:, at[0]])
+    logits[_places(bias_starts, edits.bias_ids)] += edits.biases
+    ban(logits, _places(ban_starts, edits.ban_ids))
+
+
+def _places(starts: torch.Tensor, token_ids: torch.Tensor) -> Places:
+    # With its size given, torch does not ask the device for the sum.
+    return torch.repeat_interleave(starts.diff(), output_size=token_ids.shape[0]), token_ids
+
+
 @implementation("sample", "reference")
 def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
     """See `ops.sample`."""
+    if rows.edits is not None:
+        edit_logits(logits, rows.edits)
     best = argmax(logits)
     peak = logits.max(dim=-1, keepdim=True).values
     scores = (logits - peak) / rows.temperature.clamp(min=MIN_TEMPERATURE)[:, None]

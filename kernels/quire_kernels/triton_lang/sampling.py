@@ -6,6 +6,8 @@ occur (the idea of pivots instead of a sort is FlashInfer's and vLLM's), so that
 are integers, exp(score) * 2 ** 42: their sums are exact in any order, so no result depends on how a row is
 divided among programs, and a row's token depends on that row alone.
 
+Penalties, biases and bans are made in place by a kernel before the others, where any row has some.
+
 What rows ask for lies behind each other in one piece of memory: where its parts begin must not make other
 kernels, so those pointers are not specialised on alignment.
 """
@@ -18,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire_kernels.sampling import SamplingTensors
+from quire_kernels.sampling import LogitEdits, SamplingTensors
 from quire_kernels.triton_lang import interpreter
 from quire_kernels.triton_lang.compile import CompileCase
 from quire_kernels.triton_lang.elementwise import INT_MAX, argmax_parts, best_of_parts
@@ -26,12 +28,17 @@ from quire_kernels.triton_lang.linear_operators import MAX_VOCABULARY
 
 interpreter.install()
 
+_EDIT_BLOCK = 1024
+_EDIT_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+"""No load is moved ahead of a store. Products are rounded before they are subtracted: the edited logits are
+the reference's, bit for bit."""
 _KEY_BLOCK = 4096
 _SEARCH_BLOCK = 8192
 _SEARCH_WARPS = 32
 _CHUNK = 2048
 """Tokens whose mass one program sums, and among which the draw then searches."""
 _MIN_TEMPERATURE = tl.constexpr(1e-6)
+_LARGEST = tl.constexpr(3.4028234663852886e38)
 _LAST_KEY = tl.constexpr(0x7F800000)
 """Of a score of minus infinity."""
 _ONE = tl.constexpr(float(1 << 42))
@@ -43,6 +50,109 @@ _LOG2_E_REST = tl.constexpr(1.92596298909109e-08)
 """The float32 next to log2(e), and what is missing."""
 _LN_2 = tl.constexpr(0.6931471805599453)
 _TWO_TO_MINUS_53 = tl.constexpr(2.0**-53)
+
+
+@triton.jit
+def _range_of(starts_ptr, index, row, num_rows):  # type: ignore[no-untyped-def]
+    """(begin, end) of a row's entries in list 0 (penalties), 1 (biases) or 2 (bans) of `LogitEdits`."""
+    starts = starts_ptr + index * (num_rows + 1) + row
+    return tl.load(starts), tl.load(starts + 1)
+
+
+@triton.jit
+def _has_any(logits_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether a row holds anything above -inf, NaN included; it is read up to the first such number."""
+    begin = 0
+    found = 0
+    while (begin < size) & (found == 0):
+        column = begin + tl.arange(0, BLOCK)
+        logits = tl.load(logits_ptr + column, column < size, other=-float("inf"))
+        found = tl.max((logits != -float("inf")).to(tl.int32), 0)
+        begin += BLOCK
+    return found > 0
+
+
+_EDIT_POINTERS = (
+    "starts_ptr",
+    "factors_ptr",
+    "penalty_id_ptr",
+    "count_ptr",
+    "bias_id_ptr",
+    "bias_ptr",
+    "ban_id_ptr",
+)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_EDIT_POINTERS)
+def _edit_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,
+    starts_ptr,
+    factors_ptr,
+    penalty_id_ptr,
+    count_ptr,
+    bias_id_ptr,
+    bias_ptr,
+    ban_id_ptr,
+    saved_ptr,
+    logits_stride,
+    size,
+    num_rows,
+    BLOCK: tl.constexpr,
+):
+    """`LogitEdits`, a row per program; saved float32 [bans] is scratch.
+
+    Lists may name a token that another one names, so that a barrier stands behind each.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits = logits_ptr + row * logits_stride
+    offsets = tl.arange(0, BLOCK)
+
+    begin, end = _range_of(starts_ptr, 0, row, num_rows)
+    if begin < end:
+        repetition = tl.load(factors_ptr + row)
+        presence = tl.load(factors_ptr + num_rows + row)
+        frequency = tl.load(factors_ptr + 2 * num_rows + row)
+        for first in tl.range(begin, end, BLOCK):
+            entry = first + offsets
+            token_id = tl.load(penalty_id_ptr + entry, entry < end, other=0)
+            count = tl.load(count_ptr + entry, entry < end, other=0.0)
+            x = tl.load(logits + token_id, entry < end, other=0.0)
+            y = tl.where(x < 0, x * repetition, tl.div_rn(x, repetition))
+            y = y - frequency * count - tl.where(count > 0, presence, 0.0)
+            y = tl.where(y > _LARGEST, _LARGEST, y)
+            y = tl.where(tl.abs(x) == float("inf"), x, y)
+            tl.store(logits + token_id, y, entry < end)
+        tl.debug_barrier()
+
+    begin, end = _range_of(starts_ptr, 1, row, num_rows)
+    if begin < end:
+        for first in tl.range(begin, end, BLOCK):
+            entry = first + offsets
+            token_id = tl.load(bias_id_ptr + entry, entry < end, other=0)
+            bias = tl.load(bias_ptr + entry, entry < end, other=0.0)
+            x = tl.load(logits + token_id, entry < end, other=0.0)
+            tl.store(logits + token_id, x + bias, entry < end)
+        tl.debug_barrier()
+
+    begin, end = _range_of(starts_ptr, 2, row, num_rows)
+    if begin < end:
+        for first in tl.range(begin, end, BLOCK):
+            entry = first + offsets
+            token_id = tl.load(ban_id_ptr + entry, entry < end, other=0)
+            tl.store(saved_ptr + entry, tl.load(logits + token_id, entry < end, other=0.0), entry < end)
+        # All are saved before any is lost: a token may be banned twice.
+        tl.debug_barrier()
+        for first in tl.range(begin, end, BLOCK):
+            entry = first + offsets
+            token_id = tl.load(ban_id_ptr + entry, entry < end, other=0)
+            tl.store(logits + token_id, -float("inf"), entry < end)
+        tl.debug_barrier()
+        if not _has_any(logits, size, BLOCK):
+            tl.debug_barrier()
+            for first in tl.range(begin, end, BLOCK):
+                entry = first + offsets
+                token_id = tl.load(ban_id_ptr + entry, entry < end, other=0)
+                tl.store(logits + token_id, tl.load(saved_ptr + entry, entry < end, other=0.0), entry < end)
 
 
 @triton.jit
@@ -213,6 +323,26 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         tl.store(token_ptr + row, (found * CHUNK + inside).to(tl.int64))
 
 
+def _edit(logits: torch.Tensor, edits: LogitEdits) -> None:
+    num_rows, size = logits.shape
+    _edit_kernel[(num_rows,)](
+        logits,
+        edits.starts,
+        edits.factors,
+        edits.penalty_ids,
+        edits.output_counts,
+        edits.bias_ids,
+        edits.biases,
+        edits.ban_ids,
+        torch.empty_like(edits.ban_ids, dtype=torch.float32),
+        logits.stride(0),
+        size,
+        num_rows,
+        BLOCK=_EDIT_BLOCK,
+        **_EDIT_OPTIONS,
+    )
+
+
 def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
     """See `ops.sample`.
 
@@ -220,6 +350,7 @@ def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
     within about 1e-7 of the drawn number, or of top_p.
     """
     if logits.stride(1) != 1:
+        assert rows.edits is None, "edits are made in place, and not in a copy"
         logits = logits.contiguous()
     num_rows, size = logits.shape
     assert size <= MAX_VOCABULARY, f"{size} tokens: sums of masses may overflow beyond {MAX_VOCABULARY}"
@@ -227,6 +358,8 @@ def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     if not num_rows:
         return tokens
+    if rows.edits is not None:
+        _edit(logits, rows.edits)
     values, indices = argmax_parts(logits)
     num_parts, num_chunks = values.shape[1], triton.cdiv(size, _CHUNK)
     keys = torch.empty((num_rows, size), dtype=torch.int32, device=device)
@@ -281,7 +414,13 @@ def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
 
 def compile_cases(capability: int) -> list[CompileCase]:
     """Each kernel for a vocabulary of 151936."""
-    sizes = {"size": "i32:16", "num_parts": "i32", "num_chunks": "i32", "logits_stride": "i32:16"}
+    sizes = {
+        "size": "i32:16",
+        "num_parts": "i32",
+        "num_chunks": "i32",
+        "num_rows": "i32",
+        "logits_stride": "i32:16",
+    }
     pointers = {
         "logits_ptr": "*fp32",
         "value_ptr": "*fp32",
@@ -297,17 +436,26 @@ def compile_cases(capability: int) -> list[CompileCase]:
         "seed_ptr": "*i64",
         "position_ptr": "*i64",
         "token_ptr": "*i64",
+        "starts_ptr": "*i32",
+        "factors_ptr": "*fp32",
+        "penalty_id_ptr": "*i32",
+        "count_ptr": "*fp32",
+        "bias_id_ptr": "*i32",
+        "bias_ptr": "*fp32",
+        "ban_id_ptr": "*i32",
+        "saved_ptr": "*fp32",
     }
     known = {**sizes, **{name: f"{kind}:16" for name, kind in pointers.items()}}
     cases: list[CompileCase] = []
-    for name, kernel, constants, num_warps in (
-        ("keys", _keys_kernel, {"PARTS": 64, "BLOCK": _KEY_BLOCK}, 8),
-        ("cut", _cut_kernel, {"BLOCK": _SEARCH_BLOCK}, _SEARCH_WARPS),
-        ("masses", _masses_kernel, {"CHUNK": _CHUNK}, 4),
-        ("draw", _draw_kernel, {"CHUNKS": 128, "CHUNK": _CHUNK}, 4),
+    for name, kernel, constants, options in (
+        ("edit", _edit_kernel, {"BLOCK": _EDIT_BLOCK}, _EDIT_OPTIONS),
+        ("keys", _keys_kernel, {"PARTS": 64, "BLOCK": _KEY_BLOCK}, {"num_warps": 8}),
+        ("cut", _cut_kernel, {"BLOCK": _SEARCH_BLOCK}, {"num_warps": _SEARCH_WARPS}),
+        ("masses", _masses_kernel, {"CHUNK": _CHUNK}, {"num_warps": 4}),
+        ("draw", _draw_kernel, {"CHUNKS": 128, "CHUNK": _CHUNK}, {"num_warps": 4}),
     ):
         arguments: dict[str, Any] = {
             name: known[name] for name in kernel.arg_names if name in known
         } | constants
-        cases.append(CompileCase(f"sampling-{name}", kernel, arguments, {"num_warps": num_warps}))
+        cases.append(CompileCase(f"sampling-{name}", kernel, arguments, dict(options)))
     return cases

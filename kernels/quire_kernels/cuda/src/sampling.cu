@@ -5,6 +5,9 @@
 // are integers, 2 ** 40 times exp(score): sums do not depend on their order, so the draw is a pure function
 // of the row. It is the inverse of the cumulative distribution at a number of Philox4x32-10 (Salmon et al.,
 // SC 2011), as in reference/sampling.py.
+//
+// Penalties, biases and bans are made in place before that, by the row's block too. Their products are not
+// contracted with the differences behind them: the edited logits are the reference's, bit for bit.
 #include <device.cuh>
 #include <reductions.cuh>
 
@@ -14,6 +17,7 @@ constexpr int THREADS = 1024;
 constexpr int WARPS = THREADS / 32;
 constexpr int BINS = 2048;
 constexpr float MIN_TEMPERATURE = 1e-6f;
+constexpr float LARGEST = 3.402823466e38f;
 
 struct ArgmaxParams {
     const float* x;
@@ -22,8 +26,20 @@ struct ArgmaxParams {
     int size;
 };
 
+// See LogitEdits in quire_kernels/sampling.py.
+struct Edits {
+    const int* starts;  // [3, rows + 1]; null: no row has edits
+    const float* factors;  // [3, rows]
+    const int* penalty_ids;
+    const float* output_counts;
+    const int* bias_ids;
+    const float* biases;
+    const int* ban_ids;
+    float* saved;  // [number of bans]: logits before the bans
+};
+
 struct SampleParams {
-    const float* logits;
+    float* logits;
     const float* temperature;  // each [rows]
     const int* top_k;
     const float* top_p;
@@ -31,6 +47,7 @@ struct SampleParams {
     const int64* seeds;
     const int64* positions;
     int64* out;
+    Edits edits;
     int64 stride;
     int size;
 };
@@ -44,7 +61,10 @@ DEVICE uint32 ordered(float x) {
     return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
 
-// The first of the largest numbers: its index, or -1 if the row holds a NaN or the largest is not finite.
+DEVICE float number_of(uint32 key) { return as_float(key & 0x80000000 ? key ^ 0x80000000 : ~key); }
+
+// The largest number, as `peak`, and the first one of these: its index, or -1 if the row holds a NaN (then
+// `peak` is NaN) or the largest is not finite.
 DEVICE int best_of(const float* row, int size, float& peak, uint64* scratch) {
     uint64 best = 0;
     for (int i = threadIdx.x; i < size; i += blockDim.x) {
@@ -55,9 +75,67 @@ DEVICE int best_of(const float* row, int size, float& peak, uint64* scratch) {
     const uint32 key = uint32(best >> 32);
     const int index = int(~uint32(best));
     const uint32 lowest = 0x007fffff, highest = 0xff800000;  // of the infinities
-    if (key <= lowest || key >= highest) return -1;
-    peak = row[index];
-    return index;
+    // Not read from the row: a thread that is ahead may change it already.
+    peak = number_of(key);
+    return key <= lowest || key >= highest ? -1 : index;
+}
+
+struct Range {
+    int begin, end;
+};
+
+// Of the block's row in a list: 0 penalties, 1 biases, 2 bans.
+DEVICE Range range_of(const Edits& edits, int list) {
+    const int* starts = edits.starts + list * (gridDim.x + 1) + blockIdx.x;
+    return {starts[0], starts[1]};
+}
+
+DEVICE float penalised(float x, float count, float repetition, float presence, float frequency) {
+    if (as_bits(x) << 1 == 0xff000000) return x;  // infinite
+    float y = x < 0.0f ? multiply(x, repetition) : x / repetition;
+    y = y - multiply(frequency, count) - (count > 0.0f ? presence : 0.0f);
+    return y > LARGEST ? LARGEST : y;
+}
+
+// Edits the block's row and returns its bans. Lists may name a token that another one names, so that a
+// barrier stands behind each.
+DEVICE Range edit(float* row, const Edits& edits) {
+    const int which = blockIdx.x, rows = gridDim.x;
+    const Range penalties = range_of(edits, 0), biases = range_of(edits, 1), bans = range_of(edits, 2);
+    if (penalties.begin < penalties.end) {
+        const float repetition = edits.factors[which];
+        const float presence = edits.factors[rows + which], frequency = edits.factors[2 * rows + which];
+        for (int e = penalties.begin + threadIdx.x; e < penalties.end; e += THREADS) {
+            float& x = row[edits.penalty_ids[e]];
+            x = penalised(x, edits.output_counts[e], repetition, presence, frequency);
+        }
+        block_barrier();
+    }
+    if (biases.begin < biases.end) {
+        for (int e = biases.begin + threadIdx.x; e < biases.end; e += THREADS) {
+            row[edits.bias_ids[e]] += edits.biases[e];
+        }
+        block_barrier();
+    }
+    if (bans.begin < bans.end) {
+        for (int e = bans.begin + threadIdx.x; e < bans.end; e += THREADS) {
+            edits.saved[e] = row[edits.ban_ids[e]];
+        }
+        // All are saved before any is lost: a token may be banned twice.
+        block_barrier();
+        for (int e = bans.begin + threadIdx.x; e < bans.end; e += THREADS) {
+            row[edits.ban_ids[e]] = -INFINITY;
+        }
+        block_barrier();
+    }
+    return bans;
+}
+
+DEVICE void lift(float* row, const Edits& edits, const Range& bans) {
+    for (int e = bans.begin + threadIdx.x; e < bans.end; e += THREADS) {
+        row[edits.ban_ids[e]] = edits.saved[e];
+    }
+    block_barrier();
 }
 
 DEVICE uint64 philox(uint64 key, uint64 counter) {
@@ -163,9 +241,16 @@ KERNEL(sample, SampleParams, THREADS, 1) {
     __shared__ uint64 scratch[WARPS];
     const int which = blockIdx.x;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    float* const logits = p.logits + which * p.stride;
+    Range bans = {0, 0};
+    if (p.edits.starts) bans = edit(logits, p.edits);
     Row row;
-    row.logits = p.logits + which * p.stride;
-    const int best = best_of(row.logits, p.size, row.peak, scratch);
+    row.logits = logits;
+    int best = best_of(logits, p.size, row.peak, scratch);
+    if (bans.begin < bans.end && row.peak == -INFINITY) {
+        lift(logits, p.edits, bans);
+        best = best_of(logits, p.size, row.peak, scratch);
+    }
     if (best < 0 || p.temperature[which] <= 0.0f) {
         if (threadIdx.x == 0) p.out[which] = best;
         return;
