@@ -60,11 +60,14 @@ class ModelConfig:
     seed: int = 0
     """Seed of requests that state none (combined with a counter: such requests do not repeat)."""
     attention_backend: str = "auto"
-    """Which implementation computes attention: auto (the fastest one that can), cuda, triton, reference, or
-    an instruction set of the processor (avx2, avx512, avx512_bf16, amx). One that cannot do what the model
-    needs is refused at start, with the reason and what the others can."""
+    """Which implementation computes attention: auto (the fastest one that can), cuda, flashinfer (if
+    installed), triton, reference, or an instruction set of the processor (avx2, avx512, avx512_bf16, amx).
+    One that cannot do what the model needs is refused at start, with the reason and what the others can."""
     enforce_eager: bool = False
     """On cuda: no CUDA graphs."""
+    max_graph_tokens: int = 512
+    """On cuda: steps that are not decode steps alone are computed as CUDA graphs between one attention and
+    the next if they have no more tokens than this; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +258,7 @@ class EngineConfig:
         cache, scheduler, frontend = self.cache, self.scheduler, self.frontend
         _at_least("max_model_len", self.model.max_model_len, 1)
         _at_least("num_threads", self.model.num_threads, 1)
+        _at_least("max_graph_tokens", self.model.max_graph_tokens, 0)
         _at_least("num_blocks", cache.num_blocks, 1)
         _at_least("kv_cache_memory", cache.kv_cache_memory, 1)
         if cache.block_size not in (1, 2, 4, 8, 16, 32, 64, 128):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
+Attend = Callable[[torch.Tensor, "AttentionMetadata"], torch.Tensor]
 
 
 def attention_facts(
@@ -56,6 +57,11 @@ class AttentionMetadata:
     """query_start_loc's differences on the host, so that CPU code and launch grids need no sync."""
     seq_lens_list: list[int]
     """seq_lens on the host."""
+    interrupt: Callable[[torch.Tensor, Attend], torch.Tensor] | None = field(
+        default=None, compare=False, repr=False
+    )
+    """Gets an attention's queries, and what computes it for a batch, instead of it being computed; returns
+    where the result will lie, of the queries' shape. For recording what is between attentions."""
     plans: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
     """What implementations derive once per step and reuse in every layer; see `plan`."""
     shared_plans: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)

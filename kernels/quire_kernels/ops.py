@@ -8,11 +8,14 @@ its scales. The slot of a token is `block_id * block_size + offset`.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 # Register the implementations.
 import quire_kernels.cpu
 import quire_kernels.cuda
+import quire_kernels.flashinfer
 import quire_kernels.reference
 import quire_kernels.triton_lang  # noqa: F401
 from quire_kernels import registry
@@ -48,6 +51,22 @@ def paged_attention(
     Returns:
         [num_tokens, num_heads, head_dim] in query's type; softmax and sums are float32.
     """
+    if meta.interrupt is not None:
+        attend = functools.partial(
+            _attend, kv_layer=kv_layer, scale=scale, sliding_window=sliding_window, softcap=softcap
+        )
+        return meta.interrupt(query, attend)
+    return _attend(query, meta, kv_layer, scale, sliding_window, softcap)
+
+
+def _attend(
+    query: torch.Tensor,
+    meta: AttentionMetadata,
+    kv_layer: KVLayer,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
     data = data_of(kv_layer)
     (num_heads, head_dim), (num_kv_heads, block_size) = query.shape[1:], data.shape[2:4]
     facts = attention_facts(
@@ -197,13 +216,15 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
 
 
 def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
-    """One token per row: temperature, top-k, top-p, min-p, then a draw by the inverse of the distribution.
+    """One token per row: penalties, biases, bans, then temperature, top-k, top-p, min-p, then a draw by the
+    inverse of the distribution.
 
     The draw takes the first token, by id, whose cumulative probability exceeds a number that is a pure
     function of the row's seed and position: no row depends on another.
 
     Args:
-        logits: float32 [n, vocab_size].
+        logits: float32 [n, vocab_size]. With `rows.edits` its rows are contiguous and do not overlap, and the
+            edits are made in place: afterwards it holds what the tokens were drawn from.
         rows: what each row asks for.
 
     Returns:

@@ -39,8 +39,10 @@ class Implementation:
     """Types of the operands; empty: any floating type."""
     priority: int
     """The highest one that `can_do` the job is picked."""
-    predicate: Callable[..., bool] | None
-    """Gets the call's shape facts (head_dim, block_size, ...) by keyword; None: any shape."""
+    predicate: Callable[..., bool | str] | None
+    """Gets the call's shape facts (head_dim, block_size, ...) by keyword; a text says why not. None: any."""
+    is_recordable: bool = True
+    """Whether a CUDA graph of it computes another batch of the same shape: lengths are read on the device."""
 
     def can_do(self, device_type: str, dtype: torch.dtype, facts: Mapping[str, Any]) -> bool:
         """Whether it computes the operator for operands of this device, type and shape."""
@@ -52,9 +54,10 @@ class Implementation:
             return f"only on {', '.join(sorted(self.devices))}"
         if self.dtypes and dtype not in self.dtypes:
             return f"only for {', '.join(sorted(str(one).removeprefix('torch.') for one in self.dtypes))}"
-        if self.predicate is not None and not self.predicate(**facts):
-            return "not for this shape, or it cannot be built here"
-        return None
+        answer = True if self.predicate is None else self.predicate(**facts)
+        if isinstance(answer, str):
+            return answer
+        return None if answer else "not for this shape, or it cannot be built here"
 
 
 _implementations: dict[str, dict[str, Implementation]] = {}
@@ -69,7 +72,8 @@ def implementation(
     devices: tuple[str, ...] = (),
     dtypes: tuple[torch.dtype, ...] = (),
     priority: int = 0,
-    predicate: Callable[..., bool] | None = None,
+    predicate: Callable[..., bool | str] | None = None,
+    is_recordable: bool = True,
 ) -> Callable[[F], F]:
     """Decorator that registers a function as implementation `name` of `operator`."""
 
@@ -77,7 +81,14 @@ def implementation(
         names = _implementations.setdefault(operator, {})
         assert name not in names, f"{operator} has two implementations named {name}"
         names[name] = Implementation(
-            operator, name, function, frozenset(devices), frozenset(dtypes), priority, predicate
+            operator,
+            name,
+            function,
+            frozenset(devices),
+            frozenset(dtypes),
+            priority,
+            predicate,
+            is_recordable,
         )
         _picked.clear()
         return function

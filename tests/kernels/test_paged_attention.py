@@ -248,6 +248,8 @@ def test_contexts_that_begin_with_the_same_blocks(
     name: str, device: str, dtype: torch.dtype, shape: tuple[int, int, int, int]
 ) -> None:
     """They may be read once for all of them, and no result shows it."""
+    if name == "flashinfer":
+        pytest.skip("has no heads of 96, and splits contexts by the batch around them")
     groups, num_kv_heads, head_dim, block_size = shape
     lengths = [640, 321, 17, 700, 130, 512, 1, 129, 448, 333, 290, 384, 260, 257, 256, 77, 300]
     new = [1] * 16 + [3]

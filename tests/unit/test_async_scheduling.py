@@ -1,11 +1,13 @@
 """Steps handed over before the tokens of the one before are known, and decode steps as graphs compute them.
 
-Without a GPU a step is computed at once where it would be queued, and a graph is computed anew where it would
-be replayed: all else (pending tokens, padding, the mirrored block table, who joins when) is the same.
+Without a GPU a step is computed at once where it would be queued, and torch's operations are recorded and
+repeated where a graph would be (tests.fixtures.graphs): all else is the same.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.outputs import RequestOutput
-from quire.worker import model_runner
 from quire.worker.block_table import BlockTable
-from quire.worker.graph_runner import Eager, graph_sizes
+from quire.worker.graph_runner import graph_sizes, token_sizes
 from quire.worker.model_runner import ModelRunner
 from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.graphs import RecordedOperations, recorded_steps
 from tests.unit.test_engine import random_prompts
 
 PROMPTS = random_prompts(10, longest=30, seed=3)
@@ -33,8 +35,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "make_graph_backend", lambda device, enforce_eager: Eager())
+def recorded() -> Iterator[RecordedOperations]:
+    with recorded_steps() as backend:
+        yield backend
 
 
 def engine(path: Path, **options: Any) -> LLM:
@@ -47,14 +50,18 @@ def runner_of(llm: LLM) -> ModelRunner:
     return llm.core.runner
 
 
-def run(llm: LLM, count: int, num_tokens: int = 10) -> list[tuple[list[int], str]]:
+def run(
+    llm: LLM, count: int, num_tokens: int = 10, before_step: Callable[[int], None] = lambda step: None
+) -> list[tuple[list[int], str]]:
     """Tokens and finish reason of so many requests at once, errors among them."""
     core = llm.core
     found: dict[str, tuple[list[int], str]] = {}
     for index in range(count):
         core.add_request(f"r{index}", PROMPTS[index], SamplingParams(max_tokens=num_tokens, ignore_eos=True))
         found[f"r{index}"] = [], ""
+    steps = itertools.count()
     while core.has_work:
+        before_step(next(steps))
         for output in core.step():
             tokens, _ = found[output.request_id]
             found[output.request_id] = tokens + output.new_token_ids, output.finish_reason or ""
@@ -76,14 +83,16 @@ PARAMS = {
 }
 
 
-def everything(output: RequestOutput) -> list[Any]:
+def everything(outputs: list[RequestOutput]) -> tuple[list[Any], Any]:
+    """What is to be equal, and log-probabilities, which other operators may round otherwise."""
     found: list[Any] = []
-    for one in (output, *output.others):
-        logprobs = one.logprobs and [
-            (entry.token_ids, [round(value, 3) for value in entry.logprobs]) for entry in one.logprobs
-        ]
-        found.append((one.token_ids, one.finish_reason, one.stop_reason, logprobs))
-    return found
+    values: list[float] = []
+    for output in outputs:
+        for one in (output, *output.others):
+            logprobs = one.logprobs or []
+            found.append((one.token_ids, one.finish_reason, one.stop_reason, [e.token_ids for e in logprobs]))
+            values += [value for entry in logprobs for value in entry.logprobs]
+    return found, pytest.approx(values, abs=1e-4)
 
 
 @pytest.mark.row("B17", part="what a request asks for; the plan is in test_overlap")
@@ -92,18 +101,20 @@ def everything(output: RequestOutput) -> list[Any]:
 def test_a_request_gets_the_same_tokens(
     checkpoint: Path, name: str, graphs: bool, request: pytest.FixtureRequest
 ) -> None:
-    plain = [everything(output) for output in engine(checkpoint).generate(PROMPTS, PARAMS[name])]
+    plain = everything(engine(checkpoint).generate(PROMPTS, PARAMS[name]))
     if graphs:
         request.getfixturevalue("recorded")
-    llm = engine(checkpoint, async_scheduling=True)
-    assert [everything(output) for output in llm.generate(PROMPTS, PARAMS[name])] == plain
+    llm = engine(checkpoint, async_scheduling=True, max_num_batched_tokens=24)
+    found, values = everything(llm.generate(PROMPTS, PARAMS[name]))
+    assert found == plain[0]
+    assert values.expected == plain[1]
     # All kinds in one batch, so that rows that must wait for their tokens are beside rows that need not.
     mixed = list(PARAMS.values()) * 2
     llm.generate([PROMPTS[i % len(PROMPTS)] for i in range(len(mixed))], mixed)
     assert llm.core.stats().num_free_blocks == llm.core.stats().num_blocks
-    recorder = runner_of(llm).graphs
-    assert (recorder is not None) == graphs
-    assert recorder is None or recorder.num_replays > 5
+    for recorder in (runner_of(llm).graphs, runner_of(llm).prompt_graphs):
+        assert (recorder is not None) == graphs
+        assert recorder is None or recorder.num_replays > 5
 
 
 def order_of_calls(llm: LLM) -> list[str]:
@@ -184,56 +195,100 @@ def test_an_aborted_request_gives_its_blocks_back_at_once(checkpoint: Path) -> N
     assert core.stats().num_free_blocks == core.stats().num_blocks
 
 
-def test_logits_that_are_not_finite_end_one_request(
-    checkpoint: Path, recorded: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_that_are_not_finite_end_one_request(checkpoint: Path, recorded: RecordedOperations) -> None:
     llm = engine(checkpoint, async_scheduling=True)
     expected = run(llm, 3)
-    model, count = runner_of(llm).model, 0
-    logits_of = model.compute_logits
+    batch, blocks = runner_of(llm).batch, runner_of(llm).kv_cache.blocks
 
-    def spoilt(hidden: torch.Tensor) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        logits = logits_of(hidden)
-        if count == 4:
-            logits[1] = torch.nan
-        return logits
+    def spoil(step: int) -> None:
+        if step == 4:
+            row = batch.requests["r1"].row
+            blocks[batch.block_table.table[0, row, 0]] = 0xFF
 
-    monkeypatch.setattr(model, "compute_logits", spoilt)
-    got = run(llm, 3)
+    got = run(llm, 3, before_step=spoil)
     assert [reason for _, reason in got] == ["length", "error", "length"]
     assert [got[0], got[2]] == [expected[0], expected[2]]
     assert got[1][0] == expected[1][0][: len(got[1][0])] and len(got[1][0]) < 10
 
 
-@pytest.mark.row("D7", part="sizes, padding and fallback; replay needs a GPU; no piecewise graphs")
-def test_steps_that_fit_no_recorded_size_are_computed_as_usual(checkpoint: Path, recorded: None) -> None:
+@pytest.mark.row("D7", without="a GPU: torch's operations are recorded and replayed")
+def test_steps_that_fit_no_recorded_size_are_computed_as_usual(
+    checkpoint: Path, recorded: RecordedOperations
+) -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     expected = [output.token_ids for output in engine(checkpoint).generate(PROMPTS, params)]
-    llm = engine(checkpoint, async_scheduling=True)
-    graphs = runner_of(llm).graphs
-    assert graphs is not None
+    llm = engine(checkpoint, async_scheduling=True, max_graph_tokens=32)
+    graphs, pieces = runner_of(llm).graphs, runner_of(llm).prompt_graphs
+    assert graphs is not None and pieces is not None
     graphs.sizes = [1, 2, 4]
     assert [output.token_ids for output in llm.generate(PROMPTS, params)] == expected
+    # The prompts in one step of too many tokens, then steps of ten rows that have no more than the limit.
     assert graphs.num_misses == 7 and graphs.num_replays == 0
+    assert pieces.num_misses == 1 and pieces.num_replays == 7
     assert [output.token_ids for output in llm.generate(PROMPTS[:3], params)] == expected[:3]
     assert graphs.num_replays == 7
 
 
-@pytest.mark.row("D7", part="sizes, padding and fallback; replay needs a GPU; no piecewise graphs")
-def test_padding_reads_and_writes_nothing_of_a_request(checkpoint: Path, recorded: None) -> None:
+@pytest.mark.row("D7", without="a GPU: torch's operations are recorded and replayed")
+def test_a_decode_step_is_one_launch_and_any_other_one_per_attention_and_one(
+    checkpoint: Path, recorded: RecordedOperations
+) -> None:
+    llm = engine(checkpoint, async_scheduling=True)
+    runner = runner_of(llm)
+    assert runner.graphs is not None and runner.prompt_graphs is not None
+    runner.warm_up()
+    pieces = len(runner.model.layers) + 1
+    num_graphs = len(runner.graphs.sizes) + len(runner.prompt_graphs.sizes) * pieces
+    assert recorded.num_graphs == num_graphs
+    run(llm, 3, num_tokens=6)
+    assert recorded.num_replays == pieces + 5
+    assert recorded.num_graphs == num_graphs, "nothing is recorded after the warm-up"
+
+
+@pytest.mark.row("D7", without="a GPU: torch's operations are recorded and replayed")
+def test_attention_that_cannot_be_recorded_runs_between_pieces_in_decode_steps_too(checkpoint: Path) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    expected = [output.token_ids for output in engine(checkpoint).generate(PROMPTS[:3], params)]
+    with recorded_steps("reference"):
+        llm = engine(checkpoint, async_scheduling=True)
+    runner = runner_of(llm)
+    assert runner.graphs is None and runner.prompt_graphs is not None
+    assert runner.prompt_graphs.sizes[:5] == [1, 2, 4, 8, 16]
+    with recorded_steps("reference"):
+        assert [output.token_ids for output in llm.generate(PROMPTS[:3], params)] == expected
+    assert runner.prompt_graphs.num_replays == 8
+
+
+@pytest.mark.row("D7", without="a GPU: torch's operations are recorded and replayed")
+def test_padding_reads_and_writes_nothing_of_a_request(
+    checkpoint: Path, recorded: RecordedOperations
+) -> None:
     """Every block that no request holds is NaN, the scratch block too after its first use."""
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     expected = [output.token_ids for output in engine(checkpoint).generate(PROMPTS[:5], params)]
-    llm = engine(checkpoint, async_scheduling=True)
+    llm = engine(checkpoint, async_scheduling=True, max_num_batched_tokens=30)
     runner = runner_of(llm)
     runner.warm_up()
     runner.kv_cache.blocks.fill_(0xFF)
     assert [output.token_ids for output in llm.generate(PROMPTS[:5], params)] == expected
     scratch = runner.kv_cache.scratch_block
     assert scratch == runner.num_blocks == len(runner.kv_cache.blocks) - 1
-    assert runner.graphs is not None and runner.graphs.num_replays == 7
+    assert runner.graphs is not None and runner.graphs.num_replays > 2
+    assert runner.prompt_graphs is not None and runner.prompt_graphs.num_replays > 2
+
+
+def test_recorded_work_may_not_ask_for_values() -> None:
+    """The recorder notices what a CUDA graph could not follow."""
+    number, backend = torch.tensor([3.0]), RecordedOperations()
+    backend.begin()
+    doubled = number * 2
+    with pytest.raises(AssertionError, match="asks for a value"):
+        doubled.item()
+    repeat = backend.end()
+    number.fill_(5.0)
+    assert doubled.item() == 6.0
+    repeat()
+    assert doubled.item() == 10.0
 
 
 def test_the_sizes_that_are_recorded() -> None:
@@ -241,6 +296,9 @@ def test_the_sizes_that_are_recorded() -> None:
     assert graph_sizes(6) == [1, 2, 4, 6]
     assert graph_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
     assert graph_sizes(100)[-4:] == [64, 80, 96, 100]
+    assert token_sizes(5) == [5]
+    assert token_sizes(130) == [16, 32, 48, 64, 80, 96, 112, 128, 130]
+    assert token_sizes(512)[-5:] == [256, 320, 384, 448, 512]
 
 
 def test_a_block_table_tells_what_was_appended_and_the_newest_of_a_place() -> None:

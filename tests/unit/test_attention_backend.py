@@ -29,7 +29,9 @@ def _restored() -> Iterator[None]:
 
 def usable() -> list[str]:
     return [
-        one.name for one in registry.implementations("paged_attention") if one.name not in ("cuda", "triton")
+        one.name
+        for one in registry.implementations("paged_attention")
+        if one.name not in ("cuda", "flashinfer", "triton")
     ]
 
 

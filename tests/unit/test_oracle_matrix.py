@@ -8,6 +8,8 @@ some of them; prompts are much longer than the windows.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,9 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.outputs import RequestOutput
-from quire.worker import model_runner
-from quire.worker.graph_runner import Eager
 from tests.fixtures.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.fixtures.drive import hf_greedy, hf_model
+from tests.fixtures.graphs import recorded_steps
 from tests.unit.test_engine import random_prompts
 
 FAMILIES = ("llama", "qwen3", "mistral", "gemma3")
@@ -75,22 +76,21 @@ AHEAD: dict[str, dict[str, Any]] = {
     "launched ahead": {"async_scheduling": True},
     "recorded": {"async_scheduling": True},
 }
-"""How steps follow each other; "recorded": decode steps are padded and computed as CUDA graphs are, without
-recording."""
+"""How steps follow each other; "recorded": as CUDA graphs, of torch's operations."""
 
 
 @pytest.fixture(params=AHEAD)
-def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def ahead(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """Options of the engine."""
-    if request.param == "recorded":
-        monkeypatch.setattr(model_runner, "make_graph_backend", lambda device, enforce_eager: Eager())
-    return AHEAD[request.param]
+    with recorded_steps() if request.param == "recorded" else nullcontext():
+        yield AHEAD[request.param]
 
 
 def check_recorded(llm: LLM) -> None:
     """Where steps are recorded, most were replayed."""
-    graphs = llm.core.runner.graphs  # type: ignore[attr-defined]
-    assert graphs is None or graphs.num_replays > 10
+    runner: Any = llm.core.runner
+    assert runner.graphs is None or runner.graphs.num_replays > 10
+    assert runner.prompt_graphs is None or runner.prompt_graphs.num_replays >= 2
 
 
 def ids(outputs: list[RequestOutput]) -> list[list[int]]:

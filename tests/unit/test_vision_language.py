@@ -13,6 +13,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.multimodal import PromptEmbeds, content_hashes
 from tests.fixtures.drive import hf_vision_model
+from tests.fixtures.graphs import recorded_steps
 from tests.fixtures.vision_checkpoints import VISION_KINDS, make_vision_checkpoint
 
 MAX_TOKENS = 16
@@ -115,6 +116,15 @@ def test_images_give_the_tokens_of_transformers(
     assert tokens == [case.expected for case in cases]
     if "num_blocks" in options:
         assert llm.core.stats().num_preemptions > 0
+
+
+@pytest.mark.row("D7", without="a GPU: torch's operations are recorded and replayed")
+def test_recorded_steps_take_images_and_positions_on_three_axes(checkpoint: Path, cases: list[Case]) -> None:
+    with recorded_steps():
+        tokens, llm = run(checkpoint, cases, max_num_batched_tokens=40, async_scheduling=True)
+    assert tokens == [case.expected for case in cases]
+    runner: Any = llm.core.runner
+    assert runner.prompt_graphs.num_replays >= 2 and runner.graphs.num_replays > 2
 
 
 def test_the_oracle_sees_the_images(cases: list[Case]) -> None:

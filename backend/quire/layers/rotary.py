@@ -232,9 +232,7 @@ class RotaryEmbedding(nn.Module):
         Args:
             positions: int64 [num_tokens], or [3, num_tokens] (time, height, width) for M-RoPE.
         """
-        # On a device, to look for the highest one would wait for all that runs there.
-        is_cpu = positions.device.type == "cpu"
-        needed = self.max_model_len if not is_cpu else 1 + int(positions.max()) if positions.numel() else 0
+        needed = self._needed(positions)
         if needed > self.table.shape[0]:
             self._grow(needed)
         rows = self.table[positions]
@@ -243,6 +241,13 @@ class RotaryEmbedding(nn.Module):
             rows = rows.gather(0, self.axes.repeat(2).expand(1, *rows.shape[1:]))[0]
         cos, sin = rows.chunk(2, dim=-1)
         return cos.contiguous(), sin.contiguous()
+
+    def _needed(self, positions: torch.Tensor) -> int:
+        """How many rows of the table these may ask for."""
+        if positions.device.type != "cpu":
+            # To look for the highest one would wait for all that runs there.
+            return self.max_model_len
+        return 1 + int(positions.max()) if positions.numel() else 0
 
     def _grow(self, num_positions: int) -> None:
         num_positions = max(2 * self.table.shape[0], num_positions, 1024)

@@ -156,9 +156,26 @@ class DecoderModel(nn.Module):
         Returns:
             [num_tokens or n, hidden_size], the final norm applied.
         """
+        return self.compute(self.embed(input_ids, embeds), positions, kv_cache, metas, rows)
+
+    def embed(
+        self, input_ids: torch.Tensor, embeds: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """What the first layer gets, [num_tokens, hidden_size]; arguments as of `forward`."""
         x = self.embedding(input_ids)
         if embeds is not None:
             x.index_copy_(0, *embeds)
+        return x
+
+    def compute(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: KVCache,
+        metas: Sequence[AttentionMetadata],
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`forward` behind `embed`; `x` may be overwritten."""
         angles = self.rotary(positions)
         if self._native is not None and self._native.can_use(kv_cache.layer(0)):
             if rows is None:

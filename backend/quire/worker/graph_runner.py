@@ -1,21 +1,26 @@
-"""DecodeGraphs: the steps in which every request computes one token, recorded once per size and replayed.
+"""Steps recorded once per size and replayed: DecodeGraphs whole ones, PromptGraphs all but attention.
 
-A recorded step reads everything that changes from memory of its own: which rows of the block table take part,
-how long their sequences are, and their newest tokens where the host knows them. What follows from that
-(positions, slots, tables, input ids) is computed by the recorded step itself, so that one copy and one replay
-is all that a step costs the host.
+`DecodeGraphs` has the steps in which every request computes one token. A recorded step reads everything that
+changes from memory of its own: which rows of the block table take part, how long their sequences are, and
+their newest tokens where the host knows them. What follows from that (positions, slots, tables, input ids) is
+computed by the recorded step itself, so that one copy and one replay is all that a step costs the host.
 
-A batch is padded to the next size. Rows of the padding belong to a sequence of one token in a scratch block
-behind the pool, which no request has: kernels need to know nothing of padding, and nothing of it is read.
+`PromptGraphs` has the other steps of few tokens, whose attention depends on the batch in ways that no
+recording could follow: it runs as always, between recorded pieces.
+
+A batch is padded to the next size. What the padding stores goes to a scratch block behind the pool, which no
+request has: kernels need to know nothing of padding, and nothing of it is read.
 """
 
 from __future__ import annotations
 
 import bisect
+import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,7 +30,7 @@ import torch
 from quire.models.decoder import DecoderModel
 from quire.outputs import ScheduledRequest
 from quire.worker.device import to_device
-from quire.worker.input_batch import InputBatch
+from quire.worker.input_batch import InputBatch, StepInputs
 from quire.worker.kv_cache import KVCache
 from quire_kernels import ops
 from quire_kernels.metadata import AttentionMetadata
@@ -34,12 +39,23 @@ logger = logging.getLogger("quire")
 
 _FIELDS = ("row", "seq_len", "token", "offset")
 
+Work = Callable[[], None]
+Attend = Callable[[torch.Tensor, AttentionMetadata], torch.Tensor]
+
 
 class GraphBackend(Protocol):
-    """Records work and repeats it."""
+    """Records work and repeats it on the memory that it used."""
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Runs `work` (more than once, perhaps) and returns what repeats it on the memory that it used."""
+    def warm_up(self, work: Work) -> None:
+        """Does work that is to be recorded next, once: compiling, tuning and allocating are not recorded."""
+        ...
+
+    def begin(self) -> None:
+        """What comes next is recorded."""
+        ...
+
+    def end(self) -> Work:
+        """Up to here; returns what repeats it."""
         ...
 
 
@@ -47,29 +63,55 @@ class CudaGraphs:
     """CUDA graphs that share one pool of memory: no two of them run at a time."""
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+        self._graph: Any = None
+        self._guard: Any = None
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            # First use compiles, tunes and allocates, none of which may happen while it is recorded.
+    def warm_up(self, work: Work) -> None:
+        """See GraphBackend."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             work()
-        torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            work()
-        self._pool = self._pool or graph.pool()
-        return graph.replay
+
+    def begin(self) -> None:
+        """See GraphBackend."""
+        torch.cuda.synchronize()
+        self._graph, self._guard = torch.cuda.CUDAGraph(), torch.cuda.stream(self._stream)
+        self._guard.__enter__()
+        self._graph.capture_begin(pool=self._pool)
+
+    def end(self) -> Work:
+        """See GraphBackend."""
+        self._graph.capture_end()
+        self._guard.__exit__(None, None, None)
+        repeat: Work = self._graph.replay
+        return repeat
 
 
-class Eager:
-    """No recording: the same work anew each time. For tests of all the rest where no device has graphs."""
+def capture(backend: GraphBackend, work: Work) -> Work:
+    """What repeats `work`."""
+    backend.warm_up(work)
+    backend.begin()
+    work()
+    return backend.end()
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        work()
-        return work
+
+@contextmanager
+def recording(what: str, sizes: Sequence[int]) -> Iterator[None]:
+    """While many graphs are recorded: says how long it took.
+
+    Memory of the device must not be given back while work is recorded, so nothing is collected meanwhile.
+    """
+    begin = time.monotonic()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+    logger.info("recorded %s of %s in %.1f s", what, list(sizes), time.monotonic() - begin)
 
 
 @dataclass
@@ -130,17 +172,15 @@ class DecodeGraphs:
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=device)
         self._padding = np.array([[self._scratch_row], [1], [0], [0]])
         """A sequence of one token, as a column of the inputs."""
-        self._host_seq_lens: list[int] = []
-        self._graphs: dict[int, Callable[[], None]] = {}
+        self._graphs: dict[int, Work] = {}
         self._best = torch.zeros(self.sizes[-1], dtype=torch.int64, device=device)
         self._logits = torch.empty((self.sizes[-1], model.config.vocab_size), device=device)
 
     def capture_all(self) -> None:
         """Records every size, the largest first: smaller ones find its memory in the pool."""
-        begin = time.monotonic()
-        for size in reversed(self.sizes):
-            self._graph(size)
-        logger.info("recorded decode steps of %s rows in %.1f s", self.sizes, time.monotonic() - begin)
+        with recording("decode steps of so many rows", self.sizes):
+            for size in reversed(self.sizes):
+                self._graph(size)
 
     def can_run(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Whether a step is one of single tokens that are all sampled from, and not too large."""
@@ -173,7 +213,6 @@ class DecodeGraphs:
         replay = self._graph(size)
         self._update_table()
         self._inputs[:, :size].copy_(to_device(inputs, self._device), non_blocking=True)
-        self._host_seq_lens = inputs[1].tolist()
         replay()
         self.num_replays += 1
         return DecodeStep(self._best[:count], self._logits[:count])
@@ -188,13 +227,12 @@ class DecodeGraphs:
             places = places + places // (rows * width) * width
             self._table.view(-1)[places] = blocks.int()
 
-    def _graph(self, size: int) -> Callable[[], None]:
+    def _graph(self, size: int) -> Work:
         """What computes a step of this size, recorded on first use."""
         if size not in self._graphs:
             # Recording computes, and a step that is computed twice would take its own result for its input.
             self._inputs[:, :size] = to_device(self._padding, self._device)
-            self._host_seq_lens = [1] * size
-            self._graphs[size] = self.backend.capture(partial(self._compute, size))
+            self._graphs[size] = capture(self.backend, partial(self._compute, size))
         return self._graphs[size]
 
     def _compute(self, size: int) -> None:
@@ -215,8 +253,8 @@ class DecodeGraphs:
             max_query_len=1,
             max_seq_len=self.max_model_len,
             query_lens=[1] * size,
-            # Kernels that are recorded read the lengths on the device; these are for those that cannot be.
-            seq_lens_list=self._host_seq_lens,
+            # For the kernels' first run: recorded ones read the lengths on the device.
+            seq_lens_list=[1] * size,
         )
         metas = [meta, *map(meta.with_blocks, tables[1:].unbind(), slots[1:].unbind())]
         with torch.inference_mode():
@@ -226,3 +264,135 @@ class DecodeGraphs:
             last_tokens[rows] = best
             self._logits[:size].copy_(logits)
             self._best[:size].copy_(best)
+
+
+def token_sizes(max_num_tokens: int, few: bool = False) -> list[int]:
+    """Numbers of tokens that are recorded in pieces: multiples of 16, of 32 from 128 on, of 64 from 256 on.
+
+    `few`: smaller ones too, for decode steps.
+    """
+    smallest = [1, 2, 4, 8] if few else []
+    sizes = [*smallest, *range(16, 128, 16), *range(128, 256, 32), *range(256, max_num_tokens, 64)]
+    return [*(size for size in sizes if size < max_num_tokens), max_num_tokens]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is recorded up to an attention, or behind the last one."""
+
+    replay: Work
+    attend: Attend | None
+    """The attention behind it, of queries over a batch."""
+    group: int
+    """The KV group of its layer."""
+
+
+class PromptGraphs:
+    """Recorded pieces of steps of any kind, between one attention and the next.
+
+    Args:
+        model: computes.
+        kv_cache: with a scratch block behind its pool.
+        num_axes: of positions: 3 where requests may state them on three, else 1.
+        sizes: of batches in tokens, ascending.
+        backend: records.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        kv_cache: KVCache,
+        num_axes: int,
+        sizes: Sequence[int],
+        backend: GraphBackend,
+    ) -> None:
+        assert kv_cache.scratch_block is not None, "padding needs a block that no request has"
+        self.model, self.kv_cache, self.sizes, self.backend = model, kv_cache, list(sizes), backend
+        self.num_replays = 0
+        self.num_misses = 0
+        """Steps that were not replayed, as no size is large enough."""
+        config, device, longest = model.config, kv_cache.blocks.device, self.sizes[-1]
+        # What pieces read and write; the same memory for all sizes and layers.
+        self._x = torch.zeros((longest, config.hidden_size), dtype=config.dtype, device=device)
+        self._hidden = torch.zeros_like(self._x)
+        heads = (longest, config.num_heads, config.head_dim)
+        self._query = torch.zeros(heads, dtype=config.dtype, device=device)
+        self._attended = torch.zeros_like(self._query)
+        axes = (3,) if num_axes == 3 else ()
+        self._positions = torch.zeros((*axes, longest), dtype=torch.int64, device=device)
+        block_size = kv_cache.block_size
+        self._scratch_slots = (
+            torch.arange(longest, device=device) % block_size + kv_cache.scratch_block * block_size
+        )
+        self._slots = self._scratch_slots.repeat(len(model.kv_groups), 1)
+        self._pieces: dict[int, list[Piece]] = {}
+
+    def capture_all(self) -> None:
+        """Records every size, the largest first: smaller ones find its memory in the pool."""
+        with recording("pieces of steps of so many tokens", self.sizes):
+            for size in reversed(self.sizes):
+                self._pieces_of(size)
+
+    def can_run(self, num_tokens: int) -> bool:
+        """Whether a step of so many tokens is recorded."""
+        if num_tokens > self.sizes[-1]:
+            self.num_misses += 1
+            return False
+        return True
+
+    def run(self, inputs: StepInputs, embeds: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        """[num_tokens, hidden_size] as of the model, in memory that the next call overwrites."""
+        count = inputs.metas[0].num_tokens
+        size = self.sizes[bisect.bisect_left(self.sizes, count)]
+        pieces = self._pieces_of(size)
+        self._x[:count] = self.model.embed(inputs.input_ids, embeds)
+        self._positions[..., :count] = inputs.positions
+        self._slots[:, count:size] = self._scratch_slots[: size - count]
+        for slots, meta in zip(self._slots, inputs.metas, strict=True):
+            slots[:count] = meta.slot_mapping
+        for piece in pieces:
+            piece.replay()
+            if piece.attend is not None:
+                self._attended[:count] = piece.attend(self._query[:count], inputs.metas[piece.group])
+        self.num_replays += 1
+        return self._hidden[:count]
+
+    def _pieces_of(self, size: int) -> list[Piece]:
+        """What computes a step of this size, recorded on first use."""
+        if size not in self._pieces:
+            self._pieces[size] = self._record(size)
+        return self._pieces[size]
+
+    def _record(self, size: int) -> list[Piece]:
+        self._slots[:, :size] = self._scratch_slots[:size]
+        self.backend.warm_up(lambda: self._compute(self._metas(size)))
+        pieces: list[Piece] = []
+
+        def interrupt(group: int, query: torch.Tensor, attend: Attend) -> torch.Tensor:
+            self._query[:size] = query
+            pieces.append(Piece(self.backend.end(), attend, group))
+            self.backend.begin()
+            return self._attended[:size]
+
+        metas = [
+            replace(meta, interrupt=partial(interrupt, group)) for group, meta in enumerate(self._metas(size))
+        ]
+        self.backend.begin()
+        self._compute(metas)
+        pieces.append(Piece(self.backend.end(), None, 0))
+        assert len(pieces) == len(self.model.layers) + 1, "a layer has one ops.paged_attention"
+        return pieces
+
+    def _metas(self, size: int) -> list[AttentionMetadata]:
+        """A batch of one sequence that lies in the scratch block over and over, for each KV group."""
+        scratch, block_size = self.kv_cache.scratch_block, self.kv_cache.block_size
+        assert scratch is not None
+        blocks = [scratch] * -(-size // block_size)
+        meta = AttentionMetadata.build([size], [size], [blocks], block_size, self._slots.device)
+        return [meta.with_blocks(meta.block_table, slots[:size]) for slots in self._slots]
+
+    def _compute(self, metas: Sequence[AttentionMetadata]) -> None:
+        size = metas[0].num_tokens
+        with torch.inference_mode():
+            hidden = self.model.compute(self._x[:size], self._positions[..., :size], self.kv_cache, metas)
+            self._hidden[:size] = hidden

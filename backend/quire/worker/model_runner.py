@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,14 @@ from quire.loader import load_model
 from quire.models.config import DecoderConfig
 from quire.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from quire.worker.device import HostCopy, to_device
-from quire.worker.graph_runner import CudaGraphs, DecodeGraphs, GraphBackend, graph_sizes
+from quire.worker.graph_runner import (
+    CudaGraphs,
+    DecodeGraphs,
+    GraphBackend,
+    PromptGraphs,
+    graph_sizes,
+    token_sizes,
+)
 from quire.worker.input_batch import CachedRequest, InputBatch, StepInputs
 from quire.worker.kv_cache import QUANTIZED_DTYPES, KVCache, block_bytes, num_blocks_for
 from quire.worker.sampler import Draw, Sampler, SamplerOutput
@@ -125,7 +132,8 @@ class ModelRunner:
             len(self.kv_groups),
         )
         self.graphs: DecodeGraphs | None = None
-        if graph_backend is not None:
+        whole = graph_backend is not None and attention_is_recordable(config, shape, self.device)
+        if graph_backend is not None and whole:
             self.batch.block_table.record_changes()
             self.graphs = DecodeGraphs(
                 self.model,
@@ -133,6 +141,17 @@ class ModelRunner:
                 self.batch,
                 self.max_model_len,
                 graph_sizes(config.scheduler.max_num_seqs),
+                graph_backend,
+            )
+        self.prompt_graphs: PromptGraphs | None = None
+        most_tokens = min(config.model.max_graph_tokens, config.scheduler.max_num_batched_tokens)
+        # Layers that are one call have nothing between one attention and the next.
+        if graph_backend is not None and most_tokens > 0 and not self.model.is_fused:
+            self.prompt_graphs = PromptGraphs(
+                self.model,
+                self.kv_cache,
+                3 if self.takes_position_ids else 1,
+                token_sizes(most_tokens, few=not whole),
                 graph_backend,
             )
         self.sampler = Sampler(shape.vocab_size)
@@ -189,6 +208,8 @@ class ModelRunner:
     def warm_up(self) -> None:
         """What is to be done once, before the first step: recording decode steps."""
         with tuning.warm_up():
+            if self.prompt_graphs is not None:
+                self.prompt_graphs.capture_all()
             if self.graphs is not None:
                 self.graphs.capture_all()
 
@@ -229,14 +250,17 @@ class ModelRunner:
         embeds = inputs.embeds
         if embeds is not None:
             embeds = (embeds[0], embeds[1].to(self.dtype))
-        hidden = self.model(
-            inputs.input_ids,
-            inputs.positions,
-            self.kv_cache,
-            inputs.metas,
-            embeds,
-            inputs.sample_indices,
-        )
+        if self.prompt_graphs is not None and self.prompt_graphs.can_run(inputs.metas[0].num_tokens):
+            hidden = self.prompt_graphs.run(inputs, embeds)[inputs.sample_indices]
+        else:
+            hidden = self.model(
+                inputs.input_ids,
+                inputs.positions,
+                self.kv_cache,
+                inputs.metas,
+                embeds,
+                inputs.sample_indices,
+            )
         if not inputs.samples:
             return
         drawn = self._sample(hidden, inputs)
@@ -310,20 +334,14 @@ def check_attention_backend(config: EngineConfig, shape: DecoderConfig, device: 
     wanted = config.model.attention_backend
     if wanted == "auto":
         return
-    kv_dtype = QUANTIZED_DTYPES.get(config.cache.kv_cache_dtype, shape.dtype)
-    for window in dict.fromkeys(shape.sliding_windows):
-        facts = attention_facts(
-            shape.num_heads,
-            shape.head_dim,
-            shape.num_kv_heads,
-            config.cache.block_size,
-            kv_dtype,
-            window,
-            shape.attention_softcap,
-        )
-        able = registry.capabilities("paged_attention", device.type, shape.dtype, **facts)
-        reason = able.get(wanted, "there is none of this name")
+    # Only what is asked for, and the table of all where that is refused: some compile to know what they can.
+    known = {one.name: one for one in registry.implementations("paged_attention")}
+    for facts in _attention_facts(config, shape):
+        reason: str | None = "there is none of this name"
+        if wanted in known:
+            reason = known[wanted].why_not(device.type, shape.dtype, facts)
         if reason is not None:
+            able = registry.capabilities("paged_attention", device.type, shape.dtype, **facts)
             table = "; ".join(f"{name}: {why or 'can'}" for name, why in able.items())
             needs = ", ".join(f"{name} {value}" for name, value in facts.items())
             raise ConfigError(
@@ -331,6 +349,31 @@ def check_attention_backend(config: EngineConfig, shape: DecoderConfig, device: 
                 f"{device.type}, {needs}. {table}"
             )
     registry.configure({**registry.choices(), "paged_attention": wanted})
+
+
+def attention_is_recordable(config: EngineConfig, shape: DecoderConfig, device: torch.device) -> bool:
+    """Whether decode steps of all layers can be recorded with their attention."""
+    picked = [
+        registry.pick("paged_attention", device.type, shape.dtype, **facts)
+        for facts in _attention_facts(config, shape)
+    ]
+    return all(one.is_recordable for one in picked)
+
+
+def _attention_facts(config: EngineConfig, shape: DecoderConfig) -> list[dict[str, Any]]:
+    """What attention is chosen by, for each kind of layer."""
+    return [
+        attention_facts(
+            shape.num_heads,
+            shape.head_dim,
+            shape.num_kv_heads,
+            config.cache.block_size,
+            QUANTIZED_DTYPES.get(config.cache.kv_cache_dtype, shape.dtype),
+            window,
+            shape.attention_softcap,
+        )
+        for window in dict.fromkeys(shape.sliding_windows)
+    ]
 
 
 def make_graph_backend(device: torch.device, enforce_eager: bool) -> GraphBackend | None:

@@ -19,8 +19,9 @@ from quire_kernels.cuda import kernels
 from quire_kernels.cuda.compiler import CompileError, Unit, attention_unit, is_installed
 from quire_kernels.cuda.kernels import CACHES, Kernels, Linear, attention_shared_bytes
 from quire_kernels.cuda.launch import DriverLauncher, loaded
-from quire_kernels.metadata import AttentionMetadata, attention_facts
-from quire_kernels.quantized_kv import KVLayer, data_of
+from quire_kernels.handover import hand_over
+from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.quantized_kv import KVLayer
 
 logger = logging.getLogger("quire_kernels")
 
@@ -93,24 +94,7 @@ def paged_attention(
     """See `ops.paged_attention`; long queries are the next implementation's."""
     if meta.max_query_len <= MAX_QUERY_LEN:
         return _kernels.paged_attention(query, kv_layer, meta, scale, sliding_window, softcap)
-    data = data_of(kv_layer)
-    (num_heads, head_dim), (num_kv_heads, block_size) = query.shape[1:], data.shape[2:4]
-    facts = attention_facts(
-        num_heads, head_dim, num_kv_heads, block_size, data.dtype, sliding_window, softcap
-    )
-    key = (query.device.type, query.dtype, *facts.items())
-    out: torch.Tensor = _next_attention(key)(query, kv_layer, meta, scale, sliding_window, softcap)
-    return out
-
-
-@functools.cache
-def _next_attention(key: tuple[Any, ...]) -> Callable[..., Any]:
-    device_type, dtype, *facts = key
-    for candidate in registry.implementations("paged_attention"):
-        if candidate.name != NAME and candidate.can_do(device_type, dtype, dict(facts)):
-            logger.info("paged_attention: %s for long queries", candidate.name)
-            return candidate.function
-    raise registry.KernelError(f"no implementation of paged_attention for long queries: {key}")
+    return hand_over(frozenset({NAME}), "long queries", query, kv_layer, meta, scale, sliding_window, softcap)
 
 
 def _attention_probe(**facts: Any) -> tuple[Unit, str, int]:

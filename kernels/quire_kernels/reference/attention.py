@@ -94,7 +94,7 @@ class _PlacedPlan:
     """int64 [num_seqs, max_blocks]"""
 
 
-@implementation("paged_attention", "reference")
+@implementation("paged_attention", "reference", is_recordable=False)
 def paged_attention(
     query: torch.Tensor,
     kv_layer: KVLayer,

@@ -1,0 +1,136 @@
+"""Registration as implementation "flashinfer" of `paged_attention`.
+
+What cannot be imported or compiled here is logged once, and the next implementation is picked. FlashInfer
+plans a batch on the host, so it cannot be recorded: see `Implementation.is_recordable`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+from typing import Any
+
+import torch
+
+from quire_kernels import registry
+from quire_kernels.cuda.operators import MAX_QUERY_LEN
+from quire_kernels.flashinfer.wrappers import MODULE, Plan, Shape, plan_batch, try_out
+from quire_kernels.handover import hand_over
+from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.quantized_kv import KVLayer
+
+logger = logging.getLogger("quire_kernels")
+
+NAME = "flashinfer"
+PRIORITY = 15
+"""Below CUDA C++, which does decode steps and hands over longer queries; above the Triton language."""
+CAPABILITY = (8, 0)
+HEAD_DIMS = (64, 128, 256)
+"""What FlashInfer compiles of both its kernels, for prompts and for single tokens."""
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def why_unavailable() -> str | None:
+    """What keeps FlashInfer from being used on this machine; None: nothing. Imports it, once."""
+    if importlib.util.find_spec(MODULE) is None:
+        return "flashinfer-python is not installed (pip install 'quire[flashinfer]')"
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < CAPABILITY:
+        return f"it needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]}"
+    try:
+        importlib.import_module(MODULE)
+    except Exception as error:  # whatever a package raises that does not fit the rest of the machine
+        reason = f"import {MODULE} failed: {type(error).__name__}: {error}"
+        logger.warning("no FlashInfer, the next implementation is used: %s", reason)
+        return reason
+    return None
+
+
+@functools.cache
+def works(
+    head_dim: int, num_groups: int, block_size: int, dtype: torch.dtype, has_window: bool, has_softcap: bool
+) -> bool:
+    """Whether it computes attention of this shape here; its kernels are compiled now. If not, a warning."""
+    shape = Shape(
+        num_heads=num_groups,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        scale=head_dim**-0.5,
+        sliding_window=block_size if has_window else None,
+        softcap=30.0 if has_softcap else None,
+    )
+    try:
+        try_out(shape, torch.device("cuda", torch.cuda.current_device()))
+    except Exception as error:  # of a package, a compiler or a driver
+        logger.warning(
+            "no FlashInfer attention of %s, the next implementation is used: %s: %s",
+            shape,
+            type(error).__name__,
+            error,
+        )
+        return False
+    return True
+
+
+def _can_attend(
+    *,
+    head_dim: int,
+    kv_dtype: torch.dtype,
+    num_groups: int = 1,
+    block_size: int = 16,
+    sliding_window: bool = False,
+    softcap: bool = False,
+    **_: Any,
+) -> bool | str:
+    """No quantised cache: FlashInfer has one scale for all tokens, ours have one each."""
+    if head_dim not in HEAD_DIMS or kv_dtype not in _HALVES:
+        return False
+    return why_unavailable() or works(head_dim, num_groups, block_size, kv_dtype, sliding_window, softcap)
+
+
+@registry.implementation(
+    "paged_attention",
+    NAME,
+    devices=("cuda",),
+    dtypes=_HALVES,
+    priority=PRIORITY,
+    predicate=_can_attend,
+    is_recordable=False,
+)
+def paged_attention(
+    query: torch.Tensor,
+    kv_layer: KVLayer,
+    meta: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """See `ops.paged_attention`; what FlashInfer cannot plan is another's."""
+    assert isinstance(kv_layer, torch.Tensor), "the predicate refuses quantised caches"
+    # It would hand longer queries back.
+    others = frozenset((NAME, "cuda") if meta.max_query_len > MAX_QUERY_LEN else (NAME,))
+    shape = Shape.of(query, kv_layer, scale, sliding_window, softcap)
+    plan = meta.plan((NAME, shape), lambda: _try_plan(shape, meta))
+    if plan is None:
+        why = "batches that FlashInfer fails to plan"
+        return hand_over(others, why, query, kv_layer, meta, scale, sliding_window, softcap)
+    return plan.run(query, kv_layer)
+
+
+_failures: set[str] = set()
+"""Kinds of plans that failed: one warning each."""
+
+
+def _try_plan(shape: Shape, meta: AttentionMetadata) -> Plan | None:
+    try:
+        return plan_batch(shape, meta)
+    except Exception as error:  # of a package or a compiler, before anything is handed to the device
+        kind = f"{type(error).__name__} {shape}"
+        if kind not in _failures:
+            _failures.add(kind)
+            logger.warning("no FlashInfer plan, the next implementation is used: %s: %s", kind, error)
+        return None
