@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.sampling_params import SamplingParams
+from quire.worker.input_batch import StepInputs
 from quire.worker.model_runner import ModelRunner
 from quire.worker.timeline import Timeline, idle_fraction
 
@@ -174,8 +178,10 @@ def mix(core: EngineCore, count: int) -> dict[str, Any]:
 def agreement(folder: Path, device: torch.device, families: list[str]) -> list[dict[str, Any]]:
     """Greedy tokens of small checkpoints in bf16: this engine's eagerly, replayed, one step ahead.
 
-    Where bf16 rounds two near logits apart, tokens part; so what counts is the log-probability that
-    transformers gives the engine's tokens, step by step, against its own best ones.
+    A replay is to equal the same step computed. Tokens may part where bf16 rounds two near logits apart:
+    padding may change which kernel multiplies, and transformers multiplies in another order. There what
+    counts is the log-probability that transformers gives the engine's tokens, step by step, against its own
+    best ones.
     """
     from transformers import AutoModelForCausalLM
 
@@ -194,6 +200,7 @@ def agreement(folder: Path, device: torch.device, families: list[str]) -> list[d
                 "graphs, one ahead": {"async_scheduling": True},
             }.items()
         }
+        difference = difference_of_replays(path, device, prompts)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device).eval()
         worst = 0.0
         with torch.inference_mode():
@@ -205,6 +212,7 @@ def agreement(folder: Path, device: torch.device, families: list[str]) -> list[d
         records.append(
             {
                 "family": family,
+                "difference_of_replays": difference,
                 "graphs_equal_eager": found["graphs"] == found["eager"],
                 "ahead_equal_eager": found["graphs, one ahead"] == found["eager"],
                 "worst_logprob_gap_to_transformers": worst,
@@ -214,10 +222,65 @@ def agreement(folder: Path, device: torch.device, families: list[str]) -> list[d
     return records
 
 
+def difference_of_replays(path: Path, device: torch.device, prompts: list[list[int]]) -> float | None:
+    """The most by which a replayed step differs from the same one computed; None: nothing is recorded."""
+    core = _small_engine(path, device, async_scheduling=False, max_num_batched_tokens=100)
+    runner = core.runner
+    assert isinstance(runner, ModelRunner)
+    graphs, pieces = runner.graphs, runner.prompt_graphs
+    differences: list[float] = []
+
+    def compare(replayed: torch.Tensor, computed: torch.Tensor) -> None:
+        differences.append(float((replayed.float() - computed.float()).abs().max()))
+
+    def decode(size: int, replay: Callable[[], None]) -> None:
+        assert graphs is not None
+        last_tokens = runner.batch.last_tokens
+        before = last_tokens.clone()
+        replay()
+        replayed = graphs._logits[:size].clone()
+        # The step has overwritten what it began with.
+        last_tokens.copy_(before)
+        graphs._compute(size)
+        compare(replayed, graphs._logits[:size])
+
+    def prompt(run: Any, inputs: StepInputs, embeds: Any) -> torch.Tensor:
+        assert pieces is not None
+        count = inputs.metas[0].num_tokens
+        size = pieces.sizes[bisect.bisect_left(pieces.sizes, count)]
+        replayed = run(inputs, embeds).clone()
+
+        def interrupt(group: int, query: torch.Tensor, attend: Any) -> torch.Tensor:
+            pieces._attended[:count] = attend(query[:count], inputs.metas[group])
+            return pieces._attended[:size]
+
+        pieces._compute(
+            [replace(meta, interrupt=partial(interrupt, i)) for i, meta in enumerate(pieces._metas(size))]
+        )
+        compare(replayed, pieces._hidden[:count])
+        return pieces._hidden[:count]
+
+    if graphs is not None:
+        graphs._graphs = {size: partial(decode, size, replay) for size, replay in graphs._graphs.items()}
+    if pieces is not None:
+        pieces.run = partial(prompt, pieces.run)  # type: ignore[method-assign]
+    _greedy(core, prompts)
+    return max(differences, default=None)
+
+
 def _generate(path: Path, device: torch.device, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    return _greedy(_small_engine(path, device, **options), prompts)
+
+
+def _small_engine(path: Path, device: torch.device, **options: Any) -> EngineCore:
     values = {"model": str(path), "device": device.type, "dtype": "bfloat16", "num_blocks": 256, **options}
     core = EngineCore(EngineConfig.from_mapping({"max_model_len": 256, "max_num_seqs": 16, **values}))
     core.warm_up()
+    return core
+
+
+def _greedy(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
+    """Tokens of all prompts at once; closes the engine."""
     found: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         core.add_request(f"r{index}", prompt, SamplingParams(max_tokens=GREEDY_TOKENS, ignore_eos=True))

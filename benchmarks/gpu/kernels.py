@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,10 @@ from benchmarks.gpu.device import median_seconds
 from quire_kernels import ops, registry
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, QuantizedKV, piece_bytes
-from quire_kernels.sampling import SamplingTensors
+from quire_kernels.sampling import LogitEdits, SamplingTensors
+
+NUM_PENALISED = 500
+"""Distinct tokens of a row that penalties are measured with."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,30 @@ def _other_cases(device: torch.device, small: bool) -> Iterator[Case]:
         positions=torch.zeros(count, dtype=torch.int64, device=device),
     )
     yield Case(f"sample, {count} x {vocab}", "sample", lambda: ops.sample(logits, rows), float(logits.nbytes))
+    penalised = replace(rows, edits=_neutral_edits(count, vocab, device))
+    yield Case(
+        f"sample with {NUM_PENALISED} penalties, {count} x {vocab}",
+        "sample",
+        lambda: ops.sample(logits, penalised),
+        float(logits.nbytes),
+    )
+
+
+def _neutral_edits(count: int, vocab: int, device: torch.device) -> LogitEdits:
+    """Penalties that leave logits as they are, since they are made in place, again and again."""
+    none = torch.zeros(0, dtype=torch.int32, device=device)
+    starts = torch.zeros((3, count + 1), dtype=torch.int32, device=device)
+    starts[0] = torch.arange(count + 1, device=device) * NUM_PENALISED
+    token_ids = torch.arange(NUM_PENALISED, device=device) * (vocab // NUM_PENALISED)
+    return LogitEdits(
+        starts=starts,
+        factors=torch.tensor([[1.0], [0.0], [0.0]], device=device).repeat(1, count),
+        penalty_ids=token_ids.int().repeat(count),
+        output_counts=torch.ones(count * NUM_PENALISED, device=device),
+        bias_ids=none,
+        biases=none.float(),
+        ban_ids=none,
+    )
 
 
 def measure(device: torch.device, limits: dict[str, float], small: bool) -> list[dict[str, Any]]:

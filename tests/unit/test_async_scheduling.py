@@ -211,7 +211,7 @@ def test_logits_that_are_not_finite_end_one_request(checkpoint: Path, recorded: 
     assert got[1][0] == expected[1][0][: len(got[1][0])] and len(got[1][0]) < 10
 
 
-@pytest.mark.row("D7", without="a GPU: torch's operations are recorded and replayed")
+@pytest.mark.row("D7", part="nothing on a GPU: torch's operations are recorded and replayed")
 def test_steps_that_fit_no_recorded_size_are_computed_as_usual(
     checkpoint: Path, recorded: RecordedOperations
 ) -> None:
@@ -229,7 +229,7 @@ def test_steps_that_fit_no_recorded_size_are_computed_as_usual(
     assert graphs.num_replays == 7
 
 
-@pytest.mark.row("D7", without="a GPU: torch's operations are recorded and replayed")
+@pytest.mark.row("D7", part="nothing on a GPU: torch's operations are recorded and replayed")
 def test_a_decode_step_is_one_launch_and_any_other_one_per_attention_and_one(
     checkpoint: Path, recorded: RecordedOperations
 ) -> None:
@@ -245,7 +245,7 @@ def test_a_decode_step_is_one_launch_and_any_other_one_per_attention_and_one(
     assert recorded.num_graphs == num_graphs, "nothing is recorded after the warm-up"
 
 
-@pytest.mark.row("D7", without="a GPU: torch's operations are recorded and replayed")
+@pytest.mark.row("D7", part="nothing on a GPU: torch's operations are recorded and replayed")
 def test_attention_that_cannot_be_recorded_runs_between_pieces_in_decode_steps_too(checkpoint: Path) -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     expected = [output.token_ids for output in engine(checkpoint).generate(PROMPTS[:3], params)]
@@ -259,7 +259,7 @@ def test_attention_that_cannot_be_recorded_runs_between_pieces_in_decode_steps_t
     assert runner.prompt_graphs.num_replays == 8
 
 
-@pytest.mark.row("D7", without="a GPU: torch's operations are recorded and replayed")
+@pytest.mark.row("D7", part="nothing on a GPU: torch's operations are recorded and replayed")
 def test_padding_reads_and_writes_nothing_of_a_request(
     checkpoint: Path, recorded: RecordedOperations
 ) -> None:

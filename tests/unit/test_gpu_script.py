@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+from benchmarks.gpu import engine
 from benchmarks.gpu.run_all import main
 from quire_kernels import registry
+from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.graphs import recorded_steps
 
 
 @pytest.mark.row("D27", part="the script that measures on a GPU runs")
@@ -42,3 +46,19 @@ def test_a_section_that_fails_is_told_and_the_others_run(
     sections = json.loads(out.read_text("utf-8"))["sections"]
     assert "ZeroDivisionError" in sections["kernels"]["failed"]
     assert "device" in sections["machine"]
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["recorded", "broken"])
+def test_replays_are_compared_with_computing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_broken: bool
+) -> None:
+    path = make_checkpoint("qwen3", tmp_path)
+    prompts = [list(range(5, 5 + length)) for length in (40, 3, 70)]
+    with recorded_steps() as backend:
+        if is_broken:
+            end = backend.end
+            monkeypatch.setattr(backend, "end", lambda: (end(), lambda: None)[1])
+        difference = engine.difference_of_replays(path, torch.device("cpu"), prompts)
+    assert difference is not None and (difference > 0.01) == is_broken
+    assert is_broken or difference == 0.0
+    assert engine.difference_of_replays(path, torch.device("cpu"), prompts) is None

@@ -118,7 +118,7 @@ def test_images_give_the_tokens_of_transformers(
         assert llm.core.stats().num_preemptions > 0
 
 
-@pytest.mark.row("D7", without="a GPU: torch's operations are recorded and replayed")
+@pytest.mark.row("D7", part="nothing on a GPU: torch's operations are recorded and replayed")
 def test_recorded_steps_take_images_and_positions_on_three_axes(checkpoint: Path, cases: list[Case]) -> None:
     with recorded_steps():
         tokens, llm = run(checkpoint, cases, max_num_batched_tokens=40, async_scheduling=True)

@@ -9,6 +9,7 @@ A model directory needs nothing but `config.pbtxt` with `backend: "quire"` and a
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,12 @@ def _checkpoint(named: str, version_directory: Path) -> Path:
 
 def visible_device(args: Mapping[str, str]) -> dict[str, str]:
     """Environment of the engine for an instance's kind: KIND_GPU shows it exactly its device."""
-    if args.get("model_instance_kind") == "GPU":
-        return {"CUDA_VISIBLE_DEVICES": args["model_instance_device_id"]}
-    return {}
+    if args.get("model_instance_kind") != "GPU":
+        return {}
+    index = args["model_instance_device_id"]
+    # The server counts the devices that it sees itself.
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return {"CUDA_VISIBLE_DEVICES": visible[int(index)] if visible else index}
 
 
 def with_instance_kind(config: EngineConfig, args: Mapping[str, str]) -> EngineConfig:
