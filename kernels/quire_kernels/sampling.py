@@ -16,7 +16,8 @@ class LogitEdits:
 
     - as a penalty (at most one per row and token): x / repetition, or x * repetition if x is negative, then
       less frequency * its output count, and less presence if that count is not 0; at most the largest finite
-      float32. An infinite x stays.
+      float32. An infinite x stays. The row's newest token counts once more than its list says, or is a
+      penalty with a count of 1 if it is not in there.
     - as a bias (at most one per row and token): x + bias.
     - as a ban (any number per row and token): -inf, unless the row's bans leave it nothing above -inf: then
       none of them counts.
@@ -37,6 +38,9 @@ class LogitEdits:
     """float32 [num_biases]"""
     ban_ids: torch.Tensor
     """int32 [num_bans]"""
+    newest: torch.Tensor | None = None
+    """int64 [n]: an output token that the lists do not count, as the host does not know it yet; negative, or
+    None for all rows: there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -298,13 +298,36 @@ def ragged_logits(rows: list[SamplingRow], vocab_size: int, seed: int) -> torch.
     return logits
 
 
-def edited(logits: torch.Tensor, rows: list[SamplingRow]) -> torch.Tensor:
+def edited(logits: torch.Tensor, rows: list[SamplingRow], newest: torch.Tensor | None = None) -> torch.Tensor:
     """What the sampler's own operations, which tests/unit/test_sampler.py checks, make of the logits."""
     out = logits.clone()
     edits = collect_edits(rows, logits.shape[1])
     assert edits is not None
-    apply_edits(out, rows, edits)
+    apply_edits(out, rows, edits, newest)
     return out
+
+
+def forget_newest(rows: list[SamplingRow]) -> tuple[list[SamplingRow], torch.Tensor]:
+    """The rows with an output before the host knows its last token; and that token, of others any."""
+    pending, newest = [], []
+    for row in rows:
+        has_output = row.num_output_tokens > 0
+        tokens = row.token_ids[:-1] if has_output else row.token_ids
+        arguments = (row.params, tokens, row.num_prompt_tokens, row.eos_token_ids, row.seed)
+        pending.append(SamplingRow(*arguments, num_pending=int(has_output)))
+        newest.append(row.token_ids[-1] if has_output else 3)
+    return pending, torch.tensor(newest)
+
+
+def without_ngrams(rows: list[SamplingRow], highest: int) -> list[SamplingRow]:
+    """Rows whose edits depend on which tokens there are by penalties alone, tokens up to `highest`."""
+    found = []
+    for row in rows:
+        fields = {name: getattr(row.params, name) for name in SamplingParams.__struct_fields__}
+        params = SamplingParams(**{**fields, "no_repeat_ngram_size": 0})
+        tokens = [min(token, highest) for token in row.token_ids]
+        found.append(SamplingRow(params, tokens, row.num_prompt_tokens, row.eos_token_ids, row.seed))
+    return found
 
 
 @pytest.mark.row("D10", without="a GPU: kernels run in the interpreter and in an emulator")
@@ -316,7 +339,7 @@ def test_edits_are_those_of_the_sampler(name: str, device: str, count: int, voca
     logits = ragged_logits(rows, vocab_size, seed=vocab_size)
     expected = edited(logits, rows)
     assert expected[-1].isfinite().any(), "bans of everything are lifted"
-    tensors = sampling_tensors(rows, collect_edits(rows, vocab_size), torch.device(device))
+    tensors = sampling_tensors(rows, collect_edits(rows, vocab_size), None, torch.device(device))
     assert tensors.edits is not None
     sizes = tensors.edits.starts.diff()
     assert bool(((sizes == 0).any(1) & (sizes > 0).any(1)).all()), "rows with and without each of the edits"
@@ -329,11 +352,40 @@ def test_edits_are_those_of_the_sampler(name: str, device: str, count: int, voca
 
     for i in range(0, count, 7):
         own = sampling_tensors(
-            rows[i : i + 1], collect_edits(rows[i : i + 1], vocab_size), tensors.seeds.device
+            rows[i : i + 1], collect_edits(rows[i : i + 1], vocab_size), None, tensors.seeds.device
         )
         alone = logits[i : i + 1].to(device, copy=True)
         assert int(sample(name, device, alone, own)) == int(tokens[i])
         torch.testing.assert_close(alone[0].cpu(), expected[i], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.row("D10", without="a GPU: kernels run in the interpreter and in an emulator")
+@pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
+@pytest.mark.parametrize(("count", "vocab_size"), [(40, 40), (20, 2500)])
+def test_a_token_counts_that_only_the_device_knows(
+    name: str, device: str, count: int, vocab_size: int
+) -> None:
+    """As if the host knew it, to the last bit: in the list of penalties, beside it, or there is none."""
+    rows = without_ngrams(ragged_rows(count, vocab_size, seed=vocab_size), vocab_size - 1)
+    next(row for row in rows if row.has_penalties and row.num_output_tokens).token_ids[-1] = -1
+    logits = ragged_logits(ragged_rows(count, vocab_size, seed=vocab_size), vocab_size, seed=vocab_size)
+    expected = edited(logits, rows)
+    pending, newest = forget_newest(rows)
+    penalised = [
+        (row, token) for row, token in zip(pending, newest.tolist(), strict=True) if row.is_uncounted
+    ]
+    listed = [token in row.token_ids for row, token in penalised if token >= 0]
+    assert any(listed) and not all(listed) and any(token < 0 for _, token in penalised)
+    torch.testing.assert_close(edited(logits, pending, newest), expected, rtol=0, atol=0, equal_nan=True)
+
+    tensors = sampling_tensors(
+        pending, collect_edits(pending, vocab_size), newest.to(device), torch.device(device)
+    )
+    there = logits.to(device, copy=True)
+    tokens = sample(name, device, there, tensors)
+    torch.testing.assert_close(there.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    known = sampling_tensors(rows, collect_edits(rows, vocab_size), None, torch.device("cpu"))
+    assert tokens.tolist() == sample("reference", "cpu", logits.clone(), known).tolist()
 
 
 def results(logits: torch.Tensor, rows: list[SamplingRow]) -> SamplerOutput:
@@ -403,8 +455,8 @@ def test_what_rows_ask_for_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_edits_of_the_reference_do_not_wait_for_the_device() -> None:
     """A fake tensor has no numbers: whatever asks for one, as a synchronisation does, is an error."""
-    rows = ragged_rows(40, 40, seed=4)
-    tensors = sampling_tensors(rows, collect_edits(rows, 40), torch.device("cpu"))
+    rows, _ = forget_newest(ragged_rows(40, 40, seed=4))
+    tensors = sampling_tensors(rows, collect_edits(rows, 40), torch.arange(40), torch.device("cpu"))
     assert tensors.edits is not None
     with FakeTensorMode() as mode:
         fake = {name: mode.from_tensor(value) for name, value in vars(tensors.edits).items()}
@@ -432,7 +484,7 @@ def test_draws_with_edits_have_the_exact_distribution(name: str, device: str, te
         SamplingRow(params, prompt + output, len(prompt), frozenset(), int(seed))
         for seed in seeds_of(count, 6)
     ]
-    tensors = sampling_tensors(rows, collect_edits(rows, vocab_size), torch.device(device))
+    tensors = sampling_tensors(rows, collect_edits(rows, vocab_size), None, torch.device(device))
     tokens = sample(name, device, logits.repeat(count, 1).to(device), tensors)
     scores = logits.double()
     for token in {*prompt, *output}:

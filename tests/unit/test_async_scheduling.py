@@ -73,6 +73,10 @@ PARAMS = {
     "ends": SamplingParams(max_tokens=30, stop_token_ids=tuple(range(0, 500, 9))),
     "seeded": SamplingParams(max_tokens=12, temperature=1.0, seed=5, top_k=50, top_p=0.9, min_p=0.01),
     "penalties": SamplingParams(max_tokens=12, repetition_penalty=1.3, frequency_penalty=0.5),
+    "penalties and choices": SamplingParams(
+        max_tokens=12, n=3, temperature=1.0, seed=8, repetition_penalty=1.3, presence_penalty=0.5
+    ),
+    "penalties and bans": SamplingParams(max_tokens=12, repetition_penalty=1.3, no_repeat_ngram_size=2),
     "n-grams": SamplingParams(max_tokens=20, no_repeat_ngram_size=2),
     "bad words": SamplingParams(max_tokens=20, bad_words_ids=((3, 4), (5,))),
     "at least": SamplingParams(max_tokens=20, min_tokens=9, stop_token_ids=tuple(range(0, 500, 3))),
@@ -148,11 +152,22 @@ def test_a_step_is_handed_over_before_the_tokens_of_the_one_before_are_known(che
     assert calls[2:].count("settle") == 8 and "settle" not in calls[:3]
 
 
-def test_penalties_wait_for_the_tokens_they_depend_on(checkpoint: Path) -> None:
+@pytest.mark.parametrize(
+    ("params", "waits"),
+    [
+        ({"no_repeat_ngram_size": 2}, True),
+        ({"bad_words_ids": ((3, 4),)}, True),
+        ({"repetition_penalty": 1.5, "frequency_penalty": 0.2}, False),
+        ({"temperature": 1.0, "top_p": 0.9, "min_tokens": 3}, False),
+    ],
+)
+def test_a_step_waits_for_tokens_that_the_host_must_know(
+    checkpoint: Path, params: dict[str, Any], waits: bool
+) -> None:
     llm = engine(checkpoint, async_scheduling=True)
     calls = order_of_calls(llm)
-    llm.generate(PROMPTS[:2], SamplingParams(max_tokens=6, repetition_penalty=1.5, ignore_eos=True))
-    assert "settle" in calls[2:4] and calls.index("settle") < calls.index("collect")
+    llm.generate(PROMPTS[:2], SamplingParams(max_tokens=6, ignore_eos=True, **params))
+    assert (calls.index("settle") < calls.index("collect")) == waits
 
 
 def test_a_failed_step_ends_the_requests_under_way_and_the_engine_goes_on(

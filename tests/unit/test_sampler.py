@@ -54,7 +54,7 @@ def transform(logits: Array, row: SamplingRow) -> Array:
     scores = torch.tensor(logits, dtype=torch.float32)[None]
     edits = collect_edits([row], len(logits))
     if edits is not None:
-        apply_edits(scores, [row], edits)
+        apply_edits(scores, [row], edits, None)
     if not row.params.is_greedy:
         scores = (scores - scores.amax()) / row.params.temperature
         apply_filters(scores, [row])

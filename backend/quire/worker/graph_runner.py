@@ -122,6 +122,8 @@ class DecodeStep:
     """int64 [n]: `ops.argmax` of the logits"""
     logits: torch.Tensor
     """float32 [n, vocab_size]"""
+    input_ids: torch.Tensor
+    """int64 [n]: the tokens that were computed, each request's newest one"""
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -174,6 +176,7 @@ class DecodeGraphs:
         """A sequence of one token, as a column of the inputs."""
         self._graphs: dict[int, Work] = {}
         self._best = torch.zeros(self.sizes[-1], dtype=torch.int64, device=device)
+        self._input_ids = torch.zeros_like(self._best)
         self._logits = torch.empty((self.sizes[-1], model.config.vocab_size), device=device)
 
     def capture_all(self) -> None:
@@ -215,7 +218,7 @@ class DecodeGraphs:
         self._inputs[:, :size].copy_(to_device(inputs, self._device), non_blocking=True)
         replay()
         self.num_replays += 1
-        return DecodeStep(self._best[:count], self._logits[:count])
+        return DecodeStep(self._best[:count], self._logits[:count], self._input_ids[:count])
 
     def _update_table(self) -> None:
         """Brings what was appended to the block table since the last replay to the device."""
@@ -262,6 +265,7 @@ class DecodeGraphs:
             logits = self.model.compute_logits(hidden)
             best = ops.argmax(logits)
             last_tokens[rows] = best
+            self._input_ids[:size].copy_(input_ids)
             self._logits[:size].copy_(logits)
             self._best[:size].copy_(best)
 

@@ -179,7 +179,7 @@ class ModelRunner:
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Begins a step: on cuda it is queued, and what it samples stays on the device for the next one.
 
-        A step that needs to know the tokens of the one before (for penalties, say) waits for that first.
+        A step that needs to know the tokens of the one before (for n-grams, say) waits for that first.
         """
         if self._launched and any(self._needs_tokens(item) for item in output.scheduled):
             for step in self._launched:
@@ -241,7 +241,7 @@ class ModelRunner:
             if all(row.wants_best_only for row in rows):
                 step.take(Draw(decoded.best))
                 return
-            drawn = self.sampler.draw(decoded.logits, rows)
+            drawn = self.sampler.draw(decoded.logits, rows, decoded.input_ids)
             table_rows = np.array([state.row for state in states])
             self.batch.last_tokens[to_device(table_rows, self.device)] = drawn.token_ids
             step.take(drawn)
@@ -299,7 +299,12 @@ class ModelRunner:
             best = self.model.best_tokens(hidden)
             return Draw(best if choices is None else best[choices])
         logits = self.model.compute_logits(hidden)
-        return self.sampler.draw(logits if choices is None else logits[choices], rows)
+        newest = None
+        if any(row.is_uncounted for row in rows):
+            newest = inputs.input_ids[inputs.sample_indices]
+        if choices is not None:
+            logits, newest = logits[choices], None if newest is None else newest[choices]
+        return self.sampler.draw(logits, rows, newest)
 
 
 class LaunchedStep:

@@ -161,12 +161,16 @@ class Sampler:
         """As `draw`, with the result on the host."""
         return self.draw(logits, rows).output()
 
-    def draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Draw:
+    def draw(
+        self, logits: torch.Tensor, rows: Sequence[SamplingRow], newest: torch.Tensor | None = None
+    ) -> Draw:
         """Samples one token per row.
 
         Args:
             logits: [N, vocab_size] float32, any device; may be changed in place.
             rows: N rows.
+            newest: int64 [N], on the device of the logits: the token before the one to be drawn, of rows
+                that are `is_uncounted`; None: there are no such rows.
         """
         assert logits.shape == (len(rows), self.vocab_size), (logits.shape, len(rows), self.vocab_size)
         assert logits.dtype == torch.float32, logits.dtype
@@ -179,7 +183,9 @@ class Sampler:
         wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and not row.is_beam]
         raw = torch.log_softmax(_take(logits, wanted), dim=-1) if wanted else None
 
-        drawn = Draw(self._choose(logits, rows, collect_edits(rows, self.vocab_size)))
+        edits = collect_edits(rows, self.vocab_size)
+        assert newest is not None or edits is None or edits.uncounted is None, "the newest tokens are needed"
+        drawn = Draw(self._choose(logits, rows, edits, newest))
         if raw is not None:
             drawn.wanted = [(i, rows[i].params.logprobs or 0) for i in wanted]
             drawn.logprobs = _logprobs(raw, _take(drawn.token_ids, wanted))
@@ -190,15 +196,21 @@ class Sampler:
             drawn.candidates = ids, values
         return drawn
 
-    def _choose(self, logits: torch.Tensor, rows: Sequence[SamplingRow], edits: Edits | None) -> torch.Tensor:
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        edits: Edits | None,
+        newest: torch.Tensor | None,
+    ) -> torch.Tensor:
         """[N, V] -> int64 [N]; makes the edits, too."""
         sampling = [i for i, row in enumerate(rows) if not (row.params.is_greedy or row.is_beam)]
         if edits is None and not sampling:
             return ops.argmax(logits)
         if _is_fused(logits.device) and not any(rows[i].params.typical_p < 1.0 for i in sampling):
-            return ops.sample(logits, sampling_tensors(rows, edits, logits.device))
+            return ops.sample(logits, sampling_tensors(rows, edits, newest, logits.device))
         if edits is not None:
-            apply_edits(logits, rows, edits)
+            apply_edits(logits, rows, edits, newest)
         if not sampling:
             return ops.argmax(logits)
         if len(sampling) == len(rows):
@@ -216,13 +228,14 @@ def _is_fused(device: torch.device) -> bool:
 
 
 def sampling_tensors(
-    rows: Sequence[SamplingRow], edits: Edits | None, device: torch.device
+    rows: Sequence[SamplingRow], edits: Edits | None, newest: torch.Tensor | None, device: torch.device
 ) -> SamplingTensors:
     """What `ops.sample` needs; rows of beam search count as greedy. One copy to the device.
 
     Args:
         rows: N rows.
         edits: of these rows, from `collect_edits`.
+        newest: see `Sampler.draw`.
         device: of the logits.
     """
     floats = np.empty((3, len(rows)), dtype=np.float32)
@@ -233,7 +246,12 @@ def sampling_tensors(
         floats[:, i] = 0.0 if is_greedy else params.temperature, params.top_p, params.min_p
         words[:, i] = params.top_k, np.uint64(row.seed).astype(np.int64), row.num_output_tokens
     arrays = {} if edits is None else edit_arrays(rows, edits)
-    there = to_device_together({"words": words, "floats": floats, **arrays}, device)
+    masks = {} if edits is None or edits.uncounted is None else {"uncounted": edits.uncounted}
+    there = to_device_together({"words": words, "floats": floats, **arrays, **masks}, device)
+    logit_edits = None
+    if edits is not None:
+        fields = {name: there[name] for name in arrays}
+        logit_edits = LogitEdits(**fields, newest=_newest(newest, there.get("uncounted")))
     top_k, seeds, positions = there["words"].unbind()
     temperature, top_p, min_p = there["floats"].unbind()
     return SamplingTensors(
@@ -243,7 +261,7 @@ def sampling_tensors(
         min_p=min_p,
         seeds=seeds,
         positions=positions,
-        edits=None if edits is None else LogitEdits(**{name: there[name] for name in arrays}),
+        edits=logit_edits,
     )
 
 
@@ -251,17 +269,24 @@ def _errors(token_ids: list[int]) -> dict[int, str]:
     return {i: _BAD_LOGITS for i, token_id in enumerate(token_ids) if token_id == NO_TOKEN}
 
 
-def apply_edits(logits: torch.Tensor, rows: Sequence[SamplingRow], edits: Edits) -> None:
-    """The edits of the rows, in place; logits [N, V] float32."""
+def _newest(newest: torch.Tensor | None, uncounted: torch.Tensor | None) -> torch.Tensor | None:
+    """`LogitEdits.newest`."""
+    return None if newest is None or uncounted is None else torch.where(uncounted, newest, -1)
+
+
+def apply_edits(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], edits: Edits, newest: torch.Tensor | None
+) -> None:
+    """The edits of the rows, in place; logits [N, V] float32, `newest` see `Sampler.draw`."""
     device = logits.device
 
     def places(tokens: TokenList) -> Places:
         return to_device(tokens.rows, device), to_device(tokens.token_ids, device)
 
     if (penalties := edits.penalties) is not None:
-        factors = np.repeat(penalty_factors(rows), penalties.sizes, axis=1)
-        counts = to_device(penalties.values, device)
-        penalise(logits, places(penalties), counts, to_device(factors, device))
+        counts, factors = to_device(penalties.values, device), to_device(penalty_factors(rows), device)
+        uncounted = None if edits.uncounted is None else to_device(edits.uncounted, device)
+        penalise(logits, places(penalties), counts, factors, _newest(newest, uncounted))
     if (biases := edits.biases) is not None:
         logits[places(biases)] += to_device(biases.values, device)
     if (bans := edits.bans) is not None:

@@ -92,8 +92,14 @@ class SamplingRow:
 
     @property
     def needs_tokens(self) -> bool:
-        """True when what is drawn depends on which tokens came before, beyond the model's logits."""
-        return bool(self.has_penalties or self.params.no_repeat_ngram_size or self.params.bad_words_ids)
+        """True when the host has to know all tokens before one is drawn, beyond what the model sees."""
+        return bool(self.params.no_repeat_ngram_size or self.params.bad_words_ids)
+
+    @property
+    def is_uncounted(self) -> bool:
+        """True when the newest token counts for penalties, but only the device knows it."""
+        assert self.num_pending <= 1, "two steps are in flight at most"
+        return self.has_penalties and self.num_pending > 0
 
     def history(self) -> TokenHistory:
         """The row's history, brought up to the newest token."""
@@ -226,13 +232,21 @@ class Edits:
     """Values are biases; tokens are distinct within a row."""
     bans: TokenList | None
     """Without values; tokens may repeat."""
+    uncounted: npt.NDArray[np.bool_] | None
+    """[n]: whose newest token is a penalty more, see `SamplingRow.is_uncounted`; None: no row's."""
 
 
 def collect_edits(rows: Sequence[SamplingRow], vocab_size: int) -> Edits | None:
     """The edits of all rows; None when no row has any."""
     if not any(row.has_transforms for row in rows):
         return None
-    edits = Edits(_penalties(rows, vocab_size), _biases(rows, vocab_size), _bans(rows, vocab_size))
+    uncounted = np.array([row.is_uncounted for row in rows])
+    edits = Edits(
+        _penalties(rows, vocab_size),
+        _biases(rows, vocab_size),
+        _bans(rows, vocab_size),
+        uncounted if uncounted.any() else None,
+    )
     return edits if edits.penalties or edits.biases or edits.bans else None
 
 
@@ -245,7 +259,7 @@ def penalty_factors(rows: Sequence[SamplingRow]) -> FloatArray:
 
 
 def edit_arrays(rows: Sequence[SamplingRow], edits: Edits) -> dict[str, npt.NDArray[Any]]:
-    """The fields of `LogitEdits` by name."""
+    """The fields of `LogitEdits` by name, but for `newest`."""
     none = TokenList([0] * len(rows), *_NO_TOKENS)
     penalties, biases, bans = (one or none for one in (edits.penalties, edits.biases, edits.bans))
     starts = np.zeros((3, len(rows) + 1), dtype=np.int32)

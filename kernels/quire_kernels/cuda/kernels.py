@@ -375,7 +375,7 @@ class Kernels:
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
         fields = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds, rows.positions)
         kept = [field.contiguous() for field in fields]
-        lists: tuple[torch.Tensor, ...] = ()
+        lists: tuple[torch.Tensor | None, ...] = ()
         if edits is not None:
             lists = (
                 edits.starts,
@@ -385,6 +385,7 @@ class Kernels:
                 edits.bias_ids,
                 edits.biases,
                 edits.ban_ids,
+                edits.newest,
                 torch.empty_like(edits.ban_ids, dtype=torch.float32),
             )
         params = SampleParams(

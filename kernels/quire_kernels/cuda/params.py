@@ -185,6 +185,7 @@ class EditParams(Structure):
             "bias_ids",
             "biases",
             "ban_ids",
+            "newest",
             "saved",
         )
     ]

@@ -45,23 +45,43 @@ Places = tuple[torch.Tensor, torch.Tensor]
 """Rows and columns of logits, int32 or int64 [m] each."""
 
 
-def penalise(logits: torch.Tensor, at: Places, output_counts: torch.Tensor, factors: torch.Tensor) -> None:
+def penalise(
+    logits: torch.Tensor,
+    at: Places,
+    output_counts: torch.Tensor,
+    factors: torch.Tensor,
+    newest: torch.Tensor | None,
+) -> None:
     """The penalties of `LogitEdits`, in place.
 
     Args:
         logits: float32 [n, vocab_size].
         at: the penalised ones, no two the same.
         output_counts: float32 [m].
-        factors: float32 [3, m]: repetition, presence, frequency.
+        factors: float32 [3, n].
+        newest: int64 [n] or None.
     """
+    rows, token_ids = at
+    if newest is not None:
+        is_newest = token_ids == newest[rows]
+        output_counts = output_counts + is_newest
+        is_listed = torch.zeros_like(newest).index_add_(0, rows, is_newest.long()) > 0
+        place = torch.arange(len(newest), device=newest.device), newest.clamp(min=0)
+        values = logits[place]
+        penalised = _penalised(values, torch.ones_like(values), factors)
+        logits[place] = torch.where((newest >= 0) & ~is_listed, penalised, values)
+    logits[at] = _penalised(logits[at], output_counts, factors[:, rows])
+
+
+def _penalised(values: torch.Tensor, output_counts: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """float32 [m]; factors [3, m]: repetition, presence, frequency."""
     repetition, presence, frequency = factors.unbind()
-    values = logits[at]
     penalised = torch.where(values < 0, values * repetition, values / repetition)
     penalised = penalised - frequency * output_counts - presence * (output_counts > 0)
     # A tiny repetition penalty may overflow, and an infinite maximum would make the softmax NaN. Infinite
     # logits of the model itself are left for the check at the end.
     penalised = penalised.clamp(max=torch.finfo(torch.float32).max)
-    logits[at] = torch.where(values.isinf(), values, penalised)
+    return torch.where(values.isinf(), values, penalised)
 
 
 def ban(logits: torch.Tensor, at: Places) -> None:
@@ -76,7 +96,7 @@ def edit_logits(logits: torch.Tensor, edits: LogitEdits) -> None:
     """All edits of `LogitEdits`, in place; logits float32 [n, vocab_size]."""
     penalty_starts, bias_starts, ban_starts = edits.starts.unbind()
     at = _places(penalty_starts, edits.penalty_ids)
-    penalise(logits, at, edits.output_counts, edits.factors[:, at[0]])
+    penalise(logits, at, edits.output_counts, edits.factors, edits.newest)
     logits[_places(bias_starts, edits.bias_ids)] += edits.biases
     ban(logits, _places(ban_starts, edits.ban_ids))
 

@@ -72,6 +72,14 @@ def _has_any(logits_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
     return found > 0
 
 
+@triton.jit
+def _penalised(x, count, repetition, presence, frequency):  # type: ignore[no-untyped-def]
+    y = tl.where(x < 0, x * repetition, tl.div_rn(x, repetition))
+    y = y - frequency * count - tl.where(count > 0, presence, 0.0)
+    y = tl.where(y > _LARGEST, _LARGEST, y)
+    return tl.where(tl.abs(x) == float("inf"), x, y)
+
+
 _EDIT_POINTERS = (
     "starts_ptr",
     "factors_ptr",
@@ -80,6 +88,7 @@ _EDIT_POINTERS = (
     "bias_id_ptr",
     "bias_ptr",
     "ban_id_ptr",
+    "newest_ptr",
 )
 
 
@@ -93,10 +102,12 @@ def _edit_kernel(  # type: ignore[no-untyped-def]
     bias_id_ptr,
     bias_ptr,
     ban_id_ptr,
+    newest_ptr,
     saved_ptr,
     logits_stride,
     size,
     num_rows,
+    HAS_NEWEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """`LogitEdits`, a row per program; saved float32 [bans] is scratch.
@@ -108,20 +119,28 @@ def _edit_kernel(  # type: ignore[no-untyped-def]
     offsets = tl.arange(0, BLOCK)
 
     begin, end = _range_of(starts_ptr, 0, row, num_rows)
-    if begin < end:
+    newest = tl.full((), -1, tl.int64)
+    if HAS_NEWEST:
+        newest = tl.load(newest_ptr + row)
+    if (begin < end) | (newest >= 0):
         repetition = tl.load(factors_ptr + row)
         presence = tl.load(factors_ptr + num_rows + row)
         frequency = tl.load(factors_ptr + 2 * num_rows + row)
+        is_listed = tl.zeros((BLOCK,), tl.int32)
         for first in tl.range(begin, end, BLOCK):
             entry = first + offsets
             token_id = tl.load(penalty_id_ptr + entry, entry < end, other=0)
-            count = tl.load(count_ptr + entry, entry < end, other=0.0)
+            is_newest = (token_id == newest) & (entry < end)
+            is_listed |= is_newest.to(tl.int32)
+            count = tl.load(count_ptr + entry, entry < end, other=0.0) + is_newest.to(tl.float32)
             x = tl.load(logits + token_id, entry < end, other=0.0)
-            y = tl.where(x < 0, x * repetition, tl.div_rn(x, repetition))
-            y = y - frequency * count - tl.where(count > 0, presence, 0.0)
-            y = tl.where(y > _LARGEST, _LARGEST, y)
-            y = tl.where(tl.abs(x) == float("inf"), x, y)
-            tl.store(logits + token_id, y, entry < end)
+            tl.store(logits + token_id, _penalised(x, count, repetition, presence, frequency), entry < end)
+        if (newest >= 0) & (tl.max(is_listed, 0) == 0):
+            # Of all threads, which hold the same numbers, one stores.
+            token_id = newest + tl.zeros((1,), tl.int64)
+            x = tl.load(logits + token_id)
+            once = tl.full((1,), 1.0, tl.float32)
+            tl.store(logits + token_id, _penalised(x, once, repetition, presence, frequency))
         tl.debug_barrier()
 
     begin, end = _range_of(starts_ptr, 1, row, num_rows)
@@ -334,10 +353,12 @@ def _edit(logits: torch.Tensor, edits: LogitEdits) -> None:
         edits.bias_ids,
         edits.biases,
         edits.ban_ids,
+        edits.newest,
         torch.empty_like(edits.ban_ids, dtype=torch.float32),
         logits.stride(0),
         size,
         num_rows,
+        HAS_NEWEST=edits.newest is not None,
         BLOCK=_EDIT_BLOCK,
         **_EDIT_OPTIONS,
     )
@@ -443,12 +464,13 @@ def compile_cases(capability: int) -> list[CompileCase]:
         "bias_id_ptr": "*i32",
         "bias_ptr": "*fp32",
         "ban_id_ptr": "*i32",
+        "newest_ptr": "*i64",
         "saved_ptr": "*fp32",
     }
     known = {**sizes, **{name: f"{kind}:16" for name, kind in pointers.items()}}
     cases: list[CompileCase] = []
     for name, kernel, constants, options in (
-        ("edit", _edit_kernel, {"BLOCK": _EDIT_BLOCK}, _EDIT_OPTIONS),
+        ("edit", _edit_kernel, {"HAS_NEWEST": True, "BLOCK": _EDIT_BLOCK}, _EDIT_OPTIONS),
         ("keys", _keys_kernel, {"PARTS": 64, "BLOCK": _KEY_BLOCK}, {"num_warps": 8}),
         ("cut", _cut_kernel, {"BLOCK": _SEARCH_BLOCK}, {"num_warps": _SEARCH_WARPS}),
         ("masses", _masses_kernel, {"CHUNK": _CHUNK}, {"num_warps": 4}),

@@ -35,6 +35,7 @@ struct Edits {
     const int* bias_ids;
     const float* biases;
     const int* ban_ids;
+    const int64* newest;  // [rows], null: no row has one
     float* saved;  // [number of bans]: logits before the bans
 };
 
@@ -99,15 +100,22 @@ DEVICE float penalised(float x, float count, float repetition, float presence, f
 
 // Edits the block's row and returns its bans. Lists may name a token that another one names, so that a
 // barrier stands behind each.
-DEVICE Range edit(float* row, const Edits& edits) {
+DEVICE Range edit(float* row, const Edits& edits, uint64* scratch) {
     const int which = blockIdx.x, rows = gridDim.x;
     const Range penalties = range_of(edits, 0), biases = range_of(edits, 1), bans = range_of(edits, 2);
-    if (penalties.begin < penalties.end) {
+    const int64 newest = edits.newest ? edits.newest[which] : -1;
+    if (penalties.begin < penalties.end || newest >= 0) {
         const float repetition = edits.factors[which];
         const float presence = edits.factors[rows + which], frequency = edits.factors[2 * rows + which];
+        bool is_listed = false;
         for (int e = penalties.begin + threadIdx.x; e < penalties.end; e += THREADS) {
+            const bool is_newest = edits.penalty_ids[e] == newest;
+            is_listed = is_listed || is_newest;
             float& x = row[edits.penalty_ids[e]];
-            x = penalised(x, edits.output_counts[e], repetition, presence, frequency);
+            x = penalised(x, edits.output_counts[e] + is_newest, repetition, presence, frequency);
+        }
+        if (newest >= 0 && !block_reduce<Max>(uint64(is_listed), uint64(0), scratch) && threadIdx.x == 0) {
+            row[newest] = penalised(row[newest], 1.0f, repetition, presence, frequency);
         }
         block_barrier();
     }
@@ -243,7 +251,7 @@ KERNEL(sample, SampleParams, THREADS, 1) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     float* const logits = p.logits + which * p.stride;
     Range bans = {0, 0};
-    if (p.edits.starts) bans = edit(logits, p.edits);
+    if (p.edits.starts) bans = edit(logits, p.edits, scratch);
     Row row;
     row.logits = logits;
     int best = best_of(logits, p.size, row.peak, scratch);
