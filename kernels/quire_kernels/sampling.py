@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -41,6 +41,12 @@ class LogitEdits:
     newest: torch.Tensor | None = None
     """int64 [n]: an output token that the lists do not count, as the host does not know it yet; negative, or
     None for all rows: there is none."""
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor | None, ...]:
+        """What kernels take: the fields in their order, and float32 [num_bans] of scratch."""
+        saved = torch.empty_like(self.ban_ids, dtype=torch.float32)
+        return (*(getattr(self, field.name) for field in fields(self)), saved)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -290,9 +290,10 @@ def ragged_logits(rows: list[SamplingRow], vocab_size: int, seed: int) -> torch.
     logits[8] = -logits[7]
     edits = collect_edits(rows, vocab_size)
     assert edits is not None and edits.bans is not None
+    row_of = np.repeat(np.arange(len(rows)), edits.bans.sizes)
     banning = (i for i, size in enumerate(edits.bans.sizes) if 0 < size < vocab_size // 2 and i > 8)
     for row, rest in zip(banning, (-math.inf, math.nan), strict=False):
-        banned = edits.bans.token_ids[edits.bans.rows == row].tolist()
+        banned = edits.bans.token_ids[row_of == row].tolist()
         logits[row] = rest
         logits[row, banned] = 1.0
     return logits

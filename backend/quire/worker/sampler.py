@@ -13,8 +13,8 @@ then within the chosen chunk) in float64, so that no float32 running sum over th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +26,11 @@ from quire.worker.device import to_device, to_device_together
 from quire.worker.sampling_batch import (
     Edits,
     SamplingRow,
-    TokenList,
     collect_edits,
     edit_arrays,
-    penalty_factors,
 )
 from quire_kernels import ops
-from quire_kernels.reference.sampling import Places, ban, penalise
+from quire_kernels.reference.sampling import edit_logits
 from quire_kernels.sampling import LogitEdits, SamplingTensors
 
 __all__ = ["NO_TOKEN", "Sampler", "SamplerOutput", "SamplingRow", "philox_uniform"]
@@ -246,12 +244,7 @@ def sampling_tensors(
         floats[:, i] = 0.0 if is_greedy else params.temperature, params.top_p, params.min_p
         words[:, i] = params.top_k, np.uint64(row.seed).astype(np.int64), row.num_output_tokens
     arrays = {} if edits is None else edit_arrays(rows, edits)
-    masks = {} if edits is None or edits.uncounted is None else {"uncounted": edits.uncounted}
-    there = to_device_together({"words": words, "floats": floats, **arrays, **masks}, device)
-    logit_edits = None
-    if edits is not None:
-        fields = {name: there[name] for name in arrays}
-        logit_edits = LogitEdits(**fields, newest=_newest(newest, there.get("uncounted")))
+    there = to_device_together({"words": words, "floats": floats, **arrays}, device)
     top_k, seeds, positions = there["words"].unbind()
     temperature, top_p, min_p = there["floats"].unbind()
     return SamplingTensors(
@@ -261,7 +254,7 @@ def sampling_tensors(
         min_p=min_p,
         seeds=seeds,
         positions=positions,
-        edits=logit_edits,
+        edits=None if edits is None else _logit_edits(there, newest),
     )
 
 
@@ -269,28 +262,19 @@ def _errors(token_ids: list[int]) -> dict[int, str]:
     return {i: _BAD_LOGITS for i, token_id in enumerate(token_ids) if token_id == NO_TOKEN}
 
 
-def _newest(newest: torch.Tensor | None, uncounted: torch.Tensor | None) -> torch.Tensor | None:
-    """`LogitEdits.newest`."""
-    return None if newest is None or uncounted is None else torch.where(uncounted, newest, -1)
+def _logit_edits(there: Mapping[str, torch.Tensor], newest: torch.Tensor | None) -> LogitEdits:
+    """Of the arrays of `edit_arrays`, on the device."""
+    names = (field.name for field in fields(LogitEdits) if field.name != "newest")
+    uncounted = there.get("uncounted")
+    known = None if newest is None or uncounted is None else torch.where(uncounted, newest, -1)
+    return LogitEdits(**{name: there[name] for name in names}, newest=known)
 
 
 def apply_edits(
     logits: torch.Tensor, rows: Sequence[SamplingRow], edits: Edits, newest: torch.Tensor | None
 ) -> None:
     """The edits of the rows, in place; logits [N, V] float32, `newest` see `Sampler.draw`."""
-    device = logits.device
-
-    def places(tokens: TokenList) -> Places:
-        return to_device(tokens.rows, device), to_device(tokens.token_ids, device)
-
-    if (penalties := edits.penalties) is not None:
-        counts, factors = to_device(penalties.values, device), to_device(penalty_factors(rows), device)
-        uncounted = None if edits.uncounted is None else to_device(edits.uncounted, device)
-        penalise(logits, places(penalties), counts, factors, _newest(newest, uncounted))
-    if (biases := edits.biases) is not None:
-        logits[places(biases)] += to_device(biases.values, device)
-    if (bans := edits.bans) is not None:
-        ban(logits, places(bans))
+    edit_logits(logits, _logit_edits(to_device_together(edit_arrays(rows, edits), logits.device), newest))
 
 
 def apply_filters(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> None:

@@ -216,11 +216,6 @@ class TokenList:
     values: FloatArray
     """[m], or [0] where tokens have none."""
 
-    @property
-    def rows(self) -> IntArray:
-        """[m]: the row of each token."""
-        return np.repeat(np.arange(len(self.sizes)), self.sizes)
-
 
 @dataclass(slots=True)
 class Edits:
@@ -250,7 +245,7 @@ def collect_edits(rows: Sequence[SamplingRow], vocab_size: int) -> Edits | None:
     return edits if edits.penalties or edits.biases or edits.bans else None
 
 
-def penalty_factors(rows: Sequence[SamplingRow]) -> FloatArray:
+def _penalty_factors(rows: Sequence[SamplingRow]) -> FloatArray:
     """[3, n]: repetition, presence and frequency penalty of each row."""
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     factors = np.array([[getattr(row.params, name) for row in rows] for name in names], dtype=np.float32)
@@ -259,19 +254,21 @@ def penalty_factors(rows: Sequence[SamplingRow]) -> FloatArray:
 
 
 def edit_arrays(rows: Sequence[SamplingRow], edits: Edits) -> dict[str, npt.NDArray[Any]]:
-    """The fields of `LogitEdits` by name, but for `newest`."""
+    """The fields of `LogitEdits` by name, but for `newest`; and `uncounted`, if there is."""
     none = TokenList([0] * len(rows), *_NO_TOKENS)
     penalties, biases, bans = (one or none for one in (edits.penalties, edits.biases, edits.bans))
     starts = np.zeros((3, len(rows) + 1), dtype=np.int32)
     np.cumsum([one.sizes for one in (penalties, biases, bans)], axis=1, out=starts[:, 1:])
+    masks = {} if edits.uncounted is None else {"uncounted": edits.uncounted}
     return {
         "starts": starts,
-        "factors": penalty_factors(rows),
+        "factors": _penalty_factors(rows),
         "penalty_ids": penalties.token_ids.astype(np.int32),
         "output_counts": penalties.values,
         "bias_ids": biases.token_ids.astype(np.int32),
         "biases": biases.values,
         "ban_ids": bans.token_ids.astype(np.int32),
+        **masks,
     }
 
 

@@ -375,19 +375,7 @@ class Kernels:
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
         fields = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds, rows.positions)
         kept = [field.contiguous() for field in fields]
-        lists: tuple[torch.Tensor | None, ...] = ()
-        if edits is not None:
-            lists = (
-                edits.starts,
-                edits.factors,
-                edits.penalty_ids,
-                edits.output_counts,
-                edits.bias_ids,
-                edits.biases,
-                edits.ban_ids,
-                edits.newest,
-                torch.empty_like(edits.ban_ids, dtype=torch.float32),
-            )
+        lists = () if edits is None else edits.arguments
         params = SampleParams(
             pointer(logits),
             *map(pointer, kept),

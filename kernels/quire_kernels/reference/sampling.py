@@ -41,13 +41,13 @@ def _multiply(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]
     return (high >> 16) & _MASK, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-Places = tuple[torch.Tensor, torch.Tensor]
+_Places = tuple[torch.Tensor, torch.Tensor]
 """Rows and columns of logits, int32 or int64 [m] each."""
 
 
-def penalise(
+def _penalise(
     logits: torch.Tensor,
-    at: Places,
+    at: _Places,
     output_counts: torch.Tensor,
     factors: torch.Tensor,
     newest: torch.Tensor | None,
@@ -84,7 +84,7 @@ def _penalised(values: torch.Tensor, output_counts: torch.Tensor, factors: torch
     return torch.where(values.isinf(), values, penalised)
 
 
-def ban(logits: torch.Tensor, at: Places) -> None:
+def _ban(logits: torch.Tensor, at: _Places) -> None:
     """The bans of `LogitEdits`, in place; logits float32 [n, vocab_size], places may repeat."""
     saved = logits[at]
     logits[at] = -torch.inf
@@ -95,13 +95,16 @@ def ban(logits: torch.Tensor, at: Places) -> None:
 def edit_logits(logits: torch.Tensor, edits: LogitEdits) -> None:
     """All edits of `LogitEdits`, in place; logits float32 [n, vocab_size]."""
     penalty_starts, bias_starts, ban_starts = edits.starts.unbind()
-    at = _places(penalty_starts, edits.penalty_ids)
-    penalise(logits, at, edits.output_counts, edits.factors, edits.newest)
-    logits[_places(bias_starts, edits.bias_ids)] += edits.biases
-    ban(logits, _places(ban_starts, edits.ban_ids))
+    if len(edits.penalty_ids) or edits.newest is not None:
+        at = _places(penalty_starts, edits.penalty_ids)
+        _penalise(logits, at, edits.output_counts, edits.factors, edits.newest)
+    if len(edits.bias_ids):
+        logits[_places(bias_starts, edits.bias_ids)] += edits.biases
+    if len(edits.ban_ids):
+        _ban(logits, _places(ban_starts, edits.ban_ids))
 
 
-def _places(starts: torch.Tensor, token_ids: torch.Tensor) -> Places:
+def _places(starts: torch.Tensor, token_ids: torch.Tensor) -> _Places:
     # With its size given, torch does not ask the device for the sum.
     return torch.repeat_interleave(starts.diff(), output_size=token_ids.shape[0]), token_ids
 

@@ -346,15 +346,7 @@ def _edit(logits: torch.Tensor, edits: LogitEdits) -> None:
     num_rows, size = logits.shape
     _edit_kernel[(num_rows,)](
         logits,
-        edits.starts,
-        edits.factors,
-        edits.penalty_ids,
-        edits.output_counts,
-        edits.bias_ids,
-        edits.biases,
-        edits.ban_ids,
-        edits.newest,
-        torch.empty_like(edits.ban_ids, dtype=torch.float32),
+        *edits.arguments,
         logits.stride(0),
         size,
         num_rows,
