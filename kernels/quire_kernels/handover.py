@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from quire_kernels import registry
-from quire_kernels.metadata import AttentionMetadata, attention_facts
-from quire_kernels.quantized_kv import KVLayer, data_of
+from quire_kernels.metadata import AttentionMetadata, facts_of_call
+from quire_kernels.quantized_kv import KVLayer
 
 logger = logging.getLogger("quire_kernels")
 
@@ -38,11 +38,7 @@ def hand_over(
     Raises:
         KernelError: there is none.
     """
-    data = data_of(kv_layer)
-    (num_heads, head_dim), (num_kv_heads, block_size) = query.shape[1:], data.shape[2:4]
-    facts = attention_facts(
-        num_heads, head_dim, num_kv_heads, block_size, data.dtype, sliding_window, softcap
-    )
+    facts = facts_of_call(query, kv_layer, sliding_window, softcap)
     function = _next(skipped, why, (query.device.type, query.dtype, *facts.items()))
     out: torch.Tensor = function(query, kv_layer, meta, scale, sliding_window, softcap)
     return out

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from quire_kernels.quantized_kv import KVLayer, data_of
+
 T = TypeVar("T")
 Attend = Callable[[torch.Tensor, "AttentionMetadata"], torch.Tensor]
 
@@ -30,6 +32,15 @@ def attention_facts(
         "sliding_window": sliding_window is not None,
         "softcap": softcap is not None,
     }
+
+
+def facts_of_call(
+    query: torch.Tensor, kv_layer: KVLayer, sliding_window: int | None, softcap: float | None
+) -> dict[str, Any]:
+    """`attention_facts` of the operands of `ops.paged_attention`."""
+    data = data_of(kv_layer)
+    (num_heads, head_dim), (num_kv_heads, block_size) = query.shape[1:], data.shape[2:4]
+    return attention_facts(num_heads, head_dim, num_kv_heads, block_size, data.dtype, sliding_window, softcap)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ import quire_kernels.flashinfer
 import quire_kernels.reference
 import quire_kernels.triton_lang  # noqa: F401
 from quire_kernels import registry
-from quire_kernels.metadata import AttentionMetadata, attention_facts
+from quire_kernels.metadata import AttentionMetadata, facts_of_call
 from quire_kernels.quantized_kv import KVLayer, data_of
 from quire_kernels.sampling import SamplingTensors
 from quire_kernels.weights import PackedLinear
@@ -67,11 +67,7 @@ def _attend(
     sliding_window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    data = data_of(kv_layer)
-    (num_heads, head_dim), (num_kv_heads, block_size) = query.shape[1:], data.shape[2:4]
-    facts = attention_facts(
-        num_heads, head_dim, num_kv_heads, block_size, data.dtype, sliding_window, softcap
-    )
+    facts = facts_of_call(query, kv_layer, sliding_window, softcap)
     function = registry.select("paged_attention", query.device.type, query.dtype, **facts)
     out: torch.Tensor = function(query, kv_layer, meta, scale, sliding_window, softcap)
     return out

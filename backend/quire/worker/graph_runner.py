@@ -33,14 +33,13 @@ from quire.worker.device import to_device
 from quire.worker.input_batch import InputBatch, StepInputs
 from quire.worker.kv_cache import KVCache
 from quire_kernels import ops
-from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.metadata import Attend, AttentionMetadata
 
 logger = logging.getLogger("quire")
 
 _FIELDS = ("row", "seq_len", "token", "offset")
 
 Work = Callable[[], None]
-Attend = Callable[[torch.Tensor, AttentionMetadata], torch.Tensor]
 
 
 class GraphBackend(Protocol):
