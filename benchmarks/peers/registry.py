@@ -40,6 +40,8 @@ class Peer:
     weight_copies: float = 2.0
     """Memory while loading, in weights of its precision."""
     is_ours: bool = False
+    before: str = ""
+    """Which of ours it is, as another checkout has it (`--before`)."""
     notes: str = ""
 
 
@@ -109,6 +111,14 @@ PEERS = {
             "quire_served.py",
             is_ours=True,
             notes="the same through tritonserver: gRPC, every token streamed",
+        ),
+        Peer("quire-before", "bf16", "quire_engine.py", before="quire", notes="another checkout"),
+        Peer(
+            "quire-served-before",
+            "bf16",
+            "quire_served.py",
+            before="quire-served",
+            notes="another checkout",
         ),
         Peer(
             "transformers",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -31,7 +32,9 @@ from benchmarks.peers.venvs import PeerUnavailable
 from benchmarks.peers.workloads import KV_TOKENS, WARM_UP, WORKLOADS, Workload
 from benchmarks.report import output_directory
 
-ADAPTERS = Path(__file__).parent / "adapters"
+ROOT = Path(__file__).resolve().parents[2]
+ADAPTERS = Path(__file__).resolve().parent / "adapters"
+PACKAGE_FOLDERS = ("backend", "kernels", "ensemble", "client")
 MEMORY_SHARE = 0.85
 """Of the available memory that the engines of one group may need together."""
 
@@ -43,9 +46,16 @@ def say(line: str) -> None:
 class Session:
     """One invocation: its folder, its result document, and the engines that have not failed."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any], overrides: dict[str, dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict[str, Any],
+        overrides: dict[str, dict[str, Any]],
+        before: Path | None = None,
+    ) -> None:
         self.folder = folder
         self.overrides = overrides
+        self.before = before
         self.document: dict[str, Any] = {
             "environment": machine.describe(),
             "settings": settings,
@@ -81,12 +91,15 @@ class Session:
         try:
             python = venvs.ensure(peer.venv, install=install)
             weights = _weights(peer, shape, python, log)
-            options = peer.options | self.overrides.get(peer.name, {})
+            options = peer.options | self.overrides.get(peer.before or peer.name, {})
             if peer.server_venv is not None:
                 options = {"python": str(venvs.ensure(peer.server_venv, install=install)), **options}
             cores = ",".join(map(str, machine.usable_cores()))
             env = {key: value.format(venv=python.parents[1], cores=cores) for key, value in peer.env.items()}
             adapter = ADAPTERS / peer.adapter
+            if peer.before and self.before is not None:
+                adapter = self.before / ADAPTERS.relative_to(ROOT) / peer.adapter
+                env["PYTHONPATH"] = os.pathsep.join(str(self.before / folder) for folder in PACKAGE_FOLDERS)
             command = [str(python), str(adapter), "--weights", str(weights), "--options", json.dumps(options)]
             process = AdapterProcess(command, log, env=env)
         except (PeerUnavailable, AdapterError) as error:
@@ -240,7 +253,17 @@ def _overrides(_: click.Context, __: click.Parameter, values: Sequence[str]) -> 
 @click.command()
 @click.option("--shapes", default="llama-1b,qwen3-0.6b", show_default=True, callback=_names(list(SHAPES)))
 @click.option("--workloads", default=",".join(WORKLOADS), show_default=True, callback=_names(list(WORKLOADS)))
-@click.option("--peers", default=",".join(PEERS), show_default=True, callback=_names(list(PEERS)))
+@click.option(
+    "--peers",
+    default=",".join(name for name, peer in PEERS.items() if not peer.before),
+    show_default=True,
+    callback=_names([name for name, peer in PEERS.items() if not peer.before]),
+)
+@click.option(
+    "--before",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A checkout of another commit: ours as they stand there take part too.",
+)
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1))
 @click.option(
     "--scale",
@@ -266,6 +289,7 @@ def main(
     shapes: list[str],
     workloads: list[str],
     peers: list[str],
+    before: Path | None,
     rounds: int,
     scale: float,
     quick: bool,
@@ -281,6 +305,8 @@ def main(
         rounds, scale = 1, 0.1
     # So that engines are ended, which may be stopped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if before is not None:
+        peers += [name for name, peer in PEERS.items() if peer.before in peers]
     settings = {
         "shapes": shapes,
         "workloads": workloads,
@@ -289,7 +315,7 @@ def main(
         "scale": scale,
         "overrides": overrides,
     }
-    session = Session(output_directory(), settings, overrides)
+    session = Session(output_directory(), settings, overrides, before and before.resolve())
     chosen = [PEERS[name] for name in peers]
     for peer in chosen:
         try:

@@ -148,7 +148,8 @@ def shape_table(document: Document, shape: str) -> str:
             precision = PEERS[name].precision
             rate = cell.median(tokens_per_s)
             low, high = cell.range(tokens_per_s)
-            own = _ours(found, precision)
+            before = PEERS[name].before
+            own = found.get(before) if before else _ours(found, precision)
             rows.append(
                 [
                     workload,
@@ -170,9 +171,11 @@ def shape_table(document: Document, shape: str) -> str:
 
 
 def best_peer(found: Mapping[str, Cell], precision: str) -> tuple[str, Cell] | None:
-    """The fastest engine at a precision that is not ours."""
+    """The fastest engine at a precision that is not ours, now or before."""
     others = [
-        item for item in found.items() if PEERS[item[0]].precision == precision and not PEERS[item[0]].is_ours
+        item
+        for item in found.items()
+        if PEERS[item[0]].precision == precision and not (PEERS[item[0]].is_ours or PEERS[item[0]].before)
     ]
     return max(others, key=lambda item: item[1].median(tokens_per_s), default=None)
 

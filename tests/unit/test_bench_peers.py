@@ -270,6 +270,28 @@ def test_small_models_in_eight_bits_have_a_target_and_a_history(
     assert change.scenario == scenario and change.is_worse
 
 
+def test_ours_of_another_checkout_are_compared_with_ours_alone(tmp_path: Path) -> None:
+    """The served engine of before belongs beside the served one of now, and neither is a peer."""
+    result = document(
+        *(record("quire", number, 1.0) for number in range(3)),
+        *(record("quire-served", number, 2.0) for number in range(3)),
+        *(record("quire-served-before", number, 1.9) for number in range(3)),
+    )
+    (row,) = [line for line in table.markdown(result).splitlines() if "| quire-served-before |" in line]
+    assert row.split("|")[-2].strip() == "0.95"
+    assert table.best_peer(table.cells(result, "qwen3-0.6b", "W2"), "bf16") is None
+    adapter = tmp_path / "benchmarks" / "peers" / "adapters" / PEERS["quire-served-before"].adapter
+    adapter.parent.mkdir(parents=True)
+    adapter.write_text(
+        "import json, os\nprint(json.dumps({'load_s': 0.0, **os.environ}), flush=True)\ninput()\n"
+    )
+    session = run.Session(tmp_path, {}, {}, before=tmp_path)
+    process = session.start(PEERS["quire-served-before"], SHAPES["tiny"], install=False)
+    assert process is not None, session.document["skipped"]
+    process.close()
+    assert process.ready["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path / "backend")
+
+
 def test_what_did_not_run_is_told_with_its_reason() -> None:
     result = document(
         record("quire", 0, 1.0),
