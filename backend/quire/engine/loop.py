@@ -52,11 +52,12 @@ from quire.engine.messages import (
     named_decoder,
 )
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
-from quire.errors import EngineError, QuireError, UnavailableError, describe
-from quire.multimodal import PromptEmbeds
+from quire.errors import EngineError, InvalidArgumentError, QuireError, UnavailableError, describe
+from quire.multimodal import PromptEmbeds, check_spans
 from quire.outputs import EngineCoreOutput
 from quire.processes import open_verified_pidfd, start_time_of
 from quire.request import FinishReason
+from quire.validation import check_ranges
 
 logger = logging.getLogger("quire")
 
@@ -237,6 +238,8 @@ class EngineLoop:
             return  # an answer would end the other one
         if "#" in message.request_id:
             raise EngineError("request ids must not hold #, which names choices")
+        check_ranges(message.sampling_params, message.scheduling, message.arrival_time)
+        embeds = None if message.embeds is None else self._open_embeds(message, message.embeds)
         try:
             self.core.add_request(
                 message.request_id,
@@ -245,7 +248,7 @@ class EngineLoop:
                 arrival_time=message.arrival_time or None,
                 scheduling=message.scheduling,
                 external_id=message.external_id,
-                embeds=_open_embeds(message.embeds),
+                embeds=embeds,
             )
         except QuireError:
             raise
@@ -253,6 +256,18 @@ class EngineLoop:
             self.core.abort([message.request_id])  # it may be half in
             raise
         self._owners[message.request_id] = _Owner(identity, message.sampling_params.n)
+
+    def _open_embeds(self, message: AddRequest, given: EmbedsMessage) -> PromptEmbeds:
+        """Maps the frontend's memory; it may be given back there once the engine has answered."""
+        num_tokens = len(message.prompt_token_ids)
+        rows, width = given.embeds.shape
+        check_spans(given.spans, num_rows=rows, num_prompt_tokens=num_tokens)
+        positions = None
+        if given.position_ids:
+            positions = np.frombuffer(given.position_ids, dtype=np.int32).reshape(3, num_tokens)
+        if width != self.info.hidden_size or len(given.hashes) != len(given.spans):
+            raise InvalidArgumentError("image_embeds", "do not fit the model or their spans")
+        return PromptEmbeds(given.embeds.open(), tuple(given.spans), tuple(given.hashes), positions)
 
     def _unwatch(self, identity: bytes) -> None:
         pidfd = self._frontend_pidfds.pop(identity, None)
@@ -311,16 +326,6 @@ def _engine_info(core: EngineCore) -> EngineInfo:
         dtype=str(runner.dtype).removeprefix("torch."),
         device=str(runner.device),
     )
-
-
-def _open_embeds(message: EmbedsMessage | None) -> PromptEmbeds | None:
-    """Maps the frontend's memory; it may be given back there once the engine has answered."""
-    if message is None:
-        return None
-    positions = None
-    if message.position_ids:
-        positions = np.frombuffer(message.position_ids, dtype=np.int32).reshape(3, -1)
-    return PromptEmbeds(message.embeds.open(), tuple(message.spans), tuple(message.hashes), positions)
 
 
 @click.command()
