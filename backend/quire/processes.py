@@ -22,7 +22,7 @@ def open_verified_pidfd(pid: int, start_time: int) -> int | None:
     """
     try:
         pidfd = os.pidfd_open(pid)
-    except OSError:
+    except (OSError, OverflowError):
         return None
     if start_time_of(pid) != start_time:  # after opening: from here on the descriptor cannot change hands
         os.close(pidfd)
