@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -106,10 +104,12 @@ def test_the_probe_tells_a_busy_engine_from_one_that_stands_still(server: Server
     assert status == 0 and "a token came" in said, said
     (engine,) = engines(server)
     names = [f"long-{i}" for i in range(RUNNING + WAITING)]
-    calls = [TritonStream(server.grpc_url, "generator", LONG, request_id=name) for name in names]
+    calls = []
     try:
-        for call in calls[:RUNNING]:
-            call.next()
+        for name in names:
+            calls.append(TritonStream(server.grpc_url, "generator", LONG, request_id=name))
+            if len(calls) <= RUNNING:
+                calls[-1].next()
         # The last ones of the queue have arrived when one more finds it full.
         with ThreadPoolExecutor(1) as pool:
             refused = pool.submit(_until_refused, server)
@@ -128,8 +128,7 @@ def test_the_probe_tells_a_busy_engine_from_one_that_stands_still(server: Server
             stream(server.grpc_url, "generator", {"cancel": True}, request_id=name)
     replies = [call.read_all() for call in calls]
     assert {reply.finish_reasons[-1] for reply in replies} == {"cancelled"}
-    assert engines(server) == [engine] and psutil.pid_exists(engine.pid)
-    assert os.getpid() != engine.pid
+    assert engines(server) == [engine]
 
 
 def _until_refused(server: ServerProcess) -> str:
