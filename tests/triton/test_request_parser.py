@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cache_commands import Reset, Unpin
+from quire.cache_commands import Health, Reset, Unpin
 from quire.engine.messages import EngineInfo
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.sampling_params import SamplingParams
@@ -376,3 +376,8 @@ def test_cache_commands_may_be_forbidden(tokenizer: Tokenizer) -> None:
     assert parse(tokenizer, command).cache_control == Reset()
     with pytest.raises(InvalidArgumentError, match="cache_control: is not allowed here"):
         parse(tokenizer, command, limits=BEHIND_A_GATEWAY)
+
+
+def test_a_probe_may_ask_for_health_where_cache_commands_are_forbidden(tokenizer: Tokenizer) -> None:
+    command = {"cache_control": text('{"command": "health"}')}
+    assert parse(tokenizer, command, limits=BEHIND_A_GATEWAY).cache_control == Health()
