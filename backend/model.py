@@ -5,11 +5,15 @@ interpreter before each load. It works from a checkout (or a link to one), from 
 `quire backend install`, and with the packages simply installed in the stub's environment.
 """
 
-import atexit
-import gc
-import locale
 import sys
-from pathlib import Path
+
+# Before any other import: the stub's interpreter looks into the server's working directory first.
+sys.path[:] = filter(None, sys.path)
+
+import atexit  # noqa: E402
+import gc  # noqa: E402
+import locale  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 # The stub starts in the C locale, where open() without an encoding reads ASCII: before any other import.
 locale.setlocale(locale.LC_ALL, "C.UTF-8")

@@ -6,6 +6,9 @@ adapter needs no table of its own. An error that is ours (a bug) is an `Assertio
 
 from __future__ import annotations
 
+MAX_DESCRIPTION = 300
+"""Characters of a text that is not ours."""
+
 
 class QuireError(Exception):
     """Base of every error that is reported to a caller."""
@@ -13,6 +16,16 @@ class QuireError(Exception):
     code = "INTERNAL"
     retry_after_s: float | None = None
     """When another attempt has a chance, where that is known."""
+
+
+def describe(error: BaseException) -> str:
+    """An unexpected exception in one bounded line that has a UTF-8 form, whatever it holds."""
+    try:
+        text = str(error)
+    except Exception:  # RecursionError, for one
+        text = ""
+    line = " ".join(f"{type(error).__name__}: {text[:MAX_DESCRIPTION]}".split())
+    return line.encode("utf-8", "replace").decode()
 
 
 class InvalidArgumentError(QuireError):

@@ -39,7 +39,9 @@ PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 # What backend/model.py comes down to where the packages are installed and need no searching.
 _INSTALLED_MODEL_PY = """\
 import locale
+import sys
 
+sys.path[:] = filter(None, sys.path)  # of the server's working directory
 locale.setlocale(locale.LC_ALL, "C.UTF-8")
 from quire.triton.frontend import TritonPythonModel
 """

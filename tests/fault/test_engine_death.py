@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from quire_ensemble.builder import build_repository
 from tests.e2e.conftest import OPTIONS
-from tests.e2e.triton_calls import Reply, TritonStream, stream
+from tests.e2e.triton_calls import Reply, TritonStream, infer, stream
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.server import ServerProcess
 
@@ -58,6 +61,18 @@ def start_streams(server: ServerProcess, count: int) -> list[TritonStream]:
     return calls
 
 
+def wait_for_running(server: ServerProcess, count: int) -> None:
+    """Until the engine says at /metrics that it computes so many."""
+    deadline = time.monotonic() + 60
+    while True:
+        with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=10) as answer:
+            found = re.findall(r"^quire_requests_running\{.*\} (\S+)$", answer.read().decode(), re.MULTILINE)
+        if count in map(float, found):
+            return
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
 def read_all(calls: list[TritonStream]) -> list[Reply]:
     with ThreadPoolExecutor(len(calls)) as pool:
         return list(pool.map(TritonStream.read_all, calls))
@@ -69,11 +84,20 @@ def test_a_killed_engine_fails_its_streams_at_once_and_comes_back(server: Server
     (engine,) = engines(server)
     others = {process.pid for process in server.descendants()} - {engine.pid}
     calls = start_streams(server, 8)
-    os.kill(engine.pid, signal.SIGKILL)
-    killed = time.monotonic()
-    replies = read_all(calls)
-    took = time.monotonic() - killed
-    assert took < WAIT_S, f"streams ended {took:.2f} s after the engine"
+    with ThreadPoolExecutor(2) as pool:
+        # A stream's error has no status code on this server, a single answer's has.
+        unary = {**LONG, "stream": False}
+        single = [pool.submit(infer, server.grpc_url, "generator_unary", unary) for _ in range(2)]
+        wait_for_running(server, len(calls) + len(single))
+        os.kill(engine.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        replies = read_all(calls)
+        took = time.monotonic() - killed
+        assert took < WAIT_S, f"streams ended {took:.2f} s after the engine"
+        for call in single:
+            with pytest.raises(InferenceServerException, match="engine process died") as failed:
+                call.result(WAIT_S)
+            assert failed.value.status() == "StatusCode.UNAVAILABLE"
     for reply in replies:
         assert reply.error is not None
         assert "engine process died" in str(reply.error)

@@ -18,6 +18,7 @@ from tests.fixtures import fake_pb_utils
 
 fake_pb_utils.install()
 
+from quire.cache_commands import CacheCommand, Inspect, Reset  # noqa: E402
 from quire.config import EngineConfig  # noqa: E402
 from quire.errors import InvalidArgumentError, UnavailableError  # noqa: E402
 from quire.outputs import EngineCoreOutput, TokenLogprobs  # noqa: E402
@@ -51,7 +52,9 @@ class ScriptedCore:
             dtype="float32",
             device="cpu",
         )
-        self.scheduler = SimpleNamespace(find=lambda external_id: ["t-1"] if external_id == "known" else [])
+        self.scheduler = SimpleNamespace(
+            find=lambda external_id, tenant: ["t-1"] if external_id == "known" else []
+        )
         self.steps: queue.SimpleQueue[list[EngineCoreOutput]] = queue.SimpleQueue()
         self.seen: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.refusal: Exception | None = None
@@ -73,9 +76,9 @@ class ScriptedCore:
             outputs += [EngineCoreOutput(request_id, finish_reason=str(reason), index=i) for i in left]
         return outputs
 
-    def control(self, command: dict[str, Any]) -> dict[str, Any]:
-        if command["command"] != "reset":
-            raise InvalidArgumentError("cache_control", f"unknown command {command['command']!r}")
+    def control(self, command: CacheCommand) -> dict[str, Any]:
+        if not isinstance(command, Reset):
+            raise InvalidArgumentError("cache_control", "unknown command")
         return {"num_blocks": 5}
 
     @property
@@ -270,9 +273,9 @@ def test_scheduling_crosses_to_the_engine(harness: Harness) -> None:
 
 @pytest.mark.row("C8", part="a command's answer comes as JSON, its refusal as an error")
 def test_a_cache_command_is_answered_or_refused(harness: Harness) -> None:
-    answer = harness.command(cache_control={"command": "reset"})
+    answer = harness.command(cache_control=Reset())
     assert [json.loads(text) for text in read(answer, "text_output")] == [{"num_blocks": 5}]
-    refused = harness.command(cache_control={"command": "burn"})
+    refused = harness.command(cache_control=Inspect())
     assert refused.final.wait(WAIT_S)
     assert refused.responses[0].error.code() == fake_pb_utils.TritonError.INVALID_ARG
-    assert "unknown command 'burn'" in refused.responses[0].error.message()
+    assert "unknown command" in refused.responses[0].error.message()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.cache_commands import Health, Reset, Unpin
 from quire.engine.messages import EngineInfo
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.sampling_params import SamplingParams
@@ -302,7 +303,7 @@ def test_a_sequence_is_a_session(tokenizer: Tokenizer) -> None:
 
 def test_cache_control_is_a_command_and_no_generation(tokenizer: Tokenizer) -> None:
     parsed = parse(tokenizer, {"cache_control": text('{"command": "unpin", "all": true}')})
-    assert parsed.cache_control == {"command": "unpin", "all": True}
+    assert parsed.cache_control == Unpin(all=True)
     assert parsed.outputs == parsed.final_outputs == {"text_output", "finish_reason"}
     named = parse(tokenizer, {"cache_control": text('{"command": "reset"}')}, requested=["text_output"])
     assert named.outputs == {"text_output"}
@@ -372,6 +373,11 @@ def test_a_forged_header_beside_the_real_one_is_seen(tokenizer: Tokenizer) -> No
 
 def test_cache_commands_may_be_forbidden(tokenizer: Tokenizer) -> None:
     command = {"cache_control": text('{"command": "reset"}')}
-    assert parse(tokenizer, command).cache_control == {"command": "reset"}
+    assert parse(tokenizer, command).cache_control == Reset()
     with pytest.raises(InvalidArgumentError, match="cache_control: is not allowed here"):
         parse(tokenizer, command, limits=BEHIND_A_GATEWAY)
+
+
+def test_a_probe_may_ask_for_health_where_cache_commands_are_forbidden(tokenizer: Tokenizer) -> None:
+    command = {"cache_control": text('{"command": "health"}')}
+    assert parse(tokenizer, command, limits=BEHIND_A_GATEWAY).cache_control == Health()

@@ -312,3 +312,14 @@ def test_a_subscriber_knows_what_the_engine_has_cached(
     assert most > 20 and engine.kv.num_cached_tokens > 1000
     assert subscriber.num_live > 50 and subscriber.num_replayed > 50
     subscriber.close()
+
+
+def test_events_that_leave_the_machine_are_warned_of(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """They hold the token ids of everybody's prompts."""
+    for endpoint in (f"ipc://{tmp_path}/events", "inproc://events", "tcp://127.0.0.1:*", "tcp://localhost:*"):
+        KVEventPublisher(endpoint).close()
+    assert not caplog.records
+    KVEventPublisher("tcp://*:*", "tcp://0.0.0.0:*").close()
+    assert [("token ids of all prompts" in record.getMessage()) for record in caplog.records] == [True, True]

@@ -42,6 +42,7 @@ class _Plan:
     __slots__ = (
         "begun",
         "budget",
+        "copies",
         "has_decodes",
         "is_open",
         "num_prefill_tokens",
@@ -73,6 +74,8 @@ class _Plan:
         """Blocks that its rows would have filled, of requests that have ended since."""
         self.step = 0
         self.begun = 0.0
+        self.copies: list[tuple[int, int]] = []
+        """Blocks that the step copies before it computes: (from, to)."""
 
 
 class Scheduler:
@@ -150,7 +153,8 @@ class Scheduler:
         self._running: list[Request] = []  # in the order of ranks
         self._num_seats = config.max_num_seqs
         self._num_waiting_tokens = 0
-        self._by_external_id: dict[str, dict[str, None]] = {}
+        self._by_external_id: dict[tuple[str, str], dict[str, None]] = {}
+        """Ids of requests by tenant and the client's id: two tenants may give the same."""
         self._dropped: list[str] = []
         self._copies: list[tuple[int, int]] = []
         self._branched: list[Request] = []
@@ -201,7 +205,8 @@ class Scheduler:
         if request.choices is not None:
             self._choices[request.request_id] = request.choices
         if request.external_id:
-            self._by_external_id.setdefault(request.external_id, {})[request.request_id] = None
+            key = request.scheduling.tenant, request.external_id
+            self._by_external_id.setdefault(key, {})[request.request_id] = None
         self._deadlines.push(request)
         self._enqueue(request)
         self.tenants.on_arrival(request, now)
@@ -263,7 +268,7 @@ class Scheduler:
             kv_loads=loads,
         )
         self._dropped, self._copies, self._branched = [], [], []
-        plan.step, plan.begun = self._step, self.clock()
+        plan.step, plan.begun, plan.copies = self._step, self.clock(), output.block_copies
         self._in_flight.append(plan)
         if self.trace is not None:
             self.trace.begin_step(output, plan_s=plan.seconds, overlapped=overlapped)
@@ -374,6 +379,11 @@ class Scheduler:
         for _ in plans[1:]:
             self._end_step()
         outputs += self._end(request_ids, FinishReason.ERROR, error, error_code)
+        targets = {target for plan in plans for _, target in plan.copies}
+        for request in list(self._running) if targets else ():
+            # A choice without a row in the step: its block holds nothing, whether the copy was made or not.
+            if not request.is_finished and any(not targets.isdisjoint(b) for b in self.kv.block_ids(request)):
+                outputs += self._end_all(request, FinishReason.ERROR, error, error_code)
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             # Its rows may rest on what the failed step should have computed.
@@ -386,9 +396,9 @@ class Scheduler:
         """Ends every request, running or not: the engine cannot go on."""
         return self.fail([*self._requests, *self._choices], error, error_code)
 
-    def find(self, external_id: str) -> list[str]:
-        """Ids of the unfinished requests that their client gave this id, oldest first."""
-        return list(self._by_external_id.get(external_id, ()))
+    def find(self, external_id: str, tenant: str = "") -> list[str]:
+        """Ids of the unfinished requests that a client of the tenant gave this id, oldest first."""
+        return list(self._by_external_id.get((tenant, external_id), ()))
 
     def has_unfinished(self) -> bool:
         return bool(self._requests)
@@ -1029,10 +1039,11 @@ class Scheduler:
             if is_over:
                 del self._choices[request_id]
         if external_id and is_over:
-            same = self._by_external_id[external_id]
+            key = request.scheduling.tenant, external_id
+            same = self._by_external_id[key]
             del same[request_id]
             if not same:
-                del self._by_external_id[external_id]
+                del self._by_external_id[key]
 
     def _take_back(self, request: Request, row: ScheduledRequest) -> set[int]:
         """The row is not computed after all; returns the blocks that it would have filled."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +22,8 @@ from quire.scheduling_params import SchedulingParams
 
 if TYPE_CHECKING:
     from quire.core.scheduler import Scheduler
+
+logger = logging.getLogger("quire")
 
 VERSION = 1
 
@@ -208,7 +212,11 @@ class SchedulerTrace:
         if self._file is None:
             self.records.append(record)
         else:
-            self._file.write(msgspec.json.encode(record) + b"\n")
+            try:
+                self._file.write(msgspec.json.encode(record) + b"\n")
+            except OSError as error:
+                logger.warning("the trace ends here, it cannot be written: %s", error)
+                self._file = Path(os.devnull).open("ab", buffering=0)  # noqa: SIM115 (until close)
 
 
 def _is_from_outside(request: Request, reason: FinishReason) -> bool:

@@ -32,6 +32,8 @@ class Tiers(Protocol):
 
     def stats(self) -> dict[str, float]: ...
 
+    def is_loading(self, load_id: int) -> bool: ...
+
 
 class BlockTransfers:
     """Joins the pool to the tiers beside it; without tiers it only looks into the pool.
@@ -142,6 +144,15 @@ class BlockTransfers:
             request.uses_tiers = False
         self.drop(request)
         return request, complete
+
+    def lost_loads(self) -> list[tuple[int, int]]:
+        """Loads that a step was to begin and did not, since it failed before: (load id, 0), as they end."""
+        planned = {load.load_id for load in self._loads}
+        return [
+            (load_id, 0)
+            for load_id in self._under_way
+            if load_id not in planned and (self.tiers is None or not self.tiers.is_loading(load_id))
+        ]
 
     def save(self, blocks: Iterable[tuple[bytes, int]]) -> None:
         """Writes computed blocks through, with the next step."""

@@ -18,6 +18,7 @@ from quire.engine.messages import (
 )
 from quire.engine.supervisor import EngineAddress
 from quire.errors import UnavailableError
+from quire.processes import open_verified_pidfd
 
 
 class EngineConnection:
@@ -34,17 +35,17 @@ class EngineConnection:
         self.socket.set_hwm(0)
         self.socket.linger = 200
         self.socket.connect(address.address)
-        try:
-            self.pidfd = os.pidfd_open(address.pid)
-        except ProcessLookupError:
+        pidfd = open_verified_pidfd(address.pid, address.start_time)
+        if pidfd is None:
             self.socket.close(0)
-            raise UnavailableError("the engine ended before it could be reached") from None
+            raise UnavailableError("the engine ended before it could be reached")
+        self.pidfd = pidfd
 
     def hello(self, timeout_s: float) -> EngineInfo:
         """Registers this process with the engine.
 
         Raises:
-            UnavailableError: no answer in time, or the engine died.
+            UnavailableError: no answer in time, or the engine died; the connection is closed then.
         """
         self.send(Hello(os.getpid()))
         poller = zmq.Poller()
@@ -54,6 +55,7 @@ class EngineConnection:
         for message in self.receive() if self.socket in events else ():
             if isinstance(message, EngineInfo):
                 return message
+        self.close(goodbye=False)
         raise UnavailableError("the engine did not answer")
 
     def send(self, message: FrontendMessage) -> None:

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,14 @@ from typing import Any, Protocol
 
 import msgspec
 
+from quire.cache_commands import CacheCommand, Health, Inspect, Reset, Unpin
 from quire.config import CacheConfig, EngineConfig
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_events import KVEventCollector
 from quire.core.scheduler import Scheduler, session_name
 from quire.core.trace import SchedulerTrace
 from quire.engine.kv_event_publisher import KVEventPublisher
-from quire.errors import EngineError, InvalidArgumentError, QuireError
+from quire.errors import EngineError, QuireError, describe
 from quire.kv_groups import KVGroup
 from quire.kv_tiers import BlockAccess, KVTiers, fingerprint, make_tiers
 from quire.multimodal import PromptEmbeds
@@ -40,6 +41,10 @@ logger = logging.getLogger("quire")
 
 LOAD_WAIT_S = 0.05
 """Longest wait for a KV tier before the engine looks for messages again, when there is nothing to compute."""
+
+
+MAX_FAILED_STEPS = 5
+"""Failed steps in a row that end the engine: whatever the reason is, it lasts, and a new process may help."""
 
 
 class Runner(Protocol):
@@ -116,6 +121,10 @@ class EngineCore:
         )
         self._in_flight: deque[tuple[SchedulerOutput, Any]] = deque()
         """Steps that a device computes, with what the runner collects them by."""
+        self.num_finished_steps = 0
+        """Since start, those that computed something."""
+        self._num_failures = 0
+        """Of the latest steps, in a row."""
         self._executor: ThreadPoolExecutor | None = None
         if threaded or limits.overlap_scheduling:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="quire-runner")
@@ -166,7 +175,11 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self.scheduler.has_work or bool(self._in_flight) or self._is_broken
+
+    @property
+    def _is_broken(self) -> bool:
+        return self._num_failures >= MAX_FAILED_STEPS
 
     def step(self, meanwhile: Callable[[Future[Any]], None] | None = None) -> list[EngineCoreOutput]:
         """Plans, computes and accounts one step; returns what it brought.
@@ -177,39 +190,32 @@ class EngineCore:
 
         An exception of the runner ends every request of the step with an error and leaves the engine
         able to go on: the rows are dropped from the runner with the next step.
+
+        Raises:
+            EngineError: MAX_FAILED_STEPS steps in a row have failed. It and any other exception mean that
+                this engine is of no use any more; its requests are still open.
         """
-        if self.is_async:
-            return self._step_ahead(meanwhile)
+        if self._is_broken:
+            raise EngineError(f"the latest {self._num_failures} steps of the engine have all failed")
         outputs = self.scheduler.expire()
         planned = self.scheduler.schedule()
+        if self.is_async:
+            return outputs + self._step_ahead(planned, meanwhile)
         if not planned.has_work and not self.scheduler.transfers.num_loading:
             return outputs
+        overlaps = self.config.scheduler.overlap_scheduling
+        done = self._compute(partial(self.runner.execute, planned), meanwhile, plan_ahead=overlaps)
         try:
-            if self._executor is None:
-                result = self.runner.execute(planned)
-            else:
-                future = self._executor.submit(self.runner.execute, planned)
-                try:
-                    if self.config.scheduler.overlap_scheduling:
-                        self.scheduler.plan_ahead()
-                    if meanwhile is not None:
-                        meanwhile(future)
-                finally:
-                    # Whatever becomes of the plan, nothing may go on while the runner works.
-                    wait((future,))
-                result = future.result()
+            result = done.result()
         except Exception as error:
-            logger.exception("step %d failed with %d rows", planned.step, len(planned.scheduled))
-            message = f"the engine failed while computing the request: {type(error).__name__}: {error}"
-            outputs += self.scheduler.fail([row.request_id for row in planned.scheduled], message)
-            return outputs
-        if planned.is_empty and self.tiers is not None and not result.loads_done:
-            result.loads_done = self.tiers.poll(LOAD_WAIT_S)
-        outputs += self.scheduler.update(planned, result)
+            return outputs + self._fail(planned, error)
+        outputs += self._update(planned, result)
         self._publish()
         return outputs
 
-    def _step_ahead(self, meanwhile: Callable[[Future[Any]], None] | None) -> list[EngineCoreOutput]:
+    def _step_ahead(
+        self, planned: SchedulerOutput, meanwhile: Callable[[Future[Any]], None] | None
+    ) -> list[EngineCoreOutput]:
         """Hands a step to the device, then waits for the one before it: the device never waits for a plan.
 
         Sampled tokens stay on the device, where the next step takes them from; the host learns of them one
@@ -217,67 +223,86 @@ class EngineCore:
         that arrives while two steps are under way waits for both.
         """
         runner: Any = self.runner
-        outputs = self.scheduler.expire()
-        planned = self.scheduler.schedule()
-        try:
-            if planned.has_work or self.scheduler.transfers.num_loading:
+        outputs: list[EngineCoreOutput] = []
+        if planned.has_work or self.scheduler.transfers.num_loading:
+            try:
                 self._in_flight.append((planned, runner.launch(planned)))
-            # Two steps at most, and nothing is left waiting behind a plan that computes nothing.
-            while self._in_flight and (len(self._in_flight) > 1 or planned.is_empty):
-                step, handle = self._in_flight[0]
-                result = self._wait(partial(runner.collect, handle), meanwhile)
-                self._in_flight.popleft()
-                if step.is_empty and self.tiers is not None and not result.loads_done:
-                    result.loads_done = self.tiers.poll(LOAD_WAIT_S)
-                outputs += self.scheduler.update(step, result)
-        except Exception as error:
-            logger.exception("step %d failed with %d rows", planned.step, len(planned.scheduled))
-            self._in_flight.clear()
-            runner.reset()
-            message = f"the engine failed while computing the request: {type(error).__name__}: {error}"
-            return outputs + self.scheduler.fail([row.request_id for row in planned.scheduled], message)
+            except Exception as error:
+                return self._fail(planned, error)
+        # Two steps at most, and nothing is left waiting behind a plan that computes nothing.
+        while self._in_flight and (len(self._in_flight) > 1 or planned.is_empty):
+            step, handle = self._in_flight[0]
+            done = self._compute(partial(runner.collect, handle), meanwhile)
+            try:
+                result = done.result()
+            except Exception as error:
+                return outputs + self._fail(planned, error)
+            self._in_flight.popleft()
+            outputs += self._update(step, result)
         self._publish()
         return outputs
 
-    def _wait(self, work: Callable[[], Any], meanwhile: Callable[[Future[Any]], None] | None) -> Any:
-        """The result of `work`, computed by the thread for that if there is one."""
+    def _compute(
+        self,
+        work: Callable[[], Any],
+        meanwhile: Callable[[Future[Any]], None] | None,
+        *,
+        plan_ahead: bool = False,
+    ) -> Future[Any]:
+        """Has `work` done, by the thread for that if there is one; returns when it is."""
         if self._executor is None:
-            return work()
+            return _done(work)
         future = self._executor.submit(work)
         try:
+            if plan_ahead:
+                self.scheduler.plan_ahead()
             if meanwhile is not None:
                 meanwhile(future)
         finally:
+            # Whatever becomes of the plan, nothing may go on while the runner works.
             wait((future,))
-        return future.result()
+        return future
 
-    def control(self, command: Mapping[str, Any]) -> dict[str, Any]:
+    def _update(self, planned: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        if planned.is_empty:
+            if self.tiers is not None and not result.loads_done:
+                result.loads_done = self.tiers.poll(LOAD_WAIT_S)
+        else:
+            self._num_failures = 0
+            self.num_finished_steps += 1
+        return self.scheduler.update(planned, result)
+
+    def _fail(self, planned: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
+        """The runner has failed, in this step or in one that it rests on."""
+        self._num_failures += 1
+        logger.error("step %d failed with %d rows", planned.step, len(planned.scheduled), exc_info=error)
+        if self.is_async:
+            self._in_flight.clear()
+            runner: Any = self.runner
+            runner.reset()
+        message = f"the engine failed while computing the request: {describe(error)}"
+        outputs = self.scheduler.fail([row.request_id for row in planned.scheduled], message)
+        self.scheduler.finish_loads(self.scheduler.transfers.lost_loads())
+        return outputs
+
+    def control(self, command: CacheCommand) -> dict[str, Any]:
         """Looks into the cache, or empties it; running requests are not disturbed.
 
-        Args:
-            command: {"command": "inspect"}, {"command": "reset"}, or {"command": "unpin"} with "session" (and
-                "tenant") or "all": true.
-
-        Raises:
-            InvalidArgumentError: names what is wrong.
+        A healthy engine that has requests finishes steps: `num_finished_steps` moves.
         """
+        match command:
+            case Health():
+                return {"has_work": self.has_work, "num_finished_steps": self.num_finished_steps}
+            case Inspect():
+                return self.scheduler.inspect()
         self._expire()
         match command:
-            case {"command": "inspect", **rest} if not rest:
-                return self.scheduler.inspect()
-            case {"command": "reset", **rest} if not rest:
+            case Reset():
                 answer = {"num_blocks": self.scheduler.reset_cache()}
-            case {"command": "unpin", "all": True, **rest} if not rest:
+            case Unpin(all=True):
                 answer = {"num_pins": self.kv.unpin_all()}
-            case {"command": "unpin", "session": str(session), **rest} if not rest.keys() - {"tenant"}:
-                name = session_name(str(rest.get("tenant", "")), session)
-                answer = {"num_pins": int(self.kv.unpin(name))}
-            case _:
-                raise InvalidArgumentError(
-                    "cache_control",
-                    'must be {"command": "inspect"}, {"command": "reset"} or {"command": "unpin"} with '
-                    f'"session" (and "tenant") or "all": true, got {dict(command)!r:.200}',
-                )
+            case Unpin():
+                answer = {"num_pins": int(self.kv.unpin(session_name(command.tenant, command.session)))}
         self._publish()
         return answer
 
@@ -369,3 +394,13 @@ def error_output(request_id: str, error: QuireError) -> EngineCoreOutput:
         error_code=error.code,
         retry_after_s=error.retry_after_s,
     )
+
+
+def _done(work: Callable[[], Any]) -> Future[Any]:
+    """What came of `work`, done here and now."""
+    future: Future[Any] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    return future

@@ -23,6 +23,7 @@ SEND_MARK = 100_000
 CLOSE_TIMEOUT_S = 1.0
 LINGER_MS = 200
 
+_OF_THIS_MACHINE = re.compile(r"^(ipc|inproc)://|//(localhost|127\.[0-9.]+|\[::1\]):")
 _BOUND = re.compile(r"^(ipc|inproc)://|\*|//(localhost|0\.0\.0\.0|127\.[0-9.]+|\[::1?\]):")
 
 
@@ -52,6 +53,13 @@ class KVEventPublisher:
         buffer_batches: int = 10_000,
         rank: int = 0,
     ) -> None:
+        for address in filter(None, (endpoint, replay_endpoint)):
+            if not _OF_THIS_MACHINE.search(address):
+                logger.warning(
+                    "kv events: %s tells the token ids of all prompts, unencrypted, to whoever reaches it "
+                    "(docs/kv-events.md)",
+                    address,
+                )
         self._rank = rank
         self._topic = topic.encode()
         self._encoder = msgspec.msgpack.Encoder()

@@ -3,9 +3,9 @@
 A second thread computes the steps. Meanwhile the first one goes on reading messages, so that a refusal or a
 cancellation does not wait for the end of a step; new requests take part in the next one.
 
-Started by a frontend (`engine/supervisor.py`) as `python -m quire.engine.loop --directory DIR`, where
-DIR/config.json holds the configuration. It reports through DIR/state.json (written atomically): `ready` with
-the socket's address, or `failed` with one line of reason.
+Started by a frontend (`engine/supervisor.py`) as module `quire.engine.loop` with `--directory DIR`, where
+DIR/config.json holds the configuration. It reports through DIR/state.json (`engine/runtime_directory.py`):
+`ready` with the socket's address, or `failed` with one line of reason.
 
 The process ends when its last frontend has said goodbye or died, or when the tritonserver it works for is
 gone. Frontends and server are watched by pidfds, so nothing is polled for and nothing survives its owner.
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import numpy as np
 import zmq
 
@@ -42,18 +43,21 @@ from quire.engine.messages import (
     EmbedsMessage,
     EngineInfo,
     EngineMessage,
-    GetStats,
     Goodbye,
     Hello,
     Outputs,
     Stats,
     encoder,
     frontend_message_decoder,
+    named_decoder,
 )
-from quire.errors import QuireError
-from quire.multimodal import PromptEmbeds
+from quire.engine.runtime_directory import EngineState, RuntimeDirectory
+from quire.errors import EngineError, InvalidArgumentError, QuireError, UnavailableError, describe
+from quire.multimodal import PromptEmbeds, check_spans
 from quire.outputs import EngineCoreOutput
+from quire.processes import open_verified_pidfd, start_time_of
 from quire.request import FinishReason
+from quire.validation import check_ranges
 
 logger = logging.getLogger("quire")
 
@@ -61,6 +65,8 @@ FIRST_FRONTEND_TIMEOUT_S = 60.0
 STATS_INTERVAL_S = 0.5
 STEP_WAIT_MS = 1000
 """Longest wait for the end of a step, which is an event; a limit all the same."""
+COMPLAINT_INTERVAL_S = 10.0
+"""Between two log lines on messages that cannot be handled."""
 GC_THRESHOLDS = (50_000, 20, 100)
 """Full collections look at every request and stall a step (by 30 to 200 ms at 1 000 running, where planning
 one takes 10), and nearly nothing here is garbage in cycles: they are to be rare."""
@@ -81,9 +87,12 @@ class EngineLoop:
         core: the engine.
         socket: bound ROUTER; identities are the frontends'.
         server_pid: the engine ends with this process; 0: nobody is watched.
+        server_start_time: of that process.
     """
 
-    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes], server_pid: int = 0) -> None:
+    def __init__(
+        self, core: EngineCore, socket: zmq.Socket[bytes], server_pid: int = 0, server_start_time: int = 0
+    ) -> None:
         self.core = core
         self.socket = socket
         self.info = _engine_info(core)
@@ -95,17 +104,29 @@ class EngineLoop:
         self._stopping = False
         self.was_told_to_stop = False
         """An end by SIGTERM is meant: frontends start no other engine after it."""
-        self._next_stats = 0.0
+        self._next_stats = self._next_complaint = 0.0
         self._step_done = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._step_done, zmq.POLLIN)
-        self._server_pidfd = _open_pidfd(server_pid) if server_pid else None
+        self._server_pidfd = open_verified_pidfd(server_pid, server_start_time) if server_pid else None
         if self._server_pidfd is not None:
             self._poller.register(self._server_pidfd, zmq.POLLIN)
         elif server_pid:
             self._stopping = True
 
     def run(self) -> None:
-        """Runs until the last frontend or the server is gone, or `stop` was called."""
+        """Runs until the last frontend or the server is gone, or `stop` was called.
+
+        An exception means that the engine is broken: its requests have ended with UNAVAILABLE.
+        """
+        try:
+            self._run()
+        except Exception as error:
+            reason = UnavailableError(f"the engine failed and is to be replaced: {describe(error)}")
+            for request_id, owner in self._owners.items():
+                self._send(owner.identity, Outputs([error_output(request_id, reason)]))
+            raise
+
+    def _run(self) -> None:
         deadline = time.monotonic() + FIRST_FRONTEND_TIMEOUT_S
         while not self._stopping:
             busy = self.core.has_work
@@ -147,10 +168,30 @@ class EngineLoop:
     def _drain_socket(self) -> None:
         while True:
             try:
-                identity, payload = self.socket.recv_multipart(zmq.NOBLOCK)
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(identity, frontend_message_decoder.decode(payload))
+            identity, payload = frames[0], frames[-1]
+            try:
+                self._handle(identity, frontend_message_decoder.decode(payload))
+            except Exception as error:
+                self._refuse(identity, payload, error)
+
+    def _refuse(self, identity: bytes, payload: bytes, error: Exception) -> None:
+        """Answers a message that could not be decoded or handled, if it tells whose it is."""
+        if not isinstance(error, QuireError):
+            if (now := time.monotonic()) >= self._next_complaint:
+                self._next_complaint = now + COMPLAINT_INTERVAL_S
+                logger.error("engine: a message could not be handled: %s", describe(error), exc_info=error)
+            error = EngineError(f"the engine could not handle the request: {describe(error)}")
+        try:
+            named = named_decoder.decode(payload)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return
+        if named.type == "add":
+            self._send(identity, Outputs([error_output(named.request_id, error)]))
+        elif named.token:
+            self._send(identity, ControlResult(named.token, {}, str(error), error.code))
 
     def _handle(self, identity: bytes, message: Any) -> None:
         match message:
@@ -161,19 +202,19 @@ class EngineLoop:
                 self._trace_abort(message.request_ids, message.learned_at)
                 self._send_outputs(outputs)
             case CancelByExternalId():
-                request_ids = self.core.scheduler.find(message.external_id)
+                request_ids = self.core.scheduler.find(message.external_id, message.tenant)
                 self._send_outputs(self.core.abort(request_ids, FinishReason.CANCELLED))
                 self._trace_abort(request_ids, message.learned_at)
                 self._send(identity, CancelResult(message.token, len(request_ids)))
-            case GetStats():
-                self._send(identity, Stats(message.token, self._stats()))
             case Control():
-                self._send(identity, self._control(message))
+                self._send(identity, ControlResult(message.token, self.core.control(message.command)))
             case Hello():
                 self._had_frontend = True
-                pidfd = _open_pidfd(message.pid)
-                if pidfd is None:
+                try:
+                    pidfd = os.pidfd_open(message.pid)
+                except ProcessLookupError:
                     return
+                self._unwatch(identity)
                 self._frontend_pidfds[identity] = pidfd
                 self._poller.register(pidfd, zmq.POLLIN)
                 self._send(identity, self.info)
@@ -193,6 +234,12 @@ class EngineLoop:
             )
 
     def _add(self, identity: bytes, message: AddRequest) -> None:
+        if message.request_id in self._owners:
+            return  # an answer would end the other one
+        if "#" in message.request_id:
+            raise EngineError("request ids must not hold #, which names choices")
+        check_ranges(message.sampling_params, message.scheduling, message.arrival_time)
+        embeds = None if message.embeds is None else self._open_embeds(message, message.embeds)
         try:
             self.core.add_request(
                 message.request_id,
@@ -201,24 +248,35 @@ class EngineLoop:
                 arrival_time=message.arrival_time or None,
                 scheduling=message.scheduling,
                 external_id=message.external_id,
-                embeds=_open_embeds(message.embeds),
+                embeds=embeds,
             )
-        except QuireError as error:
-            self._send(identity, Outputs([error_output(message.request_id, error)]))
-        else:
-            self._owners[message.request_id] = _Owner(identity, message.sampling_params.n)
+        except QuireError:
+            raise
+        except Exception:
+            self.core.abort([message.request_id])  # it may be half in
+            raise
+        self._owners[message.request_id] = _Owner(identity, message.sampling_params.n)
 
-    def _control(self, message: Control) -> ControlResult:
-        try:
-            return ControlResult(message.token, self.core.control(message.command))
-        except QuireError as error:
-            return ControlResult(message.token, {}, str(error), error.code)
+    def _open_embeds(self, message: AddRequest, given: EmbedsMessage) -> PromptEmbeds:
+        """Maps the frontend's memory; it may be given back there once the engine has answered."""
+        num_tokens = len(message.prompt_token_ids)
+        rows, width = given.embeds.shape
+        check_spans(given.spans, num_rows=rows, num_prompt_tokens=num_tokens)
+        positions = None
+        if given.position_ids:
+            positions = np.frombuffer(given.position_ids, dtype=np.int32).reshape(3, num_tokens)
+        if width != self.info.hidden_size or len(given.hashes) != len(given.spans):
+            raise InvalidArgumentError("image_embeds", "do not fit the model or their spans")
+        return PromptEmbeds(given.embeds.open(), tuple(given.spans), tuple(given.hashes), positions)
 
-    def _forget_frontend(self, identity: bytes) -> None:
+    def _unwatch(self, identity: bytes) -> None:
         pidfd = self._frontend_pidfds.pop(identity, None)
         if pidfd is not None:
             self._poller.unregister(pidfd)
             os.close(pidfd)
+
+    def _forget_frontend(self, identity: bytes) -> None:
+        self._unwatch(identity)
         gone = [request_id for request_id, owner in self._owners.items() if owner.identity == identity]
         self.core.abort(gone, FinishReason.CANCELLED)
         for request_id in gone:
@@ -249,7 +307,7 @@ class EngineLoop:
         if now < self._next_stats:
             return
         self._next_stats = now + STATS_INTERVAL_S
-        message = Stats("", self._stats())
+        message = Stats(self._stats())
         for identity in self._frontend_pidfds:
             self._send(identity, message)
 
@@ -270,54 +328,39 @@ def _engine_info(core: EngineCore) -> EngineInfo:
     )
 
 
-def _open_embeds(message: EmbedsMessage | None) -> PromptEmbeds | None:
-    """Maps the frontend's memory; it may be given back there once the engine has answered."""
-    if message is None:
-        return None
-    positions = None
-    if message.position_ids:
-        positions = np.frombuffer(message.position_ids, dtype=np.int32).reshape(3, -1)
-    return PromptEmbeds(message.embeds.open(), tuple(message.spans), tuple(message.hashes), positions)
-
-
-def _open_pidfd(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
-
-
-def write_state(directory: Path, **values: Any) -> None:
-    """Publishes the engine's state; readers see the old or the new file, never a half."""
-    temporary = directory / f"state.{os.getpid()}.tmp"
-    temporary.write_text(json.dumps(values), encoding="utf-8")
-    temporary.replace(directory / "state.json")
-
-
 @click.command()
-@click.option("--directory", type=click.Path(path_type=Path), required=True)
+@click.option("--directory", "path", type=click.Path(path_type=Path), required=True)
 @click.option("--server-pid", type=int, default=0)
+@click.option("--server-start-time", type=int, default=0)
 @click.option("--generation", type=int, default=0)
-def main(directory: Path, server_pid: int, generation: int) -> None:
-    """Runs an engine for the frontends that share DIRECTORY."""
+def main(path: Path, server_pid: int, server_start_time: int, generation: int) -> None:
+    """Runs an engine for the frontends that share DIRECTORY, once a byte comes through the standard input."""
     logging.basicConfig(
         level=os.environ.get("QUIRE_LOG_LEVEL", "INFO"),
         format="%(asctime)s quire engine[%(process)d] %(levelname)s %(message)s",
         stream=sys.stderr,
     )
+    if not sys.stdin.buffer.read(1):
+        raise SystemExit("engine: whoever started it died, and nobody knows of it")
+    directory = RuntimeDirectory(path)
     pid = os.getpid()
-    config = EngineConfig.from_mapping(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    state = EngineState("starting", pid, start_time_of(pid) or 0, generation)
+
+    def publish(**values: Any) -> None:
+        directory.write_state(msgspec.structs.replace(state, **values))
+
     try:
+        config = EngineConfig.from_mapping(json.loads((path / "config.json").read_text(encoding="utf-8")))
+        socket_path = directory.socket_path()
         core = EngineCore(config, threaded=True)
         core.warm_up()
         if config.frontend.trace_file:
             core.enable_trace(Path(config.frontend.trace_file))
     except QuireError as error:
-        write_state(directory, state="failed", pid=pid, generation=generation, error=str(error))
+        publish(state="failed", error=str(error))
         raise SystemExit(1) from None
     except BaseException as error:
-        reason = f"engine start failed: {type(error).__name__}: {error}"
-        write_state(directory, state="failed", pid=pid, generation=generation, error=reason)
+        publish(state="failed", error=f"engine start failed: {describe(error)}")
         raise
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
@@ -325,17 +368,16 @@ def main(directory: Path, server_pid: int, generation: int) -> None:
     # admission (requests) and by max_tokens (tokens each).
     socket.set_hwm(0)
     socket.linger = 1000
-    socket_path = directory / f"engine-{generation}.ipc"
     address = f"ipc://{socket_path}"
     socket.bind(address)
-    loop = EngineLoop(core, socket, server_pid)
+    loop = EngineLoop(core, socket, server_pid, server_start_time)
     # What start-up made lives as long as the process: a full collection over it would only stall a step.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     signal.signal(signal.SIGTERM, loop.stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    write_state(directory, state="ready", pid=pid, generation=generation, address=address)
+    publish(state="ready", address=address)
     logger.info(
         "engine ready: %s on %s, %d blocks of %d tokens (%.1f MiB), max_model_len %d",
         config.model.model,
@@ -349,7 +391,7 @@ def main(directory: Path, server_pid: int, generation: int) -> None:
         loop.run()
     finally:
         if loop.was_told_to_stop:
-            write_state(directory, state="stopped", pid=pid, generation=generation)
+            publish(state="stopped")
         socket.close()
         context.term()
         socket_path.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from quire.cache_commands import CacheCommand
 from quire.engine.device_array import DeviceArray
 from quire.engine.shared_array import SharedArray
 from quire.outputs import EngineCoreOutput
@@ -56,22 +57,19 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class CancelByExternalId(msgspec.Struct, frozen=True, tag="cancel_external"):
-    """Ends every request that carries the client's id, whichever frontend it came through."""
+    """Ends every request of `tenant` that carries the client's id, whichever frontend it came through."""
 
     external_id: str
     token: str
     """Echoed in the answer."""
     learned_at: float = 0.0
-
-
-class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
-    token: str
+    tenant: str = ""
 
 
 class Control(msgspec.Struct, frozen=True, tag="control"):
     """A command to the engine, as `EngineCore.control` takes it."""
 
-    command: dict[str, Any]
+    command: CacheCommand
     token: str
     """Echoed in the answer."""
 
@@ -80,7 +78,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """The frontend is being unloaded; the engine ends with its last frontend."""
 
 
-FrontendMessage = Hello | AddRequest | AbortRequests | CancelByExternalId | GetStats | Control | Goodbye
+FrontendMessage = Hello | AddRequest | AbortRequests | CancelByExternalId | Control | Goodbye
 
 
 class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
@@ -112,7 +110,7 @@ class CancelResult(msgspec.Struct, frozen=True, tag="cancel_result"):
 
 
 class ControlResult(msgspec.Struct, frozen=True, tag="control_result"):
-    """The answer to a command, or why it was refused."""
+    """The answer to a command, or why it (or a cancellation) could not be carried out."""
 
     token: str
     result: dict[str, Any]
@@ -121,14 +119,23 @@ class ControlResult(msgspec.Struct, frozen=True, tag="control_result"):
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
-    """Engine state, on request (`token`) or pushed about once a second (`token` empty)."""
+    """Engine state, about twice a second."""
 
-    token: str
     values: dict[str, float]
 
 
 EngineMessage = EngineInfo | Outputs | CancelResult | ControlResult | Stats
 
+
+class Named(msgspec.Struct):
+    """Whose a message is, as far as it can be read: enough to answer one that is wrong otherwise."""
+
+    type: str = ""
+    request_id: str = ""
+    token: str = ""
+
+
 encoder = msgspec.msgpack.Encoder()
 frontend_message_decoder = msgspec.msgpack.Decoder(FrontendMessage)
+named_decoder = msgspec.msgpack.Decoder(Named)
 engine_message_decoder = msgspec.msgpack.Decoder(EngineMessage)

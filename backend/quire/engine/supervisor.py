@@ -2,44 +2,53 @@
 
 Every frontend of one tritonserver that asks for an equal engine configuration gets the same engine: the
 instances of a model (`instance_group count: N`) and other models over it, such as a non-decoupled variant.
-They meet in a directory named after the server's pid and a hash of the configuration; whoever takes its file
-lock first starts the engine, and whoever finds it dead starts the next generation.
+They meet in a directory named after the server's process and a hash of the configuration; whoever takes its
+file lock first starts the engine, and whoever finds it dead starts the next generation.
 """
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quire.config import EngineConfig
-from quire.errors import CheckpointError, EngineStoppedError, UnavailableError
+from quire.engine.runtime_directory import EngineState, RuntimeDirectory
+from quire.errors import CheckpointError, ConfigError, EngineStoppedError, UnavailableError
+from quire.processes import open_verified_pidfd, start_time_of
+
+logger = logging.getLogger("quire")
 
 POLL_S = 0.02
+KILL_WAIT_S = 1.0
+STOP_WAIT_S = 3.0
+RUN_MODULE = Path(__file__).resolve().parent.parent / "run_module.py"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """A running engine."""
+    """A running engine; `start_time` is that of its process."""
 
     pid: int
     address: str
     generation: int
+    start_time: int
 
 
 class EngineSupervisor:
@@ -56,62 +65,80 @@ class EngineSupervisor:
     ) -> None:
         self.config = config
         self.server_pid = server_pid
+        self.server_start_time = start_time_of(server_pid) or 0
         self.environment = dict(environment or {})
         values = {**config.to_mapping(), "environment": self.environment}
-        key = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
-        base = Path(os.environ.get("QUIRE_RUNTIME_DIR") or tempfile.gettempdir())
-        self.directory = base / f"quire-{os.getuid()}-{server_pid}-{key}"
-        self._marker = self.directory / f"frontend-{os.getpid()}"
+        # A container's server has the pid of the one before it, whose files may still be there.
+        life = f"{self.server_start_time} {BOOT_ID.read_text('ascii').strip()}"
+        key = _digest(json.dumps(values, sort_keys=True))
+        self.directory = runtime_base() / f"quire-{os.getuid()}-{server_pid}-{_digest(life)[:8]}-{key}"
+        self._address: EngineAddress | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ensure(self, *, not_generation: int = -1) -> EngineAddress:
-        """The running engine, started if there is none.
-
-        Args:
-            not_generation: a generation known to be dead; another is started in its place.
+    def ensure(self) -> EngineAddress:
+        """The running engine, started if there is none; to be called again after a failure.
 
         Raises:
             CheckpointError: the engine says why it cannot start (one line).
-            UnavailableError: it ended without a word, was not ready in `startup_timeout_s`, or was told
-                to stop (SIGTERM).
+            ConfigError: the directory to meet in may be another user's.
+            EngineStoppedError: the engine that this frontend had was told to stop (SIGTERM).
+            UnavailableError: it ended without a word, was not ready in `startup_timeout_s`, or the directory
+                cannot be written.
         """
-        with self._locked():
-            self._marker.touch()
-            state = self._read_state()
-            generation = 0
-            if state is not None:
-                if state["state"] == "stopped":
+        try:
+            with RuntimeDirectory.locked(self.directory) as directory:
+                directory.mark()
+                state = directory.read_state()
+                if state is not None and state.state == "stopped" and self._address is not None:
                     raise EngineStoppedError("the engine was told to stop: the server is shutting down")
-                generation = int(state["generation"])
-                alive = generation != not_generation and _is_alive(int(state["pid"]))
-                if state["state"] == "ready" and alive:
-                    return EngineAddress(state["pid"], state["address"], generation)
-                generation += 1
-            return self._start(generation)
+                if state is None or not state.is_alive or state.state in ("failed", "stopped"):
+                    if state is not None:
+                        _wait_or_kill(state.pid, state.start_time, STOP_WAIT_S)
+                    state = self._start(directory, 0 if state is None else state.generation + 1)
+                self._address = self._wait_ready(directory, state)
+                return self._address
+        except OSError as error:
+            reason = f"{self.directory}: {error.strerror or error}"
+            raise UnavailableError(f"the engine cannot be reached or started: {reason}") from None
 
-    def _start(self, generation: int) -> EngineAddress:
+    def _start(self, directory: RuntimeDirectory, generation: int) -> EngineState:
+        """Starts an engine, which waits until it is known of: without us it ends."""
         self.reap()
-        (self.directory / "config.json").write_text(json.dumps(self.config.to_mapping()), encoding="utf-8")
-        (self.directory / "state.json").unlink(missing_ok=True)
-        command = [engine_python(), "-m", "quire.engine.loop", "--directory", str(self.directory)]
-        command += ["--server-pid", str(self.server_pid), "--generation", str(generation)]
-        self._process = subprocess.Popen(
-            command, env={**engine_environment(), **self.environment}, stdin=subprocess.DEVNULL
-        )
+        directory.write("config.json", json.dumps(self.config.to_mapping()).encode())
+        command = [engine_python(), str(RUN_MODULE), "quire.engine.loop"]
+        command += ["--directory", str(self.directory), "--generation", str(generation)]
+        command += ["--server-pid", str(self.server_pid), "--server-start-time", str(self.server_start_time)]
+        environment = {**engine_environment(), **self.environment}
+        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
+        assert self._process.stdin is not None
+        # An engine that is gone already is found so by whoever waits for it.
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as go:
+            pid = self._process.pid
+            state = EngineState("starting", pid, start_time_of(pid) or 0, generation)
+            directory.write_state(state)
+            go.write(b"\n")
+        return state
+
+    def _wait_ready(self, directory: RuntimeDirectory, begun: EngineState) -> EngineAddress:
+        """The address of an engine that has begun, started by us or by a frontend that has died since."""
         deadline = time.monotonic() + self.config.frontend.startup_timeout_s
         while True:
-            state = self._read_state()
-            if state is not None and state["generation"] == generation:
-                if state["state"] == "ready":
-                    return EngineAddress(state["pid"], state["address"], generation)
-                self._process.wait()
-                raise CheckpointError(state["error"])
-            status = self._process.poll()
-            if status is not None and self._read_state() is None:
-                raise UnavailableError(f"the engine process ended with status {status} before it was ready")
+            is_alive = begun.is_alive  # before what it says is read
+            state = directory.read_state()
+            if state is not None and (state.pid, state.start_time) == (begun.pid, begun.start_time):
+                if state.state == "ready":
+                    return EngineAddress(state.pid, state.address, state.generation, state.start_time)
+                if state.state == "failed":
+                    _wait_or_kill(state.pid, state.start_time, KILL_WAIT_S)
+                    self.reap()
+                    raise CheckpointError(state.error)
+            if not is_alive:
+                status = None if self._process is None else self._process.poll()
+                how = "" if status is None else f" with status {status}"
+                raise UnavailableError(f"the engine process ended{how} before it was ready")
             if time.monotonic() > deadline:
-                self._process.kill()
-                self._process.wait()
+                _wait_or_kill(begun.pid, begun.start_time, 0)
+                self.reap()
                 limit = self.config.frontend.startup_timeout_s
                 raise UnavailableError(f"the engine was not ready within startup_timeout_s={limit:g}")
             time.sleep(POLL_S)
@@ -127,57 +154,46 @@ class EngineSupervisor:
         An engine that other frontends still use goes on. One that does not end by itself in `timeout_s` is
         killed: a model that is being unloaded must not leave its memory behind.
         """
-        with self._locked():
-            self._marker.unlink(missing_ok=True)
-            others = [path for path in self.directory.glob("frontend-*") if _is_alive(_pid_of(path))]
-            if others:
-                return
-            state = self._read_state()
-            if state is not None:
-                _wait_or_kill(int(state["pid"]), timeout_s)
-            if self._process is not None:
-                self._process.wait()
-            shutil.rmtree(self.directory, ignore_errors=True)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with (self.directory / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-
-    def _read_state(self) -> dict[str, Any] | None:
         try:
-            state = json.loads((self.directory / "state.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        assert isinstance(state, dict)
-        return state
+            with RuntimeDirectory.locked(self.directory) as directory:
+                directory.unmark()
+                if directory.has_frontends():
+                    return
+                state = directory.read_state()
+                if state is not None:
+                    _wait_or_kill(state.pid, state.start_time, timeout_s)
+                self.reap()
+                directory.remove()
+        except (OSError, ConfigError) as error:
+            logger.warning("frontend: the engine is left to itself: %s", error)
 
 
-def _is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+def runtime_base() -> Path:
+    """The folder for the directories of engines: QUIRE_RUNTIME_DIR, else the user's own, else everybody's."""
+    if named := os.environ.get("QUIRE_RUNTIME_DIR"):
+        return Path(named)
+    own = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nowhere")
+    with contextlib.suppress(OSError):
+        found = own.stat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            return own
+    return Path(tempfile.gettempdir())
 
 
-def _pid_of(marker: Path) -> int:
-    return int(marker.name.rpartition("-")[2])
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _wait_or_kill(pid: int, timeout_s: float) -> None:
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
+def _wait_or_kill(pid: int, start_time: int, timeout_s: float) -> None:
+    """Waits for the end of a process, and makes one after `timeout_s`."""
+    pidfd = open_verified_pidfd(pid, start_time)
+    if pidfd is None:
         return
     try:
         ended, _, _ = select.select([pidfd], [], [], timeout_s)
         if not ended:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            select.select([pidfd], [], [], 1.0)
+            select.select([pidfd], [], [], KILL_WAIT_S)
     finally:
         os.close(pidfd)
 
@@ -206,7 +222,8 @@ def engine_environment() -> dict[str, str]:
         spec = importlib.util.find_spec(package)
         assert spec is not None and spec.origin is not None, f"{package} is not importable"
         folders.setdefault(str(Path(spec.origin).parent.parent))
-    if environment.get("PYTHONPATH"):
-        folders.setdefault(environment["PYTHONPATH"])
+    for folder in environment.get("PYTHONPATH", "").split(os.pathsep):
+        if folder:  # an empty one stands for the working directory
+            folders.setdefault(folder)
     environment["PYTHONPATH"] = os.pathsep.join(folders)
     return environment

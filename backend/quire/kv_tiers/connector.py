@@ -100,4 +100,4 @@ class KVConnector(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
-        """Numbers by name; `blocks` and `bytes` say what it holds for this model."""
+        """Finite numbers by name; `blocks` and `bytes` say what it holds for this model."""

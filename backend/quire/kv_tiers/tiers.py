@@ -10,6 +10,7 @@ import importlib
 import itertools
 import json
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -19,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from quire.config import CacheConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, describe
 from quire.kv_tiers.connector import BlockAccess, BlockArray, KVConnector
 from quire.kv_tiers.disk import DiskTier
 from quire.kv_tiers.host import HostTier
@@ -51,6 +52,7 @@ class _Tier:
         self.num_failures = 0
         self._clock = clock
         self._rests_until = 0.0
+        self._has_bad_stats = False
 
     @property
     def is_resting(self) -> bool:
@@ -74,10 +76,23 @@ class _Tier:
             self._fail(error)
             return False
 
+    def stats(self) -> dict[str, float]:
+        """The store's numbers; none if they are no finite numbers by name, which is told once."""
+        try:
+            found = {str(name): float(value) for name, value in self.store.stats().items()}
+            if all(map(math.isfinite, found.values())):
+                return found
+            raise ValueError("not all are finite")
+        except Exception as error:
+            if not self._has_bad_stats:
+                logger.warning("KV tier %s has no usable stats(): %s", self.store.name, describe(error))
+            self._has_bad_stats = True
+        return {}
+
     def _fail(self, error: Exception) -> None:
         self.num_failures += 1
         self._rests_until = self._clock() + REST_S
-        what = f"{type(error).__name__}: {error}"
+        what = describe(error)
         logger.warning("KV tier %s failed and rests for %.0f s: %s", self.store.name, REST_S, what)
 
 
@@ -97,10 +112,10 @@ class _Rate:
 class KVTiers:
     """Joins stores.
 
-    The scheduler's half (`contains`, `num_hits`, `touch`, `can_pin`, `prefetch`, `drop`, `clear`, `stats`)
-    belongs to the engine's thread, the runner's half (`save`, `start_load`, `poll`, `num_loading`) to the
-    runner's, which may be another one; neither waits for a disk or a network. A thread of ours moves what is
-    loaded or fetched ahead.
+    The scheduler's half (`contains`, `num_hits`, `touch`, `is_loading`, `can_pin`, `prefetch`, `drop`,
+    `clear`, `stats`) belongs to the engine's thread, the runner's half (`save`, `start_load`, `poll`,
+    `num_loading`) to the runner's, which may be another one; neither waits for a disk or a network. A thread
+    of ours moves what is loaded or fetched ahead.
 
     Pinned blocks (of swapped requests) live in the host tier alone, each under a key that is saved once and
     dropped once, in either order: a plan that is carried out after its request has gone leaves nothing. What
@@ -137,7 +152,8 @@ class KVTiers:
         self._prefetches: dict[bytes, None] = {}
         """Keys in order of arrival."""
         self._done: list[tuple[int, int]] = []
-        self._num_loading = 0
+        self._loading: set[int] = set()
+        """Ids of the loads begun that `poll` has not reported."""
         self._is_working = False
         self._num_clears = 0
         self._is_closing = False
@@ -167,6 +183,11 @@ class KVTiers:
         """Protects blocks that are about to be loaded from being evicted next, by the saves before it."""
         for tier in self._tiers:
             tier.attempt(None, tier.store.touch, keys)
+
+    def is_loading(self, load_id: int) -> bool:
+        """Whether `start_load` was called for it and `poll` has still to report it."""
+        with self._changed:
+            return load_id in self._loading
 
     def can_pin(self, count: int) -> bool:
         """Whether so many blocks more could be pinned now."""
@@ -208,7 +229,7 @@ class KVTiers:
     def stats(self) -> dict[str, float]:
         """The stores' numbers, each with the store's name before it, and our own."""
         values: dict[str, float] = {
-            "loads_under_way": self._num_loading,
+            "loads_under_way": self.num_loading,
             "failed_loads": self._num_failed_loads,
             "prefetched_blocks": self._num_prefetched,
             "save_bytes_per_s": self.save_bytes_per_s or 0.0,
@@ -217,7 +238,7 @@ class KVTiers:
         for tier in self._tiers:
             name = tier.store.name
             values[f"{name}_failures"] = tier.num_failures
-            for key, value in tier.attempt({}, tier.store.stats).items():
+            for key, value in tier.stats().items():
                 values[f"{name}_{key}"] = value
         return values
 
@@ -258,14 +279,14 @@ class KVTiers:
     def start_load(self, load: KVLoad) -> None:
         """Begins to copy blocks into the pool, behind the loads begun before; `poll` says when it ended."""
         with self._changed:
-            self._num_loading += 1
+            self._loading.add(load.load_id)
             self._loads.append(load)
             self._changed.notify_all()
 
     @property
     def num_loading(self) -> int:
         """Loads begun that `poll` has not reported."""
-        return self._num_loading
+        return len(self._loading)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[int, int]]:
         """Loads that ended since the last call, as (load id, how many leading blocks are valid).
@@ -274,10 +295,10 @@ class KVTiers:
             timeout_s: how long to wait for one, if any is under way.
         """
         with self._changed:
-            if self._num_loading and timeout_s > 0:
+            if self._loading and timeout_s > 0:
                 self._changed.wait_for(lambda: self._done, timeout_s)
             done, self._done = self._done, []
-            self._num_loading -= len(done)
+            self._loading.difference_update(load_id for load_id, _ in done)
         return done
 
     def flush(self, timeout_s: float | None = None) -> bool:

@@ -92,7 +92,7 @@ class TritonPythonModel:
         )
 
         def connect(dead_generation: int) -> tuple[EngineConnection, EngineInfo]:
-            address = self._supervisor.ensure(not_generation=dead_generation)
+            address = self._supervisor.ensure()
             connection = EngineConnection(self._zmq, address)
             return connection, connection.hello(timeout_s=30.0)
 

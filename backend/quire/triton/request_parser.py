@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from quire.bad_words import with_bad_words_ids
+from quire.cache_commands import CacheCommand, Health, parse_cache_command
 from quire.converters import boolean, integer
 from quire.engine.device_array import DeviceBuffer
 from quire.engine.messages import EmbedsMessage, EngineInfo
@@ -99,7 +100,7 @@ class ParsedRequest:
     stream: bool = False
     cancel: bool = False
     """Not a generation: ends the running request with the same external id."""
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheCommand | None = None
     """Not a generation: a command for `EngineCore.control`."""
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     arrived_at: float = 0.0
@@ -208,9 +209,9 @@ class RequestParser:
             return ParsedRequest([], self.defaults, raw.external_id, outputs, outputs, cancel=True)
 
         if "cache_control" in raw.tensors:
-            if not self.allow_cache_control:
+            command = parse_cache_command(raw.tensors["cache_control"][0])
+            if not (self.allow_cache_control or isinstance(command, Health)):
                 raise InvalidArgumentError("cache_control", "is not allowed here (allow_cache_control)")
-            command = _cache_command(raw.tensors["cache_control"][0])
             outputs = raw.requested_outputs
             if outputs == _OUTPUT_NAMES:
                 outputs = frozenset({"text_output", "finish_reason"})
@@ -365,13 +366,6 @@ def _json_object(field: str, value: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InvalidArgumentError(field, "must be a JSON object")
     return found
-
-
-def _cache_command(value: bytes) -> dict[str, Any]:
-    command = _json_object("cache_control", value)
-    if not isinstance(command.get("command"), str):
-        raise InvalidArgumentError("cache_control", 'must name a command, as in {"command": "reset"}')
-    return command
 
 
 def _typed(raw: RawRequest, names: frozenset[str]) -> dict[str, Any]:

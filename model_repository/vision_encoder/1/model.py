@@ -3,7 +3,10 @@
 import atexit
 import gc
 import locale
+import sys
 
+# Triton's interpreter looks for modules in the server's working directory first.
+sys.path[:] = filter(None, sys.path)
 # Triton runs Python models in the C locale, where files are read as ASCII.
 locale.setlocale(locale.LC_ALL, "C.UTF-8")
 # Collecting all of transformers when the stub ends would hold up the server's stop by a second.

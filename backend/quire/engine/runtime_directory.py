@@ -1,0 +1,160 @@
+"""RuntimeDirectory: where the frontends of an engine meet, and what the engine says of itself there.
+
+It belongs to one user alone, which is checked whenever it is opened: in a folder for everybody anyone may
+have made it first. Its files are opened by their names in the open directory, never through a link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from quire.errors import ConfigError
+from quire.processes import start_time_of
+
+MAX_STATE_BYTES = 64 * 1024
+MAX_SOCKET_PATH = 107
+"""Bytes of a socket's path, a limit of the kernel."""
+
+_MARKER = re.compile(r"frontend-([0-9]{1,9})-([0-9]{1,18})")
+
+
+class EngineState(msgspec.Struct, frozen=True):
+    """The latest engine of a directory: `start_time` tells its process from a later one of the same pid."""
+
+    state: Literal["starting", "ready", "failed", "stopped"]
+    """stopped: as it was told to, and no other is to take its place."""
+    pid: int
+    start_time: int
+    generation: int
+    address: str = ""
+    error: str = ""
+    """One line on why it failed."""
+
+    @property
+    def is_alive(self) -> bool:
+        return start_time_of(self.pid) == self.start_time
+
+
+_decoder = msgspec.json.Decoder(EngineState)
+
+
+class RuntimeDirectory:
+    """An open directory of this user alone.
+
+    Raises:
+        ConfigError: it is a link or no directory, or not of this user alone.
+        FileNotFoundError: there is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise
+        except OSError as error:  # a link is no directory either
+            raise ConfigError(f"{path}: {error.strerror}: {_REMEDY}") from None
+        found = os.fstat(self._fd)
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            self.close()
+            whose = f"owner {found.st_uid}, mode {found.st_mode & 0o7777:o}"
+            raise ConfigError(f"{path} is not of this user alone ({whose}): {_REMEDY}")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    @classmethod
+    @contextmanager
+    def locked(cls, path: Path) -> Iterator[RuntimeDirectory]:
+        """The directory, made if it is missing, while nobody else has it locked."""
+        while True:
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700, parents=True)
+            with contextlib.ExitStack() as stack:
+                try:
+                    directory = cls(path)
+                    stack.callback(directory.close)
+                    lock = directory._open("lock", os.O_RDWR | os.O_CREAT)
+                except FileNotFoundError:
+                    continue  # removed by the one who had it locked, as it is below
+                stack.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if os.fstat(lock).st_nlink == 0:
+                    continue
+                yield directory
+                return
+
+    def read(self, name: str) -> bytes | None:
+        """A file's beginning; None: there is none."""
+        try:
+            fd = self._open(name, os.O_RDONLY)
+        except OSError:
+            return None
+        with open(fd, "rb") as file:
+            return file.read(MAX_STATE_BYTES)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replaces a file; readers see the old or the new one, never a half."""
+        temporary = f".{name}.{secrets.token_hex(4)}"
+        with open(self._open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(data)
+        os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+
+    def read_state(self) -> EngineState | None:
+        """None: no engine was started, or nobody can read what is written of it."""
+        try:
+            return _decoder.decode(self.read("state.json") or b"")
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return None
+
+    def write_state(self, state: EngineState) -> None:
+        self.write("state.json", msgspec.json.encode(state))
+
+    def socket_path(self) -> Path:
+        """For a socket that nobody has used.
+
+        Raises:
+            ConfigError: it is longer than the path of a socket may be.
+        """
+        path = self.path / f"engine-{secrets.token_hex(4)}.ipc"
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+            limit = f"a socket's path has at most {MAX_SOCKET_PATH} bytes"
+            raise ConfigError(f"{path}: {limit}: set QUIRE_RUNTIME_DIR to a shorter one")
+        return path
+
+    def mark(self) -> None:
+        """Says that this process is a frontend here."""
+        os.close(self._open(_marker(), os.O_WRONLY | os.O_CREAT))
+
+    def unmark(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_marker(), dir_fd=self._fd)
+
+    def has_frontends(self) -> bool:
+        """Whether a living process has marked itself."""
+        found = filter(None, map(_MARKER.fullmatch, os.listdir(self._fd)))  # noqa: PTH208 (of the open one)
+        return any(start_time_of(int(pid)) == int(start) for pid, start in (one.groups() for one in found))
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _open(self, name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600, dir_fd=self._fd)
+
+
+_REMEDY = "remove it, or set QUIRE_RUNTIME_DIR to a private directory"
+
+
+def _marker() -> str:
+    return f"frontend-{os.getpid()}-{start_time_of(os.getpid())}"

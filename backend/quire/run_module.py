@@ -1,0 +1,17 @@
+"""`python run_module.py MODULE ...`: `python -m MODULE ...` without the working directory on the import path.
+
+There -m puts it first: whoever can write where a server happens to run would have his code run in it. (Python
+3.11 has -P for this.) The file is run by its path.
+"""
+
+import sys
+
+if __name__ == "__main__":
+    # Python has put this file's folder first, whose modules are not meant; "" is the working directory.
+    _folder = __file__.rpartition("/")[0]
+    sys.path[:] = [entry for entry in sys.path if entry not in ("", _folder)]
+
+    import runpy
+
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

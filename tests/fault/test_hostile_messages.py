@@ -1,0 +1,137 @@
+"""A server in a folder that is not its own, with hostile messages, and busy: through its real front."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from quire.cli import main
+from quire_ensemble.builder import build_repository
+from tests.e2e.conftest import OPTIONS
+from tests.e2e.triton_calls import TritonStream, infer, stream
+from tests.fault.test_engine_death import engines
+from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.server import ServerProcess
+
+pytestmark = pytest.mark.server
+
+MAX_TOKENS = 16_000
+LONG = {"text_input": "hello", "stream": True, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+SHORT = {**LONG, "max_tokens": 8}
+RUNNING, WAITING = 2, 9
+"""What the server computes at a time and keeps in its queue."""
+STRANGERS = ("click", "zmq", "msgspec", "numpy", "psutil", "torch", "transformers", "quire", "quire_ensemble")
+
+HOSTILE = {
+    "nested": '{"command": "inspect", "a": ' + "[" * 984 + "]" * 984 + "}",
+    "nested and unended": "[" * 60_000,
+    "integer beyond 64 bits": '{"command": "unpin", "session": 1' + "0" * 40 + "}",
+    "lone surrogate": '{"command": "unpin", "session": "\\ud800"}',
+    "unknown field": '{"command": "reset", "also": 1}',
+    "long": '{"command": "' + "a" * 70_000 + '"}',
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """`quire serve` in a folder where each of STRANGERS is a module that leaves a note when imported."""
+    root = tmp_path_factory.mktemp("hostile")
+    folder = root / "elsewhere"
+    folder.mkdir()
+    for name in STRANGERS:
+        note = f"import os\nopen(os.path.join({str(root)!r}, 'imported'), 'a').write({name!r} + '\\n')\n"
+        (folder / f"{name}.py").write_text(note)
+    checkpoint = make_checkpoint("llama", root / "llama", max_position_embeddings=MAX_TOKENS + 1000)
+    options = {
+        **OPTIONS,
+        "max_model_len": MAX_TOKENS + 1000,
+        "num_blocks": 10_000,
+        "max_num_seqs": RUNNING,
+        "max_waiting_requests": WAITING,
+    }
+    build_repository(checkpoint, root / "repository", placement="path", engine_options=options)
+    served = ServerProcess(root / "repository", root)
+    # The command itself, not -m, which puts the working directory first by itself.
+    quire = Path(sys.executable).with_name("quire")
+    served._command = ["env", f"--chdir={folder}", str(quire), *served._command[3:]]
+    yield served.start()
+    served.stop()
+
+
+def health(server: ServerProcess, timeout_s: float = 60) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["healthcheck", "--url", server.grpc_url, f"--timeout={timeout_s}"])
+    return result.exit_code, result.output
+
+
+def test_nothing_is_imported_from_the_working_directory(server: ServerProcess) -> None:
+    """The engine was started by -m, which puts the server's working directory first on the import path."""
+    reply = stream(server.grpc_url, "generator", SHORT)
+    assert (reply.error, len(reply.token_ids)) == (None, 8)
+    assert not (server.log.parent / "imported").exists(), (server.log.parent / "imported").read_text()
+
+
+def test_hostile_commands_are_refused_and_disturb_nobody(server: ServerProcess) -> None:
+    """A command nested 984 deep ended the engine: its refusal showed it by repr, which cannot go so deep."""
+    (engine,) = engines(server)
+    good = stream(server.grpc_url, "generator", SHORT).token_ids
+    beside = TritonStream(server.grpc_url, "generator", LONG, request_id="beside")
+    beside.next()
+    for name, command in [*HOSTILE.items()] * 6:
+        with pytest.raises(Exception, match="cache_control: ") as refused:
+            infer(server.grpc_url, "generator_unary", {"cache_control": command})
+        assert refused.value.status() == "StatusCode.INVALID_ARGUMENT", name  # type: ignore[attr-defined]
+        assert len(str(refused.value)) < 500, name
+    answer = stream(server.grpc_url, "generator", {"cache_control": '{"command": "inspect"}'})
+    assert json.loads(answer.text)["num_blocks"] == 10_000
+    assert stream(server.grpc_url, "generator", SHORT).token_ids == good
+    stream(server.grpc_url, "generator", {"cancel": True}, request_id="beside")
+    reply = beside.read_all()
+    assert (reply.error, reply.finish_reasons[-1]) == (None, "cancelled")
+    assert reply.token_ids[:8] == good
+    assert engines(server) == [engine]
+
+
+def test_the_probe_tells_a_busy_engine_from_one_that_stands_still(server: ServerProcess) -> None:
+    """As a request like others it waited behind them, and a liveness probe killed servers under load."""
+    status, said = health(server)
+    assert status == 0 and "a token came" in said, said
+    (engine,) = engines(server)
+    names = [f"long-{i}" for i in range(RUNNING + WAITING)]
+    calls = []
+    try:
+        for name in names:
+            calls.append(TritonStream(server.grpc_url, "generator", LONG, request_id=name))
+            if len(calls) <= RUNNING:
+                calls[-1].next()
+        # The last ones of the queue have arrived when one more finds it full.
+        with ThreadPoolExecutor(1) as pool:
+            refused = pool.submit(_until_refused, server)
+            assert "max_waiting_requests" in refused.result(60)
+        status, said = health(server)
+        assert status == 0 and "steps get done" in said, said
+        engine.send_signal(signal.SIGSTOP)
+        status, said = health(server, timeout_s=3)
+        assert status == 1 and "NOT healthy" in said, said
+        engine.send_signal(signal.SIGCONT)
+        status, said = health(server)
+        assert status == 0, said
+    finally:
+        engine.send_signal(signal.SIGCONT)
+        for name in names:
+            stream(server.grpc_url, "generator", {"cancel": True}, request_id=name)
+    replies = [call.read_all() for call in calls]
+    assert {reply.finish_reasons[-1] for reply in replies} == {"cancelled"}
+    assert engines(server) == [engine]
+
+
+def _until_refused(server: ServerProcess) -> str:
+    while (error := stream(server.grpc_url, "generator", {**SHORT, "deadline_ms": 1000}).error) is None:
+        pass
+    return str(error)

@@ -1,0 +1,384 @@
+"""EngineLoop with the real core and scheduler, a fake runner, and a bare socket in a frontend's place."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from quire.cache_commands import CacheCommand, Health, Inspect, Reset, Unpin
+from quire.config import EngineConfig
+from quire.engine.core import MAX_FAILED_STEPS, EngineCore
+from quire.engine.loop import EngineLoop
+from quire.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    CancelByExternalId,
+    CancelResult,
+    Control,
+    ControlResult,
+    EmbedsMessage,
+    EngineInfo,
+    FrontendMessage,
+    Goodbye,
+    Hello,
+    Outputs,
+    encoder,
+    engine_message_decoder,
+)
+from quire.engine.shared_array import SharedArray
+from quire.errors import MAX_DESCRIPTION, describe
+from quire.sampling_params import SamplingParams
+from quire.scheduling_params import SchedulingParams
+from tests.fixtures.fake_runner import VOCAB_SIZE, FakeRunner, generate_alone
+
+WAIT_S = 30.0
+PROMPT = [3, 1, 4, 1, 5]
+TEN = SamplingParams(max_tokens=10, ignore_eos=True)
+
+
+class Runner(FakeRunner):
+    """Fails when it is told to."""
+
+    hidden_size, takes_position_ids, kv_cache_bytes, dtype, device = 8, False, 0, "float32", "cpu"
+    max_model_len = 512
+
+    def __init__(self) -> None:
+        super().__init__(256, 4)
+        self.is_broken = False
+
+    def execute(self, output: Any) -> Any:
+        result = super().execute(output)
+        if self.is_broken:
+            raise RuntimeError("\ud800 the device is gone " + "x" * 1000)
+        return result
+
+
+class Peer:
+    """A loop that runs in a thread, and a socket that talks to it."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        config = EngineConfig.from_mapping({"model": "fake", "block_size": 4, **options})
+        self.runner = Runner()
+        self.core = EngineCore(config, self.runner, vocab_size=VOCAB_SIZE)
+        self.context: zmq.Context[Any] = zmq.Context()
+        router = self.context.socket(zmq.ROUTER)
+        router.bind(f"ipc://{folder}/engine.ipc")
+        self.loop = EngineLoop(self.core, router)
+        self.failure: Exception | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+        self.router = router
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.connect(f"ipc://{folder}/engine.ipc")
+        self.send(Hello(os.getpid()))
+        self.receive(EngineInfo)
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        except Exception as error:
+            self.failure = error
+
+    def send(self, message: FrontendMessage | bytes) -> None:
+        self.socket.send(message if isinstance(message, bytes) else encoder.encode(message))
+
+    def receive(self, kind: Any) -> Any:
+        """The next message of this kind."""
+        while True:
+            assert self.socket.poll(WAIT_S * 1000), f"no {kind.__name__}"
+            message = engine_message_decoder.decode(self.socket.recv())
+            if isinstance(message, kind):
+                return message
+
+    def add(self, request_id: str, params: SamplingParams = TEN, **options: Any) -> None:
+        self.send(AddRequest(request_id, PROMPT, params, **options))
+
+    def final(self, request_id: str) -> tuple[list[int], str, str, str]:
+        """All of a request: tokens, finish reason, error and its code."""
+        tokens: list[int] = []
+        while True:
+            for output in self.receive(Outputs).outputs:
+                assert output.request_id == request_id
+                tokens += output.new_token_ids
+                if output.finish_reason is not None:
+                    return tokens, output.finish_reason, output.error or "", output.error_code
+            # Nothing else is under way, so what comes is the request's.
+
+    def ask(self, command: CacheCommand) -> ControlResult:
+        self.send(Control(command, "t"))
+        result: ControlResult = self.receive(ControlResult)
+        return result
+
+    def check_alive(self) -> None:
+        """The engine still gives the right tokens, and holds nothing of what was refused."""
+        self.add("good")
+        assert self.final("good") == (generate_alone(PROMPT, TEN, 512)[0], "length", "", "")
+        assert self.thread.is_alive()
+        self.core.scheduler.check_integrity()
+        assert not self.core.scheduler.has_unfinished() and not self.loop._owners
+
+    def close(self) -> None:
+        self.loop.stop()
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+        self.core.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    peer = Peer(tmp_path)
+    yield peer
+    peer.close()
+
+
+def raw(**fields: Any) -> bytes:
+    return msgspec.msgpack.encode(fields)
+
+
+def nested(depth: int) -> bytes:
+    return b"\x91" * depth + b"\x90"
+
+
+ADD = {"type": "add", "request_id": "bad", "prompt_token_ids": PROMPT, "sampling_params": {}}
+GARBAGE = {
+    "nothing": b"",
+    "noise": b"\xc1\xff\x00garbage",
+    "nested": nested(100_000),
+    "too nested to be read to its end": encoder.encode({**ADD, "embeds": 0})[:-1] + nested(50_000),
+    "no tag": raw(request_id="bad"),
+    "unknown tag": raw(type="burn"),
+    "a list": msgspec.msgpack.encode([1, 2]),
+    "hello of nobody": raw(type="hello", pid=2**22 + 1),
+    "hello of a pid that cannot be": raw(type="hello", pid=2**63 - 1),
+    "abort for no reason": raw(type="abort", request_ids=["x"], reason="why not"),
+    "add without an id": raw(type="add", request_id=7),
+}
+ADDED = {
+    "a prompt of texts": raw(**{**ADD, "prompt_token_ids": ["a"]}),
+    "a prompt beyond 64 bits": encoder.encode(ADD)[:-1] + b"\x81\xa4seed\xd9\x02ab",
+    "no prompt": raw(type="add", request_id="bad"),
+    "negative tokens": raw(**{**ADD, "prompt_token_ids": [-1]}),
+    "a name of a choice": raw(**{**ADD, "request_id": "bad#1"}),
+    "nested": encoder.encode({**ADD, "embeds": 0})[:-1] + nested(300),
+    "embeddings that are not there": encoder.encode(
+        AddRequest(
+            "bad", PROMPT, TEN, embeds=EmbedsMessage(SharedArray(2**22 + 1, 3, (2, 8)), [(0, 2)], ["a"])
+        )
+    ),
+    "embeddings of another width": encoder.encode(
+        AddRequest("bad", PROMPT, TEN, embeds=EmbedsMessage(SharedArray(1, 3, (2, 9)), [(0, 2)], ["a"]))
+    ),
+    "embeddings outside the prompt": encoder.encode(
+        AddRequest("bad", PROMPT, TEN, embeds=EmbedsMessage(SharedArray(1, 3, (2, 8)), [(4, 2)], ["a"]))
+    ),
+    "negative embeddings": encoder.encode(
+        AddRequest("bad", PROMPT, TEN, embeds=EmbedsMessage(SharedArray(1, 3, (-2, 8)), [], []))
+    ),
+    "positions of another length": encoder.encode(
+        AddRequest(
+            "bad",
+            PROMPT,
+            TEN,
+            embeds=EmbedsMessage(SharedArray(1, 3, (2, 8)), [(0, 2)], ["a"], b"\0" * 24),
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("frame", GARBAGE.values(), ids=GARBAGE)
+def test_a_frame_that_is_no_message_is_dropped(peer: Peer, frame: bytes) -> None:
+    """Any exception on the way ended the loop, and with it the engine and everybody's requests."""
+    peer.send(frame)
+    peer.socket.send_multipart([b"two", frame])
+    peer.check_alive()
+
+
+@pytest.mark.parametrize("frame", ADDED.values(), ids=ADDED)
+def test_a_request_that_cannot_be_taken_ends_once_with_an_error(peer: Peer, frame: bytes) -> None:
+    peer.send(frame)
+    (output,) = peer.receive(Outputs).outputs
+    assert output.request_id.startswith("bad") and output.finish_reason == "error" and output.error
+    assert len(output.error) < 2 * MAX_DESCRIPTION
+    peer.check_alive()
+
+
+NAN = float("nan")
+OUTSIDE = {
+    "n 0": {"n": 0},
+    "n many": {"n": 10**9},
+    "best_of below n": {"n": 3, "best_of": 2},
+    "beams 0": {"beam_width": 0},
+    "NaN": {"temperature": NAN},
+    "cold": {"temperature": -1.0},
+    "top_p": {"top_p": 0.0},
+    "top_k": {"top_k": -7},
+    "max_tokens": {"max_tokens": 0},
+    "logprobs": {"logprobs": 10**6},
+    "seed": {"seed": -1},
+    "n-grams": {"no_repeat_ngram_size": -1},
+    "stop ids": {"stop_token_ids": (-1,)},
+    "bias of no token": {"logit_bias": {-1: 1.0}},
+    "bias": {"logit_bias": {1: NAN}},
+    "bad words": {"bad_words_ids": ((VOCAB_SIZE,),)},
+}
+
+
+@pytest.mark.parametrize("values", OUTSIDE.values(), ids=OUTSIDE)
+def test_values_that_no_frontend_lets_through_meet_no_step(peer: Peer, values: dict[str, Any]) -> None:
+    """A step with them would have ended the requests beside it too."""
+    peer.add("bad", msgspec.structs.replace(SamplingParams(max_tokens=5), **values))
+    _, reason, _, code = peer.final("bad")
+    assert (reason, code) == ("error", "INVALID_ARG")
+    peer.check_alive()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheduling": SchedulingParams(priority=10**6)},
+        {"scheduling": SchedulingParams(retention=-1)},
+        {"scheduling": SchedulingParams(deadline=NAN)},
+        {"scheduling": SchedulingParams(cache_ttl_s=float("inf"))},
+        {"arrival_time": NAN},
+    ],
+    ids=["priority", "retention", "deadline", "ttl", "arrival"],
+)
+def test_likewise_for_what_is_said_of_scheduling(peer: Peer, options: dict[str, Any]) -> None:
+    peer.add("bad", **options)
+    assert peer.final("bad")[1::2] == ("error", "INVALID_ARG")
+    peer.check_alive()
+
+
+def test_a_request_that_fails_half_way_in_leaves_nothing(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(peer.core.scheduler.transfers, "prefetch", lambda request: 1 / 0)
+        peer.add("bad")
+        tokens, reason, error, code = peer.final("bad")
+    assert (tokens, reason, code) == ([], "error", "INTERNAL")
+    assert "ZeroDivisionError" in error
+    peer.check_alive()
+
+
+def test_a_second_request_of_the_same_id_does_not_end_the_first(peer: Peer) -> None:
+    peer.add("good")
+    peer.add("good")
+    assert peer.final("good")[:2] == (generate_alone(PROMPT, TEN, 512)[0], "length")
+    peer.check_alive()
+
+
+def test_commands_are_answered(peer: Peer) -> None:
+    assert peer.ask(Health()).result == {"has_work": False, "num_finished_steps": 0}
+    peer.check_alive()
+    assert peer.ask(Health()).result["num_finished_steps"] > 0
+    assert peer.ask(Inspect()).result["num_cached_blocks"] > 0
+    assert peer.ask(Unpin(all=True)).result == {"num_pins": 0}
+    assert peer.ask(Unpin(session="none", tenant="a")).result == {"num_pins": 0}
+    assert peer.ask(Reset()).result["num_blocks"] > 0
+    assert peer.ask(Inspect()).result["num_cached_blocks"] == 0
+
+
+@pytest.mark.parametrize("answer", [2**70, "\ud800", object()], ids=["beyond 64 bits", "surrogate", "object"])
+def test_an_answer_that_cannot_be_sent_is_an_error(
+    peer: Peer, answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer.core.scheduler, "inspect", lambda: {"tiers": answer})
+    result = peer.ask(Inspect())
+    assert result.error and result.error_code == "INTERNAL"
+    peer.check_alive()
+
+
+@pytest.mark.parametrize(
+    "command", [{"command": "burn"}, {"command": "unpin"}, {"command": "reset", "also": 1}, 7, None]
+)
+def test_a_command_that_is_none_is_an_error(peer: Peer, command: Any) -> None:
+    peer.send(raw(type="control", command=command, token="t"))
+    assert peer.receive(ControlResult).error_code == "INTERNAL"
+    peer.send(encoder.encode({"type": "control", "token": "u", "command": 0})[:-1] + nested(300))
+    assert peer.receive(ControlResult).token == "u"
+    peer.check_alive()
+
+
+def test_a_cancellation_by_id_ends_requests_of_its_tenant_alone(peer: Peer) -> None:
+    """Ids such as "1" are everybody's: one tenant's cancellation ended the others' requests."""
+    endless = SamplingParams(max_tokens=400, ignore_eos=True)
+    peer.add("a", endless, external_id="1", scheduling=SchedulingParams(tenant="a"))
+    peer.add("b", endless, external_id="1", scheduling=SchedulingParams(tenant="b"))
+    peer.send(CancelByExternalId("1", "t"))
+    assert peer.receive(CancelResult).num_cancelled == 0
+    peer.send(CancelByExternalId("1", "t", tenant="a"))
+    ended: dict[str, str] = {}
+    while len(ended) < 2:
+        for output in peer.receive(Outputs).outputs:
+            if output.finish_reason is not None:
+                ended[output.request_id] = output.finish_reason
+    assert ended == {"a": "cancelled", "b": "length"}
+    peer.check_alive()
+
+
+def test_a_frontend_that_says_hello_again_is_watched_once(peer: Peer) -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    for _ in range(20):
+        peer.send(Hello(os.getpid()))
+        peer.receive(EngineInfo)
+    assert len(os.listdir("/proc/self/fd")) <= before + 1  # noqa: PTH208
+    peer.check_alive()
+
+
+def test_an_engine_whose_every_step_fails_ends(peer: Peer) -> None:
+    """It went on for ever: every request got an error and the server stayed ready."""
+    peer.check_alive()
+    peer.runner.is_broken = True
+    for number in range(MAX_FAILED_STEPS):
+        assert peer.thread.is_alive()
+        peer.add(f"bad{number}")
+        _, reason, error, code = peer.final(f"bad{number}")
+        assert (reason, code) == ("error", "INTERNAL")
+        assert "the device is gone" in error and len(error) < 2 * MAX_DESCRIPTION
+    peer.thread.join(WAIT_S)
+    assert "steps of the engine have all failed" in str(peer.failure)
+
+
+def test_failures_between_steps_that_succeed_end_nothing(peer: Peer) -> None:
+    for number in range(2 * MAX_FAILED_STEPS):
+        peer.runner.is_broken = True
+        peer.add(f"bad{number}")
+        assert peer.final(f"bad{number}")[1] == "error"
+        peer.runner.is_broken = False
+        peer.check_alive()
+
+
+@pytest.mark.parametrize("method", ["expire", "schedule", "update"])
+def test_a_broken_scheduler_ends_the_engine_and_tells_its_requests(
+    peer: Peer, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer.core.scheduler, method, lambda *_: 1 / 0)
+    peer.add("bad")
+    assert peer.final("bad")[1::2] == ("error", "UNAVAILABLE")
+    peer.thread.join(WAIT_S)
+    assert isinstance(peer.failure, ZeroDivisionError)
+
+
+def test_goodbye_ends_the_loop(peer: Peer) -> None:
+    peer.send(AbortRequests([], "cancelled"))
+    peer.send(Goodbye())
+    peer.thread.join(WAIT_S)
+    assert not peer.thread.is_alive() and peer.failure is None
+
+
+def test_any_exception_has_a_description() -> None:
+    class Bad(Exception):
+        def __str__(self) -> str:
+            return str(1 / 0)
+
+    for error in (Bad(), ValueError("\ud800\n" * 1000), RecursionError("deep")):
+        line = describe(error)
+        assert line.startswith(type(error).__name__)
+        assert len(line) < 2 * MAX_DESCRIPTION and "\n" not in line and line.encode()

@@ -1,0 +1,319 @@
+"""Where frontends meet and who starts the engine; a script that needs no model stands for the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from quire.config import EngineConfig
+from quire.engine import supervisor as supervisor_module
+from quire.engine.runtime_directory import EngineState, RuntimeDirectory
+from quire.engine.supervisor import (
+    RUN_MODULE,
+    EngineAddress,
+    EngineSupervisor,
+    engine_environment,
+    runtime_base,
+)
+from quire.errors import CheckpointError, ConfigError, EngineStoppedError, UnavailableError
+from quire.processes import open_verified_pidfd, start_time_of
+
+WAIT_S = 30.0
+
+FAKE_ENGINE = """#!{python}
+import os, signal, sys, time
+from pathlib import Path
+from quire.engine.runtime_directory import EngineState, RuntimeDirectory
+from quire.processes import start_time_of
+arguments = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+if not sys.stdin.buffer.read(1):
+    raise SystemExit(1)
+root, pid = Path({root!r}), os.getpid()
+with (root / "started").open("a") as started:
+    started.write(f"{{pid}}\\n")
+directory = RuntimeDirectory(Path(arguments["--directory"]))
+values = pid, start_time_of(pid), int(arguments["--generation"])
+if (root / "broken").exists():
+    directory.write_state(EngineState("failed", *values, error="the checkpoint is not there"))
+    raise SystemExit(1)
+while not (root / "go").exists():
+    time.sleep(0.01)
+directory.write_state(EngineState("ready", *values, address="ipc://somewhere"))
+signal.pause()
+"""
+
+FRONTEND = """
+import os, sys
+from quire.config import EngineConfig
+from quire.engine.supervisor import EngineSupervisor
+EngineSupervisor(EngineConfig.from_mapping({"model": "fake"}), int(sys.argv[1])).ensure()
+"""
+
+
+class Site:
+    """A runtime directory's base and the engines that were started there."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.base = root / "runtime"
+        self.base.mkdir(mode=0o700)
+        (root / "go").touch()
+
+    def supervisor(self, **options: Any) -> EngineSupervisor:
+        config = EngineConfig.from_mapping({"model": "fake", **options})
+        return EngineSupervisor(config, os.getpid())
+
+    @property
+    def started(self) -> list[int]:
+        path = self.root / "started"
+        return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    script = tmp_path / "python"
+    script.write_text(FAKE_ENGINE.format(python=sys.executable, root=str(tmp_path)))
+    script.chmod(0o755)
+    site = Site(tmp_path)
+    monkeypatch.setenv("QUIRE_PYTHON", str(script))
+    monkeypatch.setenv("QUIRE_RUNTIME_DIR", str(site.base))
+    yield site
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        if str(script) in (process.info["cmdline"] or ()):
+            process.kill()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_frontends_share_an_engine_and_the_last_one_ends_it(site: Site) -> None:
+    first, second = site.supervisor(), site.supervisor()
+    address = first.ensure()
+    assert second.ensure() == address
+    assert site.started == [address.pid]
+    assert start_time_of(address.pid) == address.start_time
+    first.close(0.0)
+    assert not first.directory.exists() and start_time_of(address.pid) is None
+
+
+def start_frontend() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", FRONTEND, str(os.getpid())])
+
+
+def test_an_engine_whose_starter_was_killed_is_waited_for(site: Site) -> None:
+    """The lock was free again and nothing told of the engine that was loading: a second one was started on
+    the first one's socket."""
+    (site.root / "go").unlink()
+    starter = start_frontend()
+    until(lambda: site.started)
+    starter.kill()
+    starter.wait()
+    site_supervisor = site.supervisor()
+    with RuntimeDirectory.locked(site_supervisor.directory) as directory:
+        state = directory.read_state()
+    assert state is not None and (state.state, state.pid) == ("starting", site.started[0])
+    (site.root / "go").touch()
+    address = site_supervisor.ensure()
+    assert site.started == [address.pid]
+
+
+def test_an_engine_that_nobody_knows_of_ends(tmp_path: Path) -> None:
+    """Its starter was killed before it could say so: the real engine reads the end of its input."""
+    command = [sys.executable, str(RUN_MODULE), "quire.engine.loop", "--directory", str(tmp_path)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "nobody knows of it" in done.stderr
+    assert not (tmp_path / "state.json").exists()
+
+
+def own(**values: Any) -> bytes:
+    """A state that names this living process, with the start time of another."""
+    state = {"state": "ready", "pid": os.getpid(), "start_time": 1, "generation": 3, "address": "ipc://old"}
+    return json.dumps({**state, **values}).encode()
+
+
+STALE = {
+    "foreign pid": own(),
+    "foreign pid, starting": own(state="starting"),
+    "stopped": own(state="stopped"),
+    "failed": own(state="failed", error="long ago"),
+    "dead": own(pid=2**22 + 1),
+    "before start times": own()[:-1].replace(b'"start_time": 1, ', b"") + b"}",
+    "half": own()[:40],
+    "wrong types": own(pid="1"),
+    "a list": b"[]",
+    "negative": own(pid=-1),
+    "large": own(pid=10**30),
+    "nested": b"[" * 60_000,
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("content", STALE.values(), ids=STALE)
+def test_what_an_earlier_engine_left_does_not_block_the_next(site: Site, content: bytes) -> None:
+    supervisor = site.supervisor()
+    supervisor.directory.mkdir(mode=0o700)
+    (supervisor.directory / "state.json").write_bytes(content)
+    (supervisor.directory / "frontend-1").touch()
+    (supervisor.directory / f"frontend-{os.getppid()}-1").touch()
+    (supervisor.directory / "frontend-x-y").touch()
+    address = supervisor.ensure()
+    assert address.address == "ipc://somewhere" and site.started == [address.pid]
+    supervisor.close(0.0)
+    assert not supervisor.directory.exists(), "markers of others' pids are no frontends"
+
+
+def test_closing_ends_no_process_that_only_has_the_pid(site: Site) -> None:
+    """The recorded pid had gone to another process, which was killed."""
+    supervisor = site.supervisor()
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        supervisor.directory.mkdir(mode=0o700)
+        (supervisor.directory / "state.json").write_bytes(own(pid=bystander.pid))
+        supervisor.close(0.0)
+        alive = bystander.poll() is None
+        bystander.kill()
+    assert alive
+    assert open_verified_pidfd(os.getpid(), 1) is None
+
+
+def test_a_failed_start_can_be_tried_again(site: Site) -> None:
+    (site.root / "broken").touch()
+    supervisor = site.supervisor()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="the checkpoint is not there"):
+            supervisor.ensure()
+    (site.root / "broken").unlink()
+    address = supervisor.ensure()
+    os.kill(address.pid, signal.SIGKILL)
+    until(lambda: start_time_of(address.pid) is None)
+    later = supervisor.ensure()
+    assert later.generation == address.generation + 1 and later.pid != address.pid
+
+
+def test_a_slow_start_is_given_up_and_can_be_tried_again(site: Site) -> None:
+    (site.root / "go").unlink()
+    supervisor = site.supervisor(startup_timeout_s=0.5)
+    with pytest.raises(UnavailableError, match=r"startup_timeout_s=0\.5"):
+        supervisor.ensure()
+    until(lambda: all(start_time_of(pid) is None for pid in site.started))
+    (site.root / "go").touch()
+    assert site.supervisor().ensure().pid not in site.started[:-1]
+
+
+def test_an_engine_that_was_told_to_stop_is_not_replaced_until_the_model_is_loaded_anew(site: Site) -> None:
+    supervisor = site.supervisor()
+    address = supervisor.ensure()
+    os.kill(address.pid, signal.SIGKILL)
+    with RuntimeDirectory.locked(supervisor.directory) as directory:
+        directory.write_state(EngineState("stopped", address.pid, address.start_time, 0))
+    with pytest.raises(EngineStoppedError):
+        supervisor.ensure()
+    assert isinstance(site.supervisor().ensure(), EngineAddress)
+
+
+@pytest.mark.parametrize("kind", ["open to others", "link", "dangling link", "file", "another user's"])
+def test_a_directory_that_others_may_have_made_is_refused(
+    site: Site, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name can be foretold: who made it first handed the frontend an engine of his own."""
+    supervisor = site.supervisor()
+    path, elsewhere = supervisor.directory, site.root / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    if kind == "open to others":
+        path.mkdir()
+        path.chmod(0o770)
+    elif kind == "link":
+        path.symlink_to(elsewhere)
+    elif kind == "dangling link":
+        path.symlink_to(site.root / "nowhere")
+    elif kind == "file":
+        path.touch()
+    else:
+        path.mkdir(mode=0o700)
+        monkeypatch.setattr(os, "getuid", lambda uid=os.getuid(): uid + 1)
+    with pytest.raises(ConfigError, match=f"{path.name}.*QUIRE_RUNTIME_DIR"):
+        supervisor.ensure()
+    assert not site.started and not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize("name", ["lock", "config.json", "state.json", "frontend-{pid}-{start}"])
+def test_no_file_is_opened_through_a_link(site: Site, name: str) -> None:
+    """A link named `lock` had the file it led to truncated."""
+    supervisor = site.supervisor()
+    supervisor.directory.mkdir(mode=0o700)
+    victim = site.root / "victim"
+    victim.write_text("precious")
+    link = name.format(pid=os.getpid(), start=start_time_of(os.getpid()))
+    (supervisor.directory / link).symlink_to(victim)
+    try:
+        supervisor.ensure()
+    except UnavailableError as error:
+        assert str(supervisor.directory) in str(error)
+    assert victim.read_text() == "precious"
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_told_so(tmp_path: Path) -> None:
+    path = tmp_path / ("a" * 100)
+    path.mkdir(mode=0o700)
+    directory = RuntimeDirectory(path)
+    with pytest.raises(ConfigError, match=r"107 bytes: set QUIRE_RUNTIME_DIR"):
+        directory.socket_path()
+    directory.close()
+
+
+def test_a_server_with_the_pid_of_an_earlier_one_meets_elsewhere(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container it is always 1."""
+    before = site.supervisor().directory
+    assert before == site.supervisor().directory
+    monkeypatch.setattr(supervisor_module, "start_time_of", lambda pid: 4711)
+    after = site.supervisor().directory
+    assert before != after
+    boot = site.root / "boot"
+    boot.write_text("another")
+    monkeypatch.setattr(supervisor_module, "BOOT_ID", boot)
+    assert site.supervisor().directory not in (before, after)
+
+
+def test_the_users_own_folder_goes_before_everybodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUIRE_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(supervisor_module.tempfile, "tempdir", None)
+    own_folder = tmp_path / "own"
+    own_folder.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own_folder))
+    assert runtime_base() == own_folder
+    own_folder.chmod(0o755)
+    assert runtime_base() == tmp_path
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
+    assert runtime_base() == tmp_path
+
+
+@pytest.mark.parametrize("path", ["", os.pathsep + "/nowhere"], ids=["no PYTHONPATH", "an empty element"])
+def test_the_engine_imports_nothing_from_the_working_directory(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m` puts it first: a click.py that lay where the server was started ran in every engine."""
+    for name in ("click", "runpy", "json", "zmq"):
+        (tmp_path / f"{name}.py").write_text("open('imported', 'w').close()\n")
+    monkeypatch.setenv("PYTHONPATH", path)
+    command = [sys.executable, str(RUN_MODULE), "quire.engine.loop", "--help"]
+    done = subprocess.run(
+        command, env=engine_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and "--directory" in done.stdout, done.stderr
+    assert not (tmp_path / "imported").exists()
