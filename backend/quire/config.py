@@ -56,7 +56,8 @@ class ModelConfig:
     allow_pickle: bool = False
     """Whether `auto` may fall back to .bin/.pt files (always read with weights_only)."""
     num_threads: int | None = None
-    """CPU threads of the engine; None: OMP_NUM_THREADS, else the cores it may use."""
+    """CPU threads of the engine; None: OMP_NUM_THREADS, else the cores it may use, by affinity and by
+    the quota of its control group."""
     seed: int = 0
     """Seed of requests that state none (combined with a counter: such requests do not repeat)."""
     attention_backend: str = "auto"
@@ -85,8 +86,8 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     """Whether requests that begin alike share blocks, also with those that have ended."""
     cpu_memory_utilization: float = 0.25
-    """On cpu: fraction of the memory free after loading that the pool may take at most; it takes no
-    more than `max_num_seqs` sequences of `max_model_len` need."""
+    """On cpu: fraction of the memory free after loading, in the machine and in its control groups, that the
+    pool may take at most; it takes no more than `max_num_seqs` sequences of `max_model_len` need."""
     kv_cache_dtype: str = "auto"
     """auto (the computation's type), int8 or fp8 (e4m3), both with one scale per token and head."""
     eviction_policy: str = "lru"
