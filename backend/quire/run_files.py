@@ -6,15 +6,19 @@ them inherit tells a later start which runs are over.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
 SHM = Path("/dev/shm")
 PREFIX = "quire-"
+_LOCK_NAME = re.compile(rf"{PREFIX}[0-9a-f]{{8}}-lock")
 
 
 class RunFiles:
@@ -39,13 +43,21 @@ class RunFiles:
 
 
 def remove_stale() -> None:
-    """Remove the files of runs whose processes are all gone (a SIGKILL of the whole group, say)."""
+    """Remove the files of runs whose processes are all gone (a SIGKILL of the whole group, say).
+
+    Everybody can make files in /dev/shm: only this user's own are believed, and only names that we give.
+    """
     for lock in SHM.glob(f"{PREFIX}*-lock"):
+        if not _LOCK_NAME.fullmatch(lock.name):
+            continue
         try:
-            fd = os.open(lock, os.O_RDWR)
-        except (FileNotFoundError, PermissionError):
-            continue  # removed by its owner meanwhile, or another user's
+            fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue  # removed by its owner meanwhile, another user's, or no file
         try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+                continue
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             continue
@@ -60,7 +72,10 @@ def _directory(run_id: str) -> Path:
 
 
 def _remove(shm_prefix: str) -> None:
-    shutil.rmtree(_directory(shm_prefix.removeprefix(PREFIX).removesuffix("-")), ignore_errors=True)
+    directory = _directory(shm_prefix.removeprefix(PREFIX).removesuffix("-"))
+    with contextlib.suppress(FileNotFoundError):
+        if directory.lstat().st_uid == os.getuid():
+            shutil.rmtree(directory, ignore_errors=True)  # which leaves links alone
     # The lock goes last: until then a start that is interrupted here can be finished by the next one.
     for path in sorted(SHM.glob(f"{shm_prefix}*"), key=lambda path: path.name.endswith("-lock")):
         path.unlink(missing_ok=True)

@@ -53,6 +53,7 @@ from quire.engine.messages import (
 from quire.errors import QuireError
 from quire.multimodal import PromptEmbeds
 from quire.outputs import EngineCoreOutput
+from quire.processes import start_time_of
 from quire.request import FinishReason
 
 logger = logging.getLogger("quire")
@@ -290,6 +291,7 @@ def _open_pidfd(pid: int) -> int | None:
 def write_state(directory: Path, **values: Any) -> None:
     """Publishes the engine's state; readers see the old or the new file, never a half."""
     temporary = directory / f"state.{os.getpid()}.tmp"
+    values["start_time"] = start_time_of(os.getpid())
     temporary.write_text(json.dumps(values), encoding="utf-8")
     temporary.replace(directory / "state.json")
 
