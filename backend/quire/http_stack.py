@@ -1,4 +1,4 @@
-"""The stack that tritonserver's HTTP threads are given, so that a request cannot end the server by its pieces.
+"""The stack that tritonserver's HTTP threads are given, so that no request ends the server by its pieces.
 
 Servers before 25.07 take 16 bytes of a thread's stack for each piece in which a body came, a chunk of it at
 worst, and end by a signal when that is all: with the usual 8 MiB at half a million pieces. With the stack

@@ -550,8 +550,8 @@ def test_files_of_a_live_run_are_not_stale(tmp_path: Path) -> None:
 def test_names_that_others_put_into_shared_memory_remove_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every user can make files in /dev/shm; the part of a name between `quire-` and `-lock` became the name of
-    a directory to remove."""
+    """Every user can make files in /dev/shm; the part of a name between `quire-` and `-lock` became that of a
+    directory to remove."""
     shm, temporary = tmp_path / "shm", tmp_path / "tmp"
     shm.mkdir()
     monkeypatch.setattr(run_files, "SHM", shm)
