@@ -288,7 +288,7 @@ class Range:
         """Raises ConfigError for a value outside."""
         if self.low <= value <= self.high and not (self.excludes_low and value == self.low):
             return
-        if self.excludes_low or not math.isfinite(value):
+        if self.excludes_low or (isinstance(value, float) and not math.isfinite(value)):
             bounds = f"in {'(' if self.excludes_low else '['}{self.low:g}, {self.high:g}]"
         else:
             bounds = f"at least {self.low:g}" if value < self.low else f"at most {self.high:.12g}"
