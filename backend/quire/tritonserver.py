@@ -196,7 +196,7 @@ def backend_directory(server: TritonServer, cache: Path | None = None) -> Path:
 def _is_whole(server: TritonServer, directory: Path) -> bool:
     try:
         flags = server.flags(directory)
-    except FileNotFoundError:
+    except (OSError, UnicodeDecodeError):
         return False
     copies = {directory / "python" / file.name: file.stat().st_size for file in _copied_files(server)}
     needed = (directory / "quire" / "model.py", directory / "python" / UTILS)

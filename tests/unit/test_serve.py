@@ -30,6 +30,7 @@ from quire.model_links import link_models
 from quire.processes import start_time_of
 from quire.serve import FORWARDED_HEADERS, MAX_HTTP_BODY, ServeConfig, bind_port, server_arguments
 from quire.tritonserver import TritonServer
+from quire_kernels.cache import private_directory
 from tests.fixtures.server import ServeRepository, ServerProcess
 
 CONFIG = """
@@ -630,8 +631,46 @@ def test_healthcheck_without_a_server_is_one_line_and_status_1() -> None:
 
 
 @pytest.mark.parametrize("image", ["cpu", "gpu"])
-def test_the_images_forward_the_same_headers(image: str) -> None:
+def test_the_images_forward_the_same_headers_and_restrict_the_same(image: str, tmp_path: Path) -> None:
     """They start tritonserver without us."""
     text = (Path(__file__).parents[2] / "docker" / f"Dockerfile.{image}").read_text("utf-8")
     for protocol in ("http", "grpc"):
         assert f'"--{protocol}-header-forward-pattern={FORWARDED_HEADERS}"' in text
+    wanted = {"model-control-mode", "allow-client-shm", "http-restricted-api", "grpc-restricted-protocol"}
+    config = ServeConfig(repositories=(tmp_path,))
+    for argument in server_arguments(config, frozenset(wanted), tmp_path, (1, 2, 3), "quire-x-", ()):
+        assert json.dumps(argument) in text
+        wanted.discard(argument.removeprefix("--").partition("=")[0])
+    assert not wanted
+
+
+@pytest.mark.parametrize("damage", ["flags.txt", "quire/model.py", "python/triton_python_backend_stub"])
+def test_a_backend_directory_that_lost_a_file_is_made_again(
+    wheel_server: TritonServer, tmp_path: Path, damage: str
+) -> None:
+    """What was there once was believed for ever: after a crash or a cleaner of old files no start worked."""
+    made = tritonserver.backend_directory(wheel_server, tmp_path)
+    if damage == "quire/model.py":  # of the checkout, behind a link
+        (made / "quire").unlink()
+    elif damage == "flags.txt":
+        (made / damage).write_text("")
+    else:
+        os.truncate(made / damage, 1000)
+    assert tritonserver.backend_directory(wheel_server, tmp_path) == made
+    assert "model-repository" in wheel_server.flags(made)
+    assert (made / "quire" / "model.py").is_file()
+    stub = made / "python" / tritonserver.STUB
+    assert stub.read_bytes() == wheel_server.stub.read_bytes()
+    before = stub.stat().st_ino
+    assert tritonserver.backend_directory(wheel_server, tmp_path) == made
+    assert stub.stat().st_ino == before, "a whole one is left alone"
+
+
+def test_a_backend_directory_that_cannot_be_kept_is_this_processs(
+    wheel_server: TritonServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "backends").write_text("in the way")
+    made = tritonserver.backend_directory(wheel_server, tmp_path)
+    assert made.is_relative_to(private_directory())
+    assert (made / "quire" / "model.py").is_file()
+    assert "cannot be kept" in caplog.text
