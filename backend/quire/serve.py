@@ -345,9 +345,9 @@ def _stop_engines(directory: Path) -> None:
     for path in directory.glob("*/state.json"):
         try:
             state = json.loads(path.read_text("utf-8"))
-        except FileNotFoundError:
-            continue  # it ended by itself meanwhile
-        pidfd = open_verified_pidfd(state["pid"], state["start_time"])
+            pidfd = open_verified_pidfd(state["pid"], state["start_time"])
+        except (OSError, ValueError, KeyError):
+            continue  # it ended by itself meanwhile, or never came to say who it is
         if pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGTERM)
