@@ -32,10 +32,13 @@ class RunFiles:
     def __init__(self) -> None:
         run_id = secrets.token_hex(4)
         self.shm_prefix = f"{PREFIX}{run_id}-"
+        # It has its name once it is held: a start beside us takes a free one for that of a run that is over.
+        unnamed = SHM / f".{self.shm_prefix}lock"
+        self.lock_fd = os.open(unnamed, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unnamed.rename(SHM / f"{self.shm_prefix}lock")
         self.directory = _directory(run_id)
         self.directory.mkdir(mode=0o700)
-        self.lock_fd = os.open(SHM / f"{self.shm_prefix}lock", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def remove(self) -> None:
         _remove(self.shm_prefix)

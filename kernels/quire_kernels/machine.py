@@ -69,16 +69,16 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
         place, _, kind = line.partition(" - ")
         fields, (file_system, *_, options) = place.split(), kind.split()
         if file_system == "cgroup2":
-            path = paths.get("")
+            found = paths.get("")
         elif file_system == "cgroup" and controller in options.split(","):
-            path = paths.get(controller)
+            found = paths.get(controller)
         else:
             continue
-        if path is None:
+        if found is None:
             continue
         # In a container the mount shows a part of the tree, often the process's own group as its top.
         shown, point = Path(fields[3]), root / fields[4].lstrip("/")
-        inside = Path(path)
+        inside = Path(found)
         is_shown = inside.is_relative_to(shown) and ".." not in inside.parts
         below = inside.relative_to(shown) if is_shown else Path()
         yield from (point / folder for folder in (below, *below.parents))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import http.client
 import json
 import os
@@ -546,6 +547,28 @@ def test_files_of_a_live_run_are_not_stale(tmp_path: Path) -> None:
     files.remove()
     assert shm_of(files.shm_prefix) == []
     assert not files.directory.exists()
+
+
+def test_a_run_that_begins_is_not_taken_for_one_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the making of its lock and the locking a start beside it could find it free: the directory with
+    the engine's socket was gone before the engine came to it."""
+    lock = fcntl.flock
+
+    def flock(fd: int, operation: int) -> None:
+        monkeypatch.setattr(run_files.fcntl, "flock", lock)
+        run_files.remove_stale()  # of another server, just now
+        lock(fd, operation)
+
+    monkeypatch.setattr(run_files.fcntl, "flock", flock)
+    files = run_files.RunFiles()
+    try:
+        assert files.directory.is_dir()
+        assert shm_of(files.shm_prefix) == [f"{files.shm_prefix}lock"]
+        run_files.remove_stale()
+        assert files.directory.is_dir()
+    finally:
+        files.remove()
+    assert not files.directory.exists() and not shm_of(f".{files.shm_prefix}")
 
 
 def test_names_that_others_put_into_shared_memory_remove_nothing(
