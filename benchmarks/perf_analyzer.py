@@ -23,6 +23,7 @@ import click
 from benchmarks import report
 from benchmarks.prompts import prompts
 from benchmarks.report import RequestRecord, Row
+from quire_kernels.cache import cache_directory
 
 NEEDED_LIBRARIES = ("libb64.so.0d", "libcudart.so.12")
 ATTEMPTS = 3
@@ -42,7 +43,7 @@ def find_binary() -> Path:
 
 
 def default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "quire" / "perf_analyzer"
+    return cache_directory("perf_analyzer")
 
 
 def library_path(cache: Path | None = None, site_packages: Path | None = None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,7 +57,8 @@ class ModelConfig:
     allow_pickle: bool = False
     """Whether `auto` may fall back to .bin/.pt files (always read with weights_only)."""
     num_threads: int | None = None
-    """CPU threads of the engine; None: OMP_NUM_THREADS, else the cores it may use."""
+    """CPU threads of the engine; None: OMP_NUM_THREADS, else the cores it may use, by affinity and by
+    the quota of its control group."""
     seed: int = 0
     """Seed of requests that state none (combined with a counter: such requests do not repeat)."""
     attention_backend: str = "auto"
@@ -85,8 +87,8 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     """Whether requests that begin alike share blocks, also with those that have ended."""
     cpu_memory_utilization: float = 0.25
-    """On cpu: fraction of the memory free after loading that the pool may take at most; it takes no
-    more than `max_num_seqs` sequences of `max_model_len` need."""
+    """On cpu: fraction of the memory free after loading, in the machine and in its control groups, that the
+    pool may take at most; it takes no more than `max_num_seqs` sequences of `max_model_len` need."""
     kv_cache_dtype: str = "auto"
     """auto (the computation's type), int8 or fp8 (e4m3), both with one scale per token and head."""
     eviction_policy: str = "lru"
@@ -94,7 +96,7 @@ class CacheConfig:
     cache_ttl_s: float = 0.0
     """Cached blocks that nobody used for this long are forgotten; 0: never."""
     max_pinned_fraction: float = 0.5
-    """Most of the pool that pinned prefixes and sessions may hold."""
+    """Most of the pool that pinned prefixes and sessions may hold; 0: nothing is pinned."""
     session_ttl_s: float = 300.0
     """How long the blocks of a conversation are pinned after its last turn."""
     host_cache_memory: int = 0
@@ -255,60 +257,92 @@ class EngineConfig:
         _one_of("load_format", self.model.load_format, LOAD_FORMATS)
         if self.model.quantization is not None:
             _one_of("quantization", self.model.quantization, QUANTIZATIONS)
-        cache, scheduler, frontend = self.cache, self.scheduler, self.frontend
-        _at_least("max_model_len", self.model.max_model_len, 1)
-        _at_least("num_threads", self.model.num_threads, 1)
-        _at_least("max_graph_tokens", self.model.max_graph_tokens, 0)
-        _at_least("num_blocks", cache.num_blocks, 1)
-        _at_least("kv_cache_memory", cache.kv_cache_memory, 1)
-        if cache.block_size not in (1, 2, 4, 8, 16, 32, 64, 128):
-            raise ConfigError(f"block_size must be a power of two in [1, 128], got {cache.block_size}")
-        for key in ("gpu_memory_utilization", "cpu_memory_utilization", "max_pinned_fraction"):
-            if not 0.0 < getattr(cache, key) <= 1.0:
-                raise ConfigError(f"{key} must be in (0, 1], got {getattr(cache, key)}")
+        cache, scheduler = self.cache, self.scheduler
         _one_of("kv_cache_dtype", cache.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("eviction_policy", cache.eviction_policy, EVICTION_POLICIES)
-        _at_least("cache_ttl_s", cache.cache_ttl_s, 0)
-        _at_least("session_ttl_s", cache.session_ttl_s, 0)
-        _at_least("host_cache_memory", cache.host_cache_memory, 0)
-        _at_least("disk_cache_size", cache.disk_cache_size, 0)
-        _at_least("kv_events_buffer", cache.kv_events_buffer, 1)
         _one_of("scheduler", scheduler.scheduler, SCHEDULERS)
         _one_of("batch_policy", scheduler.batch_policy, BATCH_POLICIES)
         _one_of("queue_policy", scheduler.queue_policy, QUEUE_POLICIES)
         _one_of("kv_reservation", scheduler.kv_reservation, KV_RESERVATIONS)
         _one_of("preemption_mode", scheduler.preemption_mode, PREEMPTION_MODES)
-        for key in (
-            "schedule_interval",
-            "max_long_prefills",
-            "long_prefill_threshold",
-        ):
-            _at_least(key, getattr(scheduler, key), 1)
-        for key in (
-            "waiting_running_ratio",
-            "ageing_s",
-            "fairness_input_weight",
-            "fairness_output_weight",
-            "max_predicted_ttft_ms",
-            "default_ttft_deadline_ms",
-            "default_deadline_ms",
-        ):
-            _at_least(key, getattr(scheduler, key), 0)
+        for key, (part, _) in _FIELDS.items():
+            if (value := getattr(getattr(self, part), key)) is not None and key in RANGES:
+                RANGES[key].check(key, value)
+        if cache.block_size.bit_count() != 1:
+            raise ConfigError(f"block_size must be a power of two in [1, 128], got {cache.block_size}")
         if scheduler.preemption_mode == "swap" and not cache.host_cache_memory:
             raise ConfigError("preemption_mode=swap needs host_cache_memory")
         if scheduler.async_scheduling and scheduler.overlap_scheduling:
             raise ConfigError("async_scheduling plans ahead by itself: set overlap_scheduling to false")
-        _at_least("max_num_seqs", scheduler.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1)
-        _at_least("max_waiting_requests", scheduler.max_waiting_requests, 1)
-        _at_least("max_waiting_tokens", scheduler.max_waiting_tokens, 1)
-        _at_least("max_prefill_tokens_per_request", scheduler.max_prefill_tokens_per_request, 1)
-        _at_least("cancel_poll_ms", frontend.cancel_poll_ms, 1)
-        _at_least("stream_interval", frontend.stream_interval, 1)
-        _at_least("coalesce_ms", frontend.coalesce_ms, 0)
-        _at_least("max_prompt_bytes", frontend.max_prompt_bytes, 1)
-        _at_least("max_embeds_bytes", frontend.max_embeds_bytes, 0)
 
+
+@dataclass(frozen=True)
+class Range:
+    """Values of a numeric key, the ends included; what is not a number is in none."""
+
+    low: float
+    high: float
+    excludes_low: bool = False
+
+    def check(self, key: str, value: float) -> None:
+        """Raises ConfigError for a value outside."""
+        if self.low <= value <= self.high and not (self.excludes_low and value == self.low):
+            return
+        if self.excludes_low or (isinstance(value, float) and not math.isfinite(value)):
+            bounds = f"in {'(' if self.excludes_low else '['}{self.low:g}, {self.high:g}]"
+        else:
+            bounds = f"at least {self.low:g}" if value < self.low else f"at most {self.high:.12g}"
+        raise ConfigError(f"{key} must be {bounds}, got {str(value)[:40]}")
+
+
+_INT32 = 2**31 - 1
+"""Of token positions and block ids in the kernels."""
+_COUNT = 2**24
+_BYTE_COUNT = 2**50
+_SECONDS = 1e9
+_MILLISECONDS = 10**12
+
+RANGES = {
+    "max_model_len": Range(1, _INT32),
+    "num_threads": Range(1, 4096),
+    "seed": Range(-(2**63), 2**64 - 1),
+    "max_graph_tokens": Range(0, _COUNT),
+    "block_size": Range(1, 128),
+    "num_blocks": Range(1, _INT32),
+    "kv_cache_memory": Range(1, _BYTE_COUNT),
+    "gpu_memory_utilization": Range(0, 1, excludes_low=True),
+    "cpu_memory_utilization": Range(0, 1, excludes_low=True),
+    "cache_ttl_s": Range(0, _SECONDS),
+    "max_pinned_fraction": Range(0, 1),
+    "session_ttl_s": Range(0, _SECONDS),
+    "host_cache_memory": Range(0, _BYTE_COUNT),
+    "disk_cache_size": Range(0, _BYTE_COUNT),
+    "kv_events_buffer": Range(1, _COUNT),
+    "max_num_seqs": Range(1, 2**16),
+    "max_num_batched_tokens": Range(1, _COUNT),
+    "max_waiting_requests": Range(1, _COUNT),
+    "max_waiting_tokens": Range(1, _BYTE_COUNT),
+    "max_prefill_tokens_per_request": Range(1, _INT32),
+    "schedule_interval": Range(1, _COUNT),
+    "waiting_running_ratio": Range(0, 1e6),
+    "ageing_s": Range(0, _SECONDS),
+    "max_long_prefills": Range(1, _COUNT),
+    "long_prefill_threshold": Range(1, _INT32),
+    "fairness_input_weight": Range(0, 1e6),
+    "fairness_output_weight": Range(0, 1e6),
+    "max_predicted_ttft_ms": Range(0, _MILLISECONDS),
+    "default_ttft_deadline_ms": Range(0, _MILLISECONDS),
+    "default_deadline_ms": Range(0, _MILLISECONDS),
+    "cancel_poll_ms": Range(1, 60_000),
+    "coalesce_ms": Range(0, 60_000),
+    "stream_interval": Range(1, _COUNT),
+    "startup_timeout_s": Range(0, _SECONDS, excludes_low=True),
+    "engine_restart_limit": Range(0, _COUNT),
+    "engine_restart_window_s": Range(0, _SECONDS),
+    "max_prompt_bytes": Range(1, _INT32),
+    "max_embeds_bytes": Range(0, _BYTE_COUNT),
+}
+"""Of every numeric key."""
 
 _PARTS: dict[str, Any] = {
     "model": ModelConfig,
@@ -324,11 +358,6 @@ def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{key} must be one of {', '.join(allowed)}, got {value!r}")
 
 
-def _at_least(key: str, value: float | None, low: int) -> None:
-    if value is not None and value < low:
-        raise ConfigError(f"{key} must be at least {low}, got {value}")
-
-
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
 
@@ -340,7 +369,10 @@ def parse_bytes(key: str, value: Any) -> int:
     if match is None:
         raise ConfigError(f'{key} must be a number of bytes or text such as "512MiB", got {value!r}')
     power = " kmgt".index(match[2].lower() or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    try:
+        return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    except OverflowError:
+        raise ConfigError(f"{key} is larger than any memory: {value!r}") from None
 
 
 _BYTES = ("kv_cache_memory", "host_cache_memory", "disk_cache_size")
@@ -374,8 +406,8 @@ def _convert(key: str, annotation: str, value: Any) -> Any:
         raise ConfigError(f"{key} must be of type int, got {value!r}")
     try:
         return kind(value)
-    except ValueError:
-        raise ConfigError(f"{key} must be of type {annotation}, got {value!r}") from None
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{key} must be of type {annotation}, got {str(value)[:40]}") from None
 
 
 def load_config_file(path: Path) -> dict[str, Any]:
@@ -386,7 +418,7 @@ def load_config_file(path: Path) -> dict[str, Any]:
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must hold a JSON object of configuration keys")

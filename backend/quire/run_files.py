@@ -6,15 +6,19 @@ them inherit tells a later start which runs are over.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
 SHM = Path("/dev/shm")
 PREFIX = "quire-"
+_LOCK_NAME = re.compile(rf"{PREFIX}[0-9a-f]{{8}}-lock")
 
 
 class RunFiles:
@@ -28,10 +32,13 @@ class RunFiles:
     def __init__(self) -> None:
         run_id = secrets.token_hex(4)
         self.shm_prefix = f"{PREFIX}{run_id}-"
+        # It has its name once it is held: a start beside us takes a free one for that of a run that is over.
+        unnamed = SHM / f".{self.shm_prefix}lock"
+        self.lock_fd = os.open(unnamed, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unnamed.rename(SHM / f"{self.shm_prefix}lock")
         self.directory = _directory(run_id)
         self.directory.mkdir(mode=0o700)
-        self.lock_fd = os.open(SHM / f"{self.shm_prefix}lock", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def remove(self) -> None:
         _remove(self.shm_prefix)
@@ -39,13 +46,21 @@ class RunFiles:
 
 
 def remove_stale() -> None:
-    """Remove the files of runs whose processes are all gone (a SIGKILL of the whole group, say)."""
+    """Remove the files of runs whose processes are all gone (a SIGKILL of the whole group, say).
+
+    Everybody can make files in /dev/shm: only this user's own are believed, and only names that we give.
+    """
     for lock in SHM.glob(f"{PREFIX}*-lock"):
+        if not _LOCK_NAME.fullmatch(lock.name):
+            continue
         try:
-            fd = os.open(lock, os.O_RDWR)
-        except (FileNotFoundError, PermissionError):
-            continue  # removed by its owner meanwhile, or another user's
+            fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue  # removed by its owner meanwhile, another user's, or no file
         try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+                continue
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             continue
@@ -60,7 +75,10 @@ def _directory(run_id: str) -> Path:
 
 
 def _remove(shm_prefix: str) -> None:
-    shutil.rmtree(_directory(shm_prefix.removeprefix(PREFIX).removesuffix("-")), ignore_errors=True)
+    directory = _directory(shm_prefix.removeprefix(PREFIX).removesuffix("-"))
+    with contextlib.suppress(FileNotFoundError):
+        if directory.lstat().st_uid == os.getuid():
+            shutil.rmtree(directory, ignore_errors=True)  # which leaves links alone
     # The lock goes last: until then a start that is interrupted here can be finished by the next one.
     for path in sorted(SHM.glob(f"{shm_prefix}*"), key=lambda path: path.name.endswith("-lock")):
         path.unlink(missing_ok=True)

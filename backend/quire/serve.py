@@ -8,25 +8,29 @@ that were killed are recognised by their unheld lock and removed at the next sta
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import http.client
 import json
 import os
-import secrets
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
 import psutil
 
-from quire import run_files, tritonserver
+from quire import http_stack, run_files, tritonserver
 from quire.errors import ConfigError, QuireError
+from quire.model_links import link_models
+from quire.processes import open_verified_pidfd
 from quire.run_files import RunFiles
 from quire.scheduling_params import HEADERS
 from quire.tritonserver import TritonServer
@@ -37,6 +41,12 @@ LOOPBACK = "127.0.0.1"
 FORWARDED_HEADERS = f"(?i)({'|'.join(HEADERS)})"
 """Headers of a client that reach the models; HTTP keeps their case, gRPC has lower case."""
 
+NOBODY = "quire-admin=no\nbody"
+"""A header that opens what is restricted: neither HTTP nor gRPC can send a value with a line's end. A random
+value would be in the command line, which every user of the machine can read."""
+
+MAX_HTTP_BODY = 64 << 20
+"""Bytes of one HTTP request's body that are tested to be answered. Servers from 25.07 on refuse more."""
 # The whole way from SIGTERM to our exit has to stay below 5 s: requests in flight go on until UNLOAD_S before
 # --exit-timeout, then the engines end them and Triton unloads; what is left after the grace is killed.
 DEFAULT_EXIT_TIMEOUT_S = 3
@@ -73,6 +83,31 @@ class ServeConfig:
                 raise ConfigError(f"--model-repository: {repository} is not a directory")
         if self.exit_timeout_s < 0:
             raise ConfigError(f"--exit-timeout: {self.exit_timeout_s} is negative")
+        _check_extra_args(self.extra_args)
+
+
+def _check_extra_args(extra_args: Sequence[str]) -> None:
+    """Raises ConfigError where they would let every client load code into the server."""
+
+    def values(flag: str) -> list[str]:
+        # As getopt_long takes them: shortened, and with the value behind = or as the next word.
+        found = []
+        for index, word in enumerate(extra_args):
+            name, equals, value = word.partition("=")
+            if len(name) > 2 and flag.startswith(name):
+                found.append(value if equals else "".join(extra_args[index + 1 : index + 2]))
+        return found
+
+    is_closed = all(
+        any("model-repository" in value.partition(":")[0].split(",") for value in values(flag))
+        for flag in ("--http-restricted-api", "--grpc-restricted-protocol")
+    )
+    if "explicit" in values("--model-control-mode") and not is_closed:
+        raise ConfigError(
+            "--model-control-mode=explicit lets every client load models, with Python of its own: choose "
+            "models with --load-model, or restrict model-repository with --http-restricted-api and "
+            "--grpc-restricted-protocol too"
+        )
 
 
 def bind_port(address: str, port: int, option: str) -> socket.socket:
@@ -96,15 +131,28 @@ def bind_port(address: str, port: int, option: str) -> socket.socket:
 
 
 def server_arguments(
-    config: ServeConfig, flags: frozenset[str], backends: Path, ports: tuple[int, int, int], shm_prefix: str
+    config: ServeConfig,
+    flags: frozenset[str],
+    backends: Path,
+    ports: tuple[int, int, int],
+    shm_prefix: str,
+    repositories: Sequence[Path],
 ) -> list[str]:
     """tritonserver's command line (without the binary); a flag the server does not know is left out.
 
     Of a flag given twice the later one wins, so the user's own arguments come last.
+
+    Args:
+        config: what was asked for; `repositories` stands in for its own, from which models were chosen.
+        flags: that the server knows.
+        backends: the backend directory.
+        ports: of HTTP, gRPC and metrics.
+        shm_prefix: of the names of regions.
+        repositories: to serve, every model in them.
     """
     http_port, grpc_port, metrics_port = ports
     wanted = [
-        *(("model-repository", str(repository)) for repository in config.repositories),
+        *(("model-repository", str(repository)) for repository in repositories),
         ("backend-directory", str(backends)),
         ("http-address", config.address),
         ("http-port", str(http_port)),
@@ -112,8 +160,7 @@ def server_arguments(
         ("grpc-port", str(grpc_port)),
         ("metrics-address", config.address),
         ("metrics-port", str(metrics_port)),
-        ("model-control-mode", "explicit" if config.load_models else "none"),
-        *(("load-model", name) for name in config.load_models),
+        ("model-control-mode", "none"),
         ("exit-on-error", "true"),
         ("strict-readiness", "true"),
         ("exit-timeout-secs", str(config.exit_timeout_s)),
@@ -121,10 +168,10 @@ def server_arguments(
         ("grpc-header-forward-pattern", config.forward_headers),
         ("allow-client-shm", "false"),
         ("allow-gpu-metrics", "true" if NVIDIA_DRIVER.exists() else "false"),
-        # Nobody needs these to use a model, and they are the core of the server's security history: the key
-        # is random and not told to anyone.
-        ("http-restricted-api", f"shared-memory,trace,logging:quire-admin={secrets.token_hex(16)}"),
-        ("grpc-restricted-protocol", f"shared-memory,trace,logging:quire-admin={secrets.token_hex(16)}"),
+        ("http-max-input-size", str(MAX_HTTP_BODY)),
+        # Nobody needs these to use a model, and they are the core of the server's security history.
+        ("http-restricted-api", f"shared-memory,trace,logging:{NOBODY}"),
+        ("grpc-restricted-protocol", f"shared-memory,trace,logging:{NOBODY}"),
         ("log-info", "true" if config.verbose else "false"),
         ("log-warning", "true" if config.verbose else "false"),
         ("backend-config", f"python,shm-region-prefix-name={shm_prefix}"),
@@ -145,6 +192,7 @@ class ServerRun:
         self._deadline: float | None = None  # set by the first stop signal; then everything is killed
         self._drain_until: float | None = None  # set with it; then the engines end what is in flight
         self._files = RunFiles()
+        self._ready_text = ""  # of the ready file, once there is one
         self._began = time.monotonic()
 
     def run(self) -> int:
@@ -182,24 +230,37 @@ class ServerRun:
     def _remove_ready_file(self) -> None:
         """Unless a newer server has put its own there."""
         path = self._config.ready_file
-        if path is not None and path.is_file() and json.loads(path.read_text("utf-8"))["pid"] == os.getpid():
+        if path is not None and path.is_file() and path.read_text("utf-8") == self._ready_text:
             path.unlink()
 
     def _start(self, ports: tuple[int, int, int], files: RunFiles) -> subprocess.Popen[bytes]:
         environment = self._server.environment()
         environment["QUIRE_RUNTIME_DIR"] = str(files.directory)
         flags = self._server.flags(self._backends)
-        arguments = server_arguments(self._config, flags, self._backends, ports, files.shm_prefix)
+        repositories = self._config.repositories
+        if self._config.load_models:
+            chosen = files.directory / "models"
+            link_models(repositories, self._config.load_models, chosen)
+            repositories = (chosen,)
+        arguments = server_arguments(
+            self._config, flags, self._backends, ports, files.shm_prefix, repositories
+        )
+        limits = resource.getrlimit(resource.RLIMIT_STACK)
+        # These read bodies without taking stack.
+        stack = limits if "http-max-input-size" in flags else http_stack.limits_for_server(limits)
         if self._config.verbose:
             click.echo(f"quire: {self._server.binary} {' '.join(arguments)}", err=True)
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [str(self._server.binary), *arguments],
             env=environment,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             pass_fds=(files.lock_fd,),
-            preexec_fn=_in_child(os.getpid()),
+            preexec_fn=_in_child(os.getpid(), stack),
         )
+        if stack != limits:
+            http_stack.restore_limits(process, limits)
+        return process
 
     def _wait(self, process: subprocess.Popen[bytes], timeout_s: float | None) -> int | None:
         """Wait for the next signal, at most `timeout_s`, act on it; the status of a server that ended."""
@@ -261,9 +322,13 @@ class ServerRun:
         sys.stdout.flush()
         if (path := self._config.ready_file) is not None:
             document = {**urls, "pid": os.getpid(), "shm_prefix": shm_prefix}
-            unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-            unfinished.write_text(json.dumps(document) + "\n", "utf-8")
-            unfinished.replace(path)
+            self._ready_text = json.dumps(document) + "\n"
+            # Under a name that nobody could foresee and make a link of.
+            handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                os.fchmod(handle, 0o644)
+                file.write(self._ready_text)
+            Path(unfinished).replace(path)
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int | None:
@@ -279,9 +344,14 @@ def _stop_engines(directory: Path) -> None:
     """Tell the engines of this run to stop: each of their requests ends with a final response."""
     for path in directory.glob("*/state.json"):
         try:
-            os.kill(json.loads(path.read_text("utf-8"))["pid"], signal.SIGTERM)
-        except (ProcessLookupError, FileNotFoundError):
-            continue  # it ended by itself meanwhile
+            state = json.loads(path.read_text("utf-8"))
+            pidfd = open_verified_pidfd(state["pid"], state["start_time"])
+        except (OSError, ValueError, KeyError):
+            continue  # it ended by itself meanwhile, or never came to say who it is
+        if pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+            os.close(pidfd)
 
 
 def _end_leftovers() -> None:
@@ -304,7 +374,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
-def _in_child(parent: int) -> Callable[[], None]:
+def _in_child(parent: int, stack: tuple[int, int]) -> Callable[[], None]:
     prctl = ctypes.CDLL(
         None
     ).prctl  # loaded before the fork: nothing may be imported or allocated much after it
@@ -316,6 +386,7 @@ def _in_child(parent: int) -> Callable[[], None]:
         if os.getppid() != parent:
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        resource.setrlimit(resource.RLIMIT_STACK, stack)
 
     return prepare
 
@@ -346,7 +417,10 @@ def _http_status(address: str, port: int, path: str) -> int | None:
 @click.option("--metrics-port", default=8002, show_default=True, type=PORT, help="0 takes a free port.")
 @click.option("--address", default=LOOPBACK, show_default=True, help="Address all three listen on.")
 @click.option(
-    "--load-model", multiple=True, metavar="NAME", help="Load only this one (repeatable); explicit control."
+    "--load-model",
+    multiple=True,
+    metavar="NAME",
+    help="Serve only this one and what it is made of (repeatable).",
 )
 @click.option(
     "--exit-timeout", default=DEFAULT_EXIT_TIMEOUT_S, show_default=True, help="Seconds for running requests."

@@ -8,7 +8,7 @@ of which only the server files are used (the package itself is never imported). 
   `nvidia_pytriton.libs` beside the package, found by relative RPATHs that do not survive a copy.
 
 A backend directory with `python/` (of the running Python's version) and `quire/` is assembled once per
-combination in the user's cache and never changed afterwards.
+combination in the user's cache (`quire_kernels.cache`) and never changed afterwards.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -30,6 +31,9 @@ from pathlib import Path
 
 import quire
 from quire.errors import ConfigError
+from quire_kernels.cache import cache_directory, locked, private_directory
+
+logger = logging.getLogger("quire")
 
 OFFICIAL_BINARY = Path("/opt/tritonserver/bin/tritonserver")
 STUB = "triton_python_backend_stub"
@@ -152,21 +156,18 @@ def libpython_directory() -> Path:
     )
 
 
-def cache_root() -> Path:
-    """$QUIRE_CACHE, else the user's cache folder."""
-    if explicit := os.environ.get("QUIRE_CACHE"):
-        return Path(explicit)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "quire"
-
-
 def backend_directory(server: TritonServer, cache: Path | None = None) -> Path:
     """The assembled `--backend-directory` for this server, Python and copy of Quire; made when not yet there.
 
-    Safe against two starts at once: it is built under another name and renamed into place, and whoever
-    comes second takes what the first one made. A finished directory is never written again.
+    Safe against two starts at once: whoever comes second waits and takes what the first one made. A finished
+    directory is never written again; one that has lost files (cleaners of temporary directories, a crash) is
+    made anew, and where nothing can be written it is made for this process alone.
+
+    Args:
+        server: that it is for.
+        cache: folder of `backends/`; None: ours, see `quire_kernels.cache`.
     """
-    parent = (cache or cache_root()) / "backends"
+    parent = cache / "backends" if cache is not None else cache_directory("backends")
     source = backend_source()
     stat = server.binary.stat()
     identity = [
@@ -180,24 +181,49 @@ def backend_directory(server: TritonServer, cache: Path | None = None) -> Path:
     ]
     digest = hashlib.sha256("\0".join(map(str, identity)).encode()).hexdigest()[:16]
     final = parent / f"{PYTHON_VERSION}-{digest}"
-    if final.is_dir():
-        return final
+    with locked(parent.with_suffix(".lock")):
+        if _is_whole(server, final):
+            return final
+        try:
+            _make(server, source, final)
+        except OSError as error:
+            logger.warning("the backend directory cannot be kept in %s: %s", parent, error.strerror)
+            final = private_directory() / final.name
+            _make(server, source, final)
+            return final
+        _forget_removed_checkouts(parent)
+    return final
+
+
+def _is_whole(server: TritonServer, directory: Path) -> bool:
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=".building-", dir=parent))
-    except OSError as error:
-        raise ConfigError(f"cannot write the cache {parent}: {error.strerror}; set QUIRE_CACHE") from error
+        flags = server.flags(directory)
+    except (OSError, UnicodeDecodeError):
+        return False
+    copies = {directory / "python" / file.name: file.stat().st_size for file in _copied_files(server)}
+    needed = (directory / "quire" / "model.py", directory / "python" / UTILS)
+    return (
+        "model-repository" in flags
+        and all(path.is_file() for path in needed)
+        and all(path.is_file() and path.stat().st_size == size for path, size in copies.items())
+    )
+
+
+def _make(server: TritonServer, source: Path | None, final: Path) -> None:
+    final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=".building-", dir=final.parent))
     try:
         _assemble(server, source, building)
-        try:
-            building.rename(final)
-        except OSError:
-            if not final.is_dir():
-                raise
+        shutil.rmtree(final, ignore_errors=True)
+        building.rename(final)
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    _forget_removed_checkouts(parent)
-    return final
+
+
+def _copied_files(server: TritonServer) -> tuple[Path, ...]:
+    """Of the wheel's Python backend: its stubs lie beside it, one for each Python."""
+    stock = server.backends / "python"
+    return (stock / "libtriton_python.so", stock / UTILS, server.stub) if server.is_wheel else ()
 
 
 def _assemble(server: TritonServer, source: Path | None, target: Path) -> None:
@@ -205,8 +231,7 @@ def _assemble(server: TritonServer, source: Path | None, target: Path) -> None:
     python = target / "python"
     if server.is_wheel:
         python.mkdir()
-        stock = server.backends / "python"
-        for file in (stock / "libtriton_python.so", stock / UTILS, server.stub):
+        for file in _copied_files(server):
             shutil.copy2(file, python / file.name)
         (python / STUB).chmod(0o755)
     else:

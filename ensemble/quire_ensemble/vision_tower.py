@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers.initialization import no_init_weights
 from quire_ensemble.errors import InputError, VisionError, one_line
 from quire_ensemble.vision_families import FAMILIES, GRID, Grid, UnsupportedConfig, VisionFamily
 from quire_ensemble.vision_weights import fill_weights
+from quire_kernels.machine import num_cpus
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEFAULT_MAX_PATCHES = 16384
@@ -177,7 +177,7 @@ def choose_device(device: str) -> torch.device:
 
 def default_num_threads() -> int:
     """Half of the cores this process may use: the other half is for decoding."""
-    return max(1, len(os.sched_getaffinity(0)) // 2)
+    return max(1, num_cpus() // 2)
 
 
 def _read_config(path: Path) -> Any:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.config import EngineConfig, load_config_file, parse_bytes
+from quire import config
+from quire.config import RANGES, EngineConfig, load_config_file, parse_bytes
 from quire.errors import ConfigError
 
 
@@ -47,6 +48,39 @@ def test_wrong_values_are_refused_by_name(values: dict, words: list[str]) -> Non
         EngineConfig.from_mapping(values)
     for word in words:
         assert word in str(error.value)
+
+
+NUMERIC = {
+    key: str(field.type)
+    for key, (_, field) in config._FIELDS.items()
+    if set(str(field.type).split(" | ")) & {"int", "float"}
+}
+
+
+def test_every_numeric_key_has_a_range_that_holds_its_default() -> None:
+    assert set(RANGES) == set(NUMERIC)
+    EngineConfig.from_mapping({key: RANGES[key].high for key in NUMERIC})
+    EngineConfig.from_mapping({key: RANGES[key].low for key in NUMERIC if not RANGES[key].excludes_low})
+
+
+@pytest.mark.parametrize("key", sorted(NUMERIC))
+def test_no_number_outside_its_range_passes(key: str) -> None:
+    """NaN passed wherever a value was compared with its limit: it is not less than anything. A
+    `startup_timeout_s` of NaN was never over."""
+    allowed = RANGES[key]
+    wrong: list[object] = [float("nan"), float("inf"), -float("inf"), "nan", "inf", "-inf", -1e300, 10**400]
+    wrong += [10**30, str(10**30), int(allowed.low) - 1, -(10**30), "1e400"]
+    wrong += [allowed.low] if allowed.excludes_low else []
+    for value in wrong:
+        with pytest.raises(ConfigError, match=key) as refused:
+            EngineConfig.from_mapping({key: value})
+        assert len(str(refused.value)) < 200
+        with pytest.raises(ConfigError, match=key):
+            EngineConfig().replace(**{key: value})
+
+
+def test_nothing_may_be_pinned() -> None:
+    assert EngineConfig.from_mapping({"max_pinned_fraction": 0}).cache.max_pinned_fraction == 0
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import fcntl
+import http.client
+import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -19,11 +24,14 @@ import pytest
 import tritonclient.grpc as grpcclient
 from click.testing import CliRunner
 
-from quire import run_files, tritonserver
+from quire import http_stack, run_files, serve, tritonserver
 from quire.cli import main
 from quire.errors import ConfigError
-from quire.serve import FORWARDED_HEADERS, ServeConfig, bind_port, server_arguments
+from quire.model_links import link_models
+from quire.processes import start_time_of
+from quire.serve import FORWARDED_HEADERS, MAX_HTTP_BODY, ServeConfig, bind_port, server_arguments
 from quire.tritonserver import TritonServer
+from quire_kernels.cache import private_directory
 from tests.fixtures.server import ServeRepository, ServerProcess
 
 CONFIG = """
@@ -96,6 +104,181 @@ def test_serves_on_loopback_and_stops_in_time_leaving_nothing(
     assert server.returncode == 0
     assert server.leftovers() == []
     assert not server.ready_file.exists()
+
+
+ENSEMBLE = """
+platform: "ensemble"
+input [{ name: "text" data_type: TYPE_STRING dims: [-1] }]
+output [{ name: "text_out" data_type: TYPE_STRING dims: [-1] }]
+ensemble_scheduling { step [{
+  # a member
+  model_name: 'identity' model_version: -1
+  input_map { key: "text" value: "text" } output_map { key: "text_out" value: "text_out" }
+}] }
+"""
+
+
+@pytest.mark.parametrize("chosen", [(), ("--load-model=pair",)])
+def test_no_client_loads_code_and_all_may_read_the_index(
+    serve_repository: ServeRepository, tmp_path: Path, chosen: tuple[str, ...]
+) -> None:
+    """`--load-model` once chose Triton's explicit mode: a load request with its own `model.py` ran it."""
+    repository = write_model(tmp_path / "repository", "identity", IDENTITY)
+    (repository / "pair" / "1").mkdir(parents=True)
+    (repository / "pair" / "config.pbtxt").write_text(ENSEMBLE, "utf-8")
+    if chosen:
+        write_model(repository, "other", BROKEN)  # which would end the server
+    server = serve_repository(repository, *chosen)
+    client = grpcclient.InferenceServerClient(server.grpc_url)
+    try:
+        assert client.infer("pair", [text_input("x")]).as_numpy("text_out")[0] == b"x"
+
+        marker = tmp_path / "ran"
+        source = f"open({str(marker)!r}, 'w')\n{IDENTITY}".encode()
+        config = json.dumps({"backend": "python", "max_batch_size": 0})
+        with pytest.raises(grpcclient.InferenceServerException, match="not allowed"):
+            client.load_model("evil", config=config, files={"file:1/model.py": source})
+        body = {"parameters": {"config": config, "file:1/model.py": base64.b64encode(source).decode()}}
+        for path in ("evil/load", "identity/load", "identity/unload"):
+            request = urllib.request.Request(
+                f"http://{server.http_url}/v2/repository/models/{path}",
+                data=json.dumps(body).encode(),
+                method="POST",
+            )
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request, timeout=60)
+            assert b"not allowed" in refused.value.read()
+        with pytest.raises(grpcclient.InferenceServerException, match="not allowed"):
+            client.unload_model("identity")
+        assert not marker.exists()
+
+        index = urllib.request.Request(f"http://{server.http_url}/v2/repository/index", data=b"{}")
+        models = json.loads(urllib.request.urlopen(index, timeout=60).read())
+        assert {model["name"] for model in models} == {"identity", "pair"}
+        assert {model.name for model in client.get_model_repository_index().models} == {"identity", "pair"}
+
+        # The header that would open the rest stands in the command line, which everybody can read.
+        assert "quire-admin=no\nbody" in " ".join(psutil.Process(server.pid).children()[0].cmdline())
+        with pytest.raises(grpcclient.InferenceServerException):
+            header = {"triton-grpc-protocol-quire-admin": "no\nbody"}
+            client.get_system_shared_memory_status(headers=header)
+        host, port = server.http_url.split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            start = b"GET /v2/systemsharedmemory/status HTTP/1.1\r\nHost: x\r\n"
+            connection.sendall(start + b"quire-admin: no\nbody\r\n\r\n")
+            assert b" 200 " not in connection.recv(100)
+        assert client.is_server_ready()
+    finally:
+        client.close()
+
+
+LENGTH_CONFIG = CONFIG.replace(
+    '"text_out" data_type: TYPE_STRING dims: [-1]', '"length" data_type: TYPE_INT32 dims: [1]'
+)
+LENGTH = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        texts = [pb_utils.get_input_tensor_by_name(request, "text").as_numpy() for request in requests]
+        lengths = [np.array([len(text[0])], np.int32) for text in texts]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("length", length)]) for length in lengths]
+"""
+
+
+def test_the_largest_stated_body_is_answered_and_the_one_in_most_pieces_too(
+    serve_repository: ServeRepository, tmp_path: Path
+) -> None:
+    """The server's HTTP threads take stack for every piece of a body: one request of 4.2 MB, 600 KB in chunks
+    of a byte, ended it by a signal. Its children have to get by with the stack that they always had."""
+    repository = write_model(tmp_path / "repository", "length", LENGTH)
+    (repository / "length" / "config.pbtxt").write_text(LENGTH_CONFIG, "utf-8")
+    server = serve_repository(repository)
+    host, port = server.http_url.split(":")
+
+    def answer(body: bytes, *, chunked: bool) -> dict[str, object]:
+        connection = http.client.HTTPConnection(host, int(port), timeout=120)
+        pieces = [body[at : at + 1] for at in range(len(body))] if chunked else [body]
+        if chunked:
+            connection.putrequest("POST", "/v2/models/length/generate_stream")
+            connection.putheader("Transfer-Encoding", "chunked")
+            connection.endheaders()
+            connection.send(b"".join(b"1\r\n" + piece + b"\r\n" for piece in pieces) + b"0\r\n\r\n")
+        else:
+            connection.request("POST", "/v2/models/length/generate_stream", body)
+        response = connection.getresponse()
+        assert response.status == 200
+        text = response.read().decode()
+        connection.close()
+        return json.loads(text.removeprefix("data: "))
+
+    frame = len(json.dumps({"text": ""}))
+    for size, chunked in ((MAX_HTTP_BODY, False), (600_000, True)):
+        body = json.dumps({"text": "x" * (size - frame)}).encode()
+        assert len(body) == size
+        assert answer(body, chunked=chunked)["length"] == size - frame
+    assert server.returncode is None
+    limits = {process.rlimit(psutil.RLIMIT_STACK) for process in server.descendants()}
+    assert limits == {resource.getrlimit(resource.RLIMIT_STACK)}
+
+
+@pytest.mark.parametrize(
+    ("limits", "mode", "given", "pieces"),
+    [
+        ((8 << 20, -1), "0", (1 << 30, -1), None),
+        ((-1, -1), "1", (1 << 30, -1), None),
+        ((8 << 20, 2 << 30), "0", (1 << 30, 2 << 30), None),
+        ((8 << 20, 16 << 20), "0", (16 << 20, 16 << 20), 1 << 19),
+        ((8 << 20, -1), "2", (8 << 20, -1), 1 << 18),
+        ((-1, -1), "2", (-1, -1), 1 << 16),
+    ],
+)
+def test_a_stack_that_cannot_be_raised_is_one_line_that_says_what_it_is_good_for(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    limits: tuple[int, int],
+    mode: str,
+    given: tuple[int, int],
+    pieces: int | None,
+) -> None:
+    monkeypatch.setattr(http_stack, "_overcommit_mode", lambda: mode)
+    assert http_stack.limits_for_server(limits) == given
+    said = capsys.readouterr().err
+    assert said.count("\n") == (pieces is not None)
+    if pieces is not None:
+        assert f"more than {pieces} pieces" in said
+
+
+def test_models_to_link_are_found_or_named(tmp_path: Path) -> None:
+    first = write_model(tmp_path / "first", "identity", IDENTITY)
+    second = write_model(tmp_path / "second", "twin", IDENTITY)
+    write_model(first, "twin", IDENTITY)
+    (first / "pair").mkdir()
+    (first / "pair" / "config.pbtxt").write_text(ENSEMBLE, "utf-8")
+    link_models((first, second), ("pair", "pair"), tmp_path / "chosen")
+    links = {path.name: path.readlink() for path in (tmp_path / "chosen").iterdir()}
+    assert links == {"pair": first / "pair", "identity": first / "identity"}
+    for name, complaint in (("../first", "there is no model"), ("twin", "more than one repository")):
+        with pytest.raises(ConfigError, match=complaint):
+            link_models((first, second), (name,), tmp_path / f"chosen {complaint}")
+
+
+def test_only_the_engine_itself_is_told_to_stop(tmp_path: Path) -> None:
+    """Its pid, read from a file, was signalled: it may have gone to another process meanwhile."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        start = start_time_of(process.pid)
+        assert start is not None
+        (tmp_path / "engine").mkdir()
+        state = tmp_path / "engine" / "state.json"
+        state.write_text(json.dumps({"pid": process.pid, "start_time": start - 1}))
+        serve._stop_engines(tmp_path)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.2)
+        state.write_text(json.dumps({"pid": process.pid, "start_time": start}))
+        serve._stop_engines(tmp_path)
+        assert process.wait(10) == -signal.SIGTERM
+        serve._stop_engines(tmp_path)
 
 
 def test_a_blocked_request_and_a_detached_child_do_not_survive_the_stop(
@@ -198,7 +381,9 @@ def test_arguments_are_safe_by_default_and_leave_out_what_the_server_does_not_kn
     known = frozenset(
         {"model-repository", "http-address", "http-port", "model-control-mode", "http-restricted-api"}
     )
-    arguments = server_arguments(config, known, tmp_path / "backends", (1, 2, 3), "quire-x-")
+    arguments = server_arguments(
+        config, known, tmp_path / "backends", (1, 2, 3), "quire-x-", config.repositories
+    )
     assert arguments[:4] == [
         f"--model-repository={tmp_path}",
         "--http-address=127.0.0.1",
@@ -208,16 +393,42 @@ def test_arguments_are_safe_by_default_and_leave_out_what_the_server_does_not_kn
     assert arguments[4].startswith("--http-restricted-api=shared-memory,trace,logging:")
     assert arguments[5:] == ["--log-verbose=1"]
 
-    explicit = ServeConfig(repositories=(tmp_path,), load_models=("a", "b"))
-    arguments = server_arguments(explicit, known | {"load-model"}, tmp_path, (1, 2, 3), "quire-x-")
-    assert {"--model-control-mode=explicit", "--load-model=a", "--load-model=b"} <= set(arguments)
+    some = ServeConfig(repositories=(tmp_path,), load_models=("a", "b"))
+    chosen = (tmp_path / "chosen",)
+    arguments = server_arguments(some, known | {"load-model"}, tmp_path, (1, 2, 3), "quire-x-", chosen)
+    assert {f"--model-repository={chosen[0]}", "--model-control-mode=none"} <= set(arguments)
+    assert not any(argument.startswith("--load-model") for argument in arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--model-control-mode=explicit",),
+        ("--model-control-mode", "explicit"),
+        ("--model-cont=explicit",),
+        ("--model-control-mode=explicit", "--http-restricted-api=model-repository:key=value"),
+    ],
+)
+def test_extra_arguments_do_not_let_clients_load_code(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="lets every client load models"):
+        ServeConfig(repositories=(tmp_path,), extra_args=arguments)
+
+
+def test_explicit_control_is_left_to_who_restricts_it(tmp_path: Path) -> None:
+    restricted = "statistics,model-repository:key=value"
+    arguments = (
+        "--model-control-mode=explicit",
+        f"--http-restricted-api={restricted}",
+        f"--grpc-restricted-protocol={restricted}",
+    )
+    assert ServeConfig(repositories=(tmp_path,), extra_args=arguments).extra_args == arguments
 
 
 def test_only_headers_that_models_know_are_forwarded(tmp_path: Path) -> None:
     known = frozenset({"http-header-forward-pattern", "grpc-header-forward-pattern"})
 
     def patterns(config: ServeConfig) -> list[str]:
-        arguments = server_arguments(config, known, tmp_path, (1, 2, 3), "quire-x-")
+        arguments = server_arguments(config, known, tmp_path, (1, 2, 3), "quire-x-", config.repositories)
         return [argument.partition("=")[2] for argument in arguments]
 
     both = patterns(ServeConfig(repositories=(tmp_path,)))
@@ -338,6 +549,77 @@ def test_files_of_a_live_run_are_not_stale(tmp_path: Path) -> None:
     assert not files.directory.exists()
 
 
+def test_a_run_that_begins_is_not_taken_for_one_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the making of its lock and the locking a start beside it could find it free: the directory with
+    the engine's socket was gone before the engine came to it."""
+    lock = fcntl.flock
+
+    def flock(fd: int, operation: int) -> None:
+        monkeypatch.setattr(run_files.fcntl, "flock", lock)
+        run_files.remove_stale()  # of another server, just now
+        lock(fd, operation)
+
+    monkeypatch.setattr(run_files.fcntl, "flock", flock)
+    files = run_files.RunFiles()
+    try:
+        assert files.directory.is_dir()
+        assert shm_of(files.shm_prefix) == [f"{files.shm_prefix}lock"]
+        run_files.remove_stale()
+        assert files.directory.is_dir()
+    finally:
+        files.remove()
+    assert not files.directory.exists() and not shm_of(f".{files.shm_prefix}")
+
+
+def test_names_that_others_put_into_shared_memory_remove_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every user can make files in /dev/shm; the part of a name between `quire-` and `-lock` became that of a
+    directory to remove."""
+    shm, temporary = tmp_path / "shm", tmp_path / "tmp"
+    shm.mkdir()
+    monkeypatch.setattr(run_files, "SHM", shm)
+    monkeypatch.setattr(run_files.tempfile, "gettempdir", lambda: str(temporary))
+    ids = ("..", "mine", "0123456789", "0000000a", "0000000b", "0000000c", "0000000d")
+    for name in ids:
+        (temporary / f"quire-run-{name}").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    for name in ("..", "mine", "0123456789", "0000000d"):
+        (shm / f"quire-{name}-lock").touch()
+    (shm / "quire-0000000a-lock").symlink_to(tmp_path / "file")
+    os.mkfifo(shm / "quire-0000000b-lock")
+    (shm / "quire-0000000c-lock").touch()
+    monkeypatch.setattr(run_files.os, "getuid", lambda: 4242)
+    run_files.remove_stale()
+    assert len(list(temporary.iterdir())) == len(ids), "another user's are left alone"
+    monkeypatch.undo()
+    monkeypatch.setattr(run_files, "SHM", shm)
+    monkeypatch.setattr(run_files.tempfile, "gettempdir", lambda: str(temporary))
+    run_files.remove_stale()
+    assert {path.name.removeprefix("quire-run-") for path in temporary.iterdir()} == {*ids[:5]}
+
+
+def test_a_link_in_place_of_the_ready_file_is_not_written_through(tmp_path: Path) -> None:
+    """The unfinished file had a name that could be foreseen: a link there let its target be overwritten."""
+    ready, target = tmp_path / "ready.json", tmp_path / "target"
+    target.write_text("precious")
+    ready.symlink_to(target)
+    (tmp_path / f".ready.json.{os.getpid()}").symlink_to(target)
+    config = ServeConfig(repositories=(tmp_path,), ready_file=ready)
+    run = serve.ServerRun(config, TritonServer(*[tmp_path] * 4, is_wheel=True), tmp_path)
+    try:
+        run._announce((1, 2, 3), "quire-x-")
+        assert target.read_text() == "precious"
+        assert json.loads(ready.read_text())["pid"] == os.getpid()
+        run._remove_ready_file()
+        assert not ready.exists()
+        ready.write_text("of somebody else")
+        run._remove_ready_file()
+        assert ready.exists()
+    finally:
+        run._files.remove()
+
+
 def test_help_imports_neither_torch_nor_the_client(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom click.testing import CliRunner\nfrom quire.cli import main\n"
@@ -372,8 +654,46 @@ def test_healthcheck_without_a_server_is_one_line_and_status_1() -> None:
 
 
 @pytest.mark.parametrize("image", ["cpu", "gpu"])
-def test_the_images_forward_the_same_headers(image: str) -> None:
+def test_the_images_forward_the_same_headers_and_restrict_the_same(image: str, tmp_path: Path) -> None:
     """They start tritonserver without us."""
     text = (Path(__file__).parents[2] / "docker" / f"Dockerfile.{image}").read_text("utf-8")
     for protocol in ("http", "grpc"):
         assert f'"--{protocol}-header-forward-pattern={FORWARDED_HEADERS}"' in text
+    wanted = {"model-control-mode", "allow-client-shm", "http-restricted-api", "grpc-restricted-protocol"}
+    config = ServeConfig(repositories=(tmp_path,))
+    for argument in server_arguments(config, frozenset(wanted), tmp_path, (1, 2, 3), "quire-x-", ()):
+        assert json.dumps(argument) in text
+        wanted.discard(argument.removeprefix("--").partition("=")[0])
+    assert not wanted
+
+
+@pytest.mark.parametrize("damage", ["flags.txt", "quire/model.py", "python/triton_python_backend_stub"])
+def test_a_backend_directory_that_lost_a_file_is_made_again(
+    wheel_server: TritonServer, tmp_path: Path, damage: str
+) -> None:
+    """What was there once was believed for ever: after a crash or a cleaner of old files no start worked."""
+    made = tritonserver.backend_directory(wheel_server, tmp_path)
+    if damage == "quire/model.py":  # of the checkout, behind a link
+        (made / "quire").unlink()
+    elif damage == "flags.txt":
+        (made / damage).write_text("")
+    else:
+        os.truncate(made / damage, 1000)
+    assert tritonserver.backend_directory(wheel_server, tmp_path) == made
+    assert "model-repository" in wheel_server.flags(made)
+    assert (made / "quire" / "model.py").is_file()
+    stub = made / "python" / tritonserver.STUB
+    assert stub.read_bytes() == wheel_server.stub.read_bytes()
+    before = stub.stat().st_ino
+    assert tritonserver.backend_directory(wheel_server, tmp_path) == made
+    assert stub.stat().st_ino == before, "a whole one is left alone"
+
+
+def test_a_backend_directory_that_cannot_be_kept_is_this_processs(
+    wheel_server: TritonServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "backends").write_text("in the way")
+    made = tritonserver.backend_directory(wheel_server, tmp_path)
+    assert made.is_relative_to(private_directory())
+    assert (made / "quire" / "model.py").is_file()
+    assert "cannot be kept" in caplog.text

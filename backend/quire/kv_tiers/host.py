@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
-import psutil
 
 from quire.errors import ConfigError
 from quire.kv_tiers.connector import BlockArray, KVConnector
+from quire_kernels.machine import available_memory
 
 
 class HostTier(KVConnector):
@@ -28,14 +28,14 @@ class HostTier(KVConnector):
         """Allocates and touches the memory.
 
         Raises:
-            ConfigError: less than one block, or more than the machine has.
+            ConfigError: less than one block, or more than the machine or our control group has.
         """
         self.num_slots = capacity_bytes // block_bytes
         if self.num_slots < 1:
             raise ConfigError(
                 f"host_cache_memory={capacity_bytes} holds no block: one has {block_bytes} bytes"
             )
-        available = psutil.virtual_memory().available
+        available = available_memory()
         if capacity_bytes > available:
             raise ConfigError(
                 f"host_cache_memory asks for {capacity_bytes / 2**20:.0f} MiB, but only "

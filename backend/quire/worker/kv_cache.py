@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 
 from quire.config import CacheConfig, SchedulerConfig
@@ -20,6 +19,7 @@ from quire.errors import ConfigError
 from quire_kernels import ops
 from quire_kernels.cuda.copy import copy_batch
 from quire_kernels.host_memory import aligned_bytes
+from quire_kernels.machine import available_memory
 from quire_kernels.quantized_kv import KVLayer, QuantizedKV, piece_bytes
 
 QUANTIZED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -81,7 +81,7 @@ def num_blocks_for(
         num_blocks = max(available, 0) // bytes_per_block
         source = f"gpu_memory_utilization={cache.gpu_memory_utilization}"
     else:
-        available = int(psutil.virtual_memory().available * cache.cpu_memory_utilization)
+        available = int(available_memory() * cache.cpu_memory_utilization)
         num_blocks = min(available // bytes_per_block, blocks_per_sequence * scheduler.max_num_seqs)
         source = f"cpu_memory_utilization={cache.cpu_memory_utilization}"
     if num_blocks < blocks_per_sequence:
@@ -91,7 +91,7 @@ def num_blocks_for(
             f"max_model_len={max_model_len} needs {blocks_per_sequence} blocks "
             f"({blocks_per_sequence * bytes_per_block / 2**20:.1f} MiB): raise it or lower max_model_len"
         )
-    physical = psutil.virtual_memory().available if device.type == "cpu" else None
+    physical = available_memory() if device.type == "cpu" else None
     if physical is not None and num_blocks * bytes_per_block > physical:
         raise ConfigError(
             f"{source} asks for a KV cache of {num_blocks * bytes_per_block / 2**20:.0f} MiB, "

@@ -32,6 +32,7 @@ from quire.worker.sampler import Draw, Sampler, SamplerOutput
 from quire.worker.timeline import Timeline
 from quire_kernels import registry
 from quire_kernels.cpu.native import set_num_threads
+from quire_kernels.machine import num_cpus
 from quire_kernels.metadata import attention_facts
 from quire_kernels.triton_lang import tuning
 
@@ -391,4 +392,4 @@ def _default_threads() -> int:
     named = os.environ.get("OMP_NUM_THREADS", "")
     if named.isdigit() and int(named) > 0:
         return int(named)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return num_cpus()

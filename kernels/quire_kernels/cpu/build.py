@@ -1,12 +1,12 @@
 """Compiles the C++ kernels for this machine, once, and keeps the result.
 
 Nothing here is a hard dependency: without a compiler, or on a processor that has none of the instruction
-sets, `library_path` raises BuildError and the operators' PyTorch reference is used.
+sets, `load` raises BuildError and the operators' PyTorch reference is used.
 """
 
 from __future__ import annotations
 
-import fcntl
+import ctypes
 import functools
 import hashlib
 import logging
@@ -14,16 +14,16 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import time
 from pathlib import Path
+
+from quire_kernels.cache import cache_directory, keep, kept, locked, private_directory
 
 logger = logging.getLogger("quire_kernels")
 
 SOURCES = Path(__file__).with_name("src")
 ENVIRONMENT_ISA = "QUIRE_CPU_ISA"
 """Names the instruction set to use, or `none` for the PyTorch reference."""
-ENVIRONMENT_CACHE = "QUIRE_CACHE_DIR"
 ENVIRONMENT_COMPILER = "CXX"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 
@@ -65,37 +65,44 @@ def supported_isas() -> tuple[str, ...]:
     return tuple(name for name in supported if name == asked)
 
 
-def library_path(isa: str) -> Path:
-    """The shared library for an instruction set, compiled if it is not there yet.
+def load(isa: str) -> ctypes.CDLL:
+    """The shared library for an instruction set, compiled if it is not there yet, or damaged.
+
+    Where it cannot be kept, or cannot be loaded from where it is kept, it is compiled for this process alone.
 
     Raises:
         BuildError: no compiler, or it failed.
+        OSError: what was compiled just now cannot be loaded.
     """
     compiler = shutil.which(os.environ.get(ENVIRONMENT_COMPILER) or "g++") or shutil.which("clang++")
     if compiler is None:
         raise BuildError(f"no C++ compiler: install g++, or name one in {ENVIRONMENT_COMPILER}")
     flags = (*FLAGS, *ISAS[isa][1])
-    path = cache_directory() / f"quire-{isa}-{_key(compiler, flags)}.so"
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            _compile(compiler, flags, path)
-    return path
+    path = cache_directory("kernels") / f"quire-{isa}-{_key(compiler, flags)}.so"
+    with locked(path.with_suffix(".lock")):
+        if kept(path) is not None:
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError as error:
+                logger.warning("%s is whole but cannot be loaded: %s", path, error)
+        made = _compile(compiler, flags, path.name)
+        try:
+            keep(path, made.read_bytes())
+            return ctypes.CDLL(str(made))
+        finally:
+            made.unlink()  # what is loaded stays
 
 
-def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], name: str) -> Path:
+    """The library in a folder of this process: the cache may be full."""
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        made = Path(directory) / path.name
-        command = [compiler, *flags, str(SOURCES / "quire.cpp"), "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise BuildError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
-        made.replace(path)
-    logger.info("compiled %s in %.1f s", path, time.monotonic() - begin)
+    made = private_directory() / name
+    command = [compiler, *flags, str(SOURCES / "quire.cpp"), "-o", str(made)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    logger.info("compiled %s in %.1f s", name, time.monotonic() - begin)
+    return made
 
 
 @functools.cache
@@ -106,15 +113,6 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def cache_directory(name: str = "kernels") -> Path:
-    """A folder below QUIRE_CACHE_DIR, else below the user's cache."""
-    named = os.environ.get(ENVIRONMENT_CACHE)
-    base = (
-        Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
-    )
-    return base / name
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -13,7 +13,7 @@ from enum import IntEnum
 
 import torch
 
-from quire_kernels.cpu.build import BuildError, library_path, supported_isas
+from quire_kernels.cpu.build import BuildError, load, supported_isas
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, QuantizedKV
 
@@ -205,7 +205,7 @@ def library(isa: str) -> ctypes.CDLL | None:
     try:
         if isa not in supported_isas():
             return None
-        loaded = ctypes.CDLL(str(library_path(isa)))
+        loaded = load(isa)
     except (BuildError, OSError) as error:
         logger.warning("no C++ kernels for %s, PyTorch is used instead: %s", isa, error)
         return None

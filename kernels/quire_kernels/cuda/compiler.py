@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quire_kernels.cpu.build import cache_directory
+from quire_kernels.cache import cache_directory, keep, kept
 
 logger = logging.getLogger("quire_kernels")
 
@@ -37,7 +37,6 @@ INCLUDES = Path(__file__).with_name("include")
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100")
 """What `main` compiles for: A100, L40S and RTX 40, H100 and H200, B200."""
 STANDARD = "c++17"
-_DIGEST_BYTES = 32
 
 
 class CompileError(RuntimeError):
@@ -109,38 +108,14 @@ def cubin(unit: Unit, arch: str) -> bytes:
     Raises:
         CompileError: no NVRTC, or it refused the source.
     """
-    path = cache_directory() / "cuda" / f"{unit.source}-{arch}-{_key(unit, arch)}.cubin"
-    code = _read(path)
+    path = cache_directory("cuda") / f"{unit.source}-{arch}-{_key(unit, arch)}.cubin"
+    code = kept(path)
     if code is None:
         begin = time.monotonic()
         code = _compile(unit, arch)
-        _write(path, code)
+        keep(path, code)
         logger.info("compiled %s for %s in %.2f s", unit, arch, time.monotonic() - begin)
     return code
-
-
-def _read(path: Path) -> bytes | None:
-    """A cached cubin: its digest, then itself; None if there is none, or if it is damaged."""
-    try:
-        stored = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    digest, code = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
-    if hashlib.sha256(code).digest() != digest:
-        logger.warning("%s is damaged and is compiled again", path)
-        return None
-    return code
-
-
-def _write(path: Path, code: bytes) -> None:
-    """In one step, so that no other process reads half of it; a cache that cannot be written is no error."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        Path(file.name).replace(path)
-    except OSError as error:
-        logger.warning("%s is not kept: %s", path, error)
 
 
 def _compile(unit: Unit, arch: str) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from quire_kernels.cache import cache_directory
 from quire_kernels.registry import implementation
 
 PRIORITY = 10
@@ -28,6 +29,8 @@ def is_available() -> bool:
     """Whether `triton` is installed and, outside the interpreter, the device has tensor cores for bf16."""
     if importlib.util.find_spec("triton") is None:
         return False
+    # What it compiles is executed: under our rule for such folders, and also where there is no home.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory("triton")))
     return is_interpreted() or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0))
 
 

@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from quire_kernels.cpu import build
+from quire_kernels import cache
 from quire_kernels.triton_lang import lazy
 
 logger = logging.getLogger("quire_kernels")
@@ -181,12 +180,11 @@ class Tuner:
                 raise ValueError("it is about something else")
             constants = {str(name): _integer(value) for name, value in stored["constants"].items()}
             return Config.of(_integer(stored["num_warps"]), _integer(stored["num_stages"]), **constants)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             logger.warning("%s is ignored: %s", path, error)
             return None
 
     def _write(self, key: str, config: Config, seconds: float) -> None:
-        path = self.path(key)
         entry = {
             "key": self._full_key(key),
             "constants": dict(config.constants),
@@ -194,19 +192,7 @@ class Tuner:
             "num_stages": config.num_stages,
             "seconds": seconds,
         }
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Readers see the old file or the new one, and of several writers the last one wins.
-            handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-            try:
-                with os.fdopen(handle, "w") as file:
-                    json.dump(entry, file, indent=1, sort_keys=True)
-                Path(name).replace(path)
-            except BaseException:
-                Path(name).unlink(missing_ok=True)
-                raise
-        except OSError as error:
-            logger.warning("%s cannot be kept: %s", path, error)
+        cache.write(self.path(key), json.dumps(entry, indent=1, sort_keys=True).encode())
 
 
 def _integer(value: object) -> int:
@@ -238,7 +224,7 @@ def may_tune() -> bool:
 
 def cache_directory() -> Path:
     """Where tuners keep their files."""
-    return build.cache_directory("tuning")
+    return cache.cache_directory("tuning")
 
 
 def tuner_of(device: torch.device) -> Tuner:

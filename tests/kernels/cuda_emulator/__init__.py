@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from quire_kernels.cpu.build import cache_directory
+from quire_kernels.cache import cache_directory
 from quire_kernels.cuda.compiler import INCLUDES, SOURCES, Unit
 
 HERE = Path(__file__).parent
@@ -65,7 +65,7 @@ def _library(unit: Unit, sources: Path) -> ctypes.CDLL:
     digest = hashlib.sha256(repr((unit, FLAGS)).encode())
     for path in [sources / f"{unit.source}.cu", HERE / "device.cuh", *sorted(INCLUDES.iterdir())]:
         digest.update(path.read_bytes())
-    path = cache_directory() / "emulated" / f"{unit.source}-{digest.hexdigest()[:16]}.so"
+    path = cache_directory("emulated") / f"{unit.source}-{digest.hexdigest()[:16]}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as directory:

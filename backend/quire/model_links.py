@@ -1,0 +1,54 @@
+"""A repository of links to some of the models of others: what `quire serve --load-model` shows the server.
+
+Triton itself serves a choice of models only in explicit mode, in which every client may load models: also
+ones whose Python it sends along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from quire.errors import ConfigError
+
+
+def link_models(repositories: Sequence[Path], names: Iterable[str], target: Path) -> None:
+    """Makes `target` with a link to each named model and, for ensembles, to their members.
+
+    A member that is nowhere is left out: the server says which ensemble lacks it.
+
+    Raises:
+        ConfigError: no repository, or more than one, has a named model.
+    """
+    target.mkdir(mode=0o700)
+    found: dict[str, list[Path]] = {}
+    for repository in repositories:
+        for folder in sorted(repository.iterdir()):
+            if folder.is_dir():
+                found.setdefault(folder.name, []).append(folder)
+    wanted = list(dict.fromkeys(names))
+    for name in wanted:
+        if name not in found:
+            raise ConfigError(
+                f"--load-model: there is no model {name!r}, only {', '.join(found) or 'nothing'}"
+            )
+    for name in wanted:  # grows while members are found
+        if len(found[name]) > 1:
+            places = ", ".join(str(folder.parent) for folder in found[name])
+            raise ConfigError(f"--load-model: {name!r} is in more than one repository: {places}")
+        (target / name).symlink_to(found[name][0])
+        wanted += [member for member in _members(found[name][0]) if member in found and member not in wanted]
+
+
+def _members(model: Path) -> list[str]:
+    """Of an ensemble, in the order of their steps, each once; none of other models."""
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    config = model_config_pb2.ModelConfig()
+    try:
+        text = (model / "config.pbtxt").read_text("utf-8")
+        text_format.Parse(text, config, allow_unknown_field=True)
+    except (OSError, UnicodeDecodeError, text_format.ParseError):
+        return []  # the server says what is wrong with it
+    return list(dict.fromkeys(step.model_name for step in config.ensemble_scheduling.step))

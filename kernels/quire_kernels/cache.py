@@ -1,0 +1,151 @@
+"""The folder for what is made once and kept: compiled kernels, tuning results, the assembled backend.
+
+What lies there is executed, so it is used only where no other user can write: the folder belongs to us or to
+root. Where the wanted one is not like that, or cannot be made (no home, a read-only disk), one of this user
+below the temporary directory takes its place, else one of this process alone; one line in the log says so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+logger = logging.getLogger("quire_kernels")
+
+ENVIRONMENT = "QUIRE_CACHE_DIR"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def cache_directory(name: str) -> Path:
+    """A folder below QUIRE_CACHE_DIR, else $XDG_CACHE_HOME/quire, else ~/.cache/quire, or in their stead.
+
+    It may be missing or read-only: `keep` makes it, or says that it could not.
+    """
+    folder = _root(_wanted(), Path(tempfile.gettempdir())) / name
+    try:
+        _check_ours(folder, folder.lstat())
+    except FileNotFoundError:
+        return folder
+    except OSError as error:
+        _warn_once(folder, str(error))
+        return private_directory() / name
+    return folder
+
+
+@functools.cache
+def private_directory() -> Path:
+    """A folder of this process alone, removed when it ends."""
+    folder = Path(tempfile.mkdtemp(prefix="quire-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def kept(path: Path) -> bytes | None:
+    """What `keep` wrote there, its digest included; None: nothing, or something damaged or unreadable."""
+    try:
+        stored = path.read_bytes()
+    except OSError:
+        return None
+    if hashlib.sha256(stored[:-_DIGEST_BYTES]).digest() != stored[-_DIGEST_BYTES:]:
+        logger.warning("%s is damaged and is made again", path)
+        return None
+    return stored[:-_DIGEST_BYTES]
+
+
+def keep(path: Path, data: bytes) -> bool:
+    """Writes data and behind it its digest, which loaders of shared libraries and of machine code pass over.
+
+    In one step: readers see the old file or the new one, and of several writers the last one wins. False if
+    it cannot be written, which is logged once per folder.
+    """
+    return write(path, data + hashlib.sha256(data).digest())
+
+
+def write(path: Path, data: bytes) -> bool:
+    """As `keep` without the digest."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        _warn_once(path.parent, error.strerror or str(error))
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds a lock file, so that processes that start together make a thing once; where it cannot be had
+    each one does."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX)
+        yield
+
+
+def _wanted() -> Path | None:
+    """None: there is no home, as in a container with a user that it does not know."""
+    if named := os.environ.get(ENVIRONMENT):
+        return Path(named).absolute()
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # neither HOME nor an entry for this user
+        return None
+    return base / "quire" if base.is_absolute() else None
+
+
+@functools.cache
+def _root(wanted: Path | None, temporary: Path) -> Path:
+    own = temporary / f"quire-cache-{os.getuid()}"
+    reason = "there is no home directory"
+    for root in (wanted, own):
+        if root is None:
+            continue
+        try:
+            # The temporary directory is everybody's: what has our name there may be somebody's link.
+            _make_ours(root, follow=root is wanted)
+        except OSError as error:
+            reason = str(error) if root is wanted else reason
+            continue
+        if root is not wanted:
+            logger.warning("the cache cannot be used (%s): %s is, see %s", reason, root, ENVIRONMENT)
+        return root
+    root = private_directory()
+    logger.warning("the cache cannot be used (%s): nothing is kept, see %s", reason, ENVIRONMENT)
+    return root
+
+
+def _make_ours(folder: Path, *, follow: bool) -> None:
+    """Raises OSError unless the folder is there, or was made, and nobody else can write in it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_ours(folder, folder.stat() if follow else folder.lstat())
+
+
+def _check_ours(folder: Path, found: os.stat_result) -> None:
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(f"{folder} is no folder")
+    if found.st_uid not in (0, os.getuid()) or found.st_mode & 0o022:
+        who = f"owner {found.st_uid}, mode {found.st_mode & 0o777:o}"
+        raise PermissionError(f"other users can write in {folder} ({who})")
+
+
+@functools.cache
+def _warn_once(folder: Path, reason: str) -> None:
+    logger.warning("what is made cannot be kept in %s: %s", folder, reason)
