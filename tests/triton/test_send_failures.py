@@ -25,7 +25,7 @@ from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton import request_handle, responder  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_parser import ParsedRequest  # noqa: E402
-from tests.triton.test_choices import OUTPUTS, WAIT_S, Harness, tokens  # noqa: E402
+from tests.triton.test_choices import OUTPUTS, WAIT_S, Harness  # noqa: E402
 
 INTERNAL = fake_pb_utils.TritonError.INTERNAL
 NUM_STEPS = 4
@@ -35,6 +35,7 @@ _names = itertools.count()
 @pytest.fixture
 def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
     monkeypatch.setattr(responder, "END_PAUSES_S", (0.005,) * len(responder.END_PAUSES_S))
+    monkeypatch.setattr(fake_pb_utils, "on_allocation", fake_pb_utils.on_allocation)
     harness = Harness(tmp_path)
     yield harness
     harness.close()
@@ -45,7 +46,7 @@ def submit(
 ) -> RequestHandle:
     stream, name = options.pop("stream", True), options.pop("name", "t-1")
     parsed = ParsedRequest([1, 2], params, "known", OUTPUTS, OUTPUTS, stream=stream, **options)
-    handle = RequestHandle(sender, name, "known", decoupled=sender.decoupled)
+    handle = RequestHandle(sender, name, "known")
     harness.responder.submit(handle, parsed)
     while harness.core.seen.get(timeout=WAIT_S)[:2] != ("add", name):
         pass
@@ -56,7 +57,7 @@ def run(
     harness: Harness, fails: Container[int], n: int, stream: bool, closes: bool
 ) -> tuple[fake_pb_utils.ResponseSender, RequestHandle]:
     """A request of `n` choices, one step after the other: each step's responses are sent before the next."""
-    sender = fake_pb_utils.ResponseSender(fails, closes=closes)
+    sender = sender_of(fails, closes=closes)
     name = f"run-{next(_names)}"
     handle = submit(harness, sender, SamplingParams(n=n), stream=stream, name=name)
     for step in range(NUM_STEPS):
@@ -64,8 +65,15 @@ def run(
         outputs = [EngineCoreOutput(name, [10 * i + step], last, index=i) for i in range(n)]
         harness.core.steps.put(outputs)
         wanted = n * (step + 1) if stream else n * bool(last)
-        wait_until(lambda wanted=wanted: sender.num_sends >= wanted or handle.is_ending)
+        wait_until(lambda wanted=wanted: sender.num_sends >= wanted or handle.is_ending or not handle.is_open)
     return sender, handle
+
+
+def sender_of(fails: Container[int], **options: bool) -> fake_pb_utils.ResponseSender:
+    """One whose `fails` count what is asked for before a send, too."""
+    sender = fake_pb_utils.ResponseSender(fails, **options)
+    fake_pb_utils.on_allocation = sender.allocate
+    return sender
 
 
 def wait_until(condition: Any) -> None:
@@ -94,17 +102,18 @@ def test_a_failed_send_at_every_position_ends_the_request_once_with_the_truth(
     """A delta that could not be sent was logged and forgotten: the stream went on without it and ended as
     `length`. Now everything before it has arrived, an error says that output was lost, and the engine stops.
     """
+    harness.responder._careful_until = math.inf if careful else 0.0
     whole, _ = run(harness, (), n, stream, closes)
     assert whole.final.wait(WAIT_S) and whole.num_sends == (NUM_STEPS * n if stream else n)
-    for position in range(whole.num_sends):
-        # Careful ones send FINAL by itself, so that the last delta is like any other.
+    assert whole.num_allocations == whole.num_sends + careful, "careful ones ask for room before FINAL"
+    for position in range(whole.num_allocations):
+        if position == whole.num_allocations - 1 and closes:
+            continue  # see test_a_final_that_triton_refuses_for_good_is_told_and_given_up
         harness.responder._careful_until = math.inf if careful else 0.0
-        if position == whole.num_sends - 1 and closes and not careful:
-            continue  # see test_a_final_that_triton_refuses...
         sender, handle = run(harness, {position}, n, stream, closes)
-        assert sender.final.wait(WAIT_S), f"no FINAL after send {position} failed"
+        assert sender.final.wait(WAIT_S), f"no FINAL after allocation {position} failed"
         *data, last = sender.responses
-        assert delivered(sender) == delivered(whole)[:position]
+        assert delivered(sender) == delivered(whole)[: min(position, whole.num_sends - 1)]
         assert all(response.error is None for response in data)
         assert last.error.code() == INTERNAL and "output was lost" in last.error.message()
         assert drain(harness)[-1] == ("abort", handle.request_id, "error")
@@ -125,23 +134,16 @@ def test_the_error_is_sent_again_until_it_arrives(harness: Harness, count: int) 
     sender, _ = run(harness, range(1, 1 + count), 1, True, closes=True)
     assert sender.final.wait(WAIT_S)
     assert [r.error and r.error.code() for r in sender.responses] == [None, INTERNAL]
-    assert len(sender.errors) == count
+    assert sender.num_allocations == 1 + count + 2 and sender.num_sends == 3
 
 
-def test_a_final_by_itself_that_fails_is_sent_again_and_nothing_is_told_twice(harness: Harness) -> None:
-    """The last delta has arrived with its finish_reason, FINAL after it has not: no error may follow."""
-    harness.responder._careful_until = math.inf
-    sender, _ = run(harness, {NUM_STEPS, NUM_STEPS + 1}, 1, True, closes=False)
-    assert sender.final.wait(WAIT_S)
-    assert [reason for _, _, reason in delivered(sender)] == ["", "", "", "length"]
-    assert all(response.error is None for response in sender.responses)
-
-
-def test_a_large_response_does_not_carry_final_itself(harness: Harness) -> None:
-    """Where memory is short it is large responses that do not fit: its error arrives on the real sender too."""
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_large_last_response_is_asked_room_for(harness: Harness, decoupled: bool) -> None:
+    """Where memory is short it is large responses that do not fit: their error arrives on the real sender,
+    also from a model that answers once, whose one response must not be used up by the attempt."""
     size = request_handle._SMALL_BYTES // 4 + 1
     for fails in ((), (0,)):
-        sender = fake_pb_utils.ResponseSender(fails)
+        sender = sender_of(fails, decoupled=decoupled)
         harness.responder._careful_until = 0.0
         name = f"run-{next(_names)}"
         submit(harness, sender, SamplingParams(), stream=False, name=name)
@@ -149,22 +151,8 @@ def test_a_large_response_does_not_carry_final_itself(harness: Harness) -> None:
         assert sender.final.wait(WAIT_S)
         (response,) = sender.responses
         assert (response.error is None) == (not fails)
-        assert sender.num_sends == (3 if fails else 2)
+        assert sender.num_sends == 1
     assert drain(harness)[-1] == ("abort", name, "error")
-
-
-def test_a_model_that_answers_once_ends_by_final_alone(harness: Harness) -> None:
-    """Its one response is used up by the attempt; the server then tells the client that there was none."""
-    sender = fake_pb_utils.ResponseSender({0}, decoupled=False)
-    harness.responder._careful_until = math.inf
-    submit(harness, sender, SamplingParams(), stream=False)
-    harness.core.steps.put([tokens(0, 1, finish_reason="length")])
-    assert sender.final.wait(WAIT_S)
-    assert sender.responses == []
-    refused = fake_pb_utils.ResponseSender(decoupled=False)
-    harness.responder.refuse(RequestHandle(refused, "t-2", "", decoupled=False), ValueErrorOf("no"))
-    assert refused.final.wait(WAIT_S)
-    assert refused.num_sends == 1, "the error carries FINAL: over gRPC it would be lost otherwise"
 
 
 class ValueErrorOf(Exception):
@@ -174,7 +162,7 @@ class ValueErrorOf(Exception):
 @pytest.mark.parametrize("kind", ["cancel", "cache_control", "refusal"])
 def test_answers_to_commands_and_refusals_are_not_lost_either(harness: Harness, kind: str) -> None:
     harness.responder._careful_until = math.inf
-    sender = fake_pb_utils.ResponseSender({0})
+    sender = sender_of({0})
     handle = RequestHandle(sender, "command", "known")
     outputs = frozenset({"text_output", "finish_reason"})
     if kind == "refusal":
@@ -199,6 +187,7 @@ def test_a_final_that_triton_refuses_for_good_is_told_and_given_up(
     wait_until(lambda: not handle.is_open)
     assert not sender.final.is_set() and delivered(sender)[-1][2] == ""
     assert "closed" in sender.errors[-1] and len(sender.errors) == 2 + len(responder.END_PAUSES_S)
+    assert handle.request_id not in harness.responder._open
     assert f"{handle.request_id} could not be ended and is given up" in caplog.text
     other, _ = run(harness, (), 1, True, closes=True)
     assert other.final.wait(WAIT_S) and delivered(other)[-1][2] == "length"
@@ -215,7 +204,7 @@ def test_others_are_served_while_an_end_is_tried_again_and_unloading_tries_at_on
     assert other.final.wait(WAIT_S)
     assert handle.is_open and not broken.final.is_set()
     harness.close()
-    assert broken.final.is_set(), "without its error, which had its chances"
+    assert broken.final.is_set() and "output was lost" in broken.responses[-1].error.message()
 
 
 def test_unloading_answers_commands_that_the_engine_has_not(tmp_path: Path) -> None:

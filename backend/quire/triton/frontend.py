@@ -103,14 +103,13 @@ class TritonPythonModel:
         hf = None if tokenizer is None else tokenizer.hf
         self._responder = Responder(config.frontend, hf, connect, self._publish)
         self._metrics = EngineMetrics.claim(pb_utils, args, self._supervisor.directory)
-        self._decoupled = config_completion.is_decoupled(model_config)
         self._parser = RequestParser(
             tokenizer,
             defaults_from_generation_config(info.generation_config),
             lambda: self._responder.info,
             max_prompt_bytes=config.frontend.max_prompt_bytes,
             max_embeds_bytes=config.frontend.max_embeds_bytes,
-            decoupled=self._decoupled,
+            decoupled=config_completion.is_decoupled(model_config),
             tenant_from_header_only=config.frontend.tenant_from_header_only,
             allow_cache_control=config.frontend.allow_cache_control,
         )
@@ -136,7 +135,7 @@ class TritonPythonModel:
         for request in requests:
             self._count += 1
             sender = request.get_response_sender()
-            handle = RequestHandle(sender, f"{self._prefix}-{self._count}", "", decoupled=self._decoupled)
+            handle = RequestHandle(sender, f"{self._prefix}-{self._count}", "")
             try:
                 self._intake.check_room()
                 raw = self._parser.read(request)

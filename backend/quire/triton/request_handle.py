@@ -30,10 +30,11 @@ def _takes_parameters() -> bool:
 _HAS_PARAMETERS = _takes_parameters()
 
 
-_SMALL_BYTES = 16 * 1024
-"""Largest response that carries FINAL itself; see `RequestHandle.send`."""
-
-
+_SMALL_BYTES = 256 * 1024
+"""Largest last response that is sent without asking whether there is room for it."""
+_MARGIN_BYTES = 8 * 1024
+"""What a response takes in shared memory beside its content, at most."""
+_PAUSE_S, _PAUSE_S_PER_BYTE = 0.005, 1e-8
 _MESSAGE_CHARACTERS = 2000
 """Of an error, at most."""
 
@@ -46,21 +47,16 @@ class RequestHandle:
 
     A `send` of Triton raises where its shared memory is full, and then nothing was delivered. One that was
     to carry FINAL cannot be repeated: the stub marks a sender as closed before it asks for memory, and the
-    client would wait for ever. So a large response, and any while sends fail (`careful`), goes out first and
-    FINAL follows by itself, which takes some hundred bytes. After a failure the caller owes the request an
-    end: `send_error`, and then `retry_end` until `is_open` is false.
-
-    Args:
-        decoupled: whether the model may send more than one response.
+    client would wait for ever. So before a large response with FINAL, and before any while sends fail
+    (`careful`), it is asked for room, which may be refused without harm. After a failure the caller owes the
+    request an end: `send_error`, and then `retry_end` until `is_open` is false.
     """
 
     __slots__ = (
-        "_decoupled",
         "_error",
         "_sender",
         "cancel_token",
         "external_id",
-        "is_ending",
         "last_sent",
         "num_open_choices",
         "parsed",
@@ -69,9 +65,8 @@ class RequestHandle:
         "step_s",
     )
 
-    def __init__(self, sender: Any, request_id: str, external_id: str, *, decoupled: bool = True) -> None:
+    def __init__(self, sender: Any, request_id: str, external_id: str) -> None:
         self._sender: Any | None = sender
-        self._decoupled = decoupled
         self.request_id = request_id
         self.external_id = external_id
         self.parsed: ParsedRequest | None = None
@@ -82,14 +77,17 @@ class RequestHandle:
         """By choice, when it last sent a response, CLOCK_MONOTONIC seconds; none before the first."""
         self.step_s = 0.0
         """Between the last two responses of a choice; 0 before there were two."""
-        self.is_ending = False
-        """Whether nothing is missing but FINAL and an error before it: `retry_end` is the only call left."""
         self._error: Any | None = None
-        """The response that is still to come before FINAL."""
+        """The response that ends the request, where it could not be sent yet."""
 
     @property
     def is_open(self) -> bool:
         return self._sender is not None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether nothing is missing but an error with FINAL: `retry_end` is the only call left."""
+        return self._sender is not None and self._error is not None
 
     def is_cancelled(self) -> bool:
         """Whether Triton knows that the client has gone. One round trip to the server (35-150 us)."""
@@ -97,9 +95,9 @@ class RequestHandle:
         return bool(self._sender.is_cancelled())
 
     def send(self, output: RequestOutput, *, careful: bool = False) -> None:
-        """Sends a choice's delta; the last one of the last choice carries FINAL, or FINAL follows it.
+        """Sends a choice's delta; the last one of the last choice carries FINAL.
 
-        Raises whatever Triton raises: unless `is_ending` then, the delta is lost.
+        Raises whatever Triton raises: then the delta is lost.
         """
         assert self._sender is not None and not self.is_ending, f"{self.request_id}: sent after FINAL"
         assert self.parsed is not None
@@ -112,13 +110,12 @@ class RequestHandle:
         self.num_open_choices -= output.finished
         if self.num_open_choices:
             self._sender.send(response)
-        elif careful or sum(map(_num_bytes, arrays.values())) > _SMALL_BYTES:
-            self._sender.send(response)
-            self.is_ending = True
-            self._close()
-        else:
-            self._sender.send(response, flags=_FINAL)
-            self._sender = None
+            return
+        num_bytes = sum(map(_num_bytes, arrays.values()))
+        if careful or num_bytes > _SMALL_BYTES:
+            _ask_for_room(num_bytes)
+        self._sender.send(response, flags=_FINAL)
+        self._sender = None
 
     def send_error(
         self, message: str, code: str, retry_after_s: float | None = None, *, careful: bool = False
@@ -137,34 +134,34 @@ class RequestHandle:
         if retry_after_s is not None and _HAS_PARAMETERS:
             options["parameters"] = {"retry_after": math.ceil(retry_after_s)}
         self._error = pb_utils.InferenceResponse(**options)
-        self.is_ending = True
-        if careful and self._decoupled:
+        if careful:
             self.retry_end()
         else:
             self._sender.send(self._error, flags=_FINAL)
             self._sender = None
 
-    def retry_end(self, *, final_only: bool = False) -> None:
-        """Sends what an end that failed still lacks: its error, then FINAL. Raises where that fails.
-
-        Args:
-            final_only: gives the error up. A model that answers once cannot repeat it: the server then says
-                in its own words that there was no response.
-        """
-        assert self._sender is not None and self.is_ending, f"{self.request_id}: is not ending"
-        if self._error is not None and self._decoupled and not final_only:
-            self._sender.send(self._error)
-        self._error = None
-        self._close()
+    def retry_end(self) -> None:
+        """Sends an error that could not be sent before. Raises where that fails."""
+        assert self._sender is not None and self._error is not None, f"{self.request_id}: is not ending"
+        _ask_for_room(_MESSAGE_CHARACTERS)
+        self._sender.send(self._error, flags=_FINAL)
+        self._sender = None
 
     def abandon(self) -> None:
         """Gives the sender back without FINAL, which it does not take."""
         self._sender = None
 
-    def _close(self) -> None:
-        assert self._sender is not None
-        self._sender.send(flags=_FINAL)
-        self._sender = None
+
+def _ask_for_room(num_bytes: int) -> None:
+    """Raises where Triton has no shared memory for a response of so many bytes.
+
+    There is no call for that. This one writes its argument into the memory that responses go through, and is
+    of no effect otherwise: there is no model of such a name.
+    """
+    pb_utils.is_model_ready("." * (num_bytes + _MARGIN_BYTES))
+    if num_bytes > _SMALL_BYTES:
+        # The server gives the memory back when it has already answered: a moment's work for each byte.
+        time.sleep(_PAUSE_S + num_bytes * _PAUSE_S_PER_BYTE)
 
 
 def _arrays(output: RequestOutput, parsed: ParsedRequest, *, first: bool) -> dict[str, Any]:

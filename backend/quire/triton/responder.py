@@ -53,11 +53,9 @@ MAX_POLL_S = 0.25
 MAX_POLL_SHARE = 0.2
 """Share of the thread's time that cancellation polls may take; beyond it the period stretches."""
 CAREFUL_S = 10.0
-"""How long after a failed send no response carries FINAL itself (see `RequestHandle`)."""
+"""How long after a failed send every FINAL is asked room for (see `RequestHandle`)."""
 END_PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0)
 """Before each further try of an end that failed."""
-FINAL_ONLY_TRIES = 2
-"""The last tries, which give up the error in order to be rid of the request."""
 RESTART_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Before each attempt to start an engine in the place of one that died; the last counts for all further."""
 SOUND_S = 60.0
@@ -373,7 +371,7 @@ class Responder(threading.Thread):
             tries += 1
             left = 0 if final else len(END_PAUSES_S) - 1 - failures
             try:
-                handle.retry_end(final_only=left < FINAL_ONLY_TRIES)
+                handle.retry_end()
             except Exception as error:
                 self._careful_until = now + CAREFUL_S
                 if left:
