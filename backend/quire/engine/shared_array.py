@@ -107,7 +107,7 @@ class SharedBuffer(EmbedsBuffer):
         self.shape = (int(array.shape[0]), int(array.shape[1]))
         self._reserve(array.nbytes, limit)
         self._fd = os.memfd_create("quire-embeds", os.MFD_CLOEXEC)
-        self.array = np.empty(self.shape, dtype=np.float32)
+        self.array = array[:0]
         """The rows in the shared memory."""
         if array.size:
             os.ftruncate(self._fd, array.nbytes)
