@@ -136,3 +136,27 @@ def test_a_killed_tritonserver_takes_everything_with_it(server: ServerProcess) -
     assert server.process is not None
     server.process.wait(20)
     assert server.leftovers() == []
+
+
+def test_an_engine_that_cannot_start_is_tried_until_its_checkpoint_is_back(server: ServerProcess) -> None:
+    """One failed restart was for ever, while Triton went on saying READY: the checkpoint was on a share that
+    was gone for a minute, and the service stayed down until somebody looked."""
+    before = stream(server.grpc_url, "generator", SHORT).token_ids
+    (engine,) = engines(server)
+    checkpoint = server.log.parent.parent / "llama"
+    away = checkpoint.rename(checkpoint.with_name("away"))
+    os.kill(engine.pid, signal.SIGKILL)
+    pause, deadline = threading.Event(), time.monotonic() + 60
+    while "llama" not in (reason := str(stream(server.grpc_url, "generator", SHORT).error)):
+        assert "process died" in reason
+        assert time.monotonic() < deadline, "the reason is never told"
+        pause.wait(0.05)
+    assert "could not be restarted, which is tried again" in reason
+    assert re.search(r"retry after \d+\.\d s", reason)
+    away.rename(checkpoint)
+    deadline = time.monotonic() + 120
+    while (reply := stream(server.grpc_url, "generator", SHORT)).error is not None:
+        assert time.monotonic() < deadline, "the engine did not come back"
+        pause.wait(0.05)
+    assert reply.token_ids == before
+    assert len(engines(server)) == 1

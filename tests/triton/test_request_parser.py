@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from quire.cache_commands import Health, Reset, Unpin
 from quire.engine.messages import EngineInfo
 from quire.errors import InvalidArgumentError, UnavailableError
+from quire.output_processor import RequestProcessor
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
-from quire.triton.request_parser import RequestParser, read_request
+from quire.triton.request_parser import RequestParser
 from quire_ensemble.tokenizer import Tokenizer
 from tests.fixtures.checkpoints import write_tokenizer
 from tests.fixtures.fake_pb_utils import InferenceRequest
@@ -64,13 +67,14 @@ def parse(
         SamplingParams(),
         lambda: INFO,
         max_prompt_bytes=1000,
+        max_embeds_bytes=MAX_EMBEDS_BYTES,
         decoupled=decoupled,
         **(limits or {}),
     )
     request = InferenceRequest(
         inputs, parameters=json.dumps(parameters or {}), request_id=request_id, **options
     )
-    return parser.parse(read_request(request, MAX_EMBEDS_BYTES))
+    return parser.parse(parser.read(request))
 
 
 def test_text_messages_and_ids_give_the_same_kind_of_request(tokenizer: Tokenizer) -> None:
@@ -364,11 +368,10 @@ def test_behind_a_gateway_the_header_alone_names_the_tenant(
 def test_a_forged_header_beside_the_real_one_is_seen(tokenizer: Tokenizer) -> None:
     """Triton passes a client's parameter of a header's name beside the header, as the same key twice."""
     twice = InferenceRequest(PROMPT, parameters='{"x-quire-tenant": "mine", "x-quire-tenant": "theirs"}')
-    parser = RequestParser(
-        tokenizer, SamplingParams(), lambda: INFO, max_prompt_bytes=9, decoupled=True, **BEHIND_A_GATEWAY
-    )
+    limits = {"max_prompt_bytes": 9, "max_embeds_bytes": 0, **BEHIND_A_GATEWAY}
+    parser = RequestParser(tokenizer, SamplingParams(), lambda: INFO, decoupled=True, **limits)
     with pytest.raises(InvalidArgumentError, match="tenant: must be given once"):
-        parser.parse(read_request(twice, MAX_EMBEDS_BYTES))
+        parser.parse(parser.read(twice))
 
 
 def test_cache_commands_may_be_forbidden(tokenizer: Tokenizer) -> None:
@@ -378,6 +381,160 @@ def test_cache_commands_may_be_forbidden(tokenizer: Tokenizer) -> None:
         parse(tokenizer, command, limits=BEHIND_A_GATEWAY)
 
 
-def test_a_probe_may_ask_for_health_where_cache_commands_are_forbidden(tokenizer: Tokenizer) -> None:
+LARGE = 10**8
+"""Elements; as a list they would take 4 GB and seconds of the thread that takes all requests."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "words"),
+    [
+        ("input_ids", np.int32, "max_model_len is 64"),
+        ("max_tokens", np.int32, "exactly one element"),
+        ("stop_token_ids", np.int32, "at most 256 elements"),
+        ("stop", np.object_, "at most 64 elements"),
+        ("bad_words", np.object_, "at most 256 elements"),
+        ("image_spans", np.int32, "at most 128 elements"),
+        ("position_ids", np.int32, "at most 192 elements"),
+        ("image_embeds", np.float32, "at most 512 elements"),
+    ],
+)
+def test_a_tensor_of_too_many_elements_is_refused_before_it_is_copied(
+    tokenizer: Tokenizer, name: str, dtype: Any, words: str
+) -> None:
+    one = np.zeros((), dtype) if dtype is not np.object_ else np.array(b"x", dtype)
+    shape = (LARGE // 2, 2) if name in ("image_spans", "position_ids", "image_embeds") else (LARGE,)
+    tracemalloc.start()
+    with pytest.raises(InvalidArgumentError, match=words):
+        parse(tokenizer, {name: np.broadcast_to(one, shape)})
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10**6
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "words"),
+    [
+        ("text_input", 1001, "at most 1000 bytes, got 1001"),
+        ("messages", 1001, "at most 1000 bytes, got 1001"),
+        ("sampling_parameters", 2**20 + 1, "at most 1048576 bytes"),
+        ("cache_control", 2**20 + 1, "at most 1048576 bytes"),
+        ("tenant", 2**20 + 1, "at most 1048576 bytes"),
+        ("tenant", 257, "at most 256 characters"),
+    ],
+)
+def test_texts_are_refused_by_their_bytes(tokenizer: Tokenizer, name: str, size: int, words: str) -> None:
+    prompt = {} if name in ("text_input", "messages") else PROMPT
+    with pytest.raises(InvalidArgumentError, match=f"{name}: {words}"):
+        parse(tokenizer, {**prompt, name: text("x" * size)})
+    with pytest.raises(InvalidArgumentError, match="parameters: at most 1048576 bytes"):
+        parse(tokenizer, PROMPT, {"tenant": "x" * 2**20})
+
+
+def test_a_text_that_cannot_fit_is_refused_as_it_is_read(tokenizer: Tokenizer) -> None:
+    parser = RequestParser(
+        tokenizer, SamplingParams(), lambda: INFO, max_prompt_bytes=2**24, max_embeds_bytes=0, decoupled=True
+    )
+    with pytest.raises(InvalidArgumentError, match=r"text_input: .* more than 63 tokens.*max_model_len"):
+        parser.read(InferenceRequest({"text_input": text("x" * 2**20)}))
+    messages = json.dumps([{"role": "user", "content": "x" * 2**20}])
+    with pytest.raises(InvalidArgumentError, match=r"messages: .* more than 63 tokens"):
+        parser.parse(parser.read(InferenceRequest({"messages": text(messages)})))
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("id", {"request_id": b"a\xff\xfeb"}),
+        ("parameters", {"parameters": b'{"tenant": "a\xff"}'}),
+        ("sequence_id", {"correlation_id": b"\xff"}),
+    ],
+)
+def test_texts_of_triton_that_are_no_utf8_are_refused(
+    tokenizer: Tokenizer, field: str, options: dict[str, Any]
+) -> None:
+    """HTTP lets any bytes through, and Triton's getters decode: the error left `execute`, where it races with
+    the senders of other requests."""
+    request = InferenceRequest(PROMPT, **options)
+    parser = RequestParser(
+        tokenizer, SamplingParams(), lambda: INFO, max_prompt_bytes=9, max_embeds_bytes=0, decoupled=True
+    )
+    with pytest.raises(InvalidArgumentError, match=f"{field}: invalid UTF-8 at byte [01]"):
+        parser.read(request)
+
+
+def test_a_cancellation_is_for_the_requests_of_its_tenant(tokenizer: Tokenizer) -> None:
+    """Ids such as "1" collide: one tenant's cancellation ended another's request."""
+    cancel = {"cancel": np.array([True])}
+    assert parse(tokenizer, cancel, request_id="1").scheduling.tenant == ""
+    for inputs, parameters in (
+        ({"tenant": text("a")}, {}),
+        ({}, {"tenant": "a"}),
+        ({}, {"x-quire-tenant": "a"}),
+    ):
+        parsed = parse(tokenizer, {**cancel, **inputs}, parameters, request_id="1")
+        assert parsed.cancel and parsed.scheduling.tenant == "a"
+    with pytest.raises(InvalidArgumentError, match="tenant: must be given as a header"):
+        parse(tokenizer, cancel, {"tenant": "a"}, request_id="1", limits=BEHIND_A_GATEWAY)
+
+
+def test_health_may_be_asked_where_cache_commands_are_forbidden(tokenizer: Tokenizer) -> None:
     command = {"cache_control": text('{"command": "health"}')}
     assert parse(tokenizer, command, limits=BEHIND_A_GATEWAY).cache_control == Health()
+
+
+def test_images_that_begin_alike_have_different_hashes(tokenizer: Tokenizer) -> None:
+    """A hash of an image's first row would give one image's answers to whoever asks about another."""
+    rows = np.arange(3 * 8, dtype=np.float32).reshape(3, 8)
+    inputs = {
+        "input_ids": np.array([1, 2, 2, 2, 3], np.int32),
+        "image_spans": np.array([[1, 3]], np.int32),
+    }
+
+    def hash_of(embeds: np.ndarray) -> str:
+        (found,) = parse(tokenizer, {**inputs, "image_embeds": embeds}).embeds.hashes
+        return found
+
+    others = []
+    for row, column in ((0, 0), (0, 7), (1, 0), (2, 7)):
+        other = rows.copy()
+        other[row, column] += 1
+        others.append(hash_of(other))
+    assert len({hash_of(rows), *others}) == 5
+    assert hash_of(rows.copy()) == hash_of(rows)
+
+
+def test_embeddings_are_copied_once_between_tensor_and_engine(tokenizer: Tokenizer) -> None:
+    """Of the four copies that ensemble/README.md counts, the one that is ours: memory that Python allocates
+    holds none, and what the engine maps is the very file that the frontend wrote."""
+    info = msgspec.structs.replace(INFO, hidden_size=8 * 4096)
+    rows = np.ones((40, info.hidden_size), np.float32)
+    parser = RequestParser(
+        tokenizer, SamplingParams(), lambda: info, max_prompt_bytes=9, max_embeds_bytes=2**30, decoupled=True
+    )
+    inputs = {
+        "input_ids": np.arange(50, dtype=np.int32),
+        "image_spans": np.array([[5, 40]], np.int32),
+        "image_embeds": rows,
+    }
+    open_files = Path("/proc/self/fd")
+    files_before = len(list(open_files.iterdir()))
+    tracemalloc.start()
+    parsed = parser.parse(parser.read(InferenceRequest(inputs)))
+    opened = parsed.embeds.embeds.open()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < rows.nbytes // 10, f"{peak} bytes allocated for {rows.nbytes} bytes of rows"
+    assert len(list(open_files.iterdir())) == files_before + 3, "one file, mapped by both"
+    parsed.buffer.array[39, 7] = 77
+    assert opened[39, 7] == 77 and rows[39, 7] == 1
+
+
+def test_the_stop_strings_automaton_is_made_on_intake(tokenizer: Tokenizer) -> None:
+    """On the responder's thread it held up every stream, for each choice again."""
+    assert parse(tokenizer, PROMPT).stops is None
+    stops = parse(tokenizer, PROMPT, {"stop": ["ab"], "n": 64}).stops
+    processor = RequestProcessor("r", 2, SamplingParams(stop=("ab",), n=64), tokenizer.hf, stops)
+    made = {id(choice._detokenizer._matcher._automaton) for choice in processor.choices}
+    assert made == {id(stops)}
+    alone = RequestProcessor("r", 2, SamplingParams(stop=("ab",), n=64), tokenizer.hf)
+    assert len({id(choice._detokenizer._matcher._automaton) for choice in alone.choices}) == 1

@@ -62,6 +62,34 @@ def request(**inputs: bytes | str | list[Any]) -> fake_pb_utils.InferenceRequest
     )
 
 
+def test_prompts_that_are_too_long_are_refused_unread(directory: Path) -> None:
+    """The tokenizer of an ensemble had no limit at all: whatever a client sent was tokenized."""
+    model = Model()
+    args = arguments(directory, "../generator/1/tiny")
+    config = json.loads(args["model_config"])
+    config["parameters"] |= {name: {"string_value": "1000"} for name in ("max_prompt_bytes", "max_model_len")}
+    model.initialize({**args, "model_config": json.dumps(config)})
+    nested = '[{"role": "user", "content": "x", "a": ' + "[" * 200 + "]" * 200 + "}]"
+    for inputs, words in (
+        ({"text_input": b"x" * 1001}, "text_input: at most 1000 bytes, got 1001"),
+        ({"messages": json.dumps([{"role": "user", "content": "x" * 1000}])}, "messages: at most 1000 bytes"),
+        ({"messages": nested}, "messages: JSON nested too deeply, at most 64 levels"),
+    ):
+        (response,) = model.execute([request(**inputs)])
+        assert words in response.error.message()
+        assert response.error.code() == fake_pb_utils.TritonError.INVALID_ARG
+    (directory.parent / "generator" / "1" / "tiny" / "config.json").write_text(
+        '{"text_config": {"max_position_embeddings": 10}}', "utf-8"
+    )
+    model.initialize(args)
+    (response,) = model.execute([request(text_input=b"x" * 2**20)])
+    assert "1048576 bytes are more than 10 tokens can hold" in response.error.message()
+    config["parameters"]["max_prompt_bytes"]["string_value"] = "many"
+    with pytest.raises(fake_pb_utils.TritonModelException, match="'max_prompt_bytes' must be an integer"):
+        model.initialize({**args, "model_config": json.dumps(config)})
+    (directory.parent / "generator" / "1" / "tiny" / "config.json").unlink()
+
+
 def test_text_and_messages_become_int32_ids(model: Model) -> None:
     text, chat, as_str = model.execute(
         [

@@ -15,7 +15,7 @@ from torch.utils.dlpack import to_dlpack
 from quire.engine import device_array
 from quire.engine.device_array import DeviceArray, DeviceBuffer, read_dlpack
 from quire.engine.messages import EmbedsMessage
-from quire.engine.shared_array import SharedArray
+from quire.engine.shared_array import EmbedsBuffer, SharedArray, SharedBuffer
 from quire.errors import EngineError, UnavailableError
 
 ROWS = torch.arange(12, dtype=torch.float32).reshape(4, 3)
@@ -120,6 +120,22 @@ def test_rows_are_copied_once_before_the_engine_and_freed(runtime: FakeRuntime) 
 
 
 def test_both_kinds_of_memory_go_through_one_message() -> None:
-    for array in (SharedArray(1, 2, (3, 4)), DeviceArray(bytes(64), 0, (3, 4))):
+    for array in (SharedArray(1, 2, (3, 4), 5, 6), DeviceArray(bytes(64), 0, (3, 4))):
         message = EmbedsMessage(array, [], [])
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=EmbedsMessage) == message
+
+
+def test_rows_on_a_device_count_like_those_in_main_memory(runtime: FakeRuntime) -> None:
+    """`max_embeds_bytes` bounded main memory alone, and clients could fill a GPU."""
+    before = EmbedsBuffer.total_bytes
+    limit = before + 3 * 48
+    held: list[Any] = [SharedBuffer(ROWS.numpy(), limit), DeviceBuffer(to_dlpack(ROWS), limit)]
+    held.append(DeviceBuffer(to_dlpack(ROWS), limit))
+    for make in (lambda: DeviceBuffer(to_dlpack(ROWS), limit), lambda: SharedBuffer(ROWS.numpy(), limit)):
+        with pytest.raises(UnavailableError, match=f"queue full.*48 more.*max_embeds_bytes {limit}"):
+            make()
+    assert len(runtime.memory) == 2, "what is refused takes nothing"
+    held.pop()
+    held.append(SharedBuffer(ROWS.numpy(), limit))
+    held.clear()
+    assert before == EmbedsBuffer.total_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,8 +58,8 @@ def test_nothing_has_a_name_and_no_descriptor_is_left() -> None:
 
 def test_a_writer_that_is_gone_is_an_error() -> None:
     with pytest.raises(UnavailableError, match="embeddings are gone"):
-        SharedArray(2**22 - 1, 3, (1, 1)).open()
-    assert SharedArray(2**22 - 1, 3, (0, 8)).open().shape == (0, 8)
+        SharedArray(2**22 - 1, 3, (1, 1), 1, 2).open()
+    assert SharedArray(2**22 - 1, 3, (0, 8), 1, 2).open().shape == (0, 8)
 
 
 @pytest.mark.parametrize(
@@ -92,3 +93,34 @@ def test_rows_of_a_chunk_and_what_the_prefix_cache_tells_images_by() -> None:
     placed = PromptEmbeds(ROWS, spans, embeds.hashes, np.arange(30, dtype=np.int32).reshape(3, 10))
     assert placed.key_of(0, 4) != embeds.key_of(0, 4)
     assert placed.position_delta == 30 - 10
+
+
+@pytest.mark.parametrize("kind", ["rows", "file", "pipe", "short"])
+def test_a_number_that_is_another_files_by_now_is_an_error(kind: str, tmp_path: Path) -> None:
+    """A client went away before the engine had opened its rows: the buffer was closed, its number was the
+    next request's, and the engine mapped that one's rows; of another file it would have mapped the bytes,
+    and a pipe would have held up the engine for ever."""
+    buffer = SharedBuffer(ROWS)
+    stale = buffer.descriptor()
+    if kind == "short":
+        os.ftruncate(stale.fd, 8)
+        with pytest.raises(UnavailableError, match="cut off at 8 bytes"):
+            stale.open()
+        os.ftruncate(stale.fd, ROWS.nbytes)
+        return
+    buffer.close()
+    with pytest.raises(UnavailableError, match="embeddings are gone"):
+        buffer.descriptor()
+    if kind == "rows":
+        other = SharedBuffer(ROWS + 1)
+        fds = [other.descriptor().fd]
+    elif kind == "file":
+        (tmp_path / "other").write_bytes(bytes(1000))
+        fds = [os.open(tmp_path / "other", os.O_RDWR)]
+    else:
+        fds = list(os.pipe())
+    assert stale.fd == fds[0], "the number is used again"
+    with pytest.raises(UnavailableError, match="embeddings are gone: their buffer was closed"):
+        stale.open()
+    for fd in fds if kind != "rows" else ():
+        os.close(fd)

@@ -1,0 +1,130 @@
+"""Between Triton's thread and the responder: bounded, in two lanes, and nothing leaves `execute`."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.fixtures import fake_pb_utils
+
+fake_pb_utils.install()
+
+from quire.engine.messages import EngineInfo  # noqa: E402
+from quire.errors import InvalidArgumentError, QuireError, UnavailableError  # noqa: E402
+from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.triton.frontend import TritonPythonModel  # noqa: E402
+from quire.triton.intake import LONG_BYTES, SHORT_THREADS, Intake  # noqa: E402
+from quire.triton.request_handle import RequestHandle  # noqa: E402
+from quire.triton.request_parser import RawRequest, RequestParser  # noqa: E402
+
+WAIT_S = 30.0
+MAX_BYTES = 10 * LONG_BYTES
+INFO = EngineInfo(1, 64, 600, 8, False, 8, 16, 1, "float32", "cpu")
+
+
+class Bench:
+    """An intake whose parser waits for `gate` with long texts; `submitted` and `refused`: what comes out."""
+
+    def __init__(self, max_requests: int = 100) -> None:
+        self.gate = threading.Event()
+        self.begun: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.submitted: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.refused: queue.SimpleQueue[tuple[str, QuireError]] = queue.SimpleQueue()
+        responder: Any = SimpleNamespace(
+            submit=lambda handle, parsed: self.submitted.put(handle.request_id),
+            refuse=lambda handle, error: self.refused.put((handle.request_id, error)),
+        )
+        self.responder = responder
+        parser: Any = SimpleNamespace(parse=self.parse)
+        self.intake = Intake(parser, responder, max_requests=max_requests, max_bytes=MAX_BYTES)
+        self.intake.start()
+
+    def parse(self, raw: RawRequest) -> RawRequest:
+        self.begun.put(raw.external_id)
+        if raw.external_id == "bad":
+            raise ZeroDivisionError("a bug")
+        if raw.num_bytes > LONG_BYTES:
+            assert self.gate.wait(WAIT_S)
+        return raw
+
+    def put(self, name: str, num_bytes: int) -> None:
+        raw = RawRequest({}, {}, "{}", name, frozenset(), num_bytes=num_bytes)
+        self.intake.put(RequestHandle(fake_pb_utils.ResponseSender(), name, name), raw)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.gate.set()
+    bench.intake.stop(WAIT_S)
+
+
+def test_long_texts_do_not_hold_up_short_ones(bench: Bench) -> None:
+    """Two texts of 4 MiB on two threads, and a request of one word waited 28 s for its turn."""
+    for i in range(SHORT_THREADS + 2):
+        bench.put(f"long-{i}", LONG_BYTES + 1)
+    assert bench.begun.get(timeout=WAIT_S) == "long-0"
+    bench.put("short", LONG_BYTES)
+    assert bench.submitted.get(timeout=WAIT_S) == "short"
+    bench.gate.set()
+    found = [bench.submitted.get(timeout=WAIT_S) for _ in range(SHORT_THREADS + 2)]
+    assert found == [f"long-{i}" for i in range(SHORT_THREADS + 2)], "one at a time"
+
+
+def test_waiting_texts_are_bounded_by_their_bytes(bench: Bench) -> None:
+    """Sixteen texts of 14 MiB took 4.1 GiB."""
+    bench.put("first", MAX_BYTES + 5)  # one alone is always taken
+    with pytest.raises(UnavailableError, match=rf"the queue is full: texts of {MAX_BYTES + 5} bytes.*limit"):
+        bench.put("second", 1)
+    bench.gate.set()
+    assert bench.submitted.get(timeout=WAIT_S) == "first"
+    bench.put("bad", 7)
+    name, error = bench.refused.get(timeout=WAIT_S)
+    assert name == "bad" and error.code == "INTERNAL"
+    bench.intake.stop(WAIT_S)
+    assert bench.intake._num_bytes == 0, "given back, also by one that failed"
+
+
+def test_waiting_requests_are_bounded() -> None:
+    bench = Bench(max_requests=2)
+    bench.put("0", LONG_BYTES + 1)
+    assert bench.begun.get(timeout=WAIT_S) == "0"
+    for name in "12":
+        bench.intake.check_room()
+        bench.put(name, LONG_BYTES + 1)
+    with pytest.raises(UnavailableError, match="the queue is full: 2 requests wait"):
+        bench.intake.check_room()
+    bench.gate.set()
+    bench.intake.stop(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"request_id": b"\xff"}, "id: invalid UTF-8"),
+        ({"parameters": b"\xff"}, "parameters: invalid UTF-8"),
+        ({"correlation_id": b"\xff"}, "sequence_id: invalid UTF-8"),
+        ({"requested": 7}, "cannot be read"),
+    ],
+)
+def test_nothing_leaves_execute(bench: Bench, options: dict[str, Any], words: str) -> None:
+    """An exception in `execute` makes Triton end requests that belong to the responder by then."""
+    model: Any = TritonPythonModel.__new__(TritonPythonModel)
+    model._prefix, model._count, model._responder, model._intake = "x", 0, bench.responder, bench.intake
+    model._parser = RequestParser(
+        None, SamplingParams(), lambda: INFO, max_prompt_bytes=9, max_embeds_bytes=0, decoupled=True
+    )
+    inputs = {"input_ids": np.ones(2, np.int32)}
+    bad = fake_pb_utils.InferenceRequest(inputs, **options)
+    model.execute([bad, fake_pb_utils.InferenceRequest(inputs, request_id="good")])
+    name, error = bench.refused.get(timeout=WAIT_S)
+    assert name == "x-1" and words in str(error)
+    assert isinstance(error, UnavailableError if "requested" in options else InvalidArgumentError)
+    assert bench.submitted.get(timeout=WAIT_S) == "x-2"
