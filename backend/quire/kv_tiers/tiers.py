@@ -379,7 +379,7 @@ def make_tiers(cache: CacheConfig, access: BlockAccess, fingerprint: str) -> KVT
     """The tiers a configuration asks for: host, then disk, then the connector; None: it asks for none.
 
     Args:
-        fingerprint: `quire.kv_tiers.fingerprint` of the model and the layout of its blocks.
+        fingerprint: `quire.kv_tiers.fingerprint`, where the configuration `needs_fingerprint`.
 
     Raises:
         ConfigError: a tier cannot be had; names the key.
