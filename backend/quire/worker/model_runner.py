@@ -200,8 +200,9 @@ class ModelRunner:
 
     def collect(self, step: LaunchedStep) -> ModelRunnerOutput:
         """Waits for the oldest launched step; returns what it brought."""
-        self._settle(step)
+        # First, so that the next step is not taken for this one if it fails.
         assert self._launched.popleft() is step, "steps are collected in the order in which they began"
+        self._settle(step)
         if self.tiers is not None:
             step.output.loads_done = self.tiers.poll()
         return step.output
