@@ -31,6 +31,7 @@ from quire.outputs import (
     TokenLogprobs,
 )
 from quire.request import FinishReason, Request, RequestStatus
+from quire.scheduling_params import MAX_PIN_TTL_S
 from quire.validation import check_choices
 
 logger = logging.getLogger("quire")
@@ -178,11 +179,14 @@ class Scheduler:
         """Queues a new request.
 
         Raises:
-            InvalidArgumentError: its prompt or its choices can never be computed here.
+            InvalidArgumentError: its prompt or its choices can never be computed here, or its id is in use or
+                may be taken for that of a choice.
             UnavailableError: the queue is full, a quota used up, or it would wait too long; names the limit.
         """
         assert request.status is RequestStatus.WAITING, request
-        assert request.request_id not in self._requests, f"request id {request.request_id} is in use"
+        request_id = request.request_id
+        if "#" in request_id or request_id in self._requests or request_id in self._choices:
+            raise InvalidArgumentError("request_id", f"{request_id!r:.80} is in use, or holds a '#'")
         if request.num_prompt_tokens > self.max_prompt_tokens:
             raise InvalidArgumentError(
                 "prompt",
@@ -467,10 +471,7 @@ class Scheduler:
             "num_findable_blocks": len(pool.cached_hashes()),
             "num_cached_tokens": self.kv.num_cached_tokens,
             "num_loaded_tokens": self.transfers.num_loaded_tokens,
-            "pins": {
-                str(name): None if deadline is None else round(deadline - now, 3)
-                for name, deadline in self.kv.pins.items()
-            },
+            "pins": {str(name): round(deadline - now, 3) for name, deadline in self.kv.pins.items()},
             "tiers": {} if tiers is None else tiers.stats(),
         }
 
@@ -1114,9 +1115,9 @@ class Scheduler:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
             count = num_tokens // self.kv.block_size
             if count and len(request.block_hashes) >= count:
-                ttl = scheduling.cache_ttl_s
+                ttl_s = scheduling.cache_ttl_s or MAX_PIN_TTL_S
                 name = f"prefix {request.block_hashes[count - 1].hex()}"
-                self.kv.pin(request, num_tokens, name, None if ttl is None else now + ttl)
+                self.kv.pin(request, num_tokens, name, now + min(ttl_s, MAX_PIN_TTL_S))
 
     def _end_step(self) -> None:
         if self.trace is not None:
@@ -1134,5 +1135,6 @@ def _session_name(request: Request) -> str:
 
 
 def session_name(tenant: str, session: str) -> str:
-    """Of a conversation's pin, as `inspect` shows it."""
+    """Of a conversation's pin, as `inspect` shows it; no other tenant and session have the same."""
+    tenant, session = (text.replace("%", "%25").replace("/", "%2F") for text in (tenant, session))
     return f"session {tenant}/{session}" if tenant else f"session {session}"

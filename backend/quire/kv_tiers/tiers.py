@@ -97,10 +97,10 @@ class _Rate:
 class KVTiers:
     """Joins stores.
 
-    The scheduler's half (`contains`, `num_hits`, `touch`, `can_pin`, `is_loading`, `prefetch`, `drop`, `clear`, `stats`)
-    belongs to the engine's thread, the runner's half (`save`, `start_load`, `poll`, `num_loading`) to the
-    runner's, which may be another one; neither waits for a disk or a network. A thread of ours moves what is
-    loaded or fetched ahead.
+    The scheduler's half (`contains`, `num_hits`, `touch`, `can_pin`, `is_loading`, `prefetch`, `drop`,
+    `clear`, `stats`) belongs to the engine's thread, the runner's half (`save`, `start_load`, `poll`,
+    `num_loading`) to the runner's, which may be another one; neither waits for a disk or a network. A thread
+    of ours moves what is loaded or fetched ahead.
 
     Pinned blocks (of swapped requests) live in the host tier alone, each under a key that is saved once and
     dropped once, in either order: a plan that is carried out after its request has gone leaves nothing. What
@@ -222,7 +222,7 @@ class KVTiers:
         for tier in self._tiers:
             name = tier.store.name
             values[f"{name}_failures"] = tier.num_failures
-            for key, value in tier.attempt({}, tier.store.stats).items():
+            for key, value in tier.attempt({}, _numbers, tier.store).items():
                 values[f"{name}_{key}"] = value
         return values
 
@@ -378,6 +378,11 @@ class KVTiers:
                     self._host.drop(wanted[:count])
             return count, tier
         return 0, None
+
+
+def _numbers(store: KVConnector) -> dict[str, float]:
+    """A store's stats; what else a plug-in says there could not be sent on, and is an error of it."""
+    return {str(key): float(value) for key, value in store.stats().items()}
 
 
 def make_tiers(cache: CacheConfig, access: BlockAccess, fingerprint: str) -> KVTiers | None:
