@@ -108,7 +108,7 @@ def parse_scheduling_params(
         limits_ms.append(timeout_us / 1000)
     if given.get("cache_pin") and not 1 <= given.get("cache_ttl_ms", 0) <= MAX_PIN_TTL_S * 1000:
         raise fail(
-            "cache_pin", f"needs a cache_ttl_ms of at most {MAX_PIN_TTL_S * 1000:.0f}: a pin has an end"
+            "cache_pin", f"needs a cache_ttl_ms of at most {MAX_PIN_TTL_S * 1000:.0f}: pins have an end"
         )
     ttft_ms, ttl_ms = given.get("ttft_deadline_ms"), given.get("cache_ttl_ms")
     return SchedulingParams(

@@ -237,7 +237,7 @@ def test_an_id_that_could_be_taken_for_another_one_is_refused(request_id: str) -
     engine.add("a", 4, 9)
     engine.add("n", 4, 9, n=2, temperature=1.0, seed=3)
     for _ in range(2):
-        with pytest.raises(InvalidArgumentError, match="request_id: .* is in use, or holds a '#'"):
+        with pytest.raises(InvalidArgumentError, match=r"request_id: .* is in use, or holds a '#'"):
             engine.add(request_id, 4, 9)
         engine.step()
     engine.run()

@@ -20,6 +20,7 @@ import numpy as np
 
 from quire.config import CacheConfig
 from quire.errors import ConfigError
+from quire.kv_tiers.complaints import Complaints
 from quire.kv_tiers.connector import BlockAccess, BlockArray, KVConnector
 from quire.kv_tiers.disk import DiskTier
 from quire.kv_tiers.host import HostTier
@@ -51,6 +52,7 @@ class _Tier:
         self.num_failures = 0
         self._clock = clock
         self._rests_until = 0.0
+        self._complaints = Complaints(clock)
 
     @property
     def is_resting(self) -> bool:
@@ -77,8 +79,10 @@ class _Tier:
     def _fail(self, error: Exception) -> None:
         self.num_failures += 1
         self._rests_until = self._clock() + REST_S
-        what = f"{type(error).__name__}: {error}"
-        logger.warning("KV tier %s failed and rests for %.0f s: %s", self.store.name, REST_S, what)
+        what = (
+            f"KV tier {self.store.name} failed and rests for {REST_S:.0f} s: {type(error).__name__}: {error}"
+        )
+        self._complaints.warn(type(error).__name__, what)
 
 
 class _Rate:
