@@ -252,8 +252,9 @@ def test_scheduling_in_all_forms(tokenizer: Tokenizer) -> None:
         tenant="header", cache_salt="salt", priority=5
     )
     parameters = {**headers, "tenant": "parameter", "request_priority": 4, "cache_pin": "true"}
+    parameters["cache_ttl_ms"] = 2500
     assert parse(tokenizer, PROMPT, parameters).scheduling == SchedulingParams(
-        tenant="parameter", cache_salt="salt", priority=4, pin=True
+        tenant="parameter", cache_salt="salt", priority=4, pin=True, cache_ttl_s=2.5
     )
     with_json = {**PROMPT, "sampling_parameters": text('{"priority": 3, "tenant": "json", "n": 2}')}
     parsed = parse(tokenizer, with_json, parameters)
@@ -261,7 +262,13 @@ def test_scheduling_in_all_forms(tokenizer: Tokenizer) -> None:
     tensors = {**with_json, "tenant": text("tensor"), "request_priority": np.array([-7], np.int32)}
     tensors |= {"cache_retention": np.array([90], np.int32), "session": text("talk")}
     assert parse(tokenizer, tensors, parameters).scheduling == SchedulingParams(
-        tenant="tensor", cache_salt="salt", priority=-7, pin=True, retention=90, session="talk"
+        tenant="tensor",
+        cache_salt="salt",
+        priority=-7,
+        pin=True,
+        cache_ttl_s=2.5,
+        retention=90,
+        session="talk",
     )
 
 

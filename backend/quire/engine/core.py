@@ -29,7 +29,7 @@ from quire.core.trace import SchedulerTrace
 from quire.engine.kv_event_publisher import KVEventPublisher
 from quire.errors import EngineError, QuireError, describe
 from quire.kv_groups import KVGroup
-from quire.kv_tiers import BlockAccess, KVTiers, fingerprint, make_tiers
+from quire.kv_tiers import BlockAccess, KVTiers, fingerprint, make_tiers, needs_fingerprint
 from quire.multimodal import PromptEmbeds
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput, SchedulerStats
 from quire.request import FinishReason, Request
@@ -281,9 +281,7 @@ class EngineCore:
             runner: Any = self.runner
             runner.reset()
         message = f"the engine failed while computing the request: {describe(error)}"
-        outputs = self.scheduler.fail([row.request_id for row in planned.scheduled], message)
-        self.scheduler.finish_loads(self.scheduler.transfers.lost_loads())
-        return outputs
+        return self.scheduler.fail([row.request_id for row in planned.scheduled], message)
 
     def control(self, command: CacheCommand) -> dict[str, Any]:
         """Looks into the cache, or empties it; running requests are not disturbed.
@@ -360,18 +358,12 @@ def is_async(config: EngineConfig, device: str) -> bool:
 
 def _tiers(config: EngineConfig, runner: Any, access: BlockAccess) -> KVTiers | None:
     """What the configuration keeps beside the pool; a directory is shared only by what computes the same."""
-    cache = config.cache
-    if not (cache.host_cache_memory or cache.disk_cache_directory or cache.kv_connector):
-        return None
-    layout = {
-        "dtype": str(runner.dtype),
-        "kv_cache_dtype": cache.kv_cache_dtype,
-        "quantization": config.model.quantization,
-        "block_size": cache.block_size,
-        "groups": [[group.window, *group.layers] for group in runner.kv_groups],
-        "block_bytes": access.block_bytes,
-    }
-    return make_tiers(cache, access, fingerprint(config.model.model, **layout))
+    name = ""
+    if needs_fingerprint(config.cache):
+        groups = [[group.window, *group.layers] for group in runner.kv_groups]
+        resolved = {"groups": groups, "block_bytes": access.block_bytes, **runner.kv_identity}
+        name = fingerprint(config, resolved)
+    return make_tiers(config.cache, access, name)
 
 
 def _publisher(cache: CacheConfig) -> KVEventPublisher | None:

@@ -37,6 +37,7 @@ from quire.kv_tiers.block_file import (
     read_block,
     write_block,
 )
+from quire.kv_tiers.complaints import Complaints
 from quire.kv_tiers.connector import BlockArray, KVConnector
 
 logger = logging.getLogger("quire")
@@ -46,6 +47,8 @@ RESCANS_PER_CAPACITY = 16
 """Other models' files are counted again after each such fraction of the capacity was written."""
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
+"""Why a directory may be readable and no more, for now."""
 
 
 class DiskTier(KVConnector):
@@ -58,6 +61,9 @@ class DiskTier(KVConnector):
     becomes the writer when the first one has ended. Processes with other fingerprints may share the
     directory: each counts the others' files and may evict the oldest of them, which the others take for a
     miss. With several of them at work the bound is kept within 1/16.
+
+    A disk that is full, read-only or gone costs the blocks it should hold and one line in the log, and is
+    used again when it is back: a directory that was removed is made anew with the next save.
 
     After `clear` the blocks are never seen again, unless the process is killed before the files are gone.
     """
@@ -81,7 +87,8 @@ class DiskTier(KVConnector):
             max_queued_bytes: memory for blocks that wait to be written; when it is full, saves are left out.
 
         Raises:
-            ConfigError: the directory cannot be used, or holds less than one block.
+            ConfigError: the directory cannot be used, or holds less than one block. One that cannot be
+                written for now is no error: it is tried again with the saves.
         """
         assert _FINGERPRINT.fullmatch(fingerprint), fingerprint
         self.block_bytes = block_bytes
@@ -115,20 +122,29 @@ class DiskTier(KVConnector):
             ("saved", "loaded", "evicted", "damaged", "lost", "dropped", "failed"), 0
         )
         self._shards: set[str] = set()
+        self._unremoved: dict[bytes, None] = {}
+        """Forgotten blocks whose files could not be removed yet; the writer's."""
+        self._complaints = Complaints()
+        self._lock_fd: int | None = None
+        self._next_attempt = 0.0
+        self._is_owner = False
         try:
-            self._open_directory()
-            self._lock_fd = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self._next_attempt = 0.0
-            self._is_owner = self._try_lock()
+            try:
+                self._is_owner = self._try_lock()
+            except OSError as error:
+                if error.errno not in _UNWRITABLE:
+                    raise
+                self._complain(error)
+            else:
+                if not self._is_owner:
+                    logger.warning(
+                        "disk tier: %s is written by another process, this one only reads it", self._directory
+                    )
             self._scan()
             if self._is_owner:
                 self._make_room(0)
         except OSError as error:
             raise ConfigError(f"disk_cache_directory={directory}: {error}") from None
-        if not self._is_owner:
-            logger.warning(
-                "disk tier: %s is written by another process, this one only reads it", self._directory
-            )
         logger.info(
             "disk tier: %s holds %d blocks of this model (%.1f MiB), %.1f MiB of others, of %.1f MiB",
             self._root,
@@ -208,7 +224,8 @@ class DiskTier(KVConnector):
             self._is_closing = True
             self._lock.notify_all()
         self._writer.join()
-        os.close(self._lock_fd)
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
 
     def stats(self) -> dict[str, float]:
         with self._lock:
@@ -251,19 +268,41 @@ class DiskTier(KVConnector):
         """Becomes the writer if there is none any more."""
         if time.monotonic() < self._next_attempt or self._is_closing:
             return False
-        self._is_owner = self._try_lock()
+        try:
+            self._is_owner = self._try_lock()
+        except OSError as error:
+            self._complain(error)
         if self._is_owner:
             logger.info("disk tier: %s has no writer any more, this process writes it now", self._directory)
             self._jobs.append(self._scan)
         return self._is_owner
 
     def _try_lock(self) -> bool:
+        """Whether this process may write now; makes the directory and its lock if they are not there.
+
+        Raises:
+            OSError: they cannot be had.
+        """
         self._next_attempt = time.monotonic() + LOCK_RETRY_S
+        self._open_directory()
+        # Not for writing: an open file for that would keep the disk from being made read-only.
+        fd = os.open(self._directory / "lock", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            os.close(fd)
             return False
+        except OSError:
+            os.close(fd)
+            raise
+        self._lock_fd, before = fd, self._lock_fd
+        if before is not None:
+            os.close(before)  # of a directory that is gone
         return True
+
+    def _complain(self, error: OSError) -> None:
+        what = f"disk tier: {self._directory} cannot be written: {error.strerror or error}"
+        self._complaints.warn(f"write {error.errno}", what)
 
     # The reader.
 
@@ -277,7 +316,7 @@ class DiskTier(KVConnector):
         except (DamagedBlockError, OSError) as error:
             if isinstance(error, OSError) and error.errno != errno.EIO:
                 raise
-            logger.warning("disk tier: %s is damaged and not used: %s", path, error)
+            self._complaints.warn("damage", f"disk tier: {path} is damaged and not used: {error}")
             self._lose(key, "damaged")
             return False
         try:
@@ -313,6 +352,8 @@ class DiskTier(KVConnector):
                 self._is_working = True
             try:
                 job()
+            except OSError as error:
+                self._complain(error)
             except Exception:
                 logger.exception("disk tier: a change of %s failed", self._directory)
 
@@ -325,20 +366,15 @@ class DiskTier(KVConnector):
                 self._spare.append(block)
 
     def _write_wanted(self, key: bytes, block: BlockArray) -> None:
-        path = self._path(key)
         written = False
         try:
-            if self._make_room(self.file_bytes):
-                if path.parent.name not in self._shards:
-                    path.parent.mkdir(mode=0o700, exist_ok=True)
-                    self._shards.add(path.parent.name)
-                write_block(path, self._directory / "write.tmp", self._fingerprint, key, block)
-                self._on_disk.add(key)
-                written = True
+            if not self._holds_lock():
+                self._begin_anew()
+            if self._is_owner and self._pending.get(key) is block:
+                written = self._write_file(key, block)
         except OSError as error:
             self._shards.clear()  # perhaps somebody removed the directories
-            if self._counts["failed"] == 0:
-                logger.warning("disk tier: %s cannot be written: %s (further ones are counted)", path, error)
+            self._complain(error)
         with self._lock:
             is_wanted = self._pending.get(key) is block
             if is_wanted:
@@ -346,13 +382,50 @@ class DiskTier(KVConnector):
                     self._use(key)
                 del self._pending[key]
                 self._counts["saved" if written else "failed"] += 1
+        if written and self._unremoved:
+            self._remove([])
         if written and not is_wanted:
             self._remove([key])
 
+    def _write_file(self, key: bytes, block: BlockArray) -> bool:
+        """False: there is no room for it. Raises OSError: nothing was written."""
+        if not self._make_room(self.file_bytes):
+            return False
+        path = self._path(key)
+        if path.parent.name not in self._shards:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            self._shards.add(path.parent.name)
+        write_block(path, self._directory / "write.tmp", self._fingerprint, key, block)
+        self._on_disk.add(key)
+        self._unremoved.pop(key, None)
+        return True
+
+    def _holds_lock(self) -> bool:
+        """Whether the directory is still the one whose lock this process has."""
+        assert self._lock_fd is not None, "only the writer writes"
+        try:
+            return os.path.samestat((self._directory / "lock").stat(), os.fstat(self._lock_fd))
+        except FileNotFoundError:
+            return False
+
+    def _begin_anew(self) -> None:
+        """The directory was removed, or another disk is mounted there: it is made and locked as at start."""
+        self._is_owner = False
+        self._is_owner = self._try_lock()
+        self._shards.clear()
+        self._unremoved.clear()
+        self._scan()
+
     def _remove(self, keys: list[bytes]) -> None:
-        for key in keys:
-            self._path(key).unlink(missing_ok=True)
-            self._on_disk.discard(key)
+        """Removes files, those that could not be removed before among them; raises OSError as they do."""
+        self._unremoved.update(dict.fromkeys(keys))
+        while self._unremoved:
+            self._unlink(next(iter(self._unremoved)))
+
+    def _unlink(self, key: bytes) -> None:
+        self._path(key).unlink(missing_ok=True)
+        self._on_disk.discard(key)
+        self._unremoved.pop(key, None)
 
     def _make_room(self, num_bytes: int) -> bool:
         """Evicts the least recently used blocks, whosever they are, until so many bytes more fit."""
@@ -360,21 +433,26 @@ class DiskTier(KVConnector):
         if self._written_since_scan * RESCANS_PER_CAPACITY > self._capacity:
             self._scan_foreign()
         while len(self._on_disk) * self.file_bytes + self._foreign_bytes + num_bytes > self._capacity:
+            if self._unremoved:
+                self._unlink(next(iter(self._unremoved)))
+                continue
             with self._lock:
                 oldest = next(iter(self._index.items()), None)
                 evicts_foreign = bool(self._foreign) and (oldest is None or self._foreign[-1][0] < oldest[1])
-                if not evicts_foreign:
-                    if oldest is None:
-                        return False
-                    del self._index[oldest[0]]
-                self._counts["evicted"] += 1
+                if not evicts_foreign and oldest is None:
+                    return False
+            # The index follows the disk: where nothing can be removed nothing is forgotten.
             if evicts_foreign:
                 _, size, path = self._foreign.pop()
                 Path(path).unlink(missing_ok=True)
                 self._foreign_bytes -= size
             else:
                 assert oldest is not None
-                self._remove([oldest[0]])
+                self._unlink(oldest[0])
+            with self._lock:
+                if not evicts_foreign and oldest is not None:
+                    self._index.pop(oldest[0], None)
+                self._counts["evicted"] += 1
         return True
 
     def _open_directory(self) -> None:
@@ -392,7 +470,7 @@ class DiskTier(KVConnector):
             if size == HEADER_BYTES + self.block_bytes:
                 found.append((mtime, key))
             elif self._is_owner:
-                logger.warning("disk tier: %s is damaged and deleted: it has %d bytes", path, size)
+                self._complaints.warn("damage", f"disk tier: {path} is deleted: it has {size} bytes")
                 self._counts["damaged"] += 1
                 Path(path).unlink(missing_ok=True)
         found.sort()
@@ -405,13 +483,11 @@ class DiskTier(KVConnector):
 
     def _scan_foreign(self) -> None:
         self._foreign = []
-        with os.scandir(self._root) as entries:
-            for entry in entries:
-                if _FINGERPRINT.fullmatch(entry.name) and entry.name != self._fingerprint:
-                    self._foreign.extend(
-                        (mtime, allocated_bytes(size), path)
-                        for _, mtime, size, path in _block_files(entry.path)
-                    )
+        for entry in _entries(self._root):
+            if _FINGERPRINT.fullmatch(entry.name) and entry.name != self._fingerprint:
+                self._foreign.extend(
+                    (mtime, allocated_bytes(size), path) for _, mtime, size, path in _block_files(entry.path)
+                )
         self._foreign.sort(reverse=True)
         self._foreign_bytes = sum(size for _, size, _ in self._foreign)
         self._written_since_scan = 0
@@ -419,17 +495,24 @@ class DiskTier(KVConnector):
 
 def _block_files(directory: Path | str) -> Iterator[tuple[bytes, float, int, str]]:
     """Key, modification time, bytes and path of each block of one model that does not vanish meanwhile."""
-    with os.scandir(directory) as shards:
-        for shard in shards:
-            if not shard.is_dir(follow_symlinks=False):
+    for shard in _entries(directory):
+        if not shard.is_dir(follow_symlinks=False):
+            continue
+        for entry in _entries(shard.path):
+            key = key_of(entry.name)
+            if key is None:
                 continue
-            with os.scandir(shard) as entries:
-                for entry in entries:
-                    key = key_of(entry.name)
-                    if key is None:
-                        continue
-                    try:
-                        status = entry.stat(follow_symlinks=False)
-                    except FileNotFoundError:
-                        continue
-                    yield key, status.st_mtime, status.st_size, entry.path
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            yield key, status.st_mtime, status.st_size, entry.path
+
+
+def _entries(directory: Path | str) -> list[os.DirEntry[str]]:
+    """None of a directory that is gone, or another user's."""
+    try:
+        with os.scandir(directory) as entries:
+            return list(entries)
+    except (FileNotFoundError, PermissionError):
+        return []

@@ -21,6 +21,7 @@ import numpy as np
 
 from quire.config import CacheConfig
 from quire.errors import ConfigError, describe
+from quire.kv_tiers.complaints import Complaints
 from quire.kv_tiers.connector import BlockAccess, BlockArray, KVConnector
 from quire.kv_tiers.disk import DiskTier
 from quire.kv_tiers.host import HostTier
@@ -52,7 +53,7 @@ class _Tier:
         self.num_failures = 0
         self._clock = clock
         self._rests_until = 0.0
-        self._has_bad_stats = False
+        self._complaints = Complaints(clock)
 
     @property
     def is_resting(self) -> bool:
@@ -77,23 +78,21 @@ class _Tier:
             return False
 
     def stats(self) -> dict[str, float]:
-        """The store's numbers; none if they are no finite numbers by name, which is told once."""
+        """The store's numbers; none if they are no finite numbers by name."""
         try:
             found = {str(name): float(value) for name, value in self.store.stats().items()}
             if all(map(math.isfinite, found.values())):
                 return found
             raise ValueError("not all are finite")
         except Exception as error:
-            if not self._has_bad_stats:
-                logger.warning("KV tier %s has no usable stats(): %s", self.store.name, describe(error))
-            self._has_bad_stats = True
+            self._complaints.warn("stats", f"KV tier {self.store.name} has no usable stats(): {describe(error)}")
         return {}
 
     def _fail(self, error: Exception) -> None:
         self.num_failures += 1
         self._rests_until = self._clock() + REST_S
-        what = describe(error)
-        logger.warning("KV tier %s failed and rests for %.0f s: %s", self.store.name, REST_S, what)
+        what = f"KV tier {self.store.name} failed and rests for {REST_S:.0f} s: {describe(error)}"
+        self._complaints.warn(type(error).__name__, what)
 
 
 class _Rate:
@@ -112,7 +111,7 @@ class _Rate:
 class KVTiers:
     """Joins stores.
 
-    The scheduler's half (`contains`, `num_hits`, `touch`, `is_loading`, `can_pin`, `prefetch`, `drop`,
+    The scheduler's half (`contains`, `num_hits`, `touch`, `can_pin`, `is_loading`, `prefetch`, `drop`,
     `clear`, `stats`) belongs to the engine's thread, the runner's half (`save`, `start_load`, `poll`,
     `num_loading`) to the runner's, which may be another one; neither waits for a disk or a network. A thread
     of ours moves what is loaded or fetched ahead.
@@ -229,7 +228,7 @@ class KVTiers:
     def stats(self) -> dict[str, float]:
         """The stores' numbers, each with the store's name before it, and our own."""
         values: dict[str, float] = {
-            "loads_under_way": self.num_loading,
+            "loads_under_way": len(self._loading),
             "failed_loads": self._num_failed_loads,
             "prefetched_blocks": self._num_prefetched,
             "save_bytes_per_s": self.save_bytes_per_s or 0.0,
@@ -400,7 +399,7 @@ def make_tiers(cache: CacheConfig, access: BlockAccess, fingerprint: str) -> KVT
     """The tiers a configuration asks for: host, then disk, then the connector; None: it asks for none.
 
     Args:
-        fingerprint: `quire.kv_tiers.fingerprint` of the model and the layout of its blocks.
+        fingerprint: `quire.kv_tiers.fingerprint`, where the configuration `needs_fingerprint`.
 
     Raises:
         ConfigError: a tier cannot be had; names the key.
