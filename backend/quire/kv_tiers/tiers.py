@@ -85,7 +85,8 @@ class _Tier:
                 return found
             raise ValueError("not all are finite")
         except Exception as error:
-            self._complaints.warn("stats", f"KV tier {self.store.name} has no usable stats(): {describe(error)}")
+            what = f"KV tier {self.store.name} has no usable stats(): {describe(error)}"
+            self._complaints.warn("stats", what)
         return {}
 
     def _fail(self, error: Exception) -> None:

@@ -19,7 +19,7 @@ import torch
 from quire.layers.rotary import RotaryEmbedding
 from quire.loader import LoadedModel
 from quire_kernels import registry
-from quire_kernels.cpu.build import BuildError, library_path, supported_isas
+from quire_kernels.cpu.build import BuildError, library_name, supported_isas
 from quire_kernels.cpu.native import library
 
 _CODE = ("quire.layers", "quire.loader", "quire.models", "quire.worker", "quire_kernels")
@@ -52,7 +52,7 @@ def _processor(device: torch.device) -> list[str]:
         return found + [f"{name} {_version(name)}" for name in _GPU_LIBRARIES]
     try:
         # Its name stands for the instruction set, the sources and the compiler.
-        libraries = [library_path(isa).name for isa in supported_isas() if library(isa) is not None][:1]
+        libraries = [library_name(isa) for isa in supported_isas() if library(isa) is not None][:1]
     except BuildError:
         libraries = []
     return [*libraries, torch.backends.cpu.get_cpu_capability()]

@@ -65,6 +65,15 @@ def supported_isas() -> tuple[str, ...]:
     return tuple(name for name in supported if name == asked)
 
 
+def library_name(isa: str) -> str:
+    """Of an instruction set's library: stands for its sources, the compiler and the flags.
+
+    Raises:
+        BuildError: there is no compiler.
+    """
+    return f"quire-{isa}-{_key(_compiler(), _flags(isa))}.so"
+
+
 def load(isa: str) -> ctypes.CDLL:
     """The shared library for an instruction set, compiled if it is not there yet, or damaged.
 
@@ -74,23 +83,30 @@ def load(isa: str) -> ctypes.CDLL:
         BuildError: no compiler, or it failed.
         OSError: what was compiled just now cannot be loaded.
     """
-    compiler = shutil.which(os.environ.get(ENVIRONMENT_COMPILER) or "g++") or shutil.which("clang++")
-    if compiler is None:
-        raise BuildError(f"no C++ compiler: install g++, or name one in {ENVIRONMENT_COMPILER}")
-    flags = (*FLAGS, *ISAS[isa][1])
-    path = cache_directory("kernels") / f"quire-{isa}-{_key(compiler, flags)}.so"
+    path = cache_directory("kernels") / library_name(isa)
     with locked(path.with_suffix(".lock")):
         if kept(path) is not None:
             try:
                 return ctypes.CDLL(str(path))
             except OSError as error:
                 logger.warning("%s is whole but cannot be loaded: %s", path, error)
-        made = _compile(compiler, flags, path.name)
+        made = _compile(_compiler(), _flags(isa), path.name)
         try:
             keep(path, made.read_bytes())
             return ctypes.CDLL(str(made))
         finally:
             made.unlink()  # what is loaded stays
+
+
+def _compiler() -> str:
+    compiler = shutil.which(os.environ.get(ENVIRONMENT_COMPILER) or "g++") or shutil.which("clang++")
+    if compiler is None:
+        raise BuildError(f"no C++ compiler: install g++, or name one in {ENVIRONMENT_COMPILER}")
+    return compiler
+
+
+def _flags(isa: str) -> tuple[str, ...]:
+    return (*FLAGS, *ISAS[isa][1])
 
 
 def _compile(compiler: str, flags: tuple[str, ...], name: str) -> Path:
