@@ -369,8 +369,8 @@ def _mass_threshold(
 def _key_reaching(keys: torch.Tensor, weights: torch.Tensor | None, target: float) -> float:
     """The largest key such that the keys from it upwards weigh at least `target`; the smallest if none does.
 
-    By two histograms, of the upper and the lower half of the keys' bits: on a CPU a sort of all takes ten times
-    as long, and any client can make every step do it.
+    By two histograms, of the upper and of the lower half of the keys' bits: on a CPU a sort of all takes ten
+    times as long, and any client can make every step do it.
 
     Args:
         keys: [V] float32.
