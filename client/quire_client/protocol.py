@@ -210,10 +210,19 @@ def build_request(
     return request
 
 
-def build_cancel(model: str, request_id: str) -> Any:
-    """The `ModelInferRequest` that ends the running request of this id on a generator."""
-    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+def tenant_of(sampling: Mapping[str, Any], parameters: Mapping[str, Any] | None) -> str:
+    """The tenant that a request's arguments state (those of `build_request`); empty: none."""
+    for stated in (sampling, sampling.get(JSON_INPUT) or {}, parameters or {}):
+        if stated.get("tenant") is not None:
+            return str(stated["tenant"])
+    return ""
+
+
+def build_cancel(schema: ModelSchema, request_id: str, tenant: str) -> Any:
+    """The `ModelInferRequest` that ends the tenant's running request of this id on a generator."""
+    request = service_pb2.ModelInferRequest(model_name=schema.name, id=request_id)
     _add(request, "cancel", "BOOL", np.array([True]))
+    _add_sampling(request, schema, {"tenant": tenant or None}, request_id)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     return request
 
