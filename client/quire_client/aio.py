@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -79,13 +80,21 @@ class AsyncStream(AsyncIterator[Chunk]):
         deadline = conn.Deadline(self._timeout)
         schema = await self._client._schema(self.model, deadline)
         await self._client._learn_server(deadline)
-        request = build_request(
+        build = functools.partial(
+            build_request,
             schema,
             self._prompt,
             request_id=self.request_id,
             timeout=deadline.remaining(),
             **self._arguments,
         )
+        # In a thread where it would hold up the other streams of this loop.
+        request = await asyncio.to_thread(build) if self._prompt.is_large else build()
+        # The answer may take long, and needs none of it.
+        self._prompt, self._arguments = Prompt(), {}
+        del build
+        if self._over.is_set():
+            return  # cancelled meanwhile
         self._schema = schema
         self.started_at = time.perf_counter()
         self._call = self._client._stub.ModelStreamInfer(

@@ -28,6 +28,8 @@ VISION_MODEL = "vision_chat"
 """Ensemble of vision models and generator: the default where images are given."""
 GENERATOR_MODEL = "generator"
 """The decoupled model that generates: the default for token ids."""
+LARGE_PROMPT = 2**16
+"""Characters or token ids."""
 JSON_INPUT = "sampling_parameters"
 FINAL_PARAMETER = "triton_final_response"
 
@@ -134,6 +136,12 @@ class Prompt:
     input_ids: Sequence[int] | None = None
     images: Sequence[bytes | str | os.PathLike[str]] = ()
     """Encoded images (bytes), or files to read them from, in the order of their parts in the messages."""
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a request of it takes long to build: many tokens, long text, or files to be read."""
+        texts = (self.text, self.messages if isinstance(self.messages, str) else None, self.input_ids)
+        return bool(self.images) or any(part is not None and len(part) > LARGE_PROMPT for part in texts)
 
     @property
     def default_model(self) -> str:
