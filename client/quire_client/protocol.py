@@ -250,7 +250,7 @@ def cache_answer(text: str) -> dict[str, Any]:
     """
     try:
         answer = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
         raise ProtocolError(f"the answer to the cache command is not a JSON object: {text!r:.80}")

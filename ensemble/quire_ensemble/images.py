@@ -139,7 +139,8 @@ def read_image(raw: bytes | str, index: int, limits: ImageLimits) -> EncodedImag
         # Data escapes these bytes, so that they are a marker; metadata may hold a few more.
         if encoded[:2] == b"\xff\xd8" and encoded.count(b"\xff\xda") > MAX_SCANS:
             raise InputError(field, f"a JPEG file of more than {MAX_SCANS} scans")
-        size = _open(encoded, field, limits.max_image_pixels).size
+        image = _open(encoded, field, limits.max_image_pixels)
+        size = image.width, image.height
     _check_pixels(*size, field, limits)
     return EncodedImage(encoded, size, field)
 

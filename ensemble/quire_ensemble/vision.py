@@ -151,9 +151,9 @@ class VisionProcessor:
                 f"the prompt has {_count(found, 'placeholder')} {self._placeholder!r} and "
                 f"{_count(len(sources), 'image')}; there must be one for each image",
             )
-        images = self._read_images(sources)
-        run: Callable[..., Any] = map if len(images) < 2 else self._pool.map
-        return self._assemble(token_ids, list(run(self._process_image, range(len(images)), images)))
+        read = self._read_images(sources)
+        run: Callable[..., Any] = map if len(read) < 2 else self._pool.map
+        return self._assemble(token_ids, list(run(self._process_image, range(len(read)), read)))
 
     def _given_images(
         self, images: Sequence[bytes | str] | None, pixels: np.ndarray | None
