@@ -488,13 +488,23 @@ def test_bodies_beyond_what_is_held_are_refused_for_now(
         if hold._intake.held >= 2_800_000:
             full.set()
 
+    given_back = threading.Semaphore(0)
+    close = Hold.close
+
+    def closed(hold: Hold) -> None:
+        held_any = hold._held > 0
+        close(hold)
+        if held_any:
+            given_back.release()
+
     monkeypatch.setattr(Hold, "receive", counted)
-    body = chat_body("endless", stream=True, user="x" * 2**20)
+    monkeypatch.setattr(Hold, "close", closed)
     with gateway(GatewaySettings(server.url)) as base, contextlib.ExitStack() as opened:
-        for _ in range(4):
-            url = f"{base}/v1/chat/completions"
-            reply = opened.enter_context(httpx.stream("POST", url, json=body, timeout=WAIT))
-            assert reply.status_code == 200
+        url = f"{base}/v1/chat/completions"
+        for stream in (True, False, True, False):
+            body = chat_body("endless", stream=stream, user="x" * 2**20)
+            opened.enter_context(post_raw(base, body))
+            assert given_back.acquire(timeout=WAIT), "the server has the request"
         assert held[-1].held == 0
         halves = [half_sent(base, 1_500_000, 1_400_000) for _ in range(2)]
         assert full.wait(WAIT)
