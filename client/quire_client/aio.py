@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -36,6 +37,7 @@ from quire_client.protocol import (
     parse_response,
     schema_from_config,
     schema_from_metadata,
+    tenant_of,
     unpin_command,
 )
 from quire_client.types import Chunk, Collector, Message, ModelInfo, Result
@@ -55,6 +57,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         self.request_id: str = arguments.pop("request_id") or conn.new_request_id()
         self.model: str = arguments.pop("model") or prompt.default_model
         self._timeout: float | None = arguments.pop("timeout")
+        self._tenant = tenant_of(arguments["sampling"], arguments["parameters"])
         self._arguments = arguments
         self._schema: ModelSchema | None = None
         self._call: Any = None
@@ -77,13 +80,21 @@ class AsyncStream(AsyncIterator[Chunk]):
         deadline = conn.Deadline(self._timeout)
         schema = await self._client._schema(self.model, deadline)
         await self._client._learn_server(deadline)
-        request = build_request(
+        build = functools.partial(
+            build_request,
             schema,
             self._prompt,
             request_id=self.request_id,
             timeout=deadline.remaining(),
             **self._arguments,
         )
+        # In a thread where it would hold up the other streams of this loop.
+        request = await asyncio.to_thread(build) if self._prompt.is_large else build()
+        # The answer may take long, and needs none of it.
+        self._prompt, self._arguments = Prompt(), {}
+        del build
+        if self._over.is_set():
+            return  # cancelled meanwhile
         self._schema = schema
         self.started_at = time.perf_counter()
         self._call = self._client._stub.ModelStreamInfer(
@@ -192,7 +203,9 @@ class AsyncStream(AsyncIterator[Chunk]):
         error.request_id = self.request_id
         if isinstance(error, DeadlineExceeded):
             # The call is gone. Triton tells a model about that, but not the members of an ensemble.
-            self._client._spawn(self._client._cancel_by_id(self._schema, self.request_id, late=True))
+            self._client._spawn(
+                self._client._cancel_by_id(self._schema, self.request_id, self._tenant, late=True)
+            )
         elif isinstance(error, InvalidArgument | NotFound):
             # The model may have been replaced by one with other tensors.
             self._client._schemas.pop(self.model, None)
@@ -220,13 +233,13 @@ class AsyncStream(AsyncIterator[Chunk]):
         if self._call is None or self._schema is None:
             self._over.set()
             return
-        told = await self._client._cancel_by_id(self._schema, self.request_id)
+        told = await self._client._cancel_by_id(self._schema, self.request_id, self._tenant)
         seconds = conn.DRAIN_TIMEOUT if told else conn.LATE_CANCEL_DELAYS[0]
         ended = await self._drain(seconds)
         self._call.cancel()
         self._over.set()
         if not told and not ended:
-            await self._client._cancel_by_id(self._schema, self.request_id, late=True)
+            await self._client._cancel_by_id(self._schema, self.request_id, self._tenant, late=True)
 
     async def _drain(self, seconds: float) -> bool:
         """Waits for the end of the call, reading what is left unless another task does; True: it came."""
@@ -263,7 +276,9 @@ class AsyncStream(AsyncIterator[Chunk]):
         except RuntimeError:  # the loop is gone, and the channel with it
             return
         self._call.cancel()
-        self._client._spawn(self._client._cancel_by_id(self._schema, self.request_id, late=True))
+        self._client._spawn(
+            self._client._cancel_by_id(self._schema, self.request_id, self._tenant, late=True)
+        )
 
 
 class AsyncClient:
@@ -361,14 +376,14 @@ class AsyncClient:
         """Lets go what a session (None: everybody) has pinned. Arguments as of `cache_control`."""
         return await self.cache_control(unpin_command(session, tenant), **arguments)
 
-    async def cancel(self, request_id: str, *, model: str = "chat") -> bool:
-        """Ends a running request by its id, whoever started it.
+    async def cancel(self, request_id: str, *, model: str = "chat", tenant: str = "") -> bool:
+        """Ends a tenant's running request by its id, whichever client started it.
 
         Returns:
             True when the server had such a request; False when not, or when the model cannot cancel by id.
         """
         schema = await self._schema(model, conn.Deadline(conn.CONTROL_TIMEOUT))
-        return await self._cancel_by_id(schema, request_id)
+        return await self._cancel_by_id(schema, request_id, tenant)
 
     async def models(self) -> list[ModelInfo]:
         """Every model of the repository, ready or not."""
@@ -471,10 +486,10 @@ class AsyncClient:
                 raise
         return assumed_schema(model)
 
-    async def _cancel_model(self, schema: ModelSchema) -> str | None:
+    async def _cancel_model(self, schema: ModelSchema) -> ModelSchema | None:
         """The model that takes cancel requests: this one, or the last member of the ensemble that does."""
         if not schema.steps:
-            return schema.name if schema.takes_cancel else None
+            return schema if schema.takes_cancel else None
         for step in reversed(schema.steps):
             deadline = conn.Deadline(conn.CANCEL_TIMEOUT)
             found = await self._cancel_model(await self._schema(step, deadline))
@@ -482,7 +497,9 @@ class AsyncClient:
                 return found
         return None
 
-    async def _cancel_by_id(self, schema: ModelSchema, request_id: str, *, late: bool = False) -> bool:
+    async def _cancel_by_id(
+        self, schema: ModelSchema, request_id: str, tenant: str, *, late: bool = False
+    ) -> bool:
         """Sends the cancel request; True when the generator knew the request.
 
         Args:
@@ -493,20 +510,20 @@ class AsyncClient:
             model = await self._cancel_model(schema)
             if model is None:
                 return False
-            if await self._send_cancel(model, request_id):
+            if await self._send_cancel(model, request_id, tenant):
                 return True
             if late and schema.steps:
                 for delay in conn.LATE_CANCEL_DELAYS:
                     await asyncio.sleep(delay)
-                    if await self._send_cancel(model, request_id):
+                    if await self._send_cancel(model, request_id, tenant):
                         return True
         except QuireClientError:
             pass  # best effort: the call is cancelled in any case
         return False
 
-    async def _send_cancel(self, model: str, request_id: str) -> bool:
+    async def _send_cancel(self, model: ModelSchema, request_id: str, tenant: str) -> bool:
         call = self._stub.ModelStreamInfer(
-            iter([build_cancel(model, request_id)]),
+            iter([build_cancel(model, request_id, tenant)]),
             timeout=conn.CANCEL_TIMEOUT,
             metadata=self._settings.metadata(error_codes=bool(self._error_codes)),
         )

@@ -305,7 +305,7 @@ def _json_params(params: tuple[str, ...]) -> dict[str, Any]:
             raise click.UsageError(f"--param: NAME=JSON expected, got {entry!r}")
         try:
             values[name] = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             values[name] = text
     return values
 

@@ -36,6 +36,7 @@ from quire_client.protocol import (
     parse_response,
     schema_from_config,
     schema_from_metadata,
+    tenant_of,
     unpin_command,
 )
 from quire_client.types import Chunk, Collector, Message, ModelInfo, Result
@@ -53,8 +54,11 @@ class Stream(Iterator[Chunk]):
     `cancel()` may be called from any thread; a thread that iterates meanwhile gets `Cancelled`.
     """
 
-    def __init__(self, client: Client, schema: ModelSchema, request: Any, deadline: conn.Deadline) -> None:
+    def __init__(
+        self, client: Client, schema: ModelSchema, request: Any, tenant: str, deadline: conn.Deadline
+    ) -> None:
         self.request_id: str = request.id
+        self._tenant = tenant
         self.model = schema.name
         self._client = client
         self._schema = schema
@@ -154,7 +158,7 @@ class Stream(Iterator[Chunk]):
         error.request_id = self.request_id
         if isinstance(error, DeadlineExceeded):
             # The call is gone. Triton tells a model about that, but not the members of an ensemble.
-            self._client._cancel_in_background(self._schema, self.request_id)
+            self._client._cancel_in_background(self._schema, self.request_id, self._tenant)
         elif isinstance(error, InvalidArgument | NotFound):
             # The model may have been replaced by one with other tensors.
             self._client._schemas.pop(self.model, None)
@@ -183,12 +187,12 @@ class Stream(Iterator[Chunk]):
                     self._reading.release()
                 return
             self._cancelled = True
-        told = self._client._cancel_by_id(self._schema, self.request_id)
+        told = self._client._cancel_by_id(self._schema, self.request_id, self._tenant)
         ended = self._drain(conn.DRAIN_TIMEOUT if told else conn.LATE_CANCEL_DELAYS[0])
         self._over.set()
         self._call.cancel()
         if not told and not ended:
-            self._client._cancel_by_id(self._schema, self.request_id, late=True)
+            self._client._cancel_by_id(self._schema, self.request_id, self._tenant, late=True)
 
     def _drain(self, seconds: float) -> bool:
         """Waits for the end of the call, reading what is left unless another thread does; True: it came."""
@@ -222,7 +226,7 @@ class Stream(Iterator[Chunk]):
             return
         # No waiting in a destructor: a thread tells the server.
         call.cancel()
-        self._client._cancel_in_background(self._schema, self.request_id)
+        self._client._cancel_in_background(self._schema, self.request_id, self._tenant)
 
 
 @contextmanager
@@ -339,7 +343,7 @@ class Client:
             timeout=deadline.remaining(),
             outputs=outputs,
         )
-        return Stream(self, schema, request, deadline)
+        return Stream(self, schema, request, tenant_of(sampling, parameters), deadline)
 
     def cache_control(
         self, command: Mapping[str, Any], *, model: str = GENERATOR_MODEL, timeout: float | None = None
@@ -366,13 +370,14 @@ class Client:
         """Lets go what a session (None: everybody) has pinned. Arguments as of `cache_control`."""
         return self.cache_control(unpin_command(session, tenant), **arguments)
 
-    def cancel(self, request_id: str, *, model: str = "chat") -> bool:
-        """Ends a running request by its id, whoever started it.
+    def cancel(self, request_id: str, *, model: str = "chat", tenant: str = "") -> bool:
+        """Ends a tenant's running request by its id, whichever client started it.
 
         Returns:
             True when the server had such a request; False when not, or when the model cannot cancel by id.
         """
-        return self._cancel_by_id(self._schema(model, conn.Deadline(conn.CONTROL_TIMEOUT)), request_id)
+        schema = self._schema(model, conn.Deadline(conn.CONTROL_TIMEOUT))
+        return self._cancel_by_id(schema, request_id, tenant)
 
     def models(self) -> list[ModelInfo]:
         """Every model of the repository, ready or not."""
@@ -465,21 +470,21 @@ class Client:
                 raise
         return assumed_schema(model)
 
-    def _cancel_model(self, schema: ModelSchema) -> str | None:
+    def _cancel_model(self, schema: ModelSchema) -> ModelSchema | None:
         """The model that takes cancel requests: this one, or the last member of the ensemble that does."""
         if not schema.steps:
-            return schema.name if schema.takes_cancel else None
+            return schema if schema.takes_cancel else None
         for step in reversed(schema.steps):
             found = self._cancel_model(self._schema(step, conn.Deadline(conn.CANCEL_TIMEOUT)))
             if found is not None:
                 return found
         return None
 
-    def _cancel_in_background(self, schema: ModelSchema, request_id: str) -> None:
+    def _cancel_in_background(self, schema: ModelSchema, request_id: str, tenant: str) -> None:
         """For a call that is gone already; `close` waits for it (bounded by the timeouts of its calls)."""
 
         def work() -> None:
-            self._cancel_by_id(schema, request_id, late=True)
+            self._cancel_by_id(schema, request_id, tenant, late=True)
             self._background.discard(threading.current_thread())
 
         thread = threading.Thread(target=work, name="quire-cancel")
@@ -489,7 +494,7 @@ class Client:
         except RuntimeError:  # the interpreter is shutting down
             self._background.discard(thread)
 
-    def _cancel_by_id(self, schema: ModelSchema, request_id: str, *, late: bool = False) -> bool:
+    def _cancel_by_id(self, schema: ModelSchema, request_id: str, tenant: str, *, late: bool = False) -> bool:
         """Sends the cancel request; True when the generator knew the request.
 
         Args:
@@ -500,21 +505,21 @@ class Client:
             model = self._cancel_model(schema)
             if model is None:
                 return False
-            if self._send_cancel(model, request_id):
+            if self._send_cancel(model, request_id, tenant):
                 return True
             if late and schema.steps:
                 for delay in conn.LATE_CANCEL_DELAYS:
                     time.sleep(delay)
-                    if self._send_cancel(model, request_id):
+                    if self._send_cancel(model, request_id, tenant):
                         return True
         except (QuireClientError, ValueError):
             # Best effort: the call is cancelled in any case (ValueError: the channel is closed).
             pass
         return False
 
-    def _send_cancel(self, model: str, request_id: str) -> bool:
+    def _send_cancel(self, model: ModelSchema, request_id: str, tenant: str) -> bool:
         call = self._stub.ModelStreamInfer(
-            iter([build_cancel(model, request_id)]),
+            iter([build_cancel(model, request_id, tenant)]),
             timeout=conn.CANCEL_TIMEOUT,
             metadata=self._settings.metadata(error_codes=bool(self._error_codes)),
         )

@@ -28,6 +28,8 @@ VISION_MODEL = "vision_chat"
 """Ensemble of vision models and generator: the default where images are given."""
 GENERATOR_MODEL = "generator"
 """The decoupled model that generates: the default for token ids."""
+LARGE_PROMPT = 2**16
+"""Characters or token ids."""
 JSON_INPUT = "sampling_parameters"
 FINAL_PARAMETER = "triton_final_response"
 
@@ -136,6 +138,12 @@ class Prompt:
     """Encoded images (bytes), or files to read them from, in the order of their parts in the messages."""
 
     @property
+    def is_large(self) -> bool:
+        """Whether a request of it takes long to build: many tokens, long text, or files to be read."""
+        texts = (self.text, self.messages if isinstance(self.messages, str) else None, self.input_ids)
+        return bool(self.images) or any(part is not None and len(part) > LARGE_PROMPT for part in texts)
+
+    @property
     def default_model(self) -> str:
         """Token ids need no tokenizer model; all else goes through an ensemble."""
         if self.images:
@@ -210,10 +218,19 @@ def build_request(
     return request
 
 
-def build_cancel(model: str, request_id: str) -> Any:
-    """The `ModelInferRequest` that ends the running request of this id on a generator."""
-    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+def tenant_of(sampling: Mapping[str, Any], parameters: Mapping[str, Any] | None) -> str:
+    """The tenant that a request's arguments state (those of `build_request`); empty: none."""
+    for stated in (sampling, sampling.get(JSON_INPUT) or {}, parameters or {}):
+        if stated.get("tenant") is not None:
+            return str(stated["tenant"])
+    return ""
+
+
+def build_cancel(schema: ModelSchema, request_id: str, tenant: str) -> Any:
+    """The `ModelInferRequest` that ends the tenant's running request of this id on a generator."""
+    request = service_pb2.ModelInferRequest(model_name=schema.name, id=request_id)
     _add(request, "cancel", "BOOL", np.array([True]))
+    _add_sampling(request, schema, {"tenant": tenant or None}, request_id)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     return request
 
@@ -233,7 +250,7 @@ def cache_answer(text: str) -> dict[str, Any]:
     """
     try:
         answer = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
         raise ProtocolError(f"the answer to the cache command is not a JSON object: {text!r:.80}")

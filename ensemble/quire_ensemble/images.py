@@ -2,7 +2,8 @@
 
 Every limit is checked before the work it bounds: the length of base64 text before it is decoded, the number
 of encoded bytes before they are looked at, width and height (which the header states) before pixels are
-decoded. Nothing is ever fetched. Pillow is imported with the first image.
+decoded. What all images of a request take together is known before the first of them is decoded. Nothing is
+ever fetched. Pillow is imported with the first image.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,9 @@ MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK")
 """Pixel formats that have a faithful RGB form. Not 16-bit grey (I;16), which Pillow clips to white."""
 PILLOW_MAX_PIXELS = 178_956_970
 """Images above this are refused by Pillow itself."""
+
+MAX_SCANS = 100
+"""Scans of a JPEG file. Each is a pass over all pixels, however few bytes it has; encoders make a dozen."""
 
 _SIGNATURE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|GIF8[79]a|BM", re.DOTALL)
 _URL = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*:")
@@ -48,30 +52,72 @@ class ImageLimits:
     """Limits of one request.
 
     max_image_bytes: encoded size of one image, before base64.
-    max_image_pixels: width times height of one image.
+    max_image_pixels: width times height of one image. As many pixels are worked on at a time, those of all
+        requests together, at about 20 bytes each.
     max_images: images in one prompt.
+    max_request_bytes: encoded size of all images of a request.
+    max_request_pixels: of all images of a request, each before or after scaling, whichever are more.
+    max_request_patches: patches of all images of a request: rows for the vision encoder.
     """
 
     max_image_bytes: int = 20 * 2**20
     max_image_pixels: int = 33_554_432
     max_images: int = 16
+    max_request_bytes: int = 64 * 2**20
+    max_request_pixels: int = 67_108_864
+    max_request_patches: int = 65_536
 
     def __post_init__(self) -> None:
-        for name in ("max_image_bytes", "max_image_pixels", "max_images"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name} must be at least 1, got {getattr(self, field.name)}")
         if self.max_image_pixels > PILLOW_MAX_PIXELS:
             raise ValueError(
                 f"max_image_pixels must be at most {PILLOW_MAX_PIXELS}, got {self.max_image_pixels}"
             )
 
 
-def decode_image(raw: bytes | str, index: int, limits: ImageLimits) -> Image:
-    """The decoded image, upright, in one of MODES.
+@dataclass(frozen=True)
+class EncodedImage:
+    """An image file whose header has been read."""
 
-    The EXIF orientation is applied, as transformers does where it loads an encoded image itself
-    (`load_image`); its image processors get decoded images and know nothing of it. Of an animation, the first
-    frame.
+    data: bytes
+    size: tuple[int, int]
+    """Width and height."""
+    field: str
+    """Named in errors."""
+
+    def decode(self) -> Image:
+        """The image, upright, in one of MODES.
+
+        The EXIF orientation is applied, as transformers does where it loads an encoded image itself
+        (`load_image`); its image processors get decoded images and know nothing of it. Of an animation, the
+        first frame.
+
+        Raises:
+            InputError: another format or mode, truncated or damaged, or larger than its header said.
+        """
+        from PIL import Image as pil
+
+        image = _open(self.data, self.field)
+        if image.size != self.size:
+            raise InputError(self.field, f"damaged: {image.size} pixels, the header says {self.size}")
+        if image.mode not in MODES:
+            raise InputError(
+                self.field, f"pixel format {image.mode!r} is not supported; known are {', '.join(MODES)}"
+            )
+        try:
+            image.load()
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise InputError(self.field, f"truncated or damaged: {_one_line(error)}") from None
+        turn = _UPRIGHT.get(_orientation(image))
+        return image if turn is None else image.transpose(pil.Transpose[turn])
+
+
+def read_image(raw: bytes | str, index: int, limits: ImageLimits) -> EncodedImage:
+    """An image of a request, of which nothing but the header was looked at.
 
     Args:
         raw: the bytes of a file of FORMATS, base64 text of them, or a `data:` URL with base64.
@@ -79,43 +125,41 @@ def decode_image(raw: bytes | str, index: int, limits: ImageLimits) -> Image:
 
     Raises:
         InputError: of field `image[index]`: a limit (named with its value) is exceeded, a URL that would have
-            to be fetched, bad base64, not an image, another format or mode, truncated or damaged.
+            to be fetched, bad base64, not an image, or of another format.
     """
-    from PIL import Image as pil
-
     field = f"image[{index}]"
     encoded = _encoded_bytes(raw, field, limits)
     if _SIGNATURE.match(encoded) is None:
         raise InputError(
             field, f"not an image of a known format ({', '.join(FORMATS)}); it begins with {encoded[:8]!r}"
         )
-    canvas = _webp_canvas(encoded)
-    if canvas is not None:
-        # Pillow's WebP decoder allocates the whole canvas when it reads the header.
-        _check_pixels(*canvas, field, limits)
+    # Pillow's WebP decoder allocates the whole canvas when it reads the header.
+    size = _webp_canvas(encoded)
+    if size is None:
+        # Data escapes these bytes, so that they are a marker; metadata may hold a few more.
+        if encoded[:2] == b"\xff\xd8" and encoded.count(b"\xff\xda") > MAX_SCANS:
+            raise InputError(field, f"a JPEG file of more than {MAX_SCANS} scans")
+        image = _open(encoded, field, limits.max_image_pixels)
+        size = image.width, image.height
+    _check_pixels(*size, field, limits)
+    return EncodedImage(encoded, size, field)
+
+
+def _open(encoded: bytes, field: str, max_pixels: int = PILLOW_MAX_PIXELS) -> Any:
+    """Pillow's image, with its pixels still encoded."""
+    from PIL import Image as pil
+
     try:
-        image = pil.open(BytesIO(encoded), formats=FORMATS)
+        return pil.open(BytesIO(encoded), formats=FORMATS)
     except pil.DecompressionBombError:
         raise InputError(
             field,
-            f"more than {PILLOW_MAX_PIXELS} pixels, at most {limits.max_image_pixels} are allowed "
-            "(max_image_pixels)",
+            f"more than {PILLOW_MAX_PIXELS} pixels, at most {max_pixels} are allowed (max_image_pixels)",
         ) from None
     except MemoryError:
         raise
     except Exception as error:  # decoders raise whatever a damaged file makes them raise
         raise InputError(field, f"cannot be read as an image: {_one_line(error)}") from None
-    _check_pixels(*image.size, field, limits)
-    if image.mode not in MODES:
-        raise InputError(field, f"pixel format {image.mode!r} is not supported; known are {', '.join(MODES)}")
-    try:
-        image.load()
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise InputError(field, f"truncated or damaged: {_one_line(error)}") from None
-    turn = _UPRIGHT.get(_orientation(image))
-    return image if turn is None else image.transpose(pil.Transpose[turn])
 
 
 def split_pixels(pixels: np.ndarray, limits: ImageLimits) -> list[Image]:
@@ -137,6 +181,16 @@ def split_pixels(pixels: np.ndarray, limits: ImageLimits) -> list[Image]:
     check_count(len(pixels), limits)
     _check_pixels(pixels.shape[2], pixels.shape[1], field, limits)
     return [pil.fromarray(np.ascontiguousarray(one)) for one in pixels]
+
+
+def check_total(name: str, total: int, limits: ImageLimits) -> None:
+    """Raises InputError where the images of a request exceed the limit `name` of `ImageLimits`."""
+    most = getattr(limits, name)
+    if total > most:
+        noun = name.rpartition("_")[2]
+        raise InputError(
+            "image", f"more than {most} {noun} in the images of the request are not allowed ({name})"
+        )
 
 
 def check_count(count: int, limits: ImageLimits) -> None:

@@ -19,7 +19,15 @@ import numpy as np
 
 from quire_ensemble import messages as chat
 from quire_ensemble.errors import InputError, VisionError
-from quire_ensemble.images import ImageLimits, check_count, decode_image, split_pixels
+from quire_ensemble.images import (
+    EncodedImage,
+    ImageLimits,
+    check_count,
+    check_total,
+    read_image,
+    split_pixels,
+)
+from quire_ensemble.memory_gate import MemoryGate
 from quire_ensemble.mrope import mrope_positions
 from quire_ensemble.text_limits import TextLimits
 from quire_ensemble.tokenizer import Tokenizer
@@ -99,6 +107,7 @@ class VisionProcessor:
         self.placeholder_id, self._placeholder, self._placeholder_line = self._find_placeholder(config)
         self.row_size = self._try_processor()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="images")
+        self._gate = MemoryGate(self.limits.max_image_pixels)
 
     @property
     def uses_mrope(self) -> bool:
@@ -123,7 +132,7 @@ class VisionProcessor:
                 the next one of `images` or `pixels`, and all of those must be taken.
             text: prompt that holds the checkpoint's placeholder, such as <image>, once for each image.
                 Exactly one of `messages` and `text` is given.
-            images: encoded images (see `decode_image`).
+            images: encoded images (see `read_image`).
             pixels: uint8 [n, height, width, 3]: images instead of `images`, RGB.
 
         Raises:
@@ -146,8 +155,9 @@ class VisionProcessor:
                 f"the prompt has {_count(found, 'placeholder')} {self._placeholder!r} and "
                 f"{_count(len(sources), 'image')}; there must be one for each image",
             )
-        run: Callable[..., Any] = map if len(sources) < 2 else self._pool.map
-        return self._assemble(token_ids, list(run(self._process_image, range(len(sources)), sources)))
+        read = self._read_images(sources)
+        run: Callable[..., Any] = map if len(read) < 2 else self._pool.map
+        return self._assemble(token_ids, list(run(self._process_image, range(len(read)), read)))
 
     def _given_images(
         self, images: Sequence[bytes | str] | None, pixels: np.ndarray | None
@@ -190,13 +200,29 @@ class VisionProcessor:
     def _template_takes_images(self) -> bool:
         return self.tokenizer.takes_images(self._placeholder)
 
-    def _process_image(self, index: int, source: bytes | str | Image) -> _ProcessedImage:
-        image = decode_image(source, index, self.limits) if isinstance(source, (bytes, str)) else source
-        self._check_scaled(image.size, index)
-        try:
-            out = self._image_processor(images=[_to_rgb(image)], return_tensors="np")
-        except ValueError as error:  # Qwen's: an aspect ratio above 200
-            raise InputError(f"image[{index}]", f"refused by the image processor: {error}") from None
+    def _read_images(self, sources: Sequence[bytes | str | Image]) -> list[EncodedImage | Image]:
+        """The images, none of them decoded, once it is known that all of them together are within limits."""
+        images: list[EncodedImage | Image] = []
+        num_bytes = num_pixels = num_patches = 0
+        for index, source in enumerate(sources):
+            image = read_image(source, index, self.limits) if isinstance(source, (bytes, str)) else source
+            if isinstance(image, EncodedImage):
+                num_bytes += len(image.data)
+            num_pixels += self._most_pixels(image.size, index)
+            num_patches += self._num_patches(image.size, index)
+            check_total("max_request_bytes", num_bytes, self.limits)
+            check_total("max_request_pixels", num_pixels, self.limits)
+            check_total("max_request_patches", num_patches, self.limits)
+            images.append(image)
+        return images
+
+    def _process_image(self, index: int, source: EncodedImage | Image) -> _ProcessedImage:
+        with self._gate.hold(self._most_pixels(source.size, index)):
+            image = source.decode() if isinstance(source, EncodedImage) else source
+            try:
+                out = self._image_processor(images=[_to_rgb(image)], return_tensors="np")
+            except ValueError as error:
+                raise _refused(index, error) from None
         pixels = np.asarray(out["pixel_values"], dtype=np.float32)
         if self.family == "llava":
             _, _, height, width = pixels.shape
@@ -206,23 +232,36 @@ class VisionProcessor:
             grid = cast("tuple[int, int, int]", tuple(int(n) for n in out["image_grid_thw"][0]))
         return _ProcessedImage(pixels, grid)
 
-    def _check_scaled(self, size: tuple[int, int], index: int) -> None:
-        """Refuses an image that would be far larger once scaled: a line of pixels scaled to the height of a
-        LLaVA image, or padded to a square, is a bomb that the limits on files do not see."""
+    def _num_patches(self, size: tuple[int, int], index: int) -> int:
+        """Patches that the image processor makes of an image."""
+        if self.family == "llava":
+            return self.row_size // (3 * self._patch**2)
+        try:
+            return int(self._image_processor.get_number_of_image_patches(size[1], size[0]))
+        except ValueError as error:  # an aspect ratio above 200
+            raise _refused(index, error) from None
+
+    def _most_pixels(self, size: tuple[int, int], index: int) -> int:
+        """Pixels of an image before or after scaling, whichever are more: a line of pixels scaled to the
+        height of a LLaVA image, or padded to a square, is a bomb that the limits on files do not see.
+
+        Raises:
+            InputError: more than MAX_SCALED_PIXELS.
+        """
         processor, (short, long) = self._image_processor, sorted(size)
         edge = dict(processor.size or {}).get("shortest_edge")
+        scaled = (short, long)
         if getattr(processor, "do_pad", False):
             scaled = (long, long)
         elif self.family == "llava" and processor.do_resize and edge:
             scaled = (edge, edge * long // short)
-        else:
-            return
-        if scaled[0] * scaled[1] > MAX_SCALED_PIXELS:
+        if scaled[0] * scaled[1] > max(MAX_SCALED_PIXELS, short * long):
             raise InputError(
                 f"image[{index}]",
                 f"{size[0]} x {size[1]} pixels are too long and narrow: the image processor would make "
                 f"{scaled[0]} x {scaled[1]} of them, at most {MAX_SCALED_PIXELS} pixels are allowed",
             )
+        return max(short * long, scaled[0] * scaled[1])
 
     def _assemble(self, token_ids: list[int], images: list[_ProcessedImage]) -> VisionPrompt:
         expanded: list[int] = []
@@ -366,6 +405,10 @@ def _to_rgb(image: Image) -> Image:
     from transformers.image_transforms import convert_to_rgb
 
     return pil.fromarray(cast("np.ndarray", convert_to_rgb(image, return_numpy=True)))
+
+
+def _refused(index: int, error: ValueError) -> InputError:
+    return InputError(f"image[{index}]", f"refused by the image processor: {error}")
 
 
 def _count(number: int, noun: str) -> str:

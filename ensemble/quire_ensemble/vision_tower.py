@@ -19,6 +19,8 @@ from quire_kernels.machine import num_cpus
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEFAULT_MAX_PATCHES = 16384
+MAX_IMAGES = 4096
+"""Images of one request."""
 PIXELS = "pixel_values"
 
 
@@ -95,6 +97,8 @@ class VisionTower:
             raise InputError(
                 PIXELS, f"must have shape [rows, {self.row_size}], got {list(pixel_values.shape)}"
             )
+        if len(grid) > MAX_IMAGES:
+            raise InputError(GRID, f"at most {MAX_IMAGES} images are allowed, got {len(grid)}")
         for index, image in enumerate(_images(grid)):
             try:
                 self._family.check_image(*image)

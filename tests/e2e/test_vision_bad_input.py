@@ -85,6 +85,13 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + body
 
 
+def one_colour(width: int, height: int) -> bytes:
+    """A WebP of 40 bytes, whole and in order, of any size."""
+    out = io.BytesIO()
+    Image.new("RGB", (width, height), (9, 80, 200)).save(out, "WEBP", lossless=True, method=0)
+    return out.getvalue()
+
+
 def encoded(kind: str, mode: str = "RGB") -> bytes:
     out = io.BytesIO()
     Image.new(mode, (32, 32)).save(out, kind)
@@ -96,6 +103,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "the second is not an image": (request(parts(2), image=[GOOD, b"hello"]), r"image\[1\]"),
     "truncated": (request(parts(1), image=[GOOD[: len(GOOD) // 2]]), r"image\[0\]"),
     "a bomb": (request(parts(1), image=[bomb(50_000, 50_000)]), r"image\[0\].*33554432"),
+    "many pixels in all": (
+        request(parts(3), image=[one_colour(5000, 5000)] * 3),
+        r"67108864 pixels.*max_request_pixels",
+    ),
     "too many bytes": (request(parts(1), image=[GOOD + bytes(20 * 2**20)]), r"image\[0\].*20971520"),
     "unsupported format": (request(parts(1), image=[encoded("TIFF")]), r"image\[0\].*JPEG"),
     "too many images": (request(parts(17), image=[GOOD] * 17), r"16"),

@@ -47,6 +47,13 @@ def picture(seed: int, kind: str = "PNG", size: tuple[int, int] = (90, 64)) -> b
     return buffer.getvalue()
 
 
+def one_colour(width: int, height: int) -> bytes:
+    """A WebP of 40 bytes, whatever its size."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height)).save(buffer, "WEBP", lossless=True, method=0)
+    return buffer.getvalue()
+
+
 def user(*parts: Any) -> bytes:
     content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     return json.dumps([{"role": "user", "content": content}]).encode()
@@ -147,6 +154,9 @@ def test_wrong_requests_fail_alone_with_invalid_arg(model: Model) -> None:
         ),
         "image: 17 images, at most 16 are allowed (max_images)": request(
             text_input=b"<|image_pad|>" * 17, image=[good] * 17
+        ),
+        "image: more than 67108864 pixels in the images of the request are not allowed": (
+            request(messages=user(IMAGE, IMAGE, IMAGE), image=[one_colour(5000, 5000)] * 3)
         ),
         "image[1]: truncated or damaged": request(
             text_input=b"<|image_pad|>" * 2, image=[good, picture(1, "JPEG", (300, 300))[:2000]]

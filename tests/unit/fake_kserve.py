@@ -92,6 +92,8 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.asked_for_codes = False
         self.requests: list[Any] = []
         self.running: dict[str, threading.Event] = {}
+        self.tenants: dict[str, str] = {}
+        """Of running requests that state one, by id; only a cancel request that states the same ends them."""
         self.cancelled_ids: list[str] = []
         self.started = threading.Event()
         """An endless request has its first token under way."""
@@ -155,7 +157,7 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
         for request in requests:
             inputs = read_inputs(request)
             if inputs.get("cancel") == [True]:
-                yield from self._cancel(request, context)
+                yield from self._cancel(request, _tenant(inputs), context)
                 continue
             self.requests.append(request)
             if "cache_control" in inputs:
@@ -164,10 +166,11 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
                 continue
             yield from self._infer(request, inputs, context)
 
-    def _cancel(self, request: Any, context: Any) -> Iterator[Any]:
+    def _cancel(self, request: Any, tenant: str, context: Any) -> Iterator[Any]:
         self.cancelled_ids.append(request.id)
         event = self.running.get(request.id)
-        if event is None or not self.accept_cancel:
+        is_theirs = self.tenants.get(request.id, "") == tenant
+        if event is None or not is_theirs or not self.accept_cancel:
             yield from self._error(context, "NOT_FOUND", f"no running request has the id {request.id}")
             return
         event.set()
@@ -208,6 +211,7 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
             answer.parameters["triton_final_response"].bool_param = True
             yield service_pb2.ModelStreamInferResponse(infer_response=answer)
         elif verb in ("endless", "silent"):
+            self.tenants[request.id] = _tenant(inputs)
             yield from self._endless(request, context, silent=verb == "silent")
         else:
             raise AssertionError(f"the fake does not know {text!r}")
@@ -269,6 +273,11 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
             raw = serialize_byte_tensor(value).item() if datatype == "BYTES" else value.tobytes()
             answer.raw_output_contents.append(raw)
         return service_pb2.ModelStreamInferResponse(infer_response=answer)
+
+
+def _tenant(inputs: dict[str, Any]) -> str:
+    others = json.loads(inputs.get("sampling_parameters", [b"{}"])[0])
+    return inputs["tenant"][0].decode() if "tenant" in inputs else others.get("tenant", "")
 
 
 def _jsonable(inputs: dict[str, Any]) -> dict[str, Any]:

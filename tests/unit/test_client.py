@@ -39,7 +39,7 @@ from quire_client import (
 from quire_client import _connection as conn
 from quire_client import cli as cli_module
 from quire_client.errors import error_from_text
-from quire_client.protocol import KNOWN_INPUTS, Prompt, assumed_schema, build_request
+from quire_client.protocol import KNOWN_INPUTS, ModelSchema, Prompt, assumed_schema, build_request
 from tests.unit.fake_kserve import FakeKServe, read_inputs
 
 CLIENT_DIR = Path(__file__).parents[2] / "client"
@@ -442,8 +442,8 @@ def test_request_an_ensemble_has_not_passed_on_yet_is_cancelled_late(
     original = client._send_cancel
     answers: list[bool] = []
 
-    def send_cancel(model: str, request_id: str) -> bool:
-        answers.append(original(model, request_id))
+    def send_cancel(model: ModelSchema, request_id: str, tenant: str) -> bool:
+        answers.append(original(model, request_id, tenant))
         server.accept_cancel = True
         return answers[-1]
 
@@ -460,6 +460,34 @@ def test_cancel_after_the_end_sends_nothing(server: FakeKServe, client: Client) 
         next(unfinished)  # the final chunk; the end of the stream itself is not read yet
         assert unfinished.done
     assert server.cancelled_ids == []
+
+
+@pytest.mark.parametrize("how", ["keyword", "mapping"])
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_cancel_states_the_tenant_of_its_request(server: FakeKServe, how: str, kind: str) -> None:
+    """Ids such as "1" are those of many tenants, so the server ends the request of one tenant only."""
+    stated: dict[str, Any] = {"tenant": "a"} if how == "keyword" else {"sampling_parameters": {"tenant": "a"}}
+
+    async def main() -> None:
+        async with AsyncClient(server.url) as client:
+            stream = client.stream("endless", request_id="1", **stated)
+            await anext(stream)
+            assert await client.cancel("1", tenant="b") is False
+            assert await client.cancel("1") is False
+            await stream.aclose()
+
+    if kind == "async":
+        asyncio.run(main())
+    else:
+        with Client(server.url) as client:
+            stream = client.stream("endless", request_id="1", **stated)
+            next(stream)
+            assert client.cancel("1", tenant="b") is False
+            assert client.cancel("1") is False
+            assert not server.ended.is_set()
+            stream.close()
+    assert server.ended.wait(WAIT)
+    assert server.cancelled_ids == ["1"] * 3, "the first attempt of the stream itself was the right one"
 
 
 @pytest.mark.parametrize("model", ["chat", "generator"])

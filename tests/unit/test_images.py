@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import re
 import struct
@@ -13,12 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 
 from quire_ensemble.errors import InputError
-from quire_ensemble.images import PILLOW_MAX_PIXELS, ImageLimits, decode_image, split_pixels
+from quire_ensemble.images import MAX_SCANS, PILLOW_MAX_PIXELS, ImageLimits, read_image, split_pixels
 
 LIMITS = ImageLimits()
+
+
+def decode_image(raw: bytes | str, index: int, limits: ImageLimits) -> Image.Image:
+    return read_image(raw, index, limits).decode()
 
 
 def picture(width: int = 37, height: int = 23, mode: str = "RGB", seed: int = 0) -> Image.Image:
@@ -274,12 +279,12 @@ def test_a_decompression_bomb_is_refused_by_its_header_and_takes_no_memory(raw: 
         "import sys\n"
         "from PIL import Image\n"
         "from quire_ensemble.errors import InputError\n"
-        "from quire_ensemble.images import ImageLimits, decode_image\n"
+        "from quire_ensemble.images import ImageLimits, read_image\n"
         "raw = sys.stdin.buffer.read()\n"
         "Image.init()\n"
         "def peak(): return next(int(l.split()[1]) for l in open('/proc/self/status') if 'VmPeak' in l)\n"
         "before, reason = peak(), ''\n"
-        "try: decode_image(raw, 0, ImageLimits())\n"
+        "try: read_image(raw, 0, ImageLimits()).decode()\n"
         "except InputError as error: reason = error.reason\n"
         "print(peak() - before, reason)\n"
     )
@@ -289,8 +294,28 @@ def test_a_decompression_bomb_is_refused_by_its_header_and_takes_no_memory(raw: 
     assert int(grown) < 20_000, "KiB of address space"
 
 
+def test_a_jpeg_of_many_scans_is_refused_by_its_markers() -> None:
+    """A progressive file may have a scan of a few bytes for each of thousands of passes over all pixels."""
+    raw = encode(picture(64, 64), "JPEG", progressive=True)
+    assert 1 < raw.count(b"\xff\xda") <= 12
+    assert decode_image(raw, 0, LIMITS).size == (64, 64)
+    start = raw.rindex(b"\xff\xda")
+    scan = raw[start : raw.rindex(b"\xff\xd9")]
+    assert (
+        refusal(raw[:start] + scan * MAX_SCANS + raw[start:], 0, LIMITS)
+        == "a JPEG file of more than 100 scans"
+    )
+
+
+def test_reading_the_header_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a request's images are added up before memory is taken for the first of them."""
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))
+    for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP"):
+        assert read_image(encode(picture(30, 20), kind), 0, LIMITS).size == (30, 20)
+
+
 def test_limits_are_checked_themselves() -> None:
-    for name in ("max_image_bytes", "max_image_pixels", "max_images"):
+    for name in (field.name for field in dataclasses.fields(ImageLimits)):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
             ImageLimits(**{name: 0})
     with pytest.raises(ValueError, match=f"max_image_pixels must be at most {PILLOW_MAX_PIXELS}"):

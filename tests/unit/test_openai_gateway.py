@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -21,10 +22,14 @@ import uvicorn
 from click.testing import CliRunner
 
 from quire_client.cli import cli
-from quire_client.openai.app import MAX_BODY_BYTES, GatewaySettings, create_app
-from quire_client.openai.errors import RequestError
-from quire_client.openai.images import MAX_FETCHED_IMAGES, ImageFetcher, ImagePolicy, is_public
+from quire_client.openai import app, intake
+from quire_client.openai import server as gateway_server
+from quire_client.openai.app import GatewaySettings, create_app
+from quire_client.openai.errors import MAX_MESSAGE, RequestError
+from quire_client.openai.images import ImageFetcher, ImagePolicy, is_public
+from quire_client.openai.intake import MAX_BODY_BYTES, MAX_VALUES, Hold, Intake
 from quire_client.openai.replies import finish_reason
+from quire_client.openai.requests import MAX_IMAGES, MAX_MESSAGES
 from tests.unit.fake_kserve import FakeKServe
 
 WAIT = 60.0
@@ -36,9 +41,8 @@ PIXEL = b"GIF89a\x01\x00\x01\x00\x00\x00\x00;"
 @contextlib.contextmanager
 def gateway(settings: GatewaySettings, **options: Any) -> Iterator[str]:
     """A running gateway; its base URL."""
-    config = uvicorn.Config(
-        create_app(settings, **options), lifespan="on", log_level="error", timeout_graceful_shutdown=1
-    )
+    config = gateway_server.make_config(create_app(settings, **options))
+    config.timeout_graceful_shutdown = 1
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -385,6 +389,193 @@ def test_a_body_without_end_is_refused(base: str) -> None:
     refused(reply, 413)
 
 
+def post_body(base: str, body: bytes) -> httpx.Response:
+    headers = {"content-type": "application/json"}
+    return httpx.post(f"{base}/v1/chat/completions", content=body, headers=headers, timeout=WAIT)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"a": [' + b"{}," * 2**22 + b"{}]}", f"more than {MAX_VALUES} values"),
+        (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "at most 64 levels"),
+        (b'{"a": ' * 5000 + b"1" + b"}" * 5000, "at most 64 levels"),
+    ],
+)
+def test_json_that_takes_long_to_parse_is_refused(base: str, body: bytes, message: str) -> None:
+    """12 MiB of small values held everybody's tokens up: a parser cannot be interrupted, in a thread either,
+    so values are counted before."""
+    assert message in refused(post_body(base, body))["message"]
+
+
+def test_json_of_64_levels_is_accepted(base: str) -> None:
+    deepest = json.loads("[" * 60 + "]" * 60)  # below it: the body, its messages, one of them, its content
+    messages = [{"role": "user", "content": [deepest]}, {"role": "user", "content": "tokens 1"}]
+    body = {"model": "chat", "messages": messages}
+    assert post_body(base, json.dumps(body).encode()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "user", "content": "x"}] * (MAX_MESSAGES + 1), f"at most {MAX_MESSAGES} messages"),
+        ([{"role": "user", "content": [{}] * (MAX_MESSAGES + 1)}], f"at most {MAX_MESSAGES} parts"),
+        ([{"role": "user", "content": [{"type": "image"}] * 9}] * 2, f"at most {MAX_IMAGES} images"),
+    ],
+)
+def test_conversations_have_their_limits(base: str, messages: list[Any], message: str) -> None:
+    error = refused(post_body(base, json.dumps({"model": "chat", "messages": messages}).encode()))
+    assert error["param"] == "messages" and message in error["message"]
+
+
+@pytest.mark.parametrize(
+    "extra", [{"model": "m" * 10**6}, {"model": "\ud800"}, {"\ud800": 1}, {"x" * 10**6: 1}, {"model": "a\nb"}]
+)
+def test_an_error_repeats_little_of_the_request(base: str, extra: dict[str, Any]) -> None:
+    """A name of a megabyte came back in the error, and one with a lone surrogate, which has no UTF-8 form, as
+    "the gateway failed"."""
+    error = refused(post_body(base, json.dumps(chat_body("tokens 1", **extra)).encode()))
+    assert len(error["message"]) < 200
+
+
+def test_the_text_of_a_server_s_error_is_cut(base: str) -> None:
+    message = refused(chat(base, "error INVALID_ARGUMENT seed: " + "x" * 3000))["message"]
+    assert message.startswith("seed: x") and len(message) == MAX_MESSAGE
+
+
+def test_a_large_body_holds_nobody_up(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is parsed, which here ends only after another client has its answer, the loop goes on."""
+    parsing, answered = threading.Event(), threading.Event()
+
+    def slow(body: bytes) -> dict[str, Any]:
+        parsing.set()
+        assert answered.wait(WAIT), "the event loop waited for the parser"
+        return parse(body)
+
+    parse = app.parse_json
+    monkeypatch.setattr(app, "parse_json", slow)
+    content = json.dumps(chat_body("tokens 1", user="x" * 2**20)).encode()
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(post_body, base, content)
+        assert parsing.wait(WAIT)
+        assert httpx.get(f"{base}/v1/models/chat", timeout=WAIT).status_code == 200
+        answered.set()
+        assert large.result().status_code == 200
+
+
+def half_sent(base: str, size: int, sent: int) -> socket.socket:
+    """A connection with a part of a body."""
+    host, _, port = base.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n"
+    connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + b" " * sent)
+    return connection
+
+
+def test_bodies_beyond_what_is_held_are_refused_for_now(
+    server: FakeKServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any number of bodies was held at a time. Those of requests that the server has do not count: their
+    streams may take long."""
+    monkeypatch.setattr(intake, "MAX_HELD_BYTES", 3 * 2**20)
+    held: list[Intake] = []
+    full = threading.Event()
+    receive = Hold.receive
+
+    def counted(hold: Hold, count: int) -> None:
+        receive(hold, count)
+        held.append(hold._intake)
+        if hold._intake.held >= 2_800_000:
+            full.set()
+
+    given_back = threading.Semaphore(0)
+    close = Hold.close
+
+    def closed(hold: Hold) -> None:
+        held_any = hold._held > 0
+        close(hold)
+        if held_any:
+            given_back.release()
+
+    monkeypatch.setattr(Hold, "receive", counted)
+    monkeypatch.setattr(Hold, "close", closed)
+    with gateway(GatewaySettings(server.url)) as base, contextlib.ExitStack() as opened:
+        url = f"{base}/v1/chat/completions"
+        for stream in (True, False, True, False):
+            body = chat_body("endless", stream=stream, user="x" * 2**20)
+            opened.enter_context(post_raw(base, body))
+            assert given_back.acquire(timeout=WAIT), "the server has the request"
+        assert held[-1].held == 0
+        halves = [half_sent(base, 1_500_000, 1_400_000) for _ in range(2)]
+        assert full.wait(WAIT)
+        late = httpx.post(url, json=chat_body("tokens 1", user="x" * 2**20), timeout=WAIT)
+        assert "no room" in refused(late, 503)["message"]
+        assert int(late.headers["retry-after"]) >= 1
+        assert chat(base, "tokens 1").status_code == 200, "what fits is served"
+        for half in halves:
+            half.close()
+    assert held[-1].held == 0, "a body whose client has left is given back"
+
+
+def test_a_body_that_comes_too_slowly_is_refused(server: FakeKServe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "BODY_TIMEOUT", 0.2)
+    with gateway(GatewaySettings(server.url)) as base, half_sent(base, 100, 10) as connection:
+        connection.settimeout(WAIT)
+        assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("start", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nX-A: "])
+def test_headers_that_do_not_come_end_the_connection(
+    server: FakeKServe, monkeypatch: pytest.MonkeyPatch, start: bytes
+) -> None:
+    """Before the first request, and after one: uvicorn waits for the rest of a head without end."""
+    monkeypatch.setattr(gateway_server, "HEADER_TIMEOUT", 0.3)
+    with gateway(GatewaySettings(server.url)) as base:
+        host, _, port = base.removeprefix("http://").partition(":")
+        for before in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"):
+            with socket.create_connection((host, int(port))) as connection:
+                connection.settimeout(WAIT)
+                connection.sendall(before)
+                while before and b'"ok"' not in connection.recv(1000):
+                    pass
+                connection.sendall(start)
+                assert connection.recv(1000) == b"", "closed"
+
+
+def test_an_answer_may_take_longer_than_headers_may(
+    server: FakeKServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_server, "HEADER_TIMEOUT", 0.1)
+    with gateway(GatewaySettings(server.url, timeout=1.0)) as base:
+        refused(chat(base, "silent"), 504)
+
+
+def test_images_that_are_fetched_count_as_the_body_does() -> None:
+    """16 images of 20 MiB each were fetched for a body of 2 KB."""
+
+    async def resolve(host: str, port: int) -> list[str]:
+        return [PUBLIC]
+
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield bytes(10**6)
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=body())
+
+    async def run() -> int:
+        policy = ImagePolicy(("pics.example.com",))
+        held = Intake()
+        async with ImageFetcher(policy, transport=httpx.MockTransport(handler), resolve=resolve) as fetcher:
+            part = {"type": "image_url", "image_url": "http://pics.example.com/x"}
+            with held.open() as hold, pytest.raises(RequestError, match="longer than") as caught:
+                await fetcher.with_images([{"role": "user", "content": [part] * 16}], hold)
+        assert caught.value.status == 413
+        return held.held
+
+    assert asyncio.run(run()) == 0
+
+
 def test_audio_is_refused(base: str) -> None:
     part = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
     error = refused(chat(base, [{"type": "text", "text": "hm"}, part]))
@@ -570,7 +761,7 @@ def fetch(
     async def run() -> str:
         policy = ImagePolicy(hosts, **limits)
         async with ImageFetcher(policy, transport=httpx.MockTransport(streamed), resolve=resolve) as fetcher:
-            return await fetcher.fetch(url, "here")
+            return await fetcher.fetch(url, "here", Intake().open())
 
     return asyncio.run(run())
 
@@ -874,7 +1065,7 @@ def test_a_gateway_fetches_from_a_real_host(server: FakeKServe) -> None:
         assert error["param"] == "messages[0].content[0].image_url"
         assert "longer than 1000 bytes" in error["message"]
         assert "not allowed" in refused(ask(f"http://127.0.0.1:{web.server_port}/pixel"))["message"]
-        assert f"at most {MAX_FETCHED_IMAGES}" in refused(ask(f"{local}/pixel", 17))["message"]
+        assert f"at most {MAX_IMAGES} images" in refused(ask(f"{local}/pixel", 17))["message"]
         web.shutdown()
 
 

@@ -6,11 +6,14 @@ import base64
 import hashlib
 import io
 import json
+import queue
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from PIL import Image
 
 from quire_ensemble.errors import InputError, VisionError
 from quire_ensemble.images import ImageLimits
+from quire_ensemble.memory_gate import MemoryGate
 from quire_ensemble.mrope import mrope_positions
 from quire_ensemble.tokenizer import Tokenizer
 from quire_ensemble.vision import VisionProcessor, VisionPrompt
@@ -790,3 +794,132 @@ def test_code_of_a_checkpoint_is_never_run(checkpoints: dict[str, Path], tmp_pat
     with pytest.raises(VisionError, match="image processor cannot be loaded"):
         VisionProcessor(path, Tokenizer(path))
     assert not marker.exists()
+
+
+# --- what a request may take ---
+
+
+def one_colour(width: int, height: int, kind: str = "WEBP") -> bytes:
+    """A whole picture; as WebP it has 40 bytes, whatever its size."""
+    buffer = io.BytesIO()
+    options: dict[str, Any] = {"lossless": True, "method": 0} if kind == "WEBP" else {}
+    Image.new("RGB", (width, height), (9, 80, 200)).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def request_of(count: int) -> bytes:
+    return json.dumps([{"role": "user", "content": [{"type": "image"}] * count}]).encode()
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "llava"])
+@pytest.mark.parametrize("form", ["file", "pixels"])
+def test_all_images_of_a_request_are_added_up_before_one_is_decoded(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str, form: str
+) -> None:
+    """16 files of 40 bytes, each within the limit of one image, became 540 megapixels: a minute of work and
+    2.8 GB."""
+    limits = ImageLimits(max_image_pixels=120_000, max_request_pixels=250_000)
+    processor = VisionProcessor(checkpoints[kind], Tokenizer(checkpoints[kind]), limits)
+    inputs: dict[str, Any] = {"images": [one_colour(400, 300)] * 2}
+    if form == "pixels":
+        inputs = {"pixels": np.zeros((2, 300, 400, 3), np.uint8)}
+    processor.process(request_of(2), None, **inputs)
+    inputs = {name: np.concatenate([v, v]) if form == "pixels" else v * 2 for name, v in inputs.items()}
+    monkeypatch.setattr(processor, "_process_image", lambda *_: pytest.fail("an image was worked on"))
+    with pytest.raises(InputError, match=r"image: more than 250000 pixels .* \(max_request_pixels\)"):
+        processor.process(request_of(4), None, **inputs)
+    processor.close()
+
+
+def test_bytes_and_patches_of_a_request_are_added_up(checkpoints: dict[str, Path]) -> None:
+    path = checkpoints["qwen2_vl"]
+    raw = one_colour(112, 112)
+    patches = VisionProcessor(path, Tokenizer(path)).process(request_of(1), None, [raw]).pixel_values.shape[1]
+    for name, most in (("max_request_patches", 3 * patches), ("max_request_bytes", 3 * len(raw))):
+        processor = VisionProcessor(path, Tokenizer(path), ImageLimits(**{name: most}))
+        processor.process(request_of(3), None, [raw] * 3)
+        with pytest.raises(InputError, match=rf"image: more than {most} .* \({name}\)"):
+            processor.process(request_of(4), None, [raw] * 4)
+        processor.close()
+
+
+def test_lines_that_become_large_when_they_are_scaled_are_added_up(
+    processors: dict[str, VisionProcessor],
+) -> None:
+    """One of 500 pixels is scaled to 336 x 168000 by a LLaVA processor, and 16 of them were one request."""
+    processor = processors["llava"]
+    edge = dict(processor._image_processor.size)["shortest_edge"]
+    line = one_colour(1, 60_000_000 // edge**2, "PNG")
+    processor._read_images([line])
+    with pytest.raises(InputError, match="max_request_pixels"):
+        processor.process(request_of(2), None, [line] * 2)
+
+
+@pytest.mark.parametrize("size", [(1, 30_000), (30_000, 1)])
+@pytest.mark.parametrize("kind", VISION_KINDS)
+def test_lines_are_refused_by_their_header(
+    processors: dict[str, VisionProcessor], monkeypatch: pytest.MonkeyPatch, kind: str, size: tuple[int, int]
+) -> None:
+    processor = processors[kind]
+    raw = one_colour(*size, "PNG")
+    if kind == "llava_siglip":  # scales to its own size whatever the shape is
+        processor.process(request_of(1), None, [raw])
+        return
+    monkeypatch.setattr(processor, "_process_image", lambda *_: pytest.fail("the image was worked on"))
+    with pytest.raises(InputError, match=r"^image\[0\]: "):
+        processor.process(request_of(1), None, [raw])
+
+
+def test_images_of_several_requests_share_the_memory(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each within its limits, requests side by side took four times what one may."""
+    path = checkpoints["qwen2_vl"]
+    processor = VisionProcessor(path, Tokenizer(path), ImageLimits(max_image_pixels=40_000), threads=4)
+    inside: list[int] = []
+    hold = processor._gate.hold
+
+    @contextmanager
+    def watched(amount: int) -> Iterator[None]:
+        with hold(amount):
+            inside.append(processor._gate.used)
+            yield
+
+    monkeypatch.setattr(processor._gate, "hold", watched)
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [
+            pool.submit(processor.process, request_of(3), None, [one_colour(120, 120)] * 3) for _ in range(4)
+        ]
+        shapes = {job.result().pixel_values.shape for job in jobs}
+    assert len(shapes) == 1 and len(inside) == 12
+    assert max(inside) <= 40_000 and processor._gate.used == 0
+    processor.close()
+
+
+def test_a_gate_lets_in_what_has_room_in_order_and_the_large_alone() -> None:
+    gate = MemoryGate(10)
+    entered: queue.Queue[str] = queue.Queue()
+    leave = {name: threading.Event() for name in "abcd"}
+
+    def work(name: str, amount: int) -> None:
+        with gate.hold(amount):
+            entered.put(name)
+            assert leave[name].wait(60)
+
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(work, "a", 6)]
+        assert entered.get(timeout=60) == "a"
+        jobs.append(pool.submit(work, "b", 4))
+        assert entered.get(timeout=60) == "b"
+        jobs.append(pool.submit(work, "c", 99))
+        leave["a"].set()
+        jobs[0].result(60)
+        assert entered.empty() and gate.used == 4
+        leave["b"].set()
+        assert entered.get(timeout=60) == "c"
+        jobs.append(pool.submit(work, "d", 1))
+        assert gate.used == 99
+        leave["c"].set()
+        assert entered.get(timeout=60) == "d"
+        leave["d"].set()
+    assert gate.used == 0

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire_ensemble.errors import InputError, VisionError
-from quire_ensemble.vision_tower import VisionTower, choose_device, default_num_threads
+from quire_ensemble.vision_tower import MAX_IMAGES, VisionTower, choose_device, default_num_threads
 from tests.fixtures.vision_checkpoints import VISION_KINDS, make_vision_checkpoint
 
 Images = tuple[np.ndarray, np.ndarray]
@@ -400,6 +400,10 @@ def test_wrong_images_are_refused_by_name(checkpoints: dict[str, Path]) -> None:
         assert refused("qwen2_vl", qwen[:24], [[1, 2, 2], image]) == (
             f"image_grid[1]: must be positive, height and width multiples of 2, got {image}"
         )
+    many = np.ones((MAX_IMAGES + 1, 3), np.int32)
+    assert refused("qwen2_vl", qwen, many) == (
+        f"image_grid: at most {MAX_IMAGES} images are allowed, got {MAX_IMAGES + 1}"
+    )
     huge = 2**31 - 2
     assert refused("qwen2_vl", qwen, np.array([[huge, huge, huge]] * 2, np.int32)) == (
         f"pixel_values: has 104 rows, image_grid means {2 * huge**3}"

@@ -2,8 +2,8 @@
 
 Logits are touched only where a request asks for it: `collect_edits` turns what the rows ask for and their
 histories into lists of token ids with the rows behind each other, so that a transform of the whole batch is
-one gather and one scatter, or a part of a kernel, instead of a loop over rows or over the vocabulary. No
-torch here: the arrays are numpy and small.
+one gather and one scatter, or a part of a kernel, instead of a loop over rows or over the vocabulary. What a
+request asks for is turned into arrays once, so that a step only joins arrays. No torch here: they are numpy.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.sampling_params import SamplingParams
+from quire.worker.token_history import BadWords, FloatArray, IntArray, TokenHistory
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float32]
-
-_NGRAM_KEY_TOKENS = 3
 _LEAST_REPETITION = np.finfo(np.float32).tiny
 """A penalty below the smallest normal number would turn 0 / p into NaN."""
 _NO_TOKENS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
@@ -51,6 +48,9 @@ class SamplingRow:
     has_filters: bool = field(init=False, repr=False, compare=False)
     """True when top-k, top-p, min-p or typical-p may remove tokens."""
     _history: TokenHistory | None = field(default=None, init=False, repr=False, compare=False)
+    _bad_words: BadWords | None = field(default=None, init=False, repr=False, compare=False)
+    _biases: tuple[IntArray, FloatArray] | None = field(default=None, init=False, repr=False, compare=False)
+    _ends: IntArray | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         params = self.params
@@ -104,105 +104,45 @@ class SamplingRow:
     def history(self) -> TokenHistory:
         """The row's history, brought up to the newest token."""
         if self._history is None or self._history.num_seen > len(self.token_ids):
-            self._history = TokenHistory(self)
+            self._history = TokenHistory(
+                self.token_ids[: max(self.num_prompt_tokens, 0)],
+                counts=self.has_penalties,
+                ngram_size=self.params.no_repeat_ngram_size,
+            )
         self._history.catch_up(self.token_ids)
         return self._history
 
-
-class TokenHistory:
-    """Running statistics of one request's tokens: distinct ids, output counts, n-gram index, bad words.
-
-    Invariant: everything describes exactly `token_ids[:num_seen]`.
-    """
-
-    __slots__ = (
-        "_counts",
-        "_ids",
-        "_key_tokens",
-        "_long_bad_words",
-        "_ngram_size",
-        "_num_prompt_tokens",
-        "_positions",
-        "_short_bad_words",
-        "_slots",
-        "_tracks_counts",
-        "num_seen",
-    )
-
-    def __init__(self, row: SamplingRow) -> None:
-        params = row.params
-        self.num_seen = 0
-        self._num_prompt_tokens = row.num_prompt_tokens
-        self._tracks_counts = row.has_penalties
-        self._slots: dict[int, int] = {}
-        self._ids: IntArray = np.empty(64, dtype=np.int64)
-        self._counts: FloatArray = np.zeros(64, dtype=np.float32)
-        self._ngram_size = params.no_repeat_ngram_size
-        # A short key keeps memory linear for any n; what it leaves open is compared token by token.
-        self._key_tokens = min(max(self._ngram_size - 1, 0), _NGRAM_KEY_TOKENS)
-        self._positions: dict[tuple[int, ...], list[int]] = {}
-        # As in transformers, a bad word that is just EOS is not banned: it would never let a request end.
-        self._short_bad_words = [
-            word[0] for word in params.bad_words_ids if len(word) == 1 and word[0] not in row.eos_token_ids
-        ]
-        self._long_bad_words: dict[int, list[tuple[int, ...]]] = {}
-        for word in params.bad_words_ids:
-            if len(word) > 1:
-                self._long_bad_words.setdefault(word[-2], []).append(tuple(word))
-
-    def catch_up(self, token_ids: Sequence[int]) -> None:
-        if self._tracks_counts:
-            for position in range(self.num_seen, len(token_ids)):
-                self._count(token_ids[position], position >= self._num_prompt_tokens)
-        if self._ngram_size:
-            for position in range(max(self.num_seen, self._ngram_size - 1), len(token_ids)):
-                key = tuple(token_ids[position - self._key_tokens : position])
-                self._positions.setdefault(key, []).append(position)
-        self.num_seen = len(token_ids)
-
-    def _count(self, token_id: int, is_output: bool) -> None:
-        slot = self._slots.get(token_id)
-        if slot is None:
-            slot = self._slots[token_id] = len(self._slots)
-            if slot == len(self._ids):
-                self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
-                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-            self._ids[slot] = token_id
-        if is_output:
-            self._counts[slot] += 1
-
-    def distinct(self) -> tuple[IntArray, FloatArray]:
-        """Distinct ids of prompt and output, and how often each occurs in the output: [d], [d]."""
-        size = len(self._slots)
-        return self._ids[:size], self._counts[:size]
-
-    def ngram_bans(self, token_ids: Sequence[int]) -> list[int]:
-        """Tokens that would repeat an n-gram of prompt and output."""
-        n = self._ngram_size
-        if not n or len(token_ids) < n:
-            return []
-        end = len(token_ids)
-        positions = self._positions.get(tuple(token_ids[end - self._key_tokens :] if n > 1 else ()), ())
-        if n - 1 <= self._key_tokens:
-            return list(dict.fromkeys(token_ids[position] for position in positions))
-        prefix = token_ids[end - n + 1 :]
-        return list(
-            dict.fromkeys(
-                token_ids[position]
-                for position in positions
-                if token_ids[position - n + 1 : position] == prefix
+    def biases(self) -> tuple[IntArray, FloatArray]:
+        """`logit_bias` as tokens and values, [b] each."""
+        if self._biases is None:
+            biases = self.params.logit_bias
+            self._biases = (
+                np.fromiter(biases.keys(), dtype=np.int64, count=len(biases)),
+                np.fromiter(biases.values(), dtype=np.float32, count=len(biases)),
             )
-        )
+        return self._biases
 
-    def bad_word_bans(self, token_ids: Sequence[int]) -> list[int]:
-        """Last tokens of the bad words whose other tokens are the newest tokens."""
-        bans = list(self._short_bad_words)
-        if token_ids:
-            for word in self._long_bad_words.get(token_ids[-1], ()):
-                prefix = len(word) - 1
-                if prefix <= len(token_ids) and tuple(token_ids[-prefix:]) == word[:-1]:
-                    bans.append(word[-1])
-        return bans
+    def bans(self) -> list[IntArray]:
+        """Tokens that must not be chosen, some maybe twice.
+
+        They come of repeated n-grams, bad words and, until `min_tokens` tokens exist, of EOS (unless
+        `ignore_eos`, which makes EOS a token like any other) and the stop ids.
+        """
+        params = self.params
+        found: list[IntArray] = []
+        if params.no_repeat_ngram_size:
+            found += self.history().ngram_bans()
+        if params.bad_words_ids:
+            if self._bad_words is None:
+                self._bad_words = BadWords(params.bad_words_ids, self.eos_token_ids)
+            found.append(self._bad_words.always)
+            found.append(np.array(self._bad_words.bans(self.token_ids), dtype=np.int64))
+        if self.num_output_tokens < params.min_tokens:
+            if self._ends is None:
+                ends = [*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)]
+                self._ends = np.array(ends, dtype=np.int64)
+            found.append(self._ends)
+        return found
 
 
 @dataclass(slots=True)
@@ -277,52 +217,37 @@ def _penalties(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None
     if not any(row.has_penalties for row in rows):
         return None
     found = [row.history().distinct() if row.has_penalties else _NO_TOKENS for row in rows]
-    sizes = [len(row_ids) for row_ids, _ in found]
-    token_ids = np.concatenate([row_ids for row_ids, _ in found])
-    counts = np.concatenate([row_counts for _, row_counts in found])
-    inside = (token_ids >= 0) & (token_ids < vocab_size)
-    if inside.all():
-        return TokenList(sizes, token_ids, counts)
-    # Placeholders of images and the like have no logit.
-    kept = np.repeat(np.arange(len(rows)), sizes)[inside]
-    return TokenList(np.bincount(kept, minlength=len(rows)).tolist(), token_ids[inside], counts[inside])
+    return _join([[ids] for ids, _ in found], [counts for _, counts in found], vocab_size)
 
 
 def _biases(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
     """`logit_bias` of all rows."""
-    kept = [
-        {token_id: bias for token_id, bias in row.params.logit_bias.items() if token_id < vocab_size}
-        for row in rows
-    ]
-    if not any(kept):
+    if not any(row.params.logit_bias for row in rows):
         return None
-    return TokenList(
-        [len(biases) for biases in kept],
-        np.array([token_id for biases in kept for token_id in biases], dtype=np.int64),
-        np.array([bias for biases in kept for bias in biases.values()], dtype=np.float32),
-    )
+    found = [row.biases() for row in rows]
+    biases = _join([[ids] for ids, _ in found], [values for _, values in found], vocab_size)
+    return biases if len(biases.token_ids) else None
 
 
 def _bans(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
-    """Tokens that must not be chosen.
+    """Tokens that must not be chosen."""
+    bans = _join([row.bans() for row in rows], [], vocab_size)
+    return bans if len(bans.token_ids) else None
 
-    Bans come of repeated n-grams, bad words and, until `min_tokens` tokens exist, of EOS (unless
-    `ignore_eos`, which makes EOS a token like any other) and the stop ids.
+
+def _join(ids: list[list[IntArray]], values: list[FloatArray], vocab_size: int) -> TokenList:
+    """The tokens of all rows that have a logit, which placeholders of images and the like have not.
+
+    Args:
+        ids: [n] of any number of arrays.
+        values: of these tokens in this order; empty: they have none.
     """
-    sizes: list[int] = []
-    ids: list[int] = []
-    for row in rows:
-        params = row.params
-        bans: list[int] = []
-        if params.no_repeat_ngram_size or params.bad_words_ids:
-            history = row.history()
-            bans += history.ngram_bans(row.token_ids)
-            bans += history.bad_word_bans(row.token_ids)
-        if row.num_output_tokens < params.min_tokens:
-            bans += params.stop_token_ids
-            if not params.ignore_eos:
-                bans += row.eos_token_ids
-        bans = [token_id for token_id in bans if 0 <= token_id < vocab_size]
-        sizes.append(len(bans))
-        ids += bans
-    return TokenList(sizes, np.array(ids, dtype=np.int64), _NO_TOKENS[1]) if ids else None
+    sizes = [sum(map(len, row)) for row in ids]
+    token_ids = np.concatenate([_NO_TOKENS[0], *(part for row in ids for part in row)])
+    joined = np.concatenate([_NO_TOKENS[1], *values])
+    inside = (token_ids >= 0) & (token_ids < vocab_size)
+    if inside.all():
+        return TokenList(sizes, token_ids, joined)
+    kept = np.repeat(np.arange(len(ids)), sizes)[inside]
+    sizes = np.bincount(kept, minlength=len(ids)).tolist()
+    return TokenList(sizes, token_ids[inside], joined[inside] if values else joined)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,17 +17,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from quire_client import _connection as conn
-from quire_client.aio import AsyncClient
+from quire_client.aio import AsyncClient, AsyncStream
 from quire_client.errors import NotFound, QuireClientError
 from quire_client.openai.errors import ClientGone, RequestError, describe, error_object, retry_after
 from quire_client.openai.images import ImageFetcher, ImagePolicy
+from quire_client.openai.intake import Hold, Intake, count_values, parse_json, read_body
 from quire_client.openai.replies import ReplyFormat
-from quire_client.openai.requests import HEADERS, TextRequest, parse_chat, parse_completion, parse_json
+from quire_client.openai.requests import HEADERS, TextRequest, parse_chat, parse_completion
 from quire_client.openai.stream import EventStream, Exchanges
 from quire_client.protocol import ModelSchema
 
-MAX_BODY_BYTES = 128 * 2**20
-"""Bytes of one HTTP request: room for several images of the largest size the server takes."""
 PROMPTS = ("messages", "text_input")
 
 
@@ -83,6 +83,7 @@ class _Gateway:
 
     def __init__(self) -> None:
         self.exchanges = Exchanges()
+        self.intake = Intake()
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
@@ -113,34 +114,45 @@ class _Gateway:
         return await self._answer(request, parse_completion)
 
     async def _answer(self, request: Request, parse: Callable[[Mapping[str, Any]], TextRequest]) -> Any:
-        parsed = parse(parse_json(await _body(request)))
-        stated = {field: request.headers[name] for name, field in HEADERS.items() if name in request.headers}
-        parsed = dataclasses.replace(parsed, sampling={**stated, **parsed.sampling})
-        return await self.exchanges.run(request.receive, self._generate(parsed))
+        with self.intake.open() as hold:
+            # No name here for what was parsed: it may be large, and goes when the server has it.
+            work = self._generate(await _parsed(request, parse, hold), hold)
+            return await self.exchanges.run(request.receive, work)
 
-    async def _generate(self, parsed: TextRequest) -> Any:
+    async def _generate(self, parsed: TextRequest, hold: Hold) -> Any:
         """The response; for a stream it is made when the first chunk is there, or the error instead of it."""
+        streams, num_choices = parsed.stream, parsed.num_choices
+        request = await self._start(parsed, hold)
+        reply = ReplyFormat(
+            request.request_id, parsed.model, parsed.messages is not None, parsed.include_usage
+        )
+        del parsed
+        hold.close()
+        if not streams:
+            return JSONResponse(reply.whole(await request.result()))
+        return EventStream(self.exchanges, request, await anext(request, None), reply, num_choices)
+
+    async def _start(self, parsed: TextRequest, hold: Hold) -> AsyncStream:
+        """Sends the request to the server."""
         schema = await self._schema(parsed.model)
         if parsed.source not in schema.inputs:
             field = "messages" if parsed.source == "messages" else "prompt"
             raise RequestError(f"{field}: the model {parsed.model!r} has no {parsed.source}", param=field)
-        messages = parsed.messages
-        if messages is not None:
-            messages = await self.fetcher.with_images(messages)
-        request_id = conn.new_request_id()
-        arguments: dict[str, Any] = {
-            "messages": messages,
-            "input_ids": parsed.input_ids,
-            "model": parsed.model,
-            "request_id": request_id,
-            "outputs": _outputs(schema, parsed),
+        messages = None
+        if parsed.messages is not None:
+            fetched = await self.fetcher.with_images(parsed.messages, hold)
+            messages = await hold.work(json.dumps, fetched, ensure_ascii=False)
+        request = self.client._open(
+            parsed.prompt,
+            stream=parsed.stream,
+            messages=messages,
+            input_ids=parsed.input_ids,
+            model=parsed.model,
+            outputs=_outputs(schema, parsed),
             **parsed.sampling,
-        }
-        reply = ReplyFormat(request_id, parsed.model, messages is not None, parsed.include_usage)
-        if not parsed.stream:
-            return JSONResponse(reply.whole(await self.client.generate(parsed.prompt, **arguments)))
-        stream = self.client.stream(parsed.prompt, **arguments)
-        return EventStream(self.exchanges, stream, await anext(stream, None), reply, parsed.num_choices)
+        )
+        await request.start()
+        return request
 
     async def _schema(self, model: str) -> ModelSchema:
         # Without a timeout of its own: the client bounds calls about models.
@@ -166,16 +178,14 @@ def _outputs(schema: ModelSchema, parsed: TextRequest) -> list[str] | None:
     return [name for name in wanted if name in schema.outputs]
 
 
-async def _body(request: Request) -> bytes:
-    # Browsers send other types to any address without asking it first, so that every page could post here.
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise RequestError("Content-Type: must be application/json", status=415)
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise RequestError(f"the body is longer than {MAX_BODY_BYTES} bytes", status=413)
-    return bytes(body)
+async def _parsed(
+    request: Request, parse: Callable[[Mapping[str, Any]], TextRequest], hold: Hold
+) -> TextRequest:
+    body = await read_body(request, hold)
+    hold.take_values(await hold.work(count_values, body))
+    parsed = await hold.work(lambda: parse(parse_json(body)))
+    stated = {field: request.headers[name] for name, field in HEADERS.items() if name in request.headers}
+    return dataclasses.replace(parsed, sampling={**stated, **parsed.sampling})
 
 
 async def _failed(request: Request, error: Any) -> Response:

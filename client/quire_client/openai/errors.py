@@ -21,6 +21,8 @@ _STATUS: tuple[tuple[type[QuireClientError], int], ...] = (
     (DeadlineExceeded, 504),
 )
 _KINDS = {429: "rate_limit_error"}
+MAX_MESSAGE = 2000
+"""Characters of an error's text: what it repeats of a request may be of any length."""
 _FIELD = re.compile(r"([a-z_][a-z0-9_.\[\]]*): ")
 
 
@@ -28,13 +30,21 @@ class RequestError(Exception):
     """An HTTP request that this gateway itself refuses; `param` is the path of the wrong value."""
 
     def __init__(
-        self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.status = status
         self.code = code
+        self.retry_after = retry_after
+        """Seconds after which another attempt has a chance."""
 
 
 class ClientGone(Exception):
@@ -44,9 +54,14 @@ class ClientGone(Exception):
 def error_object(
     message: str, status: int, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """The body of an error answer."""
+    """The body of an error answer; what has no UTF-8 form (lone surrogates) is replaced."""
+    message, param = _text(message), None if param is None else _text(param)
     kind = "server_error" if status >= 500 else _KINDS.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _text(text: str) -> str:
+    return text[:MAX_MESSAGE].encode("utf-8", "replace").decode("utf-8")
 
 
 def describe(error: QuireClientError | RequestError) -> tuple[int, dict[str, Any]]:
@@ -66,6 +81,6 @@ def describe(error: QuireClientError | RequestError) -> tuple[int, dict[str, Any
 
 
 def retry_after(error: QuireClientError | RequestError) -> int | None:
-    """Whole seconds for the header Retry-After, where the server says when to try again."""
-    seconds = error.retry_after if isinstance(error, Unavailable) else None
+    """Whole seconds for the header Retry-After, where it is known when to try again."""
+    seconds = error.retry_after if isinstance(error, Unavailable | RequestError) else None
     return None if seconds is None else max(1, math.ceil(seconds))

@@ -20,11 +20,10 @@ from typing import Any
 import httpx
 
 from quire_client.openai.errors import RequestError
+from quire_client.openai.intake import Hold
 
 MAX_IMAGE_BYTES = 20 * 2**20
 """The server's own limit for one encoded image."""
-MAX_FETCHED_IMAGES = 16
-"""URLs to fetch for one request; the server takes no more images either."""
 MAX_REDIRECTS = 3
 FETCH_TIMEOUT = 10.0
 """Seconds for one image, redirects and body included."""
@@ -135,13 +134,13 @@ class ImageFetcher:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def with_images(self, messages: list[Any]) -> list[Any]:
+    async def with_images(self, messages: list[Any], hold: Hold) -> list[Any]:
         """Copies of the messages with every http(s) image as a `data:` URL; all else as it is.
 
         Raises:
-            RequestError: an audio part, a URL that may not be fetched, or whose fetch failed.
+            RequestError: an audio part, a URL that may not be fetched, or whose fetch failed, or more bytes
+                than a request may bring.
         """
-        fetched = 0
         copies = []
         for i, message in enumerate(messages):
             content = message.get("content") if isinstance(message, dict) else None
@@ -153,25 +152,19 @@ class ImageFetcher:
                 place = f"messages[{i}].content[{j}]"
                 url = _part_url(part, place)
                 if url is not None and url[:5].lower() != "data:":
-                    fetched += 1
-                    if fetched > MAX_FETCHED_IMAGES:
-                        raise RequestError(
-                            f"{place}: at most {MAX_FETCHED_IMAGES} images are fetched for a request",
-                            param=place,
-                        )
-                    part = _with_url(part, await self.fetch(url, f"{place}.image_url"))
+                    part = _with_url(part, await self.fetch(url, f"{place}.image_url", hold))
                 parts.append(part)
             copies.append({**message, "content": parts})
         return copies
 
-    async def fetch(self, url: str, place: str) -> str:
+    async def fetch(self, url: str, place: str, hold: Hold) -> str:
         """The image at an http(s) URL, as a `data:` URL.
 
         Raises:
             RequestError: names `place` and the reason.
         """
         try:
-            return await asyncio.wait_for(self._fetch(url), self._policy.timeout)
+            return await asyncio.wait_for(self._fetch(url, hold), self._policy.timeout)
         except _Refused as error:
             reason = str(error)
         except (asyncio.TimeoutError, TimeoutError, httpx.TimeoutException):
@@ -182,13 +175,13 @@ class ImageFetcher:
             reason = f"the image cannot be fetched: {type(error).__name__}"
         raise RequestError(f"{place}: {reason}", param=place) from None
 
-    async def _fetch(self, text: str) -> str:
+    async def _fetch(self, text: str, hold: Hold) -> str:
         url = httpx.URL(text)
         for _ in range(MAX_REDIRECTS + 1):
             response = await self._get(url)
             try:
                 if response.status_code not in _REDIRECTS:
-                    return await self._data_url(response)
+                    return await self._data_url(response, hold)
                 location = response.headers.get("location", "")
             finally:
                 await response.aclose()
@@ -241,7 +234,7 @@ class ImageFetcher:
             raise _Refused(f"the host {host[:80]} is not allowed")
         return host
 
-    async def _data_url(self, response: httpx.Response) -> str:
+    async def _data_url(self, response: httpx.Response, hold: Hold) -> str:
         limit = self._policy.max_bytes
         too_long = f"the image is longer than {limit} bytes"
         if response.status_code != 200:
@@ -253,13 +246,15 @@ class ImageFetcher:
             raise _Refused(too_long)
         body = bytearray()
         async for piece in response.aiter_raw():
+            hold.receive(len(piece) * 4 // 3)  # in base64
             body += piece
             if len(body) > limit:
                 raise _Refused(too_long)
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if _IMAGE_TYPE.fullmatch(kind) is None:
             kind = "application/octet-stream"
-        return f"data:{kind};base64,{base64.b64encode(body).decode('ascii')}"
+        encoded = await hold.work(base64.b64encode, body)
+        return f"data:{kind};base64,{encoded.decode('ascii')}"
 
 
 class _Refused(Exception):

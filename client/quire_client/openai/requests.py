@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from quire_client.openai.errors import RequestError
 
@@ -83,6 +83,12 @@ _COMPLETION_FIXED: dict[str, Any] = {"echo": False, "suffix": "", "logprobs": Fa
 
 MAX_CHOICES = 1024
 """More than any server takes."""
+MAX_MESSAGES = 4096
+"""Messages of one conversation, and parts of all their contents; the server's own limit of messages."""
+MAX_IMAGES = 16
+"""Images of one conversation; the server's own limit."""
+MAX_MODEL_LENGTH = 256
+"""Characters of a model's name."""
 
 
 @dataclass(frozen=True)
@@ -111,27 +117,6 @@ class TextRequest:
         return n if isinstance(n, int) and 0 < n < MAX_CHOICES else 1
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object of a request.
-
-    Raises:
-        RequestError: invalid UTF-8 or JSON, or not an object.
-    """
-    try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
-    except RecursionError:
-        raise RequestError("the body is not valid JSON: nested too deeply") from None
-    except ValueError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RequestError("the body must be a JSON object")
-    return value
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
 def parse_chat(body: Mapping[str, Any]) -> TextRequest:
     """A body of /v1/chat/completions.
 
@@ -142,6 +127,7 @@ def parse_chat(body: Mapping[str, Any]) -> TextRequest:
     messages = body.get("messages")
     if not isinstance(messages, list):
         raise RequestError("messages: must be a list of messages", param="messages")
+    _check_messages(messages)
     sampling = _sampling(body)
     most = body.get("max_completion_tokens")
     if most is not None and sampling.setdefault("max_tokens", most) != most:
@@ -172,6 +158,21 @@ def parse_completion(body: Mapping[str, Any]) -> TextRequest:
     raise RequestError("prompt: must be a string or a list of token ids", param="prompt")
 
 
+def _check_messages(messages: list[Any]) -> None:
+    """How many of each kind there are; shapes are the server's to judge."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    images = sum(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts)
+    limits = (
+        (len(messages), MAX_MESSAGES, "messages"),
+        (len(parts), MAX_MESSAGES, "parts of content"),
+        (images, MAX_IMAGES, "images"),
+    )
+    for count, most, noun in limits:
+        if count > most:
+            raise RequestError(f"messages: at most {most} {noun} are allowed, got {count}", param="messages")
+
+
 def _is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -195,7 +196,7 @@ def _same(value: Any, other: Any) -> bool:
 def _common(body: Mapping[str, Any]) -> tuple[str, bool, bool]:
     """Model, stream, include_usage."""
     model = body.get("model")
-    if not isinstance(model, str) or not model:
+    if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_LENGTH or not model.isprintable():
         raise RequestError("model: must be the name of a model, see /v1/models", param="model")
     stream = _boolean("stream", body.get("stream"))
     options = body.get("stream_options")

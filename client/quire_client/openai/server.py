@@ -2,16 +2,71 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quire_client import _connection as conn
 from quire_client.openai.app import GatewaySettings, create_app
 
 GRACE = 5
 """Seconds that answers under way have to end after SIGTERM or Ctrl-C."""
+HEADER_TIMEOUT = 20.0
+"""Seconds from a connection's or a request's first byte to the end of its headers."""
+MAX_CONNECTIONS = 4096
+"""Beyond them uvicorn answers 503."""
+
+
+class _Protocol(H11Protocol):
+    """Closes connections whose request does not come, which uvicorn lets live: it bounds only the silence
+    between requests."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_watch()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """While a request is answered its time is the application's; else the time of the next one runs."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_watch()
+        elif self._late is None:
+            self._late = self.loop.call_later(HEADER_TIMEOUT, self.transport.close)
+
+    def _stop_watch(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+def make_config(app: Starlette) -> uvicorn.Config:
+    """How the gateway's application is served."""
+    return uvicorn.Config(
+        app,
+        http=_Protocol,
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=GRACE,
+    )
 
 
 def serve(settings: GatewaySettings, host: str, port: int, *, listening: Callable[[str], None]) -> None:
@@ -26,15 +81,7 @@ def serve(settings: GatewaySettings, host: str, port: int, *, listening: Callabl
         OSError: the address cannot be listened at.
     """
     conn.Settings(settings.url, settings.timeout)
-    config = uvicorn.Config(
-        create_app(settings),
-        lifespan="on",
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_graceful_shutdown=GRACE,
-    )
+    config = make_config(create_app(settings))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=config.backlog) as listener:
         shown = f"[{host}]" if ":" in host else host

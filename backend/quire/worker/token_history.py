@@ -1,0 +1,236 @@
+"""TokenHistory: what penalties, n-gram bans and bad words must know of a request's tokens so far.
+
+Every structure grows with the tokens: a step costs a row what its newest token costs plus the edits it asks
+for, whatever the prompt's length, `no_repeat_ngram_size` or the words are. Whether a token has a logit is not
+judged here.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+_MODULUS = 2**61 - 1
+_FACTOR = 2**32 + secrets.randbelow(2**60)
+"""Nobody outside can tell it, so nobody can make prompts whose n-grams collide."""
+
+
+class TokenSet:
+    """Distinct token ids, each with a count, in arrays that grow."""
+
+    __slots__ = ("_counts", "_ids", "_shared", "_slots")
+
+    def __init__(self, token_ids: Iterable[int] = ()) -> None:
+        """Every id with a count of 0."""
+        self._shared: dict[int, int] = {}
+        self._slots = {token_id: slot for slot, token_id in enumerate(dict.fromkeys(token_ids))}
+        self._ids: IntArray = np.fromiter(self._slots, dtype=np.int64, count=len(self._slots))
+        self._counts: FloatArray = np.zeros(len(self._slots), dtype=np.float32)
+
+    def fork(self) -> TokenSet:
+        """A set that begins as this one, which must not change any more."""
+        assert not self._shared, "a fork is not forked"
+        forked = TokenSet()
+        forked._shared, forked._ids, forked._counts = self._slots, self._ids, self._counts.copy()
+        return forked
+
+    def __len__(self) -> int:
+        return len(self._shared) + len(self._slots)
+
+    def add(self, token_id: int, count: int = 0) -> None:
+        slot = self._shared.get(token_id)
+        if slot is None:
+            slot = self._slots.get(token_id)
+        if slot is None:
+            slot = len(self)
+            self._slots[token_id] = slot
+            if slot == len(self._ids):
+                room = max(slot, 8)
+                self._ids = np.concatenate([self._ids, np.empty(room, dtype=np.int64)])
+                self._counts = np.concatenate([self._counts, np.zeros(room, dtype=np.float32)])
+            self._ids[slot] = token_id
+        if count:
+            self._counts[slot] += count
+
+    @property
+    def ids(self) -> IntArray:
+        """[n]"""
+        return self._ids[: len(self)]
+
+    @property
+    def counts(self) -> FloatArray:
+        """[n]"""
+        return self._counts[: len(self)]
+
+
+class NgramIndex:
+    """Which tokens followed each sequence of n - 1 tokens (a gram).
+
+    A gram is looked up by a rolling hash and then compared, so that a token costs the same for any n, up to
+    one comparison of n - 1 integers.
+    """
+
+    __slots__ = ("_found", "_gram_size", "_hash", "_leaving", "_shared", "_tokens")
+
+    def __init__(self, n: int, token_ids: Iterable[int] = ()) -> None:
+        self._gram_size = n - 1
+        self._leaving = pow(_FACTOR, n - 1, _MODULUS)
+        self._tokens = array("q")
+        self._hash = 0
+        """Of the newest n - 1 tokens, or of all while there are fewer."""
+        self._shared: dict[int, tuple[int, int | TokenSet]] = {}
+        self._found: dict[int, tuple[int, int | TokenSet]] = {}
+        """By hash: where the gram first ended, and the token or tokens behind it. A gram whose place another
+        has taken is at the next free one."""
+        self.extend(token_ids)
+
+    def fork(self) -> NgramIndex:
+        """An index that begins as this one, which must not change any more."""
+        assert not self._shared, "a fork is not forked"
+        forked = NgramIndex(self._gram_size + 1)
+        forked._shared, forked._hash = self._found, self._hash
+        forked._tokens = self._tokens[:]
+        return forked
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        size, tokens, found = self._gram_size, self._tokens, self._found
+        for token_id in token_ids:
+            end = len(tokens)
+            if end >= size:
+                place, entry = self._look_up(found)
+                if entry is None:
+                    found[place] = end, token_id
+                else:
+                    behind = entry[1]
+                    if isinstance(behind, TokenSet):
+                        behind.add(token_id)
+                    elif behind != token_id:
+                        found[place] = entry[0], TokenSet((behind, token_id))
+            tokens.append(token_id)
+            leaving = tokens[end - size] * self._leaving if end >= size else 0
+            self._hash = (self._hash * _FACTOR + token_id - leaving) % _MODULUS
+
+    def followers(self) -> list[IntArray]:
+        """Tokens that followed the newest n - 1 tokens; some may be there twice."""
+        if len(self._tokens) < self._gram_size:
+            return []
+        entries = (self._look_up(found)[1] for found in (self._shared, self._found))
+        return [
+            entry[1].ids if isinstance(entry[1], TokenSet) else np.array([entry[1]], dtype=np.int64)
+            for entry in entries
+            if entry is not None
+        ]
+
+    def _look_up(
+        self, found: dict[int, tuple[int, int | TokenSet]]
+    ) -> tuple[int, tuple[int, int | TokenSet] | None]:
+        """Place of the newest gram, and what is there."""
+        tokens, size, place = self._tokens, self._gram_size, self._hash
+        entry = found.get(place)
+        if entry is None:
+            return place, None
+        gram = tokens[len(tokens) - size :]
+        while entry is not None and tokens[entry[0] - size : entry[0]] != gram:
+            place += 1
+            entry = found.get(place)
+        return place, entry
+
+
+class BadWords:
+    """Words, as sequences of tokens, that must not be completed."""
+
+    __slots__ = ("_after", "_longest", "always")
+
+    def __init__(self, words: Iterable[Sequence[int]], eos_token_ids: frozenset[int]) -> None:
+        # As in transformers, a bad word that is just EOS is not banned: it would never let a request end.
+        short = [word[0] for word in words if len(word) == 1 and word[0] not in eos_token_ids]
+        self.always: IntArray = np.array(short, dtype=np.int64)
+        """Words of one token."""
+        self._after: dict[int, list[tuple[bytes, int]]] = {}
+        self._longest = 0
+        for word in words:
+            if len(word) > 1:
+                # Bytes, since the end of bytes is compared at the speed of memory.
+                self._after.setdefault(word[-2], []).append((array("q", word[:-1]).tobytes(), word[-1]))
+                self._longest = max(self._longest, len(word) - 1)
+
+    def bans(self, token_ids: Sequence[int]) -> list[int]:
+        """Last tokens of the longer words whose other tokens are the newest tokens."""
+        words = self._after.get(token_ids[-1]) if token_ids else None
+        if words is None:
+            return []
+        newest = array("q", token_ids[-self._longest :]).tobytes()
+        return [last for others, last in words if newest.endswith(others)]
+
+
+class _Prompt:
+    """Statistics of a prompt, for all living histories that begin with it: the choices of a request come one
+    by one, and each would else read the whole prompt again."""
+
+    living: ClassVar[WeakValueDictionary[bytes, _Prompt]] = WeakValueDictionary()
+
+    def __init__(self, tokens: array[int]) -> None:
+        self._tokens = tokens
+        self._ngrams: dict[int, NgramIndex] = {}
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int]) -> _Prompt:
+        tokens = array("q", token_ids)
+        return cls.living.setdefault(tokens.tobytes(), cls(tokens))
+
+    @functools.cached_property
+    def distinct(self) -> TokenSet:
+        return TokenSet(self._tokens)
+
+    def ngrams(self, n: int) -> NgramIndex:
+        if n not in self._ngrams:
+            self._ngrams[n] = NgramIndex(n, self._tokens)
+        return self._ngrams[n]
+
+
+class TokenHistory:
+    """Running statistics of one request's tokens.
+
+    Invariant: everything describes exactly `token_ids[:num_seen]`.
+    """
+
+    __slots__ = ("_distinct", "_ngrams", "_prompt", "num_seen")
+
+    def __init__(self, prompt: Sequence[int], *, counts: bool, ngram_size: int) -> None:
+        """Args:
+        counts: whether `distinct` will be asked for.
+        ngram_size: of `ngram_bans`; 0: there are none.
+        """
+        self.num_seen = len(prompt)
+        self._prompt = _Prompt.of(prompt) if counts or ngram_size else None
+        self._distinct = self._prompt.distinct.fork() if self._prompt and counts else None
+        self._ngrams = self._prompt.ngrams(ngram_size).fork() if self._prompt and ngram_size else None
+
+    def catch_up(self, token_ids: Sequence[int]) -> None:
+        """All behind the prompt is output."""
+        new = token_ids[self.num_seen :]
+        if self._distinct is not None:
+            for token_id in new:
+                self._distinct.add(token_id, 1)
+        if self._ngrams is not None:
+            self._ngrams.extend(new)
+        self.num_seen = len(token_ids)
+
+    def distinct(self) -> tuple[IntArray, FloatArray]:
+        """Distinct ids of prompt and output, and how often each occurs in the output: [d], [d]."""
+        assert self._distinct is not None, "the history was made without counts"
+        return self._distinct.ids, self._distinct.counts
+
+    def ngram_bans(self) -> list[IntArray]:
+        """Tokens that would repeat an n-gram of prompt and output; some may be there twice."""
+        return [] if self._ngrams is None else self._ngrams.followers()
