@@ -240,7 +240,7 @@ def test_stop_strings_through_the_server(tiny: TinyServer) -> None:
     assert reply.finish_reasons[-1] == "stop"
 
 
-@pytest.mark.row("A39", without="`max_inflight_requests`, which server 24.10 does not know")
+@pytest.mark.row("A39")
 def test_a_step_behind_the_generator_streams(tiny: TinyServer) -> None:
     """tokenizer -> generator -> detokenizer, all three steps for every delta."""
     inputs = {"text_input": PROMPT, "stream": True, "max_tokens": 1000}

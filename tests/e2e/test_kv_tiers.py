@@ -100,9 +100,7 @@ def kill_engine(server: ServerProcess) -> None:
 
 
 @pytest.mark.row("C10")
-@pytest.mark.row(
-    "C9", part="an evicted prefix returns by copy; that steps go on meanwhile is proven elsewhere"
-)
+@pytest.mark.row("C9")
 def test_blocks_come_back_from_host_memory_and_after_every_end(served: Served) -> None:
     with served.server("first", "disk", "host") as server:
         cold = {model: ask(server, model) for model in ("disk", "host")}

@@ -59,7 +59,7 @@ def test_sixty_four_streams_over_the_ensemble(tiny: TinyServer) -> None:
 
 
 @pytest.mark.row("A20")
-@pytest.mark.row("A21", part="the input is called `cancel`; `stop` is not an alias yet")
+@pytest.mark.row("A21")
 @pytest.mark.parametrize("how", ["tritonclient on the generator", "quire_client through the ensemble"])
 @survives_grpc_abort
 def test_half_of_the_streams_are_cancelled(tiny: TinyServer, how: str) -> None:

@@ -156,7 +156,7 @@ def data_urls(question: Question) -> list[str]:
     return [f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in question.images]
 
 
-@pytest.mark.row("H9", without="input_audio")
+@pytest.mark.row("H9")
 def test_images_as_data_urls(client: openai.OpenAI, demo_server: ServerProcess) -> None:
     """The answers are those that `quire_client` gets for the same images; whether they are right is
     test_demo_vision's matter."""
@@ -178,7 +178,7 @@ def test_images_as_data_urls(client: openai.OpenAI, demo_server: ServerProcess) 
         assert "".join(part.choices[0].delta.content or "" for part in stream) == answer
 
 
-@pytest.mark.row("H9", without="input_audio")
+@pytest.mark.row("H9")
 def test_what_is_no_image_is_refused_and_no_url_is_fetched(client: openai.OpenAI) -> None:
     question = next(question for question in held_out(20, seed=9) if question.images)
 

@@ -106,8 +106,8 @@ def ask(vision: VisionServer, model: str, messages: list[dict[str, Any]], images
 
 
 @pytest.mark.row("H1", "H2")
-@pytest.mark.row("H4", without="NeXT and OneVision")
-@pytest.mark.row("H5", without="Qwen3-VL")
+@pytest.mark.row("H4")
+@pytest.mark.row("H5")
 @pytest.mark.parametrize("model", ["vision_chat", "chunked_chat"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_of_transformers(vision: VisionServer, kind: str, model: str) -> None:
@@ -216,7 +216,7 @@ def test_our_client_sends_images(vision: VisionServer, tmp_path: Path) -> None:
             client.chat("client", images=[b"no image"], model="llava_vision_chat")
 
 
-@pytest.mark.row("H3", without="the hand-over on a GPU by CUDA IPC")
+@pytest.mark.row("H3")
 def test_the_generator_takes_embeddings(vision: VisionServer) -> None:
     """Rows of a random image and none of our vision models: what a user's own encoder would send."""
     whole = vision.whole["llava"]

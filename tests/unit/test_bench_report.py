@@ -42,7 +42,7 @@ DOCUMENT = export(
 )
 
 
-@pytest.mark.row("G24", without="AIPerf")
+@pytest.mark.row("G24")
 def test_summary_of_an_export_computed_by_hand() -> None:
     summary = summarize(parse_export(DOCUMENT), slo=SLO(ttft=0.010, itl=0.040))
     assert summary["requests"] == summary["completed"] == 2

@@ -97,7 +97,7 @@ def ids(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.row("C14", "B17", part="tokens; what is planned and freed when is in other tests")
+@pytest.mark.row("C14", "B17")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cold_cached_chunked(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], family: str, ahead: dict[str, Any]
@@ -116,7 +116,7 @@ def test_cold_cached_chunked(
         llm.core.close()
 
 
-@pytest.mark.row("B9", "B10", part="tokens")
+@pytest.mark.row("B9", "B10")
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preempted(
@@ -192,7 +192,7 @@ def test_evicted_prefixes_return_from_the_host(
     llm.core.close()
 
 
-@pytest.mark.row("C10", part="in process; e2e restarts the server")
+@pytest.mark.row("C10")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_another_engine_finds_prefixes_on_disk(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], family: str, tmp_path: Path

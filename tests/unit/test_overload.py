@@ -48,7 +48,7 @@ def simulator(arrivals: list[Arrival], **settings: Any) -> Simulator:
     return Simulator(EngineConfig.from_mapping(limits), arrivals, PRESETS["h100-8b"])
 
 
-@pytest.mark.row("B15", part="in virtual time")
+@pytest.mark.row("B15")
 @pytest.mark.parametrize("slo_ms", [500, 2000])
 @pytest.mark.parametrize("by", ["max_predicted_ttft_ms", "ttft_deadline of the request"])
 def test_accepted_requests_keep_their_ttft_and_the_rest_are_refused(slo_ms: int, by: str) -> None:
@@ -123,7 +123,7 @@ def storm(seconds: float, **settings: Any) -> Storm:
     return Storm(refusals, most_waiting, most_tokens, most_alive)
 
 
-@pytest.mark.row("B15", part="in virtual time")
+@pytest.mark.row("B15")
 @pytest.mark.parametrize(
     "settings",
     [{"max_waiting_requests": 50}, {"max_waiting_tokens": 8000}, {"max_predicted_ttft_ms": 1000}],

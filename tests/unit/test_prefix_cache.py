@@ -35,7 +35,7 @@ def computed(engine: FakeEngine, name: str) -> int:
 # What a hit saves.
 
 
-@pytest.mark.row("C5", part="tokens computed")
+@pytest.mark.row("C5")
 @pytest.mark.parametrize("chunk", [50, 512, 2048])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_second_request_with_the_same_512_tokens_computes_its_tail(chunk: int, overlap: bool) -> None:
@@ -51,7 +51,7 @@ def test_the_second_request_with_the_same_512_tokens_computes_its_tail(chunk: in
     engine.check_outputs()
 
 
-@pytest.mark.row("C5", part="tokens computed")
+@pytest.mark.row("C5")
 @pytest.mark.parametrize(
     ("common", "cached"), [(512, 512), (511, 496), (500, 496), (497, 496), (496, 496), (15, 0), (0, 0)]
 )
@@ -66,7 +66,7 @@ def test_a_partial_hit_is_as_long_as_the_full_blocks_in_common(common: int, cach
     engine.check_outputs()
 
 
-@pytest.mark.row("C5", part="tokens computed")
+@pytest.mark.row("C5")
 def test_incremental_prefill_each_turn_computes_what_is_new() -> None:
     engine = engine_of(300)
     prompt = tokens(100, 0)
@@ -80,7 +80,7 @@ def test_incremental_prefill_each_turn_computes_what_is_new() -> None:
     engine.check_outputs()
 
 
-@pytest.mark.row("C5", part="tokens computed")
+@pytest.mark.row("C5")
 def test_the_same_prompt_again_computes_one_block_at_most() -> None:
     engine = engine_of(100)
     for index, length in enumerate((512, 513, 527)):
@@ -95,7 +95,7 @@ def test_the_same_prompt_again_computes_one_block_at_most() -> None:
 # Sharing in flight: measurement 2 of issue 4.
 
 
-@pytest.mark.row("C5", part="sharing between requests that arrive together")
+@pytest.mark.row("C5")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunk", [100, 512, 2048])
 def test_sixteen_cold_requests_with_one_prefix_compute_it_once(chunk: int, overlap: bool) -> None:
@@ -113,7 +113,7 @@ def test_sixteen_cold_requests_with_one_prefix_compute_it_once(chunk: int, overl
     engine.check_outputs()
 
 
-@pytest.mark.row("C5", part="sharing between requests that arrive together")
+@pytest.mark.row("C5")
 @pytest.mark.parametrize("phase", ["planned", "aborted while planned", "failed"])
 def test_what_was_to_be_shared_and_was_not_computed_is_computed_by_the_others(phase: str) -> None:
     engine = engine_of(100, max_num_batched_tokens=64)
@@ -313,7 +313,7 @@ def test_what_a_salt_begins_with_cannot_be_written_as_tokens() -> None:
 # Reset and inspect.
 
 
-@pytest.mark.row("C8", part="in the scheduler")
+@pytest.mark.row("C8")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_reset_empties_the_cache_and_running_requests_go_on(overlap: bool) -> None:
     engine = engine_of(200, max_num_batched_tokens=128, overlap=overlap)

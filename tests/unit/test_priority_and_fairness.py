@@ -55,7 +55,7 @@ def at_rate(rate: float, seconds: float, **options: Any) -> Workload:
 URGENT = at_rate(1.5, 20.0, prompt=Lengths(1024, 0.1, 800, 1300), output=Lengths(40, 0.3, 10, 80), seed=1)
 
 
-@pytest.mark.row("B11", part="in the scheduler")
+@pytest.mark.row("B11")
 def test_the_high_class_hardly_notices_that_the_low_one_saturates_the_machine() -> None:
     high = of("high", URGENT, priority=-10)
     low = of("low", at_rate(2 * CAPACITY, 20.0, seed=2), priority=10, tenant="batch")
@@ -75,7 +75,7 @@ def test_the_high_class_hardly_notices_that_the_low_one_saturates_the_machine() 
     assert loaded_s["p50"] > 20 * idle_s["p50"]
 
 
-@pytest.mark.row("B11", part="in the scheduler")
+@pytest.mark.row("B11")
 @pytest.mark.parametrize("ageing_s", [1.0, 0.0])
 def test_ageing_prevents_starvation(ageing_s: float) -> None:
     """The high class alone is more than the machine can do: without ageing the low one comes last."""
@@ -182,7 +182,7 @@ def test_a_prompt_that_joins_late_at_an_early_rank_does_not_stall_who_decodes() 
     engine.check_outputs()
 
 
-@pytest.mark.row("B13", part="in the scheduler")
+@pytest.mark.row("B13")
 def test_weights_are_shares_of_the_service() -> None:
     lengths = {"prompt": Lengths(50, 0.5, 4, 200), "output": Lengths(40, 0.5, 4, 120)}
     gold = of("gold", Workload(num_requests=400, seed=9, **lengths), tenant="gold")
@@ -196,7 +196,7 @@ def test_weights_are_shares_of_the_service() -> None:
     assert half["gold"] / half["iron"] == pytest.approx(3.0, rel=0.05)
 
 
-@pytest.mark.row("B13", part="in the scheduler")
+@pytest.mark.row("B13")
 def test_a_quota_that_is_used_up_says_when_to_come_again() -> None:
     limits = {"small": {"tokens_per_minute": 600}}
     engine = FakeEngine(num_blocks=500, tenants=json.dumps(limits), step_s=0.01)
@@ -217,7 +217,7 @@ def test_a_quota_that_is_used_up_says_when_to_come_again() -> None:
     engine.check_outputs()
 
 
-@pytest.mark.row("B13", part="in the scheduler")
+@pytest.mark.row("B13")
 @pytest.mark.parametrize("queue_policy", ["fcfs", "fair", "priority", "shortest_first", "longest_prefix"])
 def test_a_cap_on_running_requests_holds_back_that_tenant_alone(queue_policy: str) -> None:
     limits = {"capped": {"max_running": 2}, "*": {"max_waiting": 30}}
@@ -235,7 +235,7 @@ def test_a_cap_on_running_requests_holds_back_that_tenant_alone(queue_policy: st
     engine.check_outputs()
 
 
-@pytest.mark.row("B13", part="in the scheduler")
+@pytest.mark.row("B13")
 def test_a_cap_on_waiting_requests_refuses_that_tenant_alone() -> None:
     engine = FakeEngine(max_num_seqs=1, tenants=json.dumps({"*": {"max_waiting": 2}}))
     for tenant in ("a", "b"):
