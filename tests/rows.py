@@ -128,17 +128,17 @@ def add_mark(
 def read_marks(path: Path, features: Mapping[str, Feature]) -> dict[str, Marks]:
     """Marks of the functions in a test file, by `function` or `Class::function`, without importing it.
 
-    Only those that stand above a function as calls with constants are seen.
+    Only those that stand above a function or a class as calls with constants are seen.
     """
     found: dict[str, Marks] = {}
 
-    def visit(body: list[ast.stmt], prefix: str) -> None:
+    def visit(body: list[ast.stmt], prefix: str, outer: list[ast.expr]) -> None:
         for node in body:
             if isinstance(node, ast.ClassDef):
-                visit(node.body, f"{prefix}{node.name}::")
-            elif isinstance(node, ast.FunctionDef):
+                visit(node.body, f"{prefix}{node.name}::", [*outer, *node.decorator_list])
+            elif isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
                 marks: Marks = {}
-                for call in node.decorator_list:
+                for call in [*outer, *node.decorator_list]:
                     if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.row":
                         rows = tuple(ast.literal_eval(argument) for argument in call.args)
                         kwargs = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
@@ -146,7 +146,7 @@ def read_marks(path: Path, features: Mapping[str, Feature]) -> dict[str, Marks]:
                 if marks:
                     found[prefix + node.name] = marks
 
-    visit(ast.parse(path.read_text("utf-8")).body, "")
+    visit(ast.parse(path.read_text("utf-8")).body, "", [])
     return found
 
 

@@ -105,9 +105,12 @@ def ask(vision: VisionServer, model: str, messages: list[dict[str, Any]], images
     return reply.token_ids
 
 
-@pytest.mark.row("H1", "H2")
-@pytest.mark.row("H4")
-@pytest.mark.row("H5")
+@pytest.mark.row("H1", clauses=("tokens", "bytes"))
+@pytest.mark.row("H2", clauses=("equal",))
+@pytest.mark.row("H3", clauses=("accepts",))
+@pytest.mark.row("H4", clauses=("llava",))
+@pytest.mark.row("H5", clauses=("tokens",))
+@pytest.mark.row("A39", clauses=("vision",))
 @pytest.mark.parametrize("model", ["vision_chat", "chunked_chat"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_of_transformers(vision: VisionServer, kind: str, model: str) -> None:
@@ -121,7 +124,8 @@ def test_answers_are_those_of_transformers(vision: VisionServer, kind: str, mode
     assert first != other, "the answers must depend on the image for this test to see anything"
 
 
-@pytest.mark.row("H11", "B19")
+@pytest.mark.row("H11", whole=True)
+@pytest.mark.row("B19", clauses=("cache",))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_second_use_of_an_image_runs_no_encoder(vision: VisionServer, kind: str) -> None:
     images = [picture(200 + i, SIZES[i]) for i in range(2)]
@@ -141,7 +145,7 @@ def test_the_second_use_of_an_image_runs_no_encoder(vision: VisionServer, kind: 
     assert vision.metric("quire_vision_cache_hits_total", kind) == hits + 4
 
 
-@pytest.mark.row("H1")
+@pytest.mark.row("H1", clauses=("others",))
 @pytest.mark.parametrize("how", ["base64", "data URL in the messages", "raw pixels", "base64 over HTTP"])
 def test_every_way_to_give_an_image(vision: VisionServer, how: str) -> None:
     raw = picture(300, (56, 56))
@@ -178,7 +182,8 @@ def test_every_way_to_give_an_image(vision: VisionServer, how: str) -> None:
     assert stream(vision.server.grpc_url, "qwen2_vl_vision_chat", inputs).token_ids == expected
 
 
-@pytest.mark.row("H1", "H2")
+@pytest.mark.row("H2", clauses=("batch",))
+@pytest.mark.row("H1")
 def test_thirty_two_mixed_requests_at_once(vision: VisionServer) -> None:
     """Text and images together: all right, and the encoder works on several requests at a time."""
     whole = vision.whole["llava"]

@@ -99,7 +99,7 @@ def test_float32_results_are_not_rounded_to_the_weights_type(
     )
 
 
-@pytest.mark.row("D3")
+@pytest.mark.row("D3", clauses=("activation",))
 @pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -329,7 +329,7 @@ TRITON = with_quantizations(
 )
 
 
-@pytest.mark.row("D4")
+@pytest.mark.row("D4", clauses=("linear",))
 @pytest.mark.parametrize(("name", "device", "dtype", "quantization"), TRITON)
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_every_configuration_of_a_tuner_is_the_same_product(

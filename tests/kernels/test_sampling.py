@@ -110,7 +110,8 @@ def test_the_reference_draws_what_the_sampler_draws(kind: str) -> None:
     assert int((tokens != expected).sum()) <= 1
 
 
-@pytest.mark.row("D10")
+@pytest.mark.row("D10", clauses=("filters",))
+@pytest.mark.row("D4", clauses=("sampling",))
 @pytest.mark.parametrize(("name", "device"), OTHERS)
 @pytest.mark.parametrize(
     ("kind", "vocab_size"),
@@ -331,7 +332,7 @@ def without_ngrams(rows: list[SamplingRow], highest: int) -> list[SamplingRow]:
     return found
 
 
-@pytest.mark.row("D10")
+@pytest.mark.row("D10", clauses=("edits",))
 @pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
 @pytest.mark.parametrize(("count", "vocab_size"), [(40, 40), (20, 2500)])
 def test_edits_are_those_of_the_sampler(name: str, device: str, count: int, vocab_size: int) -> None:
@@ -393,7 +394,7 @@ def results(logits: torch.Tensor, rows: list[SamplingRow]) -> SamplerOutput:
     return Sampler(logits.shape[1])(logits, rows)
 
 
-@pytest.mark.row("D10")
+@pytest.mark.row("D10", clauses=("greedy",))
 @pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
 def test_the_fused_sampler_gives_what_the_other_gives(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch

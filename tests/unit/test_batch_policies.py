@@ -54,7 +54,7 @@ def joins(records: list[Record]) -> dict[int, tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.row("B3")
+@pytest.mark.row("B3", clauses=("static",))
 def test_static_batches_begin_when_the_last_request_has_ended() -> None:
     static, records = run(scheduler="static", max_num_seqs=8)
     assert all(num_running == 0 for _, _, num_running in joins(records).values())
@@ -65,7 +65,7 @@ def test_static_batches_begin_when_the_last_request_has_ended() -> None:
     assert len(records) > 1.3 * len(others), "seats stand empty while the longest request runs"
 
 
-@pytest.mark.row("B3")
+@pytest.mark.row("B3", clauses=("gap",))
 def test_the_gap_between_static_and_continuous_batches() -> None:
     arrivals = Workload(num_requests=150, rate=60.0, output=Lengths(60, 0.8, 4, 300)).arrivals()
     figures = {}
@@ -78,7 +78,7 @@ def test_the_gap_between_static_and_continuous_batches() -> None:
     assert continuous["ttft_s"]["p50"] < 0.5 * static["ttft_s"]["p50"]
 
 
-@pytest.mark.row("B5")
+@pytest.mark.row("B5", clauses=("policies", "composition"))
 def test_three_policies_compose_their_steps_differently_and_give_the_same_outputs() -> None:
     outputs = {}
     for policy in BATCH_POLICIES:
@@ -162,7 +162,7 @@ def test_what_the_policies_trade() -> None:
     assert stall["mixed"] < 0.5 * stall["prefill_first"]
 
 
-@pytest.mark.row("B6")
+@pytest.mark.row("B6", clauses=("interval",))
 def test_interval_requests_join_every_16_steps() -> None:
     engine, records = run(3, schedule_interval=16, max_num_seqs=64, max_num_batched_tokens=2048)
     found = joins(records)
@@ -174,7 +174,7 @@ def test_interval_requests_join_every_16_steps() -> None:
     assert engine.outputs == run()[0].outputs
 
 
-@pytest.mark.row("B6")
+@pytest.mark.row("B6", clauses=("ratio",))
 def test_ratio_requests_join_when_more_than_so_many_wait_per_running_one() -> None:
     engine, records = run(waiting_running_ratio=1.2, max_num_seqs=64, max_num_batched_tokens=512)
     found = joins(records)

@@ -770,6 +770,7 @@ def test_a_redirect_is_resolved_against_the_name_and_sends_no_cookie() -> None:
     assert "cookie" not in seen[1].headers
 
 
+@pytest.mark.row("H9", clauses=("limit",))
 def test_the_size_is_counted_while_it_comes() -> None:
     """A host may state a small Content-Length or none, and send without end."""
     sent = 0

@@ -48,7 +48,7 @@ def run(mode: str, **options: Any) -> tuple[FakeEngine, SchedulerTrace]:
     return engine, trace
 
 
-@pytest.mark.row("B17")
+@pytest.mark.row("B17", clauses=("equal",))
 @pytest.mark.parametrize("mode", ["overlap", "lookahead"])
 @pytest.mark.parametrize(
     "options",
@@ -106,7 +106,7 @@ class SlowRunner(FakeRunner):
         return result
 
 
-@pytest.mark.row("B17")
+@pytest.mark.row("B17", clauses=("hidden",))
 def test_the_engine_plans_while_the_runner_works_and_the_trace_shows_it() -> None:
     config = EngineConfig.from_mapping(
         {"num_blocks": 400, "block_size": 4, "max_num_seqs": 16, "overlap_scheduling": True}

@@ -48,7 +48,7 @@ def simulator(arrivals: list[Arrival], **settings: Any) -> Simulator:
     return Simulator(EngineConfig.from_mapping(limits), arrivals, PRESETS["h100-8b"])
 
 
-@pytest.mark.row("B15")
+@pytest.mark.row("B15", clauses=("predicted",))
 @pytest.mark.parametrize("slo_ms", [500, 2000])
 @pytest.mark.parametrize("by", ["max_predicted_ttft_ms", "ttft_deadline of the request"])
 def test_accepted_requests_keep_their_ttft_and_the_rest_are_refused(slo_ms: int, by: str) -> None:

@@ -475,6 +475,7 @@ def test_a_light_tenant_is_served_as_if_it_were_alone() -> None:
     assert max(waits("fcfs", heavy=True)) > 100
 
 
+@pytest.mark.row("B12", clauses=("lift",))
 def test_idling_saves_nothing_up() -> None:
     queue = make("fair")
     for i in range(10):
@@ -496,6 +497,7 @@ def test_idling_saves_nothing_up() -> None:
     assert queue.counter("c") == queue.counter(request.scheduling.tenant)
 
 
+@pytest.mark.row("B12", clauses=("weights",))
 def test_a_prompt_is_charged_once_and_less_what_was_cached() -> None:
     queue = make("fair", fairness_input_weight=1.0, fairness_output_weight=3.0)
     assert isinstance(queue, FairQueue)

@@ -51,7 +51,7 @@ def test_the_second_request_with_the_same_512_tokens_computes_its_tail(chunk: in
     engine.check_outputs()
 
 
-@pytest.mark.row("C5")
+@pytest.mark.row("C5", clauses=("partial",))
 @pytest.mark.parametrize(
     ("common", "cached"), [(512, 512), (511, 496), (500, 496), (497, 496), (496, 496), (15, 0), (0, 0)]
 )
@@ -169,20 +169,20 @@ def cached_after_flood(
     return again.num_cached_tokens
 
 
-@pytest.mark.row("C6")
+@pytest.mark.row("C6", clauses=("pinned",))
 def test_a_pinned_prompt_survives_a_flood_of_100_random_prompts() -> None:
     assert cached_after_flood() == 0, "the flood is no flood"
     assert cached_after_flood(pin=True) == 320
 
 
-@pytest.mark.row("C6")
+@pytest.mark.row("C6", clauses=("retention",))
 def test_a_prompt_of_higher_retention_survives_one_of_lower_does_not() -> None:
     assert cached_after_flood(retention=80) == 320
     assert cached_after_flood(retention=10) == 0
     assert cached_after_flood(retention=80, flood_with={"retention": 90}) == 0
 
 
-@pytest.mark.row("C6")
+@pytest.mark.row("C6", clauses=("order",))
 @pytest.mark.parametrize(("policy", "cached"), [("lfu", 320), ("lru", 0)])
 def test_lfu_keeps_what_is_used_often_lru_what_was_used_last(policy: str, cached: int) -> None:
     engine = engine_of(200, cache={"eviction_policy": policy})
@@ -197,7 +197,7 @@ def test_lfu_keeps_what_is_used_often_lru_what_was_used_last(policy: str, cached
     engine.check_outputs()
 
 
-@pytest.mark.row("C6")
+@pytest.mark.row("C6", clauses=("ttl",))
 def test_time_to_live_of_blocks_and_pins() -> None:
     engine = engine_of(200, cache={"cache_ttl_s": 60.0})
     prompts = {
@@ -263,7 +263,7 @@ def test_pins_take_no_more_than_their_share_of_the_pool() -> None:
 # Who shares.
 
 
-@pytest.mark.row("C7")
+@pytest.mark.row("C7", whole=True)
 def test_another_salt_is_a_cold_run_in_every_respect() -> None:
     def play(*salts: str) -> tuple[list[int], list[list[tuple[int, int]]]]:
         """Tokens computed per request, and the rows of each one's steps."""

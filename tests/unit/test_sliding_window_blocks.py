@@ -33,7 +33,7 @@ def test_a_long_sequence_holds_a_window_of_blocks(chunk: int) -> None:
     engine.check_outputs()
 
 
-@pytest.mark.row("C14")
+@pytest.mark.row("C14", clauses=("hybrid",))
 def test_of_hybrid_layers_only_those_without_a_window_hold_all() -> None:
     engine = FakeEngine(num_blocks=1000, groups=HYBRID, max_num_batched_tokens=64)
     request = engine.add("long", 300, 500)

@@ -215,8 +215,10 @@ def test_every_row_has_clauses() -> None:
 
 
 def test_the_marks_read_from_the_files_are_those_that_pytest_sees(request: pytest.FixtureRequest) -> None:
-    """The tables are made from the files alone; marks of a module, a class or one case are not seen."""
-    seen = request.config.pluginmanager.get_plugin("quire-rows").marks
+    """The tables are made from the files alone; marks of a module or of one case are not seen."""
+    plugin = request.config.pluginmanager.get_plugin("quire-rows")
+    assert isinstance(plugin, rows.RowPlugin)
+    seen = plugin.marks
     features = load_features()[1]
     for path in {nodeid.partition("::")[0] for nodeid in seen}:
         read = {f"{path}::{name}": marks for name, marks in rows.read_marks(ROOT / path, features).items()}

@@ -133,8 +133,8 @@ def test_the_oracle_sees_the_images(cases: list[Case]) -> None:
     assert cases[2].expected != cases[3].expected
 
 
-@pytest.mark.row("C22")
-@pytest.mark.row("H12")
+@pytest.mark.row("C22", clauses=("image",))
+@pytest.mark.row("H12", whole=True)
 def test_another_image_never_hits_and_the_same_one_does(checkpoint: Path, cases: list[Case]) -> None:
     """The prefix cache tells images apart where texts are the same, and finds those that are the same."""
     options: dict[str, Any] = {"max_model_len": 256, "num_blocks": 128, "block_size": 4}
@@ -158,7 +158,7 @@ def test_another_image_never_hits_and_the_same_one_does(checkpoint: Path, cases:
         assert hits == (len(case.token_ids) - 1) // 4 * 4
 
 
-@pytest.mark.row("B19")
+@pytest.mark.row("B19", clauses=("budget",))
 def test_a_prompt_of_images_never_starves_decoding(checkpoint: Path, cases: list[Case]) -> None:
     """While three images are prefilled in chunks, a running request gets its token in every step."""
     llm = LLM(checkpoint, dtype="float32", max_model_len=256, num_blocks=128, max_num_batched_tokens=4)

@@ -147,7 +147,7 @@ FILES: dict[str, Callable[[], bytes]] = {
 }
 
 
-@pytest.mark.row("H10")
+@pytest.mark.row("H10", clauses=("pixels",))
 @pytest.mark.parametrize("kind", VISION_KINDS)
 @pytest.mark.parametrize("name", FILES)
 def test_pixel_values_equal_those_of_transformers(
@@ -203,8 +203,8 @@ def image_count(messages: list[Message]) -> int:
     return sum(part["type"] == "image" for message in messages for part in message["content"])
 
 
+@pytest.mark.row("H5", clauses=("positions",))
 @pytest.mark.row("H1")
-@pytest.mark.row("H5")
 @pytest.mark.parametrize("kind", VISION_KINDS)
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_whole_prompts_equal_those_of_transformers(
