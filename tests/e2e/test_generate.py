@@ -174,8 +174,9 @@ def test_errors_are_objects(tiny: TinyServer) -> None:
     status, text = post(f"{url}/generate", {"text_input": PROMPT, "temperature": -1})
     assert status == 400
     assert "temperature" in json.loads(text)["error"]
-    _, text = post(f"{url}/generate_stream", {"text_input": PROMPT, "stream": True, "temperature": -1})
-    (part,) = events(text) if text.startswith("data: ") else [json.loads(text)]
+    status, text = post(f"{url}/generate_stream", {"text_input": PROMPT, "stream": True, "temperature": -1})
+    assert status == 400
+    (part,) = events(text)
     assert "temperature: must be in [0, 100]" in part["error"]
 
 
@@ -254,13 +255,14 @@ def test_a_step_behind_the_generator_streams(tiny: TinyServer) -> None:
     reply = call.read_all()
     assert reply.error is None
     assert len(reply.results) > 1
-    ids = stream(tiny.server.grpc_url, "generator", {**inputs, "skip_special_tokens": False}).token_ids
+    parts = [[int(i) for i in result.as_numpy("ids")] for result in reply.results]
+    expected = tiny.llm.generate([PROMPT], SamplingParams(max_tokens=1000))[0].token_ids
+    assert [token_id for part in parts for token_id in part] == expected
     assert tiny.llm.tokenizer is not None
-    decoded = [r.as_numpy("text")[0].decode() for r in reply.results]
-    assert "".join(decoded).replace("\ufffd", "") in tiny.llm.tokenizer.decode(ids) or "\ufffd" in "".join(
-        decoded
-    )
-    assert len(decoded) <= len(ids)
+    # Which tokens come together is a matter of time; a character cut between two parts is U+FFFD in each.
+    texts = [result.as_numpy("text")[0].decode() for result in reply.results]
+    assert texts == [tiny.llm.tokenizer.decode(part) for part in parts]
+    assert len(set(texts)) > 10, "texts that differ, or the test sees little"
 
 
 @pytest.mark.row("A39", clauses=("bls",))
