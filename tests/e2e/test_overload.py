@@ -1,4 +1,4 @@
-"""Five times as many requests as a server has room for: those it accepts are served, the rest refused at once.
+"""Five times as many requests as a server has room for: the accepted are served, the others refused at once.
 
 Nothing is judged by the clock: while two requests hold the seats, refusals come and no token does.
 """
