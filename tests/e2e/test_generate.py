@@ -168,7 +168,7 @@ def test_generate_and_generate_stream(tiny: TinyServer, model: str, where: str) 
     assert parts[-1]["finish_reason"] == "length"
 
 
-@pytest.mark.row("A4")
+@pytest.mark.row("A4", clauses=("error",))
 def test_errors_are_objects(tiny: TinyServer) -> None:
     url = f"{tiny.server.http_url}/v2/models/generator"
     status, text = post(f"{url}/generate", {"text_input": PROMPT, "temperature": -1})

@@ -124,6 +124,27 @@ def test_answers_are_those_of_transformers(vision: VisionServer, kind: str, mode
     assert first != other, "the answers must depend on the image for this test to see anything"
 
 
+@pytest.mark.row("H1", clauses=("logits",))
+@pytest.mark.row("H4", clauses=("logits",))
+@pytest.mark.row("H5", clauses=("logits",))
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_are_those_of_transformers(vision: VisionServer, kind: str) -> None:
+    for count in (0, 1, 3):
+        images = [picture(count * 20 + i, SIZES[i]) for i in range(count)]
+        messages = conversation(count, f"what of {count}")
+        token_ids, expected = vision.whole[kind].generate(messages, images, MAX_TOKENS)
+        inputs: dict[str, Any] = {"messages": json.dumps(messages), "stream": True, "max_tokens": MAX_TOKENS}
+        inputs |= {"ignore_eos": True, "num_logprobs": 20, **({"image": images} if images else {})}
+        reply = stream(vision.server.grpc_url, f"{kind}_vision_chat", inputs)
+        assert (reply.error, reply.token_ids) == (None, token_ids)
+        entries = [entry for r in reply.results for entry in json.loads(r.as_numpy("logprobs")[0])]
+        assert len(entries) == MAX_TOKENS
+        for entry, row in zip(entries, expected, strict=True):
+            values = list(entry["top"].values())
+            assert values == pytest.approx(row[list(map(int, entry["top"]))].tolist(), abs=1e-4)
+            assert values == pytest.approx(row.topk(20).values.tolist(), abs=1e-4), "the best, best first"
+
+
 @pytest.mark.row("H11", whole=True)
 @pytest.mark.row("B19", clauses=("cache",))
 @pytest.mark.parametrize("kind", KINDS)

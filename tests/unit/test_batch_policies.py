@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import scheduler_sim
 from quire.config import BATCH_POLICIES, EngineConfig
 from quire.core.trace import SchedulerTrace
 from quire.simulator.cost import PRESETS
@@ -160,6 +161,22 @@ def test_what_the_policies_trade() -> None:
     assert ttft["prefill_first"] <= ttft["mixed"] < ttft["decode_first"]
     assert tpot["decode_first"] < tpot["mixed"] < tpot["prefill_first"]
     assert stall["mixed"] < 0.5 * stall["prefill_first"]
+
+
+@pytest.mark.row("B5", clauses=("table",))
+def test_the_benchmark_has_a_line_of_each_policy_at_each_load(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scheduler_sim, "LOADS", (0.5, 0.7))
+    curves = scheduler_sim.trade_off(60, PRESETS["h100-8b"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [policy for policy in BATCH_POLICIES for _ in range(2)]
+    points = {policy: curve[1] for policy, curve in curves.items()}
+    for point, line in zip(points.values(), lines[1::2], strict=True):
+        assert f"TPOT p50 {1000 * point['tpot_p50_s']:7.2f} " in line
+        assert f"TTFT p50 {1000 * point['ttft_p50_s']:9.2f} " in line
+    assert points["mixed"]["ttft_p50_s"] < points["decode_first"]["ttft_p50_s"]
+    assert points["mixed"]["tpot_p50_s"] < points["prefill_first"]["tpot_p50_s"]
 
 
 @pytest.mark.row("B6", clauses=("interval",))
