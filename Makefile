@@ -23,7 +23,7 @@ help:
 	@echo "make lint       ruff and mypy                   make format     let ruff rewrite"
 	@echo "make bench-peers  the same work for Quire and other engines, installed on first use (hours)"
 	@echo "make bench      measure the served demo         make rows       rows of the features table that have tests"
-	@echo "make rows ROWS=\"A1 A2\"  run their tests         make status     regenerate the status table from a full run"
+	@echo "make rows ROWS=\"A1 A2\"  run their tests         make status     the status tables from the marks of the tests"
 
 setup: $(STAMP)
 

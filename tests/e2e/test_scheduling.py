@@ -131,7 +131,7 @@ def scheduled_after_end(served: TinyServer, request_id: str) -> tuple[int, int]:
     return in_all, after
 
 
-@pytest.mark.row("A16", part="four distinct seeded streams, each with its index and finish")
+@pytest.mark.row("A16", clauses=("streams", "index"))
 @pytest.mark.parametrize("model", ["generator", "chat"])
 def test_choices_are_seeded_streams_of_their_own(served: TinyServer, model: str) -> None:
     params: dict[str, Any] = {"n": 4, "seed": 11, "temperature": 1.0, "max_tokens": 24}
@@ -148,6 +148,7 @@ def test_choices_are_seeded_streams_of_their_own(served: TinyServer, model: str)
     assert len(whole.results) == 4, "one response per choice"
 
 
+@pytest.mark.row("A16", clauses=("finish",))
 def test_a_stop_string_ends_its_choice_and_no_other(served: TinyServer) -> None:
     params: dict[str, Any] = {"n": 4, "seed": 11, "temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
     (first,) = served.llm.generate([PROMPT], SamplingParams(**params))
@@ -166,7 +167,7 @@ def test_a_stop_string_ends_its_choice_and_no_other(served: TinyServer) -> None:
     assert found[1][0] == first.others[0].token_ids[: len(found[1][0])]
 
 
-@pytest.mark.row("A17", part="through the server what the engine gives in process")
+@pytest.mark.row("A17")
 def test_beams_come_best_first(served: TinyServer) -> None:
     params: dict[str, Any] = {"beam_width": 4, "n": 3, "max_tokens": 16, "length_penalty": 0.5}
     reply = stream(served.server.grpc_url, "generator", {"text_input": PROMPT, **params})
@@ -179,9 +180,7 @@ def test_beams_come_best_first(served: TinyServer) -> None:
     assert "stream: must be false" in str(refused.error)
 
 
-@pytest.mark.row(
-    "B13", without="retry_after as a response parameter: server 24.10 has none, so it is in the text"
-)
+@pytest.mark.row("B13", clauses=("header", "quota"))
 def test_a_tenants_quota_by_header_through_the_ensembles(served: TinyServer) -> None:
     """gRPC lower-cases headers; HTTP keeps their case, and forwards them with `infer` only."""
 
@@ -221,7 +220,7 @@ def test_behind_a_gateway_no_client_speaks_for_another_tenant(served: TinyServer
         assert "tenant: must be given" in str(reply.error), name
 
 
-@pytest.mark.row("B11", part="every way in reaches the engine, through the ensemble too")
+@pytest.mark.row("B11", clauses=("ensemble",))
 def test_priorities_reach_the_engine(served: TinyServer) -> None:
     prompt = {"text_input": PROMPT, "max_tokens": 2}
     ways: dict[int, dict[str, Any]] = {
@@ -238,7 +237,7 @@ def test_priorities_reach_the_engine(served: TinyServer) -> None:
     assert {*ways, -75} <= seen
 
 
-@pytest.mark.row("B11", without="TTFT p99 by the clock; it is shown in virtual time")
+@pytest.mark.row("B11", clauses=("preempts",))
 def test_an_urgent_request_does_not_wait_for_those_that_run(served: TinyServer) -> None:
     """Tried again where a client that was given no core came with it when others had ended by themselves."""
     assert any(urgent_beside_others(served) for _ in range(5)), "the urgent one always came too late"
@@ -280,7 +279,7 @@ def urgent_beside_others(served: TinyServer) -> bool:
     return True
 
 
-@pytest.mark.row("A22")
+@pytest.mark.row("A22", whole=True)
 def test_expired_requests_end_by_timeout_and_never_run_again(served: TinyServer) -> None:
     """Of a tenant that may run one request: a second one waits while there is room, so that it is not
     refused as one that could not make it."""
@@ -313,7 +312,7 @@ def test_expired_requests_end_by_timeout_and_never_run_again(served: TinyServer)
         assert steps < LONGEST["max_tokens"], "it was to be ended before its last token"
 
 
-@pytest.mark.row("C8")
+@pytest.mark.row("C8", whole=True)
 def test_the_cache_is_emptied_beside_a_running_request(served: TinyServer) -> None:
     url = served.server.grpc_url
     asked = {"input_ids": list(range(100, 200)), "max_tokens": 2, "return_num_cached_tokens": True}
@@ -345,7 +344,7 @@ def test_the_cache_is_emptied_beside_a_running_request(served: TinyServer) -> No
         assert "cache_control: must be" in str(refused.error)
 
 
-@pytest.mark.row("C17", part="the engine of a served model, in the layout that subscribers read")
+@pytest.mark.row("C17", clauses=("replay",))
 def test_a_subscriber_hears_of_the_served_engines_blocks(served: TinyServer) -> None:
     root = served.trace_file.parent
     prompts = ([(i * 17 + turn) % 400 + 3 for i in range(5 * BLOCK_SIZE)] for turn in itertools.count())
@@ -403,7 +402,7 @@ def test_a_subscriber_hears_of_the_served_engines_blocks(served: TinyServer) -> 
         until(lambda: not blocks(), "AllBlocksCleared")
 
 
-@pytest.mark.row("A36")
+@pytest.mark.row("A36", whole=True)
 def test_a_correlation_id_keeps_a_conversation(served: TinyServer) -> None:
     url = served.server.grpc_url
 

@@ -105,9 +105,12 @@ def ask(vision: VisionServer, model: str, messages: list[dict[str, Any]], images
     return reply.token_ids
 
 
-@pytest.mark.row("H1", "H2")
-@pytest.mark.row("H4", without="NeXT and OneVision")
-@pytest.mark.row("H5", without="Qwen3-VL")
+@pytest.mark.row("H1", clauses=("tokens", "bytes"))
+@pytest.mark.row("H2", clauses=("equal",))
+@pytest.mark.row("H3", clauses=("accepts",))
+@pytest.mark.row("H4", clauses=("llava",))
+@pytest.mark.row("H5", clauses=("tokens",))
+@pytest.mark.row("A39", clauses=("vision",))
 @pytest.mark.parametrize("model", ["vision_chat", "chunked_chat"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_of_transformers(vision: VisionServer, kind: str, model: str) -> None:
@@ -121,7 +124,29 @@ def test_answers_are_those_of_transformers(vision: VisionServer, kind: str, mode
     assert first != other, "the answers must depend on the image for this test to see anything"
 
 
-@pytest.mark.row("H11", "B19")
+@pytest.mark.row("H1", clauses=("logits",))
+@pytest.mark.row("H4", clauses=("logits",))
+@pytest.mark.row("H5", clauses=("logits",))
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_are_those_of_transformers(vision: VisionServer, kind: str) -> None:
+    for count in (0, 1, 3):
+        images = [picture(count * 20 + i, SIZES[i]) for i in range(count)]
+        messages = conversation(count, f"what of {count}")
+        token_ids, expected = vision.whole[kind].generate(messages, images, MAX_TOKENS)
+        inputs: dict[str, Any] = {"messages": json.dumps(messages), "stream": True, "max_tokens": MAX_TOKENS}
+        inputs |= {"ignore_eos": True, "num_logprobs": 20, **({"image": images} if images else {})}
+        reply = stream(vision.server.grpc_url, f"{kind}_vision_chat", inputs)
+        assert (reply.error, reply.token_ids) == (None, token_ids)
+        entries = [entry for r in reply.results for entry in json.loads(r.as_numpy("logprobs")[0])]
+        assert len(entries) == MAX_TOKENS
+        for entry, row in zip(entries, expected, strict=True):
+            values = list(entry["top"].values())
+            assert values == pytest.approx(row[list(map(int, entry["top"]))].tolist(), abs=1e-4)
+            assert values == pytest.approx(row.topk(20).values.tolist(), abs=1e-4), "the best, best first"
+
+
+@pytest.mark.row("H11", whole=True)
+@pytest.mark.row("B19", clauses=("cache",))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_second_use_of_an_image_runs_no_encoder(vision: VisionServer, kind: str) -> None:
     images = [picture(200 + i, SIZES[i]) for i in range(2)]
@@ -141,7 +166,7 @@ def test_the_second_use_of_an_image_runs_no_encoder(vision: VisionServer, kind: 
     assert vision.metric("quire_vision_cache_hits_total", kind) == hits + 4
 
 
-@pytest.mark.row("H1")
+@pytest.mark.row("H1", clauses=("others",))
 @pytest.mark.parametrize("how", ["base64", "data URL in the messages", "raw pixels", "base64 over HTTP"])
 def test_every_way_to_give_an_image(vision: VisionServer, how: str) -> None:
     raw = picture(300, (56, 56))
@@ -178,7 +203,8 @@ def test_every_way_to_give_an_image(vision: VisionServer, how: str) -> None:
     assert stream(vision.server.grpc_url, "qwen2_vl_vision_chat", inputs).token_ids == expected
 
 
-@pytest.mark.row("H1", "H2")
+@pytest.mark.row("H2", clauses=("batch",))
+@pytest.mark.row("H1")
 def test_thirty_two_mixed_requests_at_once(vision: VisionServer) -> None:
     """Text and images together: all right, and the encoder works on several requests at a time."""
     whole = vision.whole["llava"]
@@ -216,7 +242,7 @@ def test_our_client_sends_images(vision: VisionServer, tmp_path: Path) -> None:
             client.chat("client", images=[b"no image"], model="llava_vision_chat")
 
 
-@pytest.mark.row("H3", without="the hand-over on a GPU by CUDA IPC")
+@pytest.mark.row("H3")
 def test_the_generator_takes_embeddings(vision: VisionServer) -> None:
     """Rows of a random image and none of our vision models: what a user's own encoder would send."""
     whole = vision.whole["llava"]

@@ -38,9 +38,15 @@ class WholeModel:
         self.processor = AutoImageProcessor.from_pretrained(path, backend="pil")
         self.image_token = self.model.config.image_token_id
 
-    @torch.no_grad()
     def answer(self, messages: list[dict[str, Any]], images: Sequence[bytes], max_tokens: int) -> list[int]:
         """Greedy tokens; end tokens are ignored."""
+        return self.generate(messages, images, max_tokens)[0]
+
+    @torch.no_grad()
+    def generate(
+        self, messages: list[dict[str, Any]], images: Sequence[bytes], max_tokens: int
+    ) -> tuple[list[int], torch.Tensor]:
+        """The answer, and log-probabilities of all tokens at each of its places."""
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         starts = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)
         short = self.tokenizer(text, add_special_tokens=not starts)["input_ids"]
@@ -59,6 +65,11 @@ class WholeModel:
         if "qwen" in self.model.config.model_type:
             inputs["mm_token_type_ids"] = (ids == self.image_token).int()
         out = self.model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, **inputs
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **inputs,
         )
-        return out[0, ids.shape[1] :].tolist()
+        return out.sequences[0, ids.shape[1] :].tolist(), torch.cat(out.logits).log_softmax(-1)

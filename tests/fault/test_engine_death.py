@@ -78,7 +78,7 @@ def read_all(calls: list[TritonStream]) -> list[Reply]:
         return list(pool.map(TritonStream.read_all, calls))
 
 
-@pytest.mark.row("G9")
+@pytest.mark.row("G9", clauses=("back",))
 def test_a_killed_engine_fails_its_streams_at_once_and_comes_back(server: ServerProcess) -> None:
     before = stream(server.grpc_url, "generator", SHORT).token_ids
     (engine,) = engines(server)
@@ -118,7 +118,7 @@ def test_a_killed_engine_fails_its_streams_at_once_and_comes_back(server: Server
     assert len(engines(server)) == 1
 
 
-@pytest.mark.row("G10", part="SIGTERM and SIGKILL of the server; unload by the control API is not tested")
+@pytest.mark.row("G10", clauses=("shutdown", "nothing-left"))
 def test_sigterm_during_streams_ends_them_and_leaves_nothing(server: ServerProcess) -> None:
     calls = start_streams(server, 8)
     took = server.stop()
@@ -128,7 +128,7 @@ def test_sigterm_during_streams_ends_them_and_leaves_nothing(server: ServerProce
         call.client.close()
 
 
-@pytest.mark.row("G10", part="SIGTERM and SIGKILL of the server; unload by the control API is not tested")
+@pytest.mark.row("G10")
 def test_a_killed_tritonserver_takes_everything_with_it(server: ServerProcess) -> None:
     start_streams(server, 4)
     (triton,) = [process for process in server.descendants() if process.name() == "tritonserver"]

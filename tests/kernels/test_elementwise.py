@@ -23,6 +23,8 @@ def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> N
     torch.testing.assert_close(actual.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.row("D4", clauses=("norm",))
+@pytest.mark.row("D3", clauses=("norm",))
 @pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("rms_norm", DTYPES))
 @pytest.mark.parametrize("shape", [(1, 64), (7, 4096), (5, 3, 16)])
 def test_rms_norm(name: str, device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -41,6 +43,7 @@ def test_rms_norm(name: str, device: str, dtype: torch.dtype, shape: tuple[int, 
     close(normed, formula(total), dtype)
 
 
+@pytest.mark.row("D4", clauses=("rope",))
 @pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("rope", DTYPES))
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (64, 16), (128, 128), (128, 64)])
 def test_rope_rotates_pairs_and_keeps_the_rest(
@@ -62,6 +65,7 @@ def test_rope_rotates_pairs_and_keeps_the_rest(
     assert torch.equal(x, before), "the input is left alone"
 
 
+@pytest.mark.row("D4", clauses=("silu",))
 @pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("silu_mul", DTYPES))
 def test_silu_mul(name: str, device: str, dtype: torch.dtype) -> None:
     x = 3 * draw(7, 96, dtype=dtype, device=device)
@@ -70,6 +74,7 @@ def test_silu_mul(name: str, device: str, dtype: torch.dtype) -> None:
         close(ops.silu_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
 
 
+@pytest.mark.row("D4", clauses=("gelu",))
 @pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("gelu_mul", DTYPES))
 def test_gelu_mul(name: str, device: str, dtype: torch.dtype) -> None:
     x = 3 * draw(7, 96, dtype=dtype, device=device)
@@ -81,6 +86,7 @@ def test_gelu_mul(name: str, device: str, dtype: torch.dtype) -> None:
         close(ops.gelu_mul(x, "tanh"), tanh * up, dtype)
 
 
+@pytest.mark.row("D4", clauses=("argmax",))
 @pytest.mark.parametrize(("name", "device"), every_implementation("argmax"))
 @pytest.mark.parametrize("size", [1, 15, 16, 1000, 151_936])
 def test_argmax(name: str, device: str, size: int) -> None:

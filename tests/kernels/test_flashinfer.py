@@ -34,8 +34,6 @@ from tests.kernels.common import forced
 from tests.kernels.fake_flashinfer import fake_module
 from tests.kernels.test_paged_attention import TOLERANCE, Case, dense, make_case
 
-pytestmark = pytest.mark.row("D24")
-
 CACHES = (operators.why_unavailable, operators.works, wrappers._pool, wrappers._workspace, handover._next)
 FACTS = attention_facts(8, 64, 2, 16, torch.bfloat16, None, None)
 
@@ -228,6 +226,7 @@ def test_it_is_tried_once_per_shape(flashinfer: ModuleType) -> None:
     assert flashinfer.calls.num_plans == 2
 
 
+@pytest.mark.row("D24")
 def test_without_the_package_it_is_no_candidate(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -384,6 +383,7 @@ def refusal(checkpoint: Path, **model: Any) -> str | None:
     return None
 
 
+@pytest.mark.row("D24")
 def test_a_choice_of_it_is_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, checkpoints: Callable[[str], Path]
 ) -> None:

@@ -57,10 +57,7 @@ def expected_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return out if bias is None else out + bias.double()
 
 
-@pytest.mark.row(
-    "D6",
-    part="speed against torch is measured, not tested; no NEON",
-)
+@pytest.mark.row("D6")
 @pytest.mark.row("D27")
 @pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -102,7 +99,7 @@ def test_float32_results_are_not_rounded_to_the_weights_type(
     )
 
 
-@pytest.mark.row("D3", without="quantisation in the norms")
+@pytest.mark.row("D3", clauses=("activation",))
 @pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -129,10 +126,7 @@ def test_a_gate_is_its_composition(
         torch.testing.assert_close(packed(x.to(device)).double().cpu(), gate * up, atol=atol, rtol=rtol)
 
 
-@pytest.mark.row(
-    "D6",
-    part="speed against torch is measured, not tested; no NEON",
-)
+@pytest.mark.row("D6")
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "quantization"), with_quantizations(INVARIANT, [None, *QUANTIZATIONS])
 )
@@ -288,7 +282,7 @@ def test_rows_are_those_of_the_weight(name: str, device: str, dtype: torch.dtype
 
 
 @pytest.mark.row("D18")
-@pytest.mark.row("D6", without="NEON; speed against torch is measured, not tested")
+@pytest.mark.row("D6")
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "quantization"), with_quantizations(IMPLEMENTATIONS, [None, *QUANTIZATIONS])
 )
@@ -335,7 +329,7 @@ TRITON = with_quantizations(
 )
 
 
-@pytest.mark.row("D4", part="without a GPU in the interpreter only")
+@pytest.mark.row("D4", clauses=("linear",))
 @pytest.mark.parametrize(("name", "device", "dtype", "quantization"), TRITON)
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_every_configuration_of_a_tuner_is_the_same_product(
@@ -389,7 +383,7 @@ def test_a_row_does_not_depend_on_the_rows_of_its_tile(
     assert torch.equal(packed(x)[:1], together[:1])
 
 
-@pytest.mark.row("D12", part="per output channel; no block scales, no scaled_mm")
+@pytest.mark.row("D12")
 def test_fp8_is_the_nearest_number_of_its_type() -> None:
     weight = draw(64, 512, dtype=torch.float32)
     weight[5] = 0

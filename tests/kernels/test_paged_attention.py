@@ -129,8 +129,8 @@ def check(case: Case, **options: Any) -> None:
     )
 
 
-@pytest.mark.row("D1", without="ALiBi")
-@pytest.mark.row("D2", without="[GPU] read rate; speed over two cores is measured, not tested")
+@pytest.mark.row("D1", clauses=("equal", "variants"))
+@pytest.mark.row("D2")
 @pytest.mark.parametrize(
     ("name", "device", "kv_dtype", "seed"),
     with_cases(every_implementation("paged_attention", kv_dtypes=KV_DTYPES), range(24), interpreted=6),
@@ -188,7 +188,7 @@ def test_longer_than_one_tile_of_queries_and_keys(
         check(case, sliding_window=700)
 
 
-@pytest.mark.row("D2", without="[GPU] read rate; speed over two cores is measured, not tested")
+@pytest.mark.row("D2", clauses=("equal",))
 @pytest.mark.parametrize(
     ("name", "device", "kv_dtype"), every_implementation("paged_attention", kv_dtypes=KV_DTYPES)
 )
@@ -224,7 +224,7 @@ def share(case: Case, of: int, to: list[int], num_blocks: int) -> None:
             )
 
 
-@pytest.mark.row("D2", without="[GPU] read rate; speed over two cores is measured, not tested")
+@pytest.mark.row("D2")
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "shape"),
     with_cases(
@@ -412,7 +412,7 @@ print(peak() - before - result.nbytes)
 """
 
 
-@pytest.mark.row("D1", without="ALiBi")
+@pytest.mark.row("D1", clauses=("memory",))
 @pytest.mark.parametrize(
     ("name", "device", "dtype"),
     # The reference's is covered below, and a GPU's memory is not the process's: Triton's tiles are in its
@@ -435,7 +435,7 @@ def test_scratch_memory_is_that_of_tiles_up_to_8k(name: str, device: str, dtype:
     assert peaks[1] < 8 * 2**20
 
 
-@pytest.mark.row("D1", without="ALiBi")
+@pytest.mark.row("D1")
 def test_scratch_memory_grows_with_the_tile_and_not_with_the_square() -> None:
     case = make_case([(2000, 2000)], num_kv_heads=1, groups=2)
     with forced("paged_attention", "reference"), LargestTensor() as largest:
@@ -443,7 +443,7 @@ def test_scratch_memory_grows_with_the_tile_and_not_with_the_square() -> None:
     assert largest.numel <= 2 * reference.QUERY_TILE * reference.KEY_TILE < 2000 * 2000 / 4
 
 
-@pytest.mark.row("C13")
+@pytest.mark.row("C13", clauses=("direct",))
 @pytest.mark.parametrize(
     ("name", "device", "kv_dtype"), every_implementation("paged_attention", kv_dtypes=KV_DTYPES[1:])
 )

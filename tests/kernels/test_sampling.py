@@ -93,7 +93,7 @@ def sample(name: str, device: str, logits: torch.Tensor, rows: SamplingTensors) 
     return tokens.cpu()
 
 
-@pytest.mark.row("D10", without="a GPU: kernels run in the interpreter and in an emulator")
+@pytest.mark.row("D10")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_draws_what_the_sampler_draws(kind: str) -> None:
     """The sampler sums exp in float32 chunks, the reference in float64: a draw in 10,000 may fall between."""
@@ -110,7 +110,8 @@ def test_the_reference_draws_what_the_sampler_draws(kind: str) -> None:
     assert int((tokens != expected).sum()) <= 1
 
 
-@pytest.mark.row("D10", without="a GPU: kernels run in the interpreter and in an emulator")
+@pytest.mark.row("D10", clauses=("filters",))
+@pytest.mark.row("D4", clauses=("sampling",))
 @pytest.mark.parametrize(("name", "device"), OTHERS)
 @pytest.mark.parametrize(
     ("kind", "vocab_size"),
@@ -155,7 +156,7 @@ def exact(logits: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: fl
     return probs / probs.sum()
 
 
-@pytest.mark.row("D10", without="a GPU: kernels run in the interpreter and in an emulator")
+@pytest.mark.row("D10")
 @pytest.mark.parametrize(
     ("name", "device", "filters"),
     with_cases(
@@ -331,7 +332,7 @@ def without_ngrams(rows: list[SamplingRow], highest: int) -> list[SamplingRow]:
     return found
 
 
-@pytest.mark.row("D10", without="a GPU: kernels run in the interpreter and in an emulator")
+@pytest.mark.row("D10", clauses=("edits",))
 @pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
 @pytest.mark.parametrize(("count", "vocab_size"), [(40, 40), (20, 2500)])
 def test_edits_are_those_of_the_sampler(name: str, device: str, count: int, vocab_size: int) -> None:
@@ -360,7 +361,7 @@ def test_edits_are_those_of_the_sampler(name: str, device: str, count: int, voca
         torch.testing.assert_close(alone[0].cpu(), expected[i], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.row("D10", without="a GPU: kernels run in the interpreter and in an emulator")
+@pytest.mark.row("D10")
 @pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
 @pytest.mark.parametrize(("count", "vocab_size"), [(40, 40), (20, 2500)])
 def test_a_token_counts_that_only_the_device_knows(
@@ -393,7 +394,7 @@ def results(logits: torch.Tensor, rows: list[SamplingRow]) -> SamplerOutput:
     return Sampler(logits.shape[1])(logits, rows)
 
 
-@pytest.mark.row("D10", without="a GPU: kernels run in the interpreter and in an emulator")
+@pytest.mark.row("D10", clauses=("greedy",))
 @pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
 def test_the_fused_sampler_gives_what_the_other_gives(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch
@@ -431,7 +432,7 @@ def test_the_fused_sampler_gives_what_the_other_gives(
                 np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=1e-5)
 
 
-@pytest.mark.row("D10", without="a GPU: kernels run in the interpreter and in an emulator")
+@pytest.mark.row("D10")
 def test_what_rows_ask_for_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[list[str]] = []
     together = sampler_module.to_device_together
@@ -464,7 +465,7 @@ def test_edits_of_the_reference_do_not_wait_for_the_device() -> None:
         edit_logits(torch.zeros(40, 40), type(tensors.edits)(**fake))
 
 
-@pytest.mark.row("D10", without="a GPU: kernels run in the interpreter and in an emulator")
+@pytest.mark.row("D10")
 @pytest.mark.parametrize(
     ("name", "device", "temperature"), with_cases(IMPLEMENTATIONS, [1.0, 0.6], interpreted=0)
 )
@@ -496,7 +497,7 @@ def test_draws_with_edits_have_the_exact_distribution(name: str, device: str, te
     check_distribution(tokens, (scores / temperature).softmax(-1))
 
 
-@pytest.mark.row("D10", without="a GPU: kernels run in the interpreter and in an emulator")
+@pytest.mark.row("D10")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile_without_spills(arch: str) -> None:
     """Those in the Triton language; test_cuda_compile.py has the others."""

@@ -66,7 +66,7 @@ def test_nothing_picks_an_interpreted_kernel_by_itself() -> None:
         assert "triton" not in names[:-1], operator
 
 
-@pytest.mark.row("D4")
+@pytest.mark.row("D4", clauses=("attention",))
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(12))
 def test_fuzzed_batches_equal_dense_attention(device: str, seed: int) -> None:
@@ -177,7 +177,8 @@ def test_what_the_kernels_cannot_do_is_refused(device: str) -> None:
         assert not triton.can_do(device, torch.bfloat16, facts | change), change
 
 
-@pytest.mark.row("D4")
+@pytest.mark.row("D4", clauses=("norm-rope-write",))
+@pytest.mark.row("D3", clauses=("rope",))
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "kv_dtype"),
     [

@@ -66,7 +66,7 @@ def start(
     return chosen, tuner.num_timed
 
 
-@pytest.mark.row("D9")
+@pytest.mark.row("D9", clauses=("second",))
 def test_a_second_start_times_nothing(tmp_path: Path) -> None:
     best = CANDIDATES[1]
     assert start(tmp_path) == (best, 4), "the default and three candidates, of which one cannot run"
@@ -74,7 +74,7 @@ def test_a_second_start_times_nothing(tmp_path: Path) -> None:
     assert start(tmp_path, warm=False) == (best, 0), "what is on disk is used without warm-up too"
 
 
-@pytest.mark.row("D9")
+@pytest.mark.row("D9", clauses=("key",))
 def test_another_device_shape_source_or_compiler_is_timed_anew(tmp_path: Path) -> None:
     start(tmp_path)
     others = (

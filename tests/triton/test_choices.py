@@ -148,7 +148,7 @@ def by_choice(sender: fake_pb_utils.ResponseSender) -> dict[int, tuple[list[int]
     return found
 
 
-@pytest.mark.row("A16", part="responses carry their choice's index, the last one FINAL")
+@pytest.mark.row("A16")
 def test_choices_keep_apart_and_the_last_end_is_final(harness: Harness) -> None:
     sender = harness.submit(SamplingParams(n=3))
     harness.core.steps.put([tokens(0, 10, num_cached_tokens=16), tokens(1, 20), tokens(2, 30)])
@@ -246,7 +246,7 @@ def test_an_error_ends_every_choice_once(harness: Harness) -> None:
     assert by_choice(other) == {0: ([7], ["stop"])}
 
 
-@pytest.mark.row("B13", part="UNAVAILABLE with the time of the next attempt, in words and as a parameter")
+@pytest.mark.row("B13")
 @pytest.mark.parametrize("has_parameters", [True, False])
 def test_a_refusal_says_when_to_try_again(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, has_parameters: bool
@@ -271,7 +271,7 @@ def test_scheduling_crosses_to_the_engine(harness: Harness) -> None:
     assert (options["scheduling"], options["arrival_time"]) == (scheduling, 4.5)
 
 
-@pytest.mark.row("C8", part="a command's answer comes as JSON, its refusal as an error")
+@pytest.mark.row("C8")
 def test_a_cache_command_is_answered_or_refused(harness: Harness) -> None:
     answer = harness.command(cache_control=Reset())
     assert [json.loads(text) for text in read(answer, "text_output")] == [{"num_blocks": 5}]

@@ -281,7 +281,7 @@ def test_the_common_header_for_tenants_is_known_and_others_are_nobodys_business(
     assert both.scheduling.tenant == "own", "whatever the order"
 
 
-@pytest.mark.row("A22", part="which deadline counts")
+@pytest.mark.row("A22")
 def test_deadlines_count_from_the_arrival_and_the_smaller_wins(tokenizer: Tokenizer) -> None:
     def left_ms(parameters: dict[str, Any], timeout_us: int = 0) -> tuple[int | None, int | None]:
         parsed = parse(tokenizer, PROMPT, parameters, timeout_us=timeout_us)
@@ -298,7 +298,7 @@ def test_deadlines_count_from_the_arrival_and_the_smaller_wins(tokenizer: Tokeni
     assert left_ms({"timeout": 50_000}) == (None, 50), "HTTP generate leaves Triton's own to us"
 
 
-@pytest.mark.row("A36", part="Triton's sequence id and end flag reach the engine as a session")
+@pytest.mark.row("A36")
 def test_a_sequence_is_a_session(tokenizer: Tokenizer) -> None:
     start, end = 1, 2
     turn = parse(tokenizer, PROMPT, correlation_id=7, flags=start)

@@ -182,7 +182,7 @@ print(json.dumps(response.tensors["input_ids"].tolist()))
     assert json.loads(ran.stdout) == model.tokenizer.encode_messages(json.dumps(MESSAGES))
 
 
-@pytest.mark.row("A27")
+@pytest.mark.row("A27", clauses=("grpc",))
 def test_messages_and_tools_through_grpc_equal_transformers(
     serve_repository: ServeRepository, tmp_path: Path
 ) -> None:

@@ -166,7 +166,7 @@ def test_requests_of_a_batch_are_encoded_by_one_forward(
     assert embeds(responses[0]).flags.writeable, "the cache's own array must not be handed out"
 
 
-@pytest.mark.row("H11", part="the encoder model runs 0 forwards for images it has seen")
+@pytest.mark.row("H11")
 def test_a_second_request_runs_no_forward(
     load: Load, expected: Callable[..., np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +184,7 @@ def test_a_second_request_runs_no_forward(
     assert_close(embeds(mixed), expected(second, third))
 
 
-@pytest.mark.row("H11", part="one image in several requests of a batch is encoded once")
+@pytest.mark.row("H11")
 def test_the_same_image_twice_in_a_batch_is_encoded_once(
     load: Load, expected: Callable[..., np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,7 +408,7 @@ class TritonPythonModel(VisionEncoderModel):
 """
 
 
-@pytest.mark.row("H11", part="the served encoder model runs 0 forwards for images it has seen")
+@pytest.mark.row("H11")
 def test_in_the_server_every_image_is_encoded_once(
     serve_repository: ServeRepository, directory: Path, expected: Callable[..., np.ndarray], tmp_path: Path
 ) -> None:

@@ -234,12 +234,8 @@ def test_a_checkpoint_without_vision_part_is_refused(
         Model().initialize(arguments(directory, checkpoint=str(tmp_path / "c")))
 
 
-@pytest.mark.row(
-    "H1", part="bytes, base64, data URLs and uint8 tensors through the server, up to the encoder"
-)
-@pytest.mark.row(
-    "H9", part="image parts of OpenAI messages with data: URLs; there is no OpenAI front end yet"
-)
+@pytest.mark.row("H1")
+@pytest.mark.row("H9")
 def test_the_built_model_serves_prompts_through_grpc(
     serve_repository: ServeRepository, checkpoint: Path, processor: VisionProcessor, tmp_path: Path
 ) -> None:

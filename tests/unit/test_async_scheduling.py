@@ -99,7 +99,7 @@ def everything(outputs: list[RequestOutput]) -> tuple[list[Any], Any]:
     return found, pytest.approx(values, abs=1e-4)
 
 
-@pytest.mark.row("B17", part="what a request asks for; the plan is in test_overlap")
+@pytest.mark.row("B17", clauses=("equal",))
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "recorded"])
 def test_a_request_gets_the_same_tokens(
@@ -142,7 +142,7 @@ def order_of_calls(llm: LLM) -> list[str]:
     return calls
 
 
-@pytest.mark.row("B17", part="the device always has a step to go on with")
+@pytest.mark.row("B17")
 def test_a_step_is_handed_over_before_the_tokens_of_the_one_before_are_known(checkpoint: Path) -> None:
     llm = engine(checkpoint, async_scheduling=True)
     calls = order_of_calls(llm)
@@ -226,7 +226,7 @@ def test_logits_that_are_not_finite_end_one_request(checkpoint: Path, recorded: 
     assert got[1][0] == expected[1][0][: len(got[1][0])] and len(got[1][0]) < 10
 
 
-@pytest.mark.row("D7", part="nothing on a GPU: torch's operations are recorded and replayed")
+@pytest.mark.row("D7")
 def test_steps_that_fit_no_recorded_size_are_computed_as_usual(
     checkpoint: Path, recorded: RecordedOperations
 ) -> None:
@@ -244,7 +244,7 @@ def test_steps_that_fit_no_recorded_size_are_computed_as_usual(
     assert graphs.num_replays == 7
 
 
-@pytest.mark.row("D7", part="nothing on a GPU: torch's operations are recorded and replayed")
+@pytest.mark.row("D7")
 def test_a_decode_step_is_one_launch_and_any_other_one_per_attention_and_one(
     checkpoint: Path, recorded: RecordedOperations
 ) -> None:
@@ -260,7 +260,7 @@ def test_a_decode_step_is_one_launch_and_any_other_one_per_attention_and_one(
     assert recorded.num_graphs == num_graphs, "nothing is recorded after the warm-up"
 
 
-@pytest.mark.row("D7", part="nothing on a GPU: torch's operations are recorded and replayed")
+@pytest.mark.row("D7")
 def test_attention_that_cannot_be_recorded_runs_between_pieces_in_decode_steps_too(checkpoint: Path) -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     expected = [output.token_ids for output in engine(checkpoint).generate(PROMPTS[:3], params)]
@@ -274,7 +274,7 @@ def test_attention_that_cannot_be_recorded_runs_between_pieces_in_decode_steps_t
     assert runner.prompt_graphs.num_replays == 8
 
 
-@pytest.mark.row("D7", part="nothing on a GPU: torch's operations are recorded and replayed")
+@pytest.mark.row("D7")
 def test_padding_reads_and_writes_nothing_of_a_request(
     checkpoint: Path, recorded: RecordedOperations
 ) -> None:

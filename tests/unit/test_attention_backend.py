@@ -35,7 +35,7 @@ def usable() -> list[str]:
     ]
 
 
-@pytest.mark.row("D24")
+@pytest.mark.row("D24", clauses=("select",))
 @pytest.mark.parametrize("name", usable())
 def test_each_gives_the_same_tokens(checkpoint: Path, name: str) -> None:
     prompts = [[5, 6, 7, 8] * 5, [9, 10]]
@@ -46,7 +46,7 @@ def test_each_gives_the_same_tokens(checkpoint: Path, name: str) -> None:
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
 
 
-@pytest.mark.row("D24")
+@pytest.mark.row("D24", clauses=("refusal",))
 def test_what_cannot_be_is_refused_at_start_with_the_reason(checkpoint: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"attention_backend=cuda .*only on cuda.*head_dim .*reference: can"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import scheduler_sim
 from quire.config import BATCH_POLICIES, EngineConfig
 from quire.core.trace import SchedulerTrace
 from quire.simulator.cost import PRESETS
@@ -54,7 +55,7 @@ def joins(records: list[Record]) -> dict[int, tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.row("B3")
+@pytest.mark.row("B3", clauses=("static",))
 def test_static_batches_begin_when_the_last_request_has_ended() -> None:
     static, records = run(scheduler="static", max_num_seqs=8)
     assert all(num_running == 0 for _, _, num_running in joins(records).values())
@@ -65,7 +66,7 @@ def test_static_batches_begin_when_the_last_request_has_ended() -> None:
     assert len(records) > 1.3 * len(others), "seats stand empty while the longest request runs"
 
 
-@pytest.mark.row("B3")
+@pytest.mark.row("B3", clauses=("gap",))
 def test_the_gap_between_static_and_continuous_batches() -> None:
     arrivals = Workload(num_requests=150, rate=60.0, output=Lengths(60, 0.8, 4, 300)).arrivals()
     figures = {}
@@ -78,7 +79,7 @@ def test_the_gap_between_static_and_continuous_batches() -> None:
     assert continuous["ttft_s"]["p50"] < 0.5 * static["ttft_s"]["p50"]
 
 
-@pytest.mark.row("B5")
+@pytest.mark.row("B5", clauses=("policies", "composition"))
 def test_three_policies_compose_their_steps_differently_and_give_the_same_outputs() -> None:
     outputs = {}
     for policy in BATCH_POLICIES:
@@ -162,7 +163,23 @@ def test_what_the_policies_trade() -> None:
     assert stall["mixed"] < 0.5 * stall["prefill_first"]
 
 
-@pytest.mark.row("B6")
+@pytest.mark.row("B5", clauses=("table",))
+def test_the_benchmark_has_a_line_of_each_policy_at_each_load(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scheduler_sim, "LOADS", (0.5, 0.7))
+    curves = scheduler_sim.trade_off(60, PRESETS["h100-8b"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [policy for policy in BATCH_POLICIES for _ in range(2)]
+    points = {policy: curve[1] for policy, curve in curves.items()}
+    for point, line in zip(points.values(), lines[1::2], strict=True):
+        assert f"TPOT p50 {1000 * point['tpot_p50_s']:7.2f} " in line
+        assert f"TTFT p50 {1000 * point['ttft_p50_s']:9.2f} " in line
+    assert points["mixed"]["ttft_p50_s"] < points["decode_first"]["ttft_p50_s"]
+    assert points["mixed"]["tpot_p50_s"] < points["prefill_first"]["tpot_p50_s"]
+
+
+@pytest.mark.row("B6", clauses=("interval",))
 def test_interval_requests_join_every_16_steps() -> None:
     engine, records = run(3, schedule_interval=16, max_num_seqs=64, max_num_batched_tokens=2048)
     found = joins(records)
@@ -174,7 +191,7 @@ def test_interval_requests_join_every_16_steps() -> None:
     assert engine.outputs == run()[0].outputs
 
 
-@pytest.mark.row("B6")
+@pytest.mark.row("B6", clauses=("ratio",))
 def test_ratio_requests_join_when_more_than_so_many_wait_per_running_one() -> None:
     engine, records = run(waiting_running_ratio=1.2, max_num_seqs=64, max_num_batched_tokens=512)
     found = joins(records)

@@ -94,8 +94,8 @@ def test_stop_ids_end_a_beam_and_min_tokens_keep_it_going() -> None:
     assert all(len(engine.outputs[name]) >= 6 for name in ("b", "b#1", "b#2"))
 
 
-@pytest.mark.row("A17", part="beams share blocks and copy on write")
-@pytest.mark.row("C4", part="beams")
+@pytest.mark.row("A17", clauses=("cow",))
+@pytest.mark.row("C4", clauses=("beams",))
 def test_beams_share_the_prompt_and_copy_only_the_block_they_write() -> None:
     engine = FakeEngine(block_size=4)
     request = add(engine, "a", 20, beam_width=4, ignore_eos=True)
@@ -297,7 +297,7 @@ def run(core: EngineCore) -> dict[str, list[EngineCoreOutput]]:
     return outputs
 
 
-@pytest.mark.row("A17")
+@pytest.mark.row("A17", clauses=("equal",))
 @pytest.mark.parametrize(
     "options",
     [

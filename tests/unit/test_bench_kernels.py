@@ -13,7 +13,7 @@ from benchmarks import growth, kernels
 from benchmarks.kernels import Case
 
 
-@pytest.mark.row("D27")
+@pytest.mark.row("D27", clauses=("report",))
 def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small cases of every kind, ours and eager's results alike; rates add up."""
     monkeypatch.setattr(kernels, "CYCLE_BYTES", 13e6)

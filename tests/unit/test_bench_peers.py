@@ -225,7 +225,7 @@ def test_ratios_are_within_rounds() -> None:
     assert table.ratio(ours, apart) == pytest.approx((10.0 + 5.0) / 2 / (10 / 3))
 
 
-@pytest.mark.row("G25", part="the ratio to transformers is measured (README), not tested")
+@pytest.mark.row("G25")
 def test_tables_show_limit_best_peer_and_target() -> None:
     result = document(
         record("quire", 0, 1.0),

@@ -42,7 +42,7 @@ DOCUMENT = export(
 )
 
 
-@pytest.mark.row("G24", without="AIPerf")
+@pytest.mark.row("G24")
 def test_summary_of_an_export_computed_by_hand() -> None:
     summary = summarize(parse_export(DOCUMENT), slo=SLO(ttft=0.010, itl=0.040))
     assert summary["requests"] == summary["completed"] == 2
@@ -203,7 +203,7 @@ def test_trace_file(tmp_path: Path) -> None:
         load.read_trace(path)
 
 
-@pytest.mark.row("G24")
+@pytest.mark.row("G24", clauses=("load",))
 @pytest.mark.parametrize("kind", [{"rate": 200.0}, {"concurrency": 3}])
 def test_load_over_the_client(tmp_path: Path, kind: dict[str, Any]) -> None:
     trace = tuple(load.Arrival(i / 100, f"tokens {i + 1}", 9) for i in range(6))

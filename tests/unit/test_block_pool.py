@@ -159,7 +159,7 @@ TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
-@pytest.mark.row("C2")
+@pytest.mark.row("C2", clauses=("allocator",))
 def test_no_leak_and_no_double_free_in_1e5_random_operations() -> None:
     rng = random.Random(2026)
     pool, naive = BlockPool(23), NaivePool(23)

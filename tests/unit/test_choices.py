@@ -26,8 +26,8 @@ def copies(plans: list[SchedulerOutput]) -> list[tuple[int, int]]:
     return [pair for plan in plans for pair in plan.block_copies]
 
 
-@pytest.mark.row("A16")
-@pytest.mark.row("C4")
+@pytest.mark.row("A16", clauses=("one-prefill",))
+@pytest.mark.row("C4", clauses=("once", "last"))
 def test_four_choices_use_the_blocks_of_the_prompt_once() -> None:
     engine = FakeEngine(block_size=4)
     request = add(engine, "a", n=4)
@@ -131,7 +131,7 @@ def run_ranked(engine: FakeEngine) -> list[EngineCoreOutput]:
     return outputs
 
 
-@pytest.mark.row("A16")
+@pytest.mark.row("A16", clauses=("best-of",))
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_the_best_choices_come_at_the_end_and_in_order(overlap: bool, ignore_eos: bool) -> None:

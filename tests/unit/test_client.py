@@ -120,7 +120,7 @@ def test_stream_flag_and_outputs(server: FakeKServe, client: Client) -> None:
     assert {o.name for o in streamed.outputs} == {"text_output", "output_ids", "finish_reason"}
 
 
-@pytest.mark.row("A16", part="the client keeps choices apart")
+@pytest.mark.row("A16")
 def test_choices_come_apart_by_index(server: FakeKServe, client: Client) -> None:
     chunks = list(client.stream("choices 3", n=3))
     assert [(c.index, c.finish_reason) for c in chunks[3:]] == [(2, "length"), (1, "length"), (0, "stop")]
@@ -145,7 +145,7 @@ def test_tokens_from_the_cache_are_told(client: Client) -> None:
     assert (result.num_input_tokens, result.num_cached_tokens) == (3, 2)
 
 
-@pytest.mark.row("C8", part="the client's calls")
+@pytest.mark.row("C8")
 def test_cache_commands(server: FakeKServe, client: Client) -> None:
     assert client.cache_reset() == {"did": {"command": "reset"}}
     assert client.cache_inspect() == {"did": {"command": "inspect"}}

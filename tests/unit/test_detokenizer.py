@@ -142,7 +142,7 @@ def random_text(rng: random.Random) -> str:
 # Texts and whole decodes (A14)
 
 
-@pytest.mark.row("A14")
+@pytest.mark.row("A14", clauses=("fuzz", "concat", "sentencepiece"))
 @pytest.mark.parametrize("name", BUILDERS)
 def test_concatenated_deltas_equal_the_whole_decode(name: str) -> None:
     """1,000 texts with CJK, emoji, combining marks and byte fallback; no U+FFFD that the whole has not."""
@@ -167,7 +167,7 @@ def test_concatenated_deltas_equal_the_whole_decode(name: str) -> None:
         assert split_characters > 500, "the texts should split characters over tokens"
 
 
-@pytest.mark.row("A14")
+@pytest.mark.row("A14", clauses=("special",))
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_random_token_ids_equal_the_whole_decode(name: str, skip_special_tokens: bool) -> None:
@@ -428,7 +428,7 @@ TEXTS = st.text(alphabet="ab 人😀\n", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab 人😀\n", min_size=1, max_size=4), min_size=1, max_size=4)
 
 
-@pytest.mark.row("A13")
+@pytest.mark.row("A13", clauses=("no-leak", "include"))
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     text=TEXTS,

@@ -25,8 +25,6 @@ from tests.unit.test_kv_tiers import BLOCK_BYTES, FINGERPRINT, WAIT_S, block, bl
 OTHER = "f" * 32
 FILE_BYTES = allocated_bytes(HEADER_BYTES + BLOCK_BYTES)
 
-C10 = pytest.mark.row("C10", part="the tier alone, without a server")
-
 Open = Callable[..., DiskTier]
 
 
@@ -63,7 +61,7 @@ def fill(tier: DiskTier, numbers: list[int]) -> None:
     assert tier.flush(WAIT_S)
 
 
-@C10
+@pytest.mark.row("C10")
 def test_blocks_survive_a_restart(open_tier: Open, tmp_path: Path) -> None:
     tier = open_tier()
     save(tier, [1, 2, 3])  # and what still waits is written by close
@@ -73,7 +71,7 @@ def test_blocks_survive_a_restart(open_tier: Open, tmp_path: Path) -> None:
     assert load(tier, [1, 2, 3, 4]) == 3
 
 
-@C10
+@pytest.mark.row("C10")
 @pytest.mark.parametrize("position", [0, 8, 16, 36, HEADER_BYTES - 1, HEADER_BYTES, -1])
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_changed_byte_is_found(open_tier: Open, tmp_path: Path, position: int, restarts: bool) -> None:
@@ -96,7 +94,7 @@ def test_a_changed_byte_is_found(open_tier: Open, tmp_path: Path, position: int,
     assert load(tier, [1, 2]) == 2
 
 
-@C10
+@pytest.mark.row("C10")
 @pytest.mark.parametrize("size", [0, 10, HEADER_BYTES, HEADER_BYTES + 100, HEADER_BYTES + BLOCK_BYTES + 1])
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_file_of_wrong_length_is_found(open_tier: Open, tmp_path: Path, size: int, restarts: bool) -> None:
@@ -114,7 +112,7 @@ def test_a_file_of_wrong_length_is_found(open_tier: Open, tmp_path: Path, size: 
     assert not path.exists()
 
 
-@C10
+@pytest.mark.row("C10")
 def test_another_fingerprint_is_never_read(open_tier: Open, tmp_path: Path) -> None:
     other = open_tier(fingerprint=OTHER)
     fill(other, [1])
@@ -189,7 +187,7 @@ def read_line(writer: subprocess.Popen[str]) -> int:
     return int(writer.stdout.readline())
 
 
-@C10
+@pytest.mark.row("C10")
 def test_a_writer_that_is_killed_leaves_whole_blocks_only(tmp_path: Path) -> None:
     size = 2**18
     first = 1
@@ -218,7 +216,7 @@ def test_a_writer_that_is_killed_leaves_whole_blocks_only(tmp_path: Path) -> Non
         first = last + 1
 
 
-@C10
+@pytest.mark.row("C10")
 @pytest.mark.parametrize("num_bytes", [0, 1, 5000])
 def test_a_kill_in_the_middle_of_a_block(tmp_path: Path, num_bytes: int) -> None:
     size = 2**14
@@ -240,7 +238,7 @@ def test_a_kill_in_the_middle_of_a_block(tmp_path: Path, num_bytes: int) -> None
         tier.close()
 
 
-@C10
+@pytest.mark.row("C10")
 def test_the_second_process_only_reads_until_the_first_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -287,7 +285,7 @@ def test_the_reader_takes_an_evicted_block_for_a_miss(open_tier: Open) -> None:
     assert reader.stats()["damaged_blocks"] == 0
 
 
-@C10
+@pytest.mark.row("C10")
 def test_a_smaller_bound_after_a_restart_keeps_what_was_used_last(open_tier: Open, tmp_path: Path) -> None:
     tier = open_tier()
     fill(tier, list(range(1, 11)))
@@ -300,7 +298,7 @@ def test_a_smaller_bound_after_a_restart_keeps_what_was_used_last(open_tier: Ope
     assert len(files(tmp_path)) == 4
 
 
-@C10
+@pytest.mark.row("C10")
 def test_the_bound_is_that_of_all_models(open_tier: Open, tmp_path: Path) -> None:
     other = open_tier(fingerprint=OTHER)
     fill(other, [1, 2, 3])

@@ -15,7 +15,7 @@ def rows(number: int, count: int = 4) -> np.ndarray:
     return np.full((count, 2), number, np.float32)
 
 
-@pytest.mark.row("H11", part="LRU by content hash within a bound of bytes")
+@pytest.mark.row("H11")
 def test_the_least_recently_used_goes_first() -> None:
     cache = EncoderCache(3 * 32)
     for number in range(3):

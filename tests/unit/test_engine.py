@@ -75,7 +75,9 @@ def engine(path: Path, **options: Any) -> LLM:
     return LLM(path, **values)
 
 
-@pytest.mark.row("B4", "E1", "E2", "E3", "C1")
+@pytest.mark.row("B4", clauses=("budget", "equal"))
+@pytest.mark.row("C2", clauses=("size",))
+@pytest.mark.row("C1", "E1", "E2", "E3")
 @pytest.mark.parametrize("block_size", [8, 16])
 @pytest.mark.parametrize("budget", [1, 7, 64, 8192])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -120,7 +122,7 @@ def test_preemption_by_recompute_changes_nothing(
     assert stats.num_free_blocks == 10
 
 
-@pytest.mark.row("B9")
+@pytest.mark.row("B9", whole=True)
 def test_preemption_with_eight_requests_of_twenty_blocks(checkpoints: dict[str, Path]) -> None:
     prompts = [[7 + i] * 10 for i in range(8)]
     params = SamplingParams(max_tokens=150, ignore_eos=True)
@@ -140,7 +142,7 @@ def test_sharded_safetensors(tmp_path: Path, expected: dict[str, list[list[int]]
     assert ids(engine(path).generate(PROMPTS, GREEDY)) == expected["llama"]
 
 
-@pytest.mark.row("B7")
+@pytest.mark.row("B7", whole=True)
 @pytest.mark.parametrize(
     "limits",
     [
@@ -167,7 +169,7 @@ def test_each_limit_queues_and_never_fails(
         assert max(len(record["scheduled"]) for record in trace.records) <= limits["max_num_seqs"]
 
 
-@pytest.mark.row("B1")
+@pytest.mark.row("B1", clauses=("joins", "leaves"))
 def test_a_request_that_arrives_during_step_k_computes_in_step_k_plus_1(checkpoints: dict[str, Path]) -> None:
     llm = engine(checkpoints["llama"])
     trace = llm.core.enable_trace()
@@ -184,32 +186,29 @@ def test_a_request_that_arrives_during_step_k_computes_in_step_k_plus_1(checkpoi
     assert len(rows) == MAX_TOKENS
 
 
-@pytest.mark.row("B1")
+@pytest.mark.row("B1", clauses=("speed",))
 def test_sixteen_streams_against_serial(tmp_path: Path) -> None:
     """Continuous batching must give >= 4x the tokens per second of the same requests one by one.
 
-    0.1B shape, fp32. The best of up to eight rounds, since other work may share the machine.
+    0.1B shape, fp32. In seconds of CPU, which other work on the machine does not take.
     """
     path = make_throughput_checkpoint(tmp_path / "throughput")
     llm = engine(path, num_threads=2, num_blocks=512)
     prompts = random_prompts(16, longest=24, seed=3)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     llm.generate(prompts[:2], params)
-    ratios: list[float] = []
-    while len(ratios) < 8 and max(ratios, default=0.0) < 4:
-        start = time.perf_counter()
-        alone = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
-        serial = time.perf_counter() - start
-        start = time.perf_counter()
-        together = ids(llm.generate(prompts, params))
-        batched = time.perf_counter() - start
-        assert together == alone
-        ratios.append(serial / batched)
-    print(f"\n16 streams against serial, 0.1B shape fp32, 2 threads: {max(ratios):.1f}x")
-    assert max(ratios) >= 4
+    times = [time.process_time()]
+    alone = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
+    times.append(time.process_time())
+    together = ids(llm.generate(prompts, params))
+    times.append(time.process_time())
+    assert together == alone
+    ratio = (times[1] - times[0]) / (times[2] - times[1])
+    print(f"\n16 streams against serial, 0.1B shape fp32, 2 threads: {ratio:.1f}x")
+    assert ratio >= 4
 
 
-@pytest.mark.row("B2")
+@pytest.mark.row("B2", whole=True)
 def test_nothing_is_padded(checkpoints: dict[str, Path]) -> None:
     llm = engine(checkpoints["llama"], max_model_len=256, num_blocks=512)
     rng = random.Random(5)
@@ -221,7 +220,7 @@ def test_nothing_is_padded(checkpoints: dict[str, Path]) -> None:
     assert computed == llm.core.stats().num_scheduled_tokens
 
 
-@pytest.mark.row("A11")
+@pytest.mark.row("A11", whole=True)
 def test_a_seed_gives_the_same_tokens_whatever_the_batch(checkpoints: dict[str, Path]) -> None:
     llm = engine(checkpoints["llama"])
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=1234, ignore_eos=True)
@@ -246,7 +245,7 @@ def test_unseeded_requests_do_not_repeat(checkpoints: dict[str, Path]) -> None:
     assert len({tuple(output) for output in outputs}) == 4
 
 
-@pytest.mark.row("A10")
+@pytest.mark.row("A10", clauses=("eos", "override"))
 def test_generation_config_eos_list_and_defaults(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path / "llama")
     free = transformers_greedy(path, PROMPTS, MAX_TOKENS)
@@ -277,7 +276,7 @@ print(psutil.Process().memory_info().rss - before)
 """
 
 
-@pytest.mark.row("C3")
+@pytest.mark.row("C3", clauses=("capacity",))
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_the_pool_is_as_large_as_it_says(kv_cache_dtype: str, checkpoints: dict[str, Path]) -> None:
     """Capacity times block size equals the growth of the process's memory, within 2 %."""
@@ -297,7 +296,7 @@ def test_the_pool_is_as_large_as_it_says(kv_cache_dtype: str, checkpoints: dict[
     assert abs(growth / size - 1) < 0.02
 
 
-@pytest.mark.row("C3")
+@pytest.mark.row("C3", clauses=("refusal",))
 def test_start_fails_clearly_when_one_sequence_does_not_fit(checkpoints: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match=r"num_blocks=7.*max_model_len=128.*needs 8 blocks"):
         engine(checkpoints["llama"], num_blocks=7, block_size=16)

@@ -50,7 +50,7 @@ def hf_ids(path: Path, messages: list[dict[str, Any]], **kwargs: Any) -> list[in
     return ids
 
 
-@pytest.mark.row("A27")
+@pytest.mark.row("A27", clauses=("templates", "tools"))
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_messages_equal_apply_chat_template(name: str, checkpoint: Path, tmp_path: Path) -> None:
     path = with_template(checkpoint, tmp_path / "t", TEMPLATES[name])

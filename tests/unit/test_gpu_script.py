@@ -16,7 +16,7 @@ from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.graphs import recorded_steps
 
 
-@pytest.mark.row("D27", part="the script that measures on a GPU runs")
+@pytest.mark.row("D27")
 def test_it_measures_kernels_and_the_engine(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     options = ["--only", "machine", "--only", "kernels", "--only", "engine bf16", "--only", "engine fp8"]

@@ -260,7 +260,7 @@ def test_the_limit_on_pixels_names_both_numbers() -> None:
     )
 
 
-@pytest.mark.row("H1", part="limits hold before an image is decoded")
+@pytest.mark.row("H1")
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [

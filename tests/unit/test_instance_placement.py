@@ -10,7 +10,7 @@ from quire.triton.config_completion import visible_device, with_instance_kind
 INSTANCE = {"model_instance_kind": "GPU", "model_instance_device_id": "1"}
 
 
-@pytest.mark.row("F6", part="which devices an engine is shown; nothing has run on several GPUs")
+@pytest.mark.row("F6")
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [(None, "1"), ("", "1"), ("2,5", "5"), (" GPU-aa , GPU-bb ", "GPU-bb")],
@@ -26,7 +26,7 @@ def test_an_instance_on_a_gpu_sees_the_servers_device_of_its_number(
         assert visible_device(INSTANCE | {"model_instance_kind": kind}) == {}
 
 
-@pytest.mark.row("F6", part="which devices an engine is shown; nothing has run on several GPUs")
+@pytest.mark.row("F6")
 @pytest.mark.parametrize(
     ("kind", "device"), [("GPU", "cuda"), ("CPU", "cpu"), ("AUTO", "auto"), ("MODEL", "auto")]
 )

@@ -142,7 +142,7 @@ def test_the_pool_must_hold_the_blocks_of_all_groups(cache: CacheConfig, num_blo
             count(num_blocks + 1)
 
 
-@pytest.mark.row("C13", without="INT4")
+@pytest.mark.row("C13", clauses=("int8",))
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize(("dtype", "factor"), [("float16", 1.9), ("bfloat16", 1.9), ("float32", 3.7)])
 def test_the_same_memory_holds_more_tokens(
@@ -160,7 +160,7 @@ def test_the_same_memory_holds_more_tokens(
     assert num_blocks(kv_cache_dtype=kv_cache_dtype) >= factor * num_blocks()
 
 
-@pytest.mark.row("C13", without="INT4")
+@pytest.mark.row("C13")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_perplexity_of_a_trained_model_changes_by_less_than_one_percent(dtype: str) -> None:
     """Of the demo's right answers to held-out prompts, which it knows well: 1.00 per byte."""
@@ -172,7 +172,7 @@ def test_perplexity_of_a_trained_model_changes_by_less_than_one_percent(dtype: s
         assert 0 < abs(change) < 0.01
 
 
-@pytest.mark.row("C13", without="INT4")
+@pytest.mark.row("C13", clauses=("perplexity",))
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_perplexity_of_a_model_that_looks_everywhere_changes_by_less_than_one_percent(
     family: str, tmp_path: Path
@@ -187,7 +187,7 @@ def test_perplexity_of_a_model_that_looks_everywhere_changes_by_less_than_one_pe
     assert 0 < abs(change) < 0.01
 
 
-@pytest.mark.row("C13", without="INT4")
+@pytest.mark.row("C13", clauses=("fp8",))
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 def test_the_engine_generates_alike_in_chunks_in_batches_and_from_the_prefix_cache(
     kv_cache_dtype: str, tmp_path: Path

@@ -96,7 +96,7 @@ def test_check_integrity_sees_a_leak_and_a_short_table() -> None:
         kv.check_integrity([request])
 
 
-@pytest.mark.row("C2")
+@pytest.mark.row("C2", clauses=("waste",))
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(5, 1), (24, 4), (40, 16)])
 def test_no_leak_and_less_than_a_block_of_waste_in_1e5_random_operations(
     num_blocks: int, block_size: int

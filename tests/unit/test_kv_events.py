@@ -112,6 +112,7 @@ def publisher() -> Iterator[KVEventPublisher]:
     made.close()
 
 
+@pytest.mark.row("C17", clauses=("layout",))
 def test_layout_is_that_of_vllm() -> None:
     events = KVEventCollector()
     first, second, other = b"\xff" * 16, b"\x00" * 15 + b"\x05", b"\x01" * 16
@@ -269,7 +270,7 @@ def test_each_rank_has_its_own_address(tmp_path: Path) -> None:
     connected.close()
 
 
-@pytest.mark.row("C17")
+@pytest.mark.row("C17", clauses=("rebuild", "replay"))
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"policy": "lfu"}], ids=["lru", "overlap", "lfu"])
 def test_a_subscriber_knows_what_the_engine_has_cached(
     publisher: KVEventPublisher, options: dict[str, Any]

@@ -12,7 +12,7 @@ def test_layers_of_one_window_are_one_group() -> None:
     assert kv_groups([12, 12]) == (KVGroup(12, (0, 1)),)
 
 
-@pytest.mark.row("C14", part="groups of equal size for layers of different windows")
+@pytest.mark.row("C14")
 def test_groups_of_mixed_layers_have_one_size_and_hold_every_layer_once() -> None:
     assert kv_groups([8, None, 8, None]) == (KVGroup(None, (1, 3)), KVGroup(8, (0, 2)))
     # Five sliding layers for one that sees everything, twice, as in Gemma 3.
@@ -45,7 +45,7 @@ def first_needed_block(window: int | None, num_computed: int, block_size: int) -
     return 0 if window is None else max(0, num_computed - window + 1) // block_size
 
 
-@pytest.mark.row("C14", part="blocks of a sequence are bounded by its windows")
+@pytest.mark.row("C14")
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 33])
 @pytest.mark.parametrize("chunk", [1, 3, 16, 50, 1000])

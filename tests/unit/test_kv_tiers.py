@@ -107,7 +107,7 @@ def build(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Build]:
         store.close()
 
 
-@pytest.mark.row("C18")
+@pytest.mark.row("C18", clauses=("conformance",))
 class TestConformance:
     def test_round_trip(self, build: Build) -> None:
         store = build()
@@ -457,7 +457,7 @@ class TestKVTiers:
         assert tiers.save_bytes_per_s and tiers.load_bytes_per_s
         assert tiers.poll() == []
 
-    @pytest.mark.row("C9", part="the tiers alone, without an engine")
+    @pytest.mark.row("C9")
     def test_what_the_host_tier_evicted_comes_from_disk(self, closing: Closing, tmp_path: Path) -> None:
         pool = FakePool()
         host = HostTier(2 * BLOCK_BYTES, BLOCK_BYTES)
@@ -474,7 +474,7 @@ class TestKVTiers:
         assert restore(tiers, pool, [0, 1]) == 2
         assert tiers.stats()["disk_loaded_blocks"] == loaded
 
-    @pytest.mark.row("C9", part="the tiers alone, without an engine")
+    @pytest.mark.row("C9", clauses=("prefetch",))
     def test_prefetch_brings_blocks_from_disk_into_host_memory(
         self, closing: Closing, tmp_path: Path
     ) -> None:
@@ -540,6 +540,7 @@ class TestKVTiers:
         assert restore(tiers, pool, [1, 2, 3]) == 3
         assert tiers.stats()["disk_lost_blocks"] == 1
 
+    @pytest.mark.row("C9", clauses=("asynchronous",))
     def test_loads_do_not_hold_up_the_engine(self, closing: Closing) -> None:
         pool = FakePool()
         remote = loopback()

@@ -64,7 +64,7 @@ def complaint(path: Path, **options: Any) -> str:
 # Each format loads.
 
 
-@pytest.mark.row("G16")
+@pytest.mark.row("G16", clauses=("safetensors", "bin"))
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("weight_format", ["safetensors", "bin"])
 def test_one_file_and_shards(shards: int, weight_format: str, tmp_path: Path, expected: torch.Tensor) -> None:
@@ -76,7 +76,7 @@ def test_one_file_and_shards(shards: int, weight_format: str, tmp_path: Path, ex
     torch.testing.assert_close(driver.logits(IDS), expected, atol=1e-4, rtol=0.0)
 
 
-@pytest.mark.row("G16")
+@pytest.mark.row("G16", clauses=("pt",))
 @pytest.mark.parametrize("name", ["pytorch_model.pt", "model.pt"])
 @pytest.mark.parametrize("zipped", [True, False])
 def test_pt_files_of_old_and_new_layout(name: str, zipped: bool, copy: Path, expected: torch.Tensor) -> None:
@@ -112,7 +112,7 @@ NAIVE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.row("G16")
+@pytest.mark.row("G16", clauses=("gguf",))
 @pytest.mark.parametrize("kind", NAIVE)
 @pytest.mark.parametrize("family", ["llama", "llama3", "qwen2", "qwen3"])
 def test_gguf_equals_transformers_with_the_decoded_weights(family: str, kind: str, tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ class Hostile:
         return (Path.touch, (self.target,))
 
 
-@pytest.mark.row("G16")
+@pytest.mark.row("G16", clauses=("pickle",))
 def test_pickles_are_refused_unless_allowed(tmp_path: Path, expected: torch.Tensor) -> None:
     path = make_checkpoint("llama", tmp_path, weight_format="bin", tokenizer=False)
     message = complaint(path)
@@ -257,7 +257,7 @@ def test_pickles_are_refused_unless_allowed(tmp_path: Path, expected: torch.Tens
         torch.testing.assert_close(Driver.load(path, **options).logits(IDS), expected, atol=1e-4, rtol=0.0)
 
 
-@pytest.mark.row("G16")
+@pytest.mark.row("G16", clauses=("safe",))
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_pickle_with_code_in_it_is_refused_and_not_run(zipped: bool, copy: Path) -> None:
     target, file = copy / "executed", copy / "pytorch_model.bin"
@@ -291,7 +291,7 @@ def change(path: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
     return file
 
 
-@pytest.mark.row("G16")
+@pytest.mark.row("G16", clauses=("missing",))
 def test_missing_tensors_are_listed(copy: Path) -> None:
     file = change(copy, lambda w: [w.pop("model.layers.1.self_attn.k_proj.weight"), w.pop("lm_head.weight")])
     assert complaint(copy) == (
@@ -299,7 +299,7 @@ def test_missing_tensors_are_listed(copy: Path) -> None:
     )
 
 
-@pytest.mark.row("G16")
+@pytest.mark.row("G16", clauses=("extra",))
 def test_unexpected_tensors_are_listed(copy: Path) -> None:
     file = change(copy, lambda w: w.update({"model.extra": torch.ones(2), "a.b": torch.ones(2)}))
     assert complaint(copy) == f"{file}: 2 unexpected tensors: a.b, model.extra"

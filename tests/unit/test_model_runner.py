@@ -185,7 +185,7 @@ def test_beam_rows_return_candidates_as_transformers_scores_them(checkpoint: Pat
     assert follow.logprobs["a"].token_ids[0] == best
 
 
-@pytest.mark.row("C14", part="the pool of a sliding-window checkpoint is sized by its windows")
+@pytest.mark.row("C14")
 def test_the_pool_is_sized_by_groups_and_windows(tmp_path: Path) -> None:
     layers = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
     overrides = {

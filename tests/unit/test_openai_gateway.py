@@ -117,7 +117,7 @@ def usage(completion_tokens: int) -> dict[str, Any]:
 # --- answers ---
 
 
-@pytest.mark.row("A16", part="OpenAI's n, whole and streamed")
+@pytest.mark.row("A16")
 def test_choices(base: str) -> None:
     answer = chat(base, "choices 3", n=3).json()
     texts = [(c["index"], c["message"]["content"], c["finish_reason"]) for c in answer["choices"]]
@@ -143,7 +143,7 @@ def test_streamed_choices(base: str) -> None:
     ]
 
 
-@pytest.mark.row("B13", part="the tenant comes in a header of the API")
+@pytest.mark.row("B13")
 def test_tenant_and_priority_come_in_headers(base: str) -> None:
     def echo(headers: dict[str, str], **others: Any) -> dict[str, Any]:
         url = f"{base}/v1/completions"
@@ -162,7 +162,7 @@ def test_tenant_and_priority_come_in_headers(base: str) -> None:
     assert json.loads(stated["sampling_parameters"][0]) == {"cache_salt": "mine"}
 
 
-@pytest.mark.row("B13", part="429 and Retry-After at the gateway")
+@pytest.mark.row("B13")
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_used_up_quota_is_429_with_retry_after(base: str, streams: bool) -> None:
     text = "error UNAVAILABLE tenant 'a' has used its 100 tokens per minute; retry after 2.5 s"
@@ -961,6 +961,7 @@ def test_a_redirect_is_resolved_against_the_name_and_sends_no_cookie() -> None:
     assert "cookie" not in seen[1].headers
 
 
+@pytest.mark.row("H9", clauses=("limit",))
 def test_the_size_is_counted_while_it_comes() -> None:
     """A host may state a small Content-Length or none, and send without end."""
     sent = 0

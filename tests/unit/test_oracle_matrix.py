@@ -97,7 +97,7 @@ def ids(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.row("C14", "B17", part="tokens; what is planned and freed when is in other tests")
+@pytest.mark.row("C14", "B17")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cold_cached_chunked(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], family: str, ahead: dict[str, Any]
@@ -116,7 +116,8 @@ def test_cold_cached_chunked(
         llm.core.close()
 
 
-@pytest.mark.row("B9", "B10", part="tokens")
+@pytest.mark.row("B10", clauses=("swap",))
+@pytest.mark.row("B9")
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preempted(
@@ -141,7 +142,7 @@ def test_preempted(
     llm.core.close()
 
 
-@pytest.mark.row("B10")
+@pytest.mark.row("B10", clauses=("auto",))
 def test_auto_swaps_or_computes_by_what_is_cheaper(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]
 ) -> None:
@@ -168,7 +169,7 @@ def test_auto_swaps_or_computes_by_what_is_cheaper(
         llm.core.close()
 
 
-@pytest.mark.row("C9")
+@pytest.mark.row("C9", clauses=("returns",))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_evicted_prefixes_return_from_the_host(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], family: str, ahead: dict[str, Any]
@@ -192,7 +193,7 @@ def test_evicted_prefixes_return_from_the_host(
     llm.core.close()
 
 
-@pytest.mark.row("C10", part="in process; e2e restarts the server")
+@pytest.mark.row("C10")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_another_engine_finds_prefixes_on_disk(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], family: str, tmp_path: Path
@@ -207,7 +208,7 @@ def test_another_engine_finds_prefixes_on_disk(
     second.core.close()
 
 
-@pytest.mark.row("C5")
+@pytest.mark.row("C5", clauses=("tail", "logits"))
 def test_a_prefix_of_512_tokens_is_computed_once_and_nothing_differs(checkpoints: dict[str, Path]) -> None:
     options = {"max_model_len": 600, "block_size": 16, "max_num_batched_tokens": 1024}
     rng = random.Random(3)
@@ -228,7 +229,7 @@ def test_a_prefix_of_512_tokens_is_computed_once_and_nothing_differs(checkpoints
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
-@pytest.mark.row("C14")
+@pytest.mark.row("C14", clauses=("bounded",))
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
 def test_blocks_outside_the_window_are_given_back(tmp_path: Path, family: str) -> None:
     """A pool far too small for the sequence without that: what the layers see holds, and tokens are right."""

@@ -48,7 +48,7 @@ def run(mode: str, **options: Any) -> tuple[FakeEngine, SchedulerTrace]:
     return engine, trace
 
 
-@pytest.mark.row("B17", without="[GPU] gap between kernels")
+@pytest.mark.row("B17", clauses=("equal",))
 @pytest.mark.parametrize("mode", ["overlap", "lookahead"])
 @pytest.mark.parametrize(
     "options",
@@ -73,7 +73,7 @@ def test_outputs_are_the_same(options: dict[str, Any], mode: str) -> None:
     assert sum(record["overlapped"] for record in trace.records) > 0.8 * len(trace.records)
 
 
-@pytest.mark.row("B17", without="[GPU] gap between kernels")
+@pytest.mark.row("B17")
 def test_a_decoding_batch_computes_the_same_steps() -> None:
     """Overlap costs no step: a token that is not known yet has its row all the same."""
     steps = []
@@ -106,7 +106,7 @@ class SlowRunner(FakeRunner):
         return result
 
 
-@pytest.mark.row("B17", without="[GPU] gap between kernels")
+@pytest.mark.row("B17", clauses=("hidden",))
 def test_the_engine_plans_while_the_runner_works_and_the_trace_shows_it() -> None:
     config = EngineConfig.from_mapping(
         {"num_blocks": 400, "block_size": 4, "max_num_seqs": 16, "overlap_scheduling": True}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import statistics
 import time
 from typing import Any, NamedTuple
 
@@ -48,7 +47,7 @@ def simulator(arrivals: list[Arrival], **settings: Any) -> Simulator:
     return Simulator(EngineConfig.from_mapping(limits), arrivals, PRESETS["h100-8b"])
 
 
-@pytest.mark.row("B15", part="in virtual time")
+@pytest.mark.row("B15", clauses=("predicted",))
 @pytest.mark.parametrize("slo_ms", [500, 2000])
 @pytest.mark.parametrize("by", ["max_predicted_ttft_ms", "ttft_deadline of the request"])
 def test_accepted_requests_keep_their_ttft_and_the_rest_are_refused(slo_ms: int, by: str) -> None:
@@ -75,7 +74,7 @@ class Storm(NamedTuple):
     """What driving the scheduler alone through an overload showed."""
 
     refusal_s: list[float]
-    """Wall time of each."""
+    """CPU time of each, which other work on the machine does not change."""
     most_waiting: int
     most_waiting_tokens: int
     most_alive: int
@@ -92,12 +91,12 @@ def storm(seconds: float, **settings: Any) -> Storm:
     while coming is not None or scheduler.has_unfinished():
         while coming is not None and coming.at <= clock.now:
             request = make_request(coming)
-            begin = time.perf_counter()
+            begin = time.thread_time()
             try:
                 scheduler.add_request(request)
                 runner.add(coming)
             except UnavailableError as error:
-                refusals.append(time.perf_counter() - begin)
+                refusals.append(time.thread_time() - begin)
                 assert error.retry_after_s is not None and error.retry_after_s > 0
             del request
             coming = next(arrivals, None)
@@ -123,7 +122,7 @@ def storm(seconds: float, **settings: Any) -> Storm:
     return Storm(refusals, most_waiting, most_tokens, most_alive)
 
 
-@pytest.mark.row("B15", part="in virtual time")
+@pytest.mark.row("B15")
 @pytest.mark.parametrize(
     "settings",
     [{"max_waiting_requests": 50}, {"max_waiting_tokens": 8000}, {"max_predicted_ttft_ms": 1000}],
@@ -132,7 +131,7 @@ def storm(seconds: float, **settings: Any) -> Storm:
 def test_memory_is_flat_and_a_refusal_takes_no_time(settings: dict[str, int]) -> None:
     seen = storm(10.0, **settings)
     assert len(seen.refusal_s) > 300
-    assert statistics.median(seen.refusal_s) < 0.05
+    assert sum(seen.refusal_s) < 0.05 * len(seen.refusal_s)
     assert seen.most_waiting <= settings.get("max_waiting_requests", 200)
     assert seen.most_waiting_tokens <= settings.get("max_waiting_tokens", 40_000)
     # Ended requests are remembered with their deadlines until they are the majority, and no longer.

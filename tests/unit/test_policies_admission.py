@@ -41,7 +41,7 @@ def busy(config: SchedulerConfig, base_s: float = 0.01, per_token_s: float = 1e-
     return admission
 
 
-@pytest.mark.row("B15", part="policy object")
+@pytest.mark.row("B15")
 def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
     admission = AdmissionControl(SchedulerConfig(max_waiting_requests=2, max_waiting_tokens=100))
     check(admission, make_request(prompt=60), num_waiting=1, num_waiting_tokens=40)
@@ -52,7 +52,7 @@ def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
         check(admission, make_request(prompt=61), num_waiting=1, num_waiting_tokens=40)
 
 
-@pytest.mark.row("B15", part="policy object")
+@pytest.mark.row("B15")
 def test_a_full_queue_says_when_the_next_request_ends() -> None:
     admission = AdmissionControl(SchedulerConfig(max_waiting_requests=2))
     for i in range(20):
@@ -62,7 +62,7 @@ def test_a_full_queue_says_when_the_next_request_ends() -> None:
         check(admission, make_request(), num_waiting=2)
 
 
-@pytest.mark.row("B15", part="policy object")
+@pytest.mark.row("B15")
 def test_without_history_every_request_is_taken() -> None:
     admission = AdmissionControl(SchedulerConfig(max_predicted_ttft_ms=1))
     assert admission.predicted_ttft_s(10**6, 10**3, 0) is None
@@ -72,7 +72,7 @@ def test_without_history_every_request_is_taken() -> None:
     check(admission, make_request(prompt=10**5), num_waiting=1000, num_waiting_tokens=10**6)
 
 
-@pytest.mark.row("B15", part="policy object")
+@pytest.mark.row("B15")
 def test_the_time_to_compute_the_prompts_ahead_is_predicted_from_steps() -> None:
     admission = busy(SchedulerConfig(max_num_batched_tokens=512), base_s=0.01, per_token_s=1e-3)
     assert admission.predicted_ttft_s(5120, 9, 64) == pytest.approx(10 * 0.01 + 5.12, rel=1e-3)
@@ -89,7 +89,7 @@ def test_the_time_to_compute_the_prompts_ahead_is_predicted_from_steps() -> None
     assert odd.predicted_ttft_s(1024, 0, 64) == pytest.approx(0.4, rel=0.02)
 
 
-@pytest.mark.row("B15", part="policy object")
+@pytest.mark.row("B15")
 def test_the_estimate_follows_a_machine_that_slows_down() -> None:
     admission = busy(SchedulerConfig(), base_s=0.0, per_token_s=1e-4)
     for i in range(400):
@@ -97,7 +97,7 @@ def test_the_estimate_follows_a_machine_that_slows_down() -> None:
     assert admission.predicted_ttft_s(1000, 0, 64) == pytest.approx(1.0, rel=0.05)
 
 
-@pytest.mark.row("B15", part="policy object")
+@pytest.mark.row("B15")
 def test_the_wait_for_a_seat_follows_the_rate_of_departures() -> None:
     admission = AdmissionControl(SchedulerConfig())
     for i in range(1000):
@@ -116,7 +116,7 @@ def test_the_wait_for_a_seat_follows_the_rate_of_departures() -> None:
     assert few.predicted_ttft_s(10, 100, 0) == pytest.approx(1.0)  # too few to say: prompts only
 
 
-@pytest.mark.row("B15", part="policy object")
+@pytest.mark.row("B15")
 def test_a_request_that_would_wait_too_long_is_refused_and_told_when_to_come_back() -> None:
     admission = busy(SchedulerConfig(max_predicted_ttft_ms=2000), base_s=0.0, per_token_s=1e-3)
     check(admission, make_request(prompt=1000), num_waiting=2, num_waiting_tokens=950, num_free_seats=9)
@@ -130,7 +130,7 @@ def test_a_request_that_would_wait_too_long_is_refused_and_told_when_to_come_bac
     check(admission, make_request(prompt=1000), num_waiting=2, num_waiting_tokens=2000 - drained)
 
 
-@pytest.mark.row("A22", part="policy object")
+@pytest.mark.row("A22")
 def test_the_deadline_of_the_request_counts_as_a_limit() -> None:
     admission = busy(SchedulerConfig(max_predicted_ttft_ms=5000), base_s=0.0, per_token_s=1e-3)
     for which in ("ttft_deadline", "deadline"):
@@ -150,7 +150,7 @@ def test_only_what_is_ahead_counts() -> None:
     check(admission, make_request(), **waiting, ahead=(1, 1000))
 
 
-@pytest.mark.row("A22", part="policy object")
+@pytest.mark.row("A22")
 def test_default_deadlines_are_for_requests_that_state_none() -> None:
     admission = AdmissionControl(SchedulerConfig(default_ttft_deadline_ms=500, default_deadline_ms=3000))
     for given, expected in (
@@ -167,7 +167,7 @@ def test_default_deadlines_are_for_requests_that_state_none() -> None:
     assert request.scheduling == SchedulingParams()
 
 
-@pytest.mark.row("A22", part="policy object")
+@pytest.mark.row("A22")
 def test_expired_requests_are_told_once_and_with_the_deadline_that_passed() -> None:
     heap = DeadlineHeap()
     quiet, talking, total, ended, both = (
@@ -206,7 +206,7 @@ def test_ended_requests_do_not_stay_until_their_far_deadline() -> None:
     assert sorted(r.request_id for r, _ in heap.expired(1e6)) == sorted(r.request_id for r in open_requests)
 
 
-@pytest.mark.row("B10", part="policy object")
+@pytest.mark.row("B10")
 def test_auto_takes_what_is_cheaper_by_measured_rates() -> None:
     rates = (10_000.0, 20_000.0)  # 100 ms per block out, 50 ms back
     cost = PreemptionCost("auto", 1000, lambda: rates)
@@ -220,7 +220,7 @@ def test_auto_takes_what_is_cheaper_by_measured_rates() -> None:
     assert cost.should_swap(10, 1510) and not cost.should_swap(10, 1490)
 
 
-@pytest.mark.row("B10", part="policy object")
+@pytest.mark.row("B10")
 def test_what_auto_does_before_it_has_measured() -> None:
     rates: tuple[float | None, float | None] = (None, None)
     cost = PreemptionCost("auto", 1000, lambda: rates)

@@ -152,7 +152,7 @@ def test_a_preempted_request_returns_to_the_place_its_rank_says() -> None:
     assert ids(queue) == ["r0", "r1", "r2", "r3"]
 
 
-@pytest.mark.row("B11", part="policy object")
+@pytest.mark.row("B11")
 def test_priority_ages_one_class_per_ageing_s() -> None:
     queue = make("priority", ageing_s=10.0)
     low = make_request("low", priority=2, arrival=0.0)
@@ -170,7 +170,7 @@ def test_priority_ages_one_class_per_ageing_s() -> None:
     assert ids(strict) == ["b", "a", "low"]
 
 
-@pytest.mark.row("B11", part="policy object")
+@pytest.mark.row("B11")
 def test_an_aged_request_is_safe_from_newer_urgent_ones() -> None:
     queue = make("priority", ageing_s=10.0)
     assert queue.preempts
@@ -193,7 +193,7 @@ def test_an_aged_request_is_safe_from_newer_urgent_ones() -> None:
     st.lists(st.tuples(st.integers(-3, 3), st.floats(0, 60)), min_size=3, max_size=3),
     st.sampled_from([0.0, 1.0, 10.0]),
 )
-@pytest.mark.row("B11", part="policy object")
+@pytest.mark.row("B11")
 def test_may_preempt_is_a_strict_partial_order(classes: list[tuple[int, float]], ageing_s: float) -> None:
     queue = make("priority", ageing_s=ageing_s)
     requests = [make_request(f"r{i}", priority=p, arrival=t) for i, (p, t) in enumerate(classes)]
@@ -208,7 +208,7 @@ def test_may_preempt_is_a_strict_partial_order(classes: list[tuple[int, float]],
                 assert not (may(x, y) and may(y, z)) or may(x, z)
 
 
-@pytest.mark.row("B11", part="policy object")
+@pytest.mark.row("B11")
 def test_ageing_ends_the_starvation_of_a_low_class_on_a_saturated_machine() -> None:
     """One seat, two seconds per request, an urgent arrival per second: twice what the seat can serve. With
     ageing the low request runs once it has aged, and nobody may take its seat; without it never does."""
@@ -253,7 +253,7 @@ def test_those_ahead_of_an_urgent_request_are_of_its_class_or_a_more_urgent_one(
     assert make("fcfs").ahead(make_request("x")) == (0, 0)
 
 
-@pytest.mark.row("B16", part="policy object")
+@pytest.mark.row("B16")
 def test_shortest_first_counts_uncached_prompt_and_expected_output() -> None:
     queue = make(
         "shortest_first", ageing_s=0, cached_tokens=lambda request: 90 * request.request_id.count("c")
@@ -269,7 +269,7 @@ def test_shortest_first_counts_uncached_prompt_and_expected_output() -> None:
     assert ranks["open"] == 10 + MAX_EXPECTED_OUTPUT and ranks["four"] == 30 and ranks["c"] == 15
 
 
-@pytest.mark.row("B16", part="policy object")
+@pytest.mark.row("B16")
 def test_shortest_first_ages_so_that_the_long_prompt_runs_too() -> None:
     queue = make("shortest_first", ageing_s=10.0)
     queue.push(make_request("long", prompt=4000, max_tokens=0, arrival=0.0))
@@ -278,7 +278,7 @@ def test_shortest_first_ages_so_that_the_long_prompt_runs_too() -> None:
     assert ids(queue) == ["overtakes", "long", "does not"]
 
 
-@pytest.mark.row("B16", part="policy object")
+@pytest.mark.row("B16")
 def test_longest_prefix_first_and_the_aged_before_all() -> None:
     cached = {"r0": 0, "r1": 32, "r2": 16, "r3": 32, "r4": 48}
     queue = make("longest_prefix", ageing_s=10.0, cached_tokens=lambda r: cached[r.request_id])
@@ -289,7 +289,7 @@ def test_longest_prefix_first_and_the_aged_before_all() -> None:
     assert ids(queue, now=100.0) == ["r0", "r1", "r2", "r3", "r4"]
 
 
-@pytest.mark.row("B16", part="policy object")
+@pytest.mark.row("B16")
 def test_the_cost_of_longest_prefix_is_bounded_and_its_lengths_are_fresh() -> None:
     calls: list[str] = []
     offset = 0
@@ -315,7 +315,7 @@ def test_the_cost_of_longest_prefix_is_bounded_and_its_lengths_are_fresh() -> No
     assert queue._lengths == {}
 
 
-@pytest.mark.row("B13", part="policy object")
+@pytest.mark.row("B13")
 @pytest.mark.parametrize("policy", QUEUE_POLICIES)
 def test_a_tenant_at_its_cap_costs_the_others_nothing(policy: str) -> None:
     running, cap, looked_at = {"capped": 0, "other": 0}, 2, []
@@ -421,7 +421,7 @@ class Machine:
         self.service[tenant] = self.service.get(tenant, 0.0) + service
 
 
-@pytest.mark.row("B12", part="policy object")
+@pytest.mark.row("B12")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("weights", [{}, {"a": 2.0, "b": 1.0, "c": 0.5}])
 def test_served_tokens_of_backlogged_tenants_stay_within_the_bound(
@@ -455,7 +455,7 @@ def test_served_tokens_of_backlogged_tenants_stay_within_the_bound(
     assert gap > 2 * bound
 
 
-@pytest.mark.row("B12", part="policy object")
+@pytest.mark.row("B12")
 def test_a_light_tenant_is_served_as_if_it_were_alone() -> None:
     def waits(policy: str, heavy: bool) -> list[float]:
         machine = Machine(make(policy), 200)
@@ -475,6 +475,7 @@ def test_a_light_tenant_is_served_as_if_it_were_alone() -> None:
     assert max(waits("fcfs", heavy=True)) > 100
 
 
+@pytest.mark.row("B12", clauses=("lift",))
 def test_idling_saves_nothing_up() -> None:
     queue = make("fair")
     for i in range(10):
@@ -496,6 +497,7 @@ def test_idling_saves_nothing_up() -> None:
     assert queue.counter("c") == queue.counter(request.scheduling.tenant)
 
 
+@pytest.mark.row("B12", clauses=("weights",))
 def test_a_prompt_is_charged_once_and_less_what_was_cached() -> None:
     queue = make("fair", fairness_input_weight=1.0, fairness_output_weight=3.0)
     assert isinstance(queue, FairQueue)

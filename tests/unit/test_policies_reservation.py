@@ -109,7 +109,7 @@ def simulate(
     return Outcome(num_preemptions, num_rows / num_steps, num_steps)
 
 
-@pytest.mark.row("B8", part="policy object")
+@pytest.mark.row("B8")
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(
@@ -127,7 +127,7 @@ def test_every_reservation_ends_all_and_no_evict_never_preempts(
     assert kind != "no_evict" or outcome.num_preemptions == 0
 
 
-@pytest.mark.row("B8", part="policy object")
+@pytest.mark.row("B8")
 @pytest.mark.parametrize("seed", range(2))
 def test_predicted_lies_between_no_evict_and_on_demand(seed: int) -> None:
     """Outputs around 60 tokens that could be 600, in a pool of 400 blocks: a batch of 10 if room for all
@@ -199,7 +199,7 @@ def finish(reservation: Reservation, lengths: list[int], reason: FinishReason = 
         reservation.on_finished(request)
 
 
-@pytest.mark.row("B8", part="policy object")
+@pytest.mark.row("B8")
 def test_the_expected_length_is_the_mean_of_those_longer_than_what_is_there() -> None:
     reservation = make("predicted", max_model_len=2000)
     assert isinstance(reservation, Predicted)

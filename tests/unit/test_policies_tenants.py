@@ -57,7 +57,7 @@ def test_a_wrong_configuration_names_tenant_and_key(spec: str, message: str) -> 
         Tenants(spec)
 
 
-@pytest.mark.row("B13", part="policy object")
+@pytest.mark.row("B13")
 def test_over_quota_is_unavailable_until_the_time_that_is_named() -> None:
     tenants = make(acme={"tokens_per_minute": 600})  # 10 per second
     now = 1000.0
@@ -77,7 +77,7 @@ def test_over_quota_is_unavailable_until_the_time_that_is_named() -> None:
     assert tenants.tokens_left("acme", now + 1e6) == 600  # never more than a minute's
 
 
-@pytest.mark.row("B13", part="policy object")
+@pytest.mark.row("B13")
 @pytest.mark.parametrize("tenant", ["acme", "invented"])
 def test_a_greedy_tenant_gets_its_quota_over_an_hour(tenant: str) -> None:
     """It tries ten times a second and retries after what it is told: 60 minutes and the burst, and what
@@ -106,7 +106,7 @@ def test_a_greedy_tenant_gets_its_quota_over_an_hour(tenant: str) -> None:
     assert 61 * quota - 600 <= used <= 61 * quota + 600
 
 
-@pytest.mark.row("B13", part="policy object")
+@pytest.mark.row("B13")
 def test_caps_on_running_and_waiting_requests() -> None:
     tenants = make(default={"max_running": 2, "max_waiting": 3})
     requests = [make_request("a", request_id=f"r{i}") for i in range(5)]
@@ -153,7 +153,7 @@ def test_a_long_invented_name_is_cut_in_the_message() -> None:
     assert len(str(error.value)) < 250 and "\n" not in str(error.value)
 
 
-@pytest.mark.row("B13", part="policy object")
+@pytest.mark.row("B13")
 def test_invented_tenants_are_forgotten() -> None:
     """100 000 names, each with one short request: those whose bucket has refilled go at once, and a flood
     that is faster than the refill is bounded."""

@@ -36,7 +36,7 @@ def computed(engine: FakeEngine, name: str) -> int:
 # What a hit saves.
 
 
-@pytest.mark.row("C5", part="tokens computed")
+@pytest.mark.row("C5")
 @pytest.mark.parametrize("chunk", [50, 512, 2048])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_second_request_with_the_same_512_tokens_computes_its_tail(chunk: int, overlap: bool) -> None:
@@ -52,7 +52,7 @@ def test_the_second_request_with_the_same_512_tokens_computes_its_tail(chunk: in
     engine.check_outputs()
 
 
-@pytest.mark.row("C5", part="tokens computed")
+@pytest.mark.row("C5", clauses=("partial",))
 @pytest.mark.parametrize(
     ("common", "cached"), [(512, 512), (511, 496), (500, 496), (497, 496), (496, 496), (15, 0), (0, 0)]
 )
@@ -67,7 +67,7 @@ def test_a_partial_hit_is_as_long_as_the_full_blocks_in_common(common: int, cach
     engine.check_outputs()
 
 
-@pytest.mark.row("C5", part="tokens computed")
+@pytest.mark.row("C5")
 def test_incremental_prefill_each_turn_computes_what_is_new() -> None:
     engine = engine_of(300)
     prompt = tokens(100, 0)
@@ -81,7 +81,7 @@ def test_incremental_prefill_each_turn_computes_what_is_new() -> None:
     engine.check_outputs()
 
 
-@pytest.mark.row("C5", part="tokens computed")
+@pytest.mark.row("C5")
 def test_the_same_prompt_again_computes_one_block_at_most() -> None:
     engine = engine_of(100)
     for index, length in enumerate((512, 513, 527)):
@@ -96,7 +96,7 @@ def test_the_same_prompt_again_computes_one_block_at_most() -> None:
 # Sharing in flight: measurement 2 of issue 4.
 
 
-@pytest.mark.row("C5", part="sharing between requests that arrive together")
+@pytest.mark.row("C5")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunk", [100, 512, 2048])
 def test_sixteen_cold_requests_with_one_prefix_compute_it_once(chunk: int, overlap: bool) -> None:
@@ -114,7 +114,7 @@ def test_sixteen_cold_requests_with_one_prefix_compute_it_once(chunk: int, overl
     engine.check_outputs()
 
 
-@pytest.mark.row("C5", part="sharing between requests that arrive together")
+@pytest.mark.row("C5")
 @pytest.mark.parametrize("phase", ["planned", "aborted while planned", "failed"])
 def test_what_was_to_be_shared_and_was_not_computed_is_computed_by_the_others(phase: str) -> None:
     engine = engine_of(100, max_num_batched_tokens=64)
@@ -170,20 +170,20 @@ def cached_after_flood(
     return again.num_cached_tokens
 
 
-@pytest.mark.row("C6")
+@pytest.mark.row("C6", clauses=("pinned",))
 def test_a_pinned_prompt_survives_a_flood_of_100_random_prompts() -> None:
     assert cached_after_flood() == 0, "the flood is no flood"
     assert cached_after_flood(pin=True) == 320
 
 
-@pytest.mark.row("C6")
+@pytest.mark.row("C6", clauses=("retention",))
 def test_a_prompt_of_higher_retention_survives_one_of_lower_does_not() -> None:
     assert cached_after_flood(retention=80) == 320
     assert cached_after_flood(retention=10) == 0
     assert cached_after_flood(retention=80, flood_with={"retention": 90}) == 0
 
 
-@pytest.mark.row("C6")
+@pytest.mark.row("C6", clauses=("order",))
 @pytest.mark.parametrize(("policy", "cached"), [("lfu", 320), ("lru", 0)])
 def test_lfu_keeps_what_is_used_often_lru_what_was_used_last(policy: str, cached: int) -> None:
     engine = engine_of(200, cache={"eviction_policy": policy})
@@ -198,7 +198,7 @@ def test_lfu_keeps_what_is_used_often_lru_what_was_used_last(policy: str, cached
     engine.check_outputs()
 
 
-@pytest.mark.row("C6")
+@pytest.mark.row("C6", clauses=("ttl",))
 def test_time_to_live_of_blocks_and_pins() -> None:
     engine = engine_of(200, cache={"cache_ttl_s": 60.0})
     prompts = {
@@ -321,7 +321,7 @@ def test_no_two_tenants_and_sessions_have_one_pin() -> None:
 # Who shares.
 
 
-@pytest.mark.row("C7")
+@pytest.mark.row("C7", whole=True)
 def test_another_salt_is_a_cold_run_in_every_respect() -> None:
     def play(*salts: str) -> tuple[list[int], list[list[tuple[int, int]]]]:
         """Tokens computed per request, and the rows of each one's steps."""
@@ -371,7 +371,7 @@ def test_what_a_salt_begins_with_cannot_be_written_as_tokens() -> None:
 # Reset and inspect.
 
 
-@pytest.mark.row("C8", part="in the scheduler")
+@pytest.mark.row("C8")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_reset_empties_the_cache_and_running_requests_go_on(overlap: bool) -> None:
     engine = engine_of(200, max_num_batched_tokens=128, overlap=overlap)

@@ -55,7 +55,7 @@ def at_rate(rate: float, seconds: float, **options: Any) -> Workload:
 URGENT = at_rate(1.5, 20.0, prompt=Lengths(1024, 0.1, 800, 1300), output=Lengths(40, 0.3, 10, 80), seed=1)
 
 
-@pytest.mark.row("B11", part="in the scheduler")
+@pytest.mark.row("B11")
 def test_the_high_class_hardly_notices_that_the_low_one_saturates_the_machine() -> None:
     high = of("high", URGENT, priority=-10)
     low = of("low", at_rate(2 * CAPACITY, 20.0, seed=2), priority=10, tenant="batch")
@@ -75,7 +75,7 @@ def test_the_high_class_hardly_notices_that_the_low_one_saturates_the_machine() 
     assert loaded_s["p50"] > 20 * idle_s["p50"]
 
 
-@pytest.mark.row("B11", part="in the scheduler")
+@pytest.mark.row("B11", clauses=("ageing",))
 @pytest.mark.parametrize("ageing_s", [1.0, 0.0])
 def test_ageing_prevents_starvation(ageing_s: float) -> None:
     """The high class alone is more than the machine can do: without ageing the low one comes last."""
@@ -120,7 +120,7 @@ def largest_gap(series: list[dict[str, float]], shares: dict[str, float]) -> flo
     return max(differences) - min(differences)
 
 
-@pytest.mark.row("B12")
+@pytest.mark.row("B12", clauses=("gap",))
 def test_service_of_backlogged_tenants_differs_by_the_bound_of_the_paper_at_most() -> None:
     seats, longest_prompt, longest_output = 16, 600, 200
     lengths = {"prompt": Lengths(100, 1.0, 4, longest_prompt), "output": Lengths(60, 0.8, 4, longest_output)}
@@ -182,7 +182,7 @@ def test_a_prompt_that_joins_late_at_an_early_rank_does_not_stall_who_decodes() 
     engine.check_outputs()
 
 
-@pytest.mark.row("B13", part="in the scheduler")
+@pytest.mark.row("B13", clauses=("weights",))
 def test_weights_are_shares_of_the_service() -> None:
     lengths = {"prompt": Lengths(50, 0.5, 4, 200), "output": Lengths(40, 0.5, 4, 120)}
     gold = of("gold", Workload(num_requests=400, seed=9, **lengths), tenant="gold")
@@ -196,7 +196,7 @@ def test_weights_are_shares_of_the_service() -> None:
     assert half["gold"] / half["iron"] == pytest.approx(3.0, rel=0.05)
 
 
-@pytest.mark.row("B13", part="in the scheduler")
+@pytest.mark.row("B13")
 def test_a_quota_that_is_used_up_says_when_to_come_again() -> None:
     limits = {"small": {"tokens_per_minute": 600}}
     engine = FakeEngine(num_blocks=500, tenants=json.dumps(limits), step_s=0.01)
@@ -217,7 +217,7 @@ def test_a_quota_that_is_used_up_says_when_to_come_again() -> None:
     engine.check_outputs()
 
 
-@pytest.mark.row("B13", part="in the scheduler")
+@pytest.mark.row("B13", clauses=("concurrency",))
 @pytest.mark.parametrize("queue_policy", ["fcfs", "fair", "priority", "shortest_first", "longest_prefix"])
 def test_a_cap_on_running_requests_holds_back_that_tenant_alone(queue_policy: str) -> None:
     limits = {"capped": {"max_running": 2}, "*": {"max_waiting": 30}}
@@ -235,7 +235,7 @@ def test_a_cap_on_running_requests_holds_back_that_tenant_alone(queue_policy: st
     engine.check_outputs()
 
 
-@pytest.mark.row("B13", part="in the scheduler")
+@pytest.mark.row("B13")
 def test_a_cap_on_waiting_requests_refuses_that_tenant_alone() -> None:
     engine = FakeEngine(max_num_seqs=1, tenants=json.dumps({"*": {"max_waiting": 2}}))
     for tenant in ("a", "b"):
@@ -275,7 +275,7 @@ def behind_long_prompts(**limits: Any) -> FakeEngine:
     return engine
 
 
-@pytest.mark.row("B16")
+@pytest.mark.row("B16", clauses=("overtake", "cap"))
 @pytest.mark.parametrize("limits", [{"max_long_prefills": 1}, {"queue_policy": "shortest_first"}], ids=str)
 def test_short_prompts_overtake_a_4k_prompt(limits: dict[str, Any]) -> None:
     plain = behind_long_prompts()
@@ -286,7 +286,7 @@ def test_short_prompts_overtake_a_4k_prompt(limits: dict[str, Any]) -> None:
     assert max(first_tokens(better, "long")) <= 1.6 * max(first_tokens(plain, "long"))
 
 
-@pytest.mark.row("B16")
+@pytest.mark.row("B16", clauses=("shortest",))
 @pytest.mark.parametrize("ageing_s", [2.0, 0.0])
 def test_with_ageing_a_4k_prompt_gets_its_turn_while_short_ones_keep_coming(ageing_s: float) -> None:
     engine = FakeEngine(
@@ -315,7 +315,7 @@ def test_with_ageing_a_4k_prompt_gets_its_turn_while_short_ones_keep_coming(agei
         assert "long" not in engine.first_token_at and number > 200
 
 
-@pytest.mark.row("B16")
+@pytest.mark.row("B16", clauses=("lpm",))
 def test_longest_prefix_raises_the_hit_rate_on_a_trace_with_shared_prefixes() -> None:
     arrivals = Workload(
         num_requests=200,

@@ -40,7 +40,7 @@ def run(kind: str, *, seed: int = 0, count: int = 150, num_blocks: int = 110, **
     return Run(engine.outputs, len(num_running), stats.num_preemptions, sum(full) / len(full))
 
 
-@pytest.mark.row("B8")
+@pytest.mark.row("B8", whole=True)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_evict_never_preempts_on_demand_runs_more_at_a_time_predicted_is_between(seed: int) -> None:
     no_evict, predicted, on_demand = (run(kind, seed=seed) for kind in KINDS)

@@ -92,7 +92,7 @@ def assert_tables_equal(rotary: RotaryEmbedding, hf: LlamaRotaryEmbedding, lengt
     torch.testing.assert_close(sin, hf_sin[0, :, :half], **options)
 
 
-@pytest.mark.row("D23")
+@pytest.mark.row("D23", clauses=("tables",))
 @pytest.mark.parametrize("kind", TYPES)
 def test_tables_equal_transformers(kind: str) -> None:
     """A sequence as long as max_position_embeddings, which is also the default max_model_len."""
@@ -151,7 +151,7 @@ def test_partial_rotary_dimension(kind: str) -> None:
     assert rotary.attention_factor == pytest.approx(factor)
 
 
-@pytest.mark.row("D23")
+@pytest.mark.row("D23", clauses=("mrope",))
 @pytest.mark.parametrize("interleaved", [False, True], ids=["sections", "interleaved"])
 def test_mrope_equals_transformers(interleaved: bool) -> None:
     """Text, an image and text again: three axes that differ, as Qwen2-VL and Qwen3-VL number positions."""

@@ -242,7 +242,7 @@ def same_distribution(scores: Array, reference: Array) -> None:
     np.testing.assert_allclose(softmax(scores), softmax(reference), rtol=2e-5, atol=1e-9)
 
 
-@pytest.mark.row("A9")
+@pytest.mark.row("A9", clauses=("reference",))
 @pytest.mark.parametrize("name", CASES)
 def test_transform_equals_numpy_reference(name: str) -> None:
     params, reference = CASES[name]
@@ -251,7 +251,7 @@ def test_transform_equals_numpy_reference(name: str) -> None:
         same_distribution(transform(logits, make_row(**params)), reference(logits))
 
 
-@pytest.mark.row("A9")
+@pytest.mark.row("A9", clauses=("draws",))
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 def test_draws_pass_chi_square(name: str, device: str) -> None:
@@ -280,7 +280,8 @@ def chi_square(drawn: list[int], probs: Array) -> None:
         assert stats.chisquare(got, want * got.sum() / want.sum()).pvalue > 1e-4
 
 
-@pytest.mark.row("A9")
+@pytest.mark.row("A9", clauses=("ignore-eos",))
+@pytest.mark.row("A13", clauses=("stop-ids",))
 @pytest.mark.parametrize(
     ("params", "ends"),
     [

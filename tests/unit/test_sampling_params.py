@@ -351,7 +351,7 @@ def test_params_survive_the_wire() -> None:
     assert msgspec.msgpack.decode(packed, type=SamplingParams) == params
 
 
-@pytest.mark.row("A10")
+@pytest.mark.row("A10", clauses=("defaults", "override"))
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

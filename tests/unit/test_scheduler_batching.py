@@ -13,7 +13,7 @@ from quire.errors import UnavailableError
 from tests.fixtures.fake_engine import FakeEngine, rows
 
 
-@pytest.mark.row("B1")
+@pytest.mark.row("B1", clauses=("joins", "leaves"))
 def test_trace_an_arrival_is_in_the_next_step_and_a_finished_request_leaves_at_once() -> None:
     trace = SchedulerTrace()
     engine = FakeEngine(trace=trace, max_num_batched_tokens=64)
@@ -117,7 +117,7 @@ def test_no_step_exceeds_the_budget_and_each_token_is_computed_once(chunk: int) 
     engine.check_outputs()
 
 
-@pytest.mark.row("B4")
+@pytest.mark.row("B4", clauses=("itl",))
 @pytest.mark.parametrize("per_request", [None, 16])
 def test_decodes_are_in_every_step_of_a_4k_prefill(per_request: int | None) -> None:
     engine = FakeEngine(
@@ -172,6 +172,7 @@ def test_a_limit_that_is_hit_queues_and_never_fails_or_stalls(
     engine.check_outputs()
 
 
+@pytest.mark.row("B15", clauses=("bounds",))
 @pytest.mark.row("B7")
 def test_a_full_queue_is_unavailable_and_recovers() -> None:
     engine = FakeEngine(max_num_seqs=1, max_waiting_requests=3, max_waiting_tokens=20)

@@ -305,7 +305,7 @@ def test_random_operations_where_blocks_are_scarce(seed: int) -> None:
     assert seen["stop"] > 50 and seen["length"] > 50, seen
 
 
-@pytest.mark.row("C22", "H12", part="without images")
+@pytest.mark.row("C22", "H12")
 @pytest.mark.parametrize("values", [*TIGHT, *ROOMY])
 def test_random_operations_on_prompts_that_begin_alike(values: dict[str, int]) -> None:
     world = World(7, enable_prefix_caching=True, **values)

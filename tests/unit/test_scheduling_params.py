@@ -121,7 +121,7 @@ def test_the_smaller_deadline_wins() -> None:
     assert parse({"ttft_deadline_ms": 700}, timeout_us=100_000).ttft_deadline == NOW + 0.7
 
 
-@pytest.mark.row("A36", part="the correlation id names the session, its end flag ends it")
+@pytest.mark.row("A36")
 def test_a_correlation_id_names_the_session() -> None:
     assert parse(correlation_id="7") == SchedulingParams(session="7")
     assert parse(correlation_id="7", sequence_end=True) == SchedulingParams(session="7", session_end=True)

@@ -32,7 +32,7 @@ def test_another_process_reads_what_was_written() -> None:
     assert json.loads(run.stdout) == ROWS.tolist()
 
 
-@pytest.mark.row("H3", part="between frontend and engine")
+@pytest.mark.row("H3")
 def test_it_is_the_same_memory_and_outlives_the_writer() -> None:
     buffer = SharedBuffer(ROWS)
     opened = buffer.descriptor().open()

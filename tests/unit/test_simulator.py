@@ -51,7 +51,7 @@ def simulate(
     return report, [] if simulator.trace is None else [simulator.trace.header, *simulator.trace.records]
 
 
-@pytest.mark.row("B22", part="deterministic simulator")
+@pytest.mark.row("B22", clauses=("simulator",))
 def test_two_runs_are_the_same() -> None:
     runs = []
     for _ in range(2):

@@ -17,7 +17,7 @@ def window_blocks(step_tokens: int) -> int:
     return -(-(WINDOW - 1 + step_tokens) // BLOCK_SIZE) + 1
 
 
-@pytest.mark.row("C14", part="KV use is bounded by the window")
+@pytest.mark.row("C14")
 @pytest.mark.parametrize("chunk", [7, 64, 512])
 def test_a_long_sequence_holds_a_window_of_blocks(chunk: int) -> None:
     engine = FakeEngine(num_blocks=400, groups=SLIDING, max_num_batched_tokens=chunk)
@@ -33,7 +33,7 @@ def test_a_long_sequence_holds_a_window_of_blocks(chunk: int) -> None:
     engine.check_outputs()
 
 
-@pytest.mark.row("C14", part="KV use is bounded by the window")
+@pytest.mark.row("C14", clauses=("hybrid",))
 def test_of_hybrid_layers_only_those_without_a_window_hold_all() -> None:
     engine = FakeEngine(num_blocks=1000, groups=HYBRID, max_num_batched_tokens=64)
     request = engine.add("long", 300, 500)
@@ -47,7 +47,7 @@ def test_of_hybrid_layers_only_those_without_a_window_hold_all() -> None:
     engine.check_outputs()
 
 
-@pytest.mark.row("C14", part="KV use is bounded by the window")
+@pytest.mark.row("C14")
 def test_a_pool_that_one_sequence_would_fill_holds_many_with_windows() -> None:
     runs = {}
     for name, groups in (("full", (KVGroup(None, (0, 1)),)), ("window", SLIDING)):
@@ -64,7 +64,7 @@ def test_a_pool_that_one_sequence_would_fill_holds_many_with_windows() -> None:
     assert 2 * runs["window"][1] < runs["full"][1]
 
 
-@pytest.mark.row("C14", part="KV use is bounded by the window")
+@pytest.mark.row("C14")
 def test_a_sequence_longer_than_the_pool_runs_if_all_layers_have_windows() -> None:
     engine = FakeEngine(num_blocks=40, groups=SLIDING, max_num_batched_tokens=64, max_model_len=4096)
     engine.add("long", 200, 1000)  # 300 blocks without a window
@@ -74,7 +74,7 @@ def test_a_sequence_longer_than_the_pool_runs_if_all_layers_have_windows() -> No
     engine.check_outputs()
 
 
-@pytest.mark.row("C14", part="KV use is bounded by the window")
+@pytest.mark.row("C14")
 @pytest.mark.parametrize("groups", [SLIDING, HYBRID], ids=["all", "hybrid"])
 def test_the_cache_finds_a_prefix_whose_early_blocks_are_gone(groups: tuple[KVGroup, ...]) -> None:
     cache = {"enable_prefix_caching": True}

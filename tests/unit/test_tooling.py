@@ -7,33 +7,36 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire import tritonserver
 from quire.errors import ConfigError
 from tests import groups, rows, status
-from tests.rows import ROOT, RowResult, load_features
+from tests.rows import ROOT, Feature, RowResult, load_features
 
 pytest_plugins = ["pytester"]
 
 SAMPLE = """
 import pytest
 
-@pytest.mark.row("A1", "A2")
+@pytest.mark.row("A1", whole=True)
+@pytest.mark.row("A2")
 def test_passes():
     pass
 
 @pytest.mark.row("A2")
-def test_fails():
-    assert False
+@pytest.mark.parametrize("case", [0, 1])
+def test_fails(case):
+    assert case
 
 @pytest.mark.slow
 @pytest.mark.row("A3")
 def test_is_skipped():
     pytest.skip("no reason")
 
-@pytest.mark.row("A5", part="names only", without="colours")
+@pytest.mark.row("A5", clauses=("names",))
 def test_proves_a_part():
     pass
 
@@ -41,6 +44,15 @@ def test_proves_a_part():
 @pytest.mark.xfail
 def test_is_expected_to_fail():
     assert False
+
+@pytest.mark.row("D7", clauses=("replay",))
+@pytest.mark.skipif("True")
+def test_needs_a_gpu():
+    pass
+
+@pytest.mark.row("D5", "D7")
+def test_is_about_two_rows():
+    pass
 
 def test_without_row():
     pass
@@ -80,7 +92,7 @@ def test_a_report_has_every_row_with_the_outcomes_of_its_tests(
 ) -> None:
     report = tmp_path / "new" / "rows.json"
     run_sample(pytester, f"--row-report={report}")
-    results = rows.load_report(report)
+    results, features = rows.load_report(report), load_features()[1]
     outcomes = {row: list(result.outcomes.values()) for row, result in results.items()}
     assert outcomes == {
         "A1": ["passed"],
@@ -88,52 +100,105 @@ def test_a_report_has_every_row_with_the_outcomes_of_its_tests(
         "A3": ["skipped"],
         "A5": ["passed"],
         "A9": ["failed"],
+        "D5": ["passed"],
+        "D7": ["skipped", "passed"],
     }
-    states = {row: result.state for row, result in results.items()}
-    assert states == {"A1": "works", "A2": "partly", "A3": "not yet", "A5": "partly", "A9": "not yet"}
-    assert list(results["A5"].parts.values()) == ["names only"]
-    assert {row for row, result in results.items() if result.without} == {"A5"}
-    assert "(so far: names only) (without: colours) | partly | 1 |" in status.render_readme(results)
+    states = {row: result.state(features[row]) for row, result in results.items()}
+    works = [row for row, state in states.items() if state == "works"]
+    partly = [row for row, state in states.items() if state == "partly"]
+    assert (works, partly) == (["A1"], ["A2", "A5", "D5", "D7"])
+    assert results["A5"].missing(features["A5"]) == ["clients", "frontend"]
+
+
+def test_a_row_works_when_passing_tests_name_all_its_clauses_and_no_test_of_it_does_not_pass() -> None:
+    feature = Feature("A1", "", "M", {"grpc": "", "http": ""})
+
+    def state(**tests: tuple[str, list[str]]) -> str:
+        outcomes = {name: outcome for name, (outcome, _) in tests.items()}
+        return RowResult(outcomes, {name: clauses for name, (_, clauses) in tests.items()}).state(feature)
+
+    assert state() == "not yet"
+    assert state(t=("passed", [])) == "partly"
+    assert state(t=("passed", ["grpc"])) == "partly"
+    assert state(t=("passed", ["grpc"]), u=("passed", ["http"])) == "works"
+    assert state(t=("passed", ["grpc", "http"]), u=("passed", [])) == "works"
+    for outcome in ("failed", "skipped", rows.NOT_RUN):
+        assert state(t=("passed", ["grpc"]), u=(outcome, ["http"])) == "partly"
+        assert state(t=("passed", ["grpc", "http"]), u=(outcome, [])) == "partly"
+        assert state(t=(outcome, ["grpc", "http"])) == "not yet"
+
+
+def test_a_clause_of_the_gpu_is_proven_only_on_one() -> None:
+    feature = Feature("D7", "", "M", {"replay": "[GPU] replays", "miss": "falls back"})
+    result = RowResult({"t": "passed"}, {"t": ["replay", "miss"]})
+    assert result.missing(feature) == ["replay"]
+    result.on_gpu = True
+    assert result.missing(feature) == []
+
+
+def test_a_test_that_names_clauses_must_not_be_skipped(pytester: pytest.Pytester) -> None:
+    """CI is green with skipped tests, and the tables are made from the marks alone."""
+    source = SAMPLE.replace('row("A3")', 'row("A3", clauses=("refusal",))')
+    result = run_sample(pytester, "--rows=A3,D7", source=source)
+    result.assert_outcomes(failed=1, skipped=1, passed=1, deselected=6)
+    result.stdout.re_match_lines([r"it names clauses of rows, \['refusal'\], and was skipped: .*no reason.*"])
 
 
 def test_rows_select_their_tests(pytester: pytest.Pytester) -> None:
-    run_sample(pytester, "--rows=A1,A5").assert_outcomes(passed=2, deselected=4)
-    run_sample(pytester, "--rows=all").assert_outcomes(passed=2, failed=1, skipped=1, xfailed=1, deselected=1)
-    run_sample(pytester, "--rows=H15").assert_outcomes(deselected=6)
+    run_sample(pytester, "--rows=A1,A5").assert_outcomes(passed=2, deselected=7)
+    everything = run_sample(pytester, "--rows=all")
+    everything.assert_outcomes(passed=4, failed=1, skipped=2, xfailed=1, deselected=1)
+    run_sample(pytester, "--rows=H15").assert_outcomes(deselected=9)
 
 
-def test_collecting_reports_tests_as_not_run(pytester: pytest.Pytester, tmp_path: Path) -> None:
+def test_tests_that_did_not_run_prove_nothing(pytester: pytest.Pytester, tmp_path: Path) -> None:
     report = tmp_path / "rows.json"
-    run_sample(pytester, "--collect-only", f"--row-report={report}")
-    result = rows.load_report(report)["A1"]
-    assert list(result.outcomes.values()) == [rows.NOT_RUN]
-    assert result.state == "not yet"
+    run_sample(pytester, "-m", "not slow", f"--row-report={report}")
+    assert rows.load_report(report)["A3"].outcomes == {"test_sample.py::test_is_skipped": rows.NOT_RUN}
 
 
-@pytest.mark.parametrize("mark", ['"A999"', "", '"A1", note="x"'])
-def test_a_mark_that_names_no_row_stops_the_run(pytester: pytest.Pytester, mark: str) -> None:
-    source = f"import pytest\n\n@pytest.mark.row({mark})\ndef test_x():\n    pass\n"
+def test_a_mark_that_means_nothing_stops_the_run(pytester: pytest.Pytester) -> None:
+    source = 'import pytest\n\n@pytest.mark.row("A1", clauses=("htpp",))\ndef test_x():\n    pass\n'
     result = run_sample(pytester, source=source)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*test_sample.py::test_x: bad row mark*"])
+    result.stderr.fnmatch_lines(["*test_sample.py::test_x: bad row mark: A1 has no clause {'htpp'} but *"])
+
+
+@pytest.mark.parametrize(
+    ("named", "kwargs"),
+    [
+        (("A999",), {}),
+        ((), {}),
+        (("A1",), {"note": "x"}),
+        (("A1",), {"whole": False}),
+        (("A1", "A2"), {"whole": True}),
+        (("A1",), {"clauses": ("htpp",)}),
+        (("A1",), {"clauses": "http"}),
+        (("A1",), {"whole": True, "clauses": ("http",)}),
+    ],
+)
+def test_marks_that_mean_nothing(named: tuple[str, ...], kwargs: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"no such row|has no clause|not one row with"):
+        rows.add_mark({}, load_features()[1], named, kwargs)
+
+
+WHOLE = list(load_features()[1]["A1"].clauses)
 
 
 @pytest.mark.parametrize(
     ("results", "pytest_status", "expected"),
     [
-        ({"A1": RowResult({"t": "passed"})}, 0, 0),
-        ({"A1": RowResult({"t": "passed", "u": "skipped"})}, 0, 1),
-        ({"A1": RowResult({"t": "passed", "u": "failed"})}, 1, 1),
-        ({"A1": RowResult({"t": "passed"}, {"t": "a part"})}, 0, 1),
-        ({"A1": RowResult({"t": "passed", "u": "passed"}, {"t": "a part"})}, 0, 0),
+        ({"A1": RowResult({"t": "passed"}, {"t": WHOLE})}, 0, 0),
+        ({"A1": RowResult({"t": "passed", "u": "skipped"}, {"t": WHOLE, "u": []})}, 0, 1),
+        ({"A1": RowResult({"t": "passed"}, {"t": WHOLE[1:]})}, 0, 1),
         ({}, 5, 1),
-        ({"A1": RowResult({"t": "passed"})}, 1, 1),
+        ({"A1": RowResult({"t": "passed"}, {"t": WHOLE})}, 1, 1),
     ],
 )
 def test_make_rows_succeeds_only_if_every_row_is_proven(
     monkeypatch: pytest.MonkeyPatch, results: dict[str, RowResult], pytest_status: int, expected: int
 ) -> None:
-    monkeypatch.setattr(rows, "run_pytest", lambda arguments, quiet: (results, pytest_status))
+    monkeypatch.setattr(rows, "run_pytest", lambda arguments: (results, pytest_status))
     assert rows.run_rows(["A1"]) == expected
 
 
@@ -142,15 +207,41 @@ def test_make_rows_refuses_a_row_that_does_not_exist(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == "no such row: Z1\n"
 
 
+def test_every_row_has_clauses() -> None:
+    for feature in load_features()[1].values():
+        assert feature.clauses, feature.id
+        assert all(re.fullmatch(r"[a-z0-9-]+", name) for name in feature.clauses), feature.id
+        assert all(text and "|" not in text for text in feature.clauses.values()), feature.id
+
+
+def test_the_marks_read_from_the_files_are_those_that_pytest_sees(request: pytest.FixtureRequest) -> None:
+    """The tables are made from the files alone; marks of a module or of one case are not seen."""
+    plugin = request.config.pluginmanager.get_plugin("quire-rows")
+    assert isinstance(plugin, rows.RowPlugin)
+    seen = plugin.marks
+    features = load_features()[1]
+    for path in {nodeid.partition("::")[0] for nodeid in seen}:
+        read = {f"{path}::{name}": marks for name, marks in rows.read_marks(ROOT / path, features).items()}
+        assert {nodeid: marks for nodeid, marks in seen.items() if nodeid.startswith(f"{path}::")} == {
+            nodeid: marks for nodeid, marks in read.items() if nodeid in seen
+        }
+
+
+def test_the_tables_are_what_the_marks_say() -> None:
+    """`make status` writes them."""
+    results = rows.marked_rows()
+    assert status.README.read_text("utf-8") == status.render_readme(results)
+    assert status.STATUS.read_text("utf-8") == status.render_status(results)
+
+
 def test_tables_say_what_the_results_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     readme, full = tmp_path / "README.md", tmp_path / "status.md"
     readme.write_text(f"before\n{status.BEGIN}\nold\n{status.END}\nafter\n", "utf-8")
     monkeypatch.setattr(status, "README", readme)
     monkeypatch.setattr(status, "STATUS", full)
     results = {
-        "A1": RowResult({"t": "passed", "u": "passed"}),
-        "A5": RowResult({"t": "passed"}, {"t": "names only"}),
-        "B2": RowResult({"t": "failed"}),
+        "A1": RowResult({"t": "passed", "u": "passed"}, {"t": WHOLE, "u": []}),
+        "A3": RowResult({"t": "passed"}, {"t": ["infer", "perf"]}),
     }
     status.write_status(results)
     status.write_status(results)  # a second time changes nothing
@@ -158,29 +249,14 @@ def test_tables_say_what_the_results_say(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert text.startswith(f"before\n{status.BEGIN}\n| area |")
     assert text.endswith(f"{status.END}\nafter\n")
     assert "old" not in text
-    assert "(so far: names only)" in text
-    assert status.parse_table(text) == {"A1": ("works", 2), "A5": ("partly", 1)}
-    everything = status.parse_table(full.read_text("utf-8"))
-    assert everything.keys() == load_features()[1].keys()
-    assert everything["B2"] == ("not yet", 1)
-    assert everything["H1"] == ("not yet", 0)
-
-
-def rows_marked_in(path: Path) -> set[str]:
-    """Row ids in `...mark.row("A1", ...)` calls of a source file; constants only, as everywhere here."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("mark.row"):
-            found.update(str(argument.value) for argument in node.args if isinstance(argument, ast.Constant))
-    return found
-
-
-def test_the_readme_claims_no_row_without_tests() -> None:
-    marked = set().union(*map(rows_marked_in, (ROOT / "tests").rglob("test_*.py")))
-    text = status.README.read_text("utf-8")
-    assert text.count(status.BEGIN) == text.count(status.END) == 1
-    claimed = {row for row, (state, _) in status.parse_table(text).items() if state in ("works", "partly")}
-    assert claimed <= marked
+    assert "\n| A Request / API surface | 1 | 1 | 42 | A1 |\n" in text
+    assert "\n| all | 1 | 1 | 215 |  |\n" in text
+    lines = full.read_text("utf-8").splitlines()
+    features = load_features()[1]
+    refusal = features["A3"].clauses["refusal"]
+    assert f"| A1 | {features['A1'].capability} | works | 2 |  |" in lines
+    assert f"| A3 | {features['A3'].capability} | partly | 1 | {refusal} |" in lines
+    assert any(line.startswith("| H15 | ") and "| not yet | 0 | speech" in line for line in lines)
 
 
 def test_ci_runs_the_readme_s_test_command() -> None:

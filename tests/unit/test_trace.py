@@ -181,7 +181,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.row("B22")
+@pytest.mark.row("B22", clauses=("replay",))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_replay_gives_the_same_batches(policy: str) -> None:
     num_steps = num_requests = num_preemptions = num_cached_tokens = 0

@@ -98,7 +98,7 @@ def run(checkpoint: Path, cases: list[Case], **options: Any) -> tuple[list[list[
     return [output.token_ids for output in outputs], llm
 
 
-@pytest.mark.row("H1", part="in the engine")
+@pytest.mark.row("H1")
 @pytest.mark.parametrize(
     "options",
     [
@@ -118,7 +118,7 @@ def test_images_give_the_tokens_of_transformers(
         assert llm.core.stats().num_preemptions > 0
 
 
-@pytest.mark.row("D7", part="nothing on a GPU: torch's operations are recorded and replayed")
+@pytest.mark.row("D7")
 def test_recorded_steps_take_images_and_positions_on_three_axes(checkpoint: Path, cases: list[Case]) -> None:
     with recorded_steps():
         tokens, llm = run(checkpoint, cases, max_num_batched_tokens=40, async_scheduling=True)
@@ -133,8 +133,8 @@ def test_the_oracle_sees_the_images(cases: list[Case]) -> None:
     assert cases[2].expected != cases[3].expected
 
 
-@pytest.mark.row("C22", without="LoRA adapters, which are not there yet")
-@pytest.mark.row("H12")
+@pytest.mark.row("C22", clauses=("image",))
+@pytest.mark.row("H12", whole=True)
 def test_another_image_never_hits_and_the_same_one_does(checkpoint: Path, cases: list[Case]) -> None:
     """The prefix cache tells images apart where texts are the same, and finds those that are the same."""
     options: dict[str, Any] = {"max_model_len": 256, "num_blocks": 128, "block_size": 4}
@@ -158,7 +158,7 @@ def test_another_image_never_hits_and_the_same_one_does(checkpoint: Path, cases:
         assert hits == (len(case.token_ids) - 1) // 4 * 4
 
 
-@pytest.mark.row("B19")
+@pytest.mark.row("B19", clauses=("budget",))
 def test_a_prompt_of_images_never_starves_decoding(checkpoint: Path, cases: list[Case]) -> None:
     """While three images are prefilled in chunks, a running request gets its token in every step."""
     llm = LLM(checkpoint, dtype="float32", max_model_len=256, num_blocks=128, max_num_batched_tokens=4)

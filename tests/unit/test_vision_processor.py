@@ -151,7 +151,7 @@ FILES: dict[str, Callable[[], bytes]] = {
 }
 
 
-@pytest.mark.row("H10", without="measured speed against transformers; its own image processor does the work")
+@pytest.mark.row("H10", clauses=("pixels",))
 @pytest.mark.parametrize("kind", VISION_KINDS)
 @pytest.mark.parametrize("name", FILES)
 def test_pixel_values_equal_those_of_transformers(
@@ -207,8 +207,8 @@ def image_count(messages: list[Message]) -> int:
     return sum(part["type"] == "image" for message in messages for part in message["content"])
 
 
-@pytest.mark.row("H1", part="prompts of 0, 1, 3 images are tokenized, expanded and given positions as in HF")
-@pytest.mark.row("H5", part="M-RoPE positions of Qwen2-VL and Qwen2.5-VL prompts")
+@pytest.mark.row("H5", clauses=("positions",))
+@pytest.mark.row("H1")
 @pytest.mark.parametrize("kind", VISION_KINDS)
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_whole_prompts_equal_those_of_transformers(
@@ -329,9 +329,7 @@ def test_text_with_placeholders_equals_the_processor_of_transformers(
         _check_spans(prompt, processors[kind].placeholder_id, count)
 
 
-@pytest.mark.row(
-    "H9", part="image parts of OpenAI messages with data: URLs; there is no OpenAI front end yet"
-)
+@pytest.mark.row("H9")
 @pytest.mark.parametrize("kind", VISION_KINDS)
 def test_every_way_to_send_an_image_gives_the_same_prompt(
     kind: str, processors: dict[str, VisionProcessor]

@@ -26,7 +26,7 @@ made so that every early difference counts: in four bits, or with the three of e
 longer the same models."""
 
 
-@pytest.mark.row("D18")
+@pytest.mark.row("D18", whole=True)
 @pytest.mark.parametrize(
     ("kind", "quantization"),
     [("demo", quantization) for quantization in QUANTIZATIONS]

@@ -1,0 +1,166 @@
+"""A request ends in whatever phase it is when its client leaves or somebody cancels it by its id.
+
+The engine's trace is the witness: which steps had rows of the request, and how many blocks were taken then.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire_client import Client
+from tests.e2e.conftest import ENDLESS, OPTIONS, write_generator
+from tests.e2e.triton_calls import TritonStream, stream
+from tests.fixtures.server import ROOT, ServerProcess
+
+pytestmark = pytest.mark.server
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 4096
+MAX_MODEL_LEN = 16_384
+STEP_TOKENS = 8
+"""So few that the long prompt takes hundreds of steps, of which some pass before it is cancelled."""
+LONG, SHORT = 12_000, 77
+"""Tokens of the prompt of the request to be cancelled; no other prompt is as long."""
+VICTIM = "victim"
+HOW = ("stream closed", "client killed", "by id")
+WAIT_S = 60.0
+SEND = """
+import json, sys, threading
+from tests.e2e.triton_calls import TritonStream
+call = TritonStream(sys.argv[1], "generator", json.loads(sys.argv[2]), request_id=sys.argv[3])
+threading.Event().wait()
+"""
+
+
+class Trace:
+    """What the engine writes from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._file = path.open("rb")
+        self._file.seek(0, 2)
+        self._rest = b""
+
+    def until(self, condition: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+        """The first record of those not asked for yet that is so."""
+        deadline, pause = time.monotonic() + WAIT_S, threading.Event()
+        while time.monotonic() < deadline:
+            line, end, rest = (self._rest + self._file.read()).partition(b"\n")
+            self._rest = rest if end else line
+            if not end:
+                pause.wait(0.01)
+                continue
+            self.records.append(json.loads(line))
+            if condition(self.records[-1]):
+                return self.records[-1]
+        raise AssertionError(f"never came: {what}")
+
+
+@pytest.fixture(scope="module")
+def served(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    root = tmp_path_factory.mktemp("cancellation")
+    options = {
+        **OPTIONS,
+        "max_model_len": MAX_MODEL_LEN,
+        "num_blocks": NUM_BLOCKS,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": STEP_TOKENS,
+        "stream_interval": 16,
+        "trace_file": str(root / "trace.jsonl"),
+    }
+    write_generator(root / "repository", "generator", tiny_checkpoint, **options)
+    with ServerProcess(root / "repository", root) as server:
+        yield server
+
+
+def inputs(num_prompt_tokens: int, seed: int) -> dict[str, Any]:
+    """Endless; prompts of different seeds have no block in common."""
+    prompt = [(seed * 7 + i * 11) % 400 + 3 for i in range(num_prompt_tokens)]
+    max_tokens = min(ENDLESS, MAX_MODEL_LEN - num_prompt_tokens)
+    return {"input_ids": prompt, "stream": True, "max_tokens": max_tokens, "ignore_eos": True}
+
+
+def leave(call: TritonStream) -> None:
+    call.cancel()
+    call.client.close()
+
+
+@pytest.mark.row("A20", whole=True)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("phase", ["queued", "prefilling", "decoding"])
+def test_a_cancelled_request_gives_everything_back_at_once(
+    served: ServerProcess, phase: str, how: str
+) -> None:
+    url = served.grpc_url
+    trace = Trace(Path(served.ready_file).parent / "trace.jsonl")
+    # Those beside it keep the engine stepping; two of them take all seats.
+    others = [
+        TritonStream(url, "generator", inputs(5, seed=index))
+        for index in range(2 if phase == "queued" else 1)
+    ]
+    for call in others:
+        call.next()
+    asked = inputs(LONG if phase == "prefilling" else SHORT, seed=2 + HOW.index(how))
+    length = len(asked["input_ids"])
+    victim: Any
+    if how == "client killed":
+        command = [sys.executable, "-c", SEND, url, json.dumps(asked), VICTIM]
+        victim = subprocess.Popen(command, cwd=ROOT)
+    else:
+        victim = TritonStream(url, "generator", asked, request_id=VICTIM)
+    arrived = trace.until(lambda r: any(a["prompt"] == length for a in r.get("arrivals", [])), "its arrival")
+    (name,) = [arrival["id"] for arrival in arrived["arrivals"] if arrival["prompt"] == length]
+
+    def has_row(record: dict[str, Any], num_computed: int) -> bool:
+        return any(row[0] == name and row[1] >= num_computed for row in record.get("scheduled", []))
+
+    if phase != "queued":
+        computed = length if phase == "decoding" else STEP_TOKENS
+        trace.until(lambda record: has_row(record, computed), f"{computed} tokens of it computed")
+
+    if how == "stream closed":
+        leave(victim)
+    elif how == "client killed":
+        victim.kill()
+        victim.wait()
+    else:
+        error = stream(url, "generator", {"cancel": True}, request_id=VICTIM).error
+        assert error is None, error
+
+    abort = trace.until(lambda r: r.get("event") == "abort" and name in r["request_ids"], "its abort")
+    last = trace.until(lambda r: r.get("step", 0) >= abort["step"] + 2 and "scheduled" in r, "two steps more")
+    steps = [record for record in trace.records if has_row(record, 0)]
+    rows = [row for record in steps for row in record["scheduled"] if row[0] == name]
+    assert all(record["step"] <= abort["step"] for record in steps), "it went on"
+    num_computed = max((begin + count for _, begin, count in rows), default=0)
+    assert {"queued": not rows, "prefilling": 0 < num_computed < length, "decoding": num_computed > length}[
+        phase
+    ]
+    assert len(last["scheduled"]) == len(others), "the others go on"
+    taken = sum(-(-(begin + count) // BLOCK_SIZE) for _, begin, count in last["scheduled"])
+    assert NUM_BLOCKS - last["num_free_blocks"] == taken, "blocks of those that run, and no other's"
+
+    if how == "by id":
+        while not victim.next():
+            pass
+        assert victim.reply.error is None
+        assert victim.reply.finish_reasons[-1] == "cancelled"
+        assert bool(victim.reply.text) == (phase == "decoding")
+        others[-1].next()
+        assert victim.extra_responses() == 0, "a response behind the final one"
+        victim.close()
+    for call in others:
+        leave(call)
+    with Client(url) as client:
+        gone = trace.until(lambda r: r.get("event") == "abort" and not r["num_running"], "the others' end")
+        assert gone["num_free_blocks"] == NUM_BLOCKS
+        assert client.cache_inspect()["num_blocks_in_use"] == 0
