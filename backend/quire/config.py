@@ -337,8 +337,6 @@ RANGES = {
     "coalesce_ms": Range(0, 60_000),
     "stream_interval": Range(1, _COUNT),
     "startup_timeout_s": Range(0, _SECONDS, excludes_low=True),
-    "engine_restart_limit": Range(0, _COUNT),
-    "engine_restart_window_s": Range(0, _SECONDS),
     "max_prompt_bytes": Range(1, _INT32),
     "max_embeds_bytes": Range(0, _BYTE_COUNT),
 }
