@@ -172,8 +172,7 @@ class VisionProcessor:
         self, raw: bytes, given: list[bytes | str | Image]
     ) -> tuple[list[int], list[bytes | str | Image]]:
         """Token ids of messages, and all their images in order."""
-        images_bytes = self.limits.max_images * self.limits.max_image_bytes * 4 // 3  # as base64
-        max_bytes = self.texts.max_prompt_bytes + images_bytes
+        max_bytes = self.texts.max_prompt_bytes + self.limits.max_request_bytes * 4 // 3  # as base64
         conversation = chat.parse_conversation(raw, allow_images=True, max_bytes=max_bytes)
         messages, found = chat.split_images(conversation.messages)
         wanted = sum(data is None for data in found)
