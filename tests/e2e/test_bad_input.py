@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -172,3 +174,22 @@ def test_five_hundred_malformed_requests_beside_ten_good_ones(tiny: TinyServer) 
     assert len(statuses) == 500
     assert set(statuses) == {"StatusCode.INVALID_ARGUMENT"}
     assert {process.pid for process in tiny.server.descendants()} == pids, "no process was restarted"
+
+
+def test_texts_that_are_no_utf8_and_far_too_long_ones_are_refused(tiny: TinyServer) -> None:
+    """An id of any bytes passes HTTP's JSON; decoding it raised in `execute`, where Triton then ends requests
+    that are others' to end. A text that cannot fit was tokenized before it was refused."""
+    url = f"http://{tiny.server.http_url}/v2/models/generator/generate"
+    long = b"x" * (2 * 2**20)
+    for body, words in (
+        (b'{"id": "a\xff", "text_input": "hi"}', "id: invalid UTF-8 at byte 1"),
+        (b'{"tenant": "\xff", "text_input": "hi"}', "invalid UTF-8"),
+        (b'{"text_input": "' + long + b'"}', "bytes are more than 16383 tokens can hold"),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(url, body, method="POST"), timeout=60)
+        assert words in json.loads(refused.value.read())["error"]
+    for model in ("chat", "generator"):
+        reply = stream(tiny.server.grpc_url, model, {"text_input": long.decode()})
+        assert "tokens can hold" in str(reply.error)
+        assert stream(tiny.server.grpc_url, model, {"text_input": "hi", "max_tokens": 4}).error is None

@@ -180,8 +180,8 @@ class RequestParser:
         raw = RawRequest(
             tensors={},
             shapes={},
+            external_id=_utf8("id", request.request_id),  # first: HTTP generate repeats it as a parameter
             parameters=_utf8("parameters", request.parameters),
-            external_id=_utf8("id", request.request_id),
             requested_outputs=frozenset(_utf8("outputs", request.requested_output_names)),
             arrived_at=time.monotonic(),
             timeout_us=request.timeout(),
