@@ -58,7 +58,7 @@ def test_commands(text: str, command: CacheCommand) -> None:
 )
 def test_anything_else_is_refused_without_an_echo(data: bytes) -> None:
     """A refusal that showed the command by repr ended the engine where the command was nested."""
-    with pytest.raises(InvalidArgumentError, match="^cache_control: ") as refused:
+    with pytest.raises(InvalidArgumentError, match=r"^cache_control: ") as refused:
         parse_cache_command(data)
     assert "SECRET" not in str(refused.value) and "SS" not in str(refused.value)
     assert refused.value.__cause__ is None
