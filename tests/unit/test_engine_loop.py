@@ -265,6 +265,7 @@ def test_a_request_that_fails_half_way_in_leaves_nothing(peer: Peer, monkeypatch
     assert (tokens, reason, code) == ([], "error", "INTERNAL")
     assert "ZeroDivisionError" in error
     peer.check_alive()
+    assert "bad" not in peer.runner.times_computed
 
 
 def test_a_second_request_of_the_same_id_does_not_end_the_first(peer: Peer) -> None:

@@ -12,6 +12,7 @@ from quire.core.trace import SchedulerTrace
 from quire.kv_tiers import HostTier, KVTiers
 from quire.kv_tiers.loopback import LoopbackConnector
 from quire.outputs import SchedulerOutput
+from quire.scheduling_params import SchedulingParams
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import FakeKVCache
@@ -105,34 +106,23 @@ def test_one_failure_while_settling_fails_one_step(
 
 
 def test_copies_of_a_failed_step_are_not_trusted() -> None:
-    """A choice that had no row in the step went on from a block that was never copied: wrong tokens."""
-    lost = 0
-    for fail_at in range(12):
-        engine = FakeEngine(num_blocks=64, block_size=4, max_num_batched_tokens=2)
-        engine.add("a", 6, 8, n=4, temperature=1.0, seed=3)
-        engine.add("b", 5, 8)
-        for step in range(MAX_STEPS):
-            if not engine.scheduler.has_unfinished():
-                break
-            if step != fail_at:
-                engine.step()
-                continue
-            plan = engine.scheduler.schedule()
-            lost += len(plan.block_copies)
-            # The drops are all that the runner learns of.
-            for request_id in plan.dropped_request_ids:
-                del engine.runner.rows[request_id]
-            for output in engine.scheduler.fail([row.request_id for row in plan.scheduled], "broken"):
-                engine.requests.pop(output.request_id)
-                for index in range(4):
-                    name = f"{output.request_id}#{index}" if index else output.request_id
-                    engine.reasons.setdefault(name, "error")
-            # A row that was new in this step is unknown to the runner, which a real one does not mind.
-            dropped = engine.scheduler._dropped
-            dropped[:] = [request_id for request_id in dropped if request_id in engine.runner.rows]
-            engine.scheduler.check_integrity()
-        engine.check_outputs()  # and the runner compares what it reads with what was written
-    assert lost, "no step that failed was to copy anything"
+    """Choices that had no row in the step went on from blocks that were never copied: wrong tokens."""
+    engine = FakeEngine(num_blocks=64, block_size=4, max_num_batched_tokens=4, queue_policy="priority")
+    scheduler = engine.scheduler
+    engine.add("a", 6, 8, n=3, temperature=1.0, seed=3)
+    while not scheduler._copies:
+        engine.step()
+    engine.add("b", 12, 8, scheduling=SchedulingParams(priority=-5))
+    plan = scheduler.schedule()
+    assert plan.block_copies and [row.request_id for row in plan.scheduled] == ["b"]
+    outputs = scheduler.fail(["b"], "broken")
+    assert {(output.request_id, output.finish_reason) for output in outputs} == {
+        ("a", "error"),
+        ("b", "error"),
+    }
+    assert len(outputs) == 2, "each is told once"
+    scheduler.check_integrity()
+    assert not scheduler.has_unfinished()
 
 
 def test_a_trace_that_cannot_be_written_ends_and_nothing_else(tmp_path: Path) -> None:
