@@ -92,3 +92,13 @@ def test_rows_of_a_chunk_and_what_the_prefix_cache_tells_images_by() -> None:
     placed = PromptEmbeds(ROWS, spans, embeds.hashes, np.arange(30, dtype=np.int32).reshape(3, 10))
     assert placed.key_of(0, 4) != embeds.key_of(0, 4)
     assert placed.position_delta == 30 - 10
+
+
+def test_positions_do_not_read_as_an_image() -> None:
+    """48 bytes of positions without an image were the key of an image whose name has them."""
+    image = PromptEmbeds(np.zeros((4, 8), np.float32), ((0, 4),), ("f" * 45,))
+    name = image.key_of(0, 4)
+    assert len(name) == 48
+    positions = np.frombuffer(name, np.int32).reshape(3, 4)
+    none = PromptEmbeds(np.zeros((0, 8), np.float32), (), (), positions)
+    assert none.key_of(0, 4) != name
