@@ -270,6 +270,16 @@ def test_small_models_in_eight_bits_have_a_target_and_a_history(
     assert change.scenario == scenario and change.is_worse
 
 
+def test_the_latest_runs_of_small_models_reached_their_targets() -> None:
+    """Of `benchmarks/history.jsonl`: what was measured on real machines, with nothing made up."""
+    lines = history.read()
+    for (model, workload, engine), target in EDGE_TARGETS.items():
+        scenario = f"{model} {workload} {engine}"
+        runs = [line["figures"][scenario] for line in lines if scenario in line["figures"]]
+        assert len(runs) >= 2, scenario
+        assert runs[-1]["tokens_per_s"] >= target, scenario
+
+
 def test_what_did_not_run_is_told_with_its_reason() -> None:
     result = document(
         record("quire", 0, 1.0),
