@@ -47,7 +47,8 @@ class PromptEmbeds:
             if start < end and start + length > begin
         ]
         if self.position_ids is not None:
-            parts.append(np.ascontiguousarray(self.position_ids[:, begin:end]).tobytes())
+            # Behind a mark, so that no positions read as the name of an image.
+            parts += b"#", np.ascontiguousarray(self.position_ids[:, begin:end]).tobytes()
         return b"".join(parts)
 
     def rows_in(self, begin: int, end: int) -> list[tuple[int, Any]]:

@@ -226,6 +226,19 @@ def test_tokens_tied_with_the_last_one_are_kept(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
+def test_a_mass_of_exactly_top_p_is_enough(name: str, device: str) -> None:
+    """Four tokens in order whose probabilities are 1/4 in every arithmetic: one more is one too many."""
+    order = [30, 7, 21, 3]
+    logits = torch.full((1, 40), -torch.inf)
+    logits[0, order] = torch.tensor([0.0, -1e-30, -2e-30, -3e-30])
+    count = 60 if is_interpreted(name, device) else 400
+    for top_p, num_kept in ((0.25, 1), (0.5, 2), (0.75, 3), (0.3125, 2), (0.8125, 4)):
+        rows = settings(count, [{"top_p": top_p}], device)
+        found = set(sample(name, device, logits.expand(count, -1), rows).tolist())
+        assert found == set(order[:num_kept]), top_p
+
+
+@pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
 def test_the_best_token_is_the_first_of_equals(name: str, device: str) -> None:
     logits = torch.zeros(2, 6000)
     logits[:, [4500, 100, 5999]] = 7.0

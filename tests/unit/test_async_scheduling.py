@@ -19,6 +19,7 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.outputs import RequestOutput
+from quire.scheduling_params import SchedulingParams
 from quire.worker.block_table import BlockTable
 from quire.worker.graph_runner import graph_sizes, token_sizes
 from quire.worker.model_runner import ModelRunner
@@ -208,6 +209,38 @@ def test_an_aborted_request_gives_its_blocks_back_at_once(checkpoint: Path) -> N
         outputs += core.step()
     assert {output.request_id for output in outputs} == {"r0", "r2"}
     assert core.stats().num_free_blocks == core.stats().num_blocks
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["async", "plain"])
+def test_a_deadline_ends_its_request_alone(checkpoint: Path, ahead: bool) -> None:
+    llm = engine(checkpoint, async_scheduling=ahead)
+    core, now = llm.core, 100.0
+    core.scheduler.clock = lambda: now
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    core.add_request("endless", PROMPTS[0], params, arrival_time=now)
+    for name, scheduling in {
+        "late": SchedulingParams(deadline=110.0),
+        "first token in time": SchedulingParams(ttft_deadline=110.0),
+    }.items():
+        core.add_request(name, PROMPTS[1], params, arrival_time=now, scheduling=scheduling)
+    found: dict[str, str] = {}
+
+    def step() -> None:
+        for output in core.step():
+            if output.finish_reason is not None:
+                found[output.request_id] = output.finish_reason
+
+    for _ in range(5):
+        step()
+    assert found == {}
+    now = 111.0
+    step()
+    assert found == {"late": "timeout"}
+    while core.has_work:
+        step()
+    assert found == {"late": "timeout", "endless": "length", "first token in time": "length"}
+    assert core.stats().num_free_blocks == core.stats().num_blocks
+    core.scheduler.check_integrity()
 
 
 def test_logits_that_are_not_finite_end_one_request(checkpoint: Path, recorded: RecordedOperations) -> None:

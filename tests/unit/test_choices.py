@@ -10,6 +10,7 @@ from quire.errors import InvalidArgumentError
 from quire.outputs import EngineCoreOutput, SchedulerOutput
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams, choice_seed
+from quire.scheduling_params import SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import generate_alone, generate_ranked_alone
 
@@ -228,3 +229,20 @@ def test_more_sequences_than_seats_are_refused_by_name() -> None:
     for name, options in {"n": {"n": 5}, "best_of": {"best_of": 5}}.items():
         with pytest.raises(InvalidArgumentError, match=name):
             add(engine, name, **options)
+
+
+@pytest.mark.parametrize("kind", ["deadline", "ttft_deadline"])
+def test_choices_that_outlive_the_first_keep_the_deadline(kind: str) -> None:
+    """Only the first choice had one: without it the others went on to their last token."""
+    engine = FakeEngine(step_s=1.0)
+    engine.add("r", 6, 60, n=3, temperature=1.0, seed=1, scheduling=SchedulingParams(**{kind: 20.0}))
+    for _ in range(4):
+        engine.step()
+    engine.abort("r#0")
+    assert engine.reasons == {"r": "cancelled"}
+    engine.run()
+    reason = "timeout" if kind == "deadline" else "length"
+    assert engine.reasons == {"r": "cancelled", "r#1": reason, "r#2": reason}
+    if kind == "deadline":
+        assert all(20.0 <= engine.finished_at[name] <= 21.0 for name in ("r#1", "r#2"))
+    assert engine.kv.num_free_blocks == engine.kv.num_blocks

@@ -387,6 +387,34 @@ def test_a_step_that_fails_outside_of_the_model_is_forgotten(
     core.close()
 
 
+@pytest.mark.parametrize("connector", [False, True], ids=["host and disk", "connector"])
+def test_a_reset_leaves_nothing_in_any_tier(
+    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], connector: bool, tmp_path: Path
+) -> None:
+    """Only the pool was emptied: what users had asked to forget came back from host memory and disk."""
+    options: dict[str, Any] = {"host_cache_memory": "64MiB", "disk_cache_directory": str(tmp_path)}
+    if connector:
+        options = {"kv_connector": "quire.kv_tiers:LoopbackConnector"}
+    llm = engine(checkpoints["llama"], block_size=8, **options)
+    core = llm.core
+    assert core.tiers is not None
+    llm.generate(PROMPTS, GREEDY)
+    assert core.tiers.flush(30.0)
+    names = ("loopback",) if connector else ("host", "disk")
+    assert all(core.tiers.stats()[f"{name}_blocks"] > 10 for name in names)
+    num_blocks = core.control({"command": "inspect"})["num_findable_blocks"]
+    held = sum(int(core.tiers.stats()[f"{name}_blocks"]) for name in names)
+    assert core.control({"command": "reset"}) == {"num_blocks": num_blocks + held}
+    assert core.tiers.flush(30.0)
+    stats = core.control({"command": "inspect"})
+    assert stats["num_findable_blocks"] == 0 and all(stats["tiers"][f"{name}_blocks"] == 0 for name in names)
+    assert not list(tmp_path.rglob("*.kv"))
+    before = core.stats()
+    assert ids(llm.generate(PROMPTS, GREEDY)) == expected["llama"]
+    assert core.stats().num_loaded_tokens == before.num_loaded_tokens
+    core.close()
+
+
 def test_logprobs_are_those_of_transformers(checkpoints: dict[str, Path]) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -13,6 +13,7 @@ from quire.errors import UnavailableError
 from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
+from tests.fixtures.fake_engine import FakeEngine
 
 
 def make_request(request_id: str = "r", prompt: int = 4, **scheduling: float | None) -> Request:
@@ -243,3 +244,25 @@ def test_the_fixed_modes_do_as_they_say() -> None:
         assert cost.should_swap(10, 1) is cost.should_swap(1, 10**6) is swaps
     with pytest.raises(AssertionError):
         PreemptionCost("later", 1, lambda: (None, None))
+
+
+def test_prompts_that_are_being_computed_are_ahead_of_a_new_one() -> None:
+    """A prompt leaves the queue with its first chunk; the rest of it still has to be computed before."""
+    engine = FakeEngine(num_blocks=1024, step_s=1.0, max_num_batched_tokens=50, max_num_seqs=8)
+    for name in ("before", "again"):
+        engine.add(name, 100, 1)
+        engine.run()
+    engine.add("long", 1000, 4)
+    engine.step()
+    assert not len(engine.scheduler.queue), "nothing waits"
+
+    def soon() -> SchedulingParams:
+        return SchedulingParams(ttft_deadline=engine.clock() + 6.5)
+
+    with pytest.raises(UnavailableError, match="ttft_deadline of the request"):
+        engine.add("late", 40, 1, scheduling=soon())
+    while engine.requests["long"].num_computed_tokens < 800:
+        engine.step()
+    engine.add("in time", 40, 1, scheduling=soon())
+    engine.run()
+    assert engine.reasons["in time"] == "length"

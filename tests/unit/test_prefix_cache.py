@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quire.core.kv_events import BlockRemoved, BlockStored, KVEventCollector, external_hash
 from quire.core.scheduler import session_name
 from quire.scheduling_params import MAX_PIN_TTL_S, SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine
@@ -403,3 +404,28 @@ def test_a_reset_empties_the_cache_and_running_requests_go_on(overlap: bool) -> 
     engine.add("newer", 0, 4, prompt=prefix + tokens(30, 10))
     engine.run()
     assert computed(engine, "newer") == 30
+
+
+def test_blocks_whose_time_is_over_are_told_as_removed() -> None:
+    """A router that was not told sent requests to where nothing was cached any more."""
+    events = KVEventCollector()
+    engine = engine_of(60, cache={"events": events})
+    engine.add("a", 0, 2, prompt=tokens(100, 0), scheduling=SchedulingParams(cache_ttl_s=10.0))
+    engine.add("b", 0, 2, prompt=tokens(50, 1))
+    engine.run()
+    known: set[int] = set()
+
+    def follow() -> set[int]:
+        batch = events.take()
+        for event in batch.events if batch is not None else ():
+            if isinstance(event, BlockStored):
+                known.update(event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                known.difference_update(event.block_hashes)
+        return known
+
+    assert len(follow()) == 6 + 3
+    engine.kv.expire(engine.clock() + 9.9)
+    assert len(follow()) == 6 + 3
+    engine.kv.expire(engine.clock() + 10.1)
+    assert follow() == {external_hash(key) for key in engine.kv.pool.cached_hashes()} and len(known) == 3

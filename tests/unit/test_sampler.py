@@ -402,6 +402,14 @@ def test_ties_with_the_last_kept_token_are_kept() -> None:
     assert np.isfinite(transform(np.zeros(3000), make_row(temperature=1.0, top_k=2))).all()
 
 
+@pytest.mark.parametrize(("top_p", "count"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.3125, 2), (0.8125, 4)])
+def test_a_mass_of_exactly_top_p_is_enough(top_p: float, count: int) -> None:
+    """Four tokens in order whose probabilities are 1/4 in every arithmetic: one more is one too many."""
+    logits = np.array([0.0, -1e-30, -2e-30, -3e-30])
+    kept = np.isfinite(transform(logits, make_row(temperature=1.0, top_p=top_p)))
+    assert kept.tolist() == [index < count for index in range(4)]
+
+
 # Randomness
 
 # Counter, key and result of the known-answer tests published with Random123, words low to high.

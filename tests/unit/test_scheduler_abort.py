@@ -242,3 +242,23 @@ def test_an_id_that_could_be_taken_for_another_one_is_refused(request_id: str) -
         engine.step()
     engine.run()
     assert engine.reasons == {"a": "length", "n": "length", "n#1": "length"}
+
+
+def test_choices_whose_blocks_a_failed_step_was_to_copy_are_computed_again() -> None:
+    """They had no row in it, so they did not end with it, and went on with blocks that held nothing."""
+    engine = FakeEngine(batch_policy="prefill_first")
+    engine.add("r", 6, 5, n=3, temperature=1.0, seed=3)
+    engine.step()
+    engine.add("new", 8, 2)
+    plan = engine.scheduler.schedule()
+    assert [row.request_id for row in plan.scheduled] == ["new"] and len(plan.block_copies) == 2
+    engine.runner.fail_at = "before copies"
+    with pytest.raises(RuntimeError):
+        engine.runner.execute(plan)
+    (failed,) = engine.scheduler.fail(["new"], "broken")
+    assert failed.request_id == "new"
+    engine.scheduler.check_integrity()
+    del engine.requests["new"]
+    engine.run()
+    engine.check_outputs()
+    assert engine.reasons == {"r": "length", "r#1": "length", "r#2": "length"}

@@ -245,3 +245,65 @@ def test_a_trace_with_tiers_is_not_replayed() -> None:
     engine.run()
     with pytest.raises(InvalidArgumentError, match="KV tiers"):
         replayed(engine)
+
+
+def test_a_trace_with_tiers_tells_what_was_computed_and_what_came_back(tmp_path: Path) -> None:
+    """A request that loads has no row before its blocks are there, and then computes the rest alone."""
+    path = tmp_path / "trace.jsonl"
+    engine = traced_engine(path, host_blocks=64)
+    prompt = list(range(1, 34))
+    engine.add("first", 0, 3, prompt=prompt)
+    engine.run()
+    engine.kv.reset()
+    engine.add("again", 0, 3, prompt=prompt)
+    engine.add("beside", 7, 6)
+    engine.run()
+    trace_of(engine).close()
+    header, *records = read_records(path)
+    assert header["tiers"] is True
+    assert {entry["id"]: len(entry["hash_ids"]) for r in records for entry in r["arrivals"]} == {
+        "first": 8, "again": 8, "beside": 1
+    }  # fmt: skip
+    rows = {name: [row[1:] for r in records for row in r["scheduled"] if row[0] == name] for name in ENDS}
+    assert rows["first"] == [[0, 33], [33, 1], [34, 1]]
+    assert rows["again"] == [[32, 1], [33, 1], [34, 1]], "32 tokens came from the host tier"
+    assert rows["beside"] == [[0, 7], *([position, 1] for position in range(7, 12))]
+    ends = {end["id"]: (end["reason"], end["output"]) for r in records for end in r["finished"]}
+    assert ends == ENDS
+    engine.check_outputs()
+
+
+ENDS = {"first": ("length", 3), "again": ("length", 3), "beside": ("length", 6)}
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_trace_with_tiers_loses_nothing(mode: str) -> None:
+    """Under any load each request arrives and ends once in it, and each row begins where its request is."""
+    engine = traced_engine(
+        num_blocks=48,
+        host_blocks=64,
+        max_num_seqs=8,
+        max_num_batched_tokens=40,
+        step_s=0.25,
+        preemption_mode=mode,
+    )
+    random_load(engine, seed=6, count=60)
+    records = trace_of(engine).records
+    arrived = [entry["id"] for record in records for entry in record["arrivals"]]
+    ended = [end["id"] for record in records for end in record["finished"]]
+    assert len(set(arrived)) == len(arrived) > 40
+    assert sorted({name.partition("#")[0] for name in ended}) == sorted(arrived)
+    assert len(set(ended)) == len(ended)
+    computed: dict[str, int] = {}
+    num_found = 0
+    for record in records:
+        for name in record["preempted"]:
+            computed.pop(name, None)
+        for name, begin, count in record["scheduled"]:
+            if name in computed:
+                assert begin == computed[name], name
+            elif "#" not in name:
+                num_found += begin
+            computed[name] = begin + count
+    assert num_found > 100, "nothing was found in pool or tier"
+    assert engine.scheduler.transfers.num_loaded_tokens > 0
