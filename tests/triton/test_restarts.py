@@ -20,6 +20,7 @@ from quire.engine.connection import EngineConnection  # noqa: E402
 from quire.engine.messages import EngineInfo  # noqa: E402
 from quire.engine.supervisor import EngineAddress  # noqa: E402
 from quire.errors import CheckpointError, EngineStoppedError  # noqa: E402
+from quire.processes import start_time_of  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton import responder  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
@@ -51,7 +52,9 @@ class Engines:
         if self.script:
             raise self.script.pop(0)
         self.process = subprocess.Popen(["sleep", "600"])
-        address = EngineAddress(self.process.pid, self.address, self.num_attempts)
+        start_time = start_time_of(self.process.pid)
+        assert start_time is not None
+        address = EngineAddress(self.process.pid, self.address, self.num_attempts, start_time)
         connection = EngineConnection(self.context, address)
         return connection, EngineInfo(self.process.pid, 64, 600, 8, False, 8, 16, 0, "float32", "cpu")
 

@@ -20,6 +20,7 @@ from tests.fixtures import fake_pb_utils
 
 fake_pb_utils.install()
 
+from quire.cache_commands import Reset  # noqa: E402
 from quire.outputs import EngineCoreOutput  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton import request_handle, responder  # noqa: E402
@@ -168,7 +169,7 @@ def test_answers_to_commands_and_refusals_are_not_lost_either(harness: Harness, 
     if kind == "refusal":
         harness.responder.refuse(handle, ValueErrorOf("wrong"))
     else:
-        fields: Any = {kind: True} if kind == "cancel" else {kind: {"command": "reset"}}
+        fields: Any = {kind: True} if kind == "cancel" else {kind: Reset()}
         parsed = ParsedRequest([], SamplingParams(), "known", outputs, outputs, **fields)
         harness.responder.submit(handle, parsed)
     assert sender.final.wait(WAIT_S)
@@ -214,7 +215,7 @@ def test_unloading_answers_commands_that_the_engine_has_not(tmp_path: Path) -> N
     held = threading.Event()
     harness.core.control = lambda command: {"held": held.wait(WAIT_S)}  # type: ignore[method-assign]
     senders = [fake_pb_utils.ResponseSender() for _ in range(2)]
-    commands = ({"cache_control": {"command": "reset"}}, {"cancel": True})
+    commands = ({"cache_control": Reset()}, {"cancel": True})
     for name, sender, fields in zip("ab", senders, commands, strict=True):
         parsed = ParsedRequest([], SamplingParams(), "known", OUTPUTS, OUTPUTS, **fields)
         harness.responder.submit(RequestHandle(sender, name, "known"), parsed)

@@ -95,7 +95,6 @@ def test_rows_of_a_chunk_and_what_the_prefix_cache_tells_images_by() -> None:
     assert placed.position_delta == 30 - 10
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("kind", ["rows", "file", "pipe", "short"])
 def test_a_number_that_is_another_files_by_now_is_an_error(kind: str, tmp_path: Path) -> None:
     """A client went away before the engine had opened its rows: the buffer was closed, its number was the
@@ -125,7 +124,8 @@ def test_a_number_that_is_another_files_by_now_is_an_error(kind: str, tmp_path: 
         stale.open()
     for fd in fds if kind != "rows" else ():
         os.close(fd)
-=======
+
+
 def test_positions_do_not_read_as_an_image() -> None:
     """48 bytes of positions without an image were the key of an image whose name has them."""
     image = PromptEmbeds(np.zeros((4, 8), np.float32), ((0, 4),), ("f" * 45,))
@@ -134,4 +134,3 @@ def test_positions_do_not_read_as_an_image() -> None:
     positions = np.frombuffer(name, np.int32).reshape(3, 4)
     none = PromptEmbeds(np.zeros((0, 8), np.float32), (), (), positions)
     assert none.key_of(0, 4) != name
->>>>>>> core
