@@ -74,6 +74,8 @@ def test_a_chat_completion(client: openai.OpenAI) -> None:
 
 @pytest.mark.row("A28", clauses=("chat",))
 def test_a_streamed_chat_completion(client: openai.OpenAI) -> None:
+    client.chat.completions.create(model="chat", messages=QUESTION)
+    # Its prompt is in the cache now, as it will be for the stream: usage tells.
     whole = client.chat.completions.create(model="chat", messages=QUESTION)
     stream = client.chat.completions.create(
         model="chat", messages=QUESTION, stream=True, stream_options={"include_usage": True}
