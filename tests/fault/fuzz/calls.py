@@ -178,8 +178,10 @@ class Call:
 
 
 def valid_call(rng: Random, model: str, prompts: tuple[str, ...] = PROMPTS) -> Call:
-    """A prompt, and for a model that generates some tunables, each in one of its three places. `max_tokens` is
-    always among these, so that the answer ends soon."""
+    """A prompt, and for a model that generates some tunables, each in one of its three places.
+
+    `max_tokens` is always among these, so that the answer ends soon.
+    """
     call = Call(model)
     prompt = rng.choice(prompts)
     call.inputs[prompt] = VALID[prompt](rng)
@@ -191,6 +193,8 @@ def valid_call(rng: Random, model: str, prompts: tuple[str, ...] = PROMPTS) -> C
         return call
     for name in ("max_tokens", *rng.sample(TUNABLE, rng.choice((0, 1, 2, 4)))):
         place(rng, call, name, VALID[name](rng))
+    if not model.startswith("generator") and "logprobs" in call.inputs:
+        call.inputs[SPECS["logprobs"].on_ensemble] = call.inputs.pop("logprobs")
     if rng.random() < 0.5:
         call.request_id = rng.choice(IDS)
     if rng.random() < 0.3:

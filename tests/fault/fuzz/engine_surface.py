@@ -18,14 +18,12 @@ from quire.engine.messages import (
     CancelResult,
     Control,
     ControlResult,
-    EmbedsMessage,
     Goodbye,
     Outputs,
     encoder,
     engine_message_decoder,
     frontend_message_decoder,
 )
-from quire.engine.shared_array import SharedArray
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 from tests.fault.fuzz import hostile
@@ -82,7 +80,7 @@ def _payload(rng: Random) -> bytes:
         case 3:
             return encoder.encode(_message(rng))
         case 4 | 5 | 6 | 7:
-            return encoder.encode(_with_unchecked_values(rng, msgspec.to_builtins(_request(rng))))
+            return encoder.encode(_with_unchecked_values(rng, _request(rng)))
         case _:
             builtins = msgspec.to_builtins(_message(rng))
             for _ in range(rng.choice((1, 1, 2))):
@@ -116,28 +114,34 @@ def _unpin(rng: Random) -> dict[str, Any]:
     return rng.choice(({}, {}, {"all": True}, {"session": "s", "tenant": "t"}))
 
 
-def _request(rng: Random) -> AddRequest:
+def _request(rng: Random) -> dict[str, Any]:
+    """A request as builtins, seldom with embeddings of which somebody says where they lie."""
     params: dict[str, Any] = {"max_tokens": rng.randrange(1, 9)}
     if rng.random() < 0.5:
         params |= {"temperature": 0.8, "top_k": 5, "seed": 7, "n": rng.randrange(1, 4), "logprobs": 2}
         params |= {"stop_token_ids": (7, 8), "logit_bias": {5: 1.0}, "bad_words_ids": ((5, 6),)}
-    embeds = None
-    if rng.random() < 0.15:
-        array = SharedArray(rng.choice((os.getpid(), 1, -1, 2**40)), rng.choice((-1, 10**6, 2**40)), (2, 64))
-        embeds = EmbedsMessage(array, [(0, 2)], ["a"])
-    return AddRequest(
+    request = AddRequest(
         rng.choice((f"fuzz-{rng.getrandbits(48):x}", f"fuzz-{rng.getrandbits(48):x}", rng.choice(IDS))),
         token_ids(rng),
         SamplingParams(**params),
         scheduling=SchedulingParams(tenant="t", retention=50, session=rng.choice(("", "s"))),
         external_id=rng.choice(("", *IDS)),
         arrival_time=rng.choice((0.0, 1.0, -1.0, 1e30, float("nan"))),
-        embeds=embeds,
     )
+    builtins: dict[str, Any] = msgspec.to_builtins(request)
+    if rng.random() < 0.15:
+        where = {
+            "pid": rng.choice((os.getpid(), 1, -1, 2**40)),
+            "fd": rng.choice((-1, 0, 1, 5, 10**6, 2**40)),
+        }
+        array = {"type": "shared", **where, "shape": [2, 64], "device": 1, "inode": rng.choice((0, 1, -1))}
+        builtins["embeds"] = {"embeds": array, "spans": [[0, rng.randrange(1, 4)]], "hashes": ["a"]}
+    return builtins
 
 
 def _with_unchecked_values(rng: Random, request: dict[str, Any]) -> dict[str, Any]:
     """A request of the right types with values that the frontend would have refused."""
+    kind: type[msgspec.Struct]
     for _ in range(rng.choice((1, 1, 2))):
         match rng.randrange(6):
             case 0 | 1 | 2:
@@ -294,7 +298,7 @@ class Wanted:
                         self.requests.discard(output.request_id)
                         self._refused(output.error_code, output.error, outcome)
                     elif output.finish_reason is not None:
-                        # Of several choices the first end is enough here; all of them are other tests' matter.
+                        # Of several choices the first end is enough here; all of them are for other tests.
                         self.requests.discard(output.request_id)
             case ControlResult(token=token, error=error, error_code=code):
                 self.tokens.discard(token)

@@ -70,7 +70,7 @@ class Fuzzer:
         return {process.pid for process in self._target.processes().values()} >= self._pids
 
     def send(self, indices: Iterable[int]) -> Report:
-        """Sends them in this order, as many at a time as there are threads; stops where a process has died."""
+        """Sends them in this order, as many at a time as there are threads; stops when a process has died."""
         report, lock, over = Report(), threading.Lock(), threading.Event()
         rest = iter(indices)
 

@@ -109,7 +109,7 @@ class GatewaySurface:
     def _check(message: HttpMessage, status: int, body: bytes, outcome: Outcome) -> None:
         """Errors are OpenAI's error objects; a stream ends with [DONE] or with an error."""
         if body.startswith(b"data: "):
-            *events, last = [block for block in body.split(b"\n\n") if block]
+            *_, last = [block for block in body.split(b"\n\n") if block]
             if last != b"data: [DONE]" and b'"error"' not in last:
                 outcome.problems.append(f"a stream without an end: {last[:200]!r}")
             return

@@ -24,7 +24,8 @@ class GoodStreams:
 
     Attributes:
         rounds: answers that were as they should be.
-        problems: one line for each that was not.
+        wrong: one line for each that was not.
+        failed: one line for each that did not come.
     """
 
     def __init__(self, target: Target) -> None:
@@ -32,7 +33,8 @@ class GoodStreams:
         self._expected = {name: ask() for name, ask in self._kinds.items()}
         assert len(set(map(str, self._expected.values()))) > 6, "the streams differ"
         self.rounds = 0
-        self.problems: list[str] = []
+        self.wrong: list[str] = []
+        self.failed: list[str] = []
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._run, args=(name,)) for name in self._kinds]
@@ -50,14 +52,15 @@ class GoodStreams:
             try:
                 found = self._kinds[name]()
             except Exception as error:
-                found = f"{type(error).__name__}: {error}"
-            with self._lock:
-                if found == self._expected[name]:
-                    self.rounds += 1
-                else:
-                    self.problems.append(
-                        f"good stream {name}: {found!r:.300} is not {self._expected[name]!r:.300}"
-                    )
+                with self._lock:
+                    self.failed.append(f"good stream {name}: {type(error).__name__}: {error}")
+            else:
+                with self._lock:
+                    if found == self._expected[name]:
+                        self.rounds += 1
+                    else:
+                        wanted = self._expected[name]
+                        self.wrong.append(f"good stream {name}: {found!r:.300} is not {wanted!r:.300}")
             self._over.wait(PAUSE_S)
 
 
@@ -74,7 +77,9 @@ def _kinds(target: Target) -> dict[str, Callable[[], Any]]:
 
     def tokens(model: str, **inputs: Any) -> Any:
         reply = stream(url, model, {**streamed, **inputs})
-        return reply.token_ids if reply.error is None else str(reply.error)
+        if reply.error is not None:
+            raise reply.error
+        return reply.token_ids
 
     def unary() -> Any:
         found = infer(url, "generator_unary", {"text_input": "good afternoon", **greedy})

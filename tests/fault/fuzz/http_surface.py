@@ -163,7 +163,7 @@ def exchange(
     connection = http.client.HTTPConnection(url, timeout=LIMIT_S)
     try:
         headers = {name: value.encode("latin-1", "replace") for name, value in message.headers.items()}
-        connection.request(message.method, message.path, message.body, headers)  # type: ignore[arg-type]
+        connection.request(message.method, message.path, message.body, headers)
         if message.leaves:
             outcome.end("LEFT")
             return None

@@ -1,4 +1,4 @@
-"""The server under fire: every kind of model over one tiny vision checkpoint, the gateway, the engine's socket."""
+"""The server under fire: every kind of model over one tiny checkpoint, the gateway, the engine's socket."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ OPTIONS = {
     "num_blocks": 1024,
     "max_num_seqs": 32,
     "num_threads": 1,
-    "allow_cache_control": True,
 }
 
 
@@ -106,6 +105,6 @@ def _role(process: psutil.Process) -> str:
         return "engine"
     if "quire_client.cli" in words:
         return "gateway"
-    if process.name() == "triton_python_backend_stub" or "stub" in words[0]:
+    if process.name().startswith("triton_python_b"):
         return "stub " + next((Path(word).parts[-3] for word in words if word.endswith("model.py")), "?")
     return process.name()
