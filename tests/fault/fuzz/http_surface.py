@@ -21,6 +21,7 @@ LARGEST_BODY = 2_000_000
 LEFT = 0.02
 FRONT_S_OWN = (
     "failed to parse the request JSON",
+    "failed to get request params",
     "Unable to parse",
     "Expected JSON",
     "Converting keyword",

@@ -103,6 +103,7 @@ def bombard(root: Path, seed: int, count: int) -> None:
     assert not findings, f"{len(findings)} findings:\n" + "\n\n".join(map(str, findings[:20]))
     assert not problems, "\n".join(problems[:20])
     assert rounds >= 8
+    assert ends["grpc UNCLOSED"] <= max(1, count / 1_000)
     for surface in SURFACES:
         assert ends[f"{surface} OK"] > count / 100, "some messages are right"
 
