@@ -1,0 +1,21 @@
+"""How much the processes of a server hold, so that what grows for ever is seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.fault.fuzz.target import Target
+
+
+def private_mib(target: Target) -> dict[str, float]:
+    """By process, the anonymous memory it has in RAM; shared regions do not count, which never shrink."""
+    return {name: _anonymous_kib(process.pid) / 1024 for name, process in target.processes().items()}
+
+
+def descriptors(target: Target) -> dict[str, int]:
+    return {name: process.num_fds() for name, process in target.processes().items()}
+
+
+def _anonymous_kib(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text("utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
