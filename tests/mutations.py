@@ -75,7 +75,7 @@ class Copy:
                 shutil.copy2(source, target)
 
     def run(self, tests: Sequence[str], limit_s: float | None = None) -> tuple[bool, str]:
-        """Whether the tests pass, and the end of what pytest printed.
+        """Whether the tests pass, and which one failed or what pytest printed last.
 
         Raises:
             RuntimeError: pytest could not run them (no such test, none collected).
@@ -86,7 +86,8 @@ class Copy:
         # A cached module is known by its size and second, which a bug need not change.
         env["PYTHONDONTWRITEBYTECODE"] = "1"
         if self._compiles:
-            env["QUIRE_CACHE_DIR"] = str(self.folder / ".cache")
+            # What comes of it must not stay in the user's cache; one instruction set takes a minute.
+            env |= {"QUIRE_CACHE_DIR": str(self.folder / ".cache"), "QUIRE_CPU_ISA": "avx2"}
         command = [sys.executable, "-m", "pytest", "-q", "-x", "--hypothesis-seed=0"]
         command += [f"--timeout={TEST_LIMIT_S}", *tests]
         process = subprocess.Popen(
@@ -108,7 +109,8 @@ class Copy:
         if process.returncode not in (0, 1, 2):  # 2: a module of the tests could not be imported
             end = "\n".join(lines[-20:])
             raise RuntimeError(f"pytest {' '.join(tests)}: status {process.returncode}\n{end}")
-        return process.returncode == 0, lines[-1] if lines else ""
+        failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        return process.returncode == 0, (failed or lines or [""])[-1]
 
     @contextmanager
     def planted(self, mutant: Mutant) -> Iterator[None]:
@@ -116,7 +118,7 @@ class Copy:
         path = self.folder / mutant.file
         text = path.read_text("utf-8")
         path.write_text(mutant.planted(text), "utf-8")
-        self._compiles = path.suffix in NATIVE  # what comes of it must not stay in the user's cache
+        self._compiles = path.suffix in NATIVE
         try:
             yield
         finally:

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 import zmq
 
-from quire.core.kv_events import KVEventCollector, external_hash
+from quire.core.kv_events import BlockRemoved, BlockStored, KVEventCollector, external_hash
 from quire.engine.kv_event_publisher import KVEventPublisher
 from quire.errors import ConfigError
+from quire.kv_groups import KVGroup
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import VOCAB_SIZE
 
@@ -312,3 +313,28 @@ def test_a_subscriber_knows_what_the_engine_has_cached(
     assert most > 20 and engine.kv.num_cached_tokens > 1000
     assert subscriber.num_live > 50 and subscriber.num_replayed > 50
     subscriber.close()
+
+
+def test_blocks_of_other_groups_are_nobodys_business() -> None:
+    """Routers know a sequence by the blocks of its first group. Blocks of windows have keys of their own,
+    which were told as removed under names that nobody knew."""
+    events = KVEventCollector()
+    groups = (KVGroup(None, (0,)), KVGroup(8, (1,)))
+    cache = {"enable_prefix_caching": True, "events": events}
+    engine = FakeEngine(num_blocks=40, groups=groups, max_num_seqs=4, cache=cache)
+    for number in range(30):
+        engine.add(f"r{number}", 5 + number, 6)
+    engine.run()
+    known: set[int] = set()
+    num_removed = 0
+    batch = events.take()
+    assert batch is not None
+    for event in batch.events:
+        if isinstance(event, BlockStored):
+            known.update(event.block_hashes)
+        elif isinstance(event, BlockRemoved):
+            num_removed += len(event.block_hashes)
+            assert known.issuperset(event.block_hashes)
+            known.difference_update(event.block_hashes)
+    assert known == {external_hash(key) for key in engine.kv.pool.cached_hashes() if len(key) == 16}
+    assert num_removed > 20

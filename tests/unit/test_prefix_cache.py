@@ -260,6 +260,24 @@ def test_pins_take_no_more_than_their_share_of_the_pool() -> None:
     engine.check_outputs()
 
 
+def test_a_pin_that_is_used_is_the_last_to_give_way() -> None:
+    """A session whose next turn was being computed gave way before one that nobody had used since."""
+    engine = engine_of(40, cache={"max_pinned_fraction": 1.0})
+    for index in range(2):
+        scheduling = SchedulingParams(session=f"s{index}")
+        engine.add(f"r{index}", 0, 2, prompt=tokens(100, index), scheduling=scheduling)
+        engine.run()
+    first, second = engine.kv.pins
+    turn = SchedulingParams(session="s0")
+    engine.add("turn", 0, 20, prompt=[*engine.requests["r0"].token_ids, 7], scheduling=turn)
+    engine.step()
+    assert list(engine.kv.pins) == [second, first]
+    engine.kv.break_pin()
+    assert list(engine.kv.pins) == [first]
+    engine.run()
+    engine.check_outputs()
+
+
 # Who shares.
 
 
