@@ -1,7 +1,7 @@
 """The bugs that `tests.mutations` plants: the kind that a tired engineer makes, over the whole project.
 
-`old` is as short as it can be and still stands in its file once, so that changes around it leave it alone. Where
-the code moves on, its mutant goes with it: a planted bug is about a rule, not about a line.
+`old` is as short as it can be and still stands in its file once, so that changes around it leave it alone.
+Where the code moves on, its mutant goes with it: a planted bug is about a rule, not about a line.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _POOL = (
         "backend/quire/core/block_pool.py",
         "self._uses[block_id] += 1\n                self._deadlines.pop(block_id, None)",
         "self._uses[block_id] += 1",
-        ("tests/unit/test_prefix_cache.py", "tests/unit/test_block_pool.py"),
+        ("tests/unit/test_block_pool.py",),
     ),
     Mutant(
         "a lower retention replaces a higher one",
         "backend/quire/core/block_pool.py",
         "if retention > self._retentions[found] and",
         "if retention < self._retentions[found] and",
-        ("tests/unit/test_prefix_cache.py",),
+        ("tests/unit/test_block_pool.py",),
     ),
     Mutant(
         "a prompt of full blocks is shared with its last token",
@@ -56,7 +56,7 @@ _POOL = (
         "backend/quire/core/kv_cache_manager.py",
         "copies.append((source.blocks[group][count], taken[group]))",
         "copies.append((source.blocks[0][count], taken[group]))",
-        ("tests/unit/test_choices.py", "tests/unit/test_beam_search.py"),
+        ("tests/unit/test_choices.py::test_each_group_of_layers_has_a_copy_of_its_own",),
     ),
     Mutant(
         "a block of a windowed group is told to routers as another",
@@ -230,14 +230,14 @@ _SCHEDULER = (
         "backend/quire/core/transfers.py",
         "self._saves = [save for save in self._saves if save.key not in gone]",
         "pass",
-        ("tests/unit/test_transfers.py", "tests/unit/test_scheduler_features_property.py"),
+        ("tests/unit/test_transfers.py",),
     ),
     Mutant(
         "swaps of one step are promised the same room",
         "backend/quire/core/transfers.py",
         "self.tiers.can_pin(num_pinned + count)",
         "self.tiers.can_pin(count)",
-        ("tests/unit/test_transfers.py", "tests/unit/test_oracle_matrix.py"),
+        ("tests/unit/test_transfers.py",),
     ),
     Mutant(
         "a merged event grows after it was sent",
@@ -251,7 +251,7 @@ _SCHEDULER = (
         "backend/quire/core/trace.py",
         '            entry[3] += len(record["arrivals"])\n',
         "",
-        ("tests/unit/test_scheduler_batching.py", "tests/unit/test_trace.py"),
+        ("tests/unit/test_scheduler_batching.py",),
     ),
 )
 
@@ -261,7 +261,9 @@ _TIERS = (
         "backend/quire/kv_tiers/host.py",
         "if self._generation[slot] != generation:",
         "if self._generation[slot] < generation:",
-        ("tests/unit/test_kv_tiers.py::test_a_slot_that_changes_hands_during_a_load_is_a_miss",),
+        (
+            "tests/unit/test_kv_tiers.py::TestHostTier::test_a_slot_that_changes_hands_during_a_load_is_a_miss",
+        ),
     ),
     Mutant(
         "a pinned block that is dropped keeps its slot",

@@ -88,7 +88,7 @@ class Copy:
         if self._compiles:
             # What comes of it must not stay in the user's cache; one instruction set takes a minute.
             env |= {"QUIRE_CACHE_DIR": str(self.folder / ".cache"), "QUIRE_CPU_ISA": "avx2"}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "--hypothesis-seed=0"]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "--hypothesis-seed=0"]
         command += [f"--timeout={TEST_LIMIT_S}", *tests]
         process = subprocess.Popen(
             command,
@@ -148,10 +148,10 @@ def misplaced(mutants: Sequence[Mutant]) -> list[str]:
 
 
 def _is_there(test: str) -> bool:
-    """Whether the file, and in it the function that a node id names."""
-    file, _, name = test.partition("::")
+    """Whether the file, and in it the function (and class) that a node id names."""
+    file, *names = test.partition("[")[0].split("::")
     path = ROOT / file
-    return path.is_file() and f"def {name.partition('[')[0]}" in path.read_text("utf-8")
+    return path.is_file() and all(f" {name}" in path.read_text("utf-8") for name in names)
 
 
 def _is_python(text: str) -> bool:
