@@ -336,28 +336,30 @@ _WORKER = (
         "backend/quire/worker/graph_runner.py",
         "np.array([[self._scratch_row], [1], [0], [0]])",
         "np.array([[0], [1], [0], [0]])",
-        ("tests/unit/test_async_scheduling.py",),
+        ("tests/unit/test_async_scheduling.py::test_a_request_gets_the_same_tokens[recorded-greedy]",),
     ),
     Mutant(
         "tables of later groups are mirrored in the first one's place",
         "backend/quire/worker/graph_runner.py",
         "places = places + places // (rows * width) * width",
         "places = places + 0",
-        ("tests/unit/test_async_scheduling.py",),
+        (
+            "tests/unit/test_async_scheduling.py::test_recorded_steps_know_the_blocks_of_every_group_of_layers",
+        ),
     ),
     Mutant(
         "results on their way to the host are those of the next step",
         "backend/quire/worker/device.py",
         "[tensor.clone() for tensor in tensors]",
         "list(tensors)",
-        ("tests/unit/test_async_scheduling.py",),
+        ("tests/unit/test_async_scheduling.py::test_a_request_gets_the_same_tokens[recorded-greedy]",),
     ),
     Mutant(
         "blocks are copied before they are saved",
         "backend/quire/worker/model_runner.py",
         "        if output.block_copies:\n            self.kv_cache.copy_blocks(output.block_copies)\n",
         "",
-        ("tests/unit/test_model_runner.py",),
+        ("tests/unit/test_model_runner.py::test_a_copied_block_goes_on_as_its_source",),
     ),
     Mutant(
         "a row's old owner writes last",
@@ -366,7 +368,9 @@ _WORKER = (
         "        return np.ascontiguousarray(changes[:, ::-1][:, last])",
         "_, last = np.unique(changes[0], return_index=True)\n"
         "        return np.ascontiguousarray(changes[:, last])",
-        ("tests/unit/test_async_scheduling.py",),
+        (
+            "tests/unit/test_async_scheduling.py::test_a_block_table_tells_what_was_appended_and_the_newest_of_a_place",
+        ),
     ),
 )
 
@@ -397,7 +401,7 @@ _MODELS = (
         "backend/quire/layers/embedding.py",
         "float(torch.tensor(scale, dtype=dtype))",
         "scale",
-        ("tests/unit/test_models.py",),
+        ("tests/unit/test_models.py::test_embeddings_are_scaled_by_a_number_of_their_own_type",),
     ),
     Mutant(
         "a narrow scale multiplies before the rounding",

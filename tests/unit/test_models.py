@@ -232,6 +232,17 @@ def test_switches_of_gemma(family: str, options: dict[str, Any], tmp_path: Path)
     torch.testing.assert_close(Driver.load(path).logits(ids), expected, atol=2e-4, rtol=0.0)
 
 
+def test_embeddings_are_scaled_by_a_number_of_their_own_type() -> None:
+    """Gemma rounds the square root of the hidden size to the checkpoint's type, and then multiplies."""
+    scale, dtype = 3072**0.5, torch.bfloat16
+    embedding = Embedding(64, 32, dtype=dtype, device=torch.device("cpu"), scale=scale)
+    embedding.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    token_ids = torch.arange(64)
+    expected = embedding.weight[token_ids] * torch.tensor(scale, dtype=dtype)
+    assert torch.equal(embedding(token_ids), expected)
+    assert not torch.equal(embedding.weight[token_ids] * scale, expected)
+
+
 @pytest.mark.row("E4")
 @pytest.mark.parametrize("scaling", [None, {"factor": 8.0, "rope_type": "linear"}], ids=["plain", "scaled"])
 def test_gemma3_files_of_transformers_4(
