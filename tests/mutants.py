@@ -394,7 +394,7 @@ _MODELS = (
         "backend/quire/layers/attention.py",
         "config.sliding_windows[layer]",
         "config.sliding_windows[0]",
-        ("tests/unit/test_models.py",),
+        ("tests/unit/test_models.py::test_logits_equal_transformers",),
     ),
     Mutant(
         "embeddings are scaled without the rounding of their type",
@@ -422,21 +422,21 @@ _MODELS = (
         "backend/quire/models/gemma2.py",
         "None if layer % 2 else window",
         "window if layer % 2 else None",
-        ("tests/unit/test_models.py",),
+        ("tests/unit/test_models.py::test_windows_are_in_the_layers_that_transformers_says",),
     ),
     Mutant(
         "Gemma 3: the layer without a window comes one too late",
         "backend/quire/models/gemma3.py",
         "window if (layer + 1) % period else None",
         "window if layer % period else None",
-        ("tests/unit/test_models.py",),
+        ("tests/unit/test_models.py::test_gemma3_files_of_transformers_4",),
     ),
     Mutant(
         "Qwen2-VL: no windows",
         "backend/quire/models/qwen2_vl.py",
         "qkv_bias=True, sliding_windows=windows)",
         "qkv_bias=True)",
-        ("tests/unit/test_vision_language.py", "tests/unit/test_models.py"),
+        ("tests/unit/test_models.py::test_windows_are_in_the_layers_that_transformers_says",),
     ),
     Mutant(
         "an index names files outside the checkpoint",
