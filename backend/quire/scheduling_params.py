@@ -13,6 +13,8 @@ MAX_PRIORITY = 100
 MAX_NAME_LENGTH = 256
 MAX_RETENTION = 100
 DEFAULT_RETENTION = 35
+MAX_PIN_TTL_S = 3600.0
+"""Longest time that a pin lasts after the request that asks for it; the next request may ask again."""
 
 
 class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -29,7 +31,8 @@ class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     cache_ttl_s: float | None = None
     """Its cached blocks are forgotten when unused for this long; None: the engine's `cache_ttl_s`."""
     pin: bool = False
-    """Keeps the blocks of the prompt from eviction until `unpin` or for `cache_ttl_s`."""
+    """Keeps the blocks of the prompt from eviction for `cache_ttl_s`, at most MAX_PIN_TTL_S, or until
+    `unpin`."""
     session: str = ""
     """Conversation whose blocks are pinned from turn to turn, for `session_ttl_s`."""
     session_end: bool = False
@@ -103,6 +106,10 @@ def parse_scheduling_params(
     limits_ms = [given["deadline_ms"]] if "deadline_ms" in given else []
     if timeout_us:
         limits_ms.append(timeout_us / 1000)
+    if given.get("cache_pin") and not 1 <= given.get("cache_ttl_ms", 0) <= MAX_PIN_TTL_S * 1000:
+        raise fail(
+            "cache_pin", f"needs a cache_ttl_ms of at most {MAX_PIN_TTL_S * 1000:.0f}: a pin has an end"
+        )
     ttft_ms, ttl_ms = given.get("ttft_deadline_ms"), given.get("cache_ttl_ms")
     return SchedulingParams(
         priority=given.get("request_priority", 0),

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -347,6 +347,45 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
     assert not llm.core.has_work
     llm.core.scheduler.check_integrity()
     assert llm.generate([PROMPTS[1]], GREEDY)[0].token_ids == expected["llama"][1]
+
+
+@pytest.mark.parametrize("method", ["_move_blocks", "_settle"])
+@pytest.mark.parametrize("mode", ["", "threaded", "async"])
+def test_a_step_that_fails_outside_of_the_model_is_forgotten(
+    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], mode: str, method: str
+) -> None:
+    """Before its loads begin: their requests waited for ever. While the tokens are taken in: the runner held
+    the step for the next one, so every later one failed."""
+    options: dict[str, Any] = {"host_cache_memory": "64MiB", "block_size": 8}
+    options |= {"": {}, "threaded": {"overlap_scheduling": True}, "async": {"async_scheduling": True}}[mode]
+    llm = engine(checkpoints["llama"], **options)
+    core, runner = llm.core, cast(Any, llm.core.runner)
+    assert ids(llm.generate(PROMPTS, GREEDY)) == expected["llama"]
+    core.kv.reset()
+    failed: list[Any] = []
+
+    def fails(argument: Any) -> None:
+        failed.append(argument)
+        delattr(runner, method)  # once
+        raise RuntimeError("made to fail")
+
+    setattr(runner, method, fails)
+    for index, prompt in enumerate(PROMPTS):
+        core.add_request(f"r{index}", prompt, GREEDY)
+    ends = []
+    for _ in range(1000):
+        if not core.has_work:
+            break
+        ends += [output for output in core.step() if output.finish_reason is not None]
+    assert not core.has_work and len(failed) == 1
+    assert method == "_settle" or len(failed[0].kv_loads) > 3
+    assert sorted(output.request_id for output in ends) == sorted(f"r{i}" for i in range(len(PROMPTS)))
+    assert {output.finish_reason for output in ends} >= {"length"}, "those that had no row in it go on"
+    core.scheduler.check_integrity()
+    assert ids(llm.generate(PROMPTS, GREEDY)) == expected["llama"]
+    stats = core.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    core.close()
 
 
 def test_logprobs_are_those_of_transformers(checkpoints: dict[str, Path]) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.scheduling_params import SchedulingParams
+from quire.core.scheduler import session_name
+from quire.scheduling_params import MAX_PIN_TTL_S, SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import VOCAB_SIZE
 
@@ -276,6 +277,63 @@ def test_a_pin_that_is_used_is_the_last_to_give_way() -> None:
     assert list(engine.kv.pins) == [first]
     engine.run()
     engine.check_outputs()
+
+
+def test_no_pins_where_their_share_is_none() -> None:
+    engine = engine_of(40, cache={"max_pinned_fraction": 0.0})
+    for index in range(3):
+        scheduling = SchedulingParams(pin=True, session=f"s{index}")
+        engine.add(f"pin{index}", 0, 2, prompt=tokens(100, index), scheduling=scheduling)
+        engine.run()
+        assert engine.kv.pins == {} and engine.kv.num_pinned_blocks == 0
+    assert engine.kv.pool.num_cached == 18, "they are cached as all others"
+    engine.check_outputs()
+
+
+@pytest.mark.parametrize("ttl_s", [None, 1e9])
+def test_a_pin_ends_however_it_was_asked_for(ttl_s: float | None) -> None:
+    """The frontend refuses these; a pin that got here without an end held its blocks for ever."""
+    engine = engine_of(40)
+    engine.add("a", 0, 2, prompt=tokens(100, 0), scheduling=SchedulingParams(pin=True, cache_ttl_s=ttl_s))
+    engine.run()
+    engine.kv.expire(MAX_PIN_TTL_S - 1)
+    assert engine.kv.num_pinned_blocks == 6
+    engine.kv.expire(MAX_PIN_TTL_S)
+    assert engine.kv.num_pinned_blocks == 0
+
+
+def test_the_later_end_of_a_shared_pin_counts() -> None:
+    """A request that pinned another one's prompt for a moment let go of it."""
+    engine = engine_of(40)
+    for name, ttl_s in (("a", 100.0), ("b", 1.0)):
+        scheduling = SchedulingParams(pin=True, cache_ttl_s=ttl_s)
+        engine.add(name, 0, 2, prompt=tokens(100, 0), scheduling=scheduling)
+        engine.run()
+    engine.kv.expire(99.0)
+    assert engine.kv.num_pinned_blocks == 6
+    engine.kv.expire(100.0)
+    assert engine.kv.num_pinned_blocks == 0
+
+
+NAMES = ("", "a", "b", "a/b", "b/a", "/", "a/", "/b", "%", "%2F", "a%2Fb", "a b", "session a")
+
+
+def test_no_two_tenants_and_sessions_have_one_pin() -> None:
+    """`session_name("a", "b")` was `session_name("", "a/b")`: a client without a tenant released, or had
+    released, what another one's tenant had pinned."""
+    pairs = [(tenant, session) for tenant in NAMES for session in NAMES if session]
+    assert len({session_name(*pair) for pair in pairs}) == len(pairs)
+    assert session_name("", "78") == "session 78" and session_name("blue", "talk-1") == "session blue/talk-1"
+    engine = engine_of(60)
+    for index, (tenant, session) in enumerate((("a", "b"), ("", "a/b"), ("b", "b"))):
+        scheduling = SchedulingParams(tenant=tenant, session=session)
+        engine.add(f"r{index}", 0, 2, prompt=tokens(100, index), scheduling=scheduling)
+        engine.run()
+    assert engine.kv.num_pinned_blocks == 18 and len(engine.scheduler.inspect()["pins"]) == 3
+    scheduling = SchedulingParams(session="a/b", session_end=True)
+    engine.add("end", 0, 2, prompt=tokens(100, 9), scheduling=scheduling)
+    engine.run()
+    assert list(engine.kv.pins) == [session_name("a", "b"), session_name("b", "b")]
 
 
 # Who shares.

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from quire.config import CacheConfig
+from quire.core.trace import SchedulerTrace
+from quire.errors import InvalidArgumentError
 from quire.request import RequestStatus
 from tests.fixtures.fake_engine import FakeEngine
+from tests.fixtures.fake_runner import STAGES, VOCAB_SIZE
 
 
 def test_abort_in_every_phase_frees_at_once() -> None:
@@ -143,3 +147,98 @@ def test_update_takes_the_plan_made_last() -> None:
     engine.scheduler.schedule()
     with pytest.raises(AssertionError):
         engine.scheduler.update(plan, engine.runner.execute(plan))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_request_that_loads_ends_whenever_its_step_fails(stage: str) -> None:
+    """A step that failed before it began its loads left their requests waiting for ever, and the engine
+    planned empty steps as fast as it could."""
+    engine = FakeEngine(num_blocks=16, host_blocks=64, cache={"enable_prefix_caching": True})
+    prompt = [(position * 5) % VOCAB_SIZE for position in range(33)]
+    engine.add("first", 0, 3, prompt=prompt)
+    engine.run()
+    engine.kv.reset()
+    engine.add("loads", 0, 3, prompt=prompt)
+    plan = engine.scheduler.schedule()
+    assert [len(load.blocks) for load in plan.kv_loads] == [8] and not plan.scheduled
+    engine.runner.fail_at = stage
+    with pytest.raises(RuntimeError, match="made to fail"):
+        engine.runner.execute(plan)
+    engine.collect(engine.scheduler.fail([], "broken"))
+    engine.scheduler.check_integrity()
+    engine.run(max_steps=20)
+    assert engine.reasons == {"first": "length", "loads": "length"}
+    assert not engine.scheduler.has_work
+    engine.check_outputs()
+    assert engine.kv.num_free_blocks == 16
+
+
+def test_what_a_failed_step_was_to_drop_is_dropped_by_the_next_one() -> None:
+    """A runner that has not seen the drop keeps the row, and has none for the request when it returns."""
+    engine = FakeEngine(max_num_seqs=3)
+    for name in "abc":
+        engine.add(name, 4, 6)
+    engine.step()
+    engine.abort("a")
+    plan = engine.scheduler.schedule()
+    assert plan.dropped_request_ids == ["a"]
+    engine.runner.fail_at = "before all"
+    with pytest.raises(RuntimeError):
+        engine.runner.execute(plan)
+    engine.collect(engine.scheduler.fail(["b", "c"], "broken"))
+    engine.add("d", 4, 6)
+    assert set(engine.step().dropped_request_ids) == {"a", "b", "c"}
+    engine.run()
+    assert engine.reasons["d"] == "length" and set(engine.runner.rows) <= {"d"}
+
+
+def test_a_row_that_cannot_be_taken_in_ends_its_request_alone() -> None:
+    """An exception in the middle of update() left the rows behind it, and the loads, without their end."""
+    engine = FakeEngine(host_blocks=64, cache={"enable_prefix_caching": True})
+    prompt = [(position * 5) % VOCAB_SIZE for position in range(33)]
+    engine.add("before", 0, 2, prompt=prompt)
+    engine.run()
+    engine.kv.reset()
+    for name in "ab":
+        engine.add(name, 6, 4)
+    engine.add("n", 6, 4, n=2, temperature=1.0, seed=3)
+    engine.add("loads", 0, 2, prompt=prompt)
+    plan = engine.scheduler.schedule()
+    result = engine.runner.execute(plan)
+    assert len(plan.kv_loads) == 1
+    if not result.loads_done:
+        result.loads_done = engine.runner.tiers.poll(5.0) if engine.runner.tiers is not None else []
+    del result.sampled_token_ids["a"], result.sampled_token_ids["n"]
+    outputs = engine.scheduler.update(plan, result)
+    errors = {output.request_id: output.error for output in outputs if output.error is not None}
+    assert errors.keys() == {"a", "n"} and all("KeyError" in str(error) for error in errors.values())
+    engine.collect(outputs)
+    engine.scheduler.check_integrity()
+    engine.run(max_steps=20)
+    assert engine.reasons["b"] == engine.reasons["loads"] == "length"
+    assert engine.kv.num_free_blocks == engine.kv.num_blocks
+
+
+def test_a_trace_on_a_full_disk_ends_and_the_requests_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    """The write raised out of update(): tokens that were computed were never told."""
+    engine = FakeEngine()
+    SchedulerTrace.attach(engine.scheduler, CacheConfig(), "/dev/full")
+    engine.add("a", 5, 6)
+    engine.add("b", 5, 6)
+    engine.run()
+    engine.check_outputs()
+    assert caplog.text.count("No space left on device") == 1
+
+
+@pytest.mark.parametrize("request_id", ["a", "n", "n#1", "#", "x#7"])
+def test_an_id_that_could_be_taken_for_another_one_is_refused(request_id: str) -> None:
+    """A request named as the choice of another one took that one's place among the requests."""
+    engine = FakeEngine()
+    engine.add("a", 4, 9)
+    engine.add("n", 4, 9, n=2, temperature=1.0, seed=3)
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match="request_id: .* is in use, or holds a '#'"):
+            engine.add(request_id, 4, 9)
+        engine.step()
+    engine.run()
+    assert engine.reasons == {"a": "length", "n": "length", "n#1": "length"}

@@ -16,11 +16,11 @@ import pytest
 
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.kv_groups import KVGroup
-from quire.outputs import ModelRunnerOutput, SchedulerOutput
+from quire.outputs import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine
-from tests.fixtures.fake_runner import VOCAB_SIZE, generate_choices_alone
+from tests.fixtures.fake_runner import STAGES, VOCAB_SIZE, generate_choices_alone
 
 HYBRID = (KVGroup(None, (2,)), KVGroup(9, (0,)), KVGroup(9, (1,)))
 SLIDING = (KVGroup(6, (0, 1)),)
@@ -100,7 +100,13 @@ class World:
         config = self.scheduler.config
         assert plan.total_num_scheduled_tokens <= config.max_num_batched_tokens
         assert len(plan.scheduled) <= config.max_num_seqs
-        result = self.engine.runner.execute(plan)
+        if self.rng.random() < 0.004:
+            self.engine.runner.fail_at = self.rng.choice(STAGES)
+        try:
+            result = self.engine.runner.execute(plan)
+        except RuntimeError as error:
+            self.fail(plan, str(error))
+            return
         if plan.is_empty and self.engine.runner.tiers is not None and not result.loads_done:
             result.loads_done = self.engine.runner.tiers.poll(5.0)
         self.steps.append((plan, result))
@@ -124,17 +130,27 @@ class World:
         plan, result = self.steps.popleft()
         rng = self.rng
         if rng.random() < 0.01:
-            outputs = self.scheduler.fail([row.request_id for row in plan.scheduled], "broken")
-            for loads_done in (result.loads_done, *(other.loads_done for _, other in self.steps)):
-                self.scheduler.finish_loads(loads_done)
-            self.steps.clear()
-            self.seen["failed steps"] += 1
-        else:
-            if plan.scheduled and rng.random() < 0.01:
-                row = rng.choice(plan.scheduled)
-                result.errors[row.request_id] = "no finite logit"
-                self.seen["failed rows"] += 1
-            outputs = self.scheduler.update(plan, result)
+            self.fail(plan, "after all")
+            return
+        if plan.scheduled and rng.random() < 0.01:
+            row = rng.choice(plan.scheduled)
+            result.errors[row.request_id] = "no finite logit"
+            self.seen["failed rows"] += 1
+        if plan.scheduled and rng.random() < 0.003:
+            result.sampled_token_ids.pop(rng.choice(plan.scheduled).request_id, None)
+            self.seen["rows without a token"] += 1
+        self.take(self.scheduler.update(plan, result))
+
+    def fail(self, plan: SchedulerOutput, reason: str) -> None:
+        """What was computed is lost, and with it which loads have ended."""
+        self.engine.runner.was_told_of_failure = True
+        self.steps.clear()
+        self.take(self.scheduler.fail([row.request_id for row in plan.scheduled], reason))
+        self.seen["failed steps"] += 1
+        self.seen["loads in failed steps"] += len(plan.kv_loads)
+        self.scheduler.check_integrity()
+
+    def take(self, outputs: list[EngineCoreOutput]) -> None:
         for output in outputs:
             if output.error is not None:
                 self.forget(output.request_id)
@@ -304,7 +320,7 @@ def run(name: str, num_operations: int, seed: int) -> World:
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_every_output_is_that_of_the_request_alone(name: str) -> None:
-    world = run(name, 5_000, seed=1)
+    world = run(name, 5_000, seed=3)
     seen, stats = world.seen, world.scheduler.stats()
     # Threads that load make each run of these worlds another one, and time outs are rare in some.
     assert seen["timeout"] or "host_blocks" in WORLDS[name], seen

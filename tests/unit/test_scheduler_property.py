@@ -147,6 +147,7 @@ class World:
         result = self.runner.execute(plan)
         choice = self.rng.random()
         if choice < 0.004 and plan.scheduled:
+            self.runner.was_told_of_failure = True
             self.end(self.scheduler.fail([row.request_id for row in plan.scheduled], "broken"), "error")
             self.seen["failed steps"] += 1
             return

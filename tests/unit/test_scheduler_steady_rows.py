@@ -21,6 +21,8 @@ class RecordedWorld(World):
 
     def begin(self) -> None:
         super().begin()
+        if not self.scheduler._in_flight:
+            return  # the step has failed
         scheduler, plan = self.scheduler, self.scheduler._in_flight[-1]
         counts = plan.num_prefill_tokens, scheduler.num_recomputed_tokens, scheduler.kv.num_free_blocks
         self.plans.append(f"{self.steps[-1][0]} {counts} {plan.offers}")

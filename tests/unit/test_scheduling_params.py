@@ -57,7 +57,16 @@ def parse(*sources: dict[str, Any], **options: Any) -> SchedulingParams:
 
 @pytest.mark.parametrize(("name", "raw", "field", "expected"), ACCEPTED)
 def test_accepted(name: str, raw: Any, field: str, expected: Any) -> None:
-    assert parse({name: raw}) == msgspec.structs.replace(SchedulingParams(), **{field: expected})
+    needed = {"cache_ttl_ms": 3_600_000} if name == "cache_pin" else {}
+    assert parse({name: raw, **needed}) == msgspec.structs.replace(parse(needed), **{field: expected})
+
+
+@pytest.mark.parametrize("ttl", [{}, {"cache_ttl_ms": 3_600_001}])
+def test_a_pin_has_an_end(ttl: dict[str, int]) -> None:
+    """Without one a client held half of the pool until the operator noticed."""
+    with pytest.raises(InvalidArgumentError, match="cache_pin: needs a cache_ttl_ms of at most 3600000"):
+        parse({"cache_pin": True}, ttl)
+    assert not parse({"cache_pin": False}, ttl).pin
 
 
 @pytest.mark.parametrize(

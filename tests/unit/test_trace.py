@@ -147,6 +147,7 @@ def random_load(engine: FakeEngine, *, seed: int, count: int, choices: bool = Tr
             if rng.random() < 0.5:
                 engine.collect(scheduler.abort([rng.choice(open_ids)], FinishReason.CANCELLED))
             if rng.random() < 0.1:
+                engine.runner.was_told_of_failure = True
                 names = [row.request_id for row in plan.scheduled]
                 outputs = scheduler.fail(names, "made to fail")
             else:

@@ -59,7 +59,7 @@ class BlockTable:
 @dataclass(slots=True)
 class _Pin:
     block_ids: list[int]
-    deadline: float | None
+    deadline: float
 
 
 class KVCacheManager:
@@ -453,17 +453,20 @@ class KVCacheManager:
         table = request.table
         return [list(blocks) for blocks in table.blocks] if table else [[] for _ in self.groups]
 
-    def pin(self, request: Request, num_tokens: int, name: Hashable, deadline: float | None) -> int:
+    def pin(self, request: Request, num_tokens: int, name: Hashable, deadline: float) -> int:
         """Holds the full blocks of the request's first tokens beyond its end, instead of the name's old ones.
 
         The limit is kept by giving up other pins, least recently used first, and then by pinning less.
 
         Args:
-            deadline: in seconds of `expire`; None: until `unpin`.
+            deadline: in seconds of `expire`; a later one that the name had stays.
 
         Returns:
             Tokens pinned.
         """
+        before = self._pins.get(name)
+        if before is not None:
+            deadline = max(deadline, before.deadline)
         self.unpin(name)
         count = min(num_tokens, request.num_computed_tokens) // self.block_size
         if not self.enable_prefix_caching or not count:
@@ -472,6 +475,8 @@ class KVCacheManager:
         assert table is not None, request
         count = min(count, self._max_pinned // max(1, self.num_full_groups))
         block_ids = [b for blocks in table.blocks for b in blocks[:count] if b != OUTSIDE]
+        if not block_ids:
+            return 0
         while self._pins and self.num_pinned_blocks + len(block_ids) > self._max_pinned:
             self.unpin(next(iter(self._pins)))
         for block_id in block_ids:
@@ -479,7 +484,7 @@ class KVCacheManager:
         self._pins[name] = _Pin(block_ids, deadline)
         return count * self.block_size
 
-    def touch_pin(self, name: Hashable, deadline: float | None) -> None:
+    def touch_pin(self, name: Hashable, deadline: float) -> None:
         """A pin is used: it becomes the last to give way, and lives until `deadline`."""
         pin = self._pins.pop(name, None)
         if pin is not None:
@@ -508,7 +513,7 @@ class KVCacheManager:
         return self.unpin(next(iter(self._pins)))
 
     @property
-    def pins(self) -> dict[Hashable, float | None]:
+    def pins(self) -> dict[Hashable, float]:
         """Names and deadlines of what is pinned, least recently used first."""
         return {name: pin.deadline for name, pin in self._pins.items()}
 
@@ -516,7 +521,7 @@ class KVCacheManager:
         """Lets go of pins and cached blocks whose time is over."""
         self._now = now
         for name, pin in list(self._pins.items()):
-            if pin.deadline is not None and pin.deadline <= now:
+            if pin.deadline <= now:
                 self.unpin(name)
         self.pool.expire(now)
 

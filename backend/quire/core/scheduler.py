@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +31,10 @@ from quire.outputs import (
     TokenLogprobs,
 )
 from quire.request import FinishReason, Request, RequestStatus
+from quire.scheduling_params import MAX_PIN_TTL_S
 from quire.validation import check_choices
+
+logger = logging.getLogger("quire")
 
 MAX_PASSED_OVER = 256
 """Waiting requests that one step looks at in vain, because each has to wait for something of its own."""
@@ -42,6 +46,8 @@ class _Plan:
     __slots__ = (
         "begun",
         "budget",
+        "copies",
+        "dropped",
         "has_decodes",
         "is_open",
         "num_prefill_tokens",
@@ -73,6 +79,9 @@ class _Plan:
         """Blocks that its rows would have filled, of requests that have ended since."""
         self.step = 0
         self.begun = 0.0
+        self.dropped: list[str] = []
+        self.copies: list[tuple[int, int]] = []
+        """What else the runner was told with it."""
 
 
 class Scheduler:
@@ -170,11 +179,14 @@ class Scheduler:
         """Queues a new request.
 
         Raises:
-            InvalidArgumentError: its prompt or its choices can never be computed here.
+            InvalidArgumentError: its prompt or its choices can never be computed here, or its id is in use or
+                may be taken for that of a choice.
             UnavailableError: the queue is full, a quota used up, or it would wait too long; names the limit.
         """
         assert request.status is RequestStatus.WAITING, request
-        assert request.request_id not in self._requests, f"request id {request.request_id} is in use"
+        request_id = request.request_id
+        if "#" in request_id or request_id in self._requests or request_id in self._choices:
+            raise InvalidArgumentError("request_id", f"{request_id!r:.80} is in use, or holds a '#'")
         if request.num_prompt_tokens > self.max_prompt_tokens:
             raise InvalidArgumentError(
                 "prompt",
@@ -264,6 +276,7 @@ class Scheduler:
         )
         self._dropped, self._copies, self._branched = [], [], []
         plan.step, plan.begun = self._step, self.clock()
+        plan.dropped, plan.copies = output.dropped_request_ids, output.block_copies
         self._in_flight.append(plan)
         if self.trace is not None:
             self.trace.begin_step(output, plan_s=plan.seconds, overlapped=overlapped)
@@ -276,7 +289,8 @@ class Scheduler:
 
         Returns:
             One entry per sampled token, and per row that failed alone. Requests that end here hold no blocks
-            any more; what was computed for requests aborted since schedule() is ignored.
+            any more; what was computed for requests aborted since schedule() is ignored. An exception while a
+            row is taken in ends its request alone, with all its choices.
         """
         plan = self._in_flight.popleft()
         assert scheduler_output.step == plan.step, (scheduler_output.step, plan.step)
@@ -293,21 +307,24 @@ class Scheduler:
             if request.status is RequestStatus.FINISHED:
                 continue
             request_id = row.request_id
-            if request_id in errors:
-                self._take_back(request, row)
-                outputs += self._end_all(request, FinishReason.ERROR, errors[request_id])
-                continue
-            if offers:
-                self.transfers.save(self._still_held(offers))
-            if self._has_accounts:
-                self._account(request, row, now)
-            if not row.samples:
-                continue
-            if request.choices is not None:
-                outputs += self._take_sample(request, row, runner_output)
-                continue
-            output = self._append(request, sampled[request_id], logprobs.get(request_id))
-            outputs.append(self._finish_if_done(request, output))
+            try:
+                if request_id in errors:
+                    self._take_back(request, row)
+                    outputs += self._end_all(request, FinishReason.ERROR, errors[request_id])
+                    continue
+                if offers:
+                    self.transfers.save(self._still_held(offers))
+                if self._has_accounts:
+                    self._account(request, row, now)
+                if not row.samples:
+                    continue
+                if request.choices is not None:
+                    outputs += self._take_sample(request, row, runner_output)
+                    continue
+                output = self._append(request, sampled[request_id], logprobs.get(request_id))
+                outputs.append(self._finish_if_done(request, output))
+            except Exception as error:
+                outputs.append(self._give_up(request, row, error))
         self.finish_loads(runner_output.loads_done)
         # A step that was handed over early has waited for the one before.
         seconds = now - max(plan.begun, self._updated)
@@ -358,7 +375,9 @@ class Scheduler:
         All steps in flight have failed then, as a later one rests on what an earlier one computes.
 
         Args:
-            request_ids: at least those of the rows of the step; how far these were computed is unknown.
+            request_ids: at least those of the rows of the step; how far these were computed is unknown, and
+                what else the runner has done of the step: its blocks are not copied, its drops are told
+                again, and loads that it has not begun are missed.
         """
         plans = list(self._in_flight)
         self._in_flight.clear()
@@ -379,8 +398,36 @@ class Scheduler:
             # Its rows may rest on what the failed step should have computed.
             for row, request in zip(ahead.rows, ahead.requests, strict=True):
                 self._withdraw(request, row)
+        self._dropped += [name for plan in plans for name in plan.dropped if name not in self._dropped]
+        self._restart({target for plan in plans for _, target in plan.copies})
+        self.finish_loads((load_id, 0) for load_id in self.transfers.lost_loads)
         self._end_step()
         return outputs
+
+    def _restart(self, block_ids: set[int]) -> None:
+        """Takes requests out of the batch whose blocks, these among them, do not hold what they should."""
+        for request in list(self._running) if block_ids else ():
+            if any(not block_ids.isdisjoint(ids) for ids in self.kv.block_ids(request)):
+                self._leave(request)
+                request.num_preemptions += 1
+                self._wait(request)
+
+    def _give_up(self, request: Request, row: ScheduledRequest, error: Exception) -> EngineCoreOutput:
+        """Ends a request, or what is left of it, as its row could not be taken in."""
+        logger.exception("%s: a step could not be taken in", request)
+        self._take_back(request, row)
+        choices = request.choices
+        if choices is not None:
+            for one in list(choices.live.values()):
+                self._finish(one, FinishReason.ERROR)
+        elif not request.is_finished:
+            self._finish(request, FinishReason.ERROR)
+        return EngineCoreOutput(
+            request.request_id if choices is None else choices.request_id,
+            finish_reason=str(FinishReason.ERROR),
+            error=f"the engine failed while computing the request: {type(error).__name__}: {error}",
+            error_code=EngineError.code,
+        )
 
     def fail_all(self, error: str, error_code: str = EngineError.code) -> list[EngineCoreOutput]:
         """Ends every request, running or not: the engine cannot go on."""
@@ -424,10 +471,7 @@ class Scheduler:
             "num_findable_blocks": len(pool.cached_hashes()),
             "num_cached_tokens": self.kv.num_cached_tokens,
             "num_loaded_tokens": self.transfers.num_loaded_tokens,
-            "pins": {
-                str(name): None if deadline is None else round(deadline - now, 3)
-                for name, deadline in self.kv.pins.items()
-            },
+            "pins": {str(name): round(deadline - now, 3) for name, deadline in self.kv.pins.items()},
             "tiers": {} if tiers is None else tiers.stats(),
         }
 
@@ -998,8 +1042,7 @@ class Scheduler:
             if self._ahead is not None and request.request_id in self._ahead.row_of:
                 self._ahead.stale |= self._take_back(request, self._ahead.row_of[request.request_id])
             if request.load_id is None and request.num_computed_tokens:
-                self.transfers.save(self.kv.keep(request))
-                self._pin(request)
+                self._keep(request)
             self.admission.on_departure()
         elif request.scheduling.session_end:
             self.kv.unpin(_session_name(request))
@@ -1051,8 +1094,15 @@ class Scheduler:
             self._dropped.remove(row.request_id)  # the runner has never seen it
         return stale
 
+    def _keep(self, request: Request) -> None:
+        """Keeps what is to outlive the request; to fail in this must not keep the request from its end."""
+        try:
+            self.transfers.save(self.kv.keep(request))
+            self._pin(request)
+        except Exception:
+            logger.exception("%s: what it has computed is not kept", request)
+
     def _pin(self, request: Request) -> None:
-        """Keeps what is to outlive the request."""
         scheduling, now = request.scheduling, self.clock()
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
         if scheduling.session:
@@ -1065,9 +1115,9 @@ class Scheduler:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
             count = num_tokens // self.kv.block_size
             if count and len(request.block_hashes) >= count:
-                ttl = scheduling.cache_ttl_s
+                ttl_s = scheduling.cache_ttl_s or MAX_PIN_TTL_S
                 name = f"prefix {request.block_hashes[count - 1].hex()}"
-                self.kv.pin(request, num_tokens, name, None if ttl is None else now + ttl)
+                self.kv.pin(request, num_tokens, name, now + min(ttl_s, MAX_PIN_TTL_S))
 
     def _end_step(self) -> None:
         if self.trace is not None:
@@ -1085,5 +1135,6 @@ def _session_name(request: Request) -> str:
 
 
 def session_name(tenant: str, session: str) -> str:
-    """Of a conversation's pin, as `inspect` shows it."""
+    """Of a conversation's pin, as `inspect` shows it; no other tenant and session have the same."""
+    tenant, session = (text.replace("%", "%25").replace("/", "%2F") for text in (tenant, session))
     return f"session {tenant}/{session}" if tenant else f"session {session}"

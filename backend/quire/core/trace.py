@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from quire.scheduling_params import SchedulingParams
 
 if TYPE_CHECKING:
     from quire.core.scheduler import Scheduler
+
+logger = logging.getLogger("quire")
 
 VERSION = 1
 
@@ -69,6 +72,8 @@ class SchedulerTrace:
         self.block_size = block_size
         self.clock = clock
         self._file: BinaryIO | None = None
+        self._is_writing = True
+        """False once the file could not be written: a trace with a gap would be worth nothing."""
         if path is not None:
             # Unbuffered: a reader sees every line that was written, also of an engine that was killed.
             self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 (until close)
@@ -205,10 +210,16 @@ class SchedulerTrace:
         return [int.from_bytes(content_hash[:8], "big") >> 12 for content_hash in hashes]
 
     def _write(self, record: dict[str, Any]) -> None:
+        if not self._is_writing:
+            return
         if self._file is None:
             self.records.append(record)
-        else:
+            return
+        try:
             self._file.write(msgspec.json.encode(record) + b"\n")
+        except OSError as error:
+            self._is_writing = False
+            logger.warning("trace: %s ends here, as it cannot be written: %s", self._file.name, error)
 
 
 def _is_from_outside(request: Request, reason: FinishReason) -> bool:

@@ -22,6 +22,8 @@ class Tiers(Protocol):
 
     def can_pin(self, count: int) -> bool: ...
 
+    def is_loading(self, load_id: int) -> bool: ...
+
     def prefetch(self, keys: Sequence[bytes]) -> None: ...
 
     def touch(self, keys: Sequence[bytes]) -> None: ...
@@ -71,6 +73,16 @@ class BlockTransfers:
     def loading(self) -> list[Request]:
         """Requests whose tables the loads own, ended ones among them."""
         return [request for request, _, _ in self._under_way.values()]
+
+    @property
+    def lost_loads(self) -> list[int]:
+        """Loads that nobody will ever report, after a step has failed: it ended before it began them, or
+        what it reported of them was lost with it."""
+        if self.tiers is None:
+            return []
+        planned = {load.load_id for load in self._loads}
+        handed_over = self._under_way.keys() - planned
+        return [load_id for load_id in sorted(handed_over) if not self.tiers.is_loading(load_id)]
 
     def prefetch(self, request: Request) -> None:
         """Lets slow tiers begin to move what a waiting request will need."""
@@ -133,7 +145,6 @@ class BlockTransfers:
         """
         request, keys, gain = self._under_way.pop(load_id)
         self._loading_keys.difference_update(keys)
-        assert request.load_id == load_id, (request, load_id)
         request.load_id = None
         complete = num_valid == len(keys)
         if complete:

@@ -28,7 +28,7 @@ from quire.core.trace import SchedulerTrace
 from quire.engine.kv_event_publisher import KVEventPublisher
 from quire.errors import EngineError, InvalidArgumentError, QuireError
 from quire.kv_groups import KVGroup
-from quire.kv_tiers import BlockAccess, KVTiers, fingerprint, make_tiers
+from quire.kv_tiers import BlockAccess, KVTiers, fingerprint, make_tiers, needs_fingerprint
 from quire.multimodal import PromptEmbeds
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput, SchedulerStats
 from quire.request import FinishReason, Request
@@ -335,18 +335,12 @@ def is_async(config: EngineConfig, device: str) -> bool:
 
 def _tiers(config: EngineConfig, runner: Any, access: BlockAccess) -> KVTiers | None:
     """What the configuration keeps beside the pool; a directory is shared only by what computes the same."""
-    cache = config.cache
-    if not (cache.host_cache_memory or cache.disk_cache_directory or cache.kv_connector):
-        return None
-    layout = {
-        "dtype": str(runner.dtype),
-        "kv_cache_dtype": cache.kv_cache_dtype,
-        "quantization": config.model.quantization,
-        "block_size": cache.block_size,
-        "groups": [[group.window, *group.layers] for group in runner.kv_groups],
-        "block_bytes": access.block_bytes,
-    }
-    return make_tiers(cache, access, fingerprint(config.model.model, **layout))
+    name = ""
+    if needs_fingerprint(config.cache):
+        groups = [[group.window, *group.layers] for group in runner.kv_groups]
+        resolved = {"groups": groups, "block_bytes": access.block_bytes, **runner.kv_identity}
+        name = fingerprint(config, resolved)
+    return make_tiers(config.cache, access, name)
 
 
 def _publisher(cache: CacheConfig) -> KVEventPublisher | None:

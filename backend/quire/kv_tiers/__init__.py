@@ -6,7 +6,7 @@ here imports torch: blocks are rows of bytes, and only a `BlockAccess` knows whe
 
 from quire.kv_tiers.connector import BlockAccess, BlockArray, KVConnector
 from quire.kv_tiers.disk import DiskTier
-from quire.kv_tiers.fingerprint import fingerprint
+from quire.kv_tiers.fingerprint import fingerprint, needs_fingerprint
 from quire.kv_tiers.host import HostTier
 from quire.kv_tiers.loopback import LoopbackConnector
 from quire.kv_tiers.tiers import KVTiers, make_tiers
@@ -21,4 +21,5 @@ __all__ = [
     "LoopbackConnector",
     "fingerprint",
     "make_tiers",
+    "needs_fingerprint",
 ]

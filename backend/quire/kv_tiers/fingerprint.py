@@ -1,90 +1,58 @@
 """fingerprint: whether KV blocks of another process may be used here.
 
-Two engines have the same fingerprint when the same weights, read with the same configuration, fill blocks of
-the same layout. Files are recognised by size and samples of their content, so that 20 GB take well under a
-second; a checkpoint trained further differs in every tensor it was trained in, and each tensor is sampled. An
-edit of a few rows of a large tensor alone may be missed: clear the tiers after such surgery.
+Two engines have the same fingerprint when they would fill a block of the same tokens with the same bits. What
+is not known to leave the bits alone is part of it, so a configuration key that nobody thought of keeps blocks
+apart, which costs their recomputation and nothing else.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from quire.errors import CheckpointError
+from quire.config import CacheConfig, EngineConfig
 
-FORMAT_VERSION = 1
-"""Of what the bytes of a block mean; to be raised when their layout changes."""
+HARMLESS_KEYS = frozenset({
+    # What they lead to is part of what the runner says of itself: weights, types, frequencies.
+    "allow_pickle", "device", "dtype", "load_format", "max_model_len", "model",
+    # Text, randomness after the logits, and by how many threads the same sums are done.
+    "num_threads", "seed", "tokenizer",
+    # Where blocks lie and for how long.
+    "cache_ttl_s", "cpu_memory_utilization", "disk_cache_directory", "disk_cache_size",
+    "enable_prefix_caching", "eviction_policy", "gpu_memory_utilization", "host_cache_memory",
+    "kv_cache_memory",
+    "kv_connector", "kv_connector_options", "kv_events_buffer", "kv_events_endpoint",
+    "kv_events_replay_endpoint", "kv_events_topic", "max_pinned_fraction", "num_blocks", "session_ttl_s",
+    # Who is computed when, and with whom: within one engine blocks are shared by requests of all batches.
+    "ageing_s", "async_scheduling", "batch_policy", "default_deadline_ms", "default_ttft_deadline_ms",
+    "fairness_input_weight", "fairness_output_weight", "kv_reservation", "long_prefill_threshold",
+    "max_long_prefills", "max_num_batched_tokens", "max_num_seqs", "max_predicted_ttft_ms",
+    "max_prefill_tokens_per_request", "max_waiting_requests", "max_waiting_tokens", "overlap_scheduling",
+    "preemption_mode", "queue_policy", "schedule_interval", "scheduler", "tenants", "waiting_running_ratio",
+})  # fmt: skip
+"""Keys of the configuration that are known not to change a block of given tokens; all others may."""
 
-SAMPLE_BYTES = 4096
-SAMPLE_DISTANCE = 4 * 2**20
-WHOLE_BELOW = 8 * 2**20
-"""Smaller files are read whole."""
 
-_WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.bin", "*.pt")
-_COSMETIC = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_commit_hash")
-"""Keys of config.json that do not change what is computed; the type in use is part of the layout."""
+def needs_fingerprint(cache: CacheConfig) -> bool:
+    """Whether blocks go where another process may find them."""
+    return bool(cache.disk_cache_directory or cache.kv_connector)
 
 
-def fingerprint(model_path: Path | str, **layout: Any) -> str:
-    """32 hex digits that stand for weights, configuration and layout of the blocks.
+def fingerprint(config: EngineConfig, resolved: Mapping[str, Any]) -> str:
+    """32 hex digits that stand for all that decides the bits of a block.
 
     Args:
-        model_path: a checkpoint's directory, or a .gguf file.
-        layout: what else decides the bytes of a block, as JSON can hold it: dtype, kv_cache_dtype,
-            block_size, groups, ...
-
-    Raises:
-        CheckpointError: there are no weights, or a file cannot be read.
+        config: the engine's; the frontend's part never reaches the model.
+        resolved: what came of it, as JSON can hold it: the runner's `kv_identity`, and the blocks' layout.
     """
-    path = Path(model_path)
-    state = hashlib.blake2b(digest_size=16)
-    _add(state, json.dumps([FORMAT_VERSION, layout], sort_keys=True).encode())
-    try:
-        config = path / "config.json"
-        if config.is_file():
-            values = json.loads(config.read_text(encoding="utf-8"))
-            semantic = {key: value for key, value in values.items() if key not in _COSMETIC}
-            _add(state, json.dumps(semantic, sort_keys=True).encode())
-        files = [path] if path.is_file() else [f for kind in _WEIGHT_FILES for f in sorted(path.glob(kind))]
-        if not files:
-            raise CheckpointError(f"{path}: holds no weights")
-        for file in files:
-            _add(state, file.name.encode())
-            for part in _samples(file):
-                _add(state, part)
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: no fingerprint can be taken: {error}") from None
-    return state.hexdigest()
-
-
-def _add(state: hashlib.blake2b, part: bytes) -> None:
-    """Parts are told apart by their lengths, so that no two lists of parts look alike."""
-    state.update(len(part).to_bytes(8, "little"))
-    state.update(part)
-
-
-def _samples(file: Path) -> Iterator[bytes]:
-    size = file.stat().st_size
-    yield size.to_bytes(8, "little")
-    with file.open("rb") as stream:
-        if size < WHOLE_BELOW:
-            yield stream.read()
-            return
-        positions = set(range(0, size, SAMPLE_DISTANCE)) | {size - SAMPLE_BYTES}
-        if file.suffix == ".safetensors":
-            header_bytes = int.from_bytes(stream.read(8), "little")
-            if header_bytes > size:
-                raise ValueError(f"{file.name} is no safetensors file")
-            header = stream.read(header_bytes)
-            yield header
-            for name, tensor in json.loads(header).items():
-                if name != "__metadata__":
-                    begin, end = tensor["data_offsets"]
-                    positions.add(8 + header_bytes + (begin + end) // 2)
-        for position in sorted(positions):
-            stream.seek(position)
-            yield stream.read(SAMPLE_BYTES)
+    keys = {
+        key: value
+        for part in (config.model, config.cache, config.scheduler)
+        for key, value in dataclasses.asdict(part).items()
+        if key not in HARMLESS_KEYS
+    }
+    text = json.dumps([keys, resolved], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -97,10 +97,10 @@ class _Rate:
 class KVTiers:
     """Joins stores.
 
-    The scheduler's half (`contains`, `num_hits`, `touch`, `can_pin`, `prefetch`, `drop`, `clear`, `stats`)
-    belongs to the engine's thread, the runner's half (`save`, `start_load`, `poll`, `num_loading`) to the
-    runner's, which may be another one; neither waits for a disk or a network. A thread of ours moves what is
-    loaded or fetched ahead.
+    The scheduler's half (`contains`, `num_hits`, `touch`, `can_pin`, `is_loading`, `prefetch`, `drop`,
+    `clear`, `stats`) belongs to the engine's thread, the runner's half (`save`, `start_load`, `poll`,
+    `num_loading`) to the runner's, which may be another one; neither waits for a disk or a network. A thread
+    of ours moves what is loaded or fetched ahead.
 
     Pinned blocks (of swapped requests) live in the host tier alone, each under a key that is saved once and
     dropped once, in either order: a plan that is carried out after its request has gone leaves nothing. What
@@ -137,7 +137,8 @@ class KVTiers:
         self._prefetches: dict[bytes, None] = {}
         """Keys in order of arrival."""
         self._done: list[tuple[int, int]] = []
-        self._num_loading = 0
+        self._loading: set[int] = set()
+        """Ids of the loads begun that `poll` has not reported."""
         self._is_working = False
         self._num_clears = 0
         self._is_closing = False
@@ -171,6 +172,10 @@ class KVTiers:
     def can_pin(self, count: int) -> bool:
         """Whether so many blocks more could be pinned now."""
         return self._host is not None and self._host.can_pin(count)
+
+    def is_loading(self, load_id: int) -> bool:
+        """Whether a load was begun and `poll` has not reported it; to be asked while no step is executed."""
+        return load_id in self._loading
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
         """Begins to bring blocks from slower tiers into the host tier, behind all loads; those that are
@@ -208,7 +213,7 @@ class KVTiers:
     def stats(self) -> dict[str, float]:
         """The stores' numbers, each with the store's name before it, and our own."""
         values: dict[str, float] = {
-            "loads_under_way": self._num_loading,
+            "loads_under_way": len(self._loading),
             "failed_loads": self._num_failed_loads,
             "prefetched_blocks": self._num_prefetched,
             "save_bytes_per_s": self.save_bytes_per_s or 0.0,
@@ -217,7 +222,7 @@ class KVTiers:
         for tier in self._tiers:
             name = tier.store.name
             values[f"{name}_failures"] = tier.num_failures
-            for key, value in tier.attempt({}, tier.store.stats).items():
+            for key, value in tier.attempt({}, _numbers, tier.store).items():
                 values[f"{name}_{key}"] = value
         return values
 
@@ -258,14 +263,14 @@ class KVTiers:
     def start_load(self, load: KVLoad) -> None:
         """Begins to copy blocks into the pool, behind the loads begun before; `poll` says when it ended."""
         with self._changed:
-            self._num_loading += 1
+            self._loading.add(load.load_id)
             self._loads.append(load)
             self._changed.notify_all()
 
     @property
     def num_loading(self) -> int:
         """Loads begun that `poll` has not reported."""
-        return self._num_loading
+        return len(self._loading)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[int, int]]:
         """Loads that ended since the last call, as (load id, how many leading blocks are valid).
@@ -274,10 +279,10 @@ class KVTiers:
             timeout_s: how long to wait for one, if any is under way.
         """
         with self._changed:
-            if self._num_loading and timeout_s > 0:
+            if self._loading and timeout_s > 0:
                 self._changed.wait_for(lambda: self._done, timeout_s)
             done, self._done = self._done, []
-            self._num_loading -= len(done)
+            self._loading.difference_update(load_id for load_id, _ in done)
         return done
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -375,11 +380,16 @@ class KVTiers:
         return 0, None
 
 
+def _numbers(store: KVConnector) -> dict[str, float]:
+    """A store's stats; what else a plug-in says there could not be sent on, and is an error of it."""
+    return {str(key): float(value) for key, value in store.stats().items()}
+
+
 def make_tiers(cache: CacheConfig, access: BlockAccess, fingerprint: str) -> KVTiers | None:
     """The tiers a configuration asks for: host, then disk, then the connector; None: it asks for none.
 
     Args:
-        fingerprint: `quire.kv_tiers.fingerprint` of the model and the layout of its blocks.
+        fingerprint: `quire.kv_tiers.fingerprint`, where the configuration `needs_fingerprint`.
 
     Raises:
         ConfigError: a tier cannot be had; names the key.

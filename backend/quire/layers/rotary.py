@@ -242,6 +242,11 @@ class RotaryEmbedding(nn.Module):
         cos, sin = rows.chunk(2, dim=-1)
         return cos.contiguous(), sin.contiguous()
 
+    def identity(self) -> list[Any]:
+        """What decides the rotation of a position, exactly, as JSON can hold it."""
+        axes = [] if self.axes is None else self.axes.tolist()
+        return [self.frequencies.tolist(), self.attention_factor, axes]
+
     def _needed(self, positions: torch.Tensor) -> int:
         """How many rows of the table these may ask for."""
         if positions.device.type != "cpu":

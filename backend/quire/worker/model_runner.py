@@ -14,6 +14,7 @@ import torch
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kv_groups import blocks_per_sequence, layers_per_group
+from quire.kv_tiers import needs_fingerprint
 from quire.loader import load_model
 from quire.models.config import DecoderConfig
 from quire.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
@@ -28,6 +29,7 @@ from quire.worker.graph_runner import (
 )
 from quire.worker.input_batch import CachedRequest, InputBatch, StepInputs
 from quire.worker.kv_cache import QUANTIZED_DTYPES, KVCache, block_bytes, num_blocks_for
+from quire.worker.kv_identity import kv_identity
 from quire.worker.sampler import Draw, Sampler, SamplerOutput
 from quire.worker.timeline import Timeline
 from quire_kernels import registry
@@ -70,7 +72,8 @@ class ModelRunner:
             set_num_threads(config.model.num_threads or _default_threads())
         graph_backend = make_graph_backend(self.device, config.model.enforce_eager)
         start = time.monotonic()
-        loaded = load_model(config.model, self.device)
+        is_shared = needs_fingerprint(config.cache)
+        loaded = load_model(config.model, self.device, with_digest=is_shared)
         self.model = loaded.model
         self.model_config = loaded.config
         self.eos_token_ids: frozenset[int] = loaded.eos_token_ids
@@ -88,6 +91,8 @@ class ModelRunner:
         shape = loaded.config
         cache = config.cache
         check_attention_backend(config, shape, self.device)
+        self.kv_identity = kv_identity(loaded, self.device) if is_shared else {}
+        """What decides the bits of keys and values, where other processes may find them."""
         self.kv_groups = self.model.kv_groups
         block_layers = layers_per_group(self.kv_groups)
         self.block_bytes = block_bytes(
@@ -195,8 +200,9 @@ class ModelRunner:
 
     def collect(self, step: LaunchedStep) -> ModelRunnerOutput:
         """Waits for the oldest launched step; returns what it brought."""
-        self._settle(step)
+        # First, so that the next step is not taken for this one if it fails.
         assert self._launched.popleft() is step, "steps are collected in the order in which they began"
+        self._settle(step)
         if self.tiers is not None:
             step.output.loads_done = self.tiers.poll()
         return step.output
