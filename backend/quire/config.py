@@ -185,13 +185,13 @@ class FrontendConfig:
     """Tokens per streamed response after the first; 1: as they come."""
     startup_timeout_s: float = 600.0
     """How long a frontend waits for the engine to be ready."""
-    engine_restart_limit: int = 5
-    """Restarts of a crashed engine within `engine_restart_window_s` before requests are refused for good."""
-    engine_restart_window_s: float = 300.0
     max_prompt_bytes: int = 16 * 1024 * 1024
-    """Longest text_input or messages in bytes."""
+    """Longest text_input or messages in bytes; texts that cannot fit `max_model_len` are refused below it.
+    The texts of all requests that wait to be tokenized may have four times as many; more are answered
+    UNAVAILABLE."""
     max_embeds_bytes: int = 2 * 1024**3
-    """Most memory for the image embeddings of all requests of one frontend; more are answered UNAVAILABLE."""
+    """Most memory for the image embeddings of all requests of one frontend, on host and device together; more
+    are answered UNAVAILABLE."""
     tenant_from_header_only: bool = False
     """Whether a request that names its `tenant` by other means than the forwarded header is refused: for
     gateways that authenticate clients and set the header of every request."""

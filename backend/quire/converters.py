@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.errors import InvalidArgumentError
+from quire_ensemble.errors import kind, shown
 
 INT32_MAX = 2**31 - 1
 
@@ -21,13 +22,13 @@ def integer(low: int, high: int) -> Callable[[str, Any], int]:
             try:
                 value = int(value.strip())
             except ValueError:
-                raise fail(field, f"must be an integer, got {value!r:.80}") from None
+                raise fail(field, f"must be an integer, got {shown(value)}") from None
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise fail(field, f"must be an integer, got {kind_of(value)}")
+            raise fail(field, f"must be an integer, got {kind(value)}")
         if not low <= value <= high:
-            raise fail(field, f"must be in [{low}, {high}], got {value!r:.80}")
+            raise fail(field, f"must be in [{low}, {high}], got {shown(value)}")
         return value
 
     return convert
@@ -39,9 +40,9 @@ def number(low: float, high: float, *, low_open: bool = False) -> Callable[[str,
             try:
                 value = float(value.strip())
             except ValueError:
-                raise fail(field, f"must be a number, got {value!r:.80}") from None
+                raise fail(field, f"must be a number, got {shown(value)}") from None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise fail(field, f"must be a number, got {kind_of(value)}")
+            raise fail(field, f"must be a number, got {kind(value)}")
         try:
             value = float(value)
         except OverflowError:
@@ -62,11 +63,7 @@ def boolean(field: str, value: Any) -> bool:
         return value
     if isinstance(value, int) and value in (0, 1):
         return bool(value)
-    raise fail(field, f"must be a boolean, got {kind_of(value)}")
-
-
-def kind_of(value: Any) -> str:
-    return f"{type(value).__name__} {value!r:.80}"
+    raise fail(field, f"must be a boolean, got {kind(value)}")
 
 
 def name(limit: int) -> Callable[[str, Any], str]:
@@ -76,7 +73,7 @@ def name(limit: int) -> Callable[[str, Any], str]:
         if isinstance(value, int) and not isinstance(value, bool):
             value = str(value)
         if not isinstance(value, str):
-            raise fail(field, f"must be text, got {kind_of(value)}")
+            raise fail(field, f"must be text, got {kind(value)}")
         if len(value) > limit:
             raise fail(field, f"at most {limit} characters are allowed, got {len(value)}")
         if any("\ud800" <= char <= "\udfff" for char in value):

@@ -21,7 +21,7 @@ import re
 import weakref
 from typing import Any
 
-from quire.stop_matcher import StopMatcher
+from quire.stop_matcher import StopAutomaton, StopMatcher
 
 REPLACEMENT = "\ufffd"
 
@@ -149,7 +149,7 @@ class IncrementalDetokenizer:
     Args:
         tokenizer: a tokenizer of transformers, a `tokenizers.Tokenizer`, or its TokenDecoder.
         skip_special_tokens: as in `tokenizer.decode`.
-        stop: strings that end the text.
+        stop: strings that end the text, or their automaton, which several texts may share.
         include_stop: keep the stop string in the text.
         min_tokens: a stop string counts only if its last token is at least the `min_tokens`-th.
     """
@@ -179,13 +179,14 @@ class IncrementalDetokenizer:
         tokenizer: Any,
         *,
         skip_special_tokens: bool = True,
-        stop: tuple[str, ...] = (),
+        stop: tuple[str, ...] | StopAutomaton = (),
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
         self._decoder = TokenDecoder.of(tokenizer)
         self._skip_special_tokens = skip_special_tokens
-        self._matcher = StopMatcher(stop) if stop else None
+        automaton = StopAutomaton(stop) if isinstance(stop, tuple) and stop else stop
+        self._matcher = StopMatcher(automaton) if isinstance(automaton, StopAutomaton) else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._token_ids: list[int] = []

@@ -12,6 +12,7 @@ from quire.detokenizer import IncrementalDetokenizer
 from quire.outputs import EngineCoreOutput, RequestOutput, TokenLogprobs
 from quire.request import FinishReason
 from quire.sampling_params import SamplingParams
+from quire.stop_matcher import StopAutomaton
 
 
 class OutputProcessor:
@@ -22,6 +23,7 @@ class OutputProcessor:
 
     Args:
         tokenizer: anything IncrementalDetokenizer accepts; None: token ids only, no text.
+        stops: automaton of the request's stop strings, if it has any.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class OutputProcessor:
         params: SamplingParams,
         tokenizer: Any | None,
         index: int = 0,
+        stops: StopAutomaton | None = None,
     ) -> None:
         self.request_id = request_id
         self.index = index
@@ -48,7 +51,7 @@ class OutputProcessor:
             self._detokenizer = IncrementalDetokenizer(
                 tokenizer,
                 skip_special_tokens=params.skip_special_tokens,
-                stop=params.stop,
+                stop=params.stop if stops is None else stops,
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
@@ -142,14 +145,21 @@ class OutputProcessor:
 
 
 class RequestProcessor:
-    """The choices of one request; arguments as of `OutputProcessor`."""
+    """The choices of one request; arguments as of `OutputProcessor`. Without `stops` it makes them itself."""
 
     def __init__(
-        self, request_id: str, num_prompt_tokens: int, params: SamplingParams, tokenizer: Any | None
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        params: SamplingParams,
+        tokenizer: Any | None,
+        stops: StopAutomaton | None = None,
     ) -> None:
         self.request_id = request_id
+        if stops is None and params.stop:
+            stops = StopAutomaton(params.stop)
         self.choices = [
-            OutputProcessor(request_id, num_prompt_tokens, params, tokenizer, index)
+            OutputProcessor(request_id, num_prompt_tokens, params, tokenizer, index, stops)
             for index in range(params.n)
         ]
 

@@ -7,19 +7,22 @@ of these are checked; everything behind it may trust the values.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from quire.converters import INT32_MAX, boolean, fail, integer, kind_of, number
+from quire.converters import INT32_MAX, boolean, fail, integer, number
 from quire.errors import InvalidArgumentError
+from quire_ensemble.client_json import parse_json
+from quire_ensemble.errors import InputError, kind
 
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 64
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
+MAX_STRINGS_LENGTH = 4096
+"""Characters of all stop strings of a request, and of all its bad words."""
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 4096
 MAX_BAD_WORDS = 256
@@ -115,9 +118,9 @@ def _json_if_text(field: str, value: Any, opening: str) -> Any:
     """Request parameters carry only scalars, so lists and objects may come as JSON text."""
     if isinstance(value, str) and value.lstrip().startswith(opening):
         try:
-            return json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise fail(field, f"invalid JSON: {error}") from None
+            return parse_json(field, value)
+        except InputError as error:
+            raise fail(field, error.reason) from None
     return value
 
 
@@ -131,16 +134,19 @@ def _strings(limit: int) -> Callable[[str, Any], tuple[str, ...]]:
         if isinstance(value, str):
             value = [value]
         if not isinstance(value, list | tuple):
-            raise fail(field, f"must be a string or a list of strings, got {kind_of(value)}")
+            raise fail(field, f"must be a string or a list of strings, got {kind(value)}")
         if len(value) > limit:
             raise fail(field, f"at most {limit} entries are allowed, got {len(value)}")
         for entry in value:
             if not isinstance(entry, str) or not entry:
-                raise fail(field, f"entries must be non-empty strings, got {kind_of(entry)}")
+                raise fail(field, f"entries must be non-empty strings, got {kind(entry)}")
             if len(entry) > MAX_STOP_LENGTH:
                 raise fail(field, f"entries are limited to {MAX_STOP_LENGTH} characters, got {len(entry)}")
             if any("\ud800" <= char <= "\udfff" for char in entry):
                 raise fail(field, "entries must not hold unpaired surrogates, which have no UTF-8 form")
+        total = sum(map(len, value))
+        if total > MAX_STRINGS_LENGTH:
+            raise fail(field, f"entries are limited to {MAX_STRINGS_LENGTH} characters together, got {total}")
         return tuple(value)
 
     return convert
@@ -151,7 +157,7 @@ def _token_ids(field: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, int | str) and not isinstance(value, bool):
         value = [value]
     if not isinstance(value, list | tuple):
-        raise fail(field, f"must be a list of token ids, got {kind_of(value)}")
+        raise fail(field, f"must be a list of token ids, got {kind(value)}")
     if len(value) > MAX_STOP_TOKEN_IDS:
         raise fail(field, f"at most {MAX_STOP_TOKEN_IDS} entries are allowed, got {len(value)}")
     one = integer(0, INT32_MAX)
@@ -161,7 +167,7 @@ def _token_ids(field: str, value: Any) -> tuple[int, ...]:
 def _logit_bias(field: str, value: Any) -> dict[int, float]:
     value = _json_if_text(field, value, "{")
     if not isinstance(value, Mapping):
-        raise fail(field, f"must be an object of token id to bias, got {kind_of(value)}")
+        raise fail(field, f"must be an object of token id to bias, got {kind(value)}")
     if len(value) > MAX_LOGIT_BIAS:
         raise fail(field, f"at most {MAX_LOGIT_BIAS} entries are allowed, got {len(value)}")
     key, bias = integer(0, INT32_MAX), number(-100.0, 100.0)
@@ -231,7 +237,7 @@ def parse_sampling_params(
         for name, value in source.items():
             field = ALIASES.get(name, name)
             if field not in _CONVERTERS:
-                raise fail(name, f"unknown parameter; known are {', '.join(SAMPLING_FIELDS)}")
+                raise fail(name[:80], f"unknown parameter; known are {', '.join(SAMPLING_FIELDS)}")
             if value is None:
                 continue
             # Every source is checked, also where a more specific one overrides it.

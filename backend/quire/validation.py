@@ -10,15 +10,19 @@ def check_prompt(prompt_token_ids: list[int], *, vocab_size: int, max_model_len:
     """Raises InvalidArgumentError for a prompt the model cannot take; one token must be left to generate."""
     if not prompt_token_ids:
         raise InvalidArgumentError("prompt", "must hold at least one token")
-    if len(prompt_token_ids) >= max_model_len:
-        raise InvalidArgumentError(
-            "prompt",
-            f"{len(prompt_token_ids)} tokens leave no room to generate: max_model_len is {max_model_len}",
-        )
+    check_prompt_length(len(prompt_token_ids), max_model_len)
     low, high = min(prompt_token_ids), max(prompt_token_ids)
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise InvalidArgumentError("input_ids", f"token id {bad} is outside the vocabulary of {vocab_size}")
+
+
+def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
+    """Raises InvalidArgumentError for a prompt of so many tokens that none is left to generate."""
+    if num_tokens >= max_model_len:
+        raise InvalidArgumentError(
+            "prompt", f"{num_tokens} tokens leave no room to generate: max_model_len is {max_model_len}"
+        )
 
 
 def check_token_parameters(params: SamplingParams, vocab_size: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+_SHOWN = 60
+"""Characters of a text that are repeated to whoever sent it."""
+
 
 class EnsembleError(Exception):
     """Base of every error this package reports to a caller."""
@@ -31,6 +34,25 @@ class VisionError(EnsembleError):
 
 class BuildError(EnsembleError):
     """A model repository cannot be built; one line that names the file and what to do."""
+
+
+def shown(value: object) -> str:
+    """A value of a client's, for a message of ours: some 80 characters at most, and at a cost that does not
+    depend on its size or depth."""
+    if isinstance(value, str | bytes):
+        return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}... ({len(value)} long)"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"of {value.bit_length()} bits"
+    if value is None or isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple | dict):
+        return f"of {len(value)} entries"
+    return ""
+
+
+def kind(value: object) -> str:
+    """Type and value of a client's value, as `shown`; "null" for None."""
+    return "null" if value is None else f"{type(value).__name__} {shown(value)}".rstrip()
 
 
 def one_line(error: Exception) -> str:

@@ -7,16 +7,18 @@ so that one STRING tensor carries all a chat template can use.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_ensemble.errors import InputError
+from quire_ensemble.client_json import parse_json
+from quire_ensemble.errors import InputError, kind, shown
 
 FIELD = "messages"
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
+MAX_BYTES = 16 * 2**20
+"""Longest JSON text, unless a caller has reason for another limit."""
 
 _OBJECT_KEYS = ("messages", "tools", "add_generation_prompt", "chat_template_kwargs")
 
@@ -33,34 +35,36 @@ class Conversation:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def parse_conversation(raw: str | bytes, *, allow_images: bool = False) -> Conversation:
+def parse_conversation(
+    raw: str | bytes, *, allow_images: bool = False, max_bytes: int = MAX_BYTES
+) -> Conversation:
     """Parses and checks the JSON text of the `messages` input.
 
     Args:
         raw: the JSON text.
         allow_images: whether content may hold image parts (see `split_images`).
+        max_bytes: longest JSON text.
 
     Raises:
-        InputError: invalid UTF-8 or JSON (with the position), or a value of the wrong shape (with its path).
+        InputError: too long, invalid UTF-8 or JSON (with the position), nested too deeply, or a value of the
+            wrong shape (with its path).
     """
-    value = _load_json(decode_utf8(FIELD, raw) if isinstance(raw, bytes) else raw)
+    value = parse_json(FIELD, raw, max_bytes=max_bytes)
     if isinstance(value, list):
         return Conversation(messages=check_messages(value, allow_images=allow_images))
     if not isinstance(value, dict):
-        raise InputError(
-            FIELD, f"must be a list of messages or an object with 'messages', got {_kind(value)}"
-        )
+        raise InputError(FIELD, f"must be a list of messages or an object with 'messages', got {kind(value)}")
     unknown = sorted(set(value) - set(_OBJECT_KEYS))
     if unknown:
-        raise InputError(FIELD, f"unknown key {unknown[0]!r:.80}; known are {', '.join(_OBJECT_KEYS)}")
+        raise InputError(FIELD, f"unknown key {shown(unknown[0])}; known are {', '.join(_OBJECT_KEYS)}")
     if "messages" not in value:
         raise InputError(FIELD, "the object must have the key 'messages'")
     prompt = value.get("add_generation_prompt")
     if prompt is not None and not isinstance(prompt, bool):
-        raise InputError(FIELD, f"add_generation_prompt must be true or false, got {_kind(prompt)}")
+        raise InputError(FIELD, f"add_generation_prompt must be true or false, got {kind(prompt)}")
     template_kwargs = value.get("chat_template_kwargs")
     if template_kwargs is not None and not isinstance(template_kwargs, dict):
-        raise InputError(FIELD, f"chat_template_kwargs must be an object, got {_kind(template_kwargs)}")
+        raise InputError(FIELD, f"chat_template_kwargs must be an object, got {kind(template_kwargs)}")
     return Conversation(
         messages=check_messages(value["messages"], allow_images=allow_images),
         tools=check_tools(value.get("tools")),
@@ -80,7 +84,7 @@ def check_messages(value: Any, *, allow_images: bool = False) -> list[dict[str, 
         InputError: names the path of the first wrong value, such as `[2].content[0].type`.
     """
     if not isinstance(value, list):
-        raise InputError(FIELD, f"must be a list of messages, got {_kind(value)}")
+        raise InputError(FIELD, f"must be a list of messages, got {kind(value)}")
     if not value:
         raise InputError(FIELD, "must hold at least one message")
     if len(value) > MAX_MESSAGES:
@@ -88,10 +92,10 @@ def check_messages(value: Any, *, allow_images: bool = False) -> list[dict[str, 
     for index, message in enumerate(value):
         where = f"[{index}]"
         if not isinstance(message, dict):
-            raise InputError(FIELD, f"{where} must be an object with role and content, got {_kind(message)}")
+            raise InputError(FIELD, f"{where} must be an object with role and content, got {kind(message)}")
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            raise InputError(FIELD, f"{where}.role must be a non-empty string, got {_kind(role)}")
+            raise InputError(FIELD, f"{where}.role must be a non-empty string, got {kind(role)}")
         content = message.get("content")
         if content is None:
             if not message.get("tool_calls"):
@@ -100,7 +104,7 @@ def check_messages(value: Any, *, allow_images: bool = False) -> list[dict[str, 
             _check_parts(f"{where}.content", content, allow_images)
         elif not isinstance(content, str):
             raise InputError(
-                FIELD, f"{where}.content must be a string or a list of text parts, got {_kind(content)}"
+                FIELD, f"{where}.content must be a string or a list of text parts, got {kind(content)}"
             )
     return value
 
@@ -114,12 +118,12 @@ def check_tools(value: Any) -> list[dict[str, Any]] | None:
     if value is None:
         return None
     if not isinstance(value, list):
-        raise InputError(FIELD, f"tools must be a list of objects, got {_kind(value)}")
+        raise InputError(FIELD, f"tools must be a list of objects, got {kind(value)}")
     if len(value) > MAX_TOOLS:
         raise InputError(FIELD, f"at most {MAX_TOOLS} tools are allowed, got {len(value)}")
     for index, tool in enumerate(value):
         if not isinstance(tool, dict):
-            raise InputError(FIELD, f"tools[{index}] must be an object, got {_kind(tool)}")
+            raise InputError(FIELD, f"tools[{index}] must be an object, got {kind(tool)}")
     return value
 
 
@@ -194,55 +198,30 @@ def join_images(messages: Sequence[Mapping[str, Any]], placeholder: str) -> list
     return joined
 
 
-def decode_utf8(field_name: str, raw: bytes) -> str:
-    """Text of an input's bytes.
-
-    Raises:
-        InputError: invalid UTF-8; names the field and the byte offset.
-    """
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            field_name, f"invalid UTF-8 at byte {error.start} of {len(raw)}: {error.reason}"
-        ) from None
-
-
-def _load_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(
-            FIELD, f"invalid JSON at line {error.lineno} column {error.colno}: {error.msg}"
-        ) from None
-    except RecursionError:
-        raise InputError(FIELD, "invalid JSON: nested too deeply") from None
-    except ValueError as error:  # an integer longer than Python's digit limit
-        raise InputError(FIELD, f"invalid JSON: {error}") from None
-
-
 def _check_parts(where: str, parts: list[Any], allow_images: bool) -> None:
     for index, part in enumerate(parts):
         place = f"{where}[{index}]"
         if not isinstance(part, dict):
             raise InputError(
-                FIELD, f'{place} must be an object like {{"type": "text", "text": "..."}}, got {_kind(part)}'
+                FIELD, f'{place} must be an object like {{"type": "text", "text": "..."}}, got {kind(part)}'
             )
         if allow_images and part.get("type") in ("image", "image_url"):
             _check_image_part(place, part)
             continue
         if part.get("type") != "text":
             known = "'text', 'image', 'image_url'" if allow_images else "'text'"
-            raise InputError(FIELD, f"{place}.type {part.get('type')!r:.80} is not supported; known: {known}")
+            raise InputError(
+                FIELD, f"{place}.type {shown(part.get('type'))} is not supported; known: {known}"
+            )
         if not isinstance(part.get("text"), str):
-            raise InputError(FIELD, f"{place}.text must be a string, got {_kind(part.get('text'))}")
+            raise InputError(FIELD, f"{place}.text must be a string, got {kind(part.get('text'))}")
 
 
 def _check_image_part(place: str, part: dict[str, Any]) -> None:
     key = part["type"]
     unknown = sorted(set(part) - {"type", key})
     if unknown:
-        raise InputError(FIELD, f"{place}: unknown key {unknown[0]!r:.80}; known are 'type' and {key!r}")
+        raise InputError(FIELD, f"{place}: unknown key {shown(unknown[0])}; known are 'type' and {key!r}")
     value = part.get(key)
     if key == "image_url" and isinstance(value, dict):
         place, value = f"{place}.image_url", value.get("url")
@@ -250,13 +229,9 @@ def _check_image_part(place: str, part: dict[str, Any]) -> None:
             raise InputError(FIELD, f"{place} must have the key 'url'")
         key = "url"
     if value is not None and not isinstance(value, str):
-        raise InputError(FIELD, f"{place}.{key} must be a string, got {_kind(value)}")
+        raise InputError(FIELD, f"{place}.{key} must be a string, got {kind(value)}")
 
 
 def _image_data(part: Mapping[str, Any]) -> str | None:
     value = part.get(part["type"])
     return value.get("url") if isinstance(value, dict) else value
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else f"{type(value).__name__} {value!r:.80}"

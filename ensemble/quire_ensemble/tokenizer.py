@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire_ensemble import messages as chat
+from quire_ensemble.client_json import decode_utf8
 from quire_ensemble.errors import InputError, TokenizerError, one_line
+from quire_ensemble.token_bytes import max_bytes_per_token
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -83,6 +85,7 @@ class Tokenizer:
             rust.no_padding()
         if not self._hf.chat_template:
             self._hf.chat_template = _processor_template(self.path)
+        self._bytes_per_token = None if rust is None else max_bytes_per_token(rust)
 
     @staticmethod
     def exists(path: str | Path) -> bool:
@@ -117,17 +120,44 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
 
-    def encode(self, text: str, add_special_tokens: bool = True, *, field: str = "text_input") -> list[int]:
+    def check_length(self, field: str, num_bytes: int, max_tokens: int | None) -> None:
+        """Raises InputError for a text that becomes more than `max_tokens` (None: no limit) for certain.
+
+        It may let one pass that becomes more, and none that does not is refused.
+        """
+        if max_tokens is None or self._bytes_per_token is None:
+            return
+        limit = max_tokens * self._bytes_per_token
+        if num_bytes > limit:
+            raise InputError(
+                field,
+                f"{num_bytes} bytes are more than {max_tokens} tokens can hold; at most {limit} bytes "
+                "have a chance to fit",
+            )
+
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        field: str = "text_input",
+        max_tokens: int | None = None,
+    ) -> list[int]:
         """Token ids of a text.
 
         Args:
             text: any text; may be empty.
             add_special_tokens: whether the tokenizer adds its BOS and the like.
             field: input named in errors.
+            max_tokens: a text that cannot have so few is refused unread; one of more may still come out.
 
         Raises:
-            InputError: the text holds an unpaired surrogate (JSON can spell one), which has no UTF-8 form.
+            InputError: far too long, or the text holds an unpaired surrogate (JSON can spell one), which has
+                no UTF-8 form.
         """
+        if max_tokens is not None:
+            # Characters are no more than bytes, so this lets pass all that fits; exact bytes cost a copy.
+            self.check_length(field, len(text), max_tokens)
         try:
             encoded = self._hf(
                 text,
@@ -141,13 +171,14 @@ class Tokenizer:
             raise
         return list(encoded["input_ids"])
 
-    def encode_bytes(self, field: str, raw: bytes) -> list[int]:
+    def encode_bytes(self, field: str, raw: bytes, *, max_tokens: int | None = None) -> list[int]:
         """Token ids of an input tensor's element, special tokens added.
 
         Raises:
-            InputError: empty, or invalid UTF-8 (with the byte offset).
+            InputError: empty, far longer than `max_tokens`, or invalid UTF-8 (with the byte offset).
         """
-        text = chat.decode_utf8(field, raw)
+        self.check_length(field, len(raw), max_tokens)
+        text = decode_utf8(field, raw)
         if not text:
             raise InputError(field, "must not be empty")
         return self.encode(text, field=field)
@@ -159,6 +190,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_bytes: int = chat.MAX_BYTES,
     ) -> str:
         """The prompt text that the checkpoint's chat template makes of messages.
 
@@ -168,12 +200,14 @@ class Tokenizer:
             tools: tool descriptions for the template.
             add_generation_prompt: whether the text ends with the beginning of an assistant's turn.
             chat_template_kwargs: further variables of the template.
+            max_bytes: longest JSON text.
 
         Raises:
-            InputError: of field `messages`: bad JSON, wrong shape, no chat template, or refused by it.
+            InputError: of field `messages`: too long, bad JSON, wrong shape, no chat template, or refused
+                by it.
         """
         return self.render(
-            chat.parse_conversation(raw_json),
+            chat.parse_conversation(raw_json, max_bytes=max_bytes),
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             chat_template_kwargs=chat_template_kwargs,
@@ -220,15 +254,19 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_bytes: int = chat.MAX_BYTES,
+        max_tokens: int | None = None,
     ) -> list[int]:
-        """Token ids of `render_messages`' text. The template writes BOS itself, so none is added."""
+        """Token ids of `render_messages`' text, refused as by `encode`. The template writes BOS itself, so
+        none is added."""
         text = self.render_messages(
             raw_json,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             chat_template_kwargs=chat_template_kwargs,
+            max_bytes=max_bytes,
         )
-        return self.encode(text, add_special_tokens=False, field=chat.FIELD)
+        return self.encode(text, add_special_tokens=False, field=chat.FIELD, max_tokens=max_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids. Spaces are never cleaned up: a stream could not take back what it sent."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from quire_ensemble.errors import InputError, TokenizerError
+from quire_ensemble.text_limits import TextLimits, text_limits
 
 if TYPE_CHECKING:
     from quire_ensemble.tokenizer import Tokenizer
@@ -30,22 +31,24 @@ class TokenizerModel:
     """The module triton_python_backend_utils; set by the subclass."""
 
     tokenizer: Tokenizer
+    limits: TextLimits
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Loads the tokenizer named by parameter `checkpoint`.
+        """Loads the tokenizer named by parameter `checkpoint`; parameters may set `TextLimits`.
 
         Args:
             args: Triton's; `model_config` (JSON) and `model_repository` (the model's own directory) are read.
 
         Raises:
-            TritonModelException: parameter missing, or no usable tokenizer there; one line.
+            TritonModelException: parameter missing or wrong, or no usable tokenizer there; one line.
         """
         from quire_ensemble.tokenizer import Tokenizer
 
+        config = json.loads(args["model_config"])
         try:
-            self.tokenizer = Tokenizer(
-                checkpoint_path(json.loads(args["model_config"]), Path(args["model_repository"]))
-            )
+            path = checkpoint_path(config, Path(args["model_repository"]))
+            self.limits = text_limits(config, path)
+            self.tokenizer = Tokenizer(path)
         except TokenizerError as error:
             raise self.pb_utils.TritonModelException(str(error)) from None
 
@@ -57,19 +60,11 @@ class TokenizerModel:
         pb = self.pb_utils
         given = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         try:
-            token_ids = self._encode(element(given, "text_input"), element(given, "messages"))
+            text, messages = element(given, "text_input"), element(given, "messages")
+            token_ids = self.limits.encode(self.tokenizer, text, messages)
         except InputError as error:
             return pb.InferenceResponse(error=pb.TritonError(str(error), pb.TritonError.INVALID_ARG))
         return pb.InferenceResponse([pb.Tensor("input_ids", np.asarray(token_ids, dtype=np.int32))])
-
-    def _encode(self, text: bytes | None, messages: bytes | None) -> list[int]:
-        if text is not None and messages is not None:
-            raise InputError("text_input, messages", "exactly one is allowed, both are given")
-        if text is not None:
-            return self.tokenizer.encode_bytes("text_input", text)
-        if messages is not None:
-            return self.tokenizer.encode_messages(messages)
-        raise InputError("text_input, messages", "exactly one is needed, none is given")
 
 
 def element(given: dict[str, np.ndarray], name: str) -> bytes | None:

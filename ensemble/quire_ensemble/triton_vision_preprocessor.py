@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from quire_ensemble.errors import EnsembleError, InputError
+from quire_ensemble.errors import EnsembleError, InputError, shown
 from quire_ensemble.images import ImageLimits
+from quire_ensemble.text_limits import text_limits
 from quire_ensemble.triton_tokenizer import checkpoint_path, element
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class VisionPreprocessorModel:
 
         Args:
             args: Triton's; `model_config` (JSON) and `model_repository` (the model's own directory) are read.
-                Parameters named like the fields of `ImageLimits` set these.
+                Parameters named like the fields of `ImageLimits` and `TextLimits` set these.
 
         Raises:
             TritonModelException: a parameter is missing or wrong, or the checkpoint is not usable; one line.
@@ -55,7 +56,8 @@ class VisionPreprocessorModel:
         try:
             limits = image_limits(config)
             path = checkpoint_path(config, directory)
-            self.processor = VisionProcessor(path, Tokenizer(path), limits)
+            texts = text_limits(config, path)
+            self.processor = VisionProcessor(path, Tokenizer(path), limits, texts)
         except (EnsembleError, ValueError) as error:
             raise self.pb_utils.TritonModelException(str(error)) from None
         self._pool = ThreadPoolExecutor(REQUEST_THREADS, thread_name_prefix="requests")
@@ -108,7 +110,7 @@ def image_limits(model_config: dict[str, Any]) -> ImageLimits:
             try:
                 stated[field.name] = int(text)
             except ValueError:
-                raise ValueError(f"parameter {field.name!r} must be an integer, got {text!r:.80}") from None
+                raise ValueError(f"parameter {field.name!r} must be an integer, got {shown(text)}") from None
     return ImageLimits(**stated)
 
 

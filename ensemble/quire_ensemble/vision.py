@@ -21,6 +21,7 @@ from quire_ensemble import messages as chat
 from quire_ensemble.errors import InputError, VisionError
 from quire_ensemble.images import ImageLimits, check_count, decode_image, split_pixels
 from quire_ensemble.mrope import mrope_positions
+from quire_ensemble.text_limits import TextLimits
 from quire_ensemble.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class VisionProcessor:
         path: str | Path,
         tokenizer: Tokenizer,
         limits: ImageLimits | None = None,
+        texts: TextLimits | None = None,
         threads: int = THREADS,
     ) -> None:
         """Loads the image processor and tries it.
@@ -74,7 +76,8 @@ class VisionProcessor:
         Args:
             path: checkpoint directory.
             tokenizer: of the same checkpoint.
-            limits: of one request; None: the defaults.
+            limits: of one request's images; None: the defaults.
+            texts: of one request's text; messages may be longer by what their images may take.
             threads: images of a prompt processed at a time.
 
         Raises:
@@ -84,6 +87,7 @@ class VisionProcessor:
         self.path = Path(path)
         self.tokenizer = tokenizer
         self.limits = limits or ImageLimits()
+        self.texts = texts or TextLimits()
         config = _read_config(self.path)
         self.family: str = config["model_type"]
         self._vision: dict[str, Any] = config.get("vision_config") or {}
@@ -131,7 +135,7 @@ class VisionProcessor:
         if messages is not None:
             token_ids, sources = self._encode_messages(messages, sources)
         elif text is not None:
-            token_ids = self.tokenizer.encode_bytes("text_input", text)
+            token_ids = self.texts.encode(self.tokenizer, text, None)
         else:
             raise InputError("text_input, messages", "exactly one is needed, none is given")
         check_count(len(sources), self.limits)
@@ -158,7 +162,9 @@ class VisionProcessor:
         self, raw: bytes, given: list[bytes | str | Image]
     ) -> tuple[list[int], list[bytes | str | Image]]:
         """Token ids of messages, and all their images in order."""
-        conversation = chat.parse_conversation(raw, allow_images=True)
+        images_bytes = self.limits.max_images * self.limits.max_image_bytes * 4 // 3  # as base64
+        max_bytes = self.texts.max_prompt_bytes + images_bytes
+        conversation = chat.parse_conversation(raw, allow_images=True, max_bytes=max_bytes)
         messages, found = chat.split_images(conversation.messages)
         wanted = sum(data is None for data in found)
         if wanted != len(given):
@@ -174,7 +180,9 @@ class VisionProcessor:
         # The rule of transformers' processors, unlike that of its tokenizers: templates that come with an
         # image processor may leave BOS to the tokenizer.
         starts = bool(bos) and text.startswith(bos)
-        token_ids = self.tokenizer.encode(text, add_special_tokens=not starts, field=chat.FIELD)
+        token_ids = self.tokenizer.encode(
+            text, add_special_tokens=not starts, field=chat.FIELD, max_tokens=self.texts.max_model_len
+        )
         rest = iter(given)
         return token_ids, [next(rest) if data is None else data for data in found]
 

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.cache_commands import Reset, Unpin
 from quire.engine.messages import EngineInfo
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
-from quire.triton.request_parser import RequestParser, read_request
+from quire.triton.request_parser import RequestParser
 from quire_ensemble.tokenizer import Tokenizer
 from tests.fixtures.checkpoints import write_tokenizer
 from tests.fixtures.fake_pb_utils import InferenceRequest
@@ -63,13 +64,14 @@ def parse(
         SamplingParams(),
         lambda: INFO,
         max_prompt_bytes=1000,
+        max_embeds_bytes=MAX_EMBEDS_BYTES,
         decoupled=decoupled,
         **(limits or {}),
     )
     request = InferenceRequest(
         inputs, parameters=json.dumps(parameters or {}), request_id=request_id, **options
     )
-    return parser.parse(read_request(request, MAX_EMBEDS_BYTES))
+    return parser.parse(parser.read(request))
 
 
 def test_text_messages_and_ids_give_the_same_kind_of_request(tokenizer: Tokenizer) -> None:
@@ -302,7 +304,7 @@ def test_a_sequence_is_a_session(tokenizer: Tokenizer) -> None:
 
 def test_cache_control_is_a_command_and_no_generation(tokenizer: Tokenizer) -> None:
     parsed = parse(tokenizer, {"cache_control": text('{"command": "unpin", "all": true}')})
-    assert parsed.cache_control == {"command": "unpin", "all": True}
+    assert parsed.cache_control == Unpin(all=True)
     assert parsed.outputs == parsed.final_outputs == {"text_output", "finish_reason"}
     named = parse(tokenizer, {"cache_control": text('{"command": "reset"}')}, requested=["text_output"])
     assert named.outputs == {"text_output"}
@@ -363,15 +365,14 @@ def test_behind_a_gateway_the_header_alone_names_the_tenant(
 def test_a_forged_header_beside_the_real_one_is_seen(tokenizer: Tokenizer) -> None:
     """Triton passes a client's parameter of a header's name beside the header, as the same key twice."""
     twice = InferenceRequest(PROMPT, parameters='{"x-quire-tenant": "mine", "x-quire-tenant": "theirs"}')
-    parser = RequestParser(
-        tokenizer, SamplingParams(), lambda: INFO, max_prompt_bytes=9, decoupled=True, **BEHIND_A_GATEWAY
-    )
+    limits = {"max_prompt_bytes": 9, "max_embeds_bytes": 0, **BEHIND_A_GATEWAY}
+    parser = RequestParser(tokenizer, SamplingParams(), lambda: INFO, decoupled=True, **limits)
     with pytest.raises(InvalidArgumentError, match="tenant: must be given once"):
-        parser.parse(read_request(twice, MAX_EMBEDS_BYTES))
+        parser.parse(parser.read(twice))
 
 
 def test_cache_commands_may_be_forbidden(tokenizer: Tokenizer) -> None:
     command = {"cache_control": text('{"command": "reset"}')}
-    assert parse(tokenizer, command).cache_control == {"command": "reset"}
+    assert parse(tokenizer, command).cache_control == Reset()
     with pytest.raises(InvalidArgumentError, match="cache_control: is not allowed here"):
         parse(tokenizer, command, limits=BEHIND_A_GATEWAY)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
 from quire.detokenizer import IncrementalDetokenizer, TokenDecoder, _safe_cut
-from quire.stop_matcher import StopMatcher
+from quire.stop_matcher import StopAutomaton, StopMatcher
 
 REPLACEMENT = "\ufffd"
 CORPUS = [
@@ -571,7 +571,7 @@ def test_stop_found_late_is_counted_by_its_own_tokens() -> None:
 
 def test_stop_matcher_cost_does_not_grow_with_the_stops() -> None:
     """64 stops of 1,024 characters that all nearly match: character steps stay linear in the text."""
-    matcher = StopMatcher(tuple("a" * 1023 + chr(0x4E00 + i) for i in range(64)))
+    matcher = StopMatcher(StopAutomaton(tuple("a" * 1023 + chr(0x4E00 + i) for i in range(64))))
     assert matcher.feed("a" * 200_000) is None
     assert matcher.held == 1023
     assert matcher.feed("a" * 1023 + chr(0x4E00 + 63)) == (1024, "a" * 1023 + chr(0x4E00 + 63))

@@ -120,6 +120,6 @@ def test_rows_are_copied_once_before_the_engine_and_freed(runtime: FakeRuntime) 
 
 
 def test_both_kinds_of_memory_go_through_one_message() -> None:
-    for array in (SharedArray(1, 2, (3, 4)), DeviceArray(bytes(64), 0, (3, 4))):
+    for array in (SharedArray(1, 2, (3, 4), 5, 6), DeviceArray(bytes(64), 0, (3, 4))):
         message = EmbedsMessage(array, [], [])
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=EmbedsMessage) == message

@@ -57,8 +57,8 @@ def test_nothing_has_a_name_and_no_descriptor_is_left() -> None:
 
 def test_a_writer_that_is_gone_is_an_error() -> None:
     with pytest.raises(UnavailableError, match="embeddings are gone"):
-        SharedArray(2**22 - 1, 3, (1, 1)).open()
-    assert SharedArray(2**22 - 1, 3, (0, 8)).open().shape == (0, 8)
+        SharedArray(2**22 - 1, 3, (1, 1), 1, 2).open()
+    assert SharedArray(2**22 - 1, 3, (0, 8), 1, 2).open().shape == (0, 8)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.engine.shared_array import EmbedsBuffer
 from quire.errors import EngineError, UnavailableError
 
 _CUDA, _FLOAT, _BITS = 2, 2, 32
@@ -66,18 +67,20 @@ class DeviceArray(msgspec.Struct, frozen=True, tag="device"):
             _check(cudart.cudaIpcCloseMemHandle(pointer))
 
 
-class DeviceBuffer:
+class DeviceBuffer(EmbedsBuffer):
     """The writer's side: an allocation that holds the rows until `close`."""
 
-    def __init__(self, capsule: Any) -> None:
+    def __init__(self, capsule: Any, limit: int | None = None) -> None:
         """Copies the tensor of a DLPack capsule ("dltensor") on its device.
 
         Raises:
             EngineError: not a contiguous two-dimensional float32 tensor on a CUDA device, or CUDA failed.
+            UnavailableError: all buffers of this process would hold more than `limit` bytes.
         """
+        self._pointer = 0  # what __del__ needs if the next lines fail
         pointer, self.device, self.shape = read_dlpack(capsule)
-        self._pointer = 0
         self.num_bytes = 4 * self.shape[0] * self.shape[1]
+        self._reserve(self.num_bytes, limit)
         cudart = _runtime()
         _check(cudart.cudaSetDevice(self.device))
         self._pointer = int(_check(cudart.cudaMalloc(self.num_bytes)))
@@ -102,9 +105,6 @@ class DeviceBuffer:
         if self._pointer:
             pointer, self._pointer = self._pointer, 0
             _check(_runtime().cudaFree(pointer))
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def read_dlpack(capsule: Any) -> tuple[int, int, tuple[int, int]]:

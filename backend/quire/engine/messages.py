@@ -56,12 +56,13 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class CancelByExternalId(msgspec.Struct, frozen=True, tag="cancel_external"):
-    """Ends every request that carries the client's id, whichever frontend it came through."""
+    """Ends every request of `tenant` that carries the client's id, whichever frontend it came through."""
 
     external_id: str
     token: str
     """Echoed in the answer."""
     learned_at: float = 0.0
+    tenant: str = ""
 
 
 class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):

@@ -24,42 +24,88 @@ class SharedArray(msgspec.Struct, frozen=True, tag="shared"):
     pid: int
     fd: int
     shape: tuple[int, int]
+    device: int
+    inode: int
+    """With `device`, which file the descriptor stood for: a closed one's number is soon another file's."""
 
     def open(self) -> npt.NDArray[np.float32]:
         """Maps the array, read-only; the memory lives as long as the array.
 
         Raises:
-            UnavailableError: the writer is gone.
+            UnavailableError: the writer is gone, or has closed its buffer.
         """
         count = self.shape[0] * self.shape[1]
         if count == 0:
             return np.empty(self.shape, dtype=np.float32)
+        found = -1
         try:
-            fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            # Opened as a path, whatever it is now is neither read nor waited for.
+            found = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_PATH | os.O_CLOEXEC)
+            stat = os.fstat(found)
+            if (stat.st_dev, stat.st_ino) != (self.device, self.inode):
+                raise UnavailableError("the request's embeddings are gone: their buffer was closed")
+            if stat.st_size < count * 4:
+                raise UnavailableError(f"the request's embeddings are cut off at {stat.st_size} bytes")
+            fd = os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                memory = mmap.mmap(fd, count * 4, prot=mmap.PROT_READ)
+            finally:
+                os.close(fd)
         except OSError as error:
             raise UnavailableError(f"the request's embeddings are gone: {error}") from None
-        try:
-            memory = mmap.mmap(fd, count * 4, prot=mmap.PROT_READ)
         finally:
-            os.close(fd)
+            if found >= 0:
+                os.close(found)
         return np.frombuffer(memory, dtype=np.float32, count=count).reshape(self.shape)
 
 
-class SharedBuffer:
-    """The writer's side: holds the memory's descriptor until `close`; mappings of it live on.
+class EmbedsBuffer:
+    """What the writers' sides on host and device have in common: the bytes that both hold are one sum.
 
-    The engine's mapping lives as long as its request, and so should this object: `total_bytes` counts it.
+    The engine's memory lives as long as its request, and so should this object: `total_bytes` counts it.
     """
 
     total_bytes: ClassVar[int] = 0
     """Of all buffers of this process."""
     _lock: ClassVar[threading.Lock] = threading.Lock()
+    _num_bytes = 0
 
-    def __init__(self, array: npt.NDArray[np.float32]) -> None:
-        """Copies a two-dimensional array; the only copy between the caller's memory and the engine."""
+    def _reserve(self, num_bytes: int, limit: int | None) -> None:
+        """Counts the bytes of this buffer; UnavailableError where all would then hold more than `limit`."""
+        with EmbedsBuffer._lock:
+            total = EmbedsBuffer.total_bytes
+            if limit is not None and total + num_bytes > limit:
+                raise UnavailableError(
+                    f"queue full: image_embeds of {total} bytes are waiting or in use, "
+                    f"{num_bytes} more exceed the limit (max_embeds_bytes {limit})"
+                )
+            EmbedsBuffer.total_bytes += num_bytes
+            self._num_bytes = num_bytes
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __del__(self) -> None:
+        try:
+            self.close()
+        finally:
+            with EmbedsBuffer._lock:
+                EmbedsBuffer.total_bytes -= self._num_bytes
+
+
+class SharedBuffer(EmbedsBuffer):
+    """The writer's side: holds the memory's descriptor until `close`; mappings of it live on."""
+
+    def __init__(self, array: npt.NDArray[np.float32], limit: int | None = None) -> None:
+        """Copies a two-dimensional array; the only copy between the caller's memory and the engine.
+
+        Raises:
+            UnavailableError: all buffers of this process would hold more than `limit` bytes.
+        """
+        self._fd = -1  # what __del__ needs if the next lines fail
         assert array.ndim == 2 and array.dtype == np.float32, (array.shape, array.dtype)
         self.shape = (int(array.shape[0]), int(array.shape[1]))
-        self._fd, self._num_bytes = -1, 0  # what __del__ needs if the next lines fail
+        self._reserve(array.nbytes, limit)
         self._fd = os.memfd_create("quire-embeds", os.MFD_CLOEXEC)
         self.array = np.empty(self.shape, dtype=np.float32)
         """The rows in the shared memory."""
@@ -68,12 +114,13 @@ class SharedBuffer:
             memory = mmap.mmap(self._fd, array.nbytes)
             self.array = np.frombuffer(memory, dtype=np.float32).reshape(self.shape)
             np.copyto(self.array, array)
-        self._num_bytes = array.nbytes
-        self._count(array.nbytes)
 
     def descriptor(self) -> SharedArray:
-        assert self._fd >= 0, "the buffer is closed"
-        return SharedArray(os.getpid(), self._fd, self.shape)
+        """Raises UnavailableError where the buffer is closed: its request is over."""
+        if self._fd < 0:
+            raise UnavailableError("the request's embeddings are gone: their buffer was closed")
+        stat = os.fstat(self._fd)
+        return SharedArray(os.getpid(), self._fd, self.shape, stat.st_dev, stat.st_ino)
 
     def close(self) -> None:
         """Gives the descriptor and the mapping back; may be called again."""
@@ -81,12 +128,3 @@ class SharedBuffer:
             os.close(self._fd)
             self._fd = -1
             del self.array
-
-    @classmethod
-    def _count(cls, num_bytes: int) -> None:
-        with cls._lock:
-            cls.total_bytes += num_bytes
-
-    def __del__(self) -> None:
-        self.close()
-        self._count(-self._num_bytes)

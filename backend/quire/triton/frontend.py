@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import queue
 import resource
 import sys
 import threading
@@ -26,8 +25,8 @@ SHUTDOWN_S = 3.0
 WATCHDOG_S = 0.5
 MIN_INTAKE = 64
 """Requests that may wait for the intake beyond those that may wait in the engine, whose refusal is exact."""
-INTAKE_THREADS = 2
-"""More than one, so that a very long text does not hold up the others; tokenizers release the GIL."""
+INTAKE_PROMPTS = 4
+"""Prompts of `max_prompt_bytes` whose texts may wait together."""
 
 
 class TritonPythonModel:
@@ -71,6 +70,7 @@ class TritonPythonModel:
         from quire.engine.supervisor import EngineSupervisor
         from quire.loader.info import read_checkpoint_info
         from quire.sampling_params import defaults_from_generation_config
+        from quire.triton.intake import Intake
         from quire.triton.metrics import EngineMetrics
         from quire.triton.request_parser import RequestParser
         from quire.triton.responder import Responder
@@ -94,76 +94,58 @@ class TritonPythonModel:
         def connect(dead_generation: int) -> tuple[EngineConnection, EngineInfo]:
             address = self._supervisor.ensure(not_generation=dead_generation)
             connection = EngineConnection(self._zmq, address)
-            return connection, connection.hello(timeout_s=30.0)
+            try:
+                return connection, connection.hello(timeout_s=30.0)
+            except BaseException:
+                connection.close(goodbye=False)
+                raise
 
         hf = None if tokenizer is None else tokenizer.hf
         self._responder = Responder(config.frontend, hf, connect, self._publish)
         self._metrics = EngineMetrics.claim(pb_utils, args, self._supervisor.directory)
+        self._decoupled = config_completion.is_decoupled(model_config)
         self._parser = RequestParser(
             tokenizer,
             defaults_from_generation_config(info.generation_config),
             lambda: self._responder.info,
             max_prompt_bytes=config.frontend.max_prompt_bytes,
-            decoupled=config_completion.is_decoupled(model_config),
+            max_embeds_bytes=config.frontend.max_embeds_bytes,
+            decoupled=self._decoupled,
             tenant_from_header_only=config.frontend.tenant_from_header_only,
             allow_cache_control=config.frontend.allow_cache_control,
         )
         self._prefix = uuid.uuid4().hex[:8]
         self._count = 0
-        self._max_embeds_bytes = config.frontend.max_embeds_bytes
-        self._max_intake = MIN_INTAKE + config.scheduler.max_waiting_requests
-        self._intake_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._intake = [
-            threading.Thread(target=self._run_intake, name=f"quire-intake-{i}", daemon=True)
-            for i in range(INTAKE_THREADS)
-        ]
+        self._intake = Intake(
+            self._parser,
+            self._responder,
+            max_requests=MIN_INTAKE + config.scheduler.max_waiting_requests,
+            max_bytes=INTAKE_PROMPTS * config.frontend.max_prompt_bytes,
+        )
         # Transformers' objects live as long as the process: collections over them would only stall streams.
         gc.collect()
         gc.freeze()
         self._responder.start()
-        for thread in self._intake:
-            thread.start()
+        self._intake.start()
         logger.info("serving %s by engine process %d", config.model.model, self._responder.info.pid)
 
     def execute(self, requests: list[Any]) -> None:
         """Copies and enqueues; never blocks, never raises: an exception here would race with our senders."""
         from quire.triton.request_handle import RequestHandle
-        from quire.triton.request_parser import read_request
 
         for request in requests:
             self._count += 1
-            handle = RequestHandle(
-                request.get_response_sender(), f"{self._prefix}-{self._count}", request.request_id()
-            )
-            if self._intake_queue.qsize() >= self._max_intake:
-                full = UnavailableError(f"the queue is full: {self._max_intake} requests wait to be parsed")
-                self._responder.refuse(handle, full)
-                continue
+            sender = request.get_response_sender()
+            handle = RequestHandle(sender, f"{self._prefix}-{self._count}", "", decoupled=self._decoupled)
             try:
-                raw = read_request(request, self._max_embeds_bytes)
+                self._intake.check_room()
+                raw = self._parser.read(request)
+                handle.external_id = raw.external_id
+                self._intake.put(handle, raw)
             except QuireError as error:
                 self._responder.refuse(handle, error)
-                continue
             except Exception as error:
                 self._responder.refuse(handle, UnavailableError(f"the request cannot be read: {error}"))
-                continue
-            self._intake_queue.put((handle, raw))
-
-    def _run_intake(self) -> None:
-        while True:
-            item = self._intake_queue.get()
-            if item is None:
-                return
-            handle, raw = item
-            try:
-                parsed = self._parser.parse(raw)
-            except QuireError as error:
-                self._responder.refuse(handle, error)
-            except Exception as error:
-                logger.exception("frontend: parsing failed")
-                self._responder.refuse(handle, QuireError(f"the request cannot be parsed: {error}"))
-            else:
-                self._responder.submit(handle, parsed)
 
     def _publish(self, values: dict[str, float]) -> None:
         if self._metrics is not None:
@@ -173,10 +155,7 @@ class TritonPythonModel:
         """Called after the last FINAL; bounded in time."""
         if not hasattr(self, "_intake"):
             return
-        for _ in self._intake:
-            self._intake_queue.put(None)
-        for thread in self._intake:
-            thread.join(SHUTDOWN_S)
+        self._intake.stop(SHUTDOWN_S)
         self._responder.stop()
         self._responder.join(SHUTDOWN_S)
         if self._metrics is not None:

@@ -1,7 +1,8 @@
 """From a Triton request to a validated one.
 
-Two halves, because they run on two threads: `read_request` copies what the request holds while Triton still
-owns it (on the stub's main thread, which must not be held up), `RequestParser.parse` checks and tokenizes.
+Two halves, because they run on two threads: `RequestParser.read` copies what the request holds while Triton
+still owns it (on the stub's main thread, which must not be held up: whatever is too large is refused there,
+before it is copied), `RequestParser.parse` checks and tokenizes.
 """
 
 from __future__ import annotations
@@ -15,13 +16,20 @@ from typing import Any
 import numpy as np
 
 from quire.bad_words import with_bad_words_ids
+from quire.cache_commands import CacheCommand, Health, parse_cache_command
 from quire.converters import boolean, integer
 from quire.engine.device_array import DeviceBuffer
 from quire.engine.messages import EmbedsMessage, EngineInfo
 from quire.engine.shared_array import SharedBuffer
-from quire.errors import InvalidArgumentError, UnavailableError
+from quire.errors import InvalidArgumentError
 from quire.multimodal import check_spans, content_hashes
-from quire.sampling_params import SamplingParams, parse_sampling_params
+from quire.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+    parse_sampling_params,
+)
 from quire.scheduling_params import (
     ALIASES,
     HEADERS,
@@ -29,7 +37,9 @@ from quire.scheduling_params import (
     SchedulingParams,
     parse_scheduling_params,
 )
-from quire.validation import check_prompt, check_token_parameters
+from quire.stop_matcher import StopAutomaton
+from quire.validation import check_prompt, check_prompt_length, check_token_parameters
+from quire_ensemble import client_json
 from quire_ensemble.errors import InputError
 from quire_ensemble.generator_schema import (
     CONTROL_INPUTS,
@@ -48,6 +58,14 @@ _OUTPUT_NAMES = frozenset(spec.name for spec in OUTPUTS)
 _PROMPT_NAMES = tuple(spec.name for spec in PROMPT_INPUTS)
 
 _SEQUENCE_END = 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
+
+_MOST_ENTRIES = {
+    "stop": MAX_STOP_STRINGS,
+    "bad_words": MAX_BAD_WORDS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+}
+_PER_TOKEN = {"image_spans": 2, "position_ids": 3}
+"""Elements for each token of the longest prompt; `image_embeds` has a row."""
 
 # Triton's own request parameters. Of HTTP generate they reach a model as they are, from elsewhere by the
 # request's methods. `id` is what HTTP generate calls the request id.
@@ -83,6 +101,8 @@ class RawRequest:
     sequence_end: bool = False
     embeds: SharedBuffer | DeviceBuffer | None = None
     """`image_embeds`, where the request has rows of it."""
+    num_bytes: int = 0
+    """Of its texts."""
 
 
 @dataclass(slots=True)
@@ -99,8 +119,10 @@ class ParsedRequest:
     stream: bool = False
     cancel: bool = False
     """Not a generation: ends the running request with the same external id."""
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheCommand | None = None
     """Not a generation: a command for `EngineCore.control`."""
+    stops: StopAutomaton | None = None
+    """Of `params.stop`; made here, as it takes milliseconds that no other request should wait for."""
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     arrived_at: float = 0.0
     """CLOCK_MONOTONIC seconds."""
@@ -111,45 +133,6 @@ class ParsedRequest:
     buffer: SharedBuffer | DeviceBuffer | None = None
 
 
-def read_request(request: Any, max_embeds_bytes: int) -> RawRequest:
-    """Copies a `pb_utils.InferenceRequest`: its tensors die when `execute` returns.
-
-    Raises:
-        UnavailableError: the embeddings of all requests here would take more than `max_embeds_bytes`.
-    """
-    tensors: dict[str, list[Any]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    embeds: SharedBuffer | DeviceBuffer | None = None
-    for tensor in request.inputs():
-        name = tensor.name()
-        if name == "image_embeds" and not tensor.is_cpu():
-            embeds = DeviceBuffer(tensor.to_dlpack())
-            continue
-        array = tensor.as_numpy()
-        if name == "image_embeds":
-            if SharedBuffer.total_bytes + array.nbytes > max_embeds_bytes:
-                raise UnavailableError(
-                    f"queue full: image_embeds of {SharedBuffer.total_bytes} bytes are waiting or in use, "
-                    f"{array.nbytes} more exceed the limit (max_embeds_bytes {max_embeds_bytes})"
-                )
-            if array.size:
-                embeds = SharedBuffer(array)
-            continue
-        tensors[name], shapes[name] = array.reshape(-1).tolist(), array.shape
-    return RawRequest(
-        tensors=tensors,
-        shapes=shapes,
-        parameters=request.parameters(),
-        external_id=request.request_id(),
-        requested_outputs=frozenset(request.requested_output_names()),
-        arrived_at=time.monotonic(),
-        timeout_us=request.timeout(),
-        correlation_id=str(request.correlation_id() or ""),
-        sequence_end=bool(request.flags() & _SEQUENCE_END),
-        embeds=embeds,
-    )
-
-
 class RequestParser:
     """Checks requests against one model.
 
@@ -158,6 +141,7 @@ class RequestParser:
         defaults: sampling defaults of the checkpoint.
         info: the engine's limits; a callable since a restarted engine may answer differently.
         max_prompt_bytes: longest text_input or messages.
+        max_embeds_bytes: most bytes of the image embeddings of all requests that are being worked on.
         decoupled: whether the model may stream.
         tenant_from_header_only: whether a `tenant` stated by other means than a header is refused.
         allow_cache_control: whether cache commands are taken.
@@ -170,6 +154,7 @@ class RequestParser:
         info: Callable[[], EngineInfo],
         *,
         max_prompt_bytes: int,
+        max_embeds_bytes: int,
         decoupled: bool,
         tenant_from_header_only: bool = False,
         allow_cache_control: bool = True,
@@ -178,18 +163,79 @@ class RequestParser:
         self.defaults = defaults
         self.info = info
         self.max_prompt_bytes = max_prompt_bytes
+        self.max_embeds_bytes = max_embeds_bytes
         self.decoupled = decoupled
         self.tenant_from_header_only = tenant_from_header_only
         self.allow_cache_control = allow_cache_control
 
+    def read(self, request: Any) -> RawRequest:
+        """Copies a `pb_utils.InferenceRequest`: its tensors die when `execute` returns.
+
+        Raises:
+            InvalidArgumentError: the id or another text is not UTF-8, or a tensor is larger than any that
+                could be right.
+            UnavailableError: the embeddings of all requests here would take more than `max_embeds_bytes`.
+        """
+        info = self.info()
+        raw = RawRequest(
+            tensors={},
+            shapes={},
+            parameters=_utf8("parameters", request.parameters),
+            external_id=_utf8("id", request.request_id),
+            requested_outputs=frozenset(_utf8("outputs", request.requested_output_names)),
+            arrived_at=time.monotonic(),
+            timeout_us=request.timeout(),
+            correlation_id=str(_utf8("sequence_id", request.correlation_id) or ""),
+            sequence_end=bool(request.flags() & _SEQUENCE_END),
+        )
+        _check_size("parameters", len(raw.parameters), client_json.MAX_BYTES)
+        for tensor in request.inputs():
+            name = tensor.name()
+            if name == "image_embeds" and not tensor.is_cpu():
+                raw.embeds = DeviceBuffer(tensor.to_dlpack(), self.max_embeds_bytes)
+                continue
+            array = tensor.as_numpy()
+            self._check_elements(name, array, info)
+            if name == "image_embeds":
+                if array.size:
+                    raw.embeds = SharedBuffer(array, self.max_embeds_bytes)
+                continue
+            values = array.reshape(-1).tolist()
+            if array.dtype == np.object_:
+                raw.num_bytes += self._check_text(name, values, info)
+            raw.tensors[name], raw.shapes[name] = values, array.shape
+        return raw
+
+    def _check_elements(self, name: str, array: np.ndarray, info: EngineInfo) -> None:
+        """Refuses by its number of elements what is no good whatever the elements are."""
+        if _SPECS[name].dims == (1,):
+            if array.size != 1:
+                raise InvalidArgumentError(name, f"must hold exactly one element, got shape {array.shape}")
+        elif name == "input_ids":
+            check_prompt_length(array.size, info.max_model_len)
+        else:
+            most = _MOST_ENTRIES.get(name)
+            if most is None:
+                most = info.max_model_len * _PER_TOKEN.get(name, info.hidden_size)
+            if array.size > most:
+                raise InvalidArgumentError(name, f"at most {most} elements are allowed, got {array.size}")
+
+    def _check_text(self, name: str, values: list[bytes], info: EngineInfo) -> int:
+        """The bytes of a STRING tensor; refuses those that no request needs."""
+        num_bytes = sum(map(len, values))
+        if name not in _PROMPT_NAMES:
+            _check_size(name, num_bytes, client_json.MAX_BYTES)
+            return num_bytes
+        _check_size(name, num_bytes, self.max_prompt_bytes)
+        if name == "text_input" and self.tokenizer is not None:
+            try:
+                self.tokenizer.check_length(name, num_bytes, info.max_model_len - 1)
+            except InputError as error:
+                raise InvalidArgumentError(error.field, f"{error.reason} (max_model_len)") from None
+        return num_bytes
+
     def parse(self, raw: RawRequest) -> ParsedRequest:
         """Raises InvalidArgumentError naming the field and the limit; has no effect then."""
-        for name, values in raw.tensors.items():
-            spec = _SPECS[name]
-            if spec.dims == (1,) and len(values) != 1:
-                raise InvalidArgumentError(
-                    name, f"must hold exactly one element, got shape {raw.shapes[name]}"
-                )
         parameters, headers = _parameters(raw)
         control = {name: boolean(name, parameters.pop(name)) for name in _CONTROL_NAMES & parameters.keys()}
         control |= {name: bool(raw.tensors[name][0]) for name in _CONTROL_NAMES & raw.tensors.keys()}
@@ -199,23 +245,6 @@ class RequestParser:
             raise InvalidArgumentError(
                 "stream", "this model is not decoupled and answers once; use its decoupled variant"
             )
-        if control.get("cancel", False):
-            if not raw.external_id:
-                raise InvalidArgumentError(
-                    "cancel", "needs the id of the request to cancel as its request id"
-                )
-            outputs = raw.requested_outputs
-            return ParsedRequest([], self.defaults, raw.external_id, outputs, outputs, cancel=True)
-
-        if "cache_control" in raw.tensors:
-            if not self.allow_cache_control:
-                raise InvalidArgumentError("cache_control", "is not allowed here (allow_cache_control)")
-            command = _cache_command(raw.tensors["cache_control"][0])
-            outputs = raw.requested_outputs
-            if outputs == _OUTPUT_NAMES:
-                outputs = frozenset({"text_output", "finish_reason"})
-            return ParsedRequest([], self.defaults, "", outputs, outputs, cache_control=command)
-
         from_json = _json_parameters(raw)
         stated = (
             _typed(raw, _SCHEDULING_NAMES),
@@ -232,6 +261,24 @@ class RequestParser:
             correlation_id=raw.correlation_id,
             sequence_end=raw.sequence_end,
         )
+        if control.get("cancel", False):
+            if not raw.external_id:
+                raise InvalidArgumentError(
+                    "cancel", "needs the id of the request to cancel as its request id"
+                )
+            outputs = raw.requested_outputs
+            return ParsedRequest(
+                [], self.defaults, raw.external_id, outputs, outputs, cancel=True, scheduling=scheduling
+            )
+        if "cache_control" in raw.tensors:
+            command = parse_cache_command(raw.tensors["cache_control"][0])
+            if not (self.allow_cache_control or isinstance(command, Health)):
+                raise InvalidArgumentError("cache_control", "is not allowed here (allow_cache_control)")
+            outputs = raw.requested_outputs
+            if outputs == _OUTPUT_NAMES:
+                outputs = frozenset({"text_output", "finish_reason"})
+            return ParsedRequest([], self.defaults, "", outputs, outputs, cache_control=command)
+
         params = self._sampling(_typed(raw, _SAMPLING_NAMES), from_json, parameters)
         outputs, final_outputs = _outputs(raw.requested_outputs, control, params, stream)
         if params.logprobs is None and outputs & {"logprobs", "cumulative_logprob"}:
@@ -248,8 +295,8 @@ class RequestParser:
         echo_wanted = not control.get("exclude_input_in_output", True)
         if echo_wanted and stream:
             raise InvalidArgumentError("exclude_input_in_output", "must be true when streaming")
-        token_ids, text = self._prompt(raw)
         info = self.info()
+        token_ids, text = self._prompt(raw, info.max_model_len - 1)
         check_prompt(token_ids, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
         check_token_parameters(params, info.vocab_size)
         embeds = _embeds(raw, len(token_ids), info)
@@ -265,6 +312,7 @@ class RequestParser:
             echo=text if echo_wanted else "",
             embeds=embeds,
             buffer=raw.embeds,
+            stops=StopAutomaton(params.stop) if params.stop else None,
         )
 
     def _sampling(
@@ -278,7 +326,7 @@ class RequestParser:
             params = with_bad_words_ids(params, self.tokenizer)
         return params
 
-    def _prompt(self, raw: RawRequest) -> tuple[list[int], str]:
+    def _prompt(self, raw: RawRequest, max_tokens: int) -> tuple[list[int], str]:
         given = [name for name in _PROMPT_NAMES if name in raw.tensors]
         if len(given) != 1:
             found = ", ".join(given) if given else "none"
@@ -287,19 +335,18 @@ class RequestParser:
             )
         name = given[0]
         if name == "input_ids":
-            token_ids = [int(value) for value in raw.tensors[name]]
+            token_ids: list[int] = raw.tensors[name]
             if not token_ids:
                 raise InvalidArgumentError("input_ids", "must hold at least one token")
             return token_ids, ""
         value: bytes = raw.tensors[name][0]
         if self.tokenizer is None:
             raise InvalidArgumentError(name, "this checkpoint has no tokenizer: send input_ids")
-        if len(value) > self.max_prompt_bytes:
-            raise InvalidArgumentError(name, f"at most {self.max_prompt_bytes} bytes, got {len(value)}")
         try:
             if name == "messages":
-                return self.tokenizer.encode_messages(value), ""
-            return self.tokenizer.encode_bytes(name, value), value.decode("utf-8")
+                max_bytes = self.max_prompt_bytes
+                return self.tokenizer.encode_messages(value, max_bytes=max_bytes, max_tokens=max_tokens), ""
+            return self.tokenizer.encode_bytes(name, value, max_tokens=max_tokens), value.decode("utf-8")
         except InputError as error:
             raise InvalidArgumentError(error.field, error.reason) from None
 
@@ -311,7 +358,10 @@ def _parameters(raw: RawRequest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     lower case. Whatever else an operator's pattern lets through is not ours: no field of ours has a hyphen.
     What HTTP generate has for Triton itself (timeout, sequence_id) is moved to where the others have it.
     """
-    pairs: list[tuple[str, Any]] = json.loads(raw.parameters or "{}", object_pairs_hook=list)
+    try:
+        pairs: list[tuple[str, Any]] = json.loads(raw.parameters or "{}", object_pairs_hook=list)
+    except ValueError as error:
+        raise InvalidArgumentError("parameters", f"cannot be read: {error}") from None
     values = dict(pairs)
     if not raw.timeout_us and "timeout" in values:
         raw.timeout_us = integer(0, 2**63 - 1)("timeout", values["timeout"])
@@ -339,7 +389,7 @@ def _check_tenant(stated: Iterable[Mapping[str, Any]], headers: Iterable[Mapping
         raise InvalidArgumentError("tenant", "must be given as a header here (tenant_from_header_only)")
     found = {header["tenant"] for header in headers if "tenant" in header}
     if len(found) > 1:
-        raise InvalidArgumentError("tenant", f"must be given once, got {sorted(map(str, found))}")
+        raise InvalidArgumentError("tenant", f"must be given once, got {len(found)} values")
 
 
 def _is_header(key: str) -> bool:
@@ -349,29 +399,17 @@ def _is_header(key: str) -> bool:
 
 def _json_parameters(raw: RawRequest) -> dict[str, Any]:
     """The object in `sampling_parameters`."""
-    if "sampling_parameters" not in raw.tensors:
-        return {}
-    return _json_object("sampling_parameters", raw.tensors["sampling_parameters"][0])
-
-
-def _json_object(field: str, value: bytes) -> dict[str, Any]:
-    text = _text(field, value)
-    if not text.strip():
+    field = "sampling_parameters"
+    value: bytes = raw.tensors.get(field, [b""])[0]
+    if not value.strip():
         return {}
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(field, f"invalid JSON: {error}") from None
+        found = client_json.parse_json(field, value)
+    except InputError as error:
+        raise InvalidArgumentError(error.field, error.reason) from None
     if not isinstance(found, dict):
         raise InvalidArgumentError(field, "must be a JSON object")
     return found
-
-
-def _cache_command(value: bytes) -> dict[str, Any]:
-    command = _json_object("cache_control", value)
-    if not isinstance(command.get("command"), str):
-        raise InvalidArgumentError("cache_control", 'must name a command, as in {"command": "reset"}')
-    return command
 
 
 def _typed(raw: RawRequest, names: frozenset[str]) -> dict[str, Any]:
@@ -456,3 +494,16 @@ def _text(field: str, value: Any) -> Any:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidArgumentError(field, f"invalid UTF-8 at byte {error.start}") from None
+
+
+def _utf8(field: str, read: Callable[[], Any]) -> Any:
+    """What one of Triton's getters gives: texts, which it decodes only then (HTTP lets any bytes through)."""
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(field, f"invalid UTF-8 at byte {error.start}") from None
+
+
+def _check_size(field: str, num_bytes: int, most: int) -> None:
+    if num_bytes > most:
+        raise InvalidArgumentError(field, f"at most {most} bytes, got {num_bytes}")

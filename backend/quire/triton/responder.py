@@ -3,11 +3,15 @@
 It alone sends responses, polls for cancellation and sends FINAL. One `send` is a round trip to the server
 (about 150 us), so when deltas come faster than they can be sent, those of a request are merged: the first
 token and the end go out at once, anything else at most every `coalesce_ms` while there is a backlog.
+
+A send may fail. A request that lost a delta ends with an error, and an end that failed is tried again from
+the thread's loop, beside everything else that is due, until Triton takes it.
 """
 
 from __future__ import annotations
 
 import heapq
+import json
 import logging
 import math
 import os
@@ -32,12 +36,13 @@ from quire.engine.messages import (
     Outputs,
     Stats,
 )
-from quire.errors import EngineStoppedError, QuireError
+from quire.errors import EngineStoppedError, QuireError, UnavailableError
 from quire.output_processor import OutputProcessor, RequestProcessor
 from quire.outputs import EngineCoreOutput, RequestOutput
 from quire.request import FinishReason
 from quire.triton.request_handle import RequestHandle
 from quire.triton.request_parser import ParsedRequest
+from quire_ensemble.errors import shown
 
 logger = logging.getLogger("quire")
 
@@ -47,6 +52,16 @@ MAX_POLL_S = 0.25
 """Between two polls of a request whose steps are long."""
 MAX_POLL_SHARE = 0.2
 """Share of the thread's time that cancellation polls may take; beyond it the period stretches."""
+CAREFUL_S = 10.0
+"""How long after a failed send no response carries FINAL itself (see `RequestHandle`)."""
+END_PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0)
+"""Before each further try of an end that failed."""
+FINAL_ONLY_TRIES = 2
+"""The last tries, which give up the error in order to be rid of the request."""
+RESTART_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Before each attempt to start an engine in the place of one that died; the last counts for all further."""
+SOUND_S = 60.0
+"""An engine that lived this long is replaced at once."""
 
 
 class Responder(threading.Thread):
@@ -75,9 +90,11 @@ class Responder(threading.Thread):
         self._connection: EngineConnection | None
         self._connection, self.info = connect(-1)
         self._down_reason = ""
+        self._for_good = False
+        """Whether the engine was told to stop, so that no other takes its place."""
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._stopping = False
+        self._stopped = threading.Event()
         self._open: dict[str, RequestHandle] = {}
         self._dirty: dict[tuple[str, int], tuple[RequestHandle, OutputProcessor]] = {}
         """Choices, by request id and index, that may have something to send."""
@@ -87,7 +104,13 @@ class Responder(threading.Thread):
         """A heap by the time of the next poll."""
         self._backlog = False
         self._poll_cost = 1e-4
-        self._restarts: deque[float] = deque()
+        self._careful_until = 0.0
+        self._ending: list[tuple[float, str, int, RequestHandle]] = []
+        """A heap: when to try again to end a request, its id, how often that has failed, and its handle."""
+        self._connected_at = time.monotonic()
+        self._num_restarts = 0
+        """Attempts in a row to start an engine that were made before one lived for SOUND_S."""
+        self._next_restart = 0.0
         self._poller = zmq.Poller()
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._watch(self._connection)
@@ -96,15 +119,15 @@ class Responder(threading.Thread):
 
     def submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
         """A parsed request; the handle belongs to the responder from here on."""
-        self._post(lambda: self._submit(handle, parsed))
+        self._post(lambda: self._take(handle, parsed))
 
     def refuse(self, handle: RequestHandle, error: QuireError) -> None:
         """A request that is wrong; ends it."""
-        self._post(lambda: handle.send_error(str(error), error.code, error.retry_after_s))
+        self._post(lambda: self._fail(handle, str(error), error.code, error.retry_after_s))
 
     def stop(self) -> None:
-        """Ends the thread after what is in the inbox; open requests end with SHUTDOWN."""
-        self._stopping = True
+        """Ends the thread after what is in the inbox; open requests and commands end with UNAVAILABLE."""
+        self._stopped.set()
         self._wake()
 
     def _post(self, action: Callable[[], None]) -> None:
@@ -128,10 +151,13 @@ class Responder(threading.Thread):
                 self._engine_died()
             self._guard(self._send_dirty)
             self._guard(self._poll_cancellations)
-            if self._stopping and not self._inbox:
+            if self._ending:
+                self._guard(self._retry_ends)
+            if self._stopped.is_set() and not self._inbox:
                 break
-        for handle in list(self._open.values()):
+        for handle in [*self._open.values(), *self._commands.values()]:
             self._fail(handle, "the model is being unloaded", "UNAVAILABLE")
+        self._retry_ends(final=True)
         if self._connection is not None:
             self._connection.close(goodbye=True)
 
@@ -143,7 +169,7 @@ class Responder(threading.Thread):
             logger.exception("frontend: a request could not be handled")
 
     def _timeout_ms(self) -> int:
-        if self._inbox or self._stopping:
+        if self._inbox or self._stopped.is_set():
             return 0
         waits = [1.0]
         now = time.monotonic()
@@ -154,27 +180,46 @@ class Responder(threading.Thread):
             waits.append(min(sent) + self._coalesce_s - now)
         if self._poll_queue:
             waits.append(self._poll_queue[0][0] - now)
+        if self._ending:
+            waits.append(self._ending[0][0] - now)
         return math.ceil(max(0.0, min(waits)) * 1000)
 
     @property
     def _coalesce_s(self) -> float:
         return self.config.coalesce_ms / 1000
 
+    def _take(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
+        try:
+            self._submit(handle, parsed)
+        except Exception as error:
+            logger.exception("frontend: %s cannot be handed to the engine", handle.request_id)
+            self._commands.pop(handle.request_id, None)
+            self._fail(handle, f"the request cannot be handed to the engine: {error}", "INTERNAL")
+
     def _submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
         handle.parsed = parsed
         if self._connection is None:
-            handle.send_error(self._down_reason, "UNAVAILABLE")
+            wait_s = None if self._for_good else max(1.0, self._next_restart - time.monotonic())
+            down = UnavailableError(self._down_reason, wait_s)
+            self._fail(handle, str(down), down.code, down.retry_after_s)
             return
         if parsed.cancel:
             self._commands[handle.request_id] = handle
-            self._connection.send(CancelByExternalId(parsed.external_id, handle.request_id, time.monotonic()))
+            self._connection.send(
+                CancelByExternalId(
+                    parsed.external_id,
+                    handle.request_id,
+                    learned_at=time.monotonic(),
+                    tenant=parsed.scheduling.tenant,
+                )
+            )
             return
         if parsed.cache_control is not None:
             self._commands[handle.request_id] = handle
             self._connection.send(Control(parsed.cache_control, handle.request_id))
             return
         handle.processor = RequestProcessor(
-            handle.request_id, len(parsed.prompt_token_ids), parsed.params, self.tokenizer
+            handle.request_id, len(parsed.prompt_token_ids), parsed.params, self.tokenizer, parsed.stops
         )
         handle.num_open_choices = parsed.params.n
         self._open[handle.request_id] = handle
@@ -220,19 +265,19 @@ class Responder(threading.Thread):
         """Takes an output; returns the ids of what has ended here and is still to be ended in the engine."""
         processor = handle.processor
         assert processor is not None and handle.parsed is not None
-        if handle.parsed.buffer is not None:
-            handle.parsed.buffer.close()  # an engine that answers has mapped it
-        if output.error is not None:
-            self._fail(handle, output.error, output.error_code, output.retry_after_s)
-            return []
         try:
+            if handle.parsed.buffer is not None:
+                handle.parsed.buffer.close()  # an engine that answers has mapped it
+            if output.error is not None:
+                self._fail(handle, output.error, output.error_code, output.retry_after_s)
+                return []
             choice = processor.choices[output.index]
             if choice.finished:
                 return []  # what was on its way when a stop string ended the choice here
             stopped = processor.process(output)
         except Exception as error:
-            logger.exception("frontend: %s cannot be detokenized", handle.request_id)
-            self._fail(handle, f"the output cannot be detokenized: {error}", "INTERNAL")
+            logger.exception("frontend: an output of %s cannot be processed", handle.request_id)
+            self._fail(handle, f"the output cannot be processed: {error}", "INTERNAL")
             return [handle.request_id]
         if choice.ready:
             self._dirty[handle.request_id, choice.index] = handle, choice
@@ -283,9 +328,12 @@ class Responder(threading.Thread):
         if output.finish_reason == FinishReason.SHUTDOWN:
             self._fail(handle, "the engine is shutting down", "UNAVAILABLE")
             return
-        self._guard(lambda: handle.send(output))
-        if not handle.is_open:
-            del self._open[handle.request_id]
+        try:
+            handle.send(output, careful=time.monotonic() < self._careful_until)
+        except Exception as error:
+            self._send_failed(handle, error)
+        if not handle.is_open or handle.is_ending:
+            self._open.pop(handle.request_id, None)
 
     def _fail(
         self, handle: RequestHandle, message: str, code: str, retry_after_s: float | None = None
@@ -294,30 +342,70 @@ class Responder(threading.Thread):
         self._open.pop(handle.request_id, None)
         for choice in handle.processor.choices if handle.processor is not None else ():
             self._dirty.pop((handle.request_id, choice.index), None)
-        self._guard(lambda: handle.send_error(message, code, retry_after_s))
+        careful = time.monotonic() < self._careful_until
+        try:
+            handle.send_error(message, code, retry_after_s, careful=careful)
+        except Exception as error:
+            self._send_failed(handle, error)
+
+    def _send_failed(self, handle: RequestHandle, error: Exception) -> None:
+        """A response was not delivered: its request ends with an error, here and in the engine."""
+        now = time.monotonic()
+        self._careful_until = now + CAREFUL_S
+        logger.error("frontend: a response of %s could not be sent: %s", handle.request_id, error)
+        if handle.is_ending:
+            heapq.heappush(self._ending, (now + END_PAUSES_S[0], handle.request_id, 0, handle))
+        elif handle.is_open:
+            if handle.processor is not None and self._connection is not None:
+                self._connection.send(AbortRequests([handle.request_id], FinishReason.ERROR.value, now))
+            self._fail(handle, f"output was lost on its way to the server: {error}", "INTERNAL")
+
+    def _retry_ends(self, *, final: bool = False) -> None:
+        """Tries again what is due, oldest first, and as little at a time as `_send_dirty`.
+
+        Args:
+            final: the thread ends: all are tried, once and for the last time.
+        """
+        now = time.monotonic()
+        tries = 0
+        while self._ending and (final or (tries < SENDS_PER_PASS and self._ending[0][0] <= now)):
+            _, request_id, failures, handle = heapq.heappop(self._ending)
+            tries += 1
+            left = 0 if final else len(END_PAUSES_S) - 1 - failures
+            try:
+                handle.retry_end(final_only=left < FINAL_ONLY_TRIES)
+            except Exception as error:
+                self._careful_until = now + CAREFUL_S
+                if left:
+                    due = now + END_PAUSES_S[failures + 1]
+                    heapq.heappush(self._ending, (due, request_id, failures + 1, handle))
+                else:
+                    logger.error("frontend: %s could not be ended and is given up: %s", request_id, error)
+                    handle.abandon()
 
     def _answer_cancel(self, result: CancelResult) -> None:
         handle = self._commands.pop(result.token, None)
         if handle is None:
             return
         if result.num_cancelled == 0:
-            self._guard(
-                lambda: handle.send_error(
-                    f"no request with id {handle.external_id!r} is running", "NOT_FOUND"
-                )
-            )
+            self._fail(handle, f"no request with id {shown(handle.external_id)} is running", "NOT_FOUND")
             return
         done = RequestOutput(handle.request_id, "", [], FinishReason.CANCELLED.value, None, 0, 0, 0)
-        self._guard(lambda: handle.send(done))
+        self._send(handle, done)
 
     def _answer_control(self, result: ControlResult) -> None:
         handle = self._commands.pop(result.token, None)
         if handle is None:
             return
         if result.error:
-            self._guard(lambda: handle.send_error(result.error, result.error_code))
-        else:
-            self._guard(lambda: handle.send_control_result(result.result))
+            self._fail(handle, result.error, result.error_code)
+            return
+        try:
+            text = json.dumps(result.result)
+        except (TypeError, ValueError) as error:
+            self._fail(handle, f"the answer cannot be written as JSON: {error}", "INTERNAL")
+            return
+        self._send(handle, RequestOutput(handle.request_id, text, [], FinishReason.STOP.value, None, 0, 0, 0))
 
     def _poll_later(self, handle: RequestHandle, when: float) -> None:
         heapq.heappush(self._poll_queue, (when, handle.request_id, handle))
@@ -336,10 +424,15 @@ class Responder(threading.Thread):
         now = start = time.monotonic()
         while self._poll_queue and asked < SENDS_PER_PASS and self._poll_queue[0][0] <= now:
             _, _, handle = heapq.heappop(self._poll_queue)
-            if not handle.is_open:
+            if not handle.is_open or handle.is_ending:
                 continue
             asked += 1
-            if handle.is_cancelled():
+            try:
+                is_cancelled = handle.is_cancelled()
+            except Exception as error:
+                logger.error("frontend: %s could not be polled: %s", handle.request_id, error)
+                is_cancelled = False
+            if is_cancelled:
                 cancelled.append(handle.request_id)
                 self._fail(handle, "the request was cancelled", "CANCELLED")
             else:
@@ -359,7 +452,7 @@ class Responder(threading.Thread):
         """Everything in flight ends with UNAVAILABLE at once; a new engine is started beside this thread."""
         connection = self._connection
         assert connection is not None
-        self._receive()
+        self._guard(self._receive)
         self._poller.unregister(connection.socket)
         self._poller.unregister(connection.pidfd)
         connection.close(goodbye=False)
@@ -374,28 +467,38 @@ class Responder(threading.Thread):
             else:
                 self._fail(handle, "the engine process died while it worked on the request", "UNAVAILABLE")
         self._commands.clear()
-        now = time.monotonic()
-        self._restarts.append(now)
-        while self._restarts[0] < now - self.config.engine_restart_window_s:
-            self._restarts.popleft()
-        if len(self._restarts) > self.config.engine_restart_limit:
-            self._down_reason = f"the engine process died {len(self._restarts)} times and is not restarted"
-            logger.error("frontend: %s", self._down_reason)
-            return
+        if time.monotonic() - self._connected_at >= SOUND_S:
+            self._num_restarts = 0
         dead = connection.address.generation
         threading.Thread(target=self._restart, args=(dead,), name="quire-restart", daemon=True).start()
 
     def _restart(self, dead_generation: int) -> None:
-        try:
-            connection, info = self._connect(dead_generation)
-        except QuireError as error:
-            reason = f"the engine could not be restarted: {error}"
-            logger.log(logging.INFO if isinstance(error, EngineStoppedError) else logging.ERROR, reason)
-            self._post(lambda: setattr(self, "_down_reason", reason))
-            return
+        """Tries until there is an engine again, since what it lacks (a checkpoint, memory) may come back.
+
+        Only an operator's stop ends it: of this frontend, or of the engine.
+        """
+        while True:
+            pause_s = RESTART_PAUSES_S[min(self._num_restarts, len(RESTART_PAUSES_S) - 1)]
+            self._next_restart = time.monotonic() + pause_s
+            self._num_restarts += 1
+            if self._stopped.wait(pause_s):
+                return
+            try:
+                connection, info = self._connect(dead_generation)
+            except EngineStoppedError as error:
+                self._for_good = True
+                self._down_reason = str(error)
+                logger.info("frontend: %s", error)
+                return
+            except Exception as error:
+                self._down_reason = f"the engine could not be restarted, which is tried again: {error}"
+                logger.error("frontend: %s", self._down_reason)
+            else:
+                break
         self._post(lambda: self._restarted(connection, info))
 
     def _restarted(self, connection: EngineConnection, info: EngineInfo) -> None:
         self._connection, self.info = connection, info
+        self._connected_at = time.monotonic()
         self._watch(connection)
         logger.warning("frontend: engine process %d took over", connection.address.pid)

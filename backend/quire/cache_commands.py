@@ -1,0 +1,68 @@
+"""Commands to the engine beside generation (`cache_control`): what a client may send, and their check."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from quire.errors import InvalidArgumentError
+from quire.scheduling_params import MAX_NAME_LENGTH
+
+MAX_COMMAND_BYTES = 64 * 1024
+
+_Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_LENGTH)]
+
+
+class Inspect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="inspect"):
+    """Sizes, hit counters, pins, sessions and tiers."""
+
+
+class Reset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="reset"):
+    """Empties prefix cache and tiers; running requests go on."""
+
+
+class Unpin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="unpin"):
+    """Lets go what a session or (`all`) everybody has pinned."""
+
+    session: _Name = ""
+    tenant: _Name = ""
+    """Of the session."""
+    all: bool = False
+
+    def __post_init__(self) -> None:
+        if bool(self.session) == self.all or (self.all and self.tenant):
+            raise ValueError('needs either "session" or "all"')
+
+
+class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="health"):
+    """Whether steps get done. It tells nothing of the cache: allowed also where cache commands are not."""
+
+
+CacheCommand: TypeAlias = Inspect | Reset | Unpin | Health
+
+_decoder = msgspec.json.Decoder(CacheCommand)
+
+
+def parse_cache_command(data: bytes) -> CacheCommand:
+    """The command that a client's JSON holds.
+
+    Raises:
+        InvalidArgumentError: too long, not JSON, or no such command; names `cache_control` and repeats
+            nothing of what the client sent.
+    """
+    if len(data) > MAX_COMMAND_BYTES:
+        raise InvalidArgumentError(
+            "cache_control", f"at most {MAX_COMMAND_BYTES} bytes are allowed, got {len(data)}"
+        )
+    try:
+        return _decoder.decode(data)
+    except (msgspec.ValidationError, RecursionError):
+        raise InvalidArgumentError(
+            "cache_control",
+            'must be a JSON object: {"command": "inspect"}, {"command": "reset"}, {"command": "health"} or '
+            f'{{"command": "unpin"}} with "session" and "tenant" (text of at most {MAX_NAME_LENGTH} '
+            'characters) or with "all": true',
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise InvalidArgumentError("cache_control", "invalid JSON") from None

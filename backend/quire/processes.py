@@ -1,0 +1,30 @@
+"""Processes by pid and start time: a pid alone may have gone to another process."""
+
+from __future__ import annotations
+
+import os
+
+
+def start_time_of(pid: int) -> int | None:
+    """When a running process began, in clock ticks since boot; None: there is none, or a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+            fields = stat.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def open_verified_pidfd(pid: int, start_time: int) -> int | None:
+    """A pidfd, to be closed by the caller, of the process that had `pid` and began at `start_time`.
+
+    None: it has ended. Signals go through it (`signal.pidfd_send_signal`): they meet nobody else, ever.
+    """
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return None
+    if start_time_of(pid) != start_time:  # after opening: from here on the descriptor cannot change hands
+        os.close(pidfd)
+        return None
+    return pidfd

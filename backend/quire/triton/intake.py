@@ -1,0 +1,91 @@
+"""Intake: what happens to requests between `execute` and the responder."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import QuireError, UnavailableError
+
+if TYPE_CHECKING:
+    from quire.triton.request_handle import RequestHandle
+    from quire.triton.request_parser import RawRequest, RequestParser
+    from quire.triton.responder import Responder
+
+logger = logging.getLogger("quire")
+
+SHORT_THREADS = 2
+LONG_BYTES = 32 * 1024
+"""Texts of a request above which it waits in the lane for long ones, which has one thread: at about 1 MB/s
+none in the other lane takes the time of a step, and one tokenizer alone works on what takes much memory."""
+
+
+class Intake:
+    """Threads that check and tokenize, beside Triton's, which only copies. Tokenizers release the GIL.
+
+    Args:
+        parser: of the model.
+        responder: gets each request, parsed or refused.
+        max_requests: that may wait.
+        max_bytes: of the texts of those that wait or are being worked on; one is always taken.
+    """
+
+    def __init__(
+        self, parser: RequestParser, responder: Responder, *, max_requests: int, max_bytes: int
+    ) -> None:
+        self._parser, self._responder = parser, responder
+        self._max_requests, self._max_bytes = max_requests, max_bytes
+        self._lock = threading.Lock()
+        self._num_bytes = 0
+        self._short: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._long: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        lanes = [*[self._short] * SHORT_THREADS, self._long]
+        self._threads = [
+            threading.Thread(target=self._run, args=(lane,), name=f"quire-intake-{i}", daemon=True)
+            for i, lane in enumerate(lanes)
+        ]
+        self._lanes = lanes
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def check_room(self) -> None:
+        """Raises UnavailableError where too many requests wait for one more to be copied."""
+        if self._short.qsize() + self._long.qsize() >= self._max_requests:
+            raise UnavailableError(f"the queue is full: {self._max_requests} requests wait to be parsed")
+
+    def put(self, handle: RequestHandle, raw: RawRequest) -> None:
+        """Enqueues; raises UnavailableError where too much text waits already."""
+        with self._lock:
+            if self._num_bytes and self._num_bytes + raw.num_bytes > self._max_bytes:
+                raise UnavailableError(
+                    f"the queue is full: texts of {self._num_bytes} bytes wait to be tokenized, "
+                    f"{raw.num_bytes} more exceed the limit of {self._max_bytes}"
+                )
+            self._num_bytes += raw.num_bytes
+        (self._long if raw.num_bytes > LONG_BYTES else self._short).put((handle, raw))
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the threads after what they have in hand; waits `timeout_s` for each."""
+        for lane in self._lanes:
+            lane.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _run(self, lane: queue.SimpleQueue[Any]) -> None:
+        while (item := lane.get()) is not None:
+            handle, raw = item
+            try:
+                self._responder.submit(handle, self._parser.parse(raw))
+            except QuireError as error:
+                self._responder.refuse(handle, error)
+            except Exception as error:
+                logger.exception("frontend: parsing failed")
+                self._responder.refuse(handle, QuireError(f"the request cannot be parsed: {error}"))
+            finally:
+                with self._lock:
+                    self._num_bytes -= raw.num_bytes
+                del item, handle, raw

@@ -1,0 +1,75 @@
+"""JSON that a client sent: the only way from its bytes to values, with bounds on size and depth."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from quire_ensemble.errors import InputError
+
+MAX_BYTES = 2**20
+"""Of parameters; messages have a limit of their own."""
+MAX_DEPTH = 64
+"""Lists and objects within each other."""
+
+
+def parse_json(field: str, raw: bytes | str, *, max_bytes: int = MAX_BYTES) -> Any:
+    """The value that a JSON text holds.
+
+    Args:
+        field: named in errors.
+        raw: the text; characters count as bytes where it is a string.
+        max_bytes: longest text.
+
+    Raises:
+        InputError: longer than `max_bytes`, invalid UTF-8 or JSON (with the position), nested more than
+            MAX_DEPTH deep, NaN or Infinity (which are not JSON), or an integer longer than Python takes.
+    """
+    check_bytes(field, raw, max_bytes)
+    text = decode_utf8(field, raw) if isinstance(raw, bytes) else raw
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise InputError(
+            field, f"invalid JSON at line {error.lineno} column {error.colno}: {error.msg}"
+        ) from None
+    except RecursionError:
+        raise InputError(field, f"JSON nested too deeply, at most {MAX_DEPTH} levels are allowed") from None
+    except ValueError as error:  # a constant, or an integer longer than Python's limit of digits
+        raise InputError(field, f"invalid JSON: {error}") from None
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [child for node in level for child in _children(node)]
+        if not level:
+            return value
+    raise InputError(field, f"JSON nested too deeply, at most {MAX_DEPTH} levels are allowed")
+
+
+def check_bytes(field: str, raw: bytes | str, max_bytes: int) -> None:
+    """Raises InputError for what is longer than `max_bytes`."""
+    if len(raw) > max_bytes:
+        raise InputError(field, f"at most {max_bytes} bytes, got {len(raw)}")
+
+
+def decode_utf8(field: str, raw: bytes) -> str:
+    """Text of an input's bytes.
+
+    Raises:
+        InputError: invalid UTF-8; names the field and the byte offset.
+    """
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            field, f"invalid UTF-8 at byte {error.start} of {len(raw)}: {error.reason}"
+        ) from None
+
+
+def _children(node: Any) -> list[Any]:
+    """Lists and objects directly in one."""
+    found = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return [child for child in found if isinstance(child, list | dict)]
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,67 @@
+"""TextLimits: how long a prompt may be that the models before the generator take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire_ensemble import messages as chat
+from quire_ensemble.client_json import check_bytes
+from quire_ensemble.errors import InputError, TokenizerError, shown
+
+if TYPE_CHECKING:
+    from quire_ensemble.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TextLimits:
+    """What one prompt may be; more is refused before it is parsed or tokenized."""
+
+    max_prompt_bytes: int = chat.MAX_BYTES
+    """Longest text_input or messages."""
+    max_model_len: int | None = None
+    """Texts that become more tokens than this for certain are refused; None: the length is not known."""
+
+    def encode(self, tokenizer: Tokenizer, text: bytes | None, messages: bytes | None) -> list[int]:
+        """Token ids of the one of the two that is given; InputError where both or none are."""
+        if text is not None and messages is not None:
+            raise InputError("text_input, messages", "exactly one is allowed, both are given")
+        if text is not None:
+            check_bytes("text_input", text, self.max_prompt_bytes)
+            return tokenizer.encode_bytes("text_input", text, max_tokens=self.max_model_len)
+        if messages is not None:
+            return tokenizer.encode_messages(
+                messages, max_bytes=self.max_prompt_bytes, max_tokens=self.max_model_len
+            )
+        raise InputError("text_input, messages", "exactly one is needed, none is given")
+
+
+def text_limits(model_config: dict[str, Any], checkpoint: Path) -> TextLimits:
+    """The limits that a model configuration's parameters state; `max_model_len` is the checkpoint's own where
+    none does.
+
+    Raises:
+        TokenizerError: a value is no integer of at least 1; names the parameter.
+    """
+    stated: dict[str, Any] = {"max_model_len": _longest_sequence(checkpoint)}
+    for name in ("max_prompt_bytes", "max_model_len"):
+        text = model_config.get("parameters", {}).get(name, {}).get("string_value", "")
+        if text:
+            if not text.isascii() or not text.isdigit() or int(text) < 1:
+                raise TokenizerError(
+                    f"parameter {name!r} must be an integer of at least 1, got {shown(text)}"
+                )
+            stated[name] = int(text)
+    return TextLimits(**stated)
+
+
+def _longest_sequence(checkpoint: Path) -> int | None:
+    """`max_position_embeddings` of config.json; None where there is none, as beside a tokenizer alone."""
+    try:
+        config = json.loads((checkpoint / "config.json").read_text("utf-8"))
+        found = config.get("max_position_embeddings") or config["text_config"]["max_position_embeddings"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return found if isinstance(found, int) and found > 0 else None
