@@ -8,6 +8,90 @@ from __future__ import annotations
 
 from tests.mutations import Mutant
 
+_SURVIVORS = (  # of a review of 49 planted bugs
+    Mutant(
+        "an image is told by its first row",
+        "backend/quire/multimodal.py",
+        "np.ascontiguousarray(embeds[first_row : first_row + length])",
+        "np.ascontiguousarray(embeds[first_row : first_row + 1])",
+        ("tests/unit/test_shared_array.py::test_an_image_is_told_by_all_of_its_rows_and_by_no_others",),
+    ),
+    Mutant(
+        "async_scheduling never expires a deadline",
+        "backend/quire/engine/core.py",
+        "runner: Any = self.runner\n        outputs = self.scheduler.expire()",
+        "runner: Any = self.runner\n        outputs: list[EngineCoreOutput] = []",
+        (
+            "tests/unit/test_async_scheduling.py"
+            "::test_a_deadline_ends_a_request_also_where_steps_are_handed_over_early",
+        ),
+    ),
+    Mutant(
+        "choices after the first have no deadline",
+        "backend/quire/core/scheduler.py",
+        "self._deadlines.push(child)\n                self._start(child, request, num_computed)",
+        "self._start(child, request, num_computed)",
+        ("tests/unit/test_choices.py::test_a_deadline_holds_for_choices_that_outlive_the_first",),
+    ),
+    Mutant(
+        "sessions of two tenants share a name",
+        "backend/quire/core/scheduler.py",
+        'return f"session {tenant}/{session}" if tenant else f"session {session}"',
+        'return f"session {session}"',
+        ("tests/unit/test_prefix_cache.py::test_no_two_tenants_and_sessions_have_one_pin",),
+    ),
+    Mutant(
+        "a cache reset leaves the tiers full",
+        "backend/quire/core/scheduler.py",
+        "count += self.transfers.tiers.clear()",
+        "pass",
+        ("tests/unit/test_prefix_cache.py::test_a_reset_empties_the_tiers_too",),
+    ),
+    Mutant(
+        "the quantisation of weights is missing from the fingerprint",
+        "backend/quire/kv_tiers/fingerprint.py",
+        '"num_threads", "seed", "tokenizer",',
+        '"num_threads", "quantization", "seed", "tokenizer",',
+        (
+            "tests/unit/test_kv_tiers_fingerprint.py"
+            "::test_a_key_finds_blocks_only_where_they_are_what_it_would_compute[quantization]",
+        ),
+    ),
+    Mutant(
+        "no BlockRemoved when a time to live ends",
+        "backend/quire/core/block_pool.py",
+        "                self.forget((block_id,))\n",
+        "                on_evict, self.on_evict = self.on_evict, None\n"
+        "                self.forget((block_id,))\n"
+        "                self.on_evict = on_evict\n",
+        ("tests/unit/test_kv_events.py::test_a_block_whose_time_to_live_ends_is_told_as_removed",),
+    ),
+    Mutant(
+        "the predicted time to first token ignores prompts being computed",
+        "backend/quire/core/scheduler.py",
+        "num_running_tokens=self._num_prompt_tokens_left() if self.admission.predicts(request) else 0",
+        "num_running_tokens=0",
+        (
+            "tests/unit/test_scheduler.py"
+            "::test_a_prompt_that_is_being_computed_counts_in_the_predicted_time_to_the_first_token",
+        ),
+    ),
+    Mutant(
+        "a dead engine is an internal error",
+        "backend/quire/triton/responder.py",
+        '"the engine process died while it worked on the request", "UNAVAILABLE"',
+        '"the engine process died while it worked on the request", "INTERNAL"',
+        ("tests/triton/test_responder.py::test_an_engine_that_dies_is_unavailable_and_the_next_one_serves",),
+    ),
+    Mutant(
+        "a nucleus of exactly p takes one token more",
+        "backend/quire/worker/sampler.py",
+        "(top_probs.double().cumsum(dim=-1) < masses[:, None])",
+        "(top_probs.double().cumsum(dim=-1) <= masses[:, None])",
+        ("tests/unit/test_sampler.py::test_a_nucleus_whose_mass_is_exactly_p_is_complete",),
+    ),
+)
+
 _POOL = (
     Mutant(
         "a shared block keeps its deadline",
@@ -311,10 +395,10 @@ _WORKER = (
         ("tests/unit/test_vision_language.py",),
     ),
     Mutant(
-        "the first generated token is not counted",
+        "one token more than the least is generated",
         "backend/quire/worker/sampling_batch.py",
-        "position >= self._num_prompt_tokens",
-        "position > self._num_prompt_tokens",
+        "num_output_tokens < params.min_tokens",
+        "num_output_tokens <= params.min_tokens",
         ("tests/unit/test_sampler.py",),
     ),
     Mutant(
@@ -524,8 +608,8 @@ _FRONTEND = (
     Mutant(
         "a stop string hides in the end of a longer one",
         "backend/quire/stop_matcher.py",
-        "self._match[child] or self._match[fail]",
-        "self._match[child]",
+        "self.match[child] or self.match[fail]",
+        "self.match[child]",
         ("tests/unit/test_detokenizer.py",),
     ),
     Mutant(
@@ -583,8 +667,8 @@ _FRONTEND = (
     Mutant(
         "embeddings that are gone still count",
         "backend/quire/engine/shared_array.py",
-        "        self._count(-self._num_bytes)\n",
-        "",
+        "EmbedsBuffer.total_bytes -= self._num_bytes",
+        "pass",
         ("tests/unit/test_shared_array.py", "tests/triton/test_request_parser.py"),
     ),
     Mutant(
@@ -637,8 +721,8 @@ _ENSEMBLE = (
     Mutant(
         "a rendered conversation begins twice",
         "ensemble/quire_ensemble/tokenizer.py",
-        "self.encode(text, add_special_tokens=False, field=chat.FIELD)",
-        "self.encode(text, field=chat.FIELD)",
+        "add_special_tokens=False, field=chat.FIELD",
+        "field=chat.FIELD",
         ("tests/unit/test_ensemble_tokenizer.py",),
     ),
     Mutant(
@@ -660,7 +744,7 @@ _ENSEMBLE = (
         "ensemble/quire_ensemble/images.py",
         "(bits >> 14 & 0x3FFF) + 1",
         "(bits & 0x3FFF) + 1",
-        ("tests/unit/test_images.py",),
+        ("tests/unit/test_images.py::test_the_sides_of_a_webp_are_told_apart",),
     ),
     Mutant(
         "any number of images",
@@ -783,6 +867,7 @@ _SIMULATOR = (
 )
 
 MUTANTS: tuple[Mutant, ...] = (
+    *_SURVIVORS,
     *_POOL,
     *_SCHEDULER,
     *_TIERS,

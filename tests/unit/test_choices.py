@@ -11,6 +11,7 @@ from quire.kv_groups import KVGroup
 from quire.outputs import EngineCoreOutput, SchedulerOutput
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams, choice_seed
+from quire.scheduling_params import SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import generate_alone, generate_ranked_alone
 
@@ -61,6 +62,18 @@ def test_each_group_of_layers_has_a_copy_of_its_own() -> None:
     pairs = [(parent[group][3], child[group][3]) for child in children for group in (0, 1)]
     assert copies([first, *engine.run()]) == pairs and len({*sum(pairs, ())}) == 6
     engine.check_outputs()
+
+
+def test_a_deadline_holds_for_choices_that_outlive_the_first() -> None:
+    """The first one's was the only deadline that was watched, and ended with it."""
+    engine = FakeEngine(step_s=1.0)
+    scheduling = SchedulingParams(deadline=5.0)
+    add(engine, "a", n=3, max_tokens=50, scheduling=scheduling)
+    engine.step()
+    engine.collect(engine.scheduler.abort(["a#0"], FinishReason.STOP))
+    engine.run()
+    assert engine.reasons == {"a": "stop", "a#1": "timeout", "a#2": "timeout"}
+    assert engine.kv.num_free_blocks == engine.kv.num_blocks
 
 
 @pytest.mark.row("A16")

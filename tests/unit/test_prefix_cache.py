@@ -421,3 +421,20 @@ def test_a_reset_empties_the_cache_and_running_requests_go_on(overlap: bool) -> 
     engine.add("newer", 0, 4, prompt=prefix + tokens(30, 10))
     engine.run()
     assert computed(engine, "newer") == 30
+
+
+def test_a_reset_empties_the_tiers_too() -> None:
+    """What had been evicted, or was saved beside the pool, came back after a reset."""
+    engine = engine_of(40, host_blocks=100)
+    prompt = tokens(100, 0)
+    engine.add("before", 0, 2, prompt=prompt)
+    engine.run()
+    engine.step()  # saves what the last one filled
+    tiers = engine.runner.tiers
+    assert tiers is not None and tiers.stats()["host_blocks"] == 6
+    assert engine.scheduler.reset_cache() == 12
+    assert tiers.stats()["host_blocks"] == 0
+    after = engine.add("after", 0, 2, prompt=prompt)
+    engine.run()
+    assert after.num_cached_tokens == 0 and computed(engine, "after") == 100
+    engine.check_outputs()

@@ -92,3 +92,16 @@ def test_rows_of_a_chunk_and_what_the_prefix_cache_tells_images_by() -> None:
     placed = PromptEmbeds(ROWS, spans, embeds.hashes, np.arange(30, dtype=np.int32).reshape(3, 10))
     assert placed.key_of(0, 4) != embeds.key_of(0, 4)
     assert placed.position_delta == 30 - 10
+
+
+def test_an_image_is_told_by_all_of_its_rows_and_by_no_others() -> None:
+    """Images that began alike were answered with each other's cached blocks."""
+    rows = np.arange(48, dtype=np.float32).reshape(6, 8)
+    spans = [(0, 3), (5, 3)]
+    before = content_hashes(rows, spans)
+    assert before[0] != before[1] and content_hashes(rows[3:], [(9, 3)]) == before[1:]
+    for row in range(6):
+        other = rows.copy()
+        other[row, 7] += 1
+        changed = [a != b for a, b in zip(before, content_hashes(other, spans), strict=True)]
+        assert changed == [row < 3, row >= 3]
