@@ -617,10 +617,7 @@ _FRONTEND = (
         "backend/quire/output_processor.py",
         "new_ids = new_ids[: max(used, 0)]",
         "pass",
-        (
-            "tests/triton/test_choices.py",
-            "tests/unit/test_engine.py::test_stop_string_ends_the_request_in_the_engine",
-        ),
+        ("tests/unit/test_detokenizer.py::test_tokens_behind_a_stop_string_are_not_told",),
     ),
     Mutant(
         "long steps are polled at every period",
