@@ -638,7 +638,7 @@ _FRONTEND = (
         "backend/quire/triton/request_parser.py",
         "max(positions) >= info.max_model_len",
         "max(positions) > info.max_model_len",
-        ("tests/triton/test_request_parser.py",),
+        ("tests/triton/test_request_parser.py::test_positions_are_those_of_the_longest_sequence",),
     ),
     Mutant(
         "an interval's open end is closed",
