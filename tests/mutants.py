@@ -814,7 +814,7 @@ _CLIENT = (
         "client/quire_client/aio.py",
         "            self._client._schemas.pop(self.model, None)\n",
         "            pass\n",
-        ("tests/unit/test_client.py",),
+        ("tests/unit/test_client.py::test_async_configuration_is_asked_again_after_an_invalid_argument",),
     ),
     Mutant(
         "addresses in IPv6 of private ones are public",
