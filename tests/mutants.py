@@ -694,9 +694,7 @@ _FRONTEND = (
         "backend/quire/serve.py",
         '        ("metrics-address", config.address),\n',
         "",
-        (
-            "tests/unit/test_serve.py::test_arguments_are_safe_by_default_and_leave_out_what_the_server_does_not_know",
-        ),
+        ("tests/unit/test_serve.py::test_everything_listens_on_the_one_address",),
     ),
     Mutant(
         "files of a run that lives are removed",

@@ -213,6 +213,20 @@ def test_arguments_are_safe_by_default_and_leave_out_what_the_server_does_not_kn
     assert {"--model-control-mode=explicit", "--load-model=a", "--load-model=b"} <= set(arguments)
 
 
+def test_everything_listens_on_the_one_address(tmp_path: Path) -> None:
+    """tritonserver's own default for each of the three is all addresses of the machine."""
+    services = ("http", "grpc", "metrics")
+    known = frozenset(f"{name}-{what}" for name in services for what in ("address", "port"))
+    for address in ("127.0.0.1", "::1"):
+        config = ServeConfig(repositories=(tmp_path,), address=address)
+        arguments = server_arguments(config, known, tmp_path, (1, 2, 3), "quire-x-")
+        assert arguments == [
+            f"--{name}-{what}={value}"
+            for port, name in enumerate(services, 1)
+            for what, value in (("address", address), ("port", port))
+        ]
+
+
 def test_only_headers_that_models_know_are_forwarded(tmp_path: Path) -> None:
     known = frozenset({"http-header-forward-pattern", "grpc-header-forward-pattern"})
 
