@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import queue
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE_ROOTS = ("backend", "kernels", "ensemble", "client")
 NATIVE = (".h", ".cpp")
 REQUIRED_SHARE = 0.95
+JOBS = 2
+"""Mutants at a time, each in a copy of its own."""
 TEST_LIMIT_S = 120
 """Of one test; a mutant that makes it hang is caught."""
 RUN_LIMIT_S = 300.0
@@ -163,28 +167,35 @@ def _is_python(text: str) -> bool:
 
 
 def survivors(mutants: Sequence[Mutant]) -> list[Mutant]:
-    """Plants one mutant after the other; returns those that no test noticed.
+    """Plants every mutant, each alone; returns those that no test noticed.
 
     Raises:
         RuntimeError: tests fail without any mutant, so they can tell nothing.
     """
     with tempfile.TemporaryDirectory(prefix="quire-mutants-") as folder:
-        copy = Copy(Path(folder))
+        copies = [Copy(Path(folder) / str(number)) for number in range(JOBS)]
         tests = sorted({test for mutant in mutants for test in mutant.tests})
-        passes, summary = copy.run(tests)
+        passes, summary = copies[0].run(tests)
         if not passes:
             raise RuntimeError(f"the tests fail without a mutant: {summary}")
         print(f"{len(tests)} files or tests pass without a mutant: {summary}", flush=True)
-        left = []
-        for mutant in mutants:
+        free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        for copy in copies:
+            free.put(copy)
+
+        def is_noticed(mutant: Mutant) -> bool:
+            copy = free.get()
             began = time.monotonic()
             with copy.planted(mutant):
                 passes, summary = copy.run(mutant.tests, RUN_LIMIT_S)
-            if passes:
-                left.append(mutant)
+            free.put(copy)
             verdict = "SURVIVES" if passes else "caught"
             print(f"{verdict:8} {time.monotonic() - began:5.1f} s  {mutant.name}: {summary}", flush=True)
-        return left
+            return not passes
+
+        with ThreadPoolExecutor(JOBS) as pool:
+            noticed = list(pool.map(is_noticed, mutants))
+    return [mutant for mutant, is_one in zip(mutants, noticed, strict=True) if not is_one]
 
 
 def main() -> int:
