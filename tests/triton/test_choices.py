@@ -279,3 +279,13 @@ def test_a_cache_command_is_answered_or_refused(harness: Harness) -> None:
     assert refused.final.wait(WAIT_S)
     assert refused.responses[0].error.code() == fake_pb_utils.TritonError.INVALID_ARG
     assert "unknown command" in refused.responses[0].error.message()
+
+
+def test_requests_of_a_frontend_that_has_gone_are_not_computed(tmp_path: Path) -> None:
+    """Nobody reads what they would bring, and they hold blocks and seats."""
+    harness = Harness(tmp_path)
+    harness.submit(SamplingParams(n=2))
+    assert harness.core.seen.get(timeout=WAIT_S)[:2] == ("add", "t-1")
+    harness.responder.stop()
+    assert harness.core.seen.get(timeout=10.0) == ("abort", "t-1", "cancelled")
+    harness.close()

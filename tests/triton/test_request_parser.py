@@ -545,3 +545,23 @@ def test_the_stop_strings_automaton_is_made_on_intake(tokenizer: Tokenizer) -> N
     assert made == {id(stops)}
     alone = RequestProcessor("r", 2, SamplingParams(stop=("ab",), n=64), tokenizer.hf)
     assert len({id(choice._detokenizer._matcher._automaton) for choice in alone.choices}) == 1
+
+
+@pytest.mark.parametrize(("low", "high", "fits"), [(0, 63, True), (0, 64, False), (-1, 5, False)])
+def test_positions_are_those_of_the_longest_sequence(
+    low: int, high: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond it there are no rotations: on a device the look-up reads what lies behind the table."""
+    monkeypatch.setitem(globals(), "INFO", msgspec.structs.replace(INFO, takes_position_ids=True))
+    positions = np.array([[0, 1, low, 3], [0, 1, 2, 3], [0, 1, 2, high]], np.int32)
+    inputs = {
+        "input_ids": np.array([1, 2, 3, 4], np.int32),
+        "image_embeds": np.ones((3, 8), np.float32),
+        "image_spans": np.array([[1, 3]], np.int32),
+        "position_ids": positions,
+    }
+    if fits:
+        assert parse(None, inputs).embeds.position_ids == positions.tobytes()
+        return
+    with pytest.raises(InvalidArgumentError, match=r"position_ids: must be in \[0, 64\)"):
+        parse(None, inputs)

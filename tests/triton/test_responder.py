@@ -267,3 +267,25 @@ def test_unloading_ends_open_streams(tmp_path: Path) -> None:
     assert sender.final.wait(WAIT_S)
     assert sender.responses[-1].error.code() == fake_pb_utils.TritonError.UNAVAILABLE
     harness.close()
+
+
+def test_an_engine_that_dies_is_unavailable_and_the_next_one_serves(tmp_path: Path) -> None:
+    """A client may send again what ends with UNAVAILABLE; with INTERNAL it gave up."""
+    harness = Harness(tmp_path)
+    harness.runner.gate.clear()
+    streamed, whole = (harness.submit([4, 5], stream=stream, max_tokens=300) for stream in (True, False))
+    harness.responder._post(harness.responder._engine_died)
+    for sender in (streamed, whole):
+        assert sender.final.wait(WAIT_S)
+        error = sender.responses[-1].error
+        assert error.code() == fake_pb_utils.TritonError.UNAVAILABLE and "died" in error.message()
+    harness.runner.gate.set()
+    for _ in range(1000):
+        after = harness.submit([4, 5], max_tokens=3, ignore_eos=True)
+        assert after.final.wait(WAIT_S)
+        if after.responses[-1].error is None:
+            break
+        assert after.responses[-1].error.code() == fake_pb_utils.TritonError.UNAVAILABLE
+        threading.Event().wait(0.01)
+    assert len(ids_of(after)) == 3
+    harness.close()

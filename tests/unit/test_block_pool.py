@@ -64,6 +64,37 @@ def test_a_reference_to_a_free_block_takes_it_from_anywhere_in_the_list(block_id
     pool.check_integrity()
 
 
+def test_a_block_that_is_used_again_does_not_end_at_its_old_time() -> None:
+    """Whoever used a cached block lost its content for others at the time that it had been freed with."""
+    pool = BlockPool(2)
+    assert pool.allocate(1) == [0]
+    pool.keep(0, b"content", ttl_s=10.0)
+    pool.free([0], now=0.0)
+    pool.incref(0)
+    pool.expire(20.0)
+    assert pool.cached(b"content") == 0
+    pool.free([0], now=20.0)
+    pool.expire(29.9)
+    assert pool.cached(b"content") == 0
+    pool.expire(30.0)
+    assert pool.cached(b"content") is None and pool.num_free == 2
+    pool.check_integrity()
+
+
+def test_of_several_retentions_of_one_content_the_highest_counts() -> None:
+    pool = BlockPool(4)
+    assert pool.allocate(4) == [0, 1, 2, 3]
+    for block_id, content, retention in ((0, b"x", 80), (1, b"y", 50), (2, b"x", 10)):
+        pool.keep(block_id, content, retention)
+    pool.free([0, 1, 2])
+    assert pool.free_list() == [2, 1, 0]
+    pool.incref(1)
+    assert not pool.keep(3, b"y", 90)
+    pool.free([1, 3])
+    assert pool.free_list() == [2, 3, 0, 1]
+    pool.check_integrity()
+
+
 def test_a_double_free_is_an_assertion() -> None:
     pool = BlockPool(3)
     pool.allocate(2)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidArgumentError
+from quire.kv_groups import KVGroup
 from quire.outputs import EngineCoreOutput, SchedulerOutput
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams, choice_seed
@@ -49,6 +50,30 @@ def test_four_choices_use_the_blocks_of_the_prompt_once() -> None:
     engine.check_outputs()
     assert len({tuple(engine.outputs[name]) for name in ("a", "a#1", "a#2", "a#3")}) == 4
     assert request.num_preemptions == 0 and engine.kv.num_free_blocks == engine.kv.num_blocks
+
+
+def test_each_group_of_layers_has_a_copy_of_its_own() -> None:
+    """Of a model with windows, whose groups have a table each."""
+    groups = (KVGroup(None, (0,)), KVGroup(8, (1,)))
+    engine = FakeEngine(block_size=4, groups=groups)
+    add(engine, "a", n=3)
+    first = engine.step()
+    parent, *children = (engine.kv.block_ids(one) for one in engine.scheduler._running)
+    pairs = [(parent[group][3], child[group][3]) for child in children for group in (0, 1)]
+    assert copies([first, *engine.run()]) == pairs and len({*sum(pairs, ())}) == 6
+    engine.check_outputs()
+
+
+def test_a_deadline_holds_for_choices_that_outlive_the_first() -> None:
+    """The first one's was the only deadline that was watched, and ended with it."""
+    engine = FakeEngine(step_s=1.0)
+    scheduling = SchedulingParams(deadline=5.0)
+    add(engine, "a", n=3, max_tokens=50, scheduling=scheduling)
+    engine.step()
+    engine.collect(engine.scheduler.abort(["a#0"], FinishReason.STOP))
+    engine.run()
+    assert engine.reasons == {"a": "stop", "a#1": "timeout", "a#2": "timeout"}
+    assert engine.kv.num_free_blocks == engine.kv.num_blocks
 
 
 @pytest.mark.row("A16")

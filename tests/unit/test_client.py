@@ -606,6 +606,20 @@ def test_async_errors(server: FakeKServe) -> None:
     assert not server.running
 
 
+def test_async_configuration_is_asked_again_after_an_invalid_argument(server: FakeKServe) -> None:
+    """A model that was loaded anew with other inputs could not be used until the client was made anew."""
+
+    async def main() -> None:
+        async with AsyncClient(server.url) as client:
+            with pytest.raises(InvalidArgument):
+                await client.generate("error INVALID_ARGUMENT unexpected inference input 'x'")
+            await client.generate("tokens 1")
+            await client.generate("tokens 1")
+
+    asyncio.run(main())
+    assert server.config_calls == ["chat", "chat"]
+
+
 def test_async_cancel_from_another_task(server: FakeKServe) -> None:
     async def main() -> None:
         async with AsyncClient(server.url) as client:

@@ -13,6 +13,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
 from quire.detokenizer import IncrementalDetokenizer, TokenDecoder, _safe_cut
+from quire.output_processor import OutputProcessor
+from quire.outputs import EngineCoreOutput, TokenLogprobs
+from quire.sampling_params import SamplingParams
 from quire.stop_matcher import StopAutomaton, StopMatcher
 
 REPLACEMENT = "\ufffd"
@@ -606,3 +609,19 @@ def test_work_per_token_is_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -
         detokenizer.append([token_id])
     assert max(sizes) <= 24 + 17
     assert sum(sizes) <= 24 * len(token_ids)
+
+
+def test_tokens_behind_a_stop_string_are_not_told() -> None:
+    """Ranked choices come whole at their end: stop strings in them have any number of tokens behind."""
+    tokenizer = byte_level()
+    ids = tokenizer("quick brown fox jumps over")["input_ids"]
+    used = next(count for count in range(len(ids)) if "fox" in tokenizer.decode(ids[:count]))
+    assert used < len(ids) - 1
+    params = SamplingParams(stop=("fox",), logprobs=0)
+    processor = OutputProcessor("r", 1, params, tokenizer)
+    logprobs = [TokenLogprobs([token_id], [-1.0]) for token_id in ids]
+    assert not processor.process(EngineCoreOutput("r", ids, "length", logprobs=logprobs))
+    output = processor.take()
+    assert (output.text, output.finish_reason, output.stop_reason) == ("quick brown ", "stop", "fox")
+    assert output.token_ids == ids[:used] and output.num_output_tokens == used
+    assert len(output.logprobs or ()) == used and output.cumulative_logprob == -used

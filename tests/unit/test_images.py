@@ -352,3 +352,10 @@ def test_a_wrong_array_is_refused(pixels: np.ndarray, reason: str) -> None:
 def test_too_many_images_in_an_array_are_refused() -> None:
     with pytest.raises(InputError, match=r"image: 3 images, at most 2 are allowed \(max_images\)"):
         split_pixels(np.zeros((3, 4, 4, 3), np.uint8), ImageLimits(max_images=2))
+
+
+@pytest.mark.parametrize("kind", [b"VP8X", b"VP8L", b"VP8 "])
+def test_the_sides_of_a_webp_are_told_apart(kind: bytes) -> None:
+    """Each form has them in bits of its own; bombs that are square said nothing about the second one."""
+    with pytest.raises(InputError, match=r"16383 x 4000 = 65532000 pixels"):
+        decode_image(webp_claiming(16_383, 4000, kind), 0, ImageLimits())

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 import zmq
 
-from quire.core.kv_events import KVEventCollector, external_hash
+from quire.core.kv_events import BlockRemoved, BlockStored, KVEventCollector, external_hash
 from quire.engine.kv_event_publisher import KVEventPublisher
 from quire.errors import ConfigError
+from quire.kv_groups import KVGroup
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import VOCAB_SIZE
 
@@ -324,3 +325,46 @@ def test_events_that_leave_the_machine_are_warned_of(
     assert not caplog.records
     KVEventPublisher("tcp://*:*", "tcp://0.0.0.0:*").close()
     assert [("token ids of all prompts" in record.getMessage()) for record in caplog.records] == [True, True]
+
+
+def test_blocks_of_other_groups_are_nobodys_business() -> None:
+    """Routers know a sequence by the blocks of its first group. Blocks of windows have keys of their own,
+    which were told as removed under names that nobody knew."""
+    events = KVEventCollector()
+    groups = (KVGroup(None, (0,)), KVGroup(8, (1,)))
+    cache = {"enable_prefix_caching": True, "events": events}
+    engine = FakeEngine(num_blocks=40, groups=groups, max_num_seqs=4, cache=cache)
+    for number in range(30):
+        engine.add(f"r{number}", 5 + number, 6)
+    engine.run()
+    known: set[int] = set()
+    num_removed = 0
+    batch = events.take()
+    assert batch is not None
+    for event in batch.events:
+        if isinstance(event, BlockStored):
+            known.update(event.block_hashes)
+        elif isinstance(event, BlockRemoved):
+            num_removed += len(event.block_hashes)
+            assert known.issuperset(event.block_hashes)
+            known.difference_update(event.block_hashes)
+    assert known == {external_hash(key) for key in engine.kv.pool.cached_hashes() if len(key) == 16}
+    assert num_removed > 20
+
+
+def test_a_block_whose_time_to_live_ends_is_told_as_removed() -> None:
+    """Routers went on sending requests to an engine that had forgotten their prompts."""
+    events = KVEventCollector()
+    cache = {"enable_prefix_caching": True, "events": events, "cache_ttl_s": 10.0}
+    engine = FakeEngine(cache=cache)
+    engine.add("r", 20, 4)
+    engine.run()
+    keys = engine.kv.pool.cached_hashes()
+    events.take()
+    engine.kv.expire(9.9)
+    assert events.take() is None
+    engine.kv.expire(10.0)
+    batch = events.take()
+    assert batch is not None and all(isinstance(event, BlockRemoved) for event in batch.events)
+    removed = [name for event in batch.events for name in event.block_hashes]
+    assert sorted(removed) == sorted(map(external_hash, keys)) and len(keys) == 5

@@ -21,6 +21,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.loader import load_model
 from quire.loader.info import read_hf_config
+from quire.models.hf_config import HFConfig
 from quire.models.registry import model_class
 from quire_kernels import registry
 from tests.fixtures.checkpoints import FAMILIES, GEMMA_FAMILIES, make_checkpoint, randomize
@@ -233,6 +234,17 @@ def test_switches_of_gemma(family: str, options: dict[str, Any], tmp_path: Path)
     torch.testing.assert_close(Driver.load(path).logits(ids), expected, atol=2e-4, rtol=0.0)
 
 
+def test_embeddings_are_scaled_by_a_number_of_their_own_type() -> None:
+    """Gemma rounds the square root of the hidden size to the checkpoint's type, and then multiplies."""
+    scale, dtype = 3072**0.5, torch.bfloat16
+    embedding = Embedding(64, 32, dtype=dtype, device=torch.device("cpu"), scale=scale)
+    embedding.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    token_ids = torch.arange(64)
+    expected = embedding.weight[token_ids] * torch.tensor(scale, dtype=dtype)
+    assert torch.equal(embedding(token_ids), expected)
+    assert not torch.equal(embedding.weight[token_ids] * scale, expected)
+
+
 @pytest.mark.row("E4")
 @pytest.mark.parametrize("scaling", [None, {"factor": 8.0, "rope_type": "linear"}], ids=["plain", "scaled"])
 def test_gemma3_files_of_transformers_4(
@@ -314,6 +326,37 @@ def test_windows_of_some_layers(family: str, keys: dict[str, Any], tmp_path: Pat
         # transformers 5 writes null where the switch is off; files of its time had the number.
         (path / "config.json").write_text(json.dumps({**config, **keys}))
         torch.testing.assert_close(Driver.load(path).logits(ids), expected, atol=2e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "options"),
+    [
+        ("Gemma2Config", "Gemma2ForCausalLM", {}),
+        (
+            "Qwen2VLTextConfig",
+            "Qwen2VLForConditionalGeneration",
+            {
+                "use_sliding_window": True,
+                "max_window_layers": 2,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]},
+            },
+        ),
+    ],
+)
+@pytest.mark.parametrize("states_types", [True, False], ids=["layer_types", "older file"])
+def test_windows_are_in_the_layers_that_transformers_says(
+    kind: str, architecture: str, options: dict[str, Any], states_types: bool
+) -> None:
+    import transformers
+
+    config = getattr(transformers, kind)(num_hidden_layers=5, sliding_window=12, **options)
+    expected = tuple(12 if name == "sliding_attention" else None for name in config.layer_types)
+    values = {**config.to_dict(), "architectures": [architecture]}
+    if not states_types:
+        del values["layer_types"]
+    hf = HFConfig(Path("config.json"), values)
+    assert model_class(hf).parse_config(hf, torch.float32).sliding_windows == expected
+    assert {12, None} == set(expected)
 
 
 @pytest.mark.row("E1")

@@ -141,3 +141,23 @@ def test_the_engine_plans_while_the_runner_works_and_the_trace_shows_it() -> Non
     # The plan of a step lies within the time of the step before it.
     for record, (begin, end) in zip(records, plans, strict=False):
         assert record["time"] <= begin <= end <= record["end"]
+
+
+def test_a_plan_made_ahead_does_not_share_what_an_aborted_request_was_to_compute() -> None:
+    """Two requests join the plan made ahead; the second shares the blocks that the first is to fill in the
+    same step. If the first is aborted before, nobody fills them."""
+    engine = FakeEngine(cache={"enable_prefix_caching": True}, overlap=True)
+    engine.add("running", 3, 10)
+    plan = engine.scheduler.schedule()
+    result = engine.runner.execute(plan)
+    prompt = list(range(17))
+    engine.add("first", 0, 4, prompt=[*prompt, 1])
+    engine.add("second", 0, 4, prompt=[*prompt, 2])
+    engine.scheduler.plan_ahead()
+    assert engine.requests["second"].num_computed_tokens == 18
+    engine.abort("first")
+    engine.collect(engine.scheduler.update(plan, result))
+    engine.run()
+    assert engine.reasons == {"running": "length", "first": "cancelled", "second": "length"}
+    del engine.requests["first"]
+    engine.check_outputs()

@@ -253,6 +253,20 @@ def test_those_ahead_of_an_urgent_request_are_of_its_class_or_a_more_urgent_one(
     assert make("fcfs").ahead(make_request("x")) == (0, 0)
 
 
+@pytest.mark.parametrize("policy", QUEUE_POLICIES)
+def test_a_token_that_comes_while_a_request_waits_does_not_upset_the_counts(policy: str) -> None:
+    """A request that gives way while its step is computed gets that step's token in the queue; what was
+    counted when it came in must be taken off when it leaves."""
+    queue = make(policy)
+    request = make_request("r", prompt=4)
+    queue.push(request)
+    request.append_output(1)
+    queue.remove(request)
+    assert (len(queue), queue.num_tokens) == (0, 0)
+    queue.push(make_request("s", prompt=10))
+    assert queue.ahead(make_request("x")) == (1, 10)
+
+
 @pytest.mark.row("B16")
 def test_shortest_first_counts_uncached_prompt_and_expected_output() -> None:
     queue = make(

@@ -262,6 +262,24 @@ def test_pins_take_no_more_than_their_share_of_the_pool() -> None:
     engine.check_outputs()
 
 
+def test_a_pin_that_is_used_is_the_last_to_give_way() -> None:
+    """A session whose next turn was being computed gave way before one that nobody had used since."""
+    engine = engine_of(40, cache={"max_pinned_fraction": 1.0})
+    for index in range(2):
+        scheduling = SchedulingParams(session=f"s{index}")
+        engine.add(f"r{index}", 0, 2, prompt=tokens(100, index), scheduling=scheduling)
+        engine.run()
+    first, second = engine.kv.pins
+    turn = SchedulingParams(session="s0")
+    engine.add("turn", 0, 20, prompt=[*engine.requests["r0"].token_ids, 7], scheduling=turn)
+    engine.step()
+    assert list(engine.kv.pins) == [second, first]
+    engine.kv.break_pin()
+    assert list(engine.kv.pins) == [first]
+    engine.run()
+    engine.check_outputs()
+
+
 def test_no_pins_where_their_share_is_none() -> None:
     engine = engine_of(40, cache={"max_pinned_fraction": 0.0})
     for index in range(3):
@@ -429,3 +447,20 @@ def test_blocks_whose_time_is_over_are_told_as_removed() -> None:
     assert len(follow()) == 6 + 3
     engine.kv.expire(engine.clock() + 10.1)
     assert follow() == {external_hash(key) for key in engine.kv.pool.cached_hashes()} and len(known) == 3
+
+
+def test_a_reset_empties_the_tiers_too() -> None:
+    """What had been evicted, or was saved beside the pool, came back after a reset."""
+    engine = engine_of(40, host_blocks=100)
+    prompt = tokens(100, 0)
+    engine.add("before", 0, 2, prompt=prompt)
+    engine.run()
+    engine.step()  # saves what the last one filled
+    tiers = engine.runner.tiers
+    assert tiers is not None and tiers.stats()["host_blocks"] == 6
+    assert engine.scheduler.reset_cache() == 12
+    assert tiers.stats()["host_blocks"] == 0
+    after = engine.add("after", 0, 2, prompt=prompt)
+    engine.run()
+    assert after.num_cached_tokens == 0 and computed(engine, "after") == 100
+    engine.check_outputs()

@@ -393,6 +393,20 @@ def test_flat_rows_beyond_the_candidates(params: dict[str, Any], reference: Call
     same_distribution(transform(logits, make_row(temperature=1.0, **params)), reference(logits))
 
 
+@pytest.mark.parametrize("kept", [1, 2, 5])
+@pytest.mark.parametrize("vocab", [VOCAB, 5000])
+def test_a_nucleus_whose_mass_is_exactly_p_is_complete(vocab: int, kept: int) -> None:
+    """The fewest tokens that reach the mass are kept; where theirs was p to the last bit, one more was."""
+    scores = torch.tensor(fixed_logits(vocab), dtype=torch.float32)[None]
+    scores -= scores.max()
+    ordered = scores.sort(descending=True).values
+    mass = (ordered - scores.logsumexp(-1, keepdim=True)).exp().double().cumsum(-1)[0]
+    for top_p, expected in ((mass[kept - 1], kept), (torch.nextafter(mass[kept - 1], mass[-1]), kept + 1)):
+        part = scores.clone()
+        apply_filters(part, [make_row(top_p=float(top_p))])
+        assert int(part.isfinite().sum()) == expected
+
+
 def test_ties_with_the_last_kept_token_are_kept() -> None:
     """So the outcome does not depend on how a sort orders equals; top-k and typical-p as transformers."""
     logits = np.array([1.0, 3.0, 1.0, 2.0, 1.0, -1.0])

@@ -85,6 +85,23 @@ def test_trace_keeps_what_happened_around_a_plan_that_was_not_executed() -> None
     assert record["ended"] == [["a", "cancelled", False, 1]]
 
 
+def test_trace_counts_the_arrivals_before_an_end_over_a_plan_that_was_not_executed() -> None:
+    """An end says how many arrivals came before it; those of an empty plan before are put in front again. A
+    replay that counted from the plan would end a request before it had come."""
+    trace = SchedulerTrace()
+    engine = FakeEngine(trace=trace)
+    engine.add("a", 4, 3)
+    engine.abort("a")
+    assert engine.scheduler.schedule().is_empty
+    engine.add("b", 4, 3)
+    engine.abort("b")
+    engine.add("c", 4, 1)
+    engine.step()
+    (record,) = trace.records
+    assert [arrival["id"] for arrival in record["arrivals"]] == ["a", "b", "c"]
+    assert record["ended"] == [["a", "cancelled", False, 1], ["b", "cancelled", False, 2]]
+
+
 @pytest.mark.row("B2")
 def test_tokens_computed_are_the_tokens_scheduled_and_nothing_else() -> None:
     """Without padding, the tokens that go through the model are those that the requests have."""

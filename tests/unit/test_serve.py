@@ -424,6 +424,20 @@ def test_explicit_control_is_left_to_who_restricts_it(tmp_path: Path) -> None:
     assert ServeConfig(repositories=(tmp_path,), extra_args=arguments).extra_args == arguments
 
 
+def test_everything_listens_on_the_one_address(tmp_path: Path) -> None:
+    """tritonserver's own default for each of the three is all addresses of the machine."""
+    services = ("http", "grpc", "metrics")
+    known = frozenset(f"{name}-{what}" for name in services for what in ("address", "port"))
+    for address in ("127.0.0.1", "::1"):
+        config = ServeConfig(repositories=(tmp_path,), address=address)
+        arguments = server_arguments(config, known, tmp_path, (1, 2, 3), "quire-x-")
+        assert arguments == [
+            f"--{name}-{what}={value}"
+            for port, name in enumerate(services, 1)
+            for what, value in (("address", address), ("port", port))
+        ]
+
+
 def test_only_headers_that_models_know_are_forwarded(tmp_path: Path) -> None:
     known = frozenset({"http-header-forward-pattern", "grpc-header-forward-pattern"})
 

@@ -134,3 +134,16 @@ def test_positions_do_not_read_as_an_image() -> None:
     positions = np.frombuffer(name, np.int32).reshape(3, 4)
     none = PromptEmbeds(np.zeros((0, 8), np.float32), (), (), positions)
     assert none.key_of(0, 4) != name
+
+
+def test_an_image_is_told_by_all_of_its_rows_and_by_no_others() -> None:
+    """Images that began alike were answered with each other's cached blocks."""
+    rows = np.arange(48, dtype=np.float32).reshape(6, 8)
+    spans = [(0, 3), (5, 3)]
+    before = content_hashes(rows, spans)
+    assert before[0] != before[1] and content_hashes(rows[3:], [(9, 3)]) == before[1:]
+    for row in range(6):
+        other = rows.copy()
+        other[row, 7] += 1
+        changed = [a != b for a, b in zip(before, content_hashes(other, spans), strict=True)]
+        assert changed == [row < 3, row >= 3]

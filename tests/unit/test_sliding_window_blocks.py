@@ -33,6 +33,23 @@ def test_a_long_sequence_holds_a_window_of_blocks(chunk: int) -> None:
     engine.check_outputs()
 
 
+@pytest.mark.parametrize("window", range(1, 10))
+def test_a_block_stays_until_the_last_token_that_sees_it_is_computed(window: int) -> None:
+    """One that leaves a token early may belong to another request when it is read."""
+    engine = FakeEngine(groups=(KVGroup(window, (0,)),), max_num_batched_tokens=7)
+    request = engine.add("r", 20, 30)
+    left = 0
+    while engine.scheduler.has_unfinished():
+        plan = engine.scheduler.schedule()
+        if request.table is not None:
+            first_seen = max(0, plan.scheduled[0].num_computed_tokens - window + 1)
+            left = request.table.released[0]
+            assert left * BLOCK_SIZE <= first_seen
+        engine.collect(engine.scheduler.update(plan, engine.runner.execute(plan)))
+    assert left > 5
+    engine.check_outputs()
+
+
 @pytest.mark.row("C14", clauses=("hybrid",))
 def test_of_hybrid_layers_only_those_without_a_window_hold_all() -> None:
     engine = FakeEngine(num_blocks=1000, groups=HYBRID, max_num_batched_tokens=64)

@@ -19,12 +19,13 @@ class StubTiers:
 
     def __init__(self) -> None:
         self.keys: set[bytes] = set()
+        self.room = 100
 
     def contains(self, key: bytes) -> bool:
         return key in self.keys
 
     def can_pin(self, count: int) -> bool:
-        return True
+        return count <= self.room
 
     def touch(self, keys: Sequence[bytes]) -> None: ...
 
@@ -38,6 +39,34 @@ class StubTiers:
 
     def stats(self) -> dict[str, float]:
         return {}
+
+
+def swapping(num_requests: int) -> tuple[KVCacheManager, StubTiers, BlockTransfers, list[Request]]:
+    """Requests of two blocks each, all computed, beside a tier that preempted ones are moved to."""
+    kv, tiers = KVCacheManager(8, 4), StubTiers()
+    transfers = BlockTransfers(kv, tiers, should_swap=lambda num_blocks, num_tokens: True)
+    requests = [Request(f"r{index}", list(range(8)), SamplingParams()) for index in range(num_requests)]
+    for request in requests:
+        assert kv.allocate_slots(request, 7) is not None
+        request.num_computed_tokens = 7
+    return kv, tiers, transfers, requests
+
+
+def test_requests_that_give_way_in_one_step_share_the_tiers_room() -> None:
+    """Each one was told that its blocks have room, before those of the others were there."""
+    _, tiers, transfers, requests = swapping(3)
+    tiers.room = 5
+    assert [transfers.swap_out(request) for request in requests] == [True, True, False]
+
+
+def test_what_is_given_up_before_it_was_saved_is_not_saved() -> None:
+    """Its blocks belong to others by then."""
+    _, _, transfers, (first, second) = swapping(2)
+    assert transfers.swap_out(first) and transfers.swap_out(second)
+    assert second.swapped is not None
+    transfers.drop(first)
+    saves, _ = transfers.take()
+    assert {save.key for save in saves} == set(second.swapped.keys[0].values())
 
 
 def test_a_block_that_was_swapped_out_half_full_is_not_taken_for_a_full_one() -> None:

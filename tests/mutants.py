@@ -1,0 +1,908 @@
+"""The bugs that `tests.mutations` plants: the kind that a tired engineer makes, over the whole project.
+
+`old` is as short as it can be and still stands in its file once, so that changes around it leave it alone.
+Where the code moves on, its mutant goes with it: a planted bug is about a rule, not about a line.
+"""
+
+from __future__ import annotations
+
+from tests.mutations import Mutant
+
+_SURVIVORS = (  # of a review of 49 planted bugs
+    Mutant(
+        "an image is told by its first row",
+        "backend/quire/multimodal.py",
+        "np.ascontiguousarray(embeds[first_row : first_row + length])",
+        "np.ascontiguousarray(embeds[first_row : first_row + 1])",
+        ("tests/unit/test_shared_array.py::test_an_image_is_told_by_all_of_its_rows_and_by_no_others",),
+    ),
+    Mutant(
+        "async_scheduling never expires a deadline",
+        "backend/quire/engine/core.py",
+        "runner: Any = self.runner\n        outputs = self.scheduler.expire()",
+        "runner: Any = self.runner\n        outputs: list[EngineCoreOutput] = []",
+        (
+            "tests/unit/test_async_scheduling.py"
+            "::test_a_deadline_ends_a_request_also_where_steps_are_handed_over_early",
+        ),
+    ),
+    Mutant(
+        "choices after the first have no deadline",
+        "backend/quire/core/scheduler.py",
+        "self._deadlines.push(child)\n                self._start(child, request, num_computed)",
+        "self._start(child, request, num_computed)",
+        ("tests/unit/test_choices.py::test_a_deadline_holds_for_choices_that_outlive_the_first",),
+    ),
+    Mutant(
+        "sessions of two tenants share a name",
+        "backend/quire/core/scheduler.py",
+        'return f"session {tenant}/{session}" if tenant else f"session {session}"',
+        'return f"session {session}"',
+        ("tests/unit/test_prefix_cache.py::test_no_two_tenants_and_sessions_have_one_pin",),
+    ),
+    Mutant(
+        "a cache reset leaves the tiers full",
+        "backend/quire/core/scheduler.py",
+        "count += self.transfers.tiers.clear()",
+        "pass",
+        ("tests/unit/test_prefix_cache.py::test_a_reset_empties_the_tiers_too",),
+    ),
+    Mutant(
+        "the quantisation of weights is missing from the fingerprint",
+        "backend/quire/kv_tiers/fingerprint.py",
+        '"num_threads", "seed", "tokenizer",',
+        '"num_threads", "quantization", "seed", "tokenizer",',
+        (
+            "tests/unit/test_kv_tiers_fingerprint.py"
+            "::test_a_key_finds_blocks_only_where_they_are_what_it_would_compute[quantization]",
+        ),
+    ),
+    Mutant(
+        "no BlockRemoved when a time to live ends",
+        "backend/quire/core/block_pool.py",
+        "                self.forget((block_id,))\n",
+        "                on_evict, self.on_evict = self.on_evict, None\n"
+        "                self.forget((block_id,))\n"
+        "                self.on_evict = on_evict\n",
+        ("tests/unit/test_kv_events.py::test_a_block_whose_time_to_live_ends_is_told_as_removed",),
+    ),
+    Mutant(
+        "the predicted time to first token ignores prompts being computed",
+        "backend/quire/core/scheduler.py",
+        "num_running_tokens=self._num_prompt_tokens_left() if self.admission.predicts(request) else 0",
+        "num_running_tokens=0",
+        (
+            "tests/unit/test_scheduler.py"
+            "::test_a_prompt_that_is_being_computed_counts_in_the_predicted_time_to_the_first_token",
+        ),
+    ),
+    Mutant(
+        "a dead engine is an internal error",
+        "backend/quire/triton/responder.py",
+        '"the engine process died while it worked on the request", "UNAVAILABLE"',
+        '"the engine process died while it worked on the request", "INTERNAL"',
+        ("tests/triton/test_responder.py::test_an_engine_that_dies_is_unavailable_and_the_next_one_serves",),
+    ),
+    Mutant(
+        "a nucleus of exactly p takes one token more",
+        "backend/quire/worker/sampler.py",
+        "(top_probs.double().cumsum(dim=-1) < masses[:, None])",
+        "(top_probs.double().cumsum(dim=-1) <= masses[:, None])",
+        ("tests/unit/test_sampler.py::test_a_nucleus_whose_mass_is_exactly_p_is_complete",),
+    ),
+)
+
+_POOL = (
+    Mutant(
+        "a shared block keeps its deadline",
+        "backend/quire/core/block_pool.py",
+        "self._uses[block_id] += 1\n                self._deadlines.pop(block_id, None)",
+        "self._uses[block_id] += 1",
+        ("tests/unit/test_block_pool.py::test_a_block_that_is_used_again_does_not_end_at_its_old_time",),
+    ),
+    Mutant(
+        "a lower retention replaces a higher one",
+        "backend/quire/core/block_pool.py",
+        "if retention > self._retentions[found] and",
+        "if retention < self._retentions[found] and",
+        ("tests/unit/test_block_pool.py",),
+    ),
+    Mutant(
+        "a prompt of full blocks is shared with its last token",
+        "backend/quire/core/kv_cache_manager.py",
+        "most = (request.num_tokens - 1) // self.block_size",
+        "most = request.num_tokens // self.block_size",
+        ("tests/unit/test_prefix_cache.py::test_the_same_prompt_again_computes_one_block_at_most",),
+    ),
+    Mutant(
+        "a session that is used stays the next to give way",
+        "backend/quire/core/kv_cache_manager.py",
+        "pin = self._pins.pop(name, None)\n        if pin is not None:\n            pin.deadline",
+        "pin = self._pins.get(name)\n        if pin is not None:\n            pin.deadline",
+        ("tests/unit/test_prefix_cache.py::test_a_pin_that_is_used_is_the_last_to_give_way",),
+    ),
+    Mutant(
+        "a request's own time to live is ignored",
+        "backend/quire/core/kv_cache_manager.py",
+        "ttl = scheduling.cache_ttl_s if scheduling.cache_ttl_s is not None else self.cache_ttl_s or None",
+        "ttl = self.cache_ttl_s or None",
+        ("tests/unit/test_prefix_cache.py::test_time_to_live_of_blocks_and_pins",),
+    ),
+    Mutant(
+        "a block leaves its window one token early",
+        "backend/quire/core/kv_cache_manager.py",
+        "window + 1) // self.block_size\n            first = table.released",
+        "window + 2) // self.block_size\n            first = table.released",
+        (
+            "tests/unit/test_sliding_window_blocks.py"
+            "::test_a_block_stays_until_the_last_token_that_sees_it_is_computed",
+        ),
+    ),
+    Mutant(
+        "a fork of several groups copies the first one's block",
+        "backend/quire/core/kv_cache_manager.py",
+        "copies.append((source.blocks[group][count], taken[group]))",
+        "copies.append((source.blocks[0][count], taken[group]))",
+        ("tests/unit/test_choices.py::test_each_group_of_layers_has_a_copy_of_its_own",),
+    ),
+    Mutant(
+        "a block of a windowed group is told to routers as another",
+        "backend/quire/core/kv_cache_manager.py",
+        "self.events is not None and len(key) == 16:",
+        "self.events is not None:",
+        ("tests/unit/test_kv_events.py::test_blocks_of_other_groups_are_nobodys_business",),
+    ),
+    Mutant(
+        "groups of windows need a block less than they hold",
+        "backend/quire/kv_groups.py",
+        "math.ceil(positions / block_size) + 1)",
+        "math.ceil(positions / block_size))",
+        ("tests/unit/test_kv_groups.py::test_no_sequence_needs_more_blocks_than_stated",),
+    ),
+)
+
+_SCHEDULER = (
+    Mutant(
+        "several choices join where there is one seat",
+        "backend/quire/core/scheduler.py",
+        "if request.num_sequences > self._num_seats:\n                    break",
+        "if self._num_seats < 1:\n                    break",
+        ("tests/unit/test_choices.py::test_best_of_survives_preemption_chunks_and_a_tiny_pool",),
+    ),
+    Mutant(
+        "a copy into blocks that were given up is still made",
+        "backend/quire/core/scheduler.py",
+        "self._copies = [pair for pair in self._copies if pair[1] not in own]",
+        "pass",
+        ("tests/unit/test_choices.py::test_choices_that_end_with_their_first_token_copy_nothing",),
+    ),
+    Mutant(
+        "a prompt takes the room of those that decode behind it",
+        "backend/quire/core/scheduler.py",
+        "count = min(count, plan.budget - num_behind)",
+        "count = min(count, plan.budget)",
+        (
+            "tests/unit/test_priority_and_fairness.py"
+            "::test_a_prompt_that_joins_late_at_an_early_rank_does_not_stall_who_decodes",
+        ),
+    ),
+    Mutant(
+        "a plan made ahead shares blocks that nobody computes",
+        "backend/quire/core/scheduler.py",
+        "row.new is None or plan.stale.isdisjoint(b for ids in row.new_block_ids for b in ids)",
+        "row.new is None or row.new is not None",
+        (
+            "tests/unit/test_overlap.py"
+            "::test_a_plan_made_ahead_does_not_share_what_an_aborted_request_was_to_compute",
+        ),
+    ),
+    Mutant(
+        "one long prompt too many",
+        "backend/quire/core/scheduler.py",
+        "return under_way >= config.max_long_prefills",
+        "return under_way > config.max_long_prefills",
+        ("tests/unit/test_priority_and_fairness.py::test_short_prompts_overtake_a_4k_prompt",),
+    ),
+    Mutant(
+        "what a failed step was to fill stays findable",
+        "backend/quire/core/scheduler.py",
+        "        return self.kv.forget(request, row.num_computed_tokens)",
+        "        return set()",
+        (
+            "tests/unit/test_prefix_cache.py"
+            "::test_what_was_to_be_shared_and_was_not_computed_is_computed_by_the_others",
+        ),
+    ),
+    Mutant(
+        "a request that gives way loses its place",
+        "backend/quire/core/policies/queue.py",
+        "if request.rank[1] == 0:",
+        "if request.rank[1] >= 0:",
+        ("tests/unit/test_scheduler.py::test_preemption_takes_the_youngest_and_puts_it_first_in_the_queue",),
+    ),
+    Mutant(
+        "a tenant that was idle saves its share up",
+        "backend/quire/core/policies/queue.py",
+        "account.counter = max(account.counter, reference.counter)",
+        "pass",
+        ("tests/unit/test_policies_queue.py::test_idling_saves_nothing_up",),
+    ),
+    Mutant(
+        "what a queued request has now is taken off, not what it had",
+        "backend/quire/core/policies/queue.py",
+        "count[1] -= num_tokens",
+        "count[1] -= request.num_tokens",
+        (
+            "tests/unit/test_policies_queue.py"
+            "::test_a_token_that_comes_while_a_request_waits_does_not_upset_the_counts",
+        ),
+    ),
+    Mutant(
+        "a tenant runs one request more than its cap",
+        "backend/quire/core/policies/tenants.py",
+        ".num_running < limits.max_running",
+        ".num_running <= limits.max_running",
+        ("tests/unit/test_policies_tenants.py::test_caps_on_running_and_waiting_requests",),
+    ),
+    Mutant(
+        "a quota is refilled twice for the same seconds",
+        "backend/quire/core/policies/tenants.py",
+        "        account.time = now\n",
+        "",
+        ("tests/unit/test_policies_tenants.py::test_over_quota_is_unavailable_until_the_time_that_is_named",),
+    ),
+    Mutant(
+        "the request itself needs no seat",
+        "backend/quire/core/policies/admission.py",
+        "num_departures = num_waiting + 1 - max(0, num_free_seats)",
+        "num_departures = num_waiting - max(0, num_free_seats)",
+        ("tests/unit/test_policies_admission.py::test_the_wait_for_a_seat_follows_the_rate_of_departures",),
+    ),
+    Mutant(
+        "a deadline of the first token ends who has one",
+        "backend/quire/core/policies/admission.py",
+        'and not (which == "ttft_deadline" and request.num_output_tokens)',
+        "",
+        (
+            "tests/unit/test_policies_admission.py"
+            "::test_expired_requests_are_told_once_and_with_the_deadline_that_passed",
+        ),
+    ),
+    Mutant(
+        "the last request's deadline is not looked at",
+        "backend/quire/core/policies/admission.py",
+        "while self._heap and self._heap[0][0] <= now:",
+        "while len(self._heap) > 1 and self._heap[0][0] <= now:",
+        (
+            "tests/unit/test_policies_admission.py"
+            "::test_expired_requests_are_told_once_and_with_the_deadline_that_passed",
+        ),
+    ),
+    Mutant(
+        "a reservation counts one output token less",
+        "backend/quire/core/policies/reservation.py",
+        "request.max_output_tokens(self._max_model_len) - 1",
+        "request.max_output_tokens(self._max_model_len) - 2",
+        (
+            "tests/unit/test_policies_reservation.py"
+            "::test_no_evict_counts_the_longest_output_within_the_model_length",
+        ),
+    ),
+    Mutant(
+        "the longest output ever is never forgotten",
+        "backend/quire/core/policies/reservation.py",
+        "del self._lengths[bisect.bisect_left(self._lengths, self._recent.popleft())]",
+        "del self._lengths[0], self._recent[0]",
+        (
+            "tests/unit/test_policies_reservation.py"
+            "::test_the_expected_length_is_the_mean_of_those_longer_than_what_is_there",
+        ),
+    ),
+    Mutant(
+        "the way back from the host costs nothing",
+        "backend/quire/core/policies/preemption.py",
+        "(1 / out + 1 / (back or out))",
+        "(1 / out)",
+        ("tests/unit/test_policies_admission.py::test_auto_takes_what_is_cheaper_by_measured_rates",),
+    ),
+    Mutant(
+        "choices share one seed",
+        "backend/quire/core/choices.py",
+        "seed = None if params.seed is None else choice_seed(params.seed, index)",
+        "seed = params.seed",
+        ("tests/unit/test_choices.py::test_four_choices_use_the_blocks_of_the_prompt_once",),
+    ),
+    Mutant(
+        "the best choice is the shortest",
+        "backend/quire/core/choices.py",
+        "(kept.cumulative_logprob or 0.0) / len(kept.new_token_ids)",
+        "(kept.cumulative_logprob or 0.0)",
+        ("tests/unit/test_choices.py::test_the_best_choices_come_at_the_end_and_in_order",),
+    ),
+    Mutant(
+        "a beam ends from one place too far down",
+        "backend/quire/core/choices.py",
+        "elif end is not None and place < width:",
+        "elif end is not None and place <= width:",
+        ("tests/unit/test_beam_search.py::test_results_are_those_of_the_search_alone",),
+    ),
+    Mutant(
+        "choices lengthen one list of hashes",
+        "backend/quire/core/choices.py",
+        "child.block_hashes = list(parent.block_hashes)",
+        "child.block_hashes = parent.block_hashes",
+        ("tests/unit/test_choices.py::test_best_of_survives_preemption_chunks_and_a_tiny_pool",),
+    ),
+    Mutant(
+        "a swap that is given up is still saved",
+        "backend/quire/core/transfers.py",
+        "self._saves = [save for save in self._saves if save.key not in gone]",
+        "pass",
+        ("tests/unit/test_transfers.py",),
+    ),
+    Mutant(
+        "swaps of one step are promised the same room",
+        "backend/quire/core/transfers.py",
+        "self.tiers.can_pin(num_pinned + count)",
+        "self.tiers.can_pin(count)",
+        ("tests/unit/test_transfers.py",),
+    ),
+    Mutant(
+        "a merged event grows after it was sent",
+        "backend/quire/core/kv_events.py",
+        "self._events, self._open = [], None",
+        "self._events = []",
+        (
+            "tests/unit/test_kv_events.py"
+            "::test_events_keep_their_order_and_blocks_of_other_chains_do_not_merge",
+        ),
+    ),
+    Mutant(
+        "a trace forgets which arrivals came before an end",
+        "backend/quire/core/trace.py",
+        '            entry[3] += len(record["arrivals"])\n',
+        "",
+        (
+            "tests/unit/test_scheduler_batching.py::test_trace_counts_the_arrivals_before_an_end_over_a_plan_that_was_not_executed",
+        ),
+    ),
+)
+
+_TIERS = (
+    Mutant(
+        "a block evicted during its load counts as whole",
+        "backend/quire/kv_tiers/host.py",
+        "if self._generation[slot] != generation:",
+        "if self._generation[slot] < generation:",
+        (
+            "tests/unit/test_kv_tiers.py::TestHostTier::test_a_slot_that_changes_hands_during_a_load_is_a_miss",
+        ),
+    ),
+    Mutant(
+        "a pinned block that is dropped keeps its slot",
+        "backend/quire/kv_tiers/host.py",
+        "slot = self._pinned.pop(key, None)",
+        "self._pinned.pop(key, None)",
+        ("tests/unit/test_kv_tiers.py::TestKVTiers::test_random_plans_agree_with_what_was_computed",),
+    ),
+    Mutant(
+        "what was read before a clear comes back",
+        "backend/quire/kv_tiers/tiers.py",
+        "if self._num_clears != num_clears:",
+        "if self._num_clears < num_clears:",
+        ("tests/unit/test_kv_tiers.py::TestKVTiers::test_what_was_read_before_a_clear_does_not_come_back",),
+    ),
+    Mutant(
+        "other models' blocks do not count",
+        "backend/quire/kv_tiers/disk.py",
+        "self._foreign_bytes + num_bytes > self._capacity:",
+        "num_bytes > self._capacity:",
+        ("tests/unit/test_disk_tier.py::test_the_bound_is_that_of_all_models",),
+    ),
+    Mutant(
+        "a block dropped while it is written stays on disk",
+        "backend/quire/kv_tiers/disk.py",
+        "        if written and not is_wanted:\n            self._remove([key])\n",
+        "",
+        ("tests/unit/test_disk_tier.py::test_dropping_a_block_that_is_being_written",),
+    ),
+    Mutant(
+        "the checksum is that of the header alone",
+        "backend/quire/kv_tiers/block_file.py",
+        "    checksum.update(data.data)\n",
+        "",
+        ("tests/unit/test_disk_tier.py::test_a_changed_byte_is_found",),
+    ),
+)
+
+_WORKER = (
+    Mutant(
+        "tokens behind the images have the text's positions",
+        "backend/quire/worker/input_batch.py",
+        "            axes[:, behind : start + item.num_scheduled_tokens] += embeds.position_delta\n",
+        "",
+        ("tests/unit/test_vision_language.py::test_images_give_the_tokens_of_transformers",),
+    ),
+    Mutant(
+        "one token more than the least is generated",
+        "backend/quire/worker/sampling_batch.py",
+        "num_output_tokens < params.min_tokens",
+        "num_output_tokens <= params.min_tokens",
+        ("tests/unit/test_sampler.py::test_transform_equals_numpy_reference",),
+    ),
+    Mutant(
+        "a draw handed over early repeats the one before",
+        "backend/quire/worker/sampling_batch.py",
+        "return len(self.token_ids) + self.num_pending - self.num_prompt_tokens",
+        "return len(self.token_ids) - self.num_prompt_tokens",
+        ("tests/unit/test_async_scheduling.py::test_a_request_gets_the_same_tokens",),
+    ),
+    Mutant(
+        "blocks are copied the wrong way",
+        "backend/quire/worker/kv_cache.py",
+        "source, target = torch.tensor(",
+        "target, source = torch.tensor(",
+        ("tests/unit/test_kv_cache.py::test_copies_read_all_sources_first",),
+    ),
+    Mutant(
+        "recorded steps write the padding into a request's row",
+        "backend/quire/worker/graph_runner.py",
+        "np.array([[self._scratch_row], [1], [0], [0]])",
+        "np.array([[0], [1], [0], [0]])",
+        ("tests/unit/test_async_scheduling.py::test_a_request_gets_the_same_tokens[recorded-greedy]",),
+    ),
+    Mutant(
+        "tables of later groups are mirrored in the first one's place",
+        "backend/quire/worker/graph_runner.py",
+        "places = places + places // (rows * width) * width",
+        "places = places + 0",
+        (
+            "tests/unit/test_async_scheduling.py::test_recorded_steps_know_the_blocks_of_every_group_of_layers",
+        ),
+    ),
+    Mutant(
+        "results on their way to the host are those of the next step",
+        "backend/quire/worker/device.py",
+        "[tensor.clone() for tensor in tensors]",
+        "list(tensors)",
+        ("tests/unit/test_async_scheduling.py::test_a_request_gets_the_same_tokens[recorded-greedy]",),
+    ),
+    Mutant(
+        "blocks are copied before they are saved",
+        "backend/quire/worker/model_runner.py",
+        "        if output.block_copies:\n            self.kv_cache.copy_blocks(output.block_copies)\n",
+        "",
+        ("tests/unit/test_model_runner.py::test_a_copied_block_goes_on_as_its_source",),
+    ),
+    Mutant(
+        "a row's old owner writes last",
+        "backend/quire/worker/block_table.py",
+        "_, last = np.unique(changes[0, ::-1], return_index=True)\n"
+        "        return np.ascontiguousarray(changes[:, ::-1][:, last])",
+        "_, last = np.unique(changes[0], return_index=True)\n"
+        "        return np.ascontiguousarray(changes[:, last])",
+        (
+            "tests/unit/test_async_scheduling.py::test_a_block_table_tells_what_was_appended_and_the_newest_of_a_place",
+        ),
+    ),
+)
+
+_MODELS = (
+    Mutant(
+        "the attention factor of a scaling is lost",
+        "backend/quire/layers/rotary.py",
+        "torch.cat([angles.cos(), angles.sin()], -1) * self.attention_factor",
+        "torch.cat([angles.cos(), angles.sin()], -1)",
+        ("tests/unit/test_rope.py::test_tables_equal_transformers",),
+    ),
+    Mutant(
+        "axes that take turns end too early",
+        "backend/quire/layers/rotary.py",
+        "axes[axis : 3 * sections[axis] : 3] = axis",
+        "axes[axis : sections[axis] : 3] = axis",
+        ("tests/unit/test_rope.py::test_mrope_equals_transformers",),
+    ),
+    Mutant(
+        "every layer has the window of the first",
+        "backend/quire/layers/attention.py",
+        "config.sliding_windows[layer]",
+        "config.sliding_windows[0]",
+        ("tests/unit/test_models.py::test_logits_equal_transformers",),
+    ),
+    Mutant(
+        "embeddings are scaled without the rounding of their type",
+        "backend/quire/layers/embedding.py",
+        "float(torch.tensor(scale, dtype=dtype))",
+        "scale",
+        ("tests/unit/test_models.py::test_embeddings_are_scaled_by_a_number_of_their_own_type",),
+    ),
+    Mutant(
+        "a narrow scale multiplies before the rounding",
+        "backend/quire/layers/norm.py",
+        "return ops.rms_norm(x.float(), self.weight, self.eps).to(x.dtype)",
+        "return ops.rms_norm(x, self.weight.to(x.dtype), self.eps)",
+        ("tests/unit/test_models.py::test_half_precision_is_as_close_to_float32_as_stated",),
+    ),
+    Mutant(
+        "biases of keys and values are those of queries",
+        "backend/quire/layers/linear.py",
+        'yield f"{prefix}{name}.bias", self.bias[start : start + size]',
+        'yield f"{prefix}{name}.bias", self.bias[:size]',
+        ("tests/unit/test_models.py::test_logits_equal_transformers",),
+    ),
+    Mutant(
+        "Gemma 2: windows in the odd layers",
+        "backend/quire/models/gemma2.py",
+        "None if layer % 2 else window",
+        "window if layer % 2 else None",
+        ("tests/unit/test_models.py::test_windows_are_in_the_layers_that_transformers_says",),
+    ),
+    Mutant(
+        "Gemma 3: the layer without a window comes one too late",
+        "backend/quire/models/gemma3.py",
+        "window if (layer + 1) % period else None",
+        "window if layer % period else None",
+        ("tests/unit/test_models.py::test_gemma3_files_of_transformers_4",),
+    ),
+    Mutant(
+        "Qwen2-VL: no windows",
+        "backend/quire/models/qwen2_vl.py",
+        "qkv_bias=True, sliding_windows=windows)",
+        "qkv_bias=True)",
+        ("tests/unit/test_models.py::test_windows_are_in_the_layers_that_transformers_says",),
+    ),
+    Mutant(
+        "an index names files outside the checkpoint",
+        "backend/quire/loader/files.py",
+        "or Path(shard).name != shard:",
+        "or not shard:",
+        ("tests/unit/test_loader.py::test_broken_index",),
+    ),
+    Mutant(
+        "GGUF: keys are reordered by the number of query heads",
+        "backend/quire/loader/gguf_weights.py",
+        '"attn_k": _heads(reader, arch, "head_count_kv")',
+        '"attn_k": _heads(reader, arch, "head_count")',
+        ("tests/unit/test_loader.py::test_gguf_equals_transformers_with_the_decoded_weights",),
+    ),
+    Mutant(
+        "groups of eight bits may end in the middle of a row",
+        "backend/quire/loader/load.py",
+        '"w8a8": W8A8_GROUP}',
+        '"w8a8": 1}',
+        ("tests/unit/test_weight_quantization.py::test_sizes_that_do_not_divide_are_refused_by_name",),
+    ),
+    Mutant(
+        "the generation configuration's ends are ignored",
+        "backend/quire/loader/load.py",
+        'as_token_ids(generation.get("eos_token_id")) or parsed.eos_token_ids',
+        "parsed.eos_token_ids",
+        ("tests/unit/test_loader.py::test_eos_comes_from_generation_config_first",),
+    ),
+)
+
+_KERNELS = (
+    Mutant(
+        "reference: one slot that nobody wrote is read",
+        "kernels/quire_kernels/reference/attention.py",
+        "factor[:, keys.written :] = 0.0",
+        "factor[:, keys.written + 1 :] = 0.0",
+        ("tests/kernels/test_paged_attention.py::test_random_batches_equal_dense_attention",),
+    ),
+    Mutant(
+        "reference: the newest token counts for its neighbours too",
+        "kernels/quire_kernels/reference/sampling.py",
+        "is_newest = token_ids == newest[rows]",
+        "is_newest = token_ids <= newest[rows]",
+        ("tests/kernels/test_sampling.py::test_a_token_counts_that_only_the_device_knows",),
+    ),
+    Mutant(
+        "Triton-language: the newest token is not counted",
+        "kernels/quire_kernels/triton_lang/sampling.py",
+        "tl.load(count_ptr + entry, entry < end, other=0.0) + is_newest.to(tl.float32)",
+        "tl.load(count_ptr + entry, entry < end, other=0.0)",
+        ("tests/kernels/test_sampling.py::test_a_token_counts_that_only_the_device_knows",),
+    ),
+    Mutant(
+        "Triton-language: what is not rotated is not copied in full",
+        "kernels/quire_kernels/triton_lang/elementwise.py",
+        "rest = 2 * HALF + tl.arange(0, REST)[None, :]",
+        "rest = HALF + tl.arange(0, REST)[None, :]",
+        ("tests/kernels/test_elementwise.py::test_rope_rotates_pairs_and_keeps_the_rest",),
+    ),
+    Mutant(
+        "C++: the norm is that of the sum's first part",
+        "kernels/quire_kernels/cpu/src/elementwise.h",
+        "  if (residual) from = residual;\n",
+        "",
+        ("tests/kernels/test_elementwise.py::test_rms_norm",),
+    ),
+    Mutant(
+        "C++: scales of a block's later tokens overwrite the first one's",
+        "kernels/quire_kernels/cpu/src/elementwise.h",
+        "head * kv.scale_head_stride + offset] = scale",
+        "head * kv.scale_head_stride] = scale",
+        ("tests/kernels/test_cache_ops.py::test_write_kv_quantizes_within_half_a_step",),
+    ),
+)
+
+_FRONTEND = (
+    Mutant(
+        "a character that is not whole yet is sent when the window is cut",
+        "backend/quire/detokenizer.py",
+        "emitted = len(self._decoder.decode(context)) - self._undecided",
+        "emitted = len(self._decoder.decode(context))",
+        ("tests/unit/test_detokenizer.py::test_concatenated_deltas_equal_the_whole_decode",),
+    ),
+    Mutant(
+        "a stop string hides in the end of a longer one",
+        "backend/quire/stop_matcher.py",
+        "self.match[child] or self.match[fail]",
+        "self.match[child]",
+        ("tests/unit/test_detokenizer.py::test_stream_never_contains_a_stop_nor_leaks_its_prefix",),
+    ),
+    Mutant(
+        "tokens behind a stop string are told",
+        "backend/quire/output_processor.py",
+        "new_ids = new_ids[: max(used, 0)]",
+        "pass",
+        ("tests/unit/test_detokenizer.py::test_tokens_behind_a_stop_string_are_not_told",),
+    ),
+    Mutant(
+        "long steps are polled at every period",
+        "backend/quire/triton/responder.py",
+        "now + max(period, min(handle.step_s, MAX_POLL_S))",
+        "now + period",
+        ("tests/triton/test_responder.py::test_a_request_with_long_steps_is_polled_once_per_step",),
+    ),
+    Mutant(
+        "come again at once",
+        "backend/quire/triton/request_handle.py",
+        "math.ceil(retry_after_s)",
+        "int(retry_after_s)",
+        ("tests/triton/test_choices.py::test_a_refusal_says_when_to_try_again",),
+    ),
+    Mutant(
+        "a position one behind the last is accepted",
+        "backend/quire/triton/request_parser.py",
+        "max(positions) >= info.max_model_len",
+        "max(positions) > info.max_model_len",
+        ("tests/triton/test_request_parser.py::test_positions_are_those_of_the_longest_sequence",),
+    ),
+    Mutant(
+        "an interval's open end is closed",
+        "backend/quire/converters.py",
+        "or (low_open and value == low)",
+        "",
+        ("tests/unit/test_sampling_params.py::test_refused_naming_the_parameter",),
+    ),
+    Mutant(
+        "a later source's value wins",
+        "backend/quire/sampling_params.py",
+        "given.setdefault(field, converted)",
+        "given[field] = converted",
+        ("tests/unit/test_sampling_params.py::test_first_source_wins_and_all_are_checked",),
+    ),
+    Mutant(
+        "Triton's timeout is taken for milliseconds",
+        "backend/quire/scheduling_params.py",
+        "limits_ms.append(timeout_us / 1000)",
+        "limits_ms.append(timeout_us)",
+        ("tests/unit/test_scheduling_params.py::test_the_smaller_deadline_wins",),
+    ),
+    Mutant(
+        "embeddings that are gone still count",
+        "backend/quire/engine/shared_array.py",
+        "EmbedsBuffer.total_bytes -= self._num_bytes",
+        "pass",
+        ("tests/triton/test_request_parser.py::test_image_embeddings_are_bounded_together_and_given_back",),
+    ),
+    Mutant(
+        "a dead frontend's requests are computed to their end",
+        "backend/quire/engine/loop.py",
+        "        self.core.abort(gone, FinishReason.CANCELLED)\n",
+        "",
+        ("tests/triton/test_choices.py::test_requests_of_a_frontend_that_has_gone_are_not_computed",),
+    ),
+    Mutant(
+        "requests without a seed share one",
+        "backend/quire/engine/core.py",
+        "0x9E3779B97F4A7C15 * next(self._seeds)",
+        "0x9E3779B97F4A7C15",
+        ("tests/unit/test_engine.py::test_unseeded_requests_do_not_repeat",),
+    ),
+    Mutant(
+        "a replay leaves out the message it was asked from",
+        "backend/quire/engine/kv_event_publisher.py",
+        'if number >= int.from_bytes(first, "big"):',
+        'if number > int.from_bytes(first, "big"):',
+        ("tests/unit/test_kv_events.py::test_replay_gives_what_is_still_kept",),
+    ),
+    Mutant(
+        "metrics listen on every address",
+        "backend/quire/serve.py",
+        '        ("metrics-address", config.address),\n',
+        "",
+        ("tests/unit/test_serve.py::test_everything_listens_on_the_one_address",),
+    ),
+    Mutant(
+        "files of a run that lives are removed",
+        "backend/quire/run_files.py",
+        "        except BlockingIOError:\n            continue\n",
+        '        except BlockingIOError:\n            _remove(lock.name.removesuffix("lock"))\n',
+        ("tests/unit/test_serve.py::test_files_of_a_live_run_are_not_stale",),
+    ),
+    Mutant(
+        "not healthy is a success",
+        "backend/quire/healthcheck.py",
+        "        sys.exit(1)\n",
+        "        sys.exit(0)\n",
+        ("tests/unit/test_serve.py::test_healthcheck_without_a_server_is_one_line_and_status_1",),
+    ),
+)
+
+_ENSEMBLE = (
+    Mutant(
+        "a rendered conversation begins twice",
+        "ensemble/quire_ensemble/tokenizer.py",
+        "add_special_tokens=False, field=chat.FIELD",
+        "field=chat.FIELD",
+        ("tests/unit/test_ensemble_tokenizer.py::test_messages_equal_apply_chat_template",),
+    ),
+    Mutant(
+        "text parts run into each other",
+        "ensemble/quire_ensemble/messages.py",
+        'content = "\\n".join(part["text"] for part in content)',
+        'content = "".join(part["text"] for part in content)',
+        (
+            "tests/unit/test_ensemble_tokenizer.py"
+            "::test_parts_reach_templates_that_know_them_and_are_joined_for_others",
+        ),
+    ),
+    Mutant(
+        "pictures lie on the wrong side",
+        "ensemble/quire_ensemble/images.py",
+        '    6: "ROTATE_270",\n    7: "TRANSVERSE",\n    8: "ROTATE_90",\n',
+        '    6: "ROTATE_90",\n    7: "TRANSVERSE",\n    8: "ROTATE_270",\n',
+        ("tests/unit/test_images.py::test_exif_orientation_is_applied_as_transformers_load_image_does",),
+    ),
+    Mutant(
+        "the height of a lossless WebP is read from its width",
+        "ensemble/quire_ensemble/images.py",
+        "(bits >> 14 & 0x3FFF) + 1",
+        "(bits & 0x3FFF) + 1",
+        ("tests/unit/test_images.py::test_the_sides_of_a_webp_are_told_apart",),
+    ),
+    Mutant(
+        "any number of images",
+        "ensemble/quire_ensemble/vision.py",
+        "        check_count(len(sources), self.limits)\n",
+        "",
+        ("tests/unit/test_vision_processor.py::test_limits_of_a_request_hold",),
+    ),
+    Mutant(
+        "a wide image moves what follows by its height",
+        "ensemble/quire_ensemble/mrope.py",
+        "position += max(h, w)",
+        "position += h",
+        ("tests/unit/test_vision_processor.py::test_positions_of_random_layouts_equal_get_rope_index",),
+    ),
+    Mutant(
+        "an embedding that is replaced is counted twice",
+        "ensemble/quire_ensemble/encoder_cache.py",
+        "            self.bytes -= old.nbytes\n",
+        "            pass\n",
+        ("tests/unit/test_encoder_cache.py::test_putting_again_replaces_and_counts_once",),
+    ),
+    Mutant(
+        "a LLaVA of full features has a row less",
+        "ensemble/quire_ensemble/vision.py",
+        'TOWER_CLS_ROWS[tower] - (strategy == "default")',
+        "TOWER_CLS_ROWS[tower] - 1",
+        ("tests/unit/test_vision_processor.py::test_whole_prompts_equal_those_of_transformers",),
+    ),
+    Mutant(
+        "a forward is cut one image too late",
+        "ensemble/quire_ensemble/vision_tower.py",
+        "patches + t * h * w > self.max_patches",
+        "patches > self.max_patches",
+        ("tests/unit/test_vision_tower.py::test_forwards_are_cut_between_images_by_patches",),
+    ),
+    Mutant(
+        "the unary model has the instances of the streaming one",
+        "ensemble/quire_ensemble/builder.py",
+        "instance_count=instance_count if decoupled else 1",
+        "instance_count=instance_count",
+        ("tests/unit/test_ensemble_builder.py::test_every_config_parses_and_is_complete",),
+    ),
+    Mutant(
+        "images of one grid are one image",
+        "ensemble/quire_ensemble/triton_vision_encoder.py",
+        "    content.update(np.ascontiguousarray(pixels).data)\n",
+        "",
+        ("tests/triton/test_vision_encoder.py::test_requests_of_a_batch_are_encoded_by_one_forward",),
+    ),
+)
+
+_CLIENT = (
+    Mutant(
+        "the server is told milliseconds",
+        "client/quire_client/protocol.py",
+        "math.ceil(timeout * 1e6)",
+        "math.ceil(timeout * 1e3)",
+        ("tests/unit/test_client.py::test_timeout_is_told_to_the_server_too",),
+    ),
+    Mutant(
+        "a stream that is left is not cancelled",
+        "client/quire_client/client.py",
+        "    ) -> None:\n        self.close()\n\n    def __del__",
+        "    ) -> None:\n        self._over.set()\n\n    def __del__",
+        ("tests/unit/test_client.py::test_leaving_a_stream_cancels_on_the_server",),
+    ),
+    Mutant(
+        "a configuration that has changed is never asked again",
+        "client/quire_client/aio.py",
+        "            self._client._schemas.pop(self.model, None)\n",
+        "            pass\n",
+        ("tests/unit/test_client.py::test_async_configuration_is_asked_again_after_an_invalid_argument",),
+    ),
+    Mutant(
+        "addresses in IPv6 of private ones are public",
+        "client/quire_client/openai/images.py",
+        "        if inner is not None:\n            return is_public(str(inner))\n",
+        "",
+        ("tests/unit/test_openai_gateway.py::test_addresses_that_are_not_public",),
+    ),
+    Mutant(
+        "choices that did not end stay open",
+        "client/quire_client/openai/stream.py",
+        "                    open_choices.discard(chunk.index)\n",
+        "",
+        ("tests/unit/test_openai_gateway.py::test_streamed_choices",),
+    ),
+    Mutant(
+        "a quota is the server's fault",
+        "client/quire_client/openai/errors.py",
+        "if retry_after(error) is not None:",
+        "if retry_after(error) is None and False:",
+        ("tests/unit/test_openai_gateway.py::test_a_used_up_quota_is_429_with_retry_after",),
+    ),
+)
+
+_SIMULATOR = (
+    Mutant(
+        "a prompt's tokens do not see themselves",
+        "backend/quire/simulator/cost.py",
+        "count * (count + 1) // 2",
+        "count * (count - 1) // 2",
+        ("tests/unit/test_simulator.py::test_time_is_what_the_cost_model_says",),
+    ),
+    Mutant(
+        "a turn forgets the answer before it",
+        "backend/quire/simulator/workload.py",
+        "                length += outputs[index]\n",
+        "",
+        ("tests/unit/test_simulator.py::test_a_turn_begins_with_the_turn_before_and_its_output",),
+    ),
+    Mutant(
+        "latencies count from the first request",
+        "backend/quire/simulator/simulate.py",
+        "self.first_token_at - self.arrival.at",
+        "self.first_token_at",
+        ("tests/unit/test_simulator.py::test_time_is_what_the_cost_model_says",),
+    ),
+)
+
+MUTANTS: tuple[Mutant, ...] = (
+    *_SURVIVORS,
+    *_POOL,
+    *_SCHEDULER,
+    *_TIERS,
+    *_WORKER,
+    *_MODELS,
+    *_KERNELS,
+    *_FRONTEND,
+    *_ENSEMBLE,
+    *_CLIENT,
+    *_SIMULATOR,
+)
