@@ -19,19 +19,16 @@ _SURVIVORS = (  # of a review of 49 planted bugs
     Mutant(
         "async_scheduling never expires a deadline",
         "backend/quire/engine/core.py",
-        "runner: Any = self.runner\n        outputs = self.scheduler.expire()",
-        "runner: Any = self.runner\n        outputs: list[EngineCoreOutput] = []",
-        (
-            "tests/unit/test_async_scheduling.py"
-            "::test_a_deadline_ends_a_request_also_where_steps_are_handed_over_early",
-        ),
+        "outputs = self.scheduler.expire()",
+        "outputs = [] if self.is_async else self.scheduler.expire()",
+        ("tests/unit/test_async_scheduling.py::test_a_deadline_ends_its_request_alone",),
     ),
     Mutant(
         "choices after the first have no deadline",
         "backend/quire/core/scheduler.py",
         "self._deadlines.push(child)\n                self._start(child, request, num_computed)",
         "self._start(child, request, num_computed)",
-        ("tests/unit/test_choices.py::test_a_deadline_holds_for_choices_that_outlive_the_first",),
+        ("tests/unit/test_choices.py::test_choices_that_outlive_the_first_keep_the_deadline",),
     ),
     Mutant(
         "sessions of two tenants share a name",
@@ -45,7 +42,7 @@ _SURVIVORS = (  # of a review of 49 planted bugs
         "backend/quire/core/scheduler.py",
         "count += self.transfers.tiers.clear()",
         "pass",
-        ("tests/unit/test_prefix_cache.py::test_a_reset_empties_the_tiers_too",),
+        ("tests/unit/test_engine.py::test_a_reset_leaves_nothing_in_any_tier",),
     ),
     Mutant(
         "the quantisation of weights is missing from the fingerprint",
@@ -64,7 +61,7 @@ _SURVIVORS = (  # of a review of 49 planted bugs
         "                on_evict, self.on_evict = self.on_evict, None\n"
         "                self.forget((block_id,))\n"
         "                self.on_evict = on_evict\n",
-        ("tests/unit/test_kv_events.py::test_a_block_whose_time_to_live_ends_is_told_as_removed",),
+        ("tests/unit/test_prefix_cache.py::test_blocks_whose_time_is_over_are_told_as_removed",),
     ),
     Mutant(
         "the predicted time to first token ignores prompts being computed",
@@ -72,8 +69,8 @@ _SURVIVORS = (  # of a review of 49 planted bugs
         "num_running_tokens=self._num_prompt_tokens_left() if self.admission.predicts(request) else 0",
         "num_running_tokens=0",
         (
-            "tests/unit/test_scheduler.py"
-            "::test_a_prompt_that_is_being_computed_counts_in_the_predicted_time_to_the_first_token",
+            "tests/unit/test_policies_admission.py"
+            "::test_prompts_that_are_being_computed_are_ahead_of_a_new_one",
         ),
     ),
     Mutant(

@@ -135,24 +135,6 @@ def test_recorded_steps_know_the_blocks_of_every_group_of_layers(tmp_path: Path)
     assert graphs is not None and graphs.num_replays > 5
 
 
-def test_a_deadline_ends_a_request_also_where_steps_are_handed_over_early(checkpoint: Path) -> None:
-    core = engine(checkpoint, async_scheduling=True).core
-    now = 0.0
-    core.scheduler.clock = lambda: now
-    params = SamplingParams(max_tokens=100, ignore_eos=True)
-    core.add_request("late", PROMPTS[0], params, scheduling=SchedulingParams(deadline=10.0))
-    core.add_request("other", PROMPTS[1], params)
-    for _ in range(4):
-        assert not [output for output in core.step() if output.finish_reason]
-    now = 10.1
-    ended = [(output.request_id, output.finish_reason) for output in core.step() if output.finish_reason]
-    assert ended == [("late", "timeout")]
-    core.abort(["other"])
-    while core.has_work:
-        core.step()
-    assert core.stats().num_free_blocks == core.stats().num_blocks
-
-
 def order_of_calls(llm: LLM) -> list[str]:
     """Fills with launch, settle (the host learns of tokens) and collect as they come."""
     runner, calls = runner_of(llm), list[str]()

@@ -64,18 +64,6 @@ def test_each_group_of_layers_has_a_copy_of_its_own() -> None:
     engine.check_outputs()
 
 
-def test_a_deadline_holds_for_choices_that_outlive_the_first() -> None:
-    """The first one's was the only deadline that was watched, and ended with it."""
-    engine = FakeEngine(step_s=1.0)
-    scheduling = SchedulingParams(deadline=5.0)
-    add(engine, "a", n=3, max_tokens=50, scheduling=scheduling)
-    engine.step()
-    engine.collect(engine.scheduler.abort(["a#0"], FinishReason.STOP))
-    engine.run()
-    assert engine.reasons == {"a": "stop", "a#1": "timeout", "a#2": "timeout"}
-    assert engine.kv.num_free_blocks == engine.kv.num_blocks
-
-
 @pytest.mark.row("A16")
 def test_each_choice_is_what_a_request_of_its_own_seed_gets() -> None:
     together, alone = FakeEngine(), FakeEngine()

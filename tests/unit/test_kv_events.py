@@ -350,21 +350,3 @@ def test_blocks_of_other_groups_are_nobodys_business() -> None:
             known.difference_update(event.block_hashes)
     assert known == {external_hash(key) for key in engine.kv.pool.cached_hashes() if len(key) == 16}
     assert num_removed > 20
-
-
-def test_a_block_whose_time_to_live_ends_is_told_as_removed() -> None:
-    """Routers went on sending requests to an engine that had forgotten their prompts."""
-    events = KVEventCollector()
-    cache = {"enable_prefix_caching": True, "events": events, "cache_ttl_s": 10.0}
-    engine = FakeEngine(cache=cache)
-    engine.add("r", 20, 4)
-    engine.run()
-    keys = engine.kv.pool.cached_hashes()
-    events.take()
-    engine.kv.expire(9.9)
-    assert events.take() is None
-    engine.kv.expire(10.0)
-    batch = events.take()
-    assert batch is not None and all(isinstance(event, BlockRemoved) for event in batch.events)
-    removed = [name for event in batch.events for name in event.block_hashes]
-    assert sorted(removed) == sorted(map(external_hash, keys)) and len(keys) == 5

@@ -447,20 +447,3 @@ def test_blocks_whose_time_is_over_are_told_as_removed() -> None:
     assert len(follow()) == 6 + 3
     engine.kv.expire(engine.clock() + 10.1)
     assert follow() == {external_hash(key) for key in engine.kv.pool.cached_hashes()} and len(known) == 3
-
-
-def test_a_reset_empties_the_tiers_too() -> None:
-    """What had been evicted, or was saved beside the pool, came back after a reset."""
-    engine = engine_of(40, host_blocks=100)
-    prompt = tokens(100, 0)
-    engine.add("before", 0, 2, prompt=prompt)
-    engine.run()
-    engine.step()  # saves what the last one filled
-    tiers = engine.runner.tiers
-    assert tiers is not None and tiers.stats()["host_blocks"] == 6
-    assert engine.scheduler.reset_cache() == 12
-    assert tiers.stats()["host_blocks"] == 0
-    after = engine.add("after", 0, 2, prompt=prompt)
-    engine.run()
-    assert after.num_cached_tokens == 0 and computed(engine, "after") == 100
-    engine.check_outputs()

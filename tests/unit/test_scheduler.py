@@ -198,24 +198,3 @@ def test_core_imports_neither_torch_nor_zmq() -> None:
     program = "import sys, quire.core.scheduler; print([m for m in ('torch', 'zmq') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
-
-
-def test_a_prompt_that_is_being_computed_counts_in_the_predicted_time_to_the_first_token() -> None:
-    """A request behind a long prompt was taken with a deadline that it could not meet: the prompt was no
-    longer in the queue."""
-    engine = FakeEngine(num_blocks=1000, max_num_batched_tokens=16, step_s=1.0)
-    engine.add("history", 100, 2)
-    engine.run()
-    deadline = SchedulingParams(ttft_deadline=engine.clock() + 20.0)
-    engine.add("soon", 10, 1, scheduling=deadline)
-    engine.run()
-    engine.add("long", 1600, 2)
-    engine.step()
-    assert engine.scheduler.stats().num_waiting == 0
-    deadline = SchedulingParams(ttft_deadline=engine.clock() + 20.0)
-    with pytest.raises(UnavailableError, match="ttft_deadline"):
-        engine.add("too late", 10, 1, scheduling=deadline)
-    deadline = SchedulingParams(ttft_deadline=engine.clock() + 200.0)
-    engine.add("in time", 10, 1, scheduling=deadline)
-    engine.run()
-    assert engine.reasons["in time"] == "length"
