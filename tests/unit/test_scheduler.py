@@ -11,7 +11,6 @@ from quire.core.trace import SchedulerTrace
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.request import FinishReason, RequestStatus
 from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine, rows
 from tests.fixtures.fake_runner import generate_alone
 
