@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.cache_commands import Inspect, Reset
 from quire.errors import ConfigError, InvalidArgumentError, UnavailableError
 from quire.outputs import RequestOutput
 from tests.fixtures.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, make_throughput_checkpoint
@@ -402,11 +403,11 @@ def test_a_reset_leaves_nothing_in_any_tier(
     assert core.tiers.flush(30.0)
     names = ("loopback",) if connector else ("host", "disk")
     assert all(core.tiers.stats()[f"{name}_blocks"] > 10 for name in names)
-    num_blocks = core.control({"command": "inspect"})["num_findable_blocks"]
+    num_blocks = core.control(Inspect())["num_findable_blocks"]
     held = sum(int(core.tiers.stats()[f"{name}_blocks"]) for name in names)
-    assert core.control({"command": "reset"}) == {"num_blocks": num_blocks + held}
+    assert core.control(Reset()) == {"num_blocks": num_blocks + held}
     assert core.tiers.flush(30.0)
-    stats = core.control({"command": "inspect"})
+    stats = core.control(Inspect())
     assert stats["num_findable_blocks"] == 0 and all(stats["tiers"][f"{name}_blocks"] == 0 for name in names)
     assert not list(tmp_path.rglob("*.kv"))
     before = core.stats()
