@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -327,12 +328,19 @@ def _tensor_value(info: TensorInfo, value: Any) -> np.ndarray | None:
         limits = np.iinfo(dtype)
         fits = all(_is_integer(v) and limits.min <= v <= limits.max for v in values)
     else:
-        fits = all(_is_integer(v) or isinstance(v, float | np.floating) for v in values)
+        fits = all(_is_float(v) for v in values)
     return np.array(values, dtype=dtype) if fits else None
 
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_float(value: Any) -> bool:
+    """Whether the value has a floating-point form; an integer may be too large for one."""
+    if _is_integer(value):
+        return abs(int(value)) <= sys.float_info.max
+    return isinstance(value, float | np.floating)
 
 
 def _set_parameter(request: Any, name: str, value: Any, schema: ModelSchema, request_id: str) -> None:

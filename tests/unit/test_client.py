@@ -95,10 +95,11 @@ def test_what_fits_no_tensor_goes_as_json_for_the_server_to_judge(client: Client
         "stop": ["a", 5],
         "no_such": 1,
         "top_p": 0.5,
+        "min_p": 10**400,  # no float is as large
     }
     inputs = sent(client.generate("echo", sampling_parameters={"top_p": 0.1, "top_k": 4}, **odd).text)
     assert json.loads(inputs["sampling_parameters"][0]) == {**odd, "top_k": 4}
-    assert not {"max_tokens", "temperature", "seed", "stop"} & set(inputs)
+    assert not {"max_tokens", "temperature", "seed", "stop", "min_p"} & set(inputs)
 
 
 def test_none_means_not_given(client: Client) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,19 @@ def test_a_slow_start_is_given_up_and_can_be_tried_again(site: Site) -> None:
     until(lambda: all(start_time_of(pid) is None for pid in site.started))
     (site.root / "go").touch()
     assert site.supervisor().ensure().pid not in site.started[:-1]
+
+
+def test_a_frontend_that_leaves_does_not_wait_for_an_engine_that_starts(site: Site) -> None:
+    """It waited for the directory, which a thread of its own had locked for as long as an engine may take."""
+    (site.root / "go").unlink()
+    supervisor = site.supervisor(startup_timeout_s=600.0)
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(supervisor.ensure)
+        until(lambda: bool(site.started))
+        supervisor.close(0.0)
+        with pytest.raises(UnavailableError, match="being unloaded"):
+            starting.result(10.0)
+    until(lambda: all(start_time_of(pid) is None for pid in site.started))
 
 
 def test_an_engine_that_was_told_to_stop_is_not_replaced_until_the_model_is_loaded_anew(site: Site) -> None:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class EngineSupervisor:
         self.directory = runtime_base() / f"quire-{os.getuid()}-{server_pid}-{_digest(life)[:8]}-{key}"
         self._address: EngineAddress | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._closing = threading.Event()
 
     def ensure(self) -> EngineAddress:
         """The running engine, started if there is none; to be called again after a failure.
@@ -82,8 +84,8 @@ class EngineSupervisor:
             CheckpointError: the engine says why it cannot start (one line).
             ConfigError: the directory to meet in may be another user's.
             EngineStoppedError: the engine that this frontend had was told to stop (SIGTERM).
-            UnavailableError: it ended without a word, was not ready in `startup_timeout_s`, or the directory
-                cannot be written.
+            UnavailableError: it ended without a word, was not ready in `startup_timeout_s` or before `close`
+                was called, or the directory cannot be written.
         """
         try:
             with RuntimeDirectory.locked(self.directory) as directory:
@@ -141,7 +143,8 @@ class EngineSupervisor:
                 self.reap()
                 limit = self.config.frontend.startup_timeout_s
                 raise UnavailableError(f"the engine was not ready within startup_timeout_s={limit:g}")
-            time.sleep(POLL_S)
+            if self._closing.wait(POLL_S):
+                raise UnavailableError("the model is being unloaded")
 
     def reap(self) -> None:
         """Collects the exit status of an engine this frontend started, if it has ended."""
@@ -154,6 +157,7 @@ class EngineSupervisor:
         An engine that other frontends still use goes on. One that does not end by itself in `timeout_s` is
         killed: a model that is being unloaded must not leave its memory behind.
         """
+        self._closing.set()  # whoever waits for an engine here has the directory locked
         try:
             with RuntimeDirectory.locked(self.directory) as directory:
                 directory.unmark()
