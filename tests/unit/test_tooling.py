@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -306,3 +307,11 @@ def test_make_setup_refuses_an_unsuitable_python_in_one_line(monkeypatch: pytest
     monkeypatch.setattr(sys, "version_info", (3, 9))
     with pytest.raises(SystemExit, match=r"^Quire needs Python >= 3\.10"):
         runpy.run_path(script)
+
+
+def test_setup_begins_on_a_machine_with_nothing_installed() -> None:
+    """The check of Python runs before anything is installed; what it imports grew by a package once, and a
+    clean checkout could not be set up any more."""
+    command = [sys.executable, "-S", "-I", str(ROOT / ".ci" / "check_python.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    assert (done.returncode, done.stderr) == (0, "")
