@@ -78,7 +78,7 @@ def read_all(calls: list[TritonStream]) -> list[Reply]:
         return list(pool.map(TritonStream.read_all, calls))
 
 
-@pytest.mark.row("G9", clauses=("back",))
+@pytest.mark.row("G9", whole=True)
 def test_a_killed_engine_fails_its_streams_at_once_and_comes_back(server: ServerProcess) -> None:
     before = stream(server.grpc_url, "generator", SHORT).token_ids
     (engine,) = engines(server)

@@ -144,6 +144,7 @@ def other_values(key: str) -> list[Any]:
     return [1 if present != 1 and key not in OPTIONS else (present or 100) + 1]
 
 
+@pytest.mark.row("C10", clauses=("fingerprint",))
 @pytest.mark.parametrize("key", sorted(KEYS.keys() - ELSEWHERE))
 def test_a_key_finds_blocks_only_where_they_are_what_it_would_compute(
     checkpoint: Path, filled: Path, tmp_path: Path, key: str
