@@ -7,7 +7,9 @@ if sys.version_info < (3, 10):  # noqa: UP036 (this file is what says so)
     sys.exit(f"Quire needs Python >= 3.10; {sys.executable} is older. Another one: make PYTHON=python3.11")
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "backend"), str(ROOT / "kernels")]  # nothing is installed yet
+# Nothing is installed yet.
+sys.path.insert(0, str(ROOT / "backend"))
+sys.path.insert(0, str(ROOT / "kernels"))
 
 from quire.errors import ConfigError
 from quire.tritonserver import libpython_directory

@@ -56,6 +56,7 @@ class Runner(FakeRunner):
     def execute(self, output: Any) -> Any:
         result = super().execute(output)
         if self.is_broken:
+            self.was_told_of_failure = True
             raise RuntimeError("\ud800 the device is gone " + "x" * 1000)
         return result
 
@@ -170,24 +171,24 @@ ADDED = {
     "nested": encoder.encode({**ADD, "embeds": 0})[:-1] + nested(300),
     "embeddings that are not there": encoder.encode(
         AddRequest(
-            "bad", PROMPT, TEN, embeds=EmbedsMessage(SharedArray(2**22 + 1, 3, (2, 8)), [(0, 2)], ["a"])
+            "bad", PROMPT, TEN, embeds=EmbedsMessage(SharedArray(2**22 + 1, 3, (2, 8), 1, 2), [(0, 2)], ["a"])
         )
     ),
     "embeddings of another width": encoder.encode(
-        AddRequest("bad", PROMPT, TEN, embeds=EmbedsMessage(SharedArray(1, 3, (2, 9)), [(0, 2)], ["a"]))
+        AddRequest("bad", PROMPT, TEN, embeds=EmbedsMessage(SharedArray(1, 3, (2, 9), 1, 2), [(0, 2)], ["a"]))
     ),
     "embeddings outside the prompt": encoder.encode(
-        AddRequest("bad", PROMPT, TEN, embeds=EmbedsMessage(SharedArray(1, 3, (2, 8)), [(4, 2)], ["a"]))
+        AddRequest("bad", PROMPT, TEN, embeds=EmbedsMessage(SharedArray(1, 3, (2, 8), 1, 2), [(4, 2)], ["a"]))
     ),
     "negative embeddings": encoder.encode(
-        AddRequest("bad", PROMPT, TEN, embeds=EmbedsMessage(SharedArray(1, 3, (-2, 8)), [], []))
+        AddRequest("bad", PROMPT, TEN, embeds=EmbedsMessage(SharedArray(1, 3, (-2, 8), 1, 2), [], []))
     ),
     "positions of another length": encoder.encode(
         AddRequest(
             "bad",
             PROMPT,
             TEN,
-            embeds=EmbedsMessage(SharedArray(1, 3, (2, 8)), [(0, 2)], ["a"], b"\0" * 24),
+            embeds=EmbedsMessage(SharedArray(1, 3, (2, 8), 1, 2), [(0, 2)], ["a"], b"\0" * 24),
         )
     ),
 }

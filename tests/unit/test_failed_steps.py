@@ -106,7 +106,8 @@ def test_one_failure_while_settling_fails_one_step(
 
 
 def test_copies_of_a_failed_step_are_not_trusted() -> None:
-    """Choices that had no row in the step went on from blocks that were never copied: wrong tokens."""
+    """Choices that had no row in the step went on from blocks that were never copied: wrong tokens. They are
+    computed anew."""
     engine = FakeEngine(num_blocks=64, block_size=4, max_num_batched_tokens=4, queue_policy="priority")
     scheduler = engine.scheduler
     engine.add("a", 6, 8, n=3, temperature=1.0, seed=3)
@@ -116,13 +117,17 @@ def test_copies_of_a_failed_step_are_not_trusted() -> None:
     plan = scheduler.schedule()
     assert plan.block_copies and [row.request_id for row in plan.scheduled] == ["b"]
     outputs = scheduler.fail(["b"], "broken")
-    assert {(output.request_id, output.finish_reason) for output in outputs} == {
-        ("a", "error"),
-        ("b", "error"),
-    }
-    assert len(outputs) == 2, "each is told once"
+    engine.runner.was_told_of_failure = True
+    assert [(output.request_id, output.finish_reason) for output in outputs] == [("b", "error")]
     scheduler.check_integrity()
-    assert not scheduler.has_unfinished()
+    targets = {target for _, target in plan.block_copies}
+    assert all(
+        targets.isdisjoint(b for ids in engine.kv.block_ids(r) for b in ids) for r in scheduler._running
+    )
+    while scheduler.has_unfinished():
+        engine.step()
+    scheduler.check_integrity()
+    assert not scheduler._copies
 
 
 def test_a_trace_that_cannot_be_written_ends_and_nothing_else(tmp_path: Path) -> None:

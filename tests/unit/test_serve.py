@@ -430,7 +430,7 @@ def test_everything_listens_on_the_one_address(tmp_path: Path) -> None:
     known = frozenset(f"{name}-{what}" for name in services for what in ("address", "port"))
     for address in ("127.0.0.1", "::1"):
         config = ServeConfig(repositories=(tmp_path,), address=address)
-        arguments = server_arguments(config, known, tmp_path, (1, 2, 3), "quire-x-")
+        arguments = server_arguments(config, known, tmp_path, (1, 2, 3), "quire-x-", ())
         assert arguments == [
             f"--{name}-{what}={value}"
             for port, name in enumerate(services, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,19 @@ class LoadedModel:
     """`digest_weights`, if it was asked for."""
 
 
-def load_model(config: ModelConfig, device: torch.device, *, with_digest: bool = False) -> LoadedModel:
+def load_model(
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    choose_kernels: Callable[[DecoderConfig], None] | None = None,
+    with_digest: bool = False,
+) -> LoadedModel:
     """Builds the model a checkpoint names and fills it.
 
     Args:
         config: `model` (directory or .gguf file), dtype, load_format, allow_pickle and max_model_len.
         device: of the weights.
+        choose_kernels: called before the weights are read, as they are packed for the kernels that compute.
         with_digest: whether the weights are to be told from others.
 
     Raises:
@@ -55,6 +62,8 @@ def load_model(config: ModelConfig, device: torch.device, *, with_digest: bool =
     generation = read_generation_config(path)
     kind = model_class(hf)
     parsed = kind.parse_config(hf, _dtype(config.dtype, hf))
+    if choose_kernels is not None:
+        choose_kernels(parsed)
     files = None if config.load_format == "dummy" else find_weights(config)
     model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device).eval()
     if files is None:

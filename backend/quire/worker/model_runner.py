@@ -74,7 +74,12 @@ class ModelRunner:
         graph_backend = make_graph_backend(self.device, config.model.enforce_eager)
         start = time.monotonic()
         is_shared = needs_fingerprint(config.cache)
-        loaded = load_model(config.model, self.device, with_digest=is_shared)
+        loaded = load_model(
+            config.model,
+            self.device,
+            choose_kernels=lambda shape: check_attention_backend(config, shape, self.device),
+            with_digest=is_shared,
+        )
         self.model = loaded.model
         self.model_config = loaded.config
         self.eos_token_ids: frozenset[int] = loaded.eos_token_ids
@@ -91,7 +96,6 @@ class ModelRunner:
         )
         shape = loaded.config
         cache = config.cache
-        check_attention_backend(config, shape, self.device)
         self.kv_identity = kv_identity(loaded, self.device) if is_shared else {}
         """What decides the bits of keys and values, where other processes may find them."""
         self.kv_groups = self.model.kv_groups
