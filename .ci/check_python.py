@@ -6,10 +6,9 @@ from pathlib import Path
 if sys.version_info < (3, 10):  # noqa: UP036 (this file is what says so)
     sys.exit(f"Quire needs Python >= 3.10; {sys.executable} is older. Another one: make PYTHON=python3.11")
 
-ROOT = Path(__file__).resolve().parent.parent
 # Nothing is installed yet.
-sys.path.insert(0, str(ROOT / "backend"))
-sys.path.insert(0, str(ROOT / "kernels"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "backend"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 
 from quire.errors import ConfigError
 from quire.tritonserver import libpython_directory
