@@ -40,6 +40,12 @@ class Finding:
     index: int
     problems: list[str]
 
+    @property
+    def is_silence(self) -> bool:
+        """Whether a gRPC stream brought too few ends in time, and nothing else is wrong with it."""
+        silent = all(problem.startswith("DEADLINE_EXCEEDED") for problem in self.problems)
+        return silent and message(self.seed, self.index)[0] == "grpc"
+
     def __str__(self) -> str:
         surface, sent = message(self.seed, self.index)
         return f"message {self.index} of seed {self.seed} ({surface}): {'; '.join(self.problems)}\n{sent}"

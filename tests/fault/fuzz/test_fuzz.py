@@ -99,10 +99,18 @@ def bombard(root: Path, seed: int, count: int) -> None:
             assert fuzzer.processes_are_the_same(), target.processes()
             problems += grown(target, memory, handles, sent)
             problems += leaked(target)
+        # Now and then the front of 24.10 loses an end: seen of a request that Triton's core refuses, which no
+        # code of ours ever sees. What is ours stays silent again.
+        silent = [finding for finding in findings if finding.is_silence]
+        findings = [finding for finding in findings if not finding.is_silence]
+        for finding in silent:
+            findings += Fuzzer(target, seed).send([finding.index]).findings
+        print(f"{len(silent)} silences: messages {[finding.index for finding in silent]}")
         print(f"{sum(ends.values())} ends, {rounds} good streams, {deaths} deaths of the front: {dict(ends)}")
     assert not findings, f"{len(findings)} findings:\n" + "\n\n".join(map(str, findings[:20]))
     assert not problems, "\n".join(problems[:20])
     assert rounds >= 8
+    assert len(silent) <= max(1, count / 4_000)
     assert ends["grpc UNCLOSED"] <= max(1, count / 1_000)
     for surface in SURFACES:
         assert ends[f"{surface} OK"] > count / 100, "some messages are right"
