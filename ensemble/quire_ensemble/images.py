@@ -30,6 +30,11 @@ PILLOW_MAX_PIXELS = 178_956_970
 
 MAX_SCANS = 100
 """Scans of a JPEG file. Each is a pass over all pixels, however few bytes it has; encoders make a dozen."""
+MAX_HEADER_READS = 4096
+"""Reads of Pillow until it knows the size: four for each segment of a JPEG file (a large profile or XMP has
+hundreds of them), two for each block of a GIF comment."""
+_BYTES_PER_READ = 64
+"""Least that a read brings on average while pixels are decoded, in files that are not tiny."""
 
 _SIGNATURE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|GIF8[79]a|BM", re.DOTALL)
 _URL = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*:")
@@ -99,7 +104,12 @@ class EncodedImage:
         """
         from PIL import Image as pil
 
-        image = _open(self.data, self.field)
+        file = _BoundedFile(self.data, self.field)
+        image = _open(file)
+        # Decoders of BMP read single runs of pixels.
+        file.reads_left = (
+            None if image.format == "BMP" else MAX_HEADER_READS + len(self.data) // _BYTES_PER_READ
+        )
         if image.size != self.size:
             raise InputError(self.field, f"damaged: {image.size} pixels, the header says {self.size}")
         if image.mode not in MODES:
@@ -108,7 +118,7 @@ class EncodedImage:
             )
         try:
             image.load()
-        except MemoryError:
+        except (InputError, MemoryError):
             raise
         except Exception as error:
             raise InputError(self.field, f"truncated or damaged: {_one_line(error)}") from None
@@ -139,18 +149,39 @@ def read_image(raw: bytes | str, index: int, limits: ImageLimits) -> EncodedImag
         # Data escapes these bytes, so that they are a marker; metadata may hold a few more.
         if encoded[:2] == b"\xff\xd8" and encoded.count(b"\xff\xda") > MAX_SCANS:
             raise InputError(field, f"a JPEG file of more than {MAX_SCANS} scans")
-        image = _open(encoded, field, limits.max_image_pixels)
+        image = _open(_BoundedFile(encoded, field), limits.max_image_pixels)
         size = image.width, image.height
     _check_pixels(*size, field, limits)
     return EncodedImage(encoded, size, field)
 
 
-def _open(encoded: bytes, field: str, max_pixels: int = PILLOW_MAX_PIXELS) -> Any:
+class _BoundedFile(BytesIO):
+    """An image file of which only so many parts are read: Pillow reads each of them in Python and keeps it
+    (joining EXIF data anew with each of its parts), so that many tiny ones take minutes."""
+
+    def __init__(self, encoded: bytes, field: str) -> None:
+        super().__init__(encoded)
+        self.field = field
+        self.reads_left: int | None = MAX_HEADER_READS
+        """None: any number."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if self.reads_left is not None:
+            if not self.reads_left:
+                raise InputError(self.field, "a file of too many small parts")
+            self.reads_left -= 1
+        return super().read(size)
+
+
+def _open(file: _BoundedFile, max_pixels: int = PILLOW_MAX_PIXELS) -> Any:
     """Pillow's image, with its pixels still encoded."""
     from PIL import Image as pil
 
+    field = file.field
     try:
-        return pil.open(BytesIO(encoded), formats=FORMATS)
+        return pil.open(file, formats=FORMATS)
+    except InputError:
+        raise
     except pil.DecompressionBombError:
         raise InputError(
             field,

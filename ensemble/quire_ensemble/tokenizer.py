@@ -228,7 +228,9 @@ class Tokenizer:
                 chat.FIELD, "the checkpoint has no chat template; send text_input or input_ids instead"
             )
         kwargs = {**(chat_template_kwargs or {}), **conversation.template_kwargs}
-        reserved = sorted(_reserved_template_names() & set(kwargs))
+        # Templates write special tokens with every message: a long text for one would be there 4 096 times.
+        names = _reserved_template_names() | set(self._hf.SPECIAL_TOKENS_ATTRIBUTES)
+        reserved = sorted(names & set(kwargs))
         if reserved:
             raise InputError(chat.FIELD, f"chat_template_kwargs must not set {reserved[0]!r}")
         stated = conversation.add_generation_prompt

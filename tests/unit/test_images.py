@@ -307,6 +307,42 @@ def test_a_jpeg_of_many_scans_is_refused_by_its_markers() -> None:
     )
 
 
+def _chunk(name: bytes) -> bytes:
+    return struct.pack(">I", 0) + name + struct.pack(">I", zlib.crc32(name))
+
+
+@pytest.mark.parametrize(
+    ("kind", "at", "part"),
+    [
+        ("JPEG", 2, b"\xff\xe1\0\x0aExif\0\0xx"),
+        ("JPEG", 2, b"\xff\xef\0\2"),
+        ("JPEG", 2, b"\xff"),
+        ("PNG", 33, _chunk(b"abCd")),
+        ("PNG", -12, _chunk(b"abCd")),
+        ("GIF", None, b"!\xfe\1x\0"),
+    ],
+    ids=["EXIF", "segments", "padding", "chunks before pixels", "chunks after pixels", "comments"],
+)
+def test_a_file_of_many_tiny_parts_is_refused(kind: str, at: int | None, part: bytes) -> None:
+    """Pillow takes minutes for 20 MiB of EXIF segments, and gigabytes for the comments of three GIF files."""
+    raw = encode(picture(), kind)
+    if at is None:
+        at = 13 + (3 << (raw[10] & 7) + 1 if raw[10] & 128 else 0)
+    for count in (100, 200_000):
+        damaged = raw[:at] + part * count + raw[at:]
+        if count == 100:
+            assert decode_image(damaged, 0, LIMITS).size == (37, 23)
+        else:
+            assert refusal(damaged, 0, LIMITS) == "a file of too many small parts"
+
+
+def test_a_file_of_many_parts_of_a_usual_size_is_decoded() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (1000, 1000, 3), dtype=np.uint8)
+    for kind in ("PNG", "GIF", "JPEG", "BMP", "WEBP"):
+        options = {"icc_profile": bytes(5_000_000)} if kind == "JPEG" else {}
+        assert decode_image(encode(Image.fromarray(noise), kind, **options), 0, LIMITS).size == (1000, 1000)
+
+
 def test_reading_the_header_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a request's images are added up before memory is taken for the first of them."""
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))

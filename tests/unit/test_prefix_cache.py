@@ -262,6 +262,22 @@ def test_pins_take_no_more_than_their_share_of_the_pool() -> None:
     engine.check_outputs()
 
 
+@pytest.mark.row("C6")
+def test_sessions_that_share_all_their_blocks_are_bounded_too() -> None:
+    """Else each of them takes time from every request that ends, and none ever gives way."""
+    engine = engine_of(40, cache={"max_pinned_fraction": 0.5})
+    for index in range(30):
+        scheduling = SchedulingParams(session=f"s{index}")
+        engine.add(f"r{index}", 0, 2, prompt=tokens(100, 0), scheduling=scheduling)
+        engine.run()
+        engine.scheduler.check_integrity()
+    assert list(engine.kv.pins) == [session_name("", f"s{index}") for index in range(10, 30)]
+    assert engine.kv.num_pinned_blocks == 6
+    assert engine.kv.unpin_all() == 20
+    assert engine.kv.num_pinned_blocks == 0
+    engine.check_outputs()
+
+
 def test_a_pin_that_is_used_is_the_last_to_give_way() -> None:
     """A session whose next turn was being computed gave way before one that nobody had used since."""
     engine = engine_of(40, cache={"max_pinned_fraction": 1.0})

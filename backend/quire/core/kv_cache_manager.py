@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -118,6 +119,8 @@ class KVCacheManager:
         self.no_blocks: list[list[int]] = [[] for _ in self.groups]
         """What allocate_slots returns where nothing is appended; not to be changed."""
         self._pins: dict[Hashable, _Pin] = {}  # least recently used first
+        self._pinned: Counter[int] = Counter()  # blocks of all pins, with the number of these
+        self._first_deadline = math.inf  # no pin's is earlier
         self._now = 0.0  # of the latest expire()
         self._max_pinned = int(max_pinned_fraction * num_blocks)
 
@@ -132,7 +135,7 @@ class KVCacheManager:
 
     @property
     def num_pinned_blocks(self) -> int:
-        return len({block_id for pin in self._pins.values() for block_id in pin.block_ids})
+        return len(self._pinned)
 
     @property
     def capacity(self) -> int:
@@ -456,7 +459,8 @@ class KVCacheManager:
     def pin(self, request: Request, num_tokens: int, name: Hashable, deadline: float) -> int:
         """Holds the full blocks of the request's first tokens beyond its end, instead of the name's old ones.
 
-        The limit is kept by giving up other pins, least recently used first, and then by pinning less.
+        The limit is kept by giving up other pins, least recently used first, and then by pinning less. It
+        also bounds how many pins there are, as any number of them may share their blocks.
 
         Args:
             deadline: in seconds of `expire`; a later one that the name had stays.
@@ -477,11 +481,13 @@ class KVCacheManager:
         block_ids = [b for blocks in table.blocks for b in blocks[:count] if b != OUTSIDE]
         if not block_ids:
             return 0
-        while self._pins and self.num_pinned_blocks + len(block_ids) > self._max_pinned:
+        while self._pins and max(len(self._pinned) + len(block_ids), len(self._pins) + 1) > self._max_pinned:
             self.unpin(next(iter(self._pins)))
         for block_id in block_ids:
             self.pool.incref(block_id)
+        self._pinned.update(block_ids)
         self._pins[name] = _Pin(block_ids, deadline)
+        self._first_deadline = min(self._first_deadline, deadline)
         return count * self.block_size
 
     def touch_pin(self, name: Hashable, deadline: float) -> None:
@@ -490,6 +496,7 @@ class KVCacheManager:
         if pin is not None:
             pin.deadline = deadline
             self._pins[name] = pin
+            self._first_deadline = min(self._first_deadline, deadline)
 
     def unpin(self, name: Hashable) -> bool:
         """Releases what the name holds; False if that is nothing."""
@@ -497,6 +504,10 @@ class KVCacheManager:
         if pin is None:
             return False
         self.pool.free(reversed(pin.block_ids), self._now)
+        for block_id in pin.block_ids:
+            self._pinned[block_id] -= 1
+            if not self._pinned[block_id]:
+                del self._pinned[block_id]
         return True
 
     def unpin_all(self) -> int:
@@ -520,9 +531,11 @@ class KVCacheManager:
     def expire(self, now: float) -> None:
         """Lets go of pins and cached blocks whose time is over."""
         self._now = now
-        for name, pin in list(self._pins.items()):
-            if pin.deadline <= now:
-                self.unpin(name)
+        if self._first_deadline <= now:
+            for name, pin in list(self._pins.items()):
+                if pin.deadline <= now:
+                    self.unpin(name)
+            self._first_deadline = min((pin.deadline for pin in self._pins.values()), default=math.inf)
         self.pool.expire(now)
 
     def reset(self) -> int:
@@ -569,8 +582,10 @@ class KVCacheManager:
                 held = blocks[released:]
                 assert len(set(held)) == len(held), f"{request} has a block twice: {held}"
                 references.update(held)
-        for pin in self._pins.values():
-            references.update(pin.block_ids)
+        pinned = Counter(block_id for pin in self._pins.values() for block_id in pin.block_ids)
+        assert pinned == self._pinned, "pinned blocks miscounted"
+        assert all(pin.deadline >= self._first_deadline for pin in self._pins.values()), self._pins
+        references.update(pinned)
         for block_id in range(self.num_blocks):
             count = self.pool.ref_count(block_id)
             assert count == references[block_id], f"block {block_id}: {count} != {references[block_id]}"
