@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import quire.kv_tiers.disk as disk_module
@@ -229,3 +230,21 @@ def test_a_cause_is_told_once_and_again_after_a_quiet_time(caplog: pytest.LogCap
 if __name__ == "__main__":
     on_a_disk(Path(sys.argv[1]), Path(sys.argv[2]))
     print(json.dumps("done"))
+
+
+def test_a_block_that_an_unforeseen_error_kept_from_the_disk_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed findable in memory that was given to the next block: loads had the other one's content."""
+    tier = DiskTier(tmp_path, 2**20, block_bytes=4096, fingerprint="0" * 32)
+    first, second = b"1" * 16, b"2" * 16
+    with monkeypatch.context() as patch:
+        # As where the directory was removed and made again by another user.
+        patch.setattr(tier, "_holds_lock", lambda: 1 / 0)
+        tier.save([first], np.full((1, 4096), 1, np.uint8))
+        assert tier.flush(10.0)
+    tier.save([second], np.full((1, 4096), 2, np.uint8))
+    out = np.zeros((1, 4096), np.uint8)
+    assert not tier.contains(first) and tier.load([first], out) == 0
+    assert tier.load([second], out) == 1 and (out == 2).all()
+    tier.close()

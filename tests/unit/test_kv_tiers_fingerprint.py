@@ -369,3 +369,18 @@ def test_only_what_others_may_find_needs_one(checkpoint: Path) -> None:
     runner: Any = llm.core.runner
     assert runner.kv_identity == {}, "the weights are read for nothing"
     llm.core.close()
+
+
+def test_only_the_kernels_that_compute_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of each instruction set were compiled and loaded, as an engine with a disk tier began."""
+    asked: list[str] = []
+
+    def library(isa: str) -> object:
+        asked.append(isa)
+        return object() if isa == "avx512" else None
+
+    monkeypatch.setattr(kv_identity_module, "supported_isas", lambda: ("amx", "avx512", "avx2"))
+    monkeypatch.setattr(kv_identity_module, "library", library)
+    monkeypatch.setattr(kv_identity_module, "library_name", lambda isa: f"{isa}.so")
+    found = kv_identity_module._processor(torch.device("cpu"))
+    assert found[0] == "avx512.so" and asked == ["amx", "avx512"]

@@ -15,9 +15,11 @@ from typing import Any
 
 import psutil
 import pytest
+import zmq
 
 from quire.config import EngineConfig
 from quire.engine import supervisor as supervisor_module
+from quire.engine.connection import EngineConnection
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
 from quire.engine.supervisor import (
     RUN_MODULE,
@@ -345,3 +347,51 @@ def test_the_engine_imports_nothing_from_the_working_directory(
     assert "['an argument']" in shown and repr(str(RUN_MODULE.parent)) not in shown
     assert repr(str(tmp_path)) not in shown
     assert not (tmp_path / "imported").exists()
+
+
+def test_a_link_to_nowhere_above_the_directory_is_refused(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not there counted as there, and was made again and again by a whole core."""
+    dangling = site.root / "dangling"
+    dangling.symlink_to(site.root / "nowhere")
+    monkeypatch.setenv("QUIRE_RUNTIME_DIR", str(dangling / "below"))
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(site.supervisor().ensure)
+        until(lambda: starting.done())
+        assert isinstance(starting.exception(), UnavailableError)
+
+
+def test_a_frontend_that_leaves_does_not_wait_for_another_ones_engine(site: Site) -> None:
+    """Who waits for an engine has the directory locked: an unload took as long as the start of a model."""
+    leaving, staying = site.supervisor(), site.supervisor()
+    before = leaving.ensure()
+    os.kill(before.pid, signal.SIGKILL)
+    until(lambda: start_time_of(before.pid) is None)
+    (site.root / "go").unlink()
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(staying.ensure)
+        until(lambda: len(site.started) == 2)
+        began = time.monotonic()
+        leaving.close(0.1)
+        took = time.monotonic() - began
+        (site.root / "go").touch()
+        address = starting.result(WAIT_S)
+    assert took < 5.0, f"{took:.1f} s"
+    assert start_time_of(address.pid) == address.start_time, "it ended the other one's engine"
+    staying.close(0.0)
+    assert not staying.directory.exists()
+
+
+def test_a_connection_that_failed_may_be_closed_again() -> None:
+    """The number of its descriptor had gone to somebody else, or the reason to `Bad file descriptor`."""
+    pid = os.getpid()
+    address = EngineAddress(pid, "ipc://@quire-nobody-listens", 0, start_time_of(pid) or 0)
+    context: zmq.Context[Any] = zmq.Context()
+    connection = EngineConnection(context, address)
+    with pytest.raises(UnavailableError, match="did not answer"):
+        connection.hello(0.05)
+    with open(os.devnull, "rb") as other:
+        connection.close(goodbye=False)
+        assert other.read() == b""
+    context.term()

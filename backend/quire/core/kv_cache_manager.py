@@ -414,6 +414,16 @@ class KVCacheManager:
         table.num_kept = min(table.num_kept, first)
         return block_ids
 
+    def withdraw(self, offers: Iterable[tuple[bytes, int]]) -> set[int]:
+        """Makes blocks that `keep` gave unfindable, whoever has them: they were not computed after all.
+
+        Returns:
+            Their ids, without those that hold something else by now.
+        """
+        block_ids = {block_id for key, block_id in offers if self.pool.cached(key) == block_id}
+        self.pool.forget(block_ids)
+        return block_ids
+
     def fork(self, parent: Request, child: Request) -> list[tuple[int, int]] | None:
         """Gives `child`, which has computed the same tokens, a table of its own.
 

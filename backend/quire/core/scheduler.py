@@ -50,6 +50,7 @@ class _Plan:
         "dropped",
         "has_decodes",
         "is_open",
+        "late_offers",
         "num_prefill_tokens",
         "offers",
         "requests",
@@ -66,6 +67,8 @@ class _Plan:
         self.requests: list[Request] = []
         self.offers: list[Sequence[tuple[bytes, int]]] = []
         """Per row, the blocks it fills that others may find from now on."""
+        self.late_offers: list[tuple[bytes, int]] = []
+        """Those of requests that ended while it was executed."""
         self.num_prefill_tokens = 0
         self.seconds = 0.0
         self.has_decodes = True
@@ -384,10 +387,20 @@ class Scheduler:
         plans = list(self._in_flight)
         self._in_flight.clear()
         outputs: list[EngineCoreOutput] = []
+        # Before any is ended: choices end together. What was offered stays so when its request ends or gives
+        # way while the step is under way, and nobody has computed it.
+        known = plans if self._ahead is None else [*plans, self._ahead]
+        stale = self.kv.withdraw(
+            offer for plan in known for offers in (plan.late_offers, *plan.offers) for offer in offers
+        )
+        self.transfers.forget_saves(stale)
         for plan in plans:
             for row, request in zip(plan.rows, plan.requests, strict=True):
                 if not request.is_finished:
-                    self._take_back(request, row)
+                    stale |= self._take_back(request, row)
+        for plan in plans:
+            for request in plan.requests:
+                if not request.is_finished:
                     outputs += self._end_all(request, FinishReason.ERROR, error, error_code)
         if len(plans) > 1:
             # Requests that ended with the step before left blocks which a failed row was to fill.
@@ -398,21 +411,29 @@ class Scheduler:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             # Its rows may rest on what the failed step should have computed.
+            stale |= ahead.stale
             for row, request in zip(ahead.rows, ahead.requests, strict=True):
-                self._withdraw(request, row)
+                stale |= self._withdraw(request, row)
         self._dropped += [name for plan in plans for name in plan.dropped if name not in self._dropped]
-        self._restart({target for plan in plans for _, target in plan.copies})
+        self._restart(stale | {target for plan in plans for _, target in plan.copies})
         self.finish_loads((load_id, 0) for load_id in self.transfers.lost_loads)
         self._end_step()
         return outputs
 
     def _restart(self, block_ids: set[int]) -> None:
-        """Takes requests out of the batch whose blocks, these among them, do not hold what they should."""
+        """Lets requests begin anew whose blocks, these among them, do not hold what they should.
+
+        They have no row: one that loads others, joined without a token left for it, or was to be a copy.
+        """
         for request in list(self._running) if block_ids else ():
-            if any(not block_ids.isdisjoint(ids) for ids in self.kv.block_ids(request)):
-                self._leave(request)
-                request.num_preemptions += 1
-                self._wait(request)
+            if request.in_runner or all(block_ids.isdisjoint(ids) for ids in self.kv.block_ids(request)):
+                continue
+            if request.load_id is not None:
+                self.transfers.distrust(request.load_id)
+                continue
+            self._leave(request)
+            request.num_preemptions += 1
+            self._wait(request)
 
     def _give_up(self, request: Request, row: ScheduledRequest, error: Exception) -> EngineCoreOutput:
         """Ends a request, or what is left of it, as its row could not be taken in."""
@@ -557,6 +578,7 @@ class Scheduler:
             plan.budget += row.num_scheduled_tokens
             plan.stale |= self._withdraw(request, row)
         if len(kept) < len(plan.rows):
+            self._restart(plan.stale)
             plan.rows = [row for row, _, _ in kept]
             plan.requests = [request for _, request, _ in kept]
             plan.offers = [offers for _, _, offers in kept]
@@ -1100,7 +1122,10 @@ class Scheduler:
     def _keep(self, request: Request) -> None:
         """Keeps what is to outlive the request; to fail in this must not keep the request from its end."""
         try:
-            self.transfers.save(self.kv.keep(request))
+            offers = self.kv.keep(request)
+            self.transfers.save(offers)
+            if self._in_flight:
+                self._in_flight[-1].late_offers += offers
             self._pin(request)
         except Exception:
             logger.exception("%s: what it has computed is not kept", request)

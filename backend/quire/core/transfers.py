@@ -63,6 +63,8 @@ class BlockTransfers:
         self._ids = itertools.count(1)
         self._under_way: dict[int, tuple[Request, list[bytes], int]] = {}
         self._loading_keys: set[bytes] = set()
+        self._void: set[int] = set()
+        """Loads whose requests have other blocks that do not hold what they should."""
         self._private_keys = itertools.count()
 
     @property
@@ -146,7 +148,8 @@ class BlockTransfers:
         request, keys, gain = self._under_way.pop(load_id)
         self._loading_keys.difference_update(keys)
         request.load_id = None
-        complete = num_valid == len(keys)
+        complete = num_valid == len(keys) and load_id not in self._void
+        self._void.discard(load_id)
         if complete:
             self.num_loaded_tokens += gain
         else:
@@ -154,10 +157,18 @@ class BlockTransfers:
         self.drop(request)
         return request, complete
 
+    def distrust(self, load_id: int) -> None:
+        """The request's other blocks do not hold what they should: it will not be complete when this ends."""
+        self._void.add(load_id)
+
     def save(self, blocks: Iterable[tuple[bytes, int]]) -> None:
         """Writes computed blocks through, with the next step."""
         if self.tiers is not None:
             self._saves += [KVSave(key, block) for key, block in blocks]
+
+    def forget_saves(self, block_ids: set[int]) -> None:
+        """Writes these blocks nowhere: they were not computed after all."""
+        self._saves = [save for save in self._saves if save.pinned or save.block_id not in block_ids]
 
     def swap_out(self, request: Request) -> bool:
         """Keeps the request's blocks in the host tier, if that is cheaper than computing them again.

@@ -72,7 +72,11 @@ class EngineConnection:
             messages.append(engine_message_decoder.decode(frame))
 
     def close(self, *, goodbye: bool) -> None:
+        """May be called again: a closed descriptor's number is soon another's."""
+        if self.pidfd < 0:
+            return
         if goodbye:
             self.send(Goodbye())
         self.socket.close()
         os.close(self.pidfd)
+        self.pidfd = -1

@@ -7,11 +7,14 @@ have made it first. Its files are opened by their names in the open directory, n
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import math
 import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +25,7 @@ import msgspec
 from quire.errors import ConfigError
 from quire.processes import start_time_of
 
+POLL_S = 0.02
 MAX_STATE_BYTES = 64 * 1024
 MAX_SOCKET_PATH = 107
 """Bytes of a socket's path, a limit of the kernel."""
@@ -76,11 +80,18 @@ class RuntimeDirectory:
 
     @classmethod
     @contextmanager
-    def locked(cls, path: Path) -> Iterator[RuntimeDirectory]:
-        """The directory, made if it is missing, while nobody else has it locked."""
+    def locked(cls, path: Path, timeout_s: float = math.inf) -> Iterator[RuntimeDirectory]:
+        """The directory, made if it is missing, while nobody else has it locked.
+
+        Raises:
+            TimeoutError: somebody else had it locked for so long.
+        """
+        deadline = time.monotonic() + timeout_s
         while True:
+            # Not by itself, which takes a link to nowhere above it for what is there: we would try for ever.
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
-                path.mkdir(mode=0o700, parents=True)
+                path.mkdir(mode=0o700)
             with contextlib.ExitStack() as stack:
                 try:
                     directory = cls(path)
@@ -89,7 +100,7 @@ class RuntimeDirectory:
                 except FileNotFoundError:
                     continue  # removed by the one who had it locked, as it is below
                 stack.callback(os.close, lock)
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                _lock(lock, deadline)
                 if os.fstat(lock).st_nlink == 0:
                     continue
                 yield directory
@@ -151,6 +162,19 @@ class RuntimeDirectory:
 
     def _open(self, name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600, dir_fd=self._fd)
+
+
+def _lock(fd: int, deadline: float) -> None:
+    if deadline == math.inf:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        return
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "another process has it locked") from None
+            time.sleep(POLL_S)
 
 
 _REMEDY = "remove it, or set QUIRE_RUNTIME_DIR to a private directory"

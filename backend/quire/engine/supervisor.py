@@ -159,7 +159,8 @@ class EngineSupervisor:
         """
         self._closing.set()  # whoever waits for an engine here has the directory locked
         try:
-            with RuntimeDirectory.locked(self.directory) as directory:
+            # At least until a thread of ours that waits for an engine has let go of it.
+            with RuntimeDirectory.locked(self.directory, max(timeout_s, KILL_WAIT_S)) as directory:
                 directory.unmark()
                 if directory.has_frontends():
                     return
@@ -168,6 +169,13 @@ class EngineSupervisor:
                     _wait_or_kill(state.pid, state.start_time, timeout_s)
                 self.reap()
                 directory.remove()
+        except TimeoutError:
+            # Another frontend waits for an engine to start, for minutes perhaps: it is the one to tidy up.
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(contextlib.suppress(OSError, ConfigError))
+                directory = RuntimeDirectory(self.directory)
+                stack.callback(directory.close)
+                directory.unmark()
         except (OSError, ConfigError) as error:
             logger.warning("frontend: the engine is left to itself: %s", error)
 

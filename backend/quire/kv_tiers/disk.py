@@ -363,6 +363,9 @@ class DiskTier(KVConnector):
                 self._write_wanted(key, block)
         finally:
             with self._lock:
+                if self._pending.get(key) is block:  # its memory is another's from now on
+                    del self._pending[key]
+                    self._counts["failed"] += 1
                 self._spare.append(block)
 
     def _write_wanted(self, key: bytes, block: BlockArray) -> None:

@@ -52,7 +52,9 @@ def _processor(device: torch.device) -> list[str]:
         return found + [f"{name} {_version(name)}" for name in _GPU_LIBRARIES]
     try:
         # Its name stands for the instruction set, the sources and the compiler.
-        libraries = [library_name(isa) for isa in supported_isas() if library(isa) is not None][:1]
+        # The best is the one that computes: those behind it need not be compiled.
+        best = next((isa for isa in supported_isas() if library(isa) is not None), None)
+        libraries = [] if best is None else [library_name(best)]
     except BuildError:
         libraries = []
     return [*libraries, torch.backends.cpu.get_cpu_capability()]
