@@ -11,6 +11,8 @@ MAX_BYTES = 2**20
 """Of parameters; messages have a limit of their own."""
 MAX_DEPTH = 64
 """Lists and objects within each other."""
+MAX_VALUES = 2**19
+"""Lists, objects and keys: each takes up to a hundred times the memory of its characters."""
 
 
 def parse_json(field: str, raw: bytes | str, *, max_bytes: int = MAX_BYTES) -> Any:
@@ -22,11 +24,15 @@ def parse_json(field: str, raw: bytes | str, *, max_bytes: int = MAX_BYTES) -> A
         max_bytes: longest text.
 
     Raises:
-        InputError: longer than `max_bytes`, invalid UTF-8 or JSON (with the position), nested more than
-            MAX_DEPTH deep, NaN or Infinity (which are not JSON), or an integer longer than Python takes.
+        InputError: longer than `max_bytes`, more than MAX_VALUES lists, objects and keys (counted by character,
+            in texts too), invalid UTF-8 or JSON (with the position), nested more than MAX_DEPTH deep, NaN or
+            Infinity (which are not JSON), or an integer longer than Python takes.
     """
     check_bytes(field, raw, max_bytes)
     text = decode_utf8(field, raw) if isinstance(raw, bytes) else raw
+    num_values = text.count("[") + text.count("{") + text.count(":")
+    if num_values > MAX_VALUES:
+        raise InputError(field, f"at most {MAX_VALUES} lists, objects and keys in JSON, got {num_values}")
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:

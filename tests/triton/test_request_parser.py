@@ -489,6 +489,11 @@ def test_health_may_be_asked_where_cache_commands_are_forbidden(tokenizer: Token
     assert parse(tokenizer, command, limits=BEHIND_A_GATEWAY).cache_control == Health()
 
 
+def test_spans_are_pairs(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidArgumentError, match="image_spans: must hold pairs of numbers, got 3"):
+        parse(tokenizer, {**PROMPT, "image_spans": np.array([1, 3, 5], np.int32)})
+
+
 def test_images_that_begin_alike_have_different_hashes(tokenizer: Tokenizer) -> None:
     """A hash of an image's first row would give one image's answers to whoever asks about another."""
     rows = np.arange(3 * 8, dtype=np.float32).reshape(3, 8)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+import tracemalloc
 
 import pytest
 
 from quire.errors import InvalidArgumentError
 from quire.sampling_params import parse_sampling_params
-from quire_ensemble.client_json import MAX_BYTES, MAX_DEPTH, parse_json
+from quire_ensemble.client_json import MAX_BYTES, MAX_DEPTH, MAX_VALUES, parse_json
 from quire_ensemble.errors import InputError, kind, shown
 from quire_ensemble.messages import parse_conversation
 
@@ -31,6 +32,17 @@ def test_depth_and_size_have_limits_that_errors_name() -> None:
         parse_json("x", b" " * (MAX_BYTES + 1))
     with pytest.raises(InputError, match=r"^x: at most 10 bytes"):
         parse_json("x", b"[1, 2, 3, 4]", max_bytes=10)
+
+
+def test_many_small_values_are_refused_before_they_are_made() -> None:
+    """16 MiB of empty lists took 550 MB and stopped every thread for a second."""
+    many = "[" + "[]," * MAX_VALUES + "1]"
+    tracemalloc.start()
+    with pytest.raises(InputError, match=f"at most {MAX_VALUES} lists, objects and keys"):
+        parse_json("messages", many, max_bytes=2**24)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10**5
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -179,14 +179,17 @@ def _bytes(text: str) -> Any:
     return np.array([text.encode("utf-8")], dtype=np.object_)
 
 
-def _logprobs(entries: list[TokenLogprobs]) -> str:
-    """JSON: per token its id, its log-probability and those of the most likely ones."""
-    return json.dumps(
+def _logprobs(entries: list[TokenLogprobs]) -> bytes:
+    """JSON: per token its id, its log-probability and those of the most likely ones.
+
+    An answer that is sent whole may hold millions of numbers, and all streams wait while they are written.
+    """
+    return msgspec.json.encode(
         [
             {
                 "token_id": entry.token_ids[0],
                 "logprob": entry.logprobs[0],
-                "top": {str(i): p for i, p in zip(entry.token_ids[1:], entry.logprobs[1:], strict=True)},
+                "top": dict(zip(entry.token_ids[1:], entry.logprobs[1:], strict=True)),
             }
             for entry in entries
         ]
@@ -200,7 +203,7 @@ _ARRAYS: dict[str, Callable[[RequestOutput], Any]] = {
     "num_input_tokens": lambda output: np.array([output.num_prompt_tokens], dtype=np.uint32),
     "num_output_tokens": lambda output: np.array([len(output.token_ids)], dtype=np.uint32),
     "num_cached_tokens": lambda output: np.array([output.num_cached_tokens], dtype=np.uint32),
-    "logprobs": lambda output: _bytes(_logprobs(output.logprobs or [])),
+    "logprobs": lambda output: np.array([_logprobs(output.logprobs or [])], dtype=np.object_),
     "cumulative_logprob": lambda output: np.array([output.cumulative_logprob or 0.0], dtype=np.float32),
 }
 """What an output's tensor holds, but for `text_output`."""

@@ -429,6 +429,8 @@ def _take(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 def _embeds(raw: RawRequest, num_prompt_tokens: int, info: EngineInfo) -> EmbedsMessage | None:
     """Checks the image inputs against each other and the model; None where the prompt has no image."""
     values = raw.tensors.get("image_spans", [])
+    if len(values) % 2:
+        raise InvalidArgumentError("image_spans", f"must hold pairs of numbers, got {len(values)} numbers")
     spans = list(zip(values[::2], values[1::2], strict=True))
     shape = (0, info.hidden_size) if raw.embeds is None else raw.embeds.shape
     positions = raw.tensors.get("position_ids", [])
