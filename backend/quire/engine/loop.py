@@ -13,6 +13,7 @@ gone. Frontends and server are watched by pidfds, so nothing is polled for and n
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -391,7 +392,8 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
         loop.run()
     finally:
         if loop.was_told_to_stop:
-            publish(state="stopped")
+            with contextlib.suppress(OSError):  # a full disk must not keep the tiers from being written
+                publish(state="stopped")
         socket.close()
         context.term()
         socket_path.unlink(missing_ok=True)
