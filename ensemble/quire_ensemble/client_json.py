@@ -24,9 +24,9 @@ def parse_json(field: str, raw: bytes | str, *, max_bytes: int = MAX_BYTES) -> A
         max_bytes: longest text.
 
     Raises:
-        InputError: longer than `max_bytes`, more than MAX_VALUES lists, objects and keys (brackets and colons,
-            in texts too), invalid UTF-8 or JSON (with the position), nested more than MAX_DEPTH deep, NaN or
-            Infinity (which are not JSON), or an integer longer than Python takes.
+        InputError: longer than `max_bytes`, more than MAX_VALUES lists, objects and keys (brackets and colons
+            are counted, those in texts too), invalid UTF-8 or JSON (with the position), nested more than
+            MAX_DEPTH deep, NaN or Infinity (which are not JSON), or an integer longer than Python takes.
     """
     check_bytes(field, raw, max_bytes)
     text = decode_utf8(field, raw) if isinstance(raw, bytes) else raw
