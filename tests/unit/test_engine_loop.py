@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -134,7 +135,9 @@ class Peer:
 
 
 @pytest.fixture
-def peer(tmp_path: Path) -> Iterator[Peer]:
+def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
+    # A lone surrogate in a log cannot be sent to the process that reports on tests (pytest-xdist).
+    monkeypatch.setattr(logging.getLogger("quire"), "disabled", True)
     peer = Peer(tmp_path)
     yield peer
     peer.close()
