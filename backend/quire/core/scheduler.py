@@ -20,7 +20,7 @@ from quire.core.policies.reservation import make_reservation
 from quire.core.policies.tenants import Tenants
 from quire.core.trace import SchedulerTrace
 from quire.core.transfers import BlockTransfers, Tiers
-from quire.errors import EngineError, InvalidArgumentError
+from quire.errors import EngineError, InvalidArgumentError, describe
 from quire.outputs import (
     EngineCoreOutput,
     ModelRunnerOutput,
@@ -448,7 +448,7 @@ class Scheduler:
         return EngineCoreOutput(
             request.request_id if choices is None else choices.request_id,
             finish_reason=str(FinishReason.ERROR),
-            error=f"the engine failed while computing the request: {type(error).__name__}: {error}",
+            error=f"the engine failed while computing the request: {describe(error)}",
             error_code=EngineError.code,
         )
 
