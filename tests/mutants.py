@@ -184,16 +184,6 @@ _SCHEDULER = (
         ),
     ),
     Mutant(
-        "a plan made ahead shares blocks that nobody computes",
-        "backend/quire/core/scheduler.py",
-        "row.new is None or plan.stale.isdisjoint(b for ids in row.new_block_ids for b in ids)",
-        "row.new is None or row.new is not None",
-        (
-            "tests/unit/test_overlap.py"
-            "::test_a_plan_made_ahead_does_not_share_what_an_aborted_request_was_to_compute",
-        ),
-    ),
-    Mutant(
         "one long prompt too many",
         "backend/quire/core/scheduler.py",
         "return under_way >= config.max_long_prefills",

@@ -168,8 +168,6 @@ class SchedulerConfig:
     """Deadline of the first token for requests that state none; 0: none."""
     default_deadline_ms: int = 0
     """Deadline of the last token for requests that state none; 0: none."""
-    overlap_scheduling: bool = False
-    """Whether the next step is planned while the present one is computed."""
     async_scheduling: bool | None = None
     """Whether the next step is handed to the device before the tokens of the present one are known to the
     host: None: on cuda. A request that ends then has one row more, whose result is dropped."""
@@ -272,8 +270,6 @@ class EngineConfig:
             raise ConfigError(f"block_size must be a power of two in [1, 128], got {cache.block_size}")
         if scheduler.preemption_mode == "swap" and not cache.host_cache_memory:
             raise ConfigError("preemption_mode=swap needs host_cache_memory")
-        if scheduler.async_scheduling and scheduler.overlap_scheduling:
-            raise ConfigError("async_scheduling plans ahead by itself: set overlap_scheduling to false")
 
 
 @dataclass(frozen=True)

@@ -376,8 +376,3 @@ def test_a_block_table_tells_what_was_appended_and_the_newest_of_a_place() -> No
     assert mirror.reshape(table.table.shape)[:, row].tolist() == [[8, 6, 0, 0], [9, 0, 0, 0]]
     assert len(set(places.tolist())) == len(places)
     assert table.take_changes().shape == (2, 0)
-
-
-def test_one_way_of_planning_ahead_at_a_time() -> None:
-    with pytest.raises(ConfigError, match="overlap_scheduling"):
-        EngineConfig.from_mapping({"async_scheduling": True, "overlap_scheduling": True})

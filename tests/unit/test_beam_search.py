@@ -66,13 +66,13 @@ def variants() -> list[dict[str, Any]]:
     "options",
     [
         {},
-        {"overlap": True},
+        {"lookahead": True},
         {"max_num_batched_tokens": 9, "max_num_seqs": 6},
-        {"cache": {"enable_prefix_caching": True}, "max_num_seqs": 12, "overlap": True},
+        {"cache": {"enable_prefix_caching": True}, "max_num_seqs": 12, "lookahead": True},
         {"groups": HYBRID, "num_blocks": 400},
         {"block_size": 1, "num_blocks": 300},
     ],
-    ids=["plain", "overlap", "chunks", "caching", "hybrid", "blocks of one token"],
+    ids=["plain", "lookahead", "chunks", "caching", "hybrid", "blocks of one token"],
 )
 def test_results_are_those_of_the_search_alone(options: dict[str, Any]) -> None:
     engine = FakeEngine(**{"num_blocks": 128, **options})
@@ -123,17 +123,17 @@ def test_beams_share_the_prompt_and_copy_only_the_block_they_write() -> None:
     check(engine)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("tiers", [{}, {"host_blocks": 64, "preemption_mode": "swap"}], ids=["", "swap"])
 def test_preempted_beams_compute_again_and_change_nothing(
-    overlap: bool, caching: bool, tiers: dict[str, Any]
+    lookahead: bool, caching: bool, tiers: dict[str, Any]
 ) -> None:
     engine = FakeEngine(
         num_blocks=20,
         max_num_seqs=16,
         max_num_batched_tokens=11,
-        overlap=overlap,
+        lookahead=lookahead,
         cache={"enable_prefix_caching": caching},
         **tiers,
     )
@@ -157,10 +157,8 @@ def test_preempted_beams_compute_again_and_change_nothing(
         engine.runner.tiers.close()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_beams_and_new_choices_are_in_every_step(overlap: bool) -> None:
-    """Also where the step was planned before their tokens were known."""
-    engine = FakeEngine(overlap=overlap, num_blocks=200)
+def test_beams_and_new_choices_are_in_every_step() -> None:
+    engine = FakeEngine(num_blocks=200)
     engine.add("other", 5, 100)
     add(engine, "a", 20, ignore_eos=True)
     engine.add("b", 9, 20, n=3, seed=1, temperature=1.0)
@@ -196,10 +194,10 @@ def test_beams_that_can_never_fit_are_refused_by_name() -> None:
     assert engine.scheduler.num_preemptions == 0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("num_steps", [0, 1, 5])
-def test_an_abort_ends_all_beams_with_one_output_per_result(num_steps: int, overlap: bool) -> None:
-    engine = FakeEngine(overlap=overlap)
+def test_an_abort_ends_all_beams_with_one_output_per_result(num_steps: int, lookahead: bool) -> None:
+    engine = FakeEngine(lookahead=lookahead)
     add(engine, "a", 30, beam_width=4, n=2, external_id="x", ignore_eos=True)
     add(engine, "b", 9)
     for _ in range(num_steps):
@@ -302,10 +300,10 @@ def run(core: EngineCore) -> dict[str, list[EngineCoreOutput]]:
     "options",
     [
         {},
-        {"overlap_scheduling": True, "max_num_batched_tokens": 24, "max_num_seqs": 10},
+        {"async_scheduling": True, "max_num_batched_tokens": 24, "max_num_seqs": 10},
         {"num_blocks": 26, "enable_prefix_caching": False},
     ],
-    ids=["roomy", "overlap, chunks, few seats", "preempted"],
+    ids=["roomy", "lookahead, chunks, few seats", "preempted"],
 )
 def test_sequences_and_scores_are_those_of_transformers(checkpoint: Path, options: dict[str, Any]) -> None:
     model = LlamaForCausalLM.from_pretrained(checkpoint).eval()

@@ -120,9 +120,9 @@ def test_choices_that_end_with_their_first_token_copy_nothing() -> None:
     assert engine.kv.num_free_blocks == engine.kv.num_blocks
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_choice_that_is_stopped_ends_alone(overlap: bool) -> None:
-    engine = FakeEngine(overlap=overlap)
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_choice_that_is_stopped_ends_alone(lookahead: bool) -> None:
+    engine = FakeEngine(lookahead=lookahead)
     add(engine, "a", n=3)
     for _ in range(3):
         engine.step()
@@ -146,10 +146,10 @@ def run_ranked(engine: FakeEngine) -> list[EngineCoreOutput]:
 
 
 @pytest.mark.row("A16", clauses=("best-of",))
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_the_best_choices_come_at_the_end_and_in_order(overlap: bool, ignore_eos: bool) -> None:
-    engine = FakeEngine(overlap=overlap)
+def test_the_best_choices_come_at_the_end_and_in_order(lookahead: bool, ignore_eos: bool) -> None:
+    engine = FakeEngine(lookahead=lookahead)
     for seed in range(8):
         add(engine, f"r{seed}", 30, n=2, best_of=5, seed=seed, ignore_eos=ignore_eos)
     outputs = run_ranked(engine)
@@ -189,14 +189,14 @@ def test_the_highest_mean_wins_over_the_highest_sum() -> None:
     engine.check_outputs()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
-def test_best_of_survives_preemption_chunks_and_a_tiny_pool(overlap: bool, caching: bool) -> None:
+def test_best_of_survives_preemption_chunks_and_a_tiny_pool(lookahead: bool, caching: bool) -> None:
     engine = FakeEngine(
         num_blocks=11,
         max_num_seqs=6,
         max_num_batched_tokens=8,
-        overlap=overlap,
+        lookahead=lookahead,
         cache={"enable_prefix_caching": caching},
     )
     for seed in range(6):

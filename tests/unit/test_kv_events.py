@@ -272,7 +272,7 @@ def test_each_rank_has_its_own_address(tmp_path: Path) -> None:
 
 
 @pytest.mark.row("C17", clauses=("rebuild", "replay"))
-@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"policy": "lfu"}], ids=["lru", "overlap", "lfu"])
+@pytest.mark.parametrize("options", [{}, {"lookahead": True}, {"policy": "lfu"}], ids=["lru", "lookahead", "lfu"])
 def test_a_subscriber_knows_what_the_engine_has_cached(
     publisher: KVEventPublisher, options: dict[str, Any]
 ) -> None:
@@ -285,7 +285,7 @@ def test_a_subscriber_knows_what_the_engine_has_cached(
         num_blocks=48,
         max_num_seqs=8,
         max_num_batched_tokens=64,
-        overlap=options.get("overlap", False),
+        lookahead=options.get("lookahead", False),
         cache={"enable_prefix_caching": True, "eviction_policy": policy, "events": events},
     )
     prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(4, 40))] for _ in range(8)]

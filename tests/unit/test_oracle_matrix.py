@@ -72,7 +72,6 @@ def small_pool(path: Path) -> dict[str, int]:
 
 AHEAD: dict[str, dict[str, Any]] = {
     "in turns": {},
-    "planned ahead": {"overlap_scheduling": True},
     "launched ahead": {"async_scheduling": True},
     "recorded": {"async_scheduling": True},
 }

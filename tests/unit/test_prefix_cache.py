@@ -39,9 +39,9 @@ def computed(engine: FakeEngine, name: str) -> int:
 
 @pytest.mark.row("C5")
 @pytest.mark.parametrize("chunk", [50, 512, 2048])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_the_second_request_with_the_same_512_tokens_computes_its_tail(chunk: int, overlap: bool) -> None:
-    engine = engine_of(200, max_num_batched_tokens=chunk, overlap=overlap)
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_the_second_request_with_the_same_512_tokens_computes_its_tail(chunk: int, lookahead: bool) -> None:
+    engine = engine_of(200, max_num_batched_tokens=chunk, lookahead=lookahead)
     prefix = tokens(512, 0)
     engine.add("first", 0, 8, prompt=prefix + tokens(40, 1))
     engine.run()
@@ -98,10 +98,10 @@ def test_the_same_prompt_again_computes_one_block_at_most() -> None:
 
 
 @pytest.mark.row("C5")
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("chunk", [100, 512, 2048])
-def test_sixteen_cold_requests_with_one_prefix_compute_it_once(chunk: int, overlap: bool) -> None:
-    engine = engine_of(400, max_num_batched_tokens=chunk, overlap=overlap)
+def test_sixteen_cold_requests_with_one_prefix_compute_it_once(chunk: int, lookahead: bool) -> None:
+    engine = engine_of(400, max_num_batched_tokens=chunk, lookahead=lookahead)
     prefix = tokens(448, 0)
     for index in range(16):
         engine.add(f"r{index}", 0, 16, prompt=[*prefix, index, *tokens(63, index + 1)])
@@ -407,9 +407,9 @@ def test_what_a_salt_begins_with_cannot_be_written_as_tokens() -> None:
 
 
 @pytest.mark.row("C8")
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_reset_empties_the_cache_and_running_requests_go_on(overlap: bool) -> None:
-    engine = engine_of(200, max_num_batched_tokens=128, overlap=overlap)
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_reset_empties_the_cache_and_running_requests_go_on(lookahead: bool) -> None:
+    engine = engine_of(200, max_num_batched_tokens=128, lookahead=lookahead)
     prefix = tokens(128, 0)
     pinned = SchedulingParams(pin=True)
     engine.add("pinned", 0, 2, prompt=tokens(100, 7), scheduling=pinned)

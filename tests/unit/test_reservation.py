@@ -58,12 +58,12 @@ def test_no_evict_never_preempts_on_demand_runs_more_at_a_time_predicted_is_betw
         {},
         {"max_num_batched_tokens": 7},
         {"cache": {"enable_prefix_caching": True}},
-        {"cache": {"enable_prefix_caching": True}, "overlap": True},
+        {"cache": {"enable_prefix_caching": True}, "lookahead": True},
         {"groups": HYBRID, "num_blocks": 70, "cache": {"enable_prefix_caching": True}},
         {"queue_policy": "shortest_first", "batch_policy": "prefill_first"},
         {"queue_policy": "fair", "batch_policy": "decode_first", "schedule_interval": 4},
     ],
-    ids=["plain", "chunks", "prefix cache", "overlap", "windows", "shortest first", "fair"],
+    ids=["plain", "chunks", "prefix cache", "lookahead", "windows", "shortest first", "fair"],
 )
 def test_no_evict_keeps_its_word_whatever_else_is_on(options: dict[str, Any]) -> None:
     rng = random.Random(7)

@@ -1,5 +1,5 @@
 """Random operations with every feature on: choices, best_of, beam search, KV groups, host tier, swapping,
-overlap, priorities, tenants, salts, sessions, pins, deadlines, resets and failures.
+lookahead, priorities, tenants, salts, sessions, pins, deadlines, resets and failures.
 
 After every operation `check_integrity()` runs, which proves `free + cached + in use == total` and every
 reference. The fake runner proves that whatever a row reads is what its own tokens would have put there, and
@@ -29,9 +29,8 @@ SLIDING = (KVGroup(6, (0, 1)),)
 class World:
     """An engine stepped in halves, so that anything may happen while a step is computed."""
 
-    def __init__(self, seed: int, *, overlap: bool = False, **options: Any) -> None:
+    def __init__(self, seed: int, **options: Any) -> None:
         self.rng = random.Random(seed)
-        self.overlap = overlap
         cache = {"enable_prefix_caching": True, **options.pop("cache", {})}
         self.engine = FakeEngine(cache=cache, **options)
         self.scheduler = self.engine.scheduler
@@ -212,8 +211,6 @@ class World:
             self.engine.kv.unpin_all()
         elif choice < 0.2:
             self.engine.clock.now += rng.uniform(0, 2)
-        elif choice < 0.4 and self.overlap and self.steps:
-            self.scheduler.plan_ahead()
         elif not self.steps or (choice < 0.7 and self.may_begin_another()):
             self.begin()
         else:
@@ -256,48 +253,39 @@ TENANTS = '{"a": {"max_running": 2, "weight": 2}, "b": {"tokens_per_minute": 600
 
 WORLDS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "overlap": {"overlap": True},
-    "sliding": {"groups": SLIDING},
-    "hybrid": {"groups": HYBRID, "num_blocks": 72, "overlap": True},
-    "swap": {"host_blocks": 16, "preemption_mode": "swap"},
-    "swap, hybrid, overlap": {
-        "groups": HYBRID,
-        "num_blocks": 66,
-        "host_blocks": 200,
-        "preemption_mode": "swap",
-        "overlap": True,
-    },
-    "priority, overlap": {"queue_policy": "priority", "overlap": True, "ageing_s": 2.0},
-    "priority, swap, chunks": {
-        "queue_policy": "priority",
-        "host_blocks": 40,
-        "preemption_mode": "swap",
-        "max_prefill_tokens_per_request": 7,
-    },
-    "fair tenants": {"queue_policy": "fair", "tenants": TENANTS, "overlap": True},
-    "longest prefix": {
-        "queue_policy": "longest_prefix",
-        "max_long_prefills": 1,
-        "long_prefill_threshold": 20,
-    },
-    "shortest first, predicted": {"queue_policy": "shortest_first", "kv_reservation": "predicted"},
-    "no evict": {"kv_reservation": "no_evict", "overlap": True},
-    "prefill first, lfu": {
-        "batch_policy": "prefill_first",
-        "overlap": True,
-        "cache": {"eviction_policy": "lfu"},
-    },
-    "decode first": {"batch_policy": "decode_first", "waiting_running_ratio": 1.2, "overlap": True},
-    "static": {"scheduler": "static", "overlap": True},
     "lookahead": {"lookahead": True},
-    "lookahead, swap, hybrid": {
+    "sliding": {"groups": SLIDING},
+    "hybrid": {"groups": HYBRID, "num_blocks": 72, "lookahead": True},
+    "swap": {"host_blocks": 16, "preemption_mode": "swap"},
+    "swap, hybrid, lookahead": {
         "groups": HYBRID,
         "num_blocks": 66,
         "host_blocks": 200,
         "preemption_mode": "swap",
         "lookahead": True,
     },
-    "lookahead, priority": {"queue_policy": "priority", "lookahead": True, "ageing_s": 2.0},
+    "priority, lookahead": {"queue_policy": "priority", "lookahead": True, "ageing_s": 2.0},
+    "priority, swap, chunks": {
+        "queue_policy": "priority",
+        "host_blocks": 40,
+        "preemption_mode": "swap",
+        "max_prefill_tokens_per_request": 7,
+    },
+    "fair tenants": {"queue_policy": "fair", "tenants": TENANTS, "lookahead": True},
+    "longest prefix": {
+        "queue_policy": "longest_prefix",
+        "max_long_prefills": 1,
+        "long_prefill_threshold": 20,
+    },
+    "shortest first, predicted": {"queue_policy": "shortest_first", "kv_reservation": "predicted"},
+    "no evict": {"kv_reservation": "no_evict", "lookahead": True},
+    "prefill first, lfu": {
+        "batch_policy": "prefill_first",
+        "lookahead": True,
+        "cache": {"eviction_policy": "lfu"},
+    },
+    "decode first": {"batch_policy": "decode_first", "waiting_running_ratio": 1.2, "lookahead": True},
+    "static": {"scheduler": "static", "lookahead": True},
     "lookahead, predicted, chunks": {
         "kv_reservation": "predicted",
         "max_prefill_tokens_per_request": 7,

@@ -46,10 +46,10 @@ def test_plans_are_the_same_without_steady_rows(
     assert plans[0] == plans[1]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_decoding_looks_at_the_blocks_twice_per_block(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_decoding_looks_at_the_blocks_twice_per_block(lookahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a token needs a new one, and when one becomes full and can be shared."""
-    engine = FakeEngine(block_size=16, overlap=overlap, cache={"enable_prefix_caching": True})
+    engine = FakeEngine(block_size=16, lookahead=lookahead, cache={"enable_prefix_caching": True})
     looks = 0
     allocate_slots = engine.kv.allocate_slots
 

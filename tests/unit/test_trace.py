@@ -137,8 +137,6 @@ def random_load(engine: FakeEngine, *, seed: int, count: int, choices: bool = Tr
         if rng.random() < 0.3:
             plan = scheduler.schedule()
             result = engine.runner.execute(plan)
-            if engine.overlap:
-                scheduler.plan_ahead()
             if rng.random() < 0.5:
                 try:
                     engine.add(f"{name}-in-flight", rng.randint(1, 20), 9)
@@ -168,7 +166,6 @@ def random_load(engine: FakeEngine, *, seed: int, count: int, choices: bool = Tr
 
 POLICIES: dict[str, dict[str, Any]] = {
     "default": {},
-    "overlap": {"overlap": True, "overlap_scheduling": True},
     "prefill first": {"batch_policy": "prefill_first"},
     "decode first": {"batch_policy": "decode_first", "schedule_interval": 5},
     "priority": {"queue_policy": "priority", "ageing_s": 2.0},

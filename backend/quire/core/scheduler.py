@@ -48,16 +48,12 @@ class _Plan:
         "budget",
         "copies",
         "dropped",
-        "has_decodes",
-        "is_open",
         "late_offers",
         "num_prefill_tokens",
         "offers",
         "requests",
-        "row_of",
         "rows",
         "seconds",
-        "stale",
         "step",
     )
 
@@ -71,15 +67,6 @@ class _Plan:
         """Those of requests that ended while it was executed."""
         self.num_prefill_tokens = 0
         self.seconds = 0.0
-        self.has_decodes = True
-        """False when the batch policy keeps it for prompts."""
-        self.is_open = True
-        """False when requests were preempted for it: what they gave back is for those they gave way to, so
-        nobody joins."""
-        self.row_of: dict[str, ScheduledRequest] = {}
-        """By request, of a plan made ahead."""
-        self.stale: set[int] = set()
-        """Blocks that its rows would have filled, of requests that have ended since."""
         self.step = 0
         self.begun = 0.0
         self.dropped: list[str] = []
@@ -104,8 +91,7 @@ class Scheduler:
       requests preempt: there the prompt of a more urgent one goes before other requests' decoding.
 
     The protocol is schedule(), execution by a runner, update(), and again; add_request() and abort() may come
-    at any point between. If the execution fails, fail() takes the place of update(). plan_ahead() during an
-    execution does most of the work of the schedule() that follows it. Where a device computes steps in the
+    at any point between. If the execution fails, fail() takes the place of update(). Where a device computes steps in the
     order in which they were handed over, schedule() may also come before update() of the step before: the
     tokens that this one samples are pending then, the runner finds them on its device, and a row of a request
     that turns out to have ended is computed in vain. One thread owns the scheduler; nothing here locks.
@@ -166,11 +152,8 @@ class Scheduler:
         """Ids of requests by tenant and the client's id: two tenants may give the same."""
         self._dropped: list[str] = []
         self._copies: list[tuple[int, int]] = []
-        self._branched: list[Request] = []
-        """Requests whose next token became known in the latest update(), and no plan made ahead has."""
         self._step = 0
         self._last_join_step = 0
-        self._ahead: _Plan | None = None
         self._in_flight: deque[_Plan] = deque()  # steps that are being executed, the oldest first
         self._updated = 0.0
 
@@ -250,12 +233,6 @@ class Scheduler:
                 outputs += self._end_all(request, FinishReason.TIMEOUT)
         return outputs
 
-    def plan_ahead(self) -> None:
-        """Plans the next step while one is being executed; new requests still join it in schedule()."""
-        if self._ahead is None:
-            self._ahead = plan = self._plan()
-            plan.row_of = {row.request_id: row for row in plan.rows}
-
     def schedule(self) -> SchedulerOutput:
         """Plans the next step: running requests in the order of ranks, then the queue in its policy's order.
 
@@ -263,9 +240,8 @@ class Scheduler:
         """
         if self._in_flight and not self._in_flight[-1].rows:
             self._in_flight.pop()  # nobody executes a plan without rows while another one is made
-        overlapped = self._ahead is not None or bool(self._in_flight)
-        plan, self._ahead = self._ahead, None
-        plan = self._plan() if plan is None else self._revise(plan)
+        overlapped = bool(self._in_flight)
+        plan = self._plan()
         self._step += 1
         num_tokens = self.config.max_num_batched_tokens - plan.budget
         self.num_scheduled_tokens += num_tokens
@@ -279,7 +255,7 @@ class Scheduler:
             block_copies=self._copies,
             kv_loads=loads,
         )
-        self._dropped, self._copies, self._branched = [], [], []
+        self._dropped, self._copies = [], []
         plan.step, plan.begun = self._step, self.clock()
         plan.dropped, plan.copies = output.dropped_request_ids, output.block_copies
         self._in_flight.append(plan)
@@ -389,9 +365,8 @@ class Scheduler:
         outputs: list[EngineCoreOutput] = []
         # Before any is ended: choices end together. What was offered stays so when its request ends or gives
         # way while the step is under way, and nobody has computed it.
-        known = plans if self._ahead is None else [*plans, self._ahead]
         stale = self.kv.withdraw(
-            offer for plan in known for offers in (plan.late_offers, *plan.offers) for offer in offers
+            offer for plan in plans for offers in (plan.late_offers, *plan.offers) for offer in offers
         )
         self.transfers.forget_saves(stale)
         for plan in plans:
@@ -408,12 +383,6 @@ class Scheduler:
         for _ in plans[1:]:
             self._end_step()
         outputs += self._end(request_ids, FinishReason.ERROR, error, error_code)
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            # Its rows may rest on what the failed step should have computed.
-            stale |= ahead.stale
-            for row, request in zip(ahead.rows, ahead.requests, strict=True):
-                stale |= self._withdraw(request, row)
         self._dropped += [name for plan in plans for name in plan.dropped if name not in self._dropped]
         self._restart(stale | {target for plan in plans for _, target in plan.copies})
         self.finish_loads((load_id, 0) for load_id in self.transfers.lost_loads)
@@ -552,46 +521,14 @@ class Scheduler:
             self._join_urgent()
         decodes, prefills, joins = self._phases()
         self._plan_running(plan, decodes=decodes, prefills=prefills)
-        plan.has_decodes = decodes
-        plan.is_open = joins and self.num_preemptions == num_preemptions
-        if plan.is_open and len(self.queue):
+        # What preempted requests gave back is for those they were preempted for, so nobody joins.
+        if joins and self.num_preemptions == num_preemptions:
             self._plan_waiting(plan)
         if not plan.rows and not (decodes and prefills):
             self._plan_running(plan)
         if not plan.rows and not self._in_flight and not self.transfers.num_loading:
             self._plan_stalled(plan)
         plan.seconds = time.perf_counter() - begin
-        return plan
-
-    def _revise(self, plan: _Plan) -> _Plan:
-        """Brings a plan that was made ahead up to date: who has ended leaves it, who has arrived may join."""
-        begin = time.perf_counter()
-        kept = []
-        for entry in zip(plan.rows, plan.requests, plan.offers, strict=True):
-            row, request, _ = entry
-            # Requests that share blocks with a row that is not computed now stand behind it.
-            if request.status is not RequestStatus.FINISHED and (
-                row.new is None or plan.stale.isdisjoint(b for ids in row.new_block_ids for b in ids)
-            ):
-                kept.append(entry)
-                continue
-            plan.budget += row.num_scheduled_tokens
-            plan.stale |= self._withdraw(request, row)
-        if len(kept) < len(plan.rows):
-            self._restart(plan.stale)
-            plan.rows = [row for row, _, _ in kept]
-            plan.requests = [request for _, request, _ in kept]
-            plan.offers = [offers for _, _, offers in kept]
-        for request in self._branched if plan.rows and plan.has_decodes else ():
-            if request.status is RequestStatus.RUNNING and plan.budget:
-                block_ids = self.kv.allocate_slots(request, 1)
-                if block_ids is not None:
-                    self._add_row(plan, request, 1, block_ids)
-        if plan.is_open and plan.budget and len(self.queue) and self._may_join():
-            self._plan_waiting(plan)
-        if not plan.rows:
-            return self._plan()
-        plan.seconds += time.perf_counter() - begin
         return plan
 
     def _phases(self) -> tuple[bool, bool, bool]:
@@ -962,7 +899,6 @@ class Scheduler:
             beam.append_output(token_id)
             if beam.status is RequestStatus.RUNNING:
                 beam.num_given_tokens = 1
-                self._branched.append(beam)
             else:
                 self._num_waiting_tokens += 1
         return []
@@ -978,7 +914,6 @@ class Scheduler:
             self._wait(child)
             return
         self._copies += copies
-        self._branched.append(child)
         child.status = RequestStatus.RUNNING
         self._num_seats -= 1
         bisect.insort(self._running, child, key=lambda other: other.rank)
@@ -1063,8 +998,6 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.status is RequestStatus.RUNNING:
-            if self._ahead is not None and request.request_id in self._ahead.row_of:
-                self._ahead.stale |= self._take_back(request, self._ahead.row_of[request.request_id])
             if request.load_id is None and request.num_computed_tokens:
                 self._keep(request)
             self.admission.on_departure()
@@ -1106,18 +1039,6 @@ class Scheduler:
         """The row is not computed after all; returns the blocks that it would have filled."""
         request.num_computed_tokens = min(request.num_computed_tokens, row.num_computed_tokens)
         return self.kv.forget(request, row.num_computed_tokens)
-
-    def _withdraw(self, request: Request, row: ScheduledRequest) -> set[int]:
-        """Takes a row out of a plan made ahead, and its request back into the queue if it has not ended."""
-        stale: set[int] = set()
-        request.num_pending_tokens -= row.samples
-        if request.status is RequestStatus.RUNNING:
-            stale = self._take_back(request, row)
-            self._leave(request)
-            self._wait(request)
-        if row.new is not None and row.request_id in self._dropped:
-            self._dropped.remove(row.request_id)  # the runner has never seen it
-        return stale
 
     def _keep(self, request: Request) -> None:
         """Keeps what is to outlive the request; to fail in this must not keep the request from its end."""

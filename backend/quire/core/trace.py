@@ -37,7 +37,7 @@ class SchedulerTrace:
 
     A record holds
         step, time (s on the scheduler's clock: when the step was planned), plan_s (what planning took),
-        overlapped (true: most of it was planned while the step before was computed),
+        overlapped (true: it was planned while the step before was computed),
         arrivals: of requests between planning of the previous step and of this one, as
             {"id", "prompt": tokens, "time", "taken_at": when the scheduler got it, "max_tokens", "hash_ids":
             per full block of the prompt a number for its content and all before it}, the fields of

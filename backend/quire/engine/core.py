@@ -126,7 +126,7 @@ class EngineCore:
         self._num_failures = 0
         """Of the latest steps, in a row."""
         self._executor: ThreadPoolExecutor | None = None
-        if threaded or limits.overlap_scheduling:
+        if threaded:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="quire-runner")
         self._seeds = itertools.count()
         self._seed_base = config.model.seed or secrets.randbits(63)
@@ -203,8 +203,7 @@ class EngineCore:
             return outputs + self._step_ahead(planned, meanwhile)
         if not planned.has_work and not self.scheduler.transfers.num_loading:
             return outputs
-        overlaps = self.config.scheduler.overlap_scheduling
-        done = self._compute(partial(self.runner.execute, planned), meanwhile, plan_ahead=overlaps)
+        done = self._compute(partial(self.runner.execute, planned), meanwhile)
         try:
             result = done.result()
         except Exception as error:
@@ -246,16 +245,12 @@ class EngineCore:
         self,
         work: Callable[[], Any],
         meanwhile: Callable[[Future[Any]], None] | None,
-        *,
-        plan_ahead: bool = False,
     ) -> Future[Any]:
         """Has `work` done, by the thread for that if there is one; returns when it is."""
         if self._executor is None:
             return _done(work)
         future = self._executor.submit(work)
         try:
-            if plan_ahead:
-                self.scheduler.plan_ahead()
             if meanwhile is not None:
                 meanwhile(future)
         finally:

@@ -30,7 +30,7 @@ HARMLESS_KEYS = frozenset({
     "ageing_s", "async_scheduling", "batch_policy", "default_deadline_ms", "default_ttft_deadline_ms",
     "fairness_input_weight", "fairness_output_weight", "kv_reservation", "long_prefill_threshold",
     "max_long_prefills", "max_num_batched_tokens", "max_num_seqs", "max_predicted_ttft_ms",
-    "max_prefill_tokens_per_request", "max_waiting_requests", "max_waiting_tokens", "overlap_scheduling",
+    "max_prefill_tokens_per_request", "max_waiting_requests", "max_waiting_tokens",
     "preemption_mode", "queue_policy", "schedule_interval", "scheduler", "tenants", "waiting_running_ratio",
 })  # fmt: skip
 """Keys of the configuration that are known not to change a block of given tokens; all others may."""

@@ -103,8 +103,6 @@ class _Replay:
             raise InvalidArgumentError(
                 "trace", "made with async_scheduling, where a step begins before the one before is accounted"
             )
-        self.overlaps = config.overlap_scheduling
-        """Also in the steps whose plan made ahead came to nothing."""
         self.records = records
         self.tokens = SampledTokens()
         self.arrivals: dict[str, Arrival] = {}
@@ -124,10 +122,8 @@ class _Replay:
         before: dict[str, Any] | None = None
         for record in self.records:
             if plan is not None and before is not None:
-                if self.overlaps:
-                    self.scheduler.plan_ahead()
                 self._calls(record, in_flight=True)
-                self._update(plan, before, record)
+                self._update(plan, before)
             self._calls(record, in_flight=False)
             self.clock.now = record["time"]
             plan, before = self.scheduler.schedule(), record
@@ -150,15 +146,10 @@ class _Replay:
                 self.scheduler.add_request(make_request(self.arrivals[arrivals[index]["id"]]))
                 self.report.num_requests += 1
 
-    def _update(self, plan: SchedulerOutput, record: dict[str, Any], following: dict[str, Any]) -> None:
+    def _update(self, plan: SchedulerOutput, record: dict[str, Any]) -> None:
         self.clock.now = record["end"]
         failed = {end["id"]: end["output"] for end in record["finished"] if end["reason"] == "error"}
-        # A step that fails as a whole takes the plan made ahead with it; rows that fail alone do not.
-        if (
-            failed
-            and {row.request_id for row in plan.scheduled} <= failed.keys()
-            and not following["overlapped"]
-        ):
+        if failed and {row.request_id for row in plan.scheduled} <= failed.keys():
             self.scheduler.fail(failed, "as recorded")
             return
         result = self.tokens.execute(plan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -20,11 +19,10 @@ from tests.fixtures.fake_runner import VOCAB_SIZE, FakeRunner, generate_alone
 HYBRID = (KVGroup(None, (0,)), KVGroup(12, (1,)))
 
 
-def run(mode: str, **options: Any) -> tuple[FakeEngine, SchedulerTrace]:
+def run(**options: Any) -> tuple[FakeEngine, SchedulerTrace]:
     """A busy time: arrivals, aborts, end tokens, shared prompts, choices."""
     trace = SchedulerTrace()
-    modes = {mode: True} if mode else {}
-    engine = FakeEngine(trace=trace, **{"num_blocks": 300, **modes, **options})
+    engine = FakeEngine(trace=trace, **{"num_blocks": 300, **options})
     number = 0
     while number < 40 or engine.scheduler.has_unfinished():
         if number < 40:
@@ -49,7 +47,6 @@ def run(mode: str, **options: Any) -> tuple[FakeEngine, SchedulerTrace]:
 
 
 @pytest.mark.row("B17", clauses=("equal",))
-@pytest.mark.parametrize("mode", ["overlap", "lookahead"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -63,23 +60,23 @@ def run(mode: str, **options: Any) -> tuple[FakeEngine, SchedulerTrace]:
     ],
     ids=["plain", "preemption", "chunks", "prefix cache", "windows", "fair", "decode first"],
 )
-def test_outputs_are_the_same(options: dict[str, Any], mode: str) -> None:
-    plain, _ = run("", **options)
-    overlapped, trace = run(mode, **options)
+def test_outputs_are_the_same(options: dict[str, Any]) -> None:
+    plain, _ = run(**options)
+    ahead, trace = run(lookahead=True, **options)
     kept = {name for name, reason in plain.reasons.items() if reason != "cancelled"}
-    kept &= {name for name, reason in overlapped.reasons.items() if reason != "cancelled"}
+    kept &= {name for name, reason in ahead.reasons.items() if reason != "cancelled"}
     assert len(kept) >= 50
-    assert {name: plain.outputs[name] for name in kept} == {name: overlapped.outputs[name] for name in kept}
+    assert {name: plain.outputs[name] for name in kept} == {name: ahead.outputs[name] for name in kept}
     assert sum(record["overlapped"] for record in trace.records) > 0.8 * len(trace.records)
 
 
 @pytest.mark.row("B17")
 def test_a_decoding_batch_computes_the_same_steps() -> None:
-    """Overlap costs no step: a token that is not known yet has its row all the same."""
+    """To launch ahead costs no step: a token that is not known yet has its row all the same."""
     steps = []
-    for overlap in (False, True):
+    for lookahead in (False, True):
         trace = SchedulerTrace()
-        engine = FakeEngine(num_blocks=300, overlap=overlap, trace=trace)
+        engine = FakeEngine(num_blocks=300, lookahead=lookahead, trace=trace)
         for index in range(6):
             engine.add(f"r{index}", 5 + index, 30)
         engine.run()
@@ -88,41 +85,37 @@ def test_a_decoding_batch_computes_the_same_steps() -> None:
     assert steps[0] == steps[1]
 
 
-class SlowRunner(FakeRunner):
-    """A step ends only once the plan of the next one is there, so a core that plans later hangs."""
+class Device(FakeRunner):
+    """Notes of each step that is waited for whether the next one was launched by then."""
+
+    device = "cpu"
 
     def __init__(self, config: EngineConfig) -> None:
         assert config.cache.num_blocks is not None
         super().__init__(config.cache.num_blocks, config.cache.block_size)
         self.max_model_len = 4096
-        self.planned = threading.Event()
+        self.num_launched = 0
+        self.launched_ahead: list[bool] = []
         self.threads: set[str] = set()
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, output: SchedulerOutput) -> tuple[int, ModelRunnerOutput]:
+        self.num_launched += 1
+        return self.num_launched, super().execute(output)
+
+    def collect(self, step: tuple[int, ModelRunnerOutput]) -> ModelRunnerOutput:
+        number, result = step
         self.threads.add(threading.current_thread().name)
-        result = super().execute(output)
-        assert self.planned.wait(20.0), "nobody planned while the step ran"
-        self.planned.clear()
+        self.launched_ahead.append(self.num_launched > number)
         return result
 
 
 @pytest.mark.row("B17", clauses=("hidden",))
-def test_the_engine_plans_while_the_runner_works_and_the_trace_shows_it() -> None:
+def test_the_engine_plans_while_the_device_works_and_the_trace_shows_it() -> None:
     config = EngineConfig.from_mapping(
-        {"num_blocks": 400, "block_size": 4, "max_num_seqs": 16, "overlap_scheduling": True}
+        {"num_blocks": 400, "block_size": 4, "max_num_seqs": 16, "async_scheduling": True}
     )
-    runner = SlowRunner(config)
-    core = EngineCore(config, runner, vocab_size=VOCAB_SIZE)
-    plan_ahead = core.scheduler.plan_ahead
-    plans = []
-
-    def planned() -> None:
-        begin = time.monotonic()
-        plan_ahead()
-        plans.append((begin, time.monotonic()))
-        runner.planned.set()
-
-    core.scheduler.plan_ahead = planned  # type: ignore[method-assign]
+    runner = Device(config)
+    core = EngineCore(config, runner, vocab_size=VOCAB_SIZE, threaded=True)
     trace = core.enable_trace()
     prompts = {f"r{index}": [1 + index] * (3 + index) for index in range(12)}
     params = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -136,28 +129,9 @@ def test_the_engine_plans_while_the_runner_works_and_the_trace_shows_it() -> Non
     for name, prompt in prompts.items():
         assert outputs[name] == generate_alone(prompt, params, 4096)[0]
     assert runner.threads == {"quire-runner_0"}
-    records = trace.records
+    assert all(runner.launched_ahead[:-1]) and len(runner.launched_ahead) > 19
+    records = [record for record in trace.records if record["scheduled"]]
     assert [record["overlapped"] for record in records] == [False, *[True] * (len(records) - 1)]
     # The plan of a step lies within the time of the step before it.
-    for record, (begin, end) in zip(records, plans, strict=False):
-        assert record["time"] <= begin <= end <= record["end"]
-
-
-def test_a_plan_made_ahead_does_not_share_what_an_aborted_request_was_to_compute() -> None:
-    """Two requests join the plan made ahead; the second shares the blocks that the first is to fill in the
-    same step. If the first is aborted before, nobody fills them."""
-    engine = FakeEngine(cache={"enable_prefix_caching": True}, overlap=True)
-    engine.add("running", 3, 10)
-    plan = engine.scheduler.schedule()
-    result = engine.runner.execute(plan)
-    prompt = list(range(17))
-    engine.add("first", 0, 4, prompt=[*prompt, 1])
-    engine.add("second", 0, 4, prompt=[*prompt, 2])
-    engine.scheduler.plan_ahead()
-    assert engine.requests["second"].num_computed_tokens == 18
-    engine.abort("first")
-    engine.collect(engine.scheduler.update(plan, result))
-    engine.run()
-    assert engine.reasons == {"running": "length", "first": "cancelled", "second": "length"}
-    del engine.requests["first"]
-    engine.check_outputs()
+    for before, record in zip(records, records[1:], strict=False):
+        assert before["time"] <= record["time"] - record["plan_s"] and record["time"] <= before["end"]
