@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
+from quire.kv_groups import KVGroup
 from quire.multimodal import PromptEmbeds
 from quire.sampling_params import SamplingParams
 
@@ -98,21 +99,51 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     logprobs: list[float]
 
 
+class RowOutput(msgspec.Struct):
+    """What one row of a step brought; nothing where it does not sample."""
+
+    token_ids: list[int] = []
+    """The tokens that follow, in their order: any number."""
+    logprobs: list[TokenLogprobs] | None = None
+    """Those of each token, where asked for."""
+    error: str = ""
+    """The row failed alone (logits without a finite entry): its request ends with this message."""
+    choices: list[RowOutput] = []
+    """Of a row with `num_choices` > 1: what choices 1, 2, ... begin with."""
+
+
+NOTHING = RowOutput()
+"""The output of rows that do not sample; not to be changed."""
+
+
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """Sampled tokens of the step, for exactly the scheduled rows with `samples`."""
+    """What a step brought."""
 
-    sampled_token_ids: dict[str, int]
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-    """Rows that failed alone (logits without a finite entry): the request ends with this message."""
-    choice_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    """For a row with `num_choices` > 1: the first tokens of choices 1, 2, ... (choice 0 is in
-    `sampled_token_ids`)."""
-    choice_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    """Their log-probabilities, where asked for."""
+    rows: list[RowOutput]
+    """One per scheduled row, in their order."""
     loads_done: list[tuple[int, int]] = field(default_factory=list)
     """(load id, how many of its leading blocks are valid) of loads that ended since the last step."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What the engine and its frontends must know of a runner and its model."""
+
+    num_blocks: int
+    max_model_len: int
+    """Most tokens of prompt and output together."""
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    kv_groups: tuple[KVGroup, ...]
+    kv_cache_bytes: int = 0
+    kv_identity: dict[str, Any] = field(default_factory=dict)
+    """What decides the bits of keys and values, as JSON can hold it, where other processes may find them."""
+    hidden_size: int = 0
+    takes_position_ids: bool = False
+    """Whether positions of prompts may have three axes (M-RoPE)."""
+    dtype: str = "float32"
+    device: str = "cpu"
 
 
 class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):

@@ -161,6 +161,11 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def num_missing(self) -> int:
+        """Tokens still to compute, pending ones among them; one for a request that decodes."""
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
@@ -170,11 +175,13 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def is_paused(self) -> bool:
+        """Whether, waiting, it waits for other sequences of its family, and for no place to run."""
+        return self.choices is not None and self.choices.is_paused(self)
+
+    @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
-
-    def append_output(self, token_id: int) -> None:
-        self.token_ids.append(token_id)
 
     def check_stop(self, max_model_len: int) -> bool:
         """Sets `finish_reason` if the newest token ends the request; stop strings are the frontend's."""

@@ -54,7 +54,7 @@ class SteppedRunner(FakeRunner):
         self.gate.wait()
         time.sleep(STEP_S)
         result = super().execute(output)
-        if self.hold_after_token_of in result.sampled_token_ids:
+        if self.hold_after_token_of in {row.request_id for row in output.scheduled if row.samples}:
             self.gate.clear()
             self.hold_after_token_of = ""
         return result

@@ -16,8 +16,6 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.config import EngineConfig
-from quire.errors import ConfigError
 from quire.outputs import RequestOutput
 from quire.scheduling_params import SchedulingParams
 from quire.worker.block_table import BlockTable

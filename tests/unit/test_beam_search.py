@@ -101,7 +101,7 @@ def test_beams_share_the_prompt_and_copy_only_the_block_they_write() -> None:
     request = add(engine, "a", 20, beam_width=4, ignore_eos=True)
     first = engine.step()
     assert [row.num_scheduled_tokens for row in first.scheduled] == [14], "one prefill"
-    tables = [engine.kv.block_ids(one)[0] for one in engine.scheduler._running]
+    tables = [engine.kv.block_ids(one)[0] for one in engine.scheduler.roster.running]
     assert all(table[:3] == tables[0][:3] for table in tables)
     assert [engine.kv.pool.ref_count(block_id) for block_id in tables[0][:3]] == [4, 4, 4]
     assert len({table[3] for table in tables}) == 4
@@ -230,7 +230,7 @@ def test_one_failed_beam_ends_the_request() -> None:
         engine.step()
     plan = engine.scheduler.schedule()
     result = engine.runner.execute(plan)
-    result.errors[plan.scheduled[1].request_id] = "no finite logit"
+    result.rows[1].error = "no finite logit"
     (output,) = engine.scheduler.update(plan, result)
     assert (output.request_id, output.error) == ("a", "no finite logit")
     assert not engine.scheduler.has_unfinished()

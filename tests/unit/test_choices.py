@@ -35,7 +35,7 @@ def test_four_choices_use_the_blocks_of_the_prompt_once() -> None:
     request = add(engine, "a", n=4)
     first = engine.step()
     assert [row.num_scheduled_tokens for row in first.scheduled] == [14], "one prefill"
-    tables = [engine.kv.block_ids(one)[0] for one in engine.scheduler._running]
+    tables = [engine.kv.block_ids(one)[0] for one in engine.scheduler.roster.running]
     assert len(tables) == 4
     prompt_blocks = tables[0][:3]
     assert all(table[:3] == prompt_blocks for table in tables)
@@ -58,7 +58,7 @@ def test_each_group_of_layers_has_a_copy_of_its_own() -> None:
     engine = FakeEngine(block_size=4, groups=groups)
     add(engine, "a", n=3)
     first = engine.step()
-    parent, *children = (engine.kv.block_ids(one) for one in engine.scheduler._running)
+    parent, *children = (engine.kv.block_ids(one) for one in engine.scheduler.roster.running)
     pairs = [(parent[group][3], child[group][3]) for child in children for group in (0, 1)]
     assert copies([first, *engine.run()]) == pairs and len({*sum(pairs, ())}) == 6
     engine.check_outputs()
@@ -98,7 +98,7 @@ def test_choices_end_one_by_one() -> None:
         for index in range(4):
             if (f"a#{index}" if index else "a") in engine.reasons:
                 ended_at.setdefault(index, step)
-        assert len(engine.scheduler._running) == 4 - len(ended_at)
+        assert len(engine.scheduler.roster.running) == 4 - len(ended_at)
     assert ended_at == lengths
     engine.check_outputs()
     assert request.is_finished
@@ -231,7 +231,8 @@ def test_a_failed_row_ends_all_choices() -> None:
     engine.step()
     plan = engine.scheduler.schedule()
     result = engine.runner.execute(plan)
-    result.errors["a#2"] = "no finite logit"
+    (row,) = (i for i, row in enumerate(plan.scheduled) if row.request_id == "a#2")
+    result.rows[row].error = "no finite logit"
     (output,) = engine.scheduler.update(plan, result)
     assert output.error == "no finite logit" and output.request_id == "a"
     assert not engine.scheduler.has_unfinished()

@@ -113,7 +113,7 @@ def test_copies_of_a_failed_step_are_not_trusted() -> None:
     engine = FakeEngine(num_blocks=64, block_size=4, max_num_batched_tokens=4, queue_policy="priority")
     scheduler = engine.scheduler
     engine.add("a", 6, 8, n=3, temperature=1.0, seed=3)
-    while not scheduler._copies:
+    while not scheduler.roster._copies:
         engine.step()
     engine.add("b", 12, 8, scheduling=SchedulingParams(priority=-5))
     plan = scheduler.schedule()
@@ -195,7 +195,7 @@ def test_nobody_finds_what_a_failed_step_was_to_compute_of_later_choices() -> No
     engine.add("a", 5, 30, n=2, temperature=1.0, seed=3)
     for _ in range(3):
         engine.step()
-    texts = [list(request.token_ids) for request in engine.scheduler._running]
+    texts = [list(request.token_ids) for request in engine.scheduler.roster.running]
     assert [len(text) for text in texts] == [8, 8], "the next step fills a block of each"
     fail_step(engine, "before all")
     engine.requests.clear()
@@ -261,12 +261,14 @@ def test_random_failures_and_cancellations_change_no_tokens(seed: int) -> None:
 
     def abort() -> None:
         if open_ids := [
-            name for name in engine.requests if name in {*scheduler._requests, *scheduler._choices}
+            name
+            for name in engine.requests
+            if name in {*scheduler.roster.requests, *scheduler.roster.families}
         ]:
             engine.abort(rng.choice(open_ids))
 
     for _ in range(120):
-        if rng.random() < 0.4 and len(scheduler._requests) < 8:
+        if rng.random() < 0.4 and len(scheduler.roster.requests) < 8:
             add()
         if rng.random() < 0.08:
             abort()

@@ -272,7 +272,9 @@ def test_each_rank_has_its_own_address(tmp_path: Path) -> None:
 
 
 @pytest.mark.row("C17", clauses=("rebuild", "replay"))
-@pytest.mark.parametrize("options", [{}, {"lookahead": True}, {"policy": "lfu"}], ids=["lru", "lookahead", "lfu"])
+@pytest.mark.parametrize(
+    "options", [{}, {"lookahead": True}, {"policy": "lfu"}], ids=["lru", "lookahead", "lfu"]
+)
 def test_a_subscriber_knows_what_the_engine_has_cached(
     publisher: KVEventPublisher, options: dict[str, Any]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -133,5 +134,5 @@ def test_the_engine_plans_while_the_device_works_and_the_trace_shows_it() -> Non
     records = [record for record in trace.records if record["scheduled"]]
     assert [record["overlapped"] for record in records] == [False, *[True] * (len(records) - 1)]
     # The plan of a step lies within the time of the step before it.
-    for before, record in zip(records, records[1:], strict=False):
+    for before, record in itertools.pairwise(records):
         assert before["time"] <= record["time"] - record["plan_s"] and record["time"] <= before["end"]

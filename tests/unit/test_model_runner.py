@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, Repe
 
 from quire.config import EngineConfig
 from quire.kv_groups import blocks_per_sequence
-from quire.outputs import KVLoad, KVSave, NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.outputs import KVLoad, KVSave, NewRequestData, RowOutput, ScheduledRequest, SchedulerOutput
 from quire.sampling_params import SamplingParams, choice_seed
 from quire.worker.model_runner import ModelRunner
 from tests.fixtures.checkpoints import make_checkpoint
@@ -51,14 +51,18 @@ def decode_row(
     return ScheduledRequest(request_id, computed, 1, [list(blocks)], True, **options)
 
 
+def drawn(runner: ModelRunner, step: SchedulerOutput) -> dict[str, int]:
+    """First token that a step draws for each row, by request."""
+    rows = zip(step.scheduled, runner.execute(step).rows, strict=True)
+    return {row.request_id: output.token_ids[0] for row, output in rows if output.token_ids}
+
+
 def decode(runner: ModelRunner, request_id: str, computed: int, steps: int, spare: list[int]) -> list[int]:
     """Greedy tokens of a row; blocks are taken from `spare` as its table needs them."""
     tokens = []
     for position in range(computed, computed + steps):
         blocks = [spare.pop(0)] if position % 4 == 0 else []
-        tokens.append(
-            runner.execute(plan(decode_row(request_id, position, blocks))).sampled_token_ids[request_id]
-        )
+        tokens.append(drawn(runner, plan(decode_row(request_id, position, blocks)))[request_id])
     return tokens
 
 
@@ -66,12 +70,12 @@ def test_a_copied_block_goes_on_as_its_source(checkpoint: Path) -> None:
     """What a fork does: full blocks shared, the partial one copied, each row then on its own."""
     expected = hf_greedy(hf_model(checkpoint), PROMPT, 9)
     runner = make_runner(checkpoint)
-    first = runner.execute(plan(prompt_row("a", PROMPT, BLOCKS[:4]))).sampled_token_ids["a"]
+    first = drawn(runner, plan(prompt_row("a", PROMPT, BLOCKS[:4])))["a"]
     assert first == expected[0]
     copied = [*BLOCKS[:3], 20]
     fork = prompt_row("a#1", [*PROMPT, first], copied, computed=len(PROMPT))
-    both = runner.execute(plan(decode_row("a", 13), fork, block_copies=[(BLOCKS[3], 20)]))
-    assert both.sampled_token_ids == {"a": expected[1], "a#1": expected[1]}
+    both = drawn(runner, plan(decode_row("a", 13), fork, block_copies=[(BLOCKS[3], 20)]))
+    assert both == {"a": expected[1], "a#1": expected[1]}
     runner.kv_cache.blocks[BLOCKS[3]] = 0xFF
     assert decode(runner, "a#1", 14, 7, [21, 22]) == expected[2:]
 
@@ -119,13 +123,13 @@ def test_blocks_are_saved_before_they_are_overwritten_and_loaded_back(checkpoint
     assert runner.execute(plan(prompt_row("a", PROMPT, BLOCKS[:4]))).loads_done == []
     saves = [KVSave(b"%d" % index, block, pinned=True) for index, block in enumerate(BLOCKS[:4])]
     step = plan(prompt_row("b", other, BLOCKS[:4]), drop=["a"], kv_saves=saves)
-    assert runner.execute(step).sampled_token_ids == {"b": hf_greedy(hf_model(checkpoint), other, 1)[0]}
+    assert drawn(runner, step) == {"b": hf_greedy(hf_model(checkpoint), other, 1)[0]}
     assert list(runner.batch.requests) == ["b"]
     load = KVLoad(17, [(save.key, block) for save, block in zip(saves, [20, 21, 22, 23], strict=True)])
     result = runner.execute(plan(kv_loads=[load]))
-    assert result.loads_done == [(17, 4)] and not result.sampled_token_ids
+    assert result.loads_done == [(17, 4)] and not result.rows
     back = prompt_row("a", [*PROMPT, expected[0]], [20, 21, 22, 23], computed=len(PROMPT))
-    assert runner.execute(plan(back)).sampled_token_ids == {"a": expected[1]}
+    assert drawn(runner, plan(back)) == {"a": expected[1]}
     assert decode(runner, "a", 14, 4, [24]) == expected[2:]
 
 
@@ -133,26 +137,28 @@ def test_choices_are_drawn_as_by_requests_of_their_own_seeds(checkpoint: Path) -
     runner = make_runner(checkpoint)
     params = {"temperature": 1.5, "seed": 99, "logprobs": 2, "repetition_penalty": 1.1}
     step = plan(prompt_row("a", PROMPT, BLOCKS[:4], params=params, num_choices=5))
-    result = runner.execute(step)
-    drawn = [result.sampled_token_ids["a"], *result.choice_token_ids["a"]]
-    logprobs = [result.logprobs["a"], *result.choice_logprobs["a"]]
+    (row,) = runner.execute(step).rows
+    together = [row, *row.choices]
     alone = []
     for index in range(5):
         own = {**params, "seed": choice_seed(99, index)}
-        one = runner.execute(plan(prompt_row(f"{index}", PROMPT, [20, 21, 22, 23], params=own), drop=["a"]))
-        alone.append(one.sampled_token_ids[f"{index}"])
-        assert one.logprobs[f"{index}"] == logprobs[index] and not one.choice_token_ids
+        result = runner.execute(
+            plan(prompt_row(f"{index}", PROMPT, [20, 21, 22, 23], params=own), drop=["a"])
+        )
+        (one,) = result.rows
+        alone.append(one.token_ids[0])
+        assert one.logprobs == together[index].logprobs and not one.choices
         runner.execute(plan(drop=[f"{index}"]))
-    assert drawn == alone and len(set(drawn)) > 2
+    assert [one.token_ids[0] for one in together] == alone and len(set(alone)) > 2
 
 
 def test_greedy_choices_are_the_same_token_and_only_the_first_draw_has_choices(checkpoint: Path) -> None:
     expected = hf_greedy(hf_model(checkpoint), PROMPT, 3)
     runner = make_runner(checkpoint)
+    first = RowOutput([expected[0]])
     result = runner.execute(plan(prompt_row("a", PROMPT, BLOCKS[:4], num_choices=3)))
-    assert result.choice_token_ids == {"a": [expected[0]] * 2} and result.choice_logprobs == {}
-    result = runner.execute(plan(decode_row("a", 13)))
-    assert result.sampled_token_ids == {"a": expected[1]} and result.choice_token_ids == {}
+    assert result.rows == [RowOutput([expected[0]], choices=[first, first])]
+    assert runner.execute(plan(decode_row("a", 13))).rows == [RowOutput([expected[1]])]
 
 
 @pytest.mark.parametrize("penalised", [False, True], ids=["plain", "penalties"])
@@ -172,17 +178,19 @@ def test_beam_rows_return_candidates_as_transformers_scores_them(checkpoint: Pat
     runner = make_runner(checkpoint)
     other = prompt_row("b", PROMPT, [20, 21, 22, 23], params={"temperature": 0.7, "seed": 3})
     result = runner.execute(plan(prompt_row("a", tokens, BLOCKS[:4], params=params), other))
-    found = result.logprobs["a"]
+    first, second = result.rows
+    assert first.logprobs is not None and second.logprobs is None
+    (found,) = first.logprobs
     assert found.token_ids == [int(ids[0]), *ids.tolist()]
     assert found.logprobs[1:] == pytest.approx(values.tolist(), abs=1e-4)
-    assert found.logprobs[0] == found.logprobs[1] and "b" not in result.logprobs
+    assert found.logprobs[0] == found.logprobs[1]
     assert runner.batch.requests["a"].token_ids == tokens
 
     chosen = found.token_ids[3]
-    follow = runner.execute(plan(decode_row("a", len(tokens), given_token_ids=[chosen])))
+    (follow,) = runner.execute(plan(decode_row("a", len(tokens), given_token_ids=[chosen]))).rows
     scores = torch.log_softmax(hf_logits(hf_model(checkpoint), [*tokens, chosen])[-1:], dim=-1)
     best = processors(torch.tensor([[*tokens, chosen]]), scores).argmax()
-    assert follow.logprobs["a"].token_ids[0] == best
+    assert follow.logprobs is not None and follow.logprobs[0].token_ids[0] == best
 
 
 @pytest.mark.row("C14")

@@ -182,7 +182,7 @@ def test_expired_requests_are_told_once_and_with_the_deadline_that_passed() -> N
     assert heap.next_time() is None and len(heap) == 0
     for request in (quiet, talking, total, ended, both):
         heap.push(request)
-    talking.append_output(1)
+    talking.token_ids.append(1)
     ended.status = RequestStatus.FINISHED
     assert heap.next_time() == 10.0
     assert heap.expired(9.9) == []
@@ -254,7 +254,7 @@ def test_prompts_that_are_being_computed_are_ahead_of_a_new_one() -> None:
         engine.run()
     engine.add("long", 1000, 4)
     engine.step()
-    assert not len(engine.scheduler.queue), "nothing waits"
+    assert not len(engine.scheduler.roster.queue), "nothing waits"
 
     def soon() -> SchedulingParams:
         return SchedulingParams(ttft_deadline=engine.clock() + 6.5)

@@ -260,7 +260,7 @@ def test_a_token_that_comes_while_a_request_waits_does_not_upset_the_counts(poli
     queue = make(policy)
     request = make_request("r", prompt=4)
     queue.push(request)
-    request.append_output(1)
+    request.token_ids.append(1)
     queue.remove(request)
     assert (len(queue), queue.num_tokens) == (0, 0)
     queue.push(make_request("s", prompt=10))

@@ -22,7 +22,7 @@ def make_request(
 ) -> Request:
     request = Request(request_id, [1] * prompt, SamplingParams(max_tokens=max_tokens, n=n), arrival_time=0.0)
     for _ in range(output):
-        request.append_output(1)
+        request.token_ids.append(1)
     return request
 
 
@@ -100,7 +100,7 @@ def simulate(
         num_rows += len(running)
         num_steps += 1
         for request in list(running):
-            request.append_output(1)
+            request.token_ids.append(1)
             if request.num_output_tokens == truth[request.request_id]:
                 request.finish_reason = FinishReason.STOP
                 reservation.on_finished(request)

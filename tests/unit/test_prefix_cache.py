@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.core.kv_events import BlockRemoved, BlockStored, KVEventCollector, external_hash
-from quire.core.scheduler import session_name
+from quire.core.roster import session_name
 from quire.scheduling_params import MAX_PIN_TTL_S, SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import VOCAB_SIZE
@@ -220,9 +220,9 @@ def test_time_to_live_of_blocks_and_pins() -> None:
     assert found()["short"] == 96
     engine.clock.now = 10.1
     assert found() == {"default": 96, "short": 0, "pinned": 96}
-    assert engine.kv.num_pinned_blocks == 6
+    assert engine.kv.pins.num_blocks == 6
     engine.clock.now = 30.1
-    assert found()["default"] == 96 and engine.kv.num_pinned_blocks == 0
+    assert found()["default"] == 96 and engine.kv.pins.num_blocks == 0
     engine.clock.now = 61.0
     assert found() == {"default": 0, "short": 0, "pinned": 0}
     assert engine.kv.pool.num_free == 200
@@ -241,12 +241,12 @@ def test_no_pin_blocks_a_request_for_ever(deadline: float | None) -> None:
             scheduling=SchedulingParams(pin=True, cache_ttl_s=deadline),
         )
         engine.run()
-    assert engine.kv.num_pinned_blocks == 15
+    assert engine.kv.pins.num_blocks == 15
     # It needs all of the pool at its end: first it grows beside the pins, then they go, the oldest first.
     engine.add("large", 0, 250, prompt=tokens(70, 9))
     engine.run()
     assert engine.reasons["large"] == "length" and len(engine.outputs["large"]) == 250
-    assert engine.kv.num_broken_pins == 3
+    assert engine.kv.pins.num_broken == 3
     engine.check_outputs()
 
 
@@ -257,8 +257,8 @@ def test_pins_take_no_more_than_their_share_of_the_pool() -> None:
         scheduling = SchedulingParams(pin=True)
         engine.add(f"pin{index}", 0, 2, prompt=tokens(100, index), scheduling=scheduling)
         engine.run()
-        assert engine.kv.num_pinned_blocks <= 20
-    assert len(engine.kv.pins) == 3, "the least recently used gave way"
+        assert engine.kv.pins.num_blocks <= 20
+    assert len(engine.kv.pins.deadlines) == 3, "the least recently used gave way"
     engine.check_outputs()
 
 
@@ -271,10 +271,10 @@ def test_sessions_that_share_all_their_blocks_are_bounded_too() -> None:
         engine.add(f"r{index}", 0, 2, prompt=tokens(100, 0), scheduling=scheduling)
         engine.run()
         engine.scheduler.check_integrity()
-    assert list(engine.kv.pins) == [session_name("", f"s{index}") for index in range(10, 30)]
-    assert engine.kv.num_pinned_blocks == 6
-    assert engine.kv.unpin_all() == 20
-    assert engine.kv.num_pinned_blocks == 0
+    assert list(engine.kv.pins.deadlines) == [session_name("", f"s{index}") for index in range(10, 30)]
+    assert engine.kv.pins.num_blocks == 6
+    assert engine.kv.pins.release_all() == 20
+    assert engine.kv.pins.num_blocks == 0
     engine.check_outputs()
 
 
@@ -285,13 +285,13 @@ def test_a_pin_that_is_used_is_the_last_to_give_way() -> None:
         scheduling = SchedulingParams(session=f"s{index}")
         engine.add(f"r{index}", 0, 2, prompt=tokens(100, index), scheduling=scheduling)
         engine.run()
-    first, second = engine.kv.pins
+    first, second = engine.kv.pins.deadlines
     turn = SchedulingParams(session="s0")
     engine.add("turn", 0, 20, prompt=[*engine.requests["r0"].token_ids, 7], scheduling=turn)
     engine.step()
-    assert list(engine.kv.pins) == [second, first]
-    engine.kv.break_pin()
-    assert list(engine.kv.pins) == [first]
+    assert list(engine.kv.pins.deadlines) == [second, first]
+    engine.kv.pins.release_oldest()
+    assert list(engine.kv.pins.deadlines) == [first]
     engine.run()
     engine.check_outputs()
 
@@ -302,7 +302,7 @@ def test_no_pins_where_their_share_is_none() -> None:
         scheduling = SchedulingParams(pin=True, session=f"s{index}")
         engine.add(f"pin{index}", 0, 2, prompt=tokens(100, index), scheduling=scheduling)
         engine.run()
-        assert engine.kv.pins == {} and engine.kv.num_pinned_blocks == 0
+        assert engine.kv.pins.deadlines == {} and engine.kv.pins.num_blocks == 0
     assert engine.kv.pool.num_cached == 18, "they are cached as all others"
     engine.check_outputs()
 
@@ -314,9 +314,9 @@ def test_a_pin_ends_however_it_was_asked_for(ttl_s: float | None) -> None:
     engine.add("a", 0, 2, prompt=tokens(100, 0), scheduling=SchedulingParams(pin=True, cache_ttl_s=ttl_s))
     engine.run()
     engine.kv.expire(MAX_PIN_TTL_S - 1)
-    assert engine.kv.num_pinned_blocks == 6
+    assert engine.kv.pins.num_blocks == 6
     engine.kv.expire(MAX_PIN_TTL_S)
-    assert engine.kv.num_pinned_blocks == 0
+    assert engine.kv.pins.num_blocks == 0
 
 
 def test_the_later_end_of_a_shared_pin_counts() -> None:
@@ -327,9 +327,9 @@ def test_the_later_end_of_a_shared_pin_counts() -> None:
         engine.add(name, 0, 2, prompt=tokens(100, 0), scheduling=scheduling)
         engine.run()
     engine.kv.expire(99.0)
-    assert engine.kv.num_pinned_blocks == 6
+    assert engine.kv.pins.num_blocks == 6
     engine.kv.expire(100.0)
-    assert engine.kv.num_pinned_blocks == 0
+    assert engine.kv.pins.num_blocks == 0
 
 
 NAMES = ("", "a", "b", "a/b", "b/a", "/", "a/", "/b", "%", "%2F", "a%2Fb", "a b", "session a")
@@ -346,11 +346,11 @@ def test_no_two_tenants_and_sessions_have_one_pin() -> None:
         scheduling = SchedulingParams(tenant=tenant, session=session)
         engine.add(f"r{index}", 0, 2, prompt=tokens(100, index), scheduling=scheduling)
         engine.run()
-    assert engine.kv.num_pinned_blocks == 18 and len(engine.scheduler.inspect()["pins"]) == 3
+    assert engine.kv.pins.num_blocks == 18 and len(engine.scheduler.inspect()["pins"]) == 3
     scheduling = SchedulingParams(session="a/b", session_end=True)
     engine.add("end", 0, 2, prompt=tokens(100, 9), scheduling=scheduling)
     engine.run()
-    assert list(engine.kv.pins) == [session_name("a", "b"), session_name("b", "b")]
+    assert list(engine.kv.pins.deadlines) == [session_name("a", "b"), session_name("b", "b")]
 
 
 # Who shares.

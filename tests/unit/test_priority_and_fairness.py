@@ -304,7 +304,7 @@ def test_with_ageing_a_4k_prompt_gets_its_turn_while_short_ones_keep_coming(agei
     engine.add("long", 4096, 1)
     number = 2
     while "long" not in engine.first_token_at and engine.clock.now < 12.0:
-        while len(engine.scheduler.queue) < 3:
+        while len(engine.scheduler.roster.queue) < 3:
             engine.add(f"s{number}", 20, 4)
             number += 1
         engine.step()

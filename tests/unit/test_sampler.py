@@ -294,7 +294,7 @@ def chi_square(drawn: list[int], probs: Array) -> None:
 )
 def test_drawn_eos_ends_the_request_unless_ignored(params: dict[str, Any], ends: bool) -> None:
     request = Request("r", [3, 5], SamplingParams(**params), eos_token_ids=EOS)
-    request.append_output(13)
+    request.token_ids.append(13)
     assert request.check_stop(100) is ends
 
 

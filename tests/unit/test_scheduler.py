@@ -74,7 +74,7 @@ def test_preemption_takes_the_youngest_and_puts_it_first_in_the_queue() -> None:
         RequestStatus.WAITING,
     ]
     assert (engine.requests["b"].num_computed_tokens, engine.requests["b"].num_output_tokens) == (0, 2)
-    assert [r.request_id for r in engine.scheduler.queue.candidates(0.0)] == ["b", "c", "d"]
+    assert [r.request_id for r in engine.scheduler.roster.queue.candidates(0.0)] == ["b", "c", "d"]
     assert engine.scheduler.stats().num_preemptions == 2
     # One block is free: b needs two now, and nobody overtakes it.
     assert rows(engine.step()) == [("a", 9, 1, [])]

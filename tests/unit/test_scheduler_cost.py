@@ -12,7 +12,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.scheduler import Scheduler
-from quire.outputs import ModelRunnerOutput
+from quire.outputs import NOTHING, ModelRunnerOutput, RowOutput
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 
@@ -72,8 +72,8 @@ class Loop:
 
     def step(self, count: Callable[..., Any]) -> None:
         output = count(self.scheduler.schedule)
-        sampled = {row.request_id: 7 for row in output.scheduled if row.samples}
-        for done in count(self.scheduler.update, output, ModelRunnerOutput(sampled)):
+        rows = [RowOutput([7]) if row.samples else NOTHING for row in output.scheduled]
+        for done in count(self.scheduler.update, output, ModelRunnerOutput(rows)):
             if done.finish_reason is not None:
                 self.add(200)
 

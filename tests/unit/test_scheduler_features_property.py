@@ -132,11 +132,10 @@ class World:
             self.fail(plan, "after all")
             return
         if plan.scheduled and rng.random() < 0.01:
-            row = rng.choice(plan.scheduled)
-            result.errors[row.request_id] = "no finite logit"
+            rng.choice(result.rows).error = "no finite logit"
             self.seen["failed rows"] += 1
         if plan.scheduled and rng.random() < 0.003:
-            result.sampled_token_ids.pop(rng.choice(plan.scheduled).request_id, None)
+            rng.choice(result.rows).token_ids = []
             self.seen["rows without a token"] += 1
         self.take(self.scheduler.update(plan, result))
 
@@ -206,9 +205,9 @@ class World:
             self.abort()
         elif choice < 0.134:
             self.scheduler.reset_cache()
-            assert self.engine.kv.pool.num_cached == 0 == self.engine.kv.num_pinned_blocks
+            assert self.engine.kv.pool.num_cached == 0 == self.engine.kv.pins.num_blocks
         elif choice < 0.138:
-            self.engine.kv.unpin_all()
+            self.engine.kv.pins.release_all()
         elif choice < 0.2:
             self.engine.clock.now += rng.uniform(0, 2)
         elif not self.steps or (choice < 0.7 and self.may_begin_another()):
@@ -233,11 +232,11 @@ class World:
             assert steps < 20_000, "livelock"
         self.check_finished()
         assert not self.engine.requests
-        self.engine.kv.unpin_all()
+        self.engine.kv.pins.release_all()
         assert self.engine.kv.num_free_blocks == self.engine.kv.num_blocks
         stats = self.scheduler.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_waiting_tokens) == (0, 0, 0)
-        assert self.scheduler._num_seats == self.scheduler.config.max_num_seqs
+        assert self.scheduler.roster.num_free_seats == self.scheduler.config.max_num_seqs
         if self.engine.runner.tiers is not None:
             assert self.engine.runner.tiers.stats()["host_pinned_blocks"] == 0
 

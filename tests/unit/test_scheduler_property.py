@@ -17,7 +17,7 @@ from quire.config import SchedulerConfig
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.scheduler import Scheduler
 from quire.errors import InvalidArgumentError, UnavailableError
-from quire.outputs import EngineCoreOutput, SchedulerOutput
+from quire.outputs import EngineCoreOutput, RowOutput, SchedulerOutput
 from quire.request import FinishReason, Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from tests.fixtures.fake_runner import EOS_TOKEN_IDS, VOCAB_SIZE, FakeRunner, generate_alone
@@ -151,15 +151,15 @@ class World:
             self.end(self.scheduler.fail([row.request_id for row in plan.scheduled], "broken"), "error")
             self.seen["failed steps"] += 1
             return
-        if choice < 0.02 and result.sampled_token_ids:
-            request_id = self.rng.choice(list(result.sampled_token_ids))
-            del result.sampled_token_ids[request_id]
-            result.errors[request_id] = "no finite logit"
+        failed = self.rng.choice(plan.scheduled) if choice < 0.02 and plan.scheduled else None
+        if failed is not None:
+            result.rows[plan.scheduled.index(failed)] = RowOutput(error="no finite logit")
         outputs = self.scheduler.update(plan, result)
         for output in outputs:
             expected = self.alive[output.request_id]
             if output.error is not None:
-                assert output.error == result.errors[output.request_id] and output.finish_reason == "error"
+                assert failed is not None and output.request_id == failed.request_id
+                assert output.error == "no finite logit" and output.finish_reason == "error"
                 self.end([output], "error")
                 self.seen["failed rows"] += 1
                 continue
@@ -240,7 +240,7 @@ class World:
         assert (stats.num_running, stats.num_waiting, stats.num_waiting_tokens) == (0, 0, 0)
         assert stats.num_free_blocks == stats.num_blocks
         assert sorted(self.kv.pool.free_list()) == list(range(self.kv.num_blocks))
-        assert self.scheduler._by_external_id == {}
+        assert self.scheduler.roster._by_external_id == {}
 
 
 def settings(**values: int) -> dict[str, int]:

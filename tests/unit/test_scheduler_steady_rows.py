@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.scheduler import Scheduler
+from quire.core.planner import Planner
 from tests.fixtures.fake_engine import FakeEngine
 from tests.unit.test_scheduler_features_property import LIMITS, WORLDS, World
 
@@ -24,7 +24,11 @@ class RecordedWorld(World):
         if not self.scheduler._in_flight:
             return  # the step has failed
         scheduler, plan = self.scheduler, self.scheduler._in_flight[-1]
-        counts = plan.num_prefill_tokens, scheduler.num_recomputed_tokens, scheduler.kv.num_free_blocks
+        counts = (
+            plan.num_prefill_tokens,
+            scheduler.stats().num_recomputed_tokens,
+            scheduler.kv.num_free_blocks,
+        )
         self.plans.append(f"{self.steps[-1][0]} {counts} {plan.offers}")
 
 
@@ -36,7 +40,7 @@ def test_plans_are_the_same_without_steady_rows(
     plans = []
     for has_steady_rows in (True, False):
         if not has_steady_rows:
-            monkeypatch.setattr(Scheduler, "_steady_until", lambda self, request: 0)
+            monkeypatch.setattr(Planner, "_steady_until", lambda self, request: 0)
         world = RecordedWorld(3, **{**LIMITS, **WORLDS[name], "block_size": block_size})
         for _ in range(600):
             world.operate()
@@ -47,7 +51,9 @@ def test_plans_are_the_same_without_steady_rows(
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_decoding_looks_at_the_blocks_twice_per_block(lookahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_looks_at_the_blocks_twice_per_block(
+    lookahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When a token needs a new one, and when one becomes full and can be shared."""
     engine = FakeEngine(block_size=16, lookahead=lookahead, cache={"enable_prefix_caching": True})
     looks = 0

@@ -150,7 +150,7 @@ def random_load(engine: FakeEngine, *, seed: int, count: int, choices: bool = Tr
                 outputs = scheduler.fail(names, "made to fail")
             else:
                 if plan.scheduled and rng.random() < 0.3:
-                    result.errors[rng.choice(plan.scheduled).request_id] = "one row failed"
+                    rng.choice(result.rows).error = "one row failed"
                 outputs = scheduler.update(plan, result)
             # An error ends all choices, also where the first has ended before.
             engine.collect([output for output in outputs if output.request_id not in engine.reasons])

@@ -46,18 +46,17 @@ class Choices:
         """Whether there is nothing to compute for it before something is known of the others."""
         return False
 
-    def fork(self, first_token_ids: list[int]) -> list[Request]:
-        """The other choices, which continue the prompt with these tokens; none has blocks yet."""
+    def fork(self) -> list[Request]:
+        """The other choices, which have the prompt alone; none has blocks yet."""
         parent = self.live[0]
         self.has_forked = True
-        parent.num_sequences = 1
         params = parent.sampling_params
         children = []
-        for index, token_id in enumerate(first_token_ids, 1):
+        for index in range(1, self.count):
             seed = None if params.seed is None else choice_seed(params.seed, index)
             own = msgspec.structs.replace(params, seed=seed, n=1, best_of=None)
             prompt = parent.token_ids[: parent.num_prompt_tokens]
-            children.append(self._continue(parent, index, [*prompt, token_id], own))
+            children.append(self._continue(parent, index, prompt, own))
         return children
 
     def _continue(self, parent: Request, index: int, token_ids: list[int], params: SamplingParams) -> Request:
@@ -227,7 +226,6 @@ class BeamSearch(Choices):
         self.is_over = not going_on or self._is_settled(
             going_on[0].cumulative_logprob, num_output, request.max_output_tokens(max_model_len)
         )
-        request.num_sequences = 1
         return BeamStep([], [], []) if self.is_over else self._replace(going_on)
 
     def results(self) -> list[EngineCoreOutput]:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from quire.core.block_hash import extra_keys, group_key, hash_blocks
 from quire.core.block_pool import BlockPool
+from quire.core.pins import Pins
+from quire.core.prefix import ELSEWHERE, OUTSIDE, CachedPrefix, PrefixLookup
 from quire.kv_groups import KVGroup, blocks_per_sequence
 from quire.request import Request
-
-OUTSIDE = -1
-"""In a block table: the block lies before the window and is not there any more, or never was."""
-ELSEWHERE = -2
-"""In a CachedPrefix: the block is not in the pool but in a KV tier."""
 
 
 class KVEvents(Protocol):
@@ -37,14 +33,6 @@ class KVEvents(Protocol):
     def all_cleared(self) -> None: ...
 
 
-class CachedPrefix(NamedTuple):
-    """The beginning of a request that need not be computed."""
-
-    num_tokens: int
-    block_ids: list[list[int]]
-    """Per group, a block id, OUTSIDE or ELSEWHERE for each of its blocks."""
-
-
 @dataclass(slots=True)
 class BlockTable:
     """Blocks of one running request."""
@@ -53,14 +41,8 @@ class BlockTable:
     """Per group; OUTSIDE where the block was given back."""
     released: list[int]
     """Per group: leading blocks that are OUTSIDE."""
-    num_kept: int = 0
+    num_cached: int = 0
     """Leading blocks that were offered to the prefix cache."""
-
-
-@dataclass(slots=True)
-class _Pin:
-    block_ids: list[int]
-    deadline: float
 
 
 class KVCacheManager:
@@ -109,8 +91,6 @@ class KVCacheManager:
         self.max_step_tokens = max_step_tokens
         self.cache_ttl_s = cache_ttl_s
         self.events = events
-        self.num_broken_pins = 0
-        """Since start: pins that gave way, as a request needed their blocks to run at all."""
         self.pool = BlockPool(
             num_blocks,
             policy=eviction_policy,
@@ -118,11 +98,8 @@ class KVCacheManager:
         )
         self.no_blocks: list[list[int]] = [[] for _ in self.groups]
         """What allocate_slots returns where nothing is appended; not to be changed."""
-        self._pins: dict[Hashable, _Pin] = {}  # least recently used first
-        self._pinned: Counter[int] = Counter()  # blocks of all pins, with the number of these
-        self._first_deadline = math.inf  # no pin's is earlier
-        self._now = 0.0  # of the latest expire()
-        self._max_pinned = int(max_pinned_fraction * num_blocks)
+        self.pins = Pins(self.pool, int(max_pinned_fraction * num_blocks))
+        self._lookup = PrefixLookup(self.groups, block_size, self.pool)
 
     @property
     def num_blocks(self) -> int:
@@ -132,10 +109,6 @@ class KVCacheManager:
     def num_free_blocks(self) -> int:
         """Blocks that can be allocated now."""
         return self.pool.num_available
-
-    @property
-    def num_pinned_blocks(self) -> int:
-        return len(self._pinned)
 
     @property
     def capacity(self) -> int:
@@ -235,78 +208,10 @@ class KVCacheManager:
         return appended
 
     def find_prefix(self, request: Request, elsewhere: Callable[[bytes], bool] | None = None) -> CachedPrefix:
-        """The longest beginning of the request whose blocks are cached.
-
-        At least one token is left to compute: a token is sampled from its hidden state. Of a group with a
-        window only the blocks count which the first token to compute still sees.
-
-        Args:
-            elsewhere: whether a KV tier has a block, by its key.
-        """
-        groups = self.groups
+        """The longest beginning of the request whose blocks are cached, here or (by key) `elsewhere`."""
         if not self.enable_prefix_caching:
-            return CachedPrefix(0, [[] for _ in groups])
-        most = (request.num_tokens - 1) // self.block_size
-        cached = self.pool.cached
-        if self._is_uniform and elsewhere is None:
-            found: list[int] = []
-            hashes = request.block_hashes
-            for index in range(most):
-                if index == len(hashes):
-                    hash_blocks(request, index + 1, self.block_size)
-                block_id = cached(hashes[index])
-                if block_id is None:
-                    break
-                found.append(block_id)
-            return CachedPrefix(len(found) * self.block_size, [found])
-
-        def locate(group: int, index: int) -> int | None:
-            if index >= len(request.block_hashes):
-                hash_blocks(request, index + 1, self.block_size)
-            key = group_key(request.block_hashes[index], group)
-            block_id = cached(key)
-            if block_id is None and elsewhere is not None and elsewhere(key):
-                return ELSEWHERE
-            return block_id
-
-        count = most
-        full: list[list[int]] = []
-        for number in range(self.num_full_groups):
-            blocks: list[int] = []
-            for index in range(count):
-                block_id = locate(number, index)
-                if block_id is None:
-                    break
-                blocks.append(block_id)
-            full.append(blocks)
-            count = len(blocks)
-        tails: list[dict[int, int]] = [{} for _ in groups[self.num_full_groups :]]
-        # Down to the longest length at which every window is whole.
-        shortened = bool(tails)
-        while shortened and count:
-            shortened = False
-            for number, tail in enumerate(tails, self.num_full_groups):
-                window = groups[number].window
-                assert window is not None
-                first = max(0, count * self.block_size - window + 1) // self.block_size
-                for index in range(count - 1, first - 1, -1):
-                    if index in tail:
-                        continue
-                    block_id = locate(number, index)
-                    if block_id is None:
-                        # Whatever ends behind this block sees it until the window has passed it.
-                        count, shortened = index, True
-                        break
-                    tail[index] = block_id
-                if shortened:
-                    break
-        result = [blocks[:count] for blocks in full]
-        for number, tail in enumerate(tails, self.num_full_groups):
-            window = groups[number].window
-            assert window is not None
-            first = max(0, count * self.block_size - window + 1) // self.block_size
-            result.append([OUTSIDE] * first + [tail[index] for index in range(first, count)])
-        return CachedPrefix(count * self.block_size, result)
+            return CachedPrefix(0, [[] for _ in self.groups])
+        return self._lookup.find(request, elsewhere)
 
     def num_taken(self, prefix: CachedPrefix) -> int:
         """How many blocks fewer can be allocated once a request has begun with the prefix."""
@@ -316,12 +221,7 @@ class KVCacheManager:
             for block_id in blocks
         )
 
-    @staticmethod
-    def num_in(prefix: CachedPrefix) -> int:
-        """Blocks of the request's table that the prefix fills, the pool's and others."""
-        return sum(block_id != OUTSIDE for blocks in prefix.block_ids for block_id in blocks)
-
-    def share(self, request: Request, prefix: CachedPrefix) -> list[tuple[int, int, int]]:
+    def begin_with(self, request: Request, prefix: CachedPrefix) -> list[tuple[int, int, int]]:
         """Begins the table of a request that has none with what was found for it.
 
         Returns:
@@ -347,9 +247,9 @@ class KVCacheManager:
         ]
         request.num_computed_tokens = prefix.num_tokens
         if not to_fill:
-            table.num_kept = prefix.num_tokens // self.block_size
+            table.num_cached = prefix.num_tokens // self.block_size
             return []
-        table.num_kept = min(index for index, _ in to_fill)
+        table.num_cached = min(index for index, _ in to_fill)
         taken = self.pool.allocate(len(to_fill))
         assert taken is not None, f"no room for the blocks that {request} loads"
         filled = []
@@ -358,7 +258,7 @@ class KVCacheManager:
             filled.append((index, group, block_id))
         return filled
 
-    def keep(self, request: Request) -> list[tuple[bytes, int]]:
+    def cache_blocks(self, request: Request) -> list[tuple[bytes, int]]:
         """Lets others find the request's blocks that are full of known tokens, computed or planned.
 
         Returns:
@@ -369,10 +269,10 @@ class KVCacheManager:
         table = request.table
         assert table is not None, request
         end = min(request.num_computed_tokens, request.num_tokens) // self.block_size
-        first = table.num_kept
+        first = table.num_cached
         if first >= end:
             return []
-        table.num_kept = end
+        table.num_cached = end
         scheduling = request.scheduling
         ttl = scheduling.cache_ttl_s if scheduling.cache_ttl_s is not None else self.cache_ttl_s or None
         hash_blocks(request, end, self.block_size)
@@ -397,7 +297,7 @@ class KVCacheManager:
                     )
         return offered
 
-    def forget(self, request: Request, num_tokens: int) -> set[int]:
+    def uncache_from(self, request: Request, num_tokens: int) -> set[int]:
         """Makes the blocks behind the first `num_tokens` tokens unfindable: they were not computed after all.
 
         Returns:
@@ -411,11 +311,11 @@ class KVCacheManager:
             block_id for blocks in table.blocks for block_id in blocks[first:] if block_id != OUTSIDE
         }
         self.pool.forget(block_ids)
-        table.num_kept = min(table.num_kept, first)
+        table.num_cached = min(table.num_cached, first)
         return block_ids
 
-    def withdraw(self, offers: Iterable[tuple[bytes, int]]) -> set[int]:
-        """Makes blocks that `keep` gave unfindable, whoever has them: they were not computed after all.
+    def uncache(self, offers: Iterable[tuple[bytes, int]]) -> set[int]:
+        """Makes blocks that `cache_blocks` gave unfindable, whoever has them: nobody has computed them.
 
         Returns:
             Their ids, without those that hold something else by now.
@@ -449,7 +349,7 @@ class KVCacheManager:
                 copies.append((source.blocks[group][count], taken[group]))
                 own.append(taken[group])
         released = [min(number, count) for number in source.released]
-        child.table = BlockTable(blocks, released, min(source.num_kept, count))
+        child.table = BlockTable(blocks, released, min(source.num_cached, count))
         return copies
 
     def free(self, request: Request, now: float = 0.0) -> None:
@@ -469,88 +369,29 @@ class KVCacheManager:
     def pin(self, request: Request, num_tokens: int, name: Hashable, deadline: float) -> int:
         """Holds the full blocks of the request's first tokens beyond its end, instead of the name's old ones.
 
-        The limit is kept by giving up other pins, least recently used first, and then by pinning less. It
-        also bounds how many pins there are, as any number of them may share their blocks.
-
-        Args:
-            deadline: in seconds of `expire`; a later one that the name had stays.
+        Where they are more than `max_pinned_fraction` allows, the first are held.
 
         Returns:
             Tokens pinned.
         """
-        before = self._pins.get(name)
-        if before is not None:
-            deadline = max(deadline, before.deadline)
-        self.unpin(name)
         count = min(num_tokens, request.num_computed_tokens) // self.block_size
-        if not self.enable_prefix_caching or not count:
-            return 0
+        count = min(count, self.pins.max_blocks // max(1, self.num_full_groups))
+        if not self.enable_prefix_caching:
+            count = 0
         table = request.table
         assert table is not None, request
-        count = min(count, self._max_pinned // max(1, self.num_full_groups))
         block_ids = [b for blocks in table.blocks for b in blocks[:count] if b != OUTSIDE]
-        if not block_ids:
-            return 0
-        while self._pins and max(len(self._pinned) + len(block_ids), len(self._pins) + 1) > self._max_pinned:
-            self.unpin(next(iter(self._pins)))
-        for block_id in block_ids:
-            self.pool.incref(block_id)
-        self._pinned.update(block_ids)
-        self._pins[name] = _Pin(block_ids, deadline)
-        self._first_deadline = min(self._first_deadline, deadline)
-        return count * self.block_size
-
-    def touch_pin(self, name: Hashable, deadline: float) -> None:
-        """A pin is used: it becomes the last to give way, and lives until `deadline`."""
-        pin = self._pins.pop(name, None)
-        if pin is not None:
-            pin.deadline = deadline
-            self._pins[name] = pin
-            self._first_deadline = min(self._first_deadline, deadline)
-
-    def unpin(self, name: Hashable) -> bool:
-        """Releases what the name holds; False if that is nothing."""
-        pin = self._pins.pop(name, None)
-        if pin is None:
-            return False
-        self.pool.free(reversed(pin.block_ids), self._now)
-        for block_id in pin.block_ids:
-            self._pinned[block_id] -= 1
-            if not self._pinned[block_id]:
-                del self._pinned[block_id]
-        return True
-
-    def unpin_all(self) -> int:
-        count = len(self._pins)
-        for name in list(self._pins):
-            self.unpin(name)
-        return count
-
-    def break_pin(self) -> bool:
-        """Gives up the least recently used pin for a request that could not run otherwise."""
-        if not self._pins:
-            return False
-        self.num_broken_pins += 1
-        return self.unpin(next(iter(self._pins)))
-
-    @property
-    def pins(self) -> dict[Hashable, float]:
-        """Names and deadlines of what is pinned, least recently used first."""
-        return {name: pin.deadline for name, pin in self._pins.items()}
+        self.pins.hold(name, block_ids, deadline)
+        return count * self.block_size if block_ids else 0
 
     def expire(self, now: float) -> None:
-        """Lets go of pins and cached blocks whose time is over."""
-        self._now = now
-        if self._first_deadline <= now:
-            for name, pin in list(self._pins.items()):
-                if pin.deadline <= now:
-                    self.unpin(name)
-            self._first_deadline = min((pin.deadline for pin in self._pins.values()), default=math.inf)
+        """Releases pins and cached blocks whose time is over."""
+        self.pins.expire(now)
         self.pool.expire(now)
 
     def reset(self) -> int:
         """Empties the prefix cache; running requests keep their blocks. Returns how many could be found."""
-        self.unpin_all()
+        self.pins.release_all()
         count = self.pool.forget_all()
         if self.events is not None:
             self.events.all_cleared()
@@ -592,10 +433,7 @@ class KVCacheManager:
                 held = blocks[released:]
                 assert len(set(held)) == len(held), f"{request} has a block twice: {held}"
                 references.update(held)
-        pinned = Counter(block_id for pin in self._pins.values() for block_id in pin.block_ids)
-        assert pinned == self._pinned, "pinned blocks miscounted"
-        assert all(pin.deadline >= self._first_deadline for pin in self._pins.values()), self._pins
-        references.update(pinned)
+        references.update(self.pins.check_integrity())
         for block_id in range(self.num_blocks):
             count = self.pool.ref_count(block_id)
             assert count == references[block_id], f"block {block_id}: {count} != {references[block_id]}"

@@ -110,7 +110,7 @@ class SchedulerTrace:
         }
         if trace._file is not None:
             trace._write(trace.header)
-        scheduler.trace = trace
+        scheduler.roster.trace = trace
         return trace
 
     def on_arrival(self, request: Request) -> None:

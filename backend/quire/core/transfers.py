@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from quire.core.block_hash import group_key, request_hashes
-from quire.core.kv_cache_manager import ELSEWHERE, OUTSIDE, CachedPrefix, KVCacheManager
+from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.prefix import ELSEWHERE, OUTSIDE, CachedPrefix
 from quire.outputs import KVLoad, KVSave
 from quire.request import Request, SwappedBlocks
 
@@ -121,7 +122,7 @@ class BlockTransfers:
 
     def begin(self, request: Request, prefix: CachedPrefix) -> None:
         """Gives the request the prefix, and begins to load what is not in the pool."""
-        to_fill = self.kv.share(request, prefix)
+        to_fill = self.kv.begin_with(request, prefix)
         if not to_fill:
             return
         load_id = next(self._ids)

@@ -24,7 +24,8 @@ from quire.cache_commands import CacheCommand, Health, Inspect, Reset, Unpin
 from quire.config import CacheConfig, EngineConfig
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_events import KVEventCollector
-from quire.core.scheduler import Scheduler, session_name
+from quire.core.roster import session_name
+from quire.core.scheduler import Scheduler
 from quire.core.trace import SchedulerTrace
 from quire.engine.kv_event_publisher import KVEventPublisher
 from quire.errors import EngineError, QuireError, describe
@@ -293,9 +294,11 @@ class EngineCore:
             case Reset():
                 answer = {"num_blocks": self.scheduler.reset_cache()}
             case Unpin(all=True):
-                answer = {"num_pins": self.kv.unpin_all()}
+                answer = {"num_pins": self.kv.pins.release_all()}
             case Unpin():
-                answer = {"num_pins": int(self.kv.unpin(session_name(command.tenant, command.session)))}
+                answer = {
+                    "num_pins": int(self.kv.pins.release(session_name(command.tenant, command.session)))
+                }
         self._publish()
         return answer
 

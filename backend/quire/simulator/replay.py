@@ -153,13 +153,13 @@ class _Replay:
             self.scheduler.fail(failed, "as recorded")
             return
         result = self.tokens.execute(plan)
-        for row in plan.scheduled:
+        for row, output in zip(plan.scheduled, result.rows, strict=True):
             if row.request_id in failed:
                 num_output = row.num_computed_tokens + row.num_scheduled_tokens
                 num_output -= self.arrivals[row.request_id].num_prompt_tokens
                 # One that got its token before it ended was ended by the failure of another choice.
                 if not row.samples or num_output == failed[row.request_id]:
-                    result.errors[row.request_id] = "as recorded"
+                    output.error = "as recorded"
         self.scheduler.update(plan, result)
 
     @staticmethod

@@ -18,7 +18,7 @@ from quire.core.scheduler import Scheduler
 from quire.core.trace import SchedulerTrace
 from quire.errors import UnavailableError
 from quire.kv_groups import KVGroup
-from quire.outputs import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
+from quire.outputs import EngineCoreOutput, ModelRunnerOutput, RowOutput, ScheduledRequest, SchedulerOutput
 from quire.request import Request
 from quire.simulator.cost import CostModel
 from quire.simulator.workload import END_TOKEN, Arrival
@@ -53,21 +53,20 @@ class SampledTokens:
         self._num_choices.pop(request_id, None)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        result = ModelRunnerOutput({})
-        sampled = result.sampled_token_ids
-        for row in plan.scheduled:
-            row_id = row.request_id
-            if row.new is not None and row.new.num_choices > 1:
-                self._num_choices[row_id] = row.new.num_choices
-            if row.samples:
-                position = row.num_computed_tokens + row.num_scheduled_tokens
-                sampled[row_id] = self._token(row_id, position)
-                if row_id in self._num_choices:
-                    choices = range(1, self._num_choices.pop(row_id))
-                    result.choice_token_ids[row_id] = [
-                        self._token(f"{row_id}#{choice}", position) for choice in choices
-                    ]
-        return result
+        return ModelRunnerOutput([self._row(row) for row in plan.scheduled])
+
+    def _row(self, row: ScheduledRequest) -> RowOutput:
+        row_id = row.request_id
+        if row.new is not None and row.new.num_choices > 1:
+            self._num_choices[row_id] = row.new.num_choices
+        if not row.samples:
+            return RowOutput()
+        position = row.num_computed_tokens + row.num_scheduled_tokens
+        choices = range(1, self._num_choices.pop(row_id, 1))
+        return RowOutput(
+            [self._token(row_id, position)],
+            choices=[RowOutput([self._token(f"{row_id}#{choice}", position)]) for choice in choices],
+        )
 
     def _token(self, row_id: str, position: int) -> int:
         arrival = self._arrivals.get(row_id)

@@ -75,8 +75,8 @@ class StepInputs:
     """One per KV group, of the same batch."""
     sample_indices: torch.Tensor
     """int64 [num_logits]: the last token of each row that samples."""
-    samples: list[tuple[str, CachedRequest]]
-    """[num_samples]: as many times in a row as the request has choices to draw."""
+    samples: list[tuple[int, CachedRequest]]
+    """[num_samples]: row of the step and its request, once for each choice to draw."""
     sample_rows: torch.Tensor
     """int64 [num_logits]: the requests' rows of the block table."""
     sampling_rows: list[SamplingRow]
@@ -150,12 +150,12 @@ class InputBatch:
         unknown: list[tuple[int, int]] = []
         given: list[tuple[PromptEmbeds, ScheduledRequest, int]] = []
         sample_indices: list[int] = []
-        samples: list[tuple[str, CachedRequest]] = []
+        samples: list[tuple[int, CachedRequest]] = []
         sample_rows: list[int] = []
         first_draws: list[int] = []
         sampling_rows: list[SamplingRow] = []
         choice_indices: list[int] = []
-        for item in scheduled:
+        for number, item in enumerate(scheduled):
             state = self.requests[item.request_id]
             begin, count = item.num_computed_tokens, item.num_scheduled_tokens
             rows.append(state.row)
@@ -173,7 +173,7 @@ class InputBatch:
                 first_draws.append(len(samples))
                 for drawn in (state.sampling, *state.choices):
                     choice_indices.append(len(sample_indices))
-                    samples.append((item.request_id, state))
+                    samples.append((number, state))
                     sampling_rows.append(drawn)
                 sample_indices.append(len(tokens) - 1)
                 sample_rows.append(state.row)

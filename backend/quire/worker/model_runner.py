@@ -17,7 +17,7 @@ from quire.kv_groups import blocks_per_sequence, layers_per_group
 from quire.kv_tiers import needs_fingerprint
 from quire.loader import load_model
 from quire.models.config import DecoderConfig
-from quire.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from quire.outputs import NOTHING, ModelRunnerOutput, RowOutput, ScheduledRequest, SchedulerOutput
 from quire.worker.device import HostCopy, to_device
 from quire.worker.graph_runner import (
     CudaGraphs,
@@ -196,7 +196,7 @@ class ModelRunner:
                 self._settle(step)
         self.batch.update(output)
         self._move_blocks(output)
-        step = LaunchedStep()
+        step = LaunchedStep(len(output.scheduled))
         if not output.is_empty:
             with torch.inference_mode(), self.timeline.step(len(output.scheduled)):
                 self._compute(output.scheduled, step)
@@ -247,15 +247,15 @@ class ModelRunner:
         if self.graphs is not None and self.graphs.can_run(scheduled):
             decoded = self.graphs.run(scheduled)
             states = [self.batch.requests[item.request_id] for item in scheduled]
-            step.samples = [(item.request_id, state) for item, state in zip(scheduled, states, strict=True)]
+            step.samples = list(enumerate(states))
             rows = [state.sampling for state in states]
             if all(row.wants_best_only for row in rows):
-                step.take(Draw(decoded.best))
+                step.set_drawn(Draw(decoded.best))
                 return
             drawn = self.sampler.draw(decoded.logits, rows, decoded.input_ids)
             table_rows = np.array([state.row for state in states])
             self.batch.last_tokens[to_device(table_rows, self.device)] = drawn.token_ids
-            step.take(drawn)
+            step.set_drawn(drawn)
             return
         inputs = self.batch.prepare(scheduled)
         embeds = inputs.embeds
@@ -280,28 +280,26 @@ class ModelRunner:
             drawn.token_ids if first is None else drawn.token_ids[first]
         )
         step.samples = inputs.samples
-        step.take(drawn)
+        step.set_drawn(drawn)
 
     def _settle(self, step: LaunchedStep) -> None:
         """Lets the host know what a step has drawn, once."""
         sampled = step.wait()
         if sampled is None:
             return
-        result = step.output
-        for index, (request_id, state) in enumerate(step.samples):
-            token_id, logprobs = sampled.token_ids[index], sampled.logprobs[index]
-            is_first = request_id not in result.sampled_token_ids
+        rows = step.output.rows
+        for (row, state), token_id, logprobs in zip(
+            step.samples, sampled.token_ids, sampled.logprobs, strict=True
+        ):
             if token_id < 0:
-                result.errors[request_id] = "the model's logits for this request hold no finite number"
-            elif is_first:
+                rows[row] = RowOutput(error="the model's logits for this request hold no finite number")
+                continue
+            drawn = RowOutput([token_id], None if logprobs is None else [logprobs])
+            if rows[row] is NOTHING:
                 state.accept(token_id)
-                result.sampled_token_ids[request_id] = token_id
-                if logprobs is not None:
-                    result.logprobs[request_id] = logprobs
+                rows[row] = drawn
             else:
-                result.choice_token_ids.setdefault(request_id, []).append(token_id)
-                if logprobs is not None:
-                    result.choice_logprobs.setdefault(request_id, []).append(logprobs)
+                rows[row].choices.append(drawn)
 
     def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> Draw:
         """One token per sampling row, of hidden states [num_logits, hidden_size]."""
@@ -321,13 +319,13 @@ class ModelRunner:
 class LaunchedStep:
     """A step that has begun."""
 
-    def __init__(self) -> None:
-        self.output = ModelRunnerOutput({})
-        self.samples: list[tuple[str, CachedRequest]] = []
-        """Whose tokens are drawn, as in `StepInputs`."""
+    def __init__(self, num_rows: int) -> None:
+        self.output = ModelRunnerOutput([NOTHING] * num_rows)
+        self.samples: list[tuple[int, CachedRequest]] = []
+        """Row and request of each draw, as in `StepInputs`."""
         self._drawn: tuple[Draw, HostCopy] | None = None
 
-    def take(self, drawn: Draw) -> None:
+    def set_drawn(self, drawn: Draw) -> None:
         """What was drawn for `samples`; begins its way to the host."""
         self._drawn = drawn, HostCopy(drawn.tensors)
         for state in {id(state): state for _, state in self.samples}.values():

@@ -1,0 +1,74 @@
+"""Families: what rows of requests with several sequences bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.core.choices import BeamSearch, Choices
+from quire.core.roster import Roster
+from quire.outputs import EngineCoreOutput, RowOutput
+from quire.request import FinishReason, Request, RequestStatus
+
+
+class Families:
+    """Forks requests into their choices, and moves beam searches on.
+
+    Args:
+        max_model_len: most tokens of prompt and output together.
+        take: appends what a row has sampled to its request, ends that where it is due, and says so.
+        finish: ends a request.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        max_model_len: int,
+        take: Callable[[Request, RowOutput], EngineCoreOutput],
+        finish: Callable[[Request, FinishReason], None],
+    ) -> None:
+        self._roster = roster
+        self._max_model_len = max_model_len
+        self._take = take
+        self._finish = finish
+
+    def take(self, request: Request, choices: Choices, result: RowOutput) -> list[EngineCoreOutput]:
+        """What the caller is to see of the result of a row that has sampled."""
+        if isinstance(choices, BeamSearch):
+            return self._take_candidates(request, choices, result)
+        others = [] if choices.has_forked else self._fork(request, choices, result)
+        return choices.pass_on([self._take(request, result), *others])
+
+    def _fork(self, request: Request, choices: Choices, result: RowOutput) -> list[EngineCoreOutput]:
+        """Makes each choice but the first, which the request becomes, a request of its own."""
+        outputs = []
+        self._roster.resize(request, 1)
+        for child, drawn in zip(choices.fork(), result.choices, strict=True):
+            # Not by what the request has computed: its next row may be in flight.
+            self._roster.fork(request, child, request.num_prompt_tokens)
+            outputs.append(self._take(child, drawn))
+        return outputs
+
+    def _take_candidates(
+        self, request: Request, beams: BeamSearch, result: RowOutput
+    ) -> list[EngineCoreOutput]:
+        """A beam has reported; when all have, they become those of the next step, or the request ends."""
+        assert result.logprobs, f"{request}: no candidates"
+        if not beams.report(request, result.logprobs[0]):
+            return []
+        self._roster.resize(request, 1)
+        step = beams.advance(self._max_model_len)
+        if beams.is_over:
+            outputs = beams.results()
+            for beam in list(beams.live.values()):
+                self._finish(beam, FinishReason.LENGTH)  # of what the search has still in hand
+            return outputs
+        # What is freed here may be the target of a copy at once: copies come before all that is computed.
+        for beam in step.dropped:
+            self._roster.discard(beam)
+        for parent, child in step.forks:
+            self._roster.fork(parent, child, parent.num_computed_tokens)
+        for beam, token_id in step.continued:
+            beam.token_ids.append(token_id)
+            if beam.status is RequestStatus.RUNNING:
+                beam.num_given_tokens = 1
+        return []

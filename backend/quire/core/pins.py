@@ -1,0 +1,116 @@
+"""Pins: blocks that are held beyond the end of the requests that computed them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from quire.core.block_pool import BlockPool
+
+
+@dataclass(slots=True)
+class _Pin:
+    block_ids: list[int]
+    deadline: float
+
+
+class Pins:
+    """References to blocks by name, each until a deadline; several pins may hold the same block.
+
+    Args:
+        max_blocks: bounds the blocks held, and the pins, as any number of them may share their blocks.
+    """
+
+    def __init__(self, pool: BlockPool, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
+        self.num_broken = 0
+        """Since start: pins that were released as a request needed their blocks to run at all."""
+        self._pool = pool
+        self._pins: dict[Hashable, _Pin] = {}  # least recently used first
+        self._counts: Counter[int] = Counter()  # blocks of all pins, with the number of these
+        self._first_deadline = math.inf  # no pin's is earlier
+        self._now = 0.0  # of the latest expire()
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._counts)
+
+    @property
+    def deadlines(self) -> dict[Hashable, float]:
+        """Deadlines by name, least recently used first."""
+        return {name: pin.deadline for name, pin in self._pins.items()}
+
+    def hold(self, name: Hashable, block_ids: Sequence[int], deadline: float) -> None:
+        """Holds blocks, at most `max_blocks`, instead of those the name had; others make room, the least
+        recently used first.
+
+        Args:
+            deadline: seconds on the clock of `expire`; a later one that the name had stays.
+        """
+        before = self._pins.get(name)
+        if before is not None:
+            deadline = max(deadline, before.deadline)
+            self.release(name)
+        if not block_ids:
+            return
+        count = len(block_ids)
+        while self._pins and max(len(self._counts) + count, len(self._pins) + 1) > self.max_blocks:
+            self.release(next(iter(self._pins)))
+        for block_id in block_ids:
+            self._pool.incref(block_id)
+        self._counts.update(block_ids)
+        self._pins[name] = _Pin(list(block_ids), deadline)
+        self._first_deadline = min(self._first_deadline, deadline)
+
+    def touch(self, name: Hashable, deadline: float) -> None:
+        """Makes a pin, if there is one, the most recently used; it lives until `deadline`."""
+        pin = self._pins.pop(name, None)
+        if pin is not None:
+            pin.deadline = deadline
+            self._pins[name] = pin
+            self._first_deadline = min(self._first_deadline, deadline)
+
+    def release(self, name: Hashable) -> bool:
+        """Releases what the name holds; False if that is nothing."""
+        pin = self._pins.pop(name, None)
+        if pin is None:
+            return False
+        self._pool.free(reversed(pin.block_ids), self._now)
+        for block_id in pin.block_ids:
+            self._counts[block_id] -= 1
+            if not self._counts[block_id]:
+                del self._counts[block_id]
+        return True
+
+    def release_all(self) -> int:
+        """Releases every pin; returns how many there were."""
+        count = len(self._pins)
+        for name in list(self._pins):
+            self.release(name)
+        return count
+
+    def release_oldest(self) -> bool:
+        """Releases the least recently used pin for a request that could not run otherwise; False if there is
+        none."""
+        if not self._pins:
+            return False
+        self.num_broken += 1
+        return self.release(next(iter(self._pins)))
+
+    def expire(self, now: float) -> None:
+        """Releases pins whose time is over."""
+        self._now = now
+        if self._first_deadline <= now:
+            for name, pin in list(self._pins.items()):
+                if pin.deadline <= now:
+                    self.release(name)
+            self._first_deadline = min((pin.deadline for pin in self._pins.values()), default=math.inf)
+
+    def check_integrity(self) -> Counter[int]:
+        """Asserts that all is counted rightly; returns the references that pins hold, by block."""
+        counts = Counter(block_id for pin in self._pins.values() for block_id in pin.block_ids)
+        assert counts == self._counts, "pinned blocks miscounted"
+        assert all(pin.deadline >= self._first_deadline for pin in self._pins.values()), self._pins
+        return counts

@@ -1,0 +1,275 @@
+"""Planner: which tokens of which requests a step computes."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+
+from quire.config import SchedulerConfig
+from quire.core.policies.batch import BatchPolicy
+from quire.core.policies.reservation import Reservation
+from quire.core.prefix import CachedPrefix
+from quire.core.roster import Roster
+from quire.core.step import Step
+from quire.outputs import NewRequestData, ScheduledRequest
+from quire.request import Request, RequestStatus
+
+MAX_PASSED_OVER = 256
+"""Waiting requests that one step looks at in vain, because each has to wait for something of its own."""
+
+
+class Planner:
+    """Gives running requests their rows in the order of ranks, then admits waiting ones.
+
+    When the pool is exhausted the running request of the highest rank is preempted, and nobody is admitted in
+    that step: what it gave back is for those it was preempted for.
+
+    Args:
+        max_model_len: most tokens of prompt and output together.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        roster: Roster,
+        reservation: Reservation,
+        max_model_len: int,
+    ) -> None:
+        self.num_recomputed_tokens = 0
+        """Since start."""
+        self._config = config
+        self._roster = roster
+        self._queue = roster.queue
+        self._kv = roster.kv
+        self._transfers = roster.transfers
+        self._reservation = reservation
+        self._batch_policy = BatchPolicy(config)
+        self._max_model_len = max_model_len
+        self._max_row_tokens = config.max_prefill_tokens_per_request or config.max_num_batched_tokens
+
+    def plan(self, number: int, *, is_ahead: bool) -> Step:
+        """Plans a step.
+
+        Args:
+            is_ahead: another step is in flight, which may free what this one finds no room for.
+        """
+        begin = time.perf_counter()
+        step, roster = Step(number, self._config.max_num_batched_tokens), self._roster
+        self._kv.expire(roster.clock())
+        num_preemptions = roster.num_preemptions
+        if self._queue.preempts and len(self._queue):
+            self._admit_urgent(step)
+        decodes, prefills, admits = self._batch_policy.phases(number - 1, roster.running, len(self._queue))
+        self._add_running(step, decodes=decodes, prefills=prefills)
+        if admits and roster.num_preemptions == num_preemptions:
+            self._add_waiting(step)
+        if not step.rows and not (decodes and prefills):
+            self._add_running(step)
+        if not step.rows and not is_ahead and not self._transfers.num_loading:
+            self._add_stalled(step)
+        step.plan_s = time.perf_counter() - begin
+        return step
+
+    def _add_running(self, step: Step, *, decodes: bool = True, prefills: bool = True) -> None:
+        running, no_blocks, is_running = list(self._roster.running), self._kv.no_blocks, RequestStatus.RUNNING
+        add_row, add_request, add_offers = step.rows.append, step.requests.append, step.offers.append
+        for index, request in enumerate(running):
+            if step.budget == 0 or request.status is not is_running:
+                break  # victims are those of the highest ranks: none behind this one runs either
+            num_computed = request.num_computed_tokens
+            count = len(request.token_ids) + request.num_pending_tokens - num_computed
+            if count == 1 and num_computed < request.steady_until:
+                if decodes:  # nearly all rows: what the calls below would come to
+                    add_row(ScheduledRequest(request.request_id, num_computed, 1, no_blocks, True))
+                    add_request(request)
+                    add_offers(())
+                    step.budget -= 1
+                    request.num_computed_tokens = num_computed + 1
+                    request.num_pending_tokens += 1
+                continue
+            if count <= 0 or request.load_id is not None or not (prefills if count > 1 else decodes):
+                continue
+            if request.num_pending_tokens and self._ends_with_pending(request):
+                continue
+            if count > 1:
+                count = min(count, self._max_row_tokens, step.budget)
+            if count > 1 and decodes and not self._queue.preempts:
+                # One of a smaller rank that was admitted later must not stall those that decode already.
+                num_behind = sum(other.num_missing == 1 for other in running[index + 1 :])
+                count = min(count, step.budget - num_behind)
+                if count <= 0:
+                    continue
+            block_ids = self._allocate_or_preempt(request, count)
+            if block_ids is None:
+                break
+            self._add_row(step, request, count, block_ids)
+
+    def _add_waiting(self, step: Step) -> None:
+        """Admits waiting requests, as long as there are seats, tokens and blocks."""
+        roster, kv = self._roster, self._kv
+        if roster.num_free_seats <= 0 or step.budget <= 0 or not len(self._queue):
+            return
+        num_passed_over = 0
+        self._begin_reservation()
+        with closing(self._queue.candidates(roster.clock())) as candidates:
+            for request in candidates:
+                if roster.num_free_seats <= 0 or step.budget <= 0:
+                    break
+                if request.is_paused:
+                    continue
+                if request.num_sequences > roster.num_free_seats:
+                    break
+                prefix = self._transfers.find_prefix(request)
+                if prefix is None or self._is_one_too_many(request, prefix):
+                    num_passed_over += 1
+                    if num_passed_over == MAX_PASSED_OVER:
+                        break
+                    continue
+                saved = prefix.num_blocks - kv.num_taken(prefix)
+                missing = kv.num_missing_blocks(request, request.num_tokens) - saved
+                if missing > kv.num_free_blocks or not self._reservation.try_admit(request, saved):
+                    break
+                self._admit(step, request, prefix)
+                if request.load_id is not None:
+                    continue
+                count = min(request.num_missing, self._max_row_tokens, step.budget)
+                block_ids = kv.allocate_slots(request, count)
+                assert block_ids is not None, f"{request} was admitted without room for it"
+                self._add_row(step, request, count, block_ids)
+
+    def _add_stalled(self, step: Step) -> None:
+        """Something waits and nothing runs: what is in the way is preempted or unpinned."""
+        roster = self._roster
+        while not step.rows and len(self._queue) and not self._transfers.num_loading:
+            if roster.running:
+                roster.preempt(roster.running[-1])  # of those that wait for others to be computed
+            elif not self._kv.pins.release_oldest():
+                break
+            self._add_waiting(step)
+
+    def _admit(self, step: Step, request: Request, prefix: CachedPrefix) -> None:
+        self._roster.admit(request, prefix)
+        self._batch_policy.on_admitted(step.number - 1)
+
+    def _admit_urgent(self, step: Step) -> None:
+        """Requests of a more urgent class take the places of less urgent ones, and stand before them."""
+        while (found := self._next_urgent()) is not None:
+            request, prefix, victims = found
+            for victim in victims:
+                if self._fits(request, prefix):
+                    break
+                self._roster.preempt(victim)
+                prefix = self._transfers.find_prefix(request) or prefix
+            if not self._fits(request, prefix):
+                return
+            self._admit(step, request, prefix)
+
+    def _next_urgent(self) -> tuple[Request, CachedPrefix, list[Request]] | None:
+        """The first waiting request that may take running ones' places, and these, last in rank first."""
+        with closing(self._queue.candidates(self._roster.clock())) as candidates:
+            for request in candidates:
+                if request.is_paused:
+                    continue
+                victims = [
+                    other
+                    for other in reversed(self._roster.running)
+                    if other.load_id is None and self._queue.may_preempt(request, other)
+                ]
+                if not victims:
+                    return None
+                prefix = self._transfers.find_prefix(request)
+                if prefix is not None:
+                    return request, prefix, victims
+        return None
+
+    def _fits(self, request: Request, prefix: CachedPrefix) -> bool:
+        if request.num_sequences > self._roster.num_free_seats:
+            return False
+        self._begin_reservation()
+        return self._reservation.try_admit(request, prefix.num_blocks - self._kv.num_taken(prefix))
+
+    def _begin_reservation(self) -> None:
+        kv = self._kv
+        self._reservation.begin(
+            self._roster.running, kv.num_free_blocks, kv.num_missing_blocks, kv.num_held_blocks
+        )
+
+    def _is_one_too_many(self, request: Request, prefix: CachedPrefix) -> bool:
+        """Whether enough long prompts are being computed already."""
+        most, threshold = self._config.max_long_prefills, self._config.long_prefill_threshold
+        if most is None or request.num_tokens - prefix.num_tokens < threshold:
+            return False
+        under_way = sum(
+            other.num_prompt_tokens >= threshold and other.num_computed_tokens < other.num_prompt_tokens
+            for other in self._roster.running
+        )
+        return under_way >= most
+
+    def _ends_with_pending(self, request: Request) -> bool:
+        """Whether no token is known to follow the pending ones: they are the request's last, or beam search
+        is to choose."""
+        if request.sampling_params.beam_width > 1:
+            return True
+        num_output = request.num_output_tokens + request.num_pending_tokens
+        return num_output >= request.max_output_tokens(self._max_model_len)
+
+    def _allocate_or_preempt(self, request: Request, count: int) -> list[list[int]] | None:
+        """Slots for a running request; None if it was preempted itself, being the last in rank."""
+        running = self._roster.running
+        while (block_ids := self._kv.allocate_slots(request, count)) is None:
+            victim = running[-1]
+            if victim.load_id is not None:
+                return None  # its blocks are being written: this request waits until that has ended
+            family = victim.choices
+            alone = all(other is victim or (family and other.choices is family) for other in running)
+            if alone and self._kv.pins.release_oldest():
+                continue
+            self._roster.preempt(victim)
+            if victim is request:
+                return None
+        return block_ids
+
+    def _add_row(self, step: Step, request: Request, count: int, block_ids: list[list[int]]) -> None:
+        new = None
+        if not request.in_runner:
+            request.in_runner = True
+            block_ids = self._kv.block_ids(request)
+            new = NewRequestData(
+                list(request.token_ids),  # a copy: the runner appends what it samples by itself
+                request.num_prompt_tokens,
+                request.sampling_params,
+                request.eos_token_ids,
+                request.embeds,
+                num_choices=1 if request.choices is None else request.choices.num_draws,
+            )
+            request.num_given_tokens = 0
+        num_computed = request.num_computed_tokens
+        end = num_computed + count
+        samples = end == len(request.token_ids) + request.num_pending_tokens
+        row = ScheduledRequest(request.request_id, num_computed, count, block_ids, samples, new)
+        if request.num_given_tokens:
+            row.given_token_ids = request.token_ids[-request.num_given_tokens :]
+            request.num_given_tokens = 0
+        if num_computed < request.num_once_computed:
+            self.num_recomputed_tokens += min(count, request.num_once_computed - num_computed)
+        if count > 1 or num_computed < request.num_prompt_tokens:
+            step.num_prefill_tokens += count
+        request.num_computed_tokens = end
+        if samples:
+            request.num_pending_tokens += 1
+        # One more, as the token that fills a block may have been pending when its row was planned.
+        fills = end // self._kv.block_size > (num_computed - 1) // self._kv.block_size
+        step.add(row, request, self._kv.cache_blocks(request) if fills else ())
+        request.steady_until = self._steady_until(request)
+
+    def _steady_until(self, request: Request) -> int:
+        """Computed tokens up to which rows of one token bring no block and cannot end the request for its
+        length: see Request."""
+        # None of them is computed a second time: with one token missing, all that once were are again.
+        num_prompt_tokens = request.num_prompt_tokens
+        if request.num_computed_tokens < num_prompt_tokens:
+            return 0  # counts as prefill
+        if request.choices is not None and request.sampling_params.beam_width > 1:
+            return 0  # the runner must be told the tokens
+        end = num_prompt_tokens + request.max_output_tokens(self._max_model_len)
+        return min(end - 1, self._kv.steady_until(request))

@@ -1,0 +1,118 @@
+"""PrefixLookup: how much of a request is in the prefix cache already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from quire.core.block_hash import group_key, hash_blocks
+from quire.core.block_pool import BlockPool
+from quire.kv_groups import KVGroup
+from quire.request import Request
+
+OUTSIDE = -1
+"""In a block table: the block lies before the window and is not there any more, or never was."""
+ELSEWHERE = -2
+"""In a CachedPrefix: the block is not in the pool but in a KV tier."""
+
+
+class CachedPrefix(NamedTuple):
+    """The beginning of a request that need not be computed."""
+
+    num_tokens: int
+    block_ids: list[list[int]]
+    """Per group, a block id, OUTSIDE or ELSEWHERE for each of its blocks."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the request's table that it fills, the pool's and others."""
+        return sum(block_id != OUTSIDE for blocks in self.block_ids for block_id in blocks)
+
+
+class PrefixLookup:
+    """Finds the longest cached beginning of a request, over all groups of layers."""
+
+    def __init__(self, groups: Sequence[KVGroup], block_size: int, pool: BlockPool) -> None:
+        self._groups = groups
+        self._num_full_groups = sum(group.window is None for group in groups)
+        self._is_uniform = len(groups) == self._num_full_groups == 1
+        self._block_size = block_size
+        self._pool = pool
+
+    def find(self, request: Request, elsewhere: Callable[[bytes], bool] | None = None) -> CachedPrefix:
+        """The longest beginning of the request whose blocks are cached.
+
+        At least one token is left to compute: a token is sampled from its hidden state. Of a group with a
+        window only the blocks count which the first token to compute still sees.
+
+        Args:
+            elsewhere: whether a KV tier has a block, by its key.
+        """
+        if self._is_uniform and elsewhere is None:
+            return self._find_uniform(request)
+        size = self._block_size
+
+        def locate(group: int, index: int) -> int | None:
+            if index >= len(request.block_hashes):
+                hash_blocks(request, index + 1, size)
+            key = group_key(request.block_hashes[index], group)
+            block_id = self._pool.cached(key)
+            if block_id is None and elsewhere is not None and elsewhere(key):
+                return ELSEWHERE
+            return block_id
+
+        count = (request.num_tokens - 1) // size
+        full: list[list[int]] = []
+        for number in range(self._num_full_groups):
+            blocks: list[int] = []
+            while len(blocks) < count and (block_id := locate(number, len(blocks))) is not None:
+                blocks.append(block_id)
+            full.append(blocks)
+            count = len(blocks)
+        count, tails = self._find_tails(count, locate)
+        firsts = [self._first_seen(number, count) for number in tails]
+        result = [blocks[:count] for blocks in full]
+        for first, tail in zip(firsts, tails.values(), strict=True):
+            result.append([OUTSIDE] * first + [tail[index] for index in range(first, count)])
+        return CachedPrefix(count * size, result)
+
+    def _find_uniform(self, request: Request) -> CachedPrefix:
+        cached, hashes, found = self._pool.cached, request.block_hashes, list[int]()
+        for index in range((request.num_tokens - 1) // self._block_size):
+            if index == len(hashes):
+                hash_blocks(request, index + 1, self._block_size)
+            block_id = cached(hashes[index])
+            if block_id is None:
+                break
+            found.append(block_id)
+        return CachedPrefix(len(found) * self._block_size, [found])
+
+    def _find_tails(
+        self, count: int, locate: Callable[[int, int], int | None]
+    ) -> tuple[int, dict[int, dict[int, int]]]:
+        """The most blocks, at most `count`, at whose end every window is whole, and the windows' blocks by
+        group and place."""
+        numbers = range(self._num_full_groups, len(self._groups))
+        tails: dict[int, dict[int, int]] = {number: {} for number in numbers}
+        shortened = bool(tails)
+        while shortened and count:
+            shortened = False
+            for number, tail in tails.items():
+                for index in range(count - 1, self._first_seen(number, count) - 1, -1):
+                    if index in tail:
+                        continue
+                    block_id = locate(number, index)
+                    if block_id is None:
+                        # Whatever ends behind this block sees it until the window has passed it.
+                        count, shortened = index, True
+                        break
+                    tail[index] = block_id
+                if shortened:
+                    break
+        return count, tails
+
+    def _first_seen(self, group: int, count: int) -> int:
+        """The first block that the token behind `count` blocks sees in a group with a window."""
+        window = self._groups[group].window
+        assert window is not None
+        return max(0, count * self._block_size - window + 1) // self._block_size

@@ -1,0 +1,306 @@
+"""Roster: which requests are known, and which of them wait and run."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Callable, Iterator
+
+from quire.config import SchedulerConfig
+from quire.core.choices import Choices, make_choices
+from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.policies.admission import DeadlineHeap
+from quire.core.policies.queue import make_queue
+from quire.core.policies.tenants import Tenants
+from quire.core.prefix import CachedPrefix
+from quire.core.step import Step
+from quire.core.trace import SchedulerTrace
+from quire.core.transfers import BlockTransfers
+from quire.request import FinishReason, Request, RequestStatus
+from quire.scheduling_params import MAX_PIN_TTL_S
+
+logger = logging.getLogger("quire")
+
+
+class Roster:
+    """The one place where a request changes its status.
+
+    Whoever must know of it is told here: the queue, the tenants' accounts, the block manager, the transfers,
+    and the runner (by what the next step carries). Running requests stand in the order of their ranks.
+
+    Args:
+        clock: seconds, monotonic.
+        session_ttl_s: how long a conversation stays pinned after its latest use.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        transfers: BlockTransfers,
+        *,
+        clock: Callable[[], float],
+        session_ttl_s: float,
+    ) -> None:
+        self.kv = kv
+        self.transfers = transfers
+        self.clock = clock
+        self.trace: SchedulerTrace | None = None
+        self.tenants = Tenants(config.tenants)
+        self.queue = make_queue(
+            config,
+            cached_tokens=lambda request: kv.find_prefix(request).num_tokens,
+            may_run=self.tenants.may_run,
+            weight=self.tenants.weight,
+        )
+        self.requests: dict[str, Request] = {}
+        """Unfinished requests by id; choices with rows of their own are requests "id#index"."""
+        self.families: dict[str, Choices] = {}
+        """Choices of unfinished requests that have several, by the request's id."""
+        self.running: list[Request] = []
+        self.num_free_seats = config.max_num_seqs
+        """Rows that a step may still have."""
+        self.num_preemptions = 0
+        self._by_external_id: dict[tuple[str, str], dict[str, None]] = {}
+        """Ids of requests by tenant and the client's id: two tenants may give the same."""
+        self._deadlines = DeadlineHeap()
+        self._session_ttl_s = session_ttl_s
+        self._dropped: list[str] = []
+        self._copies: list[tuple[int, int]] = []
+        self._late_offers: list[tuple[bytes, int]] = []
+
+    def add(self, request: Request) -> None:
+        """Takes a new request into the queue; it was checked."""
+        self.requests[request.request_id] = request
+        request.choices = make_choices(request)
+        if request.choices is not None:
+            self.families[request.request_id] = request.choices
+        if request.external_id:
+            key = request.scheduling.tenant, request.external_id
+            self._by_external_id.setdefault(key, {})[request.request_id] = None
+        self._deadlines.push(request)
+        self.queue.push(request)
+        self.tenants.on_arrival(request, self.clock())
+
+    def find(self, external_id: str, tenant: str) -> list[str]:
+        """Ids of the unfinished requests that a client of the tenant gave this id, oldest first."""
+        return list(self._by_external_id.get((tenant, external_id), ()))
+
+    def overdue(self) -> Iterator[Request]:
+        """Unfinished requests whose deadline has passed, once each."""
+        return (request for request, _ in self._deadlines.expired(self.clock()) if not request.is_finished)
+
+    @property
+    def num_prompt_tokens_left(self) -> int:
+        """Tokens that running requests lack beyond the next one."""
+        missing = (request.num_missing for request in self.running)
+        return sum(count - 1 for count in missing if count > 1)
+
+    def take_changes(self, step: Step) -> None:
+        """Gives a step what the runner must be told of preempted, ended and forked requests, once."""
+        step.dropped_request_ids, self._dropped = self._dropped, []
+        step.block_copies, self._copies = self._copies, []
+        self._late_offers = step.late_offers
+
+    def drop_again(self, request_ids: list[str]) -> None:
+        """Tells the runner with the next step, too, to drop rows: the step that told it has failed."""
+        self._dropped += [request_id for request_id in request_ids if request_id not in self._dropped]
+
+    # Between waiting and running.
+
+    def admit(self, request: Request, prefix: CachedPrefix) -> None:
+        """A waiting request runs from now on, behind what was found of its beginning."""
+        self.queue.remove(request)
+        self.tenants.on_admitted(request)
+        self._seat(request)
+        self.transfers.begin(request, prefix)
+        if request.scheduling.session:
+            self.kv.pins.touch(session_pin(request), self.clock() + self._session_ttl_s)
+        if not request.num_preemptions and request.index == 0:
+            request.num_cached_tokens = prefix.num_tokens
+            self.kv.num_cached_tokens += prefix.num_tokens
+
+    def preempt(self, request: Request) -> None:
+        """A running request gives its blocks to others; they are moved out where that is cheaper."""
+        assert request.load_id is None, request
+        self.transfers.drop(request)
+        # A block that is still to be copied for a choice holds nothing yet, and saves go before copies.
+        targets = {target for _, target in self._copies}
+        if not targets or targets.isdisjoint(b for ids in self.kv.block_ids(request) for b in ids):
+            self.transfers.swap_out(request)
+        self.requeue(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        if self.trace is not None:
+            self.trace.on_preemption(request)
+
+    def requeue(self, request: Request) -> None:
+        """A running request waits again, at the place its rank gives it, and has no blocks."""
+        self._unseat(request)
+        request.status = RequestStatus.PREEMPTED
+        self.queue.push(request)
+        self.tenants.on_waiting(request)
+
+    def restart(self, block_ids: set[int]) -> None:
+        """Requeues requests without a row that hold blocks, of these, which do not hold what they should.
+
+        Such a request loads others, was admitted without a token left for it, or was to be a copy.
+        """
+        for request in list(self.running) if block_ids else ():
+            if request.in_runner or all(block_ids.isdisjoint(ids) for ids in self.kv.block_ids(request)):
+                continue
+            if request.load_id is not None:
+                self.transfers.distrust(request.load_id)
+                continue
+            self.requeue(request)
+            request.num_preemptions += 1
+
+    def fork(self, parent: Request, child: Request, num_computed: int) -> None:
+        """A choice begins beside its parent, or waits if it finds no place or the parent does not run."""
+        self.requests[child.request_id] = child
+        self._deadlines.push(child)
+        self.tenants.on_waiting(child)
+        child.num_computed_tokens = num_computed
+        may_run = parent.status is RequestStatus.RUNNING and self.num_free_seats > 0
+        copies = self.kv.fork(parent, child) if may_run else None
+        if copies is None:
+            child.num_computed_tokens = 0
+            child.status = RequestStatus.PREEMPTED
+            self.queue.push(child)
+            return
+        self._copies += copies
+        self.tenants.on_admitted(child)
+        self._seat(child)
+
+    def resize(self, request: Request, num_sequences: int) -> None:
+        """The request takes so many rows of a step from now on: its choices have rows of their own."""
+        if request.status is RequestStatus.RUNNING:
+            self.num_free_seats += request.num_sequences - num_sequences
+        request.num_sequences = num_sequences
+
+    # Ends.
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Ends a request wherever it is; what is to outlive it is kept."""
+        if request.status is RequestStatus.RUNNING:
+            if request.load_id is None and request.num_computed_tokens:
+                self._keep(request)
+        elif request.scheduling.session_end:
+            self.kv.pins.release(session_pin(request))
+        self.discard(request)
+        request.finish_reason = reason
+        if self.trace is not None:
+            self.trace.on_finish(request, reason)
+
+    def discard(self, request: Request) -> None:
+        """Ends a request, wherever it is, of which nothing is kept or told."""
+        if request.status is RequestStatus.RUNNING:
+            self._unseat(request)
+        else:
+            self.queue.remove(request)
+            self.tenants.on_not_waiting(request)
+        if request.load_id is None:
+            self.transfers.drop(request)
+        request.status = RequestStatus.FINISHED
+        del self.requests[request.request_id]
+        request_id, external_id, is_over = request.request_id, request.external_id, True
+        choices = request.choices
+        if choices is not None:
+            request_id, external_id = choices.request_id, choices.external_id
+            del choices.live[request.index]
+            is_over = not choices.live
+            if is_over:
+                del self.families[request_id]
+        if external_id and is_over:
+            key = request.scheduling.tenant, external_id
+            same = self._by_external_id[key]
+            del same[request_id]
+            if not same:
+                del self._by_external_id[key]
+
+    def _seat(self, request: Request) -> None:
+        request.status = RequestStatus.RUNNING
+        self.num_free_seats -= request.num_sequences
+        bisect.insort(self.running, request, key=lambda other: other.rank)
+        self.queue.on_admitted(request)
+
+    def _unseat(self, request: Request) -> None:
+        """Takes a running request out of the batch and its blocks away; a load keeps those it writes."""
+        if self._copies:  # those into its blocks have no purpose any more, and others may get the blocks
+            own = {block_id for ids in self.kv.block_ids(request) for block_id in ids}
+            self._copies = [pair for pair in self._copies if pair[1] not in own]
+        index = bisect.bisect_left(self.running, request.rank, key=lambda other: other.rank)
+        assert self.running[index] is request, request
+        del self.running[index]
+        self.num_free_seats += request.num_sequences
+        self.tenants.on_left(request)
+        self.queue.on_left(request)
+        if request.in_runner:
+            self._dropped.append(request.request_id)
+            request.in_runner = False
+        if request.load_id is None:
+            self.kv.free(request, self.clock())
+            request.num_once_computed = max(request.num_once_computed, request.num_computed_tokens)
+        request.num_computed_tokens = request.steady_until = 0
+
+    def _keep(self, request: Request) -> None:
+        """Keeps what is to outlive the request; to fail in this must not keep the request from its end."""
+        try:
+            offers = self.kv.cache_blocks(request)
+            self.transfers.save(offers)
+            self._late_offers += offers
+            self._pin(request)
+        except Exception:
+            logger.exception("%s: what it has computed is not kept", request)
+
+    def _pin(self, request: Request) -> None:
+        scheduling, now = request.scheduling, self.clock()
+        num_tokens = min(request.num_computed_tokens, request.num_tokens)
+        if scheduling.session:
+            name = session_pin(request)
+            if scheduling.session_end:
+                self.kv.pins.release(name)
+            else:
+                self.kv.pin(request, num_tokens, name, now + self._session_ttl_s)
+        if scheduling.pin:
+            num_tokens = min(num_tokens, request.num_prompt_tokens)
+            count = num_tokens // self.kv.block_size
+            if count and len(request.block_hashes) >= count:
+                ttl_s = scheduling.cache_ttl_s or MAX_PIN_TTL_S
+                name = f"prefix {request.block_hashes[count - 1].hex()}"
+                self.kv.pin(request, num_tokens, name, now + min(ttl_s, MAX_PIN_TTL_S))
+
+    def check_integrity(self, max_num_seqs: int) -> None:
+        """Asserts what must hold between any two calls; O(requests + blocks), for tests."""
+        ended = [request for request in self.transfers.loading if request.is_finished]
+        self.kv.check_integrity([*self.running, *ended])
+        running = {request.request_id: request for request in self.running}
+        waiting = {request.request_id: request for request in self.queue}
+        assert self.requests == {**running, **waiting} and len(running) == len(self.running)
+        assert all(request.status is RequestStatus.RUNNING for request in self.running)
+        ranks = [request.rank for request in self.running]
+        assert ranks == sorted(ranks) and len(set(ranks)) == len(ranks), ranks
+        for request in waiting.values():
+            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), request
+            assert request.num_computed_tokens == request.steady_until == 0, request
+        for request in self.running:
+            is_steady = request.num_computed_tokens < request.steady_until
+            assert not is_steady or (request.in_runner and not request.num_given_tokens), request
+        seats = sum(request.num_sequences for request in self.running)
+        assert self.num_free_seats == max_num_seqs - seats >= 0, (self.num_free_seats, seats)
+        for request_id, choices in self.families.items():
+            assert choices.live and choices.request_id == request_id
+            assert all(self.requests[r.request_id] is r for r in choices.live.values())
+        known = {*self.requests, *self.families}
+        assert {id for ids in self._by_external_id.values() for id in ids} <= known
+
+
+def session_pin(request: Request) -> str:
+    """Name of the pin that holds the request's conversation; tenants have sessions of their own."""
+    return session_name(request.scheduling.tenant, request.scheduling.session)
+
+
+def session_name(tenant: str, session: str) -> str:
+    """Name of a conversation's pin, as `inspect` shows it; no other tenant and session have the same."""
+    tenant, session = (text.replace("%", "%25").replace("/", "%2F") for text in (tenant, session))
+    return f"session {tenant}/{session}" if tenant else f"session {session}"
