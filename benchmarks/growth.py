@@ -29,6 +29,7 @@ from benchmarks.peers.checkpoints import SHAPES
 from benchmarks.report import output_directory
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
+from quire.engine.executor import RunnerExecutor
 from quire.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
@@ -59,12 +60,17 @@ class Point:
         return self.read_gib * 2**30 / (self.best_ms / 1000) / (read_gb_s * 1e9)
 
 
+def _runner(core: EngineCore) -> Any:
+    assert isinstance(core.executor, RunnerExecutor)
+    return core.executor.runner
+
+
 class Stopwatch:
     """Sums the time of each part of a step; wraps the methods that do them."""
 
     def __init__(self, core: EngineCore) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
-        runner: Any = core.runner
+        runner = _runner(core)
         for part, owner, name in (
             ("plan", core.scheduler, "schedule"),
             ("prepare", runner.batch, "prepare"),
@@ -99,8 +105,8 @@ def measure(
     rng = random.Random(running * 100_003 + context)
     names = [f"{running}-{context}-{index}" for index in range(running)]
     for name in names:
-        prompt = [rng.randrange(core.vocab_size) for _ in range(context - num_steps // 2)]
-        params = SamplingParams(max_tokens=core.max_model_len - len(prompt), ignore_eos=True)
+        prompt = [rng.randrange(core.info.vocab_size) for _ in range(context - num_steps // 2)]
+        params = SamplingParams(max_tokens=core.info.max_model_len - len(prompt), ignore_eos=True)
         core.add_request(name, prompt, params)
     decoding: set[str] = set()
     while len(decoding) < running:
@@ -207,9 +213,8 @@ def main(
     }
     core = EngineCore(EngineConfig.from_mapping({k: v for k, v in values.items() if v is not None}))
     core.warm_up()
-    runner: Any = core.runner
     weights = SHAPES[shape].weight_bytes(PRECISIONS[quantization])
-    kv = runner.kv_cache_bytes / (runner.num_blocks * BLOCK_SIZE)
+    kv = core.info.kv_cache_bytes / (core.info.num_blocks * BLOCK_SIZE)
     limits = roofline.measure()
     read = max(limits["read_gb_s"].values())
     watch = Stopwatch(core)

@@ -141,7 +141,7 @@ def drive(core: EngineCore, all_loads: Iterable[Load], *, until: Callable[[], bo
         now = time.monotonic() - begin
         while index < len(coming) and coming[index].due <= now:
             load = coming[index]
-            prompt = [rng.randrange(core.vocab_size) for _ in range(load.num_prompt)]
+            prompt = [rng.randrange(core.info.vocab_size) for _ in range(load.num_prompt)]
             params = SamplingParams(max_tokens=load.max_tokens, ignore_eos=True)
             adding = time.perf_counter()
             try:

@@ -20,19 +20,19 @@ _SURVIVORS = (  # of a review of 49 planted bugs
         "async_scheduling never expires a deadline",
         "backend/quire/engine/core.py",
         "outputs = self.scheduler.expire()",
-        "outputs = [] if self.is_async else self.scheduler.expire()",
+        "outputs = [] if self.executor.depth > 1 else self.scheduler.expire()",
         ("tests/unit/test_async_scheduling.py::test_a_deadline_ends_its_request_alone",),
     ),
     Mutant(
         "choices after the first have no deadline",
-        "backend/quire/core/scheduler.py",
-        "self._deadlines.push(child)\n                self._start(child, request, num_computed)",
-        "self._start(child, request, num_computed)",
+        "backend/quire/core/roster.py",
+        "self._deadlines.push(child)\n",
+        "\n",
         ("tests/unit/test_choices.py::test_choices_that_outlive_the_first_keep_the_deadline",),
     ),
     Mutant(
         "sessions of two tenants share a name",
-        "backend/quire/core/scheduler.py",
+        "backend/quire/core/roster.py",
         'return f"session {tenant}/{session}" if tenant else f"session {session}"',
         'return f"session {session}"',
         ("tests/unit/test_prefix_cache.py::test_no_two_tenants_and_sessions_have_one_pin",),
@@ -66,8 +66,8 @@ _SURVIVORS = (  # of a review of 49 planted bugs
     Mutant(
         "the predicted time to first token ignores prompts being computed",
         "backend/quire/core/scheduler.py",
-        "num_running_tokens=self._num_prompt_tokens_left() if self.admission.predicts(request) else 0",
-        "num_running_tokens=0",
+        "roster.num_prompt_tokens_left if self._admission.predicts(request) else 0",
+        "0",
         (
             "tests/unit/test_policies_admission.py"
             "::test_prompts_that_are_being_computed_are_ahead_of_a_new_one",
@@ -106,14 +106,14 @@ _POOL = (
     ),
     Mutant(
         "a prompt of full blocks is shared with its last token",
-        "backend/quire/core/kv_cache_manager.py",
-        "most = (request.num_tokens - 1) // self.block_size",
-        "most = request.num_tokens // self.block_size",
+        "backend/quire/core/prefix.py",
+        "range((request.num_tokens - 1) // self._block_size)",
+        "range(request.num_tokens // self._block_size)",
         ("tests/unit/test_prefix_cache.py::test_the_same_prompt_again_computes_one_block_at_most",),
     ),
     Mutant(
         "a session that is used stays the next to give way",
-        "backend/quire/core/kv_cache_manager.py",
+        "backend/quire/core/pins.py",
         "pin = self._pins.pop(name, None)\n        if pin is not None:\n            pin.deadline",
         "pin = self._pins.get(name)\n        if pin is not None:\n            pin.deadline",
         ("tests/unit/test_prefix_cache.py::test_a_pin_that_is_used_is_the_last_to_give_way",),
@@ -161,23 +161,23 @@ _POOL = (
 _SCHEDULER = (
     Mutant(
         "several choices join where there is one seat",
-        "backend/quire/core/scheduler.py",
-        "if request.num_sequences > self._num_seats:\n                    break",
-        "if self._num_seats < 1:\n                    break",
+        "backend/quire/core/planner.py",
+        "if request.num_sequences > roster.num_free_seats:\n                    break",
+        "if roster.num_free_seats < 1:\n                    break",
         ("tests/unit/test_choices.py::test_best_of_survives_preemption_chunks_and_a_tiny_pool",),
     ),
     Mutant(
         "a copy into blocks that were given up is still made",
-        "backend/quire/core/scheduler.py",
+        "backend/quire/core/roster.py",
         "self._copies = [pair for pair in self._copies if pair[1] not in own]",
         "pass",
         ("tests/unit/test_choices.py::test_choices_that_end_with_their_first_token_copy_nothing",),
     ),
     Mutant(
         "a prompt takes the room of those that decode behind it",
-        "backend/quire/core/scheduler.py",
-        "count = min(count, plan.budget - num_behind)",
-        "count = min(count, plan.budget)",
+        "backend/quire/core/planner.py",
+        "count = min(count, step.budget - num_behind)",
+        "count = min(count, step.budget)",
         (
             "tests/unit/test_priority_and_fairness.py"
             "::test_a_prompt_that_joins_late_at_an_early_rank_does_not_stall_who_decodes",
@@ -185,15 +185,15 @@ _SCHEDULER = (
     ),
     Mutant(
         "one long prompt too many",
-        "backend/quire/core/scheduler.py",
-        "return under_way >= config.max_long_prefills",
-        "return under_way > config.max_long_prefills",
+        "backend/quire/core/planner.py",
+        "return under_way >= most",
+        "return under_way > most",
         ("tests/unit/test_priority_and_fairness.py::test_short_prompts_overtake_a_4k_prompt",),
     ),
     Mutant(
         "what a failed step was to fill stays findable",
         "backend/quire/core/scheduler.py",
-        "        return self.kv.forget(request, row.num_computed_tokens)",
+        "        return self.kv.uncache_from(request, row.num_computed_tokens)",
         "        return set()",
         (
             "tests/unit/test_prefix_cache.py"

@@ -65,6 +65,8 @@ class ModelConfig:
     """Which implementation computes attention: auto (the fastest one that can), cuda, flashinfer (if
     installed), triton, reference, or an instruction set of the processor (avx2, avx512, avx512_bf16, amx).
     One that cannot do what the model needs is refused at start, with the reason and what the others can."""
+    worker_process: bool = False
+    """Whether the model is computed in a process of its own below the engine's; on the CPU only."""
     enforce_eager: bool = False
     """On cuda: no CUDA graphs."""
     max_graph_tokens: int = 512

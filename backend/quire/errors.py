@@ -72,6 +72,10 @@ class EngineError(QuireError):
     code = "INTERNAL"
 
 
+class WorkerLostError(EngineError):
+    """The process that computes for the engine is gone; another engine must take its place."""
+
+
 class ConfigError(QuireError):
     """A configuration key is unknown, ill-typed or out of range; raised at start, names the key."""
 

@@ -6,6 +6,9 @@ There -m puts it first: whoever can write where a server happens to run would ha
 
 import sys
 
+RUN_MODULE = __file__
+"""The path of this file."""
+
 if __name__ == "__main__":
     # Python has put this file's folder first, whose modules are not meant; "" is the working directory.
     _folder = __file__.rpartition("/")[0]

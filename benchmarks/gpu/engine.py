@@ -18,6 +18,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
+from quire.engine.executor import RunnerExecutor
 from quire.sampling_params import SamplingParams
 from quire.worker.input_batch import StepInputs
 from quire.worker.model_runner import ModelRunner
@@ -82,12 +83,16 @@ def engine(folder: Path, device: torch.device, small: bool, **options: Any) -> I
             torch.cuda.empty_cache()
 
 
+def _runner(core: EngineCore) -> ModelRunner:
+    assert isinstance(core.executor, RunnerExecutor) and isinstance(core.executor.runner, ModelRunner)
+    return core.executor.runner
+
+
 def decode_steps(
     core: EngineCore, limits: dict[str, float], points: list[tuple[int, int]]
 ) -> list[dict[str, Any]]:
     """Time of a decode step of so many requests with so much context, against reading weights and KV once."""
-    runner = core.runner
-    assert isinstance(runner, ModelRunner)
+    runner = _runner(core)
     config = runner.model_config
     weights = sum(p.nbytes for p in runner.model.parameters()) + _packed_bytes(runner)
     kv = runner.block_bytes / core.config.cache.block_size * len(runner.kv_groups)
@@ -127,7 +132,7 @@ def _decode(core: EngineCore, runner: ModelRunner, running: int, context: int) -
     rng = random.Random(running * 100_003 + context)
     names = [f"{running}-{context}-{index}" for index in range(running)]
     for name in names:
-        prompt = [rng.randrange(3, core.vocab_size) for _ in range(context)]
+        prompt = [rng.randrange(3, core.info.vocab_size) for _ in range(context)]
         core.add_request(name, prompt, SamplingParams(max_tokens=64, ignore_eos=True))
     decoding: set[str] = set()
     while len(decoding) < running:
@@ -154,9 +159,9 @@ def mix(core: EngineCore, count: int) -> dict[str, Any]:
     for index in range(count):
         num_in = min(1024, max(4, round(rng.lognormvariate(4.7, 1.1))))
         num_out = min(800, max(4, round(rng.lognormvariate(4.8, 0.9))))
-        if core.max_model_len < 2048:
+        if core.info.max_model_len < 2048:
             num_in, num_out = min(num_in, 60), min(num_out, 20)
-        prompt = [rng.randrange(3, core.vocab_size) for _ in range(num_in)]
+        prompt = [rng.randrange(3, core.info.vocab_size) for _ in range(num_in)]
         core.add_request(f"mix-{index}", prompt, SamplingParams(max_tokens=num_out, ignore_eos=True))
         total_in, total_out = total_in + num_in, total_out + num_out
     begin = time.perf_counter()
@@ -225,8 +230,7 @@ def agreement(folder: Path, device: torch.device, families: list[str]) -> list[d
 def difference_of_replays(path: Path, device: torch.device, prompts: list[list[int]]) -> float | None:
     """The most by which a replayed step differs from the same one computed; None: nothing is recorded."""
     core = _small_engine(path, device, async_scheduling=False, max_num_batched_tokens=100)
-    runner = core.runner
-    assert isinstance(runner, ModelRunner)
+    runner = _runner(core)
     graphs, pieces = runner.graphs, runner.prompt_graphs
     differences: list[float] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 
 import torch
 
@@ -33,3 +34,18 @@ def aligned_bytes(count: int) -> torch.Tensor:
         memory = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages`
         start = -memory.data_ptr() % HUGE_PAGE
     return memory[start : start + count]
+
+
+def shared_bytes(count: int) -> tuple[torch.Tensor, int]:
+    """uint8 [count], all zero, in memory without a name, and the descriptor by which others can map it.
+
+    Raises:
+        OSError: there is no such memory.
+    """
+    fd = os.memfd_create("quire-blocks", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, count)
+        return torch.frombuffer(mmap.mmap(fd, count), dtype=torch.uint8), fd
+    except BaseException:
+        os.close(fd)
+        raise

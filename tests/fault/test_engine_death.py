@@ -43,7 +43,11 @@ def server(tmp_path: Path, serve_repository: Any) -> ServerProcess:
 
 
 def engines(server: ServerProcess) -> list[psutil.Process]:
-    return [process for process in server.descendants() if "quire.engine.loop" in command_line(process)]
+    return processes(server, "quire.engine.loop")
+
+
+def processes(server: ServerProcess, module: str) -> list[psutil.Process]:
+    return [process for process in server.descendants() if module in command_line(process)]
 
 
 def command_line(process: psutil.Process) -> list[str]:
@@ -116,6 +120,46 @@ def test_a_killed_engine_fails_its_streams_at_once_and_comes_back(server: Server
         again = list(pool.map(lambda _: stream(server.grpc_url, "generator", SHORT).token_ids, range(16)))
     assert again == [before] * 16
     assert len(engines(server)) == 1
+
+
+def test_a_killed_worker_takes_its_engine_along_and_both_come_back(
+    tmp_path: Path, serve_repository: Any
+) -> None:
+    """While streams run, and while nobody asks for anything; a killed engine leaves no worker."""
+    checkpoint = make_checkpoint("llama", tmp_path / "llama", max_position_embeddings=MAX_TOKENS + 1000)
+    options = {**OPTIONS, "max_model_len": MAX_TOKENS + 1000, "num_blocks": 10_000, "worker_process": True}
+    build_repository(checkpoint, tmp_path / "repository", placement="path", engine_options=options)
+    server: ServerProcess = serve_repository(tmp_path / "repository")
+    before = stream(server.grpc_url, "generator", SHORT).token_ids
+
+    def next_worker(*gone: int) -> psutil.Process:
+        """The one worker of the next engine, which answers as the first one did."""
+        deadline, pause = time.monotonic() + 120, threading.Event()
+        while (reply := stream(server.grpc_url, "generator", SHORT)).error is not None:
+            assert "try again" in str(reply.error) or "engine" in str(reply.error)
+            assert time.monotonic() < deadline, "the engine did not come back"
+            pause.wait(0.05)
+        assert reply.token_ids == before
+        (worker,) = processes(server, "quire.worker.process")
+        assert len(engines(server)) == 1 and worker.pid not in gone
+        return worker
+
+    worker = next_worker()
+    calls = start_streams(server, 4)
+    worker.kill()
+    for reply in read_all(calls):
+        assert reply.error is not None and "the worker process is gone" in str(reply.error)
+    idle = next_worker(worker.pid)
+    (engine,) = engines(server)
+    idle.kill()
+    engine.wait(WAIT_S)
+    last = next_worker(worker.pid, idle.pid)
+    (engine,) = engines(server)
+    engine.kill()
+    last.wait(WAIT_S)
+    next_worker(last.pid)
+    server.stop()
+    assert server.leftovers() == []
 
 
 @pytest.mark.row("G10", clauses=("shutdown", "nothing-left"))

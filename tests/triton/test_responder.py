@@ -21,6 +21,7 @@ fake_pb_utils.install()
 
 from quire.config import EngineConfig  # noqa: E402
 from quire.engine.core import EngineCore  # noqa: E402
+from quire.engine.executor import RunnerExecutor  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_parser import ParsedRequest  # noqa: E402
@@ -37,15 +38,8 @@ STEP_S = 0.003
 class SteppedRunner(FakeRunner):
     """A FakeRunner whose steps a test may hold back."""
 
-    max_model_len = MAX_MODEL_LEN
-    hidden_size = 8
-    takes_position_ids = False
-    kv_cache_bytes = 0
-    dtype = "float32"
-    device = "cpu"
-
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
+        super().__init__(num_blocks, block_size, max_model_len=MAX_MODEL_LEN)
         self.gate = threading.Event()
         self.gate.set()
         self.hold_after_token_of = ""
@@ -70,7 +64,7 @@ class Harness(Frontend):
             {"model": "fake", "block_size": 4, "cancel_poll_ms": 10, **options}
         )
         self.runner = SteppedRunner(256, 4)
-        super().__init__(directory, config, EngineCore(config, self.runner, vocab_size=VOCAB_SIZE))
+        super().__init__(directory, config, EngineCore(config, RunnerExecutor(self.runner)))
         self._count = itertools.count()
 
     def submit(

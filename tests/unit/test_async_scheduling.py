@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.engine.executor import RunnerExecutor
 from quire.outputs import RequestOutput
 from quire.scheduling_params import SchedulingParams
 from quire.worker.block_table import BlockTable
@@ -45,8 +46,9 @@ def engine(path: Path, **options: Any) -> LLM:
 
 
 def runner_of(llm: LLM) -> ModelRunner:
-    assert isinstance(llm.core.runner, ModelRunner)
-    return llm.core.runner
+    assert isinstance(llm.core.executor, RunnerExecutor)
+    assert isinstance(llm.core.executor.runner, ModelRunner)
+    return llm.core.executor.runner
 
 
 def run(

@@ -27,6 +27,7 @@ from quire.kv_tiers import DiskTier
 from quire.kv_tiers.block_file import write_block as real_write_block
 from quire.kv_tiers.complaints import Complaints
 from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.runner_of import runner_of
 from tests.unit.test_engine import random_prompts
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -176,7 +177,7 @@ def test_one_that_another_process_has_made_again_is_only_read(served: Served, tm
     served.serve()
     (directory,) = (path for path in (tmp_path / "kv").iterdir() if path.is_dir())
     shutil.rmtree(directory)
-    access = served.llm.core.runner.kv_cache.block_bytes  # type: ignore[attr-defined]
+    access = runner_of(served.llm.core).kv_cache.block_bytes
     other = DiskTier(tmp_path / "kv", 2**30, block_bytes=access, fingerprint=directory.name)
     grown = served.serve()
     assert grown["disk_saved_blocks"] == 0 and list(directory.rglob("*.kv")) == []

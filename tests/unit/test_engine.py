@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from quire.cache_commands import Inspect, Reset
 from quire.errors import ConfigError, InvalidArgumentError, UnavailableError
 from quire.outputs import RequestOutput
 from tests.fixtures.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, make_throughput_checkpoint
+from tests.fixtures.runner_of import runner_of
 
 MAX_TOKENS = 20
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -93,7 +94,7 @@ def test_chunks_and_blocks_do_not_change_tokens(
     trace = llm.core.enable_trace()
     assert ids(llm.generate(PROMPTS, GREEDY)) == expected[family]
     assert max(sum(row[2] for row in record["scheduled"]) for record in trace.records) <= budget
-    assert llm.core.runner.num_computed_tokens == llm.core.stats().num_scheduled_tokens  # type: ignore[attr-defined]
+    assert runner_of(llm.core).num_computed_tokens == llm.core.stats().num_scheduled_tokens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -215,7 +216,7 @@ def test_nothing_is_padded(checkpoints: dict[str, Path]) -> None:
     rng = random.Random(5)
     prompts = [[rng.randrange(4, VOCAB_SIZE) for _ in range(n)] for n in (1, 200, 3, 77, 150, 2, 31)]
     llm.generate(prompts, SamplingParams(max_tokens=5, ignore_eos=True))
-    computed = llm.core.runner.num_computed_tokens  # type: ignore[attr-defined]
+    computed = runner_of(llm.core).num_computed_tokens
     # Of each request, the last sampled token is never computed.
     assert computed == sum(map(len, prompts)) + 4 * len(prompts)
     assert computed == llm.core.stats().num_scheduled_tokens
@@ -286,7 +287,7 @@ def test_the_pool_is_as_large_as_it_says(kv_cache_dtype: str, checkpoints: dict[
     llm = engine(
         checkpoints["llama"], num_blocks=None, kv_cache_memory="64MiB", kv_cache_dtype=kv_cache_dtype
     )
-    runner: Any = llm.core.runner
+    runner = runner_of(llm.core)
     assert runner.num_blocks == 64 * 2**20 // runner.block_bytes
     assert runner.num_blocks * runner.block_bytes == runner.kv_cache_bytes
     size = 256 * 2**20
@@ -336,7 +337,7 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = engine(checkpoints["llama"])
-    runner: Any = llm.core.runner
+    runner = runner_of(llm.core)
     llm.core.add_request("a", PROMPTS[0], GREEDY)
     llm.core.step()
     with monkeypatch.context() as patch:
@@ -359,7 +360,7 @@ def test_a_step_that_fails_outside_of_the_model_is_forgotten(
     options: dict[str, Any] = {"host_cache_memory": "64MiB", "block_size": 8}
     options |= {"async_scheduling": True} if mode else {}
     llm = engine(checkpoints["llama"], **options)
-    core, runner = llm.core, cast(Any, llm.core.runner)
+    core, runner = llm.core, runner_of(llm.core)
     assert ids(llm.generate(PROMPTS, GREEDY)) == expected["llama"]
     core.kv.reset()
     failed: list[Any] = []

@@ -16,6 +16,7 @@ import zmq
 from quire.cache_commands import CacheCommand, Health, Inspect, Reset, Unpin
 from quire.config import EngineConfig
 from quire.engine.core import MAX_FAILED_STEPS, EngineCore
+from quire.engine.executor import RunnerExecutor
 from quire.engine.loop import EngineLoop
 from quire.engine.messages import (
     AbortRequests,
@@ -47,11 +48,8 @@ TEN = SamplingParams(max_tokens=10, ignore_eos=True)
 class Runner(FakeRunner):
     """Fails when it is told to."""
 
-    hidden_size, takes_position_ids, kv_cache_bytes, dtype, device = 8, False, 0, "float32", "cpu"
-    max_model_len = 512
-
     def __init__(self) -> None:
-        super().__init__(256, 4)
+        super().__init__(256, 4, max_model_len=512)
         self.is_broken = False
 
     def execute(self, output: Any) -> Any:
@@ -68,7 +66,7 @@ class Peer:
     def __init__(self, folder: Path, **options: Any) -> None:
         config = EngineConfig.from_mapping({"model": "fake", "block_size": 4, **options})
         self.runner = Runner()
-        self.core = EngineCore(config, self.runner, vocab_size=VOCAB_SIZE)
+        self.core = EngineCore(config, RunnerExecutor(self.runner))
         self.context: zmq.Context[Any] = zmq.Context()
         router = self.context.socket(zmq.ROUTER)
         router.bind(f"ipc://{folder}/engine.ipc")

@@ -18,6 +18,7 @@ from quire.scheduling_params import SchedulingParams
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import STAGES, FakeKVCache
+from tests.fixtures.runner_of import runner_of
 
 PROMPT = list(range(10, 50))
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -54,7 +55,7 @@ def test_a_step_that_fails_before_its_loads_begin_does_not_keep_their_requests(
     llm = engine(checkpoint, host_cache_memory="16MiB", async_scheduling=is_async)
     expected = run(llm, "first")
     llm.core.kv.reset()
-    runner: Any = llm.core.runner
+    runner = runner_of(llm.core)
     move, failed = runner._move_blocks, list[int]()
 
     def moves(output: SchedulerOutput) -> None:
@@ -78,7 +79,7 @@ def test_a_load_that_had_begun_when_the_step_failed_is_waited_for(
     llm = engine(checkpoint, host_cache_memory="16MiB")
     expected = run(llm, "first")
     llm.core.kv.reset()
-    runner: Any = llm.core.runner
+    runner = runner_of(llm.core)
     move, failed = runner._move_blocks, list[int]()
 
     def moves(output: SchedulerOutput) -> None:
@@ -101,7 +102,7 @@ def test_one_failure_while_settling_fails_one_step(
     llm = engine(checkpoint, async_scheduling=is_async)
     expected = run(llm, "first")
     with monkeypatch.context() as patch:
-        patch.setattr(llm.core.runner, "_settle", lambda step: 1 / 0)
+        patch.setattr(runner_of(llm.core), "_settle", lambda step: 1 / 0)
         assert run(llm, "second") == ([], "error")
     assert run(llm, "third") == expected
     llm.core.scheduler.check_integrity()

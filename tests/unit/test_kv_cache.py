@@ -21,6 +21,7 @@ from quire_kernels.metadata import AttentionMetadata
 from tests.fixtures.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.fixtures.drive import Driver
 from tests.fixtures.perplexity import DEMO, demo_answers, own_texts, perplexity
+from tests.fixtures.runner_of import runner_of
 from tests.kernels.common import POISON, devices
 
 KINDS = [("auto", torch.float32), ("auto", torch.bfloat16), ("int8", torch.float32), ("fp8", torch.bfloat16)]
@@ -203,5 +204,5 @@ def test_the_engine_generates_alike_in_chunks_in_batches_and_from_the_prefix_cac
     whole, chunked = LLM(path, **options), LLM(path, max_num_batched_tokens=9, **options)
     for llm in (whole, chunked, whole):
         assert [output.token_ids for output in llm.generate(prompts, params)] == alone
-    runner: Any = whole.core.runner
+    runner = runner_of(whole.core)
     assert runner.kv_cache.dtype == {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[kv_cache_dtype]

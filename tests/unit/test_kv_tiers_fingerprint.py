@@ -26,6 +26,7 @@ from quire.loader.load import digest_weights
 from quire.worker import kv_identity as kv_identity_module
 from quire_kernels import registry
 from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.runner_of import runner_of
 from tests.unit.test_engine import random_prompts
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -366,8 +367,8 @@ def test_only_what_others_may_find_needs_one(checkpoint: Path) -> None:
     assert not needs_fingerprint(CacheConfig(host_cache_memory=2**20))
     assert needs_fingerprint(CacheConfig(kv_connector="a:B"))
     llm = LLM(checkpoint, **OPTIONS, host_cache_memory="1MiB")
-    runner: Any = llm.core.runner
-    assert runner.kv_identity == {}, "the weights are read for nothing"
+    runner = runner_of(llm.core)
+    assert runner.info.kv_identity == {}, "the weights are read for nothing"
     llm.core.close()
 
 

@@ -11,11 +11,12 @@ import pytest
 from quire.config import EngineConfig
 from quire.core.trace import SchedulerTrace
 from quire.engine.core import EngineCore
+from quire.engine.executor import RunnerExecutor
 from quire.kv_groups import KVGroup
 from quire.outputs import ModelRunnerOutput, SchedulerOutput
 from quire.sampling_params import SamplingParams
 from tests.fixtures.fake_engine import FakeEngine
-from tests.fixtures.fake_runner import VOCAB_SIZE, FakeRunner, generate_alone
+from tests.fixtures.fake_runner import FakeRunner, generate_alone
 
 HYBRID = (KVGroup(None, (0,)), KVGroup(12, (1,)))
 
@@ -89,34 +90,29 @@ def test_a_decoding_batch_computes_the_same_steps() -> None:
 class Device(FakeRunner):
     """Notes of each step that is waited for whether the next one was launched by then."""
 
-    device = "cpu"
-
     def __init__(self, config: EngineConfig) -> None:
         assert config.cache.num_blocks is not None
-        super().__init__(config.cache.num_blocks, config.cache.block_size)
-        self.max_model_len = 4096
-        self.num_launched = 0
+        super().__init__(config.cache.num_blocks, config.cache.block_size, max_model_len=4096)
+        self.num_launched = self.num_collected = 0
         self.launched_ahead: list[bool] = []
         self.threads: set[str] = set()
 
-    def launch(self, output: SchedulerOutput) -> tuple[int, ModelRunnerOutput]:
+    def launch(self, output: SchedulerOutput) -> None:
         self.num_launched += 1
-        return self.num_launched, super().execute(output)
+        super().launch(output)
 
-    def collect(self, step: tuple[int, ModelRunnerOutput]) -> ModelRunnerOutput:
-        number, result = step
+    def collect(self) -> ModelRunnerOutput:
+        self.num_collected += 1
         self.threads.add(threading.current_thread().name)
-        self.launched_ahead.append(self.num_launched > number)
-        return result
+        self.launched_ahead.append(self.num_launched > self.num_collected)
+        return super().collect()
 
 
 @pytest.mark.row("B17", clauses=("hidden",))
 def test_the_engine_plans_while_the_device_works_and_the_trace_shows_it() -> None:
-    config = EngineConfig.from_mapping(
-        {"num_blocks": 400, "block_size": 4, "max_num_seqs": 16, "async_scheduling": True}
-    )
+    config = EngineConfig.from_mapping({"num_blocks": 400, "block_size": 4, "max_num_seqs": 16})
     runner = Device(config)
-    core = EngineCore(config, runner, vocab_size=VOCAB_SIZE, threaded=True)
+    core = EngineCore(config, RunnerExecutor(runner, depth=2, threaded=True))
     trace = core.enable_trace()
     prompts = {f"r{index}": [1 + index] * (3 + index) for index in range(12)}
     params = SamplingParams(max_tokens=20, ignore_eos=True)

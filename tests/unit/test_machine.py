@@ -190,7 +190,7 @@ import torch
 from quire import LLM, SamplingParams
 llm = LLM(sys.argv[1], max_num_seqs=1024)
 answers = llm.generate(["Hello", "How are"], SamplingParams(max_tokens=8, temperature=0.0))
-print(json.dumps([torch.get_num_threads(), llm.core.runner.kv_cache_bytes, len(answers)]))
+print(json.dumps([torch.get_num_threads(), llm.core.info.kv_cache_bytes, len(answers)]))
 """
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     command = [sys.executable, "-c", program, str(DEMO), *map(str, limited)]

@@ -13,7 +13,15 @@ from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, Repe
 
 from quire.config import EngineConfig
 from quire.kv_groups import blocks_per_sequence
-from quire.outputs import KVLoad, KVSave, NewRequestData, RowOutput, ScheduledRequest, SchedulerOutput
+from quire.outputs import (
+    KVLoad,
+    KVSave,
+    ModelRunnerOutput,
+    NewRequestData,
+    RowOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from quire.sampling_params import SamplingParams, choice_seed
 from quire.worker.model_runner import ModelRunner
 from tests.fixtures.checkpoints import make_checkpoint
@@ -51,9 +59,14 @@ def decode_row(
     return ScheduledRequest(request_id, computed, 1, [list(blocks)], True, **options)
 
 
+def execute(runner: ModelRunner, step: SchedulerOutput) -> ModelRunnerOutput:
+    runner.launch(step)
+    return runner.collect()
+
+
 def drawn(runner: ModelRunner, step: SchedulerOutput) -> dict[str, int]:
     """First token that a step draws for each row, by request."""
-    rows = zip(step.scheduled, runner.execute(step).rows, strict=True)
+    rows = zip(step.scheduled, execute(runner, step).rows, strict=True)
     return {row.request_id: output.token_ids[0] for row, output in rows if output.token_ids}
 
 
@@ -83,7 +96,7 @@ def test_a_copied_block_goes_on_as_its_source(checkpoint: Path) -> None:
 def test_copies_are_all_read_before_any_is_written(checkpoint: Path) -> None:
     runner = make_runner(checkpoint)
     before = runner.kv_cache.blocks.random_(0, 255).clone()
-    runner.execute(plan(block_copies=[(3, 4), (4, 5), (5, 3)]))
+    execute(runner, plan(block_copies=[(3, 4), (4, 5), (5, 3)]))
     after = runner.kv_cache.blocks
     assert [torch.equal(after[target], before[source]) for source, target in ((3, 4), (4, 5), (5, 3))] == [
         True
@@ -120,13 +133,13 @@ def test_blocks_are_saved_before_they_are_overwritten_and_loaded_back(checkpoint
     other = PROMPT[::-1]
     runner = make_runner(checkpoint)
     runner.tiers = RecordingTiers(runner)  # type: ignore[assignment]
-    assert runner.execute(plan(prompt_row("a", PROMPT, BLOCKS[:4]))).loads_done == []
+    assert execute(runner, plan(prompt_row("a", PROMPT, BLOCKS[:4]))).loads_done == []
     saves = [KVSave(b"%d" % index, block, pinned=True) for index, block in enumerate(BLOCKS[:4])]
     step = plan(prompt_row("b", other, BLOCKS[:4]), drop=["a"], kv_saves=saves)
     assert drawn(runner, step) == {"b": hf_greedy(hf_model(checkpoint), other, 1)[0]}
     assert list(runner.batch.requests) == ["b"]
     load = KVLoad(17, [(save.key, block) for save, block in zip(saves, [20, 21, 22, 23], strict=True)])
-    result = runner.execute(plan(kv_loads=[load]))
+    result = execute(runner, plan(kv_loads=[load]))
     assert result.loads_done == [(17, 4)] and not result.rows
     back = prompt_row("a", [*PROMPT, expected[0]], [20, 21, 22, 23], computed=len(PROMPT))
     assert drawn(runner, plan(back)) == {"a": expected[1]}
@@ -137,18 +150,18 @@ def test_choices_are_drawn_as_by_requests_of_their_own_seeds(checkpoint: Path) -
     runner = make_runner(checkpoint)
     params = {"temperature": 1.5, "seed": 99, "logprobs": 2, "repetition_penalty": 1.1}
     step = plan(prompt_row("a", PROMPT, BLOCKS[:4], params=params, num_choices=5))
-    (row,) = runner.execute(step).rows
+    (row,) = execute(runner, step).rows
     together = [row, *row.choices]
     alone = []
     for index in range(5):
         own = {**params, "seed": choice_seed(99, index)}
-        result = runner.execute(
-            plan(prompt_row(f"{index}", PROMPT, [20, 21, 22, 23], params=own), drop=["a"])
+        result = execute(
+            runner, plan(prompt_row(f"{index}", PROMPT, [20, 21, 22, 23], params=own), drop=["a"])
         )
         (one,) = result.rows
         alone.append(one.token_ids[0])
         assert one.logprobs == together[index].logprobs and not one.choices
-        runner.execute(plan(drop=[f"{index}"]))
+        execute(runner, plan(drop=[f"{index}"]))
     assert [one.token_ids[0] for one in together] == alone and len(set(alone)) > 2
 
 
@@ -156,9 +169,9 @@ def test_greedy_choices_are_the_same_token_and_only_the_first_draw_has_choices(c
     expected = hf_greedy(hf_model(checkpoint), PROMPT, 3)
     runner = make_runner(checkpoint)
     first = RowOutput([expected[0]])
-    result = runner.execute(plan(prompt_row("a", PROMPT, BLOCKS[:4], num_choices=3)))
+    result = execute(runner, plan(prompt_row("a", PROMPT, BLOCKS[:4], num_choices=3)))
     assert result.rows == [RowOutput([expected[0]], choices=[first, first])]
-    assert runner.execute(plan(decode_row("a", 13))).rows == [RowOutput([expected[1]])]
+    assert execute(runner, plan(decode_row("a", 13))).rows == [RowOutput([expected[1]])]
 
 
 @pytest.mark.parametrize("penalised", [False, True], ids=["plain", "penalties"])
@@ -177,7 +190,7 @@ def test_beam_rows_return_candidates_as_transformers_scores_them(checkpoint: Pat
 
     runner = make_runner(checkpoint)
     other = prompt_row("b", PROMPT, [20, 21, 22, 23], params={"temperature": 0.7, "seed": 3})
-    result = runner.execute(plan(prompt_row("a", tokens, BLOCKS[:4], params=params), other))
+    result = execute(runner, plan(prompt_row("a", tokens, BLOCKS[:4], params=params), other))
     first, second = result.rows
     assert first.logprobs is not None and second.logprobs is None
     (found,) = first.logprobs
@@ -187,7 +200,7 @@ def test_beam_rows_return_candidates_as_transformers_scores_them(checkpoint: Pat
     assert runner.batch.requests["a"].token_ids == tokens
 
     chosen = found.token_ids[3]
-    (follow,) = runner.execute(plan(decode_row("a", len(tokens), given_token_ids=[chosen]))).rows
+    (follow,) = execute(runner, plan(decode_row("a", len(tokens), given_token_ids=[chosen]))).rows
     scores = torch.log_softmax(hf_logits(hf_model(checkpoint), [*tokens, chosen])[-1:], dim=-1)
     best = processors(torch.tensor([[*tokens, chosen]]), scores).argmax()
     assert follow.logprobs is not None and follow.logprobs[0].token_ids[0] == best
@@ -211,4 +224,4 @@ def test_the_pool_is_sized_by_groups_and_windows(tmp_path: Path) -> None:
     assert runner.num_blocks == 3 * per_sequence
     # One layer of 2 heads of 32 dimensions, keys and values in float32.
     assert runner.block_bytes == runner.kv_cache.block_bytes == 1 * 2 * 2 * 4 * 32 * 4
-    assert runner.kv_cache_bytes == runner.num_blocks * runner.block_bytes
+    assert runner.info.kv_cache_bytes == runner.num_blocks * runner.block_bytes

@@ -14,6 +14,7 @@ from quire import LLM, SamplingParams
 from quire.multimodal import PromptEmbeds, content_hashes
 from tests.fixtures.drive import hf_vision_model
 from tests.fixtures.graphs import recorded_steps
+from tests.fixtures.runner_of import runner_of
 from tests.fixtures.vision_checkpoints import VISION_KINDS, make_vision_checkpoint
 
 MAX_TOKENS = 16
@@ -123,7 +124,7 @@ def test_recorded_steps_take_images_and_positions_on_three_axes(checkpoint: Path
     with recorded_steps():
         tokens, llm = run(checkpoint, cases, max_num_batched_tokens=40, async_scheduling=True)
     assert tokens == [case.expected for case in cases]
-    runner: Any = llm.core.runner
+    runner = runner_of(llm.core)
     assert runner.prompt_graphs.num_replays >= 2 and runner.graphs.num_replays > 2
 
 

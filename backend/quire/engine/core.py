@@ -13,10 +13,9 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -27,12 +26,12 @@ from quire.core.kv_events import KVEventCollector
 from quire.core.roster import session_name
 from quire.core.scheduler import Scheduler
 from quire.core.trace import SchedulerTrace
+from quire.engine.executor import Executor, Runner, RunnerExecutor
 from quire.engine.kv_event_publisher import KVEventPublisher
-from quire.errors import EngineError, QuireError, describe
-from quire.kv_groups import KVGroup
+from quire.errors import EngineError, QuireError, WorkerLostError, describe
 from quire.kv_tiers import BlockAccess, KVTiers, fingerprint, make_tiers, needs_fingerprint
 from quire.multimodal import PromptEmbeds
-from quire.outputs import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput, SchedulerStats
+from quire.outputs import EngineCoreOutput, ModelRunnerOutput, RunnerInfo, SchedulerOutput, SchedulerStats
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
@@ -48,87 +47,52 @@ MAX_FAILED_STEPS = 5
 """Failed steps in a row that end the engine: whatever the reason is, it lasts, and a new process may help."""
 
 
-class Runner(Protocol):
-    """What the core needs of a model runner; tests bring their own."""
-
-    num_blocks: int
-    max_model_len: int
-    eos_token_ids: frozenset[int]
-    kv_groups: tuple[KVGroup, ...]
-    tiers: KVTiers | None
-    """Set by the core."""
-
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
-
-    # With `async_scheduling` also launch(output) -> handle, collect(handle) -> ModelRunnerOutput, reset() and
-    # warm_up(), as ModelRunner has them.
-
-
 class EngineCore:
-    """Scheduler and runner joined by `step`.
+    """Scheduler and executor joined by `step`.
 
     Args:
         config: the engine's configuration.
-        runner: computes the steps; None builds a `ModelRunner` from the configuration.
-        vocab_size: token ids at or above it are refused; None takes the model's.
-        threaded: steps are computed by a thread of their own, so that `step` can do something meanwhile.
+        executor: computes the steps; None makes one of the configuration.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        runner: Runner | None = None,
-        *,
-        vocab_size: int | None = None,
-        threaded: bool = False,
-    ) -> None:
-        if runner is None:
-            from quire.worker.model_runner import ModelRunner
-
-            model_runner = ModelRunner(config)
-            runner, vocab_size = model_runner, model_runner.model_config.vocab_size
-        assert vocab_size is not None, "a runner given from outside comes with its vocab_size"
+    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
+        executor = make_executor(config) if executor is None else executor
         self.config = config
-        self.runner: Runner = runner
-        self.vocab_size = vocab_size
-        self.max_model_len = runner.max_model_len
-        self.is_async = is_async(config, str(getattr(runner, "device", "cpu")))
-        cache, limits = config.cache, dataclasses.replace(config.scheduler, async_scheduling=self.is_async)
+        self.executor = executor
+        self.info = info = executor.info
+        cache, limits = config.cache, config.scheduler
         self._publisher = _publisher(cache)
         self._events = None if self._publisher is None else KVEventCollector()
         self.kv = KVCacheManager(
-            runner.num_blocks,
+            info.num_blocks,
             cache.block_size,
-            groups=runner.kv_groups,
+            groups=info.kv_groups,
             enable_prefix_caching=cache.enable_prefix_caching,
             eviction_policy=cache.eviction_policy,
             cache_ttl_s=cache.cache_ttl_s,
             max_pinned_fraction=cache.max_pinned_fraction,
             max_step_tokens=min(
-                limits.max_prefill_tokens_per_request or limits.max_num_batched_tokens, self.max_model_len
+                limits.max_prefill_tokens_per_request or limits.max_num_batched_tokens, info.max_model_len
             ),
             events=self._events,
         )
-        access = getattr(runner, "kv_cache", None)
-        self.tiers = None if access is None else _tiers(config, runner, access)
-        runner.tiers = self.tiers
+        self.tiers = _tiers(config, info, executor.kv_cache)
+        executor.attach(self.tiers)
         self.scheduler = Scheduler(
-            limits,
+            # As it is, for traces: whether steps are launched ahead may be left to the device.
+            dataclasses.replace(limits, async_scheduling=executor.depth > 1),
             self.kv,
-            self.max_model_len,
+            info.max_model_len,
             tiers=self.tiers,
-            block_bytes=0 if access is None else access.block_bytes,
+            block_bytes=executor.kv_cache.block_bytes,
             session_ttl_s=cache.session_ttl_s,
         )
-        self._in_flight: deque[tuple[SchedulerOutput, Any]] = deque()
-        """Steps that a device computes, with what the runner collects them by."""
+        self._in_flight: deque[SchedulerOutput] = deque()
+        """Steps that were launched and not collected, the oldest first."""
         self.num_finished_steps = 0
         """Since start, those that computed something."""
         self._num_failures = 0
         """Of the latest steps, in a row."""
-        self._executor: ThreadPoolExecutor | None = None
-        if threaded:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="quire-runner")
         self._seeds = itertools.count()
         self._seed_base = config.model.seed or secrets.randbits(63)
 
@@ -150,8 +114,8 @@ class EngineCore:
                 max_model_len or (refused by the scheduler) than the KV cache can ever hold.
             UnavailableError: the queue is full.
         """
-        check_prompt(prompt_token_ids, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
-        check_token_parameters(sampling_params, self.vocab_size)
+        check_prompt(prompt_token_ids, vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len)
+        check_token_parameters(sampling_params, self.info.vocab_size)
         check_choices(sampling_params, self.config.scheduler.max_num_seqs)
         if sampling_params.seed is None and not sampling_params.is_greedy:
             seed = (self._seed_base + 0x9E3779B97F4A7C15 * next(self._seeds)) % 2**64
@@ -160,7 +124,7 @@ class EngineCore:
             request_id,
             prompt_token_ids,
             sampling_params,
-            eos_token_ids=self.runner.eos_token_ids,
+            eos_token_ids=self.info.eos_token_ids,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             scheduling=scheduling,
             external_id=external_id,
@@ -183,16 +147,22 @@ class EngineCore:
         return self._num_failures >= MAX_FAILED_STEPS
 
     def step(self, meanwhile: Callable[[Future[Any]], None] | None = None) -> list[EngineCoreOutput]:
-        """Plans, computes and accounts one step; returns what it brought.
+        """Plans and launches a step, and accounts the oldest; returns what that brought.
 
         Args:
-            meanwhile: called while a thread of its own computes the step, with what tells when that is done;
+            meanwhile: called while another thread computes, with what tells when that is done;
                 it may add and abort requests and look into the cache.
 
-        An exception of the runner ends every request of the step with an error and leaves the engine
-        able to go on: the rows are dropped from the runner with the next step.
+        Where the executor takes several steps, one is launched before the oldest is waited for. Sampled
+        tokens stay on the device then, where the next step takes them from, and the host learns of them
+        later: a request that ends has a row more, whose result is dropped, and one that arrives waits for
+        all steps under way.
+
+        An exception of the runner ends every request of the steps under way with an error and leaves the
+        engine able to go on: the rows are dropped from the runner with the next step.
 
         Raises:
+            WorkerLostError: there is nobody left to compute.
             EngineError: MAX_FAILED_STEPS steps in a row have failed. It and any other exception mean that
                 this engine is of no use any more; its requests are still open.
         """
@@ -200,64 +170,31 @@ class EngineCore:
             raise EngineError(f"the latest {self._num_failures} steps of the engine have all failed")
         outputs = self.scheduler.expire()
         planned = self.scheduler.schedule()
-        if self.is_async:
-            return outputs + self._step_ahead(planned, meanwhile)
-        if not planned.has_work and not self.scheduler.transfers.num_loading:
-            return outputs
-        done = self._compute(partial(self.runner.execute, planned), meanwhile)
-        try:
-            result = done.result()
-        except Exception as error:
-            return outputs + self._fail(planned, error)
-        outputs += self._update(planned, result)
-        self._publish()
-        return outputs
-
-    def _step_ahead(
-        self, planned: SchedulerOutput, meanwhile: Callable[[Future[Any]], None] | None
-    ) -> list[EngineCoreOutput]:
-        """Hands a step to the device, then waits for the one before it: the device never waits for a plan.
-
-        Sampled tokens stay on the device, where the next step takes them from; the host learns of them one
-        step later. What that costs: a request that ends has one more row, whose result is dropped, and one
-        that arrives while two steps are under way waits for both.
-        """
-        runner: Any = self.runner
-        outputs: list[EngineCoreOutput] = []
         if planned.has_work or self.scheduler.transfers.num_loading:
+            self.executor.launch(planned)
+            self._in_flight.append(planned)
+        # Nothing is left waiting behind a plan that computes nothing.
+        while self._in_flight and (len(self._in_flight) >= self.executor.depth or planned.is_empty):
             try:
-                self._in_flight.append((planned, runner.launch(planned)))
+                result = self._collect(meanwhile)
+            except WorkerLostError:
+                raise
             except Exception as error:
-                return self._fail(planned, error)
-        # Two steps at most, and nothing is left waiting behind a plan that computes nothing.
-        while self._in_flight and (len(self._in_flight) > 1 or planned.is_empty):
-            step, handle = self._in_flight[0]
-            done = self._compute(partial(runner.collect, handle), meanwhile)
-            try:
-                result = done.result()
-            except Exception as error:
-                return outputs + self._fail(planned, error)
-            self._in_flight.popleft()
-            outputs += self._update(step, result)
+                return outputs + self._fail(error)
+            outputs += self._update(self._in_flight.popleft(), result)
         self._publish()
         return outputs
 
-    def _compute(
-        self,
-        work: Callable[[], Any],
-        meanwhile: Callable[[Future[Any]], None] | None,
-    ) -> Future[Any]:
-        """Has `work` done, by the thread for that if there is one; returns when it is."""
-        if self._executor is None:
-            return _done(work)
-        future = self._executor.submit(work)
+    def _collect(self, meanwhile: Callable[[Future[Any]], None] | None) -> ModelRunnerOutput:
+        """What the oldest step brought; an exception where it has failed, or one launched behind it."""
+        done = self.executor.collect()
         try:
-            if meanwhile is not None:
-                meanwhile(future)
+            if meanwhile is not None and not done.done():
+                meanwhile(done)
         finally:
-            # Whatever becomes of the plan, nothing may go on while the runner works.
-            wait((future,))
-        return future
+            # Whatever becomes of the rest, nothing may go on while a step is computed.
+            wait((done,))
+        return done.result()
 
     def _update(self, planned: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         if planned.is_empty:
@@ -268,16 +205,18 @@ class EngineCore:
             self.num_finished_steps += 1
         return self.scheduler.update(planned, result)
 
-    def _fail(self, planned: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
-        """The runner has failed, in this step or in one that it rests on."""
+    def _fail(self, error: Exception) -> list[EngineCoreOutput]:
+        """A step has failed, and with it all that are in flight: each rests on those before it."""
         self._num_failures += 1
-        logger.error("step %d failed with %d rows", planned.step, len(planned.scheduled), exc_info=error)
-        if self.is_async:
-            self._in_flight.clear()
-            runner: Any = self.runner
-            runner.reset()
+        steps, oldest = len(self._in_flight), self._in_flight[0]
+        logger.error(
+            "step %d failed with %d rows (%d steps in flight)",
+            oldest.step, len(oldest.scheduled), steps, exc_info=error,
+        )  # fmt: skip
+        self._in_flight.clear()
+        self.executor.reset()
         message = f"the engine failed while computing the request: {describe(error)}"
-        return self.scheduler.fail([row.request_id for row in planned.scheduled], message)
+        return self.scheduler.fail([row.request_id for row in oldest.scheduled], message)
 
     def control(self, command: CacheCommand) -> dict[str, Any]:
         """Looks into the cache, or empties it; running requests are not disturbed.
@@ -310,8 +249,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Ends the threads; what the disk tier still has to write is written."""
-        if self._executor is not None:
-            self._executor.shutdown()
+        self.executor.close()
         if self.tiers is not None:
             self.tiers.close()
         if self._publisher is not None:
@@ -335,9 +273,7 @@ class EngineCore:
             for output in self.step():
                 if output.error is not None:
                     raise EngineError(f"the first step of the model failed: {output.error}")
-        warm_up = getattr(self.runner, "warm_up", None)  # runners of tests have none
-        if warm_up is not None:
-            warm_up()
+        self.executor.warm_up()
 
     def stats(self) -> SchedulerStats:
         self._expire()
@@ -348,18 +284,33 @@ class EngineCore:
         self.kv.expire(self.scheduler.clock())
 
 
-def is_async(config: EngineConfig, device: str) -> bool:
-    """Whether steps are handed to the device one ahead: as configured, else on cuda."""
-    wanted = config.scheduler.async_scheduling
-    return device.startswith("cuda") if wanted is None else wanted
+def make_executor(config: EngineConfig, *, threaded: bool = False) -> Executor:
+    """The executor that a configuration asks for.
+
+    Args:
+        threaded: steps are computed by a thread of their own, so that `step` can do something meanwhile.
+    """
+    runner: Runner
+    if config.model.worker_process:
+        from quire.engine.worker_process import WorkerProcess
+
+        runner = WorkerProcess(config)
+    else:
+        from quire.worker.model_runner import ModelRunner
+
+        runner = ModelRunner(config)
+    is_async = config.scheduler.async_scheduling
+    if is_async is None:
+        is_async = runner.info.device.startswith("cuda")
+    return RunnerExecutor(runner, depth=2 if is_async else 1, threaded=threaded)
 
 
-def _tiers(config: EngineConfig, runner: Any, access: BlockAccess) -> KVTiers | None:
+def _tiers(config: EngineConfig, info: RunnerInfo, access: BlockAccess) -> KVTiers | None:
     """What the configuration keeps beside the pool; a directory is shared only by what computes the same."""
     name = ""
     if needs_fingerprint(config.cache):
-        groups = [[group.window, *group.layers] for group in runner.kv_groups]
-        resolved = {"groups": groups, "block_bytes": access.block_bytes, **runner.kv_identity}
+        groups = [[group.window, *group.layers] for group in info.kv_groups]
+        resolved = {"groups": groups, "block_bytes": access.block_bytes, **info.kv_identity}
         name = fingerprint(config, resolved)
     return make_tiers(config.cache, access, name)
 
@@ -384,13 +335,3 @@ def error_output(request_id: str, error: QuireError) -> EngineCoreOutput:
         error_code=error.code,
         retry_after_s=error.retry_after_s,
     )
-
-
-def _done(work: Callable[[], Any]) -> Future[Any]:
-    """What came of `work`, done here and now."""
-    future: Future[Any] = Future()
-    try:
-        future.set_result(work())
-    except Exception as error:
-        future.set_exception(error)
-    return future

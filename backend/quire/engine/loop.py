@@ -33,7 +33,7 @@ import numpy as np
 import zmq
 
 from quire.config import EngineConfig
-from quire.engine.core import EngineCore, error_output
+from quire.engine.core import EngineCore, error_output, make_executor
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -308,24 +308,25 @@ class EngineLoop:
         if now < self._next_stats:
             return
         self._next_stats = now + STATS_INTERVAL_S
+        self.core.executor.check()
         message = Stats(self._stats())
         for identity in self._frontend_pidfds:
             self._send(identity, message)
 
 
 def _engine_info(core: EngineCore) -> EngineInfo:
-    runner: Any = core.runner
+    info = core.info
     return EngineInfo(
         pid=os.getpid(),
-        max_model_len=core.max_model_len,
-        vocab_size=core.vocab_size,
-        hidden_size=runner.hidden_size,
-        takes_position_ids=runner.takes_position_ids,
-        num_blocks=runner.num_blocks,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
+        takes_position_ids=info.takes_position_ids,
+        num_blocks=info.num_blocks,
         block_size=core.config.cache.block_size,
-        kv_cache_bytes=runner.kv_cache_bytes,
-        dtype=str(runner.dtype).removeprefix("torch."),
-        device=str(runner.device),
+        kv_cache_bytes=info.kv_cache_bytes,
+        dtype=info.dtype,
+        device=info.device,
     )
 
 
@@ -353,7 +354,7 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
     try:
         config = EngineConfig.from_mapping(json.loads((path / "config.json").read_text(encoding="utf-8")))
         socket_path = directory.socket_path()
-        core = EngineCore(config, threaded=True)
+        core = EngineCore(config, make_executor(config, threaded=True))
         core.warm_up()
         if config.frontend.trace_file:
             core.enable_trace(Path(config.frontend.trace_file))

@@ -32,13 +32,13 @@ from quire.config import EngineConfig
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
 from quire.errors import CheckpointError, ConfigError, EngineStoppedError, UnavailableError
 from quire.processes import open_verified_pidfd, start_time_of
+from quire.run_module import RUN_MODULE
 
 logger = logging.getLogger("quire")
 
 POLL_S = 0.02
 KILL_WAIT_S = 1.0
 STOP_WAIT_S = 3.0
-RUN_MODULE = Path(__file__).resolve().parent.parent / "run_module.py"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 

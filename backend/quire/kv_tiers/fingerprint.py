@@ -26,6 +26,7 @@ HARMLESS_KEYS = frozenset({
     "kv_cache_memory",
     "kv_connector", "kv_connector_options", "kv_events_buffer", "kv_events_endpoint",
     "kv_events_replay_endpoint", "kv_events_topic", "max_pinned_fraction", "num_blocks", "session_ttl_s",
+    "worker_process",
     # Who is computed when, and with whom: within one engine blocks are shared by requests of all batches.
     "ageing_s", "async_scheduling", "batch_policy", "default_deadline_ms", "default_ttft_deadline_ms",
     "fairness_input_weight", "fairness_output_weight", "kv_reservation", "long_prefill_threshold",

@@ -18,7 +18,7 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.errors import ConfigError
 from quire_kernels import ops
 from quire_kernels.cuda.copy import copy_batch
-from quire_kernels.host_memory import aligned_bytes
+from quire_kernels.host_memory import aligned_bytes, shared_bytes
 from quire_kernels.machine import available_memory
 from quire_kernels.quantized_kv import KVLayer, QuantizedKV, piece_bytes
 
@@ -116,6 +116,7 @@ class KVCache:
         kv_cache_dtype: see `CacheConfig`.
         device: where it lies.
         has_scratch: whether there is a block more, `scratch_block`, which the scheduler does not know of.
+        is_shared: whether other processes map it (host memory alone), by `fd`.
 
     Raises:
         ConfigError: the memory cannot be allocated.
@@ -132,6 +133,7 @@ class KVCache:
         kv_cache_dtype: str,
         device: torch.device,
         has_scratch: bool = False,
+        is_shared: bool = False,
     ) -> None:
         self.scratch_block = num_blocks if has_scratch else None
         """For rows of padding; nobody reads what they write."""
@@ -144,9 +146,14 @@ class KVCache:
             layers_per_group, num_kv_heads, head_dim, block_size, dtype, kv_cache_dtype
         )
         size = num_blocks * self.block_bytes
+        self.fd: int | None = None
         try:
-            on_host = device.type == "cpu"
-            pool = aligned_bytes(size) if on_host else torch.empty(size, dtype=torch.uint8, device=device)
+            if device.type != "cpu":
+                pool = torch.empty(size, dtype=torch.uint8, device=device)
+            elif is_shared:
+                pool, self.fd = shared_bytes(size)
+            else:
+                pool = aligned_bytes(size)
             self.blocks = pool.view(num_blocks, self.block_bytes).fill_(0)
             """uint8 [num_blocks, block_bytes]"""
         except (RuntimeError, OSError, ValueError, OverflowError) as error:

@@ -17,7 +17,14 @@ from quire.kv_groups import blocks_per_sequence, layers_per_group
 from quire.kv_tiers import needs_fingerprint
 from quire.loader import load_model
 from quire.models.config import DecoderConfig
-from quire.outputs import NOTHING, ModelRunnerOutput, RowOutput, ScheduledRequest, SchedulerOutput
+from quire.outputs import (
+    NOTHING,
+    ModelRunnerOutput,
+    RowOutput,
+    RunnerInfo,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from quire.worker.device import HostCopy, to_device
 from quire.worker.graph_runner import (
     CudaGraphs,
@@ -61,12 +68,15 @@ def resolve_device(name: str) -> torch.device:
 class ModelRunner:
     """One worker: the same code on cpu and cuda.
 
+    Args:
+        shares_blocks: whether another process maps the KV cache (on the CPU).
+
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
         ConfigError: the device or the memory does not allow the configuration.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, shares_blocks: bool = False) -> None:
         self.config = config
         self.device = resolve_device(config.model.device)
         if self.device.type == "cpu":
@@ -82,10 +92,7 @@ class ModelRunner:
         )
         self.model = loaded.model
         self.model_config = loaded.config
-        self.eos_token_ids: frozenset[int] = loaded.eos_token_ids
         self.dtype: torch.dtype = loaded.config.dtype
-        self.hidden_size = loaded.config.hidden_size
-        self.takes_position_ids = loaded.config.rope.mrope_section is not None
         self.max_model_len = self._max_model_len()
         logger.info(
             "loaded %s: %.1f MiB of %s weights in %.2f s",
@@ -96,8 +103,6 @@ class ModelRunner:
         )
         shape = loaded.config
         cache = config.cache
-        self.kv_identity = kv_identity(loaded, self.device) if is_shared else {}
-        """What decides the bits of keys and values, where other processes may find them."""
         self.kv_groups = self.model.kv_groups
         block_layers = layers_per_group(self.kv_groups)
         self.block_bytes = block_bytes(
@@ -131,9 +136,22 @@ class ModelRunner:
             cache.kv_cache_dtype,
             self.device,
             has_scratch=graph_backend is not None,
+            is_shared=shares_blocks,
+        )
+        self.info = RunnerInfo(
+            num_blocks=self.num_blocks,
+            max_model_len=self.max_model_len,
+            vocab_size=shape.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+            kv_groups=self.kv_groups,
+            kv_cache_bytes=self.kv_cache.nbytes,
+            kv_identity=kv_identity(loaded, self.device) if is_shared else {},
+            hidden_size=shape.hidden_size,
+            takes_position_ids=shape.rope.mrope_section is not None,
+            dtype=str(self.dtype).removeprefix("torch."),
+            device=str(self.device),
         )
         self.tiers: KVTiers | None = None
-        """Where blocks go beside the pool; set by the engine if there is any such place."""
         self.batch = InputBatch(
             config.scheduler.max_num_seqs,
             self.max_model_len,
@@ -160,7 +178,7 @@ class ModelRunner:
             self.prompt_graphs = PromptGraphs(
                 self.model,
                 self.kv_cache,
-                3 if self.takes_position_ids else 1,
+                3 if self.info.takes_position_ids else 1,
                 token_sizes(most_tokens, few=not whole),
                 graph_backend,
             )
@@ -171,10 +189,6 @@ class ModelRunner:
         self.num_computed_tokens = 0
         """Token rows the model computed since start; equal to those scheduled, as nothing is padded."""
 
-    @property
-    def kv_cache_bytes(self) -> int:
-        return self.kv_cache.nbytes
-
     def _max_model_len(self) -> int:
         limit = self.model_config.longest_model_len
         asked = self.config.model.max_model_len
@@ -182,12 +196,14 @@ class ModelRunner:
             raise ConfigError(f"max_model_len={asked} exceeds the checkpoint's limit of {limit} tokens")
         return asked or self.model_config.max_position_embeddings
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Does one step: moves blocks, computes the scheduled tokens, samples where a row is complete."""
-        return self.collect(self.launch(output))
+    def attach(self, tiers: KVTiers | None) -> None:
+        """Says where blocks go beside the pool, before the first step."""
+        self.tiers = tiers
 
-    def launch(self, output: SchedulerOutput) -> LaunchedStep:
-        """Begins a step: on cuda it is queued, and what it samples stays on the device for the next one.
+    def launch(self, output: SchedulerOutput) -> None:
+        """Begins a step: moves blocks, computes the scheduled tokens, samples where a row is complete.
+
+        On cuda that is queued, and what it samples stays on the device for the next step.
 
         A step that needs to know the tokens of the one before (for n-grams, say) waits for that first.
         """
@@ -201,12 +217,10 @@ class ModelRunner:
             with torch.inference_mode(), self.timeline.step(len(output.scheduled)):
                 self._compute(output.scheduled, step)
         self._launched.append(step)
-        return step
 
-    def collect(self, step: LaunchedStep) -> ModelRunnerOutput:
-        """Waits for the oldest launched step; returns what it brought."""
-        # First, so that the next step is not taken for this one if it fails.
-        assert self._launched.popleft() is step, "steps are collected in the order in which they began"
+    def collect(self) -> ModelRunnerOutput:
+        """Waits for the oldest step that was launched; returns what it brought."""
+        step = self._launched.popleft()  # first, so that it is not collected again if that fails
         self._settle(step)
         if self.tiers is not None:
             step.output.loads_done = self.tiers.poll()
@@ -223,6 +237,12 @@ class ModelRunner:
                 self.prompt_graphs.capture_all()
             if self.graphs is not None:
                 self.graphs.capture_all()
+
+    def check(self) -> None:
+        """It is there as long as its process."""
+
+    def close(self) -> None:
+        """Nothing outlives it."""
 
     def _needs_tokens(self, item: ScheduledRequest) -> bool:
         state = self.batch.requests.get(item.request_id)

@@ -1,0 +1,139 @@
+"""Executor: computes the steps that the scheduler plans, in the order in which they are launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from quire.kv_tiers import BlockAccess, KVTiers
+from quire.outputs import ModelRunnerOutput, RunnerInfo, SchedulerOutput
+
+
+class Runner(Protocol):
+    """Computes steps on its caller's thread: `ModelRunner`, or `WorkerProcess`, which has one elsewhere."""
+
+    @property
+    def info(self) -> RunnerInfo: ...
+
+    @property
+    def kv_cache(self) -> BlockAccess: ...
+
+    def attach(self, tiers: KVTiers | None) -> None:
+        """Says where blocks go beside the pool, before the first step."""
+
+    def launch(self, output: SchedulerOutput) -> None:
+        """Begins a step; what it samples stays on the device for the steps behind it."""
+
+    def collect(self) -> ModelRunnerOutput:
+        """Waits for the oldest step that was launched; an exception if one of those under way has failed."""
+
+    def reset(self) -> None:
+        """Forgets the steps under way: one has failed, and the requests of all end."""
+
+    def warm_up(self) -> None:
+        """What is to be done once, behind the first steps and before requests: recording graphs, say."""
+
+    def check(self) -> None:
+        """Raises WorkerLostError where nobody is left to compute."""
+
+    def close(self) -> None: ...
+
+
+class Executor(Protocol):
+    """What the engine knows of whoever computes; several ranks would be one executor, too."""
+
+    depth: int
+    """Steps that may be under way when the oldest is waited for: 1, or more where a device has a queue."""
+
+    @property
+    def info(self) -> RunnerInfo: ...
+
+    @property
+    def kv_cache(self) -> BlockAccess: ...
+
+    def attach(self, tiers: KVTiers | None) -> None:
+        """See `Runner`."""
+
+    def launch(self, output: SchedulerOutput) -> None:
+        """Takes a step; it is under way at the latest when the next collect() is called."""
+
+    def collect(self) -> Future[ModelRunnerOutput]:
+        """What the oldest step brought; called again only when that is known."""
+
+    def reset(self) -> None:
+        """See `Runner`."""
+
+    def warm_up(self) -> None:
+        """See `Runner`."""
+
+    def check(self) -> None:
+        """See `Runner`."""
+
+    def close(self) -> None: ...
+
+
+class RunnerExecutor:
+    """An Executor of one runner.
+
+    Args:
+        depth: see `Executor`.
+        threaded: the runner works on a thread of its own; else on the caller's, and collect() returns when it
+            is done.
+    """
+
+    def __init__(self, runner: Runner, *, depth: int = 1, threaded: bool = False) -> None:
+        self.runner = runner
+        self.depth = depth
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="quire-runner") if threaded else None
+        self._taken: list[SchedulerOutput] = []
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self.runner.info
+
+    @property
+    def kv_cache(self) -> BlockAccess:
+        return self.runner.kv_cache
+
+    def attach(self, tiers: KVTiers | None) -> None:
+        self.runner.attach(tiers)
+
+    def launch(self, output: SchedulerOutput) -> None:
+        # A thread is woken once per step: it launches this one when it goes to wait for the oldest.
+        self._taken.append(output)
+
+    def collect(self) -> Future[ModelRunnerOutput]:
+        taken, self._taken = self._taken, []
+
+        def work() -> ModelRunnerOutput:
+            for output in taken:
+                self.runner.launch(output)
+            return self.runner.collect()
+
+        return _done(work) if self._pool is None else self._pool.submit(work)
+
+    def reset(self) -> None:
+        self._taken.clear()
+        self.runner.reset()
+
+    def warm_up(self) -> None:
+        self.runner.warm_up()
+
+    def check(self) -> None:
+        self.runner.check()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+        self.runner.close()
+
+
+def _done(work: Callable[[], ModelRunnerOutput]) -> Future[ModelRunnerOutput]:
+    """What came of `work`, done here and now."""
+    future: Future[ModelRunnerOutput] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    return future

@@ -1,0 +1,170 @@
+"""WorkerProcess: a runner whose model lives in a process of its own.
+
+It is the engine's half of `quire.worker.process`; steps and their results are pickled over a pair of sockets.
+The worker's blocks lie in memory that both map: here they are saved, copied and loaded, there computed on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import mmap
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError, EngineError, WorkerLostError
+from quire.kv_tiers import KVTiers
+from quire.outputs import ModelRunnerOutput, SchedulerOutput
+from quire.run_module import RUN_MODULE
+from quire.worker.messages import WARM_UP, Failed, Ready
+
+CLOSE_WAIT_S = 10.0
+"""How long a worker may take to its end before it is killed."""
+
+
+class MappedBlocks:
+    """The blocks of another process's KV cache, as bytes."""
+
+    def __init__(self, pid: int, fd: int, num_blocks: int, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = mmap.mmap(own, num_blocks * block_bytes)
+        finally:
+            os.close(own)
+        self._blocks = np.frombuffer(memory, dtype=np.uint8).reshape(num_blocks, block_bytes)
+
+    def read(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+        """See `BlockAccess`."""
+        for row, block_id in enumerate(block_ids):
+            out[row] = self._blocks[block_id]
+
+    def write(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        """See `BlockAccess`."""
+        for row, block_id in enumerate(block_ids):
+            self._blocks[block_id] = data[row]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies (source, target) inside the pool; all sources are read before any target is written."""
+        sources, targets = zip(*pairs, strict=True)
+        self._blocks[list(targets)] = self._blocks[list(sources)]
+
+
+class WorkerProcess:
+    """A `Runner` in another process, which ends with this one.
+
+    Raises:
+        QuireError: the worker says why it cannot start.
+        WorkerLostError: it died, at the start or (of every method) later.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, str(RUN_MODULE), "quire.worker.process", "--fd", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._connection = Connection(ours.detach())
+        self._results: deque[ModelRunnerOutput | Failed] = deque()
+        """Of steps that are done and not collected, the oldest first."""
+        self._num_computing = 0
+        self._tiers: KVTiers | None = None
+        try:
+            self._send(config)
+            ready = self._receive()
+            if isinstance(ready, Failed):
+                raise ConfigError(ready.error) if ready.is_ours else EngineError(ready.error)
+            assert isinstance(ready, Ready)
+            self.info = ready.info
+            self.kv_cache = MappedBlocks(
+                self._process.pid, ready.blocks_fd, ready.info.num_blocks, ready.block_bytes
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def attach(self, tiers: KVTiers | None) -> None:
+        """See `Runner`."""
+        self._tiers = tiers
+
+    def launch(self, output: SchedulerOutput) -> None:
+        """See `Runner`; a step behind one under way begins when that is done, and is planned by then."""
+        # Blocks are moved only while nothing is computed on them.
+        while self._num_computing:
+            self._results.append(self._result())
+        if self._tiers is not None:
+            self._tiers.save(output.kv_saves)
+        if output.block_copies:
+            self.kv_cache.copy_blocks(output.block_copies)
+        for load in output.kv_loads:
+            assert self._tiers is not None
+            self._tiers.start_load(load)
+        self._send(dataclasses.replace(output, kv_saves=[], block_copies=[], kv_loads=[]))
+        self._num_computing += 1
+
+    def collect(self) -> ModelRunnerOutput:
+        """See `Runner`."""
+        result = self._results.popleft() if self._results else self._result()
+        if isinstance(result, Failed):
+            raise EngineError(result.error)
+        if self._tiers is not None:
+            result.loads_done = self._tiers.poll()
+        return result
+
+    def reset(self) -> None:
+        """See `Runner`."""
+        while self._num_computing:
+            self._result()
+        self._results.clear()
+
+    def warm_up(self) -> None:
+        """See `Runner`."""
+        self._send(WARM_UP)
+        if isinstance(failed := self._receive(), Failed):
+            raise EngineError(failed.error)
+
+    def check(self) -> None:
+        """See `Runner`."""
+        if self._process.poll() is not None:
+            raise self._lost()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._connection.close()
+        try:
+            self._process.wait(CLOSE_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _result(self) -> ModelRunnerOutput | Failed:
+        self._num_computing -= 1
+        result: ModelRunnerOutput | Failed = self._receive()
+        return result
+
+    def _send(self, message: object) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:
+            raise self._lost() from None
+
+    def _receive(self) -> Any:
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError):
+            raise self._lost() from None
+
+    def _lost(self) -> WorkerLostError:
+        status = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(1.0)
+        return WorkerLostError(f"the worker process is gone (exit status {status})")

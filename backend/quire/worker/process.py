@@ -1,0 +1,83 @@
+"""A ModelRunner in a process of its own: the other half of `quire.engine.worker_process`.
+
+Started with a socket, it takes an EngineConfig, answers with a Ready or Failed, and then computes one
+SchedulerOutput after the other until the socket is closed. The KV cache lies in memory that the engine maps,
+too: the engine moves blocks, this process computes.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+import click
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError, QuireError, describe
+from quire.outputs import ModelRunnerOutput, SchedulerOutput
+from quire.worker.messages import WARM_UP, Failed, Ready
+from quire.worker.model_runner import ModelRunner
+
+logger = logging.getLogger("quire")
+
+
+def serve(connection: Connection) -> None:
+    """Answers what comes over the connection until that is closed."""
+    config: EngineConfig = connection.recv()
+    try:
+        runner = ModelRunner(config, shares_blocks=True)
+        if runner.device.type != "cpu":
+            raise ConfigError(f"worker_process=true: needs device=cpu, the model is on {runner.device}")
+    except Exception as error:
+        is_ours = isinstance(error, QuireError)
+        connection.send(Failed(str(error) if is_ours else describe(error), is_ours))
+        return
+    assert runner.kv_cache.fd is not None
+    connection.send(Ready(runner.info, runner.kv_cache.block_bytes, runner.kv_cache.fd))
+    gc.collect()
+    gc.freeze()
+    while True:
+        try:
+            request: SchedulerOutput | str = connection.recv()
+        except EOFError:
+            return
+        answer: ModelRunnerOutput | Failed | None = None
+        try:
+            if isinstance(request, SchedulerOutput):
+                runner.launch(request)
+                answer = runner.collect()
+            else:
+                assert request == WARM_UP, request
+                runner.warm_up()
+        except Exception as error:
+            logger.exception("worker: a step failed")
+            runner.reset()
+            answer = Failed(describe(error))
+        connection.send(answer)
+
+
+@click.command()
+@click.option("--fd", type=int, required=True)
+def main(fd: int) -> None:
+    """Computes for the engine at the other end of socket FD."""
+    logging.basicConfig(
+        level=os.environ.get("QUIRE_LOG_LEVEL", "INFO"),
+        format="%(asctime)s quire worker[%(process)d] %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    # It ends when its engine closes the socket or dies, and not before: the engine may have work to finish.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    connection = Connection(fd)
+    try:
+        serve(connection)
+    except (BrokenPipeError, ConnectionResetError, EOFError):
+        pass  # the engine is gone
+
+
+if __name__ == "__main__":
+    main()
