@@ -29,6 +29,7 @@ from quire.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
     parse_sampling_params,
+    with_lists_of_strings,
 )
 from quire.scheduling_params import (
     ALIASES,
@@ -318,7 +319,8 @@ class RequestParser:
     def _sampling(
         self, typed: Mapping[str, Any], from_json: Mapping[str, Any], parameters: Mapping[str, Any]
     ) -> SamplingParams:
-        params = parse_sampling_params(typed, from_json, parameters, defaults=self.defaults)
+        stated = (typed, from_json, with_lists_of_strings(parameters))
+        params = parse_sampling_params(*stated, defaults=self.defaults)
         if (params.stop or params.bad_words) and self.tokenizer is None:
             field = "stop" if params.stop else "bad_words"
             raise InvalidArgumentError(field, "needs a tokenizer, and this checkpoint has none")
