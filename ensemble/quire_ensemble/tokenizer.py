@@ -200,7 +200,7 @@ class Tokenizer:
             tools: tool descriptions for the template.
             add_generation_prompt: whether the text ends with the beginning of an assistant's turn.
             chat_template_kwargs: further variables of the template.
-            max_bytes: longest JSON text.
+            max_bytes: longest JSON text, and longest text that the template makes of it.
 
         Raises:
             InputError: of field `messages`: too long, bad JSON, wrong shape, no chat template, or refused
@@ -211,6 +211,7 @@ class Tokenizer:
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             chat_template_kwargs=chat_template_kwargs,
+            max_bytes=max_bytes,
         )
 
     def render(
@@ -220,6 +221,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_bytes: int = chat.MAX_BYTES,
     ) -> str:
         """As `render_messages`, of a parsed conversation. Lists with image parts reach the template as they
         are: give them only to a template that `takes_images`."""
@@ -242,10 +244,13 @@ class Tokenizer:
         try:
             return self._render(
                 messages,
+                max_bytes,
                 tools=conversation.tools if conversation.tools is not None else tools,
                 add_generation_prompt=add_generation_prompt if stated is None else stated,
                 **kwargs,
             )
+        except InputError:
+            raise
         except Exception as error:  # a template is a program of the checkpoint: it may raise anything
             raise InputError(chat.FIELD, f"refused by the chat template: {one_line(error)}") from error
 
@@ -276,8 +281,12 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
-    def _render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
-        return self._hf.apply_chat_template(messages, tokenize=False, **kwargs)
+    def _render(self, messages: list[dict[str, Any]], max_bytes: int = chat.MAX_BYTES, **kwargs: Any) -> str:
+        from quire_ensemble.template_bounds import bounded
+
+        template = self._hf.get_chat_template(None, kwargs.get("tools"))
+        with bounded(template, chat.FIELD, max_bytes):
+            return self._hf.apply_chat_template(messages, tokenize=False, **kwargs)
 
     def takes_images(self, placeholder: str) -> bool:
         """Whether the template writes the placeholder, once, for an image part, and the text beside it."""
