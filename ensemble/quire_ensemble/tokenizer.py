@@ -11,6 +11,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any, Literal
 from quire_ensemble import messages as chat
 from quire_ensemble.client_json import decode_utf8
 from quire_ensemble.errors import InputError, TokenizerError, one_line
-from quire_ensemble.token_bytes import max_bytes_per_token
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -31,6 +31,11 @@ TOKENIZER_FILES = (
     "vocab.txt",
 )
 """Files of which a checkpoint with a tokenizer has at least one."""
+
+_CHARACTERS_PER_TOKEN = 4
+"""A text with fewer for each token that is allowed is tokenized at once: most such texts fit."""
+_PIECE = 2**16
+"""Characters of a longer text that are tokenized at a time, to see whether it can fit."""
 
 _PROBE = "part-probe"
 
@@ -85,7 +90,6 @@ class Tokenizer:
             rust.no_padding()
         if not self._hf.chat_template:
             self._hf.chat_template = _processor_template(self.path)
-        self._bytes_per_token = None if rust is None else max_bytes_per_token(rust)
 
     @staticmethod
     def exists(path: str | Path) -> bool:
@@ -120,21 +124,6 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
 
-    def check_length(self, field: str, num_bytes: int, max_tokens: int | None) -> None:
-        """Raises InputError for a text that becomes more than `max_tokens` (None: no limit) for certain.
-
-        It may let one pass that becomes more, and none that does not is refused.
-        """
-        if max_tokens is None or self._bytes_per_token is None:
-            return
-        limit = max_tokens * self._bytes_per_token
-        if num_bytes > limit:
-            raise InputError(
-                field,
-                f"{num_bytes} bytes are more than {max_tokens} tokens can hold; at most {limit} bytes "
-                "have a chance to fit",
-            )
-
     def encode(
         self,
         text: str,
@@ -149,15 +138,51 @@ class Tokenizer:
             text: any text; may be empty.
             add_special_tokens: whether the tokenizer adds its BOS and the like.
             field: input named in errors.
-            max_tokens: a text that cannot have so few is refused unread; one of more may still come out.
+            max_tokens: a text of far more is refused as soon as this is clear, so that it takes no more time
+                and memory than one that fits; one of some more may still come out.
 
         Raises:
-            InputError: far too long, or the text holds an unpaired surrogate (JSON can spell one), which has
+            InputError: too long, or the text holds an unpaired surrogate (JSON can spell one), which has
                 no UTF-8 form.
         """
-        if max_tokens is not None:
-            # Characters are no more than bytes, so this lets pass all that fits; exact bytes cost a copy.
-            self.check_length(field, len(text), max_tokens)
+        if max_tokens is not None and len(text) > max(_CHARACTERS_PER_TOKEN * max_tokens, _PIECE):
+            self._check_pieces(field, text, max_tokens)
+        return self._ids(field, text, add_special_tokens)
+
+    def _check_pieces(self, field: str, text: str, max_tokens: int) -> None:
+        """Raises InputError where the first pieces of a text show that all of it has more than `max_tokens`.
+
+        What lies in different pieces has an effect on each other near the cut only: there a token of the
+        whole text may be many, and a few beside it are other ones. So a piece counts for three quarters of
+        its tokens less one of the longest, and no text that fits is refused.
+        """
+        counted = text
+        if self._stripping is not None:  # these take in any number of spaces beside them
+            counted = "".join(part.strip() for part in self._stripping.split(text))
+        size, least = max(_PIECE, 8 * self._longest_token), 0
+        for start in range(0, len(counted), size):
+            found = len(self._ids(field, counted[start : start + size], False))
+            least += max(found * 3 // 4 - self._longest_token, 0)
+            if least > max_tokens:
+                num_bytes = len(text.encode("utf-8", "replace"))
+                raise InputError(
+                    field, f"{num_bytes} bytes are more than {max_tokens} tokens can hold (max_model_len)"
+                )
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """Bytes of the longest token, or more: a name may spell a byte with two. At least the 100 characters
+        of the longest word that BERT's tokenizers know: a longer one is one token."""
+        return max(100, max(len(name.encode("utf-8", "replace")) for name in self._hf.get_vocab()))
+
+    @functools.cached_property
+    def _stripping(self) -> re.Pattern[str] | None:
+        """Finds the added tokens that swallow spaces; None: there are none."""
+        added = self._hf.added_tokens_decoder.values()
+        names = [re.escape(token.content) for token in added if token.lstrip or token.rstrip]
+        return re.compile(f"({'|'.join(names)})", re.IGNORECASE) if names else None
+
+    def _ids(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
         try:
             encoded = self._hf(
                 text,
@@ -177,11 +202,10 @@ class Tokenizer:
         Raises:
             InputError: empty, far longer than `max_tokens`, or invalid UTF-8 (with the byte offset).
         """
-        self.check_length(field, len(raw), max_tokens)
         text = decode_utf8(field, raw)
         if not text:
             raise InputError(field, "must not be empty")
-        return self.encode(text, field=field)
+        return self.encode(text, field=field, max_tokens=max_tokens)
 
     def render_messages(
         self,

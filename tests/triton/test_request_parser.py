@@ -451,12 +451,12 @@ def test_texts_are_refused_by_their_bytes(tokenizer: Tokenizer, name: str, size:
         parse(tokenizer, PROMPT, {"tenant": "x" * 2**20})
 
 
-def test_a_text_that_cannot_fit_is_refused_as_it_is_read(tokenizer: Tokenizer) -> None:
+def test_a_text_that_cannot_fit_is_refused_by_name(tokenizer: Tokenizer) -> None:
     parser = RequestParser(
         tokenizer, SamplingParams(), lambda: INFO, max_prompt_bytes=2**24, max_embeds_bytes=0, decoupled=True
     )
     with pytest.raises(InvalidArgumentError, match=r"text_input: .* more than 63 tokens.*max_model_len"):
-        parser.read(InferenceRequest({"text_input": text("x" * 2**20)}))
+        parser.parse(parser.read(InferenceRequest({"text_input": text("x" * 2**20)})))
     messages = json.dumps([{"role": "user", "content": "x" * 2**20}])
     with pytest.raises(InvalidArgumentError, match=r"messages: .* more than 63 tokens"):
         parser.parse(parser.read(InferenceRequest({"messages": text(messages)})))
