@@ -156,6 +156,7 @@ class Tokenizer:
         whole text may be many, and a few beside it are other ones. So a piece counts for three quarters of
         its tokens less one of the longest, and no text that fits is refused.
         """
+        _refuse_surrogates(field, text)
         counted = text
         if self._stripping is not None:  # these take in any number of spaces beside them
             counted = "".join(part.strip() for part in self._stripping.split(text))
@@ -164,7 +165,7 @@ class Tokenizer:
             found = len(self._ids(field, counted[start : start + size], False))
             least += max(found * 3 // 4 - self._longest_token, 0)
             if least > max_tokens:
-                num_bytes = len(text.encode("utf-8", "replace"))
+                num_bytes = len(text.encode())
                 raise InputError(
                     field, f"{num_bytes} bytes are more than {max_tokens} tokens can hold (max_model_len)"
                 )
