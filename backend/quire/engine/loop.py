@@ -344,6 +344,7 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
     if not sys.stdin.buffer.read(1):
         raise SystemExit("engine: whoever started it died, and nobody knows of it")
     directory = RuntimeDirectory(path)
+    directory.hold()
     pid = os.getpid()
     state = EngineState("starting", pid, start_time_of(pid) or 0, generation)
 
