@@ -318,7 +318,7 @@ class Scheduler:
                     outputs += self._end_all(request, FinishReason.ERROR, errors[request_id])
                     continue
                 if offers:
-                    self.transfers.save(self._still_held(offers))
+                    self.transfers.save(offers)
                 if self._has_accounts:
                     self._account(request, row, now)
                 if not row.samples:
@@ -338,15 +338,6 @@ class Scheduler:
         self.preemption_cost.on_prefill(plan.num_prefill_tokens, seconds)
         self._end_step()
         return outputs
-
-    def _still_held(self, offers: Sequence[tuple[bytes, int]]) -> Iterable[tuple[bytes, int]]:
-        """Offered blocks, without those that a step handed over early has given to others.
-
-        It writes them before they could be saved.
-        """
-        if not self._in_flight:
-            return offers
-        return [(key, block_id) for key, block_id in offers if self.kv.pool.cached(key) == block_id]
 
     def finish_loads(self, loads_done: Iterable[tuple[int, int]]) -> None:
         """Takes in which loads have ended: (load id, leading blocks that are valid)."""
