@@ -375,8 +375,8 @@ _TIERS = (
     Mutant(
         "what was read before a clear comes back",
         "backend/quire/kv_tiers/tiers.py",
-        "if self._num_clears != num_clears:",
-        "if self._num_clears < num_clears:",
+        "if self.num_clears != num_clears:",
+        "if self.num_clears < num_clears:",
         ("tests/unit/test_kv_tiers.py::TestKVTiers::test_what_was_read_before_a_clear_does_not_come_back",),
     ),
     Mutant(

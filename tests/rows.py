@@ -7,8 +7,8 @@ A row of docs/features.json works when each clause of its criterion is named by 
     @pytest.mark.row("A14")                              is about the row and proves nothing by itself
 
 A clause whose text begins with [GPU] is proven only where the test ran on a GPU. A test that names any other
-clause must not be skipped: that is a failure, so that a run without failures proves what the marks say. The
-tables of README.md and docs/status.md are made from the marks alone (`tests/status.py`); a test compares.
+clause must not be skipped: that is a failure, so that a run without failures proves what the marks say. What
+README.md and docs/status.md say is made from the marks alone (`tests/status.py`); a test compares.
 
 As a pytest plugin (loaded by the root conftest): checks the marks, selects tests by row (`--rows A1,A2`, or
 `--rows all` for every test with a row) and writes what came out (`--row-report FILE`). As a program, what

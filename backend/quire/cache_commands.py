@@ -36,7 +36,9 @@ class Unpin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
 
 class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="health"):
-    """Whether steps get done. It tells nothing of the cache: allowed also where cache commands are not."""
+    """Whether steps get done; where there is nothing to do the engine computes a token of its own.
+
+    It tells nothing of the cache: allowed also where cache commands are not."""
 
 
 CacheCommand: TypeAlias = Inspect | Reset | Unpin | Health

@@ -54,6 +54,8 @@ class KVSave(NamedTuple):
     block_id: int
     pinned: bool = False
     """Must stay in the host tier until it is dropped: part of a swapped request."""
+    num_clears: int = 0
+    """Of the tiers when it was planned; unless pinned, it is not written after a later one."""
 
 
 class KVLoad(NamedTuple):

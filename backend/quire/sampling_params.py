@@ -114,8 +114,28 @@ def _mix(value: int) -> int:
     return value ^ value >> 31
 
 
+def with_lists_of_strings(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Request parameters, which carry only scalars, with lists where JSON text spells a list of strings.
+
+    Only there: what comes as a tensor, in JSON or from Python can be a list, so its text is one string,
+    whatever it looks like. "[INST]" and "[1]" are strings here too.
+    """
+    return {name: _spelled_list(ALIASES.get(name, name), value) for name, value in parameters.items()}
+
+
+def _spelled_list(field: str, value: Any) -> Any:
+    if field not in ("stop", "bad_words"):
+        return value
+    try:
+        found = _json_if_text(field, value, "[")
+    except InvalidArgumentError:
+        return value
+    strings = isinstance(found, list) and all(isinstance(entry, str) for entry in found)
+    return found if strings else value
+
+
 def _json_if_text(field: str, value: Any, opening: str) -> Any:
-    """Request parameters carry only scalars, so lists and objects may come as JSON text."""
+    """Lists and objects of numbers may come as JSON text, as request parameters carry only scalars."""
     if isinstance(value, str) and value.lstrip().startswith(opening):
         try:
             return parse_json(field, value)
@@ -126,11 +146,6 @@ def _json_if_text(field: str, value: Any, opening: str) -> Any:
 
 def _strings(limit: int) -> Callable[[str, Any], tuple[str, ...]]:
     def convert(field: str, value: Any) -> tuple[str, ...]:
-        if isinstance(value, str):
-            try:
-                value = _json_if_text(field, value, "[")
-            except InvalidArgumentError:
-                pass  # "[INST]" is a string like any other
         if isinstance(value, str):
             value = [value]
         if not isinstance(value, list | tuple):

@@ -39,6 +39,8 @@ class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """Releases the conversation's blocks when this request ends."""
     ttft_deadline: float | None = None
     """CLOCK_MONOTONIC seconds: without a token by then, the request ends with finish_reason timeout."""
+    exempt: bool = False
+    """The engine's own (warm-up, probe): no limit refuses, delays or ends it, and no tenant pays for it."""
     deadline: float | None = None
     """CLOCK_MONOTONIC seconds: unfinished by then, the request ends with finish_reason timeout."""
 

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import quire
 from quire.errors import ConfigError
-from quire_kernels.cache import cache_directory, locked, private_directory
+from quire_kernels.cache import ENVIRONMENT, cache_directory, locked, private_directory
 
 logger = logging.getLogger("quire")
 
@@ -166,6 +166,9 @@ def backend_directory(server: TritonServer, cache: Path | None = None) -> Path:
     Args:
         server: that it is for.
         cache: folder of `backends/`; None: ours, see `quire_kernels.cache`.
+
+    Raises:
+        ConfigError: the server does not run, or nothing may be executed where its stub would lie.
     """
     parent = cache / "backends" if cache is not None else cache_directory("backends")
     source = backend_source()
@@ -183,6 +186,7 @@ def backend_directory(server: TritonServer, cache: Path | None = None) -> Path:
     final = parent / f"{PYTHON_VERSION}-{digest}"
     with locked(parent.with_suffix(".lock")):
         if _is_whole(server, final):
+            _check_executable(server, final)
             return final
         try:
             _make(server, source, final)
@@ -216,8 +220,17 @@ def _make(server: TritonServer, source: Path | None, final: Path) -> None:
         _assemble(server, source, building)
         shutil.rmtree(final, ignore_errors=True)
         building.rename(final)
+        _check_executable(server, final)
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+def _check_executable(server: TritonServer, directory: Path) -> None:
+    if server.is_wheel and os.statvfs(directory).f_flag & os.ST_NOEXEC:
+        raise ConfigError(
+            f"{directory} is mounted noexec, and tritonserver's Python backend has to run there: set "
+            f"{ENVIRONMENT} to a folder where programs may run"
+        )
 
 
 def _copied_files(server: TritonServer) -> tuple[Path, ...]:

@@ -65,6 +65,8 @@ def check_ranges(params: SamplingParams, scheduling: SchedulingParams, arrival_t
         raise InvalidArgumentError("logit_bias", "must be finite")
     integer(-MAX_PRIORITY, MAX_PRIORITY)("request_priority", scheduling.priority)
     integer(0, MAX_RETENTION)("cache_retention", scheduling.retention)
+    if scheduling.exempt:
+        raise InvalidArgumentError("scheduling", "only the engine's own requests are exempt from limits")
     times = (arrival_time, scheduling.deadline, scheduling.ttft_deadline, scheduling.cache_ttl_s)
     if not all(math.isfinite(value) for value in times if value is not None):
         raise InvalidArgumentError("deadline_ms", "times must be finite")

@@ -132,7 +132,7 @@ class Prompt:
     """Prompt sources as the caller gave them; that it is exactly one is the server's rule."""
 
     text: str | bytes | None = None
-    messages: Sequence[Message] | Mapping[str, Any] | str | None = None
+    messages: Sequence[Message] | Mapping[str, Any] | str | bytes | None = None
     """List of messages, an object {"messages": ..., "tools": ...}, or JSON text of either."""
     input_ids: Sequence[int] | None = None
     images: Sequence[bytes | str | os.PathLike[str]] = ()
@@ -141,7 +141,7 @@ class Prompt:
     @property
     def is_large(self) -> bool:
         """Whether a request of it takes long to build: many tokens, long text, or files to be read."""
-        texts = (self.text, self.messages if isinstance(self.messages, str) else None, self.input_ids)
+        texts = (self.text, self.messages if isinstance(self.messages, str | bytes) else None, self.input_ids)
         return bool(self.images) or any(part is not None and len(part) > LARGE_PROMPT for part in texts)
 
     @property
@@ -276,9 +276,9 @@ def _add_prompt(request: Any, schema: ModelSchema, prompt: Prompt) -> None:
         _add(request, "text_input", "BYTES", _bytes_array(prompt.text))
     if prompt.messages is not None:
         messages = prompt.messages
-        if prompt.images and isinstance(messages, Sequence) and not isinstance(messages, str):
+        if prompt.images and isinstance(messages, Sequence) and not isinstance(messages, str | bytes):
             messages = with_image_parts(messages, len(prompt.images))
-        text = messages if isinstance(messages, str) else json.dumps(messages, ensure_ascii=False)
+        text = messages if isinstance(messages, str | bytes) else json.dumps(messages, ensure_ascii=False)
         _add(request, "messages", "BYTES", _bytes_array(text))
     if prompt.images:
         if "image" not in schema.inputs:

@@ -22,7 +22,11 @@ from quire_ensemble.errors import InputError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
+"""All that is accepted, and the first frame of those that move. Pillow decodes these by compiled code; runs
+of BMP, and much of what it reads besides, it decodes in Python, where a small file takes seconds."""
+_REFUSED = {b"BM": "BMP", b"II*\0": "TIFF", b"MM\0*": "TIFF", b"\0\0\1\0": "ICO"}
+"""First bytes of other formats, to be named in errors."""
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK")
 """Pixel formats that have a faithful RGB form. Not 16-bit grey (I;16), which Pillow clips to white."""
 PILLOW_MAX_PIXELS = 178_956_970
@@ -36,7 +40,7 @@ hundreds of them), two for each block of a GIF comment."""
 _BYTES_PER_READ = 64
 """Least that a read brings on average while pixels are decoded, in files that are not tiny."""
 
-_SIGNATURE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|GIF8[79]a|BM", re.DOTALL)
+_SIGNATURE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|GIF8[79]a", re.DOTALL)
 _URL = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*:")
 _BASE64 = re.compile(rb"[A-Za-z0-9+/=]+")
 _DATA_HEADER = 256
@@ -106,10 +110,7 @@ class EncodedImage:
 
         file = _BoundedFile(self.data, self.field)
         image = _open(file)
-        # Decoders of BMP read single runs of pixels.
-        file.reads_left = (
-            None if image.format == "BMP" else MAX_HEADER_READS + len(self.data) // _BYTES_PER_READ
-        )
+        file.reads_left = MAX_HEADER_READS + len(self.data) // _BYTES_PER_READ
         if image.size != self.size:
             raise InputError(self.field, f"damaged: {image.size} pixels, the header says {self.size}")
         if image.mode not in MODES:
@@ -141,7 +142,7 @@ def read_image(raw: bytes | str, index: int, limits: ImageLimits) -> EncodedImag
     encoded = _encoded_bytes(raw, field, limits)
     if _SIGNATURE.match(encoded) is None:
         raise InputError(
-            field, f"not an image of a known format ({', '.join(FORMATS)}); it begins with {encoded[:8]!r}"
+            field, f"not an image of a known format ({', '.join(FORMATS)}); {_beginning(encoded)}"
         )
     # Pillow's WebP decoder allocates the whole canvas when it reads the header.
     size = _webp_canvas(encoded)
@@ -162,14 +163,12 @@ class _BoundedFile(BytesIO):
     def __init__(self, encoded: bytes, field: str) -> None:
         super().__init__(encoded)
         self.field = field
-        self.reads_left: int | None = MAX_HEADER_READS
-        """None: any number."""
+        self.reads_left = MAX_HEADER_READS
 
     def read(self, size: int | None = -1, /) -> bytes:
-        if self.reads_left is not None:
-            if not self.reads_left:
-                raise InputError(self.field, "a file of too many small parts")
-            self.reads_left -= 1
+        if not self.reads_left:
+            raise InputError(self.field, "a file of too many small parts")
+        self.reads_left -= 1
         return super().read(size)
 
 
@@ -282,12 +281,18 @@ def _decode_base64(text: bytes, field: str, limits: ImageLimits) -> bytes:
         raise InputError(
             field,
             f"neither the bytes of an image ({', '.join(FORMATS)}) nor base64 text nor a data: URL; "
-            f"it begins with {text[:8]!r}",
+            f"{_beginning(text)}",
         )
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
         raise InputError(field, f"bad base64: {_one_line(error)}") from None
+
+
+def _beginning(data: bytes) -> str:
+    """What data of no known format looks like."""
+    named = [name for magic, name in _REFUSED.items() if data.startswith(magic)]
+    return f"{named[0]} is not supported" if named else f"it begins with {data[:8]!r}"
 
 
 def _webp_canvas(encoded: bytes) -> tuple[int, int] | None:

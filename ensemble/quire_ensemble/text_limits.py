@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextLimits:
-    """What one prompt may be; more is refused before it is parsed or tokenized."""
+    """What a prompt may be; more is refused before it is parsed, or once its first pieces are tokens."""
 
     max_prompt_bytes: int = chat.MAX_BYTES
     """Longest text_input or messages."""

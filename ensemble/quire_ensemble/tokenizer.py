@@ -11,6 +11,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any, Literal
 from quire_ensemble import messages as chat
 from quire_ensemble.client_json import decode_utf8
 from quire_ensemble.errors import InputError, TokenizerError, one_line
-from quire_ensemble.token_bytes import max_bytes_per_token
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -31,6 +31,11 @@ TOKENIZER_FILES = (
     "vocab.txt",
 )
 """Files of which a checkpoint with a tokenizer has at least one."""
+
+_CHARACTERS_PER_TOKEN = 4
+"""A text with fewer for each token that is allowed is tokenized at once: most such texts fit."""
+_PIECE = 2**16
+"""Characters of a longer text that are tokenized at a time, to see whether it can fit."""
 
 _PROBE = "part-probe"
 
@@ -85,7 +90,6 @@ class Tokenizer:
             rust.no_padding()
         if not self._hf.chat_template:
             self._hf.chat_template = _processor_template(self.path)
-        self._bytes_per_token = None if rust is None else max_bytes_per_token(rust)
 
     @staticmethod
     def exists(path: str | Path) -> bool:
@@ -120,21 +124,6 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
 
-    def check_length(self, field: str, num_bytes: int, max_tokens: int | None) -> None:
-        """Raises InputError for a text that becomes more than `max_tokens` (None: no limit) for certain.
-
-        It may let one pass that becomes more, and none that does not is refused.
-        """
-        if max_tokens is None or self._bytes_per_token is None:
-            return
-        limit = max_tokens * self._bytes_per_token
-        if num_bytes > limit:
-            raise InputError(
-                field,
-                f"{num_bytes} bytes are more than {max_tokens} tokens can hold; at most {limit} bytes "
-                "have a chance to fit",
-            )
-
     def encode(
         self,
         text: str,
@@ -149,15 +138,52 @@ class Tokenizer:
             text: any text; may be empty.
             add_special_tokens: whether the tokenizer adds its BOS and the like.
             field: input named in errors.
-            max_tokens: a text that cannot have so few is refused unread; one of more may still come out.
+            max_tokens: a text of far more is refused as soon as this is clear, so that it takes no more time
+                and memory than one that fits; one of some more may still come out.
 
         Raises:
-            InputError: far too long, or the text holds an unpaired surrogate (JSON can spell one), which has
+            InputError: too long, or the text holds an unpaired surrogate (JSON can spell one), which has
                 no UTF-8 form.
         """
-        if max_tokens is not None:
-            # Characters are no more than bytes, so this lets pass all that fits; exact bytes cost a copy.
-            self.check_length(field, len(text), max_tokens)
+        if max_tokens is not None and len(text) > max(_CHARACTERS_PER_TOKEN * max_tokens, _PIECE):
+            self._check_pieces(field, text, max_tokens)
+        return self._ids(field, text, add_special_tokens)
+
+    def _check_pieces(self, field: str, text: str, max_tokens: int) -> None:
+        """Raises InputError where the first pieces of a text show that all of it has more than `max_tokens`.
+
+        What lies in different pieces has an effect on each other near the cut only: there a token of the
+        whole text may be many, and a few beside it are other ones. So a piece counts for three quarters of
+        its tokens less one of the longest, and no text that fits is refused.
+        """
+        _refuse_surrogates(field, text)
+        counted = text
+        if self._stripping is not None:  # these take in any number of spaces beside them
+            counted = "".join(part.strip() for part in self._stripping.split(text))
+        size, least = max(_PIECE, 8 * self._longest_token), 0
+        for start in range(0, len(counted), size):
+            found = len(self._ids(field, counted[start : start + size], False))
+            least += max(found * 3 // 4 - self._longest_token, 0)
+            if least > max_tokens:
+                num_bytes = len(text.encode())
+                raise InputError(
+                    field, f"{num_bytes} bytes are more than {max_tokens} tokens can hold (max_model_len)"
+                )
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """Bytes of the longest token, or more: a name may spell a byte with two. At least the 100 characters
+        of the longest word that BERT's tokenizers know: a longer one is one token."""
+        return max(100, max(len(name.encode("utf-8", "replace")) for name in self._hf.get_vocab()))
+
+    @functools.cached_property
+    def _stripping(self) -> re.Pattern[str] | None:
+        """Finds the added tokens that swallow spaces; None: there are none."""
+        added = self._hf.added_tokens_decoder.values()
+        names = [re.escape(token.content) for token in added if token.lstrip or token.rstrip]
+        return re.compile(f"({'|'.join(names)})", re.IGNORECASE) if names else None
+
+    def _ids(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
         try:
             encoded = self._hf(
                 text,
@@ -177,11 +203,10 @@ class Tokenizer:
         Raises:
             InputError: empty, far longer than `max_tokens`, or invalid UTF-8 (with the byte offset).
         """
-        self.check_length(field, len(raw), max_tokens)
         text = decode_utf8(field, raw)
         if not text:
             raise InputError(field, "must not be empty")
-        return self.encode(text, field=field)
+        return self.encode(text, field=field, max_tokens=max_tokens)
 
     def render_messages(
         self,
@@ -200,7 +225,7 @@ class Tokenizer:
             tools: tool descriptions for the template.
             add_generation_prompt: whether the text ends with the beginning of an assistant's turn.
             chat_template_kwargs: further variables of the template.
-            max_bytes: longest JSON text.
+            max_bytes: longest JSON text, and longest text that the template makes of it.
 
         Raises:
             InputError: of field `messages`: too long, bad JSON, wrong shape, no chat template, or refused
@@ -211,6 +236,7 @@ class Tokenizer:
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             chat_template_kwargs=chat_template_kwargs,
+            max_bytes=max_bytes,
         )
 
     def render(
@@ -220,6 +246,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_bytes: int = chat.MAX_BYTES,
     ) -> str:
         """As `render_messages`, of a parsed conversation. Lists with image parts reach the template as they
         are: give them only to a template that `takes_images`."""
@@ -242,10 +269,13 @@ class Tokenizer:
         try:
             return self._render(
                 messages,
+                max_bytes,
                 tools=conversation.tools if conversation.tools is not None else tools,
                 add_generation_prompt=add_generation_prompt if stated is None else stated,
                 **kwargs,
             )
+        except InputError:
+            raise
         except Exception as error:  # a template is a program of the checkpoint: it may raise anything
             raise InputError(chat.FIELD, f"refused by the chat template: {one_line(error)}") from error
 
@@ -276,8 +306,12 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
-    def _render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
-        return self._hf.apply_chat_template(messages, tokenize=False, **kwargs)
+    def _render(self, messages: list[dict[str, Any]], max_bytes: int = chat.MAX_BYTES, **kwargs: Any) -> str:
+        from quire_ensemble.template_bounds import bounded
+
+        template = self._hf.get_chat_template(None, kwargs.get("tools"))
+        with bounded(template, chat.FIELD, max_bytes):
+            return self._hf.apply_chat_template(messages, tokenize=False, **kwargs)
 
     def takes_images(self, placeholder: str) -> bool:
         """Whether the template writes the placeholder, once, for an image part, and the text beside it."""

@@ -184,7 +184,9 @@ class VisionProcessor:
             )
         if found and not self._template_takes_images:
             messages = chat.join_images(messages, self._placeholder_line)
-        text = self.tokenizer.render(replace(conversation, messages=messages))
+        text = self.tokenizer.render(
+            replace(conversation, messages=messages), max_bytes=self.texts.max_prompt_bytes
+        )
         bos = self.tokenizer.hf.bos_token
         # The rule of transformers' processors, unlike that of its tokenizers: templates that come with an
         # image processor may leave BOS to the tokenizer.

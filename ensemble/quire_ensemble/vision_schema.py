@@ -15,7 +15,7 @@ PREPROCESSOR_INPUTS: tuple[TensorSpec, ...] = (
         "image",
         "TYPE_STRING",
         (-1,),
-        doc="Encoded images (JPEG, PNG, WebP, GIF, BMP): bytes, base64 or data URL.",
+        doc="Encoded images (JPEG, PNG, WebP, GIF): bytes, base64 or data URL.",
     ),
     TensorSpec("image_pixels", "TYPE_UINT8", (-1, -1, -1, 3), doc="Raw images [n, height, width, RGB]."),
 )

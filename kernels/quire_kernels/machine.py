@@ -39,7 +39,7 @@ def num_cpus(root: Path = ROOT) -> int:
 def available_memory(root: Path = ROOT) -> int:
     """Bytes that can be taken without swapping or being killed: of the machine, and of each control group.
 
-    Files that a group has read count as its memory, and what of them lies idle is given back on demand.
+    Files that a group has read or written count as its memory; what is on disk is given back on demand.
     """
     available = int(psutil.virtual_memory().available)
     for group in _groups("memory", root):
@@ -50,7 +50,7 @@ def available_memory(root: Path = ROOT) -> int:
         ]
         usage = _numbers(group / "memory.current") or _numbers(group / "memory.usage_in_bytes")
         if limits and usage:
-            available = min(available, int(min(limits) - usage[0]) + _idle_files(group))
+            available = min(available, int(min(limits) - usage[0]) + _clean_files(group))
     return max(0, available)
 
 
@@ -93,10 +93,19 @@ def _numbers(path: Path) -> tuple[float, ...]:
     return tuple(float("inf") if word == "max" else float(word) for word in words)
 
 
-def _idle_files(group: Path) -> int:
+def _clean_files(group: Path) -> int:
+    """Bytes of cached files that need not be written first, however recently they were used; files in memory
+    (tmpfs) and locked ones are none of them. Only this is sure to come back: nothing of the kernel's own."""
     try:
         lines = (group / "memory.stat").read_text("utf-8").splitlines()
     except OSError:
         return 0
     found = dict(line.split()[:2] for line in lines)
-    return int(found.get("total_inactive_file", found.get("inactive_file", 0)))
+
+    def size(*names: str) -> int:
+        return int(next((found[name] for name in names if name in found), 0))
+
+    # With "total_", version 1 counts the groups below as its usage does.
+    cached = sum(size(f"total_{kind}_file", f"{kind}_file") for kind in ("active", "inactive"))
+    unwritten = sum(size(f"total_{kind}", f"file_{kind}") for kind in ("dirty", "writeback"))
+    return max(0, cached - unwritten)

@@ -56,11 +56,11 @@ def test_long_answers_stream(demo_server: ServerProcess) -> None:
 def test_the_commands_of_the_readme(demo_server: ServerProcess) -> None:
     """The first answer by quire-client and by curl, as they stand in README.md but for the ports."""
     readme = (ROOT / "README.md").read_text("utf-8")
-    command = re.search(r'^\.venv/bin/quire-client chat "(.+)"$', readme, re.MULTILINE)
+    command = re.search(r'^\.venv/bin/quire-client chat "(.+)"\n(.+)$', readme, re.MULTILINE)
     assert command is not None
     client = [sys.executable, "-m", "quire_client.cli", "chat", "--url", demo_server.grpc_url, command[1]]
     shown = subprocess.run(client, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert shown.strip() == "12 + 7 = 19"
+    assert shown.strip() == command[2] == "12 + 7 = 19"
 
     curl = re.search(r"^curl -s localhost:8000(\S+) \\\n\s+-d '(.+)'$", readme, re.MULTILINE)
     assert curl is not None

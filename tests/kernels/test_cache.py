@@ -144,6 +144,37 @@ def test_a_disk_that_can_be_read_only_gives_what_it_has(
         subprocess.run(["umount", "-l", str(wanted)], check=True)
 
 
+def test_where_nothing_may_be_executed_it_is_compiled_once_and_loaded_from_memory(
+    wanted: Path, tmp_path: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache and the temporary directory of a hardened container are mounted noexec: the kernels were
+    compiled at every start and loaded at none."""
+    wanted.mkdir()
+    mounted: list[Path] = []
+    try:
+        for folder in (wanted, tmp_path / "tmp"):
+            command = ["mount", "-t", "tmpfs", "-o", "noexec,mode=700", "none", str(folder)]
+            if subprocess.run(command, check=False).returncode:
+                pytest.skip("a tmpfs cannot be mounted here")
+            mounted.append(folder)
+        assert answer(build.load("any")) == 42
+        monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+        assert in_new_process(wanted, tmp_path / "sources") == 0
+        source = tmp_path / "sources" / "quire.cpp"
+        source.write_text(source.read_text().replace("41", "42"))
+        build._key.cache_clear()
+        assert answer(build.load("any")) == 43, "the loader took it for the first one"
+        assert answer(build.load("any")) == 43
+        assert len(compilations) == 2
+        (path,) = (path for path in wanted.rglob("*.so") if path.name == compilations[-1])
+        cache.keep(path, b"not a library")
+        assert answer(build.load("any")) == 43
+        assert len(compilations) == 3
+    finally:
+        for folder in mounted:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
 def test_a_directory_that_vanishes_is_made_again(wanted: Path, compilations: list[str]) -> None:
     build.load("any")
     shutil.rmtree(wanted)

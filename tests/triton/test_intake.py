@@ -1,4 +1,4 @@
-"""Between Triton's thread and the responder: bounded, in two lanes, and nothing leaves `execute`."""
+"""Between Triton's thread and the responder: bounded, in lanes, and nothing leaves `execute`."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Bench:
         self.begun.put(raw.external_id)
         if raw.external_id == "bad":
             raise ZeroDivisionError("a bug")
-        if raw.num_bytes > LONG_BYTES:
+        if raw.num_bytes > LONG_BYTES or raw.external_id == "slow":
             assert self.gate.wait(WAIT_S)
         return raw
 
-    def put(self, name: str, num_bytes: int) -> None:
-        raw = RawRequest({}, {}, "{}", name, frozenset(), num_bytes=num_bytes)
+    def put(self, name: str, num_bytes: int, **tensors: list[Any]) -> None:
+        raw = RawRequest(tensors, {}, "{}", name, frozenset(), num_bytes=num_bytes)
         self.intake.put(RequestHandle(fake_pb_utils.ResponseSender(), name, name), raw)
 
 
@@ -64,6 +64,15 @@ def bench() -> Iterator[Bench]:
     yield bench
     bench.gate.set()
     bench.intake.stop(WAIT_S)
+
+
+def test_no_text_holds_up_a_command(bench: Bench) -> None:
+    """A probe of health waited behind every text that was to be tokenized, and found a busy server dead."""
+    for _ in range(SHORT_THREADS + 1):
+        bench.put("slow", LONG_BYTES)
+    bench.put("long", LONG_BYTES + 1)
+    bench.put("probe", 21, cache_control=[b'{"command": "health"}'])
+    assert bench.submitted.get(timeout=WAIT_S / 2) == "probe"
 
 
 def test_long_texts_do_not_hold_up_short_ones(bench: Bench) -> None:

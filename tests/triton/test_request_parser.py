@@ -105,6 +105,20 @@ def test_numbers_may_be_text(tokenizer: Tokenizer) -> None:
     assert params.stream
 
 
+@pytest.mark.parametrize("field", ["stop", "bad_words", "stop_words"])
+@pytest.mark.parametrize("string", ["[1]", "[INST]", "[]", '["a"]', "[", '["a", 1]'])
+def test_a_string_is_no_list_where_a_list_can_be_told(tokenizer: Tokenizer, field: str, string: str) -> None:
+    """The stop string "[1]" in `sampling_parameters` was read as a list of a number, and refused.
+
+    A request parameter cannot be a list, so there, and only there, a list of strings may be spelled as JSON.
+    """
+    name = {"stop_words": "stop"}.get(field, field)
+    by_json = {**PROMPT, "sampling_parameters": text(json.dumps({field: string}))}
+    assert getattr(parse(tokenizer, by_json).params, name) == (string,)
+    spelled = {"[]": (), '["a"]': ("a",)}.get(string, (string,))
+    assert getattr(parse(tokenizer, PROMPT, {field: string}).params, name) == spelled
+
+
 def test_reserved_parameters_are_not_ours(tokenizer: Tokenizer) -> None:
     prompt = {"input_ids": np.array([1, 2], np.int32)}
     parse(tokenizer, prompt, {"priority": 1, "timeout": 5, "triton_enable_empty_final_response": True})
@@ -437,12 +451,12 @@ def test_texts_are_refused_by_their_bytes(tokenizer: Tokenizer, name: str, size:
         parse(tokenizer, PROMPT, {"tenant": "x" * 2**20})
 
 
-def test_a_text_that_cannot_fit_is_refused_as_it_is_read(tokenizer: Tokenizer) -> None:
+def test_a_text_that_cannot_fit_is_refused_by_name(tokenizer: Tokenizer) -> None:
     parser = RequestParser(
         tokenizer, SamplingParams(), lambda: INFO, max_prompt_bytes=2**24, max_embeds_bytes=0, decoupled=True
     )
     with pytest.raises(InvalidArgumentError, match=r"text_input: .* more than 63 tokens.*max_model_len"):
-        parser.read(InferenceRequest({"text_input": text("x" * 2**20)}))
+        parser.parse(parser.read(InferenceRequest({"text_input": text("x" * 2**20)})))
     messages = json.dumps([{"role": "user", "content": "x" * 2**20}])
     with pytest.raises(InvalidArgumentError, match=r"messages: .* more than 63 tokens"):
         parser.parse(parser.read(InferenceRequest({"messages": text(messages)})))

@@ -196,7 +196,7 @@ def test_limits_are_parameters(directory: Path) -> None:
         [
             request(text_input=b"<|image_pad|>" * 2, image=[b"x", b"x"]),
             request(text_input=b"<|image_pad|>", image_pixels=np.zeros((1, 50, 81, 3), np.uint8)),
-            request(text_input=b"<|image_pad|>", image=[picture(0, "BMP")]),
+            request(text_input=b"<|image_pad|>", image=[picture(0, "PNG")]),
         ]
     )
     assert two.error.message() == "image: 2 images, at most 1 are allowed (max_images)"

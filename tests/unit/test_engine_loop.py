@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -249,9 +250,10 @@ def test_values_that_no_frontend_lets_through_meet_no_step(peer: Peer, values: d
         {"scheduling": SchedulingParams(retention=-1)},
         {"scheduling": SchedulingParams(deadline=NAN)},
         {"scheduling": SchedulingParams(cache_ttl_s=float("inf"))},
+        {"scheduling": SchedulingParams(exempt=True)},
         {"arrival_time": NAN},
     ],
-    ids=["priority", "retention", "deadline", "ttl", "arrival"],
+    ids=["priority", "retention", "deadline", "ttl", "exempt", "arrival"],
 )
 def test_likewise_for_what_is_said_of_scheduling(peer: Peer, options: dict[str, Any]) -> None:
     peer.add("bad", **options)
@@ -286,6 +288,50 @@ def test_commands_are_answered(peer: Peer) -> None:
     assert peer.ask(Unpin(session="none", tenant="a")).result == {"num_pins": 0}
     assert peer.ask(Reset()).result["num_blocks"] > 0
     assert peer.ask(Inspect()).result["num_cached_blocks"] == 0
+
+
+REFUSING = {
+    "quota": {"tenants": '{"*": {"tokens_per_minute": 1, "max_waiting": 1}}'},
+    "prediction": {"max_predicted_ttft_ms": 1},
+    "deadline": {"default_ttft_deadline_ms": 1},
+}
+
+
+@pytest.mark.parametrize("limit", REFUSING)
+def test_an_idle_engine_computes_a_token_for_the_probe_whatever_its_limits(
+    tmp_path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe was a request of the anonymous tenant: with its quota used up, or a prediction above the
+    limit, a sound engine was not healthy, and a liveness probe ended it."""
+    peer = Peer(tmp_path, **REFUSING[limit])
+    scheduler = peer.core.scheduler
+    try:
+        peer.add("first")
+        peer.final("first")
+        monkeypatch.setattr(scheduler.admission, "predicted_ttft_s", lambda *given: 60.0)
+        monkeypatch.setattr(scheduler, "clock", lambda: time.monotonic() + 1.0)
+        peer.add("second")
+        assert peer.final("second")[1] in ("error", "timeout")
+        limits = scheduler.tenants.limits("")
+        tokens_left = scheduler.tenants._find("", limits).tokens
+        before = peer.ask(Health()).result
+        assert before["has_work"] is False
+        deadline = time.monotonic() + WAIT_S
+        while peer.ask(Health()).result["num_finished_steps"] == before["num_finished_steps"]:
+            assert time.monotonic() < deadline, "no step was done"
+        assert scheduler.tenants._find("", limits).tokens == tokens_left, "it was charged to somebody"
+    finally:
+        peer.close()
+
+
+def test_the_warm_up_is_charged_to_nobody() -> None:
+    """The anonymous tenant began in debt."""
+    config = EngineConfig.from_mapping({"model": "fake", **REFUSING["quota"], **REFUSING["deadline"]})
+    core = EngineCore(config, Runner(), vocab_size=VOCAB_SIZE)
+    core.scheduler.clock = lambda: time.monotonic() + 1.0
+    core.warm_up()
+    assert core.num_finished_steps == 2
+    assert core.scheduler.tenants.tokens_left("", core.scheduler.clock()) == 1.0
 
 
 @pytest.mark.parametrize("answer", [2**70, "\ud800", object()], ids=["beyond 64 bits", "surrogate", "object"])

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -271,3 +272,53 @@ def test_importing_the_package_is_light_and_never_reaches_quire() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
     )
     assert ran.stdout.strip() == "[]"
+
+
+BLOWN_UP = {
+    "indented": "{% if tools %}{{ tools | tojson(indent=4) }}{% endif %}{{ messages[-1].content }}",
+    "repeated": "{% for m in messages %}{{ m.content }}"
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", BLOWN_UP)
+def test_a_template_does_not_make_a_long_text_of_a_short_one(
+    name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Tools of 2 MB, 60 levels deep, became 251 MB of spaces."""
+    tokenizer = Tokenizer(with_template(checkpoint, tmp_path / "t", BLOWN_UP[name]))
+    wide = "[" * 50 + "1" + ",1" * 2000 + "]" * 50
+    tools = f'[{", ".join([f"""{{"a": {wide}}}"""] * 10)}]'
+    messages = [{"role": "user", "content": f"question {i}"} for i in range(20)]
+    short, long = ({"messages": messages, "tools": json.loads(text)} for text in ("[]", tools))
+    assert "question 19" in tokenizer.render_messages(json.dumps(short), max_bytes=2**18)
+    tracemalloc.start()
+    with pytest.raises(InputError, match=r"messages: the chat template makes more than 262144 bytes of the"):
+        tokenizer.render_messages(json.dumps(long), max_bytes=2**18)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 * 2**18
+    assert tokenizer.render_messages(json.dumps(long)).count("1,") == 20_000 * (
+        20 if name == "repeated" else 1
+    )
+
+
+@pytest.mark.parametrize(
+    "options", ["", "indent=2", "ensure_ascii=True", "sort_keys=True, separators=(',', ':')"]
+)
+def test_json_in_templates_is_that_of_transformers(options: str, checkpoint: Path, tmp_path: Path) -> None:
+    template = f"{{{{ tools | tojson({options}) }}}}{{{{ messages[0].content | tojson }}}}"
+    path = with_template(checkpoint, tmp_path / "t", template)
+    tools = [{"b": [1, 2.5, None, True, {}], "a": 'ü\u2028😀<&>"', "c": {"d": []}}]
+    messages = [{"role": "user", "content": "a"}]
+    ids = Tokenizer(path).encode_messages(json.dumps({"messages": messages, "tools": tools}))
+    script = (
+        "import json, sys; from transformers import AutoTokenizer; "
+        "t = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True); "
+        "a = json.loads(sys.argv[2]); "
+        "print(t.apply_chat_template(a['messages'], tools=a['tools'], tokenize=True, return_dict=False, "
+        "add_generation_prompt=True))"
+    )
+    asked = json.dumps({"messages": messages, "tools": tools})
+    told = subprocess.run([sys.executable, "-c", script, str(path), asked], capture_output=True, check=True)
+    assert json.loads(told.stdout) == ids, "in a process whose templates are not bounded"

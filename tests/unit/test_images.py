@@ -109,8 +109,6 @@ def refusal(raw: bytes | str, index: int = 0, limits: ImageLimits = LIMITS) -> s
         ("RGB", "WEBP", {}),
         ("RGBA", "WEBP", {"lossless": True}),
         ("P", "GIF", {}),
-        ("RGB", "BMP", {}),
-        ("P", "BMP", {}),
     ],
 )
 def test_every_form_of_every_format_decodes_as_pillow_does(
@@ -174,7 +172,7 @@ def test_unreadable_metadata_does_not_refuse_the_picture(exif: bytes) -> None:
         (b"%PDF-1.7 ...", "neither the bytes of an image"),
         (
             b"aGVsbG8=",
-            r"not an image of a known format \(JPEG, PNG, WEBP, GIF, BMP\); it begins with b'hello'",
+            r"not an image of a known format \(JPEG, PNG, WEBP, GIF\); it begins with b'hello'",
         ),
         (b"aGVsbG8", "bad base64: Incorrect padding"),
         (b"iVBO" * 20 + b"*" + b"iVBO" * 20, "bad base64"),
@@ -187,19 +185,22 @@ def test_unreadable_metadata_does_not_refuse_the_picture(exif: bytes) -> None:
         (b" \n ", "must not be empty"),
         ("data:image/png;base64,http://example.com", "bad base64|neither"),
         (b"\x89PNG\r\n\x1a\n", "cannot be read as an image"),
-        (b"BM not a bitmap at all", "cannot be read as an image"),
+        (b"BM\x9e\0\0\0", r"\(JPEG, PNG, WEBP, GIF\) nor base64 text nor a data: URL; BMP is not supported"),
     ],
 )
 def test_what_is_no_image_is_refused_by_name(raw: bytes | str, reason: str) -> None:
     assert re.search(reason, refusal(raw, index=3))
 
 
-@pytest.mark.parametrize("kind", ["TIFF", "ICO", "PPM", "JPEG2000"])
+@pytest.mark.parametrize("kind", ["BMP", "TIFF", "ICO", "PPM", "JPEG2000"])
 def test_other_formats_are_refused_though_pillow_reads_them(kind: str) -> None:
+    """A small BMP of single runs of pixels took 2.8 s, as Pillow reads them in Python."""
     raw = encode(picture(64, 64), kind)
     assert Image.open(io.BytesIO(raw)).format == kind
     assert re.search("neither the bytes of an image|not an image of a known format", refusal(raw))
     assert "not an image of a known format" in refusal(base64.b64encode(raw))
+    named = {"PPM": "it begins with", "JPEG2000": "it begins with"}.get(kind, f"{kind} is not supported")
+    assert named in refusal(raw) and named in refusal(base64.b64encode(raw))
 
 
 def test_sixteen_bit_grey_is_refused_for_pillow_would_clip_it_to_white() -> None:
@@ -208,7 +209,7 @@ def test_sixteen_bit_grey_is_refused_for_pillow_would_clip_it_to_white() -> None
     assert refusal(raw).startswith("pixel format 'I;16' is not supported; known are 1, L, LA,")
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF"])
 def test_cut_off_files_are_refused_at_every_length(kind: str) -> None:
     raw = encode(picture(200, 160), kind)
     for share in (0.02, 0.1, 0.3, 0.5, 0.8, 0.95):
@@ -220,7 +221,7 @@ def test_cut_off_files_are_refused_at_every_length(kind: str) -> None:
 def test_damaged_files_never_raise_anything_else() -> None:
     rng = np.random.default_rng(5)
     outcomes = {"decoded": 0, "refused": 0}
-    for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP"):
+    for kind in ("JPEG", "PNG", "WEBP", "GIF"):
         raw = encode(picture(60, 40), kind)
         for _ in range(60):
             damaged = bytearray(raw)
@@ -235,7 +236,7 @@ def test_damaged_files_never_raise_anything_else() -> None:
 
 
 def test_the_limit_on_bytes_holds_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = encode(picture(300, 300), "BMP")
+    raw = encode(picture(300, 300), "PNG")
     exact, below = ImageLimits(max_image_bytes=len(raw)), ImageLimits(max_image_bytes=len(raw) - 1)
     text = base64.b64encode(raw)
     spread = b"\r\n".join(text[i : i + 8] for i in range(0, len(text), 8))
@@ -244,7 +245,7 @@ def test_the_limit_on_bytes_holds_before_anything_is_decoded(monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(base64, "b64decode", lambda *_, **__: pytest.fail("decoded"))
         patch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
-        for form in (raw, text, spread, b"data:image/bmp;base64," + text):
+        for form in (raw, text, spread, b"data:image/png;base64," + text):
             assert refusal(form, 1, below) == (
                 f"{len(raw)} bytes, at most {len(raw) - 1} are allowed (max_image_bytes)"
             )
@@ -338,7 +339,7 @@ def test_a_file_of_many_tiny_parts_is_refused(kind: str, at: int | None, part: b
 
 def test_a_file_of_many_parts_of_a_usual_size_is_decoded() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (1000, 1000, 3), dtype=np.uint8)
-    for kind in ("PNG", "GIF", "JPEG", "BMP", "WEBP"):
+    for kind in ("PNG", "GIF", "JPEG", "WEBP"):
         options = {"icc_profile": bytes(5_000_000)} if kind == "JPEG" else {}
         assert decode_image(encode(Image.fromarray(noise), kind, **options), 0, LIMITS).size == (1000, 1000)
 
@@ -346,7 +347,7 @@ def test_a_file_of_many_parts_of_a_usual_size_is_decoded() -> None:
 def test_reading_the_header_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a request's images are added up before memory is taken for the first of them."""
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))
-    for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP"):
+    for kind in ("PNG", "JPEG", "WEBP", "GIF"):
         assert read_image(encode(picture(30, 20), kind), 0, LIMITS).size == (30, 20)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -739,6 +740,31 @@ class TestKVTiers:
         assert not closer.is_alive()
         assert not tiers._thread.is_alive()
 
+    def test_a_save_under_way_is_not_there_after_a_clear(self, closing: Closing) -> None:
+        """Half of its blocks came after the tiers were emptied."""
+        saving, clearing = threading.Event(), threading.Event()
+
+        class Slow(HostTier):
+            def save(self, keys: Sequence[bytes], data: BlockArray, *, pinned: bool = False) -> None:
+                saving.set()
+                clearing.wait(0.2)  # in vain where the clear waits for us
+                super().save(keys, data, pinned=pinned)
+
+            def clear(self) -> int:
+                count = super().clear()
+                clearing.set()
+                return count
+
+        tiers = closing(KVTiers([Slow(8 * BLOCK_BYTES, BLOCK_BYTES)], FakePool()))
+        early = KVSave(key(2), 2, num_clears=tiers.num_clears)
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(tiers.save, [KVSave(key(1), 1)])
+            assert saving.wait(WAIT_S)
+            tiers.clear()
+            done.result(WAIT_S)
+        tiers.save([early, KVSave(key(3), 3, pinned=True), KVSave(key(4), 4, num_clears=tiers.num_clears)])
+        assert [tiers.contains(key(number)) for number in (1, 2, 3, 4)] == [False, False, True, True]
+
     def test_closing_does_not_wait_for_a_store_that_hangs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tiers_module, "CLOSE_TIMEOUT_S", 0.01)
         remote = loopback()
@@ -764,7 +790,7 @@ class TestKVTiers:
             action = rng.random()
             numbers = rng.sample(range(32), rng.randint(1, 5))
             if action < 0.3:
-                tiers.save([KVSave(key(n), n) for n in numbers])
+                tiers.save([KVSave(key(n), n, num_clears=tiers.num_clears) for n in numbers])
             elif action < 0.4:
                 fresh = [n + 1000 * generation for n in numbers if n + 1000 * generation not in pinned]
                 if tiers.can_pin(len(fresh)):

@@ -49,12 +49,13 @@ SETTINGS = {
         "/sys/fs/cgroup/system/memory.max": f"{1024 * MIB}\n",
         "/sys/fs/cgroup/system/memory.high": "max\n",
         "/sys/fs/cgroup/system/memory.current": f"{700 * MIB}\n",
-        "/sys/fs/cgroup/system/memory.stat": f"anon 5\ninactive_file {50 * MIB}\nactive_file 7\n",
+        "/sys/fs/cgroup/system/memory.stat": f"anon 5\nfile {90 * MIB}\nshmem {20 * MIB}\n"
+        f"file_dirty {9 * MIB}\nfile_writeback {MIB}\ninactive_file {20 * MIB}\nactive_file {40 * MIB}\n",
         "/sys/fs/cgroup/system/cpu.max": "250000 100000\n",
         "/sys/fs/cgroup/system/quire/memory.max": "max\n",
         "/sys/fs/cgroup/system/quire/memory.high": f"{4096 * MIB}\n",
         "/sys/fs/cgroup/system/quire/memory.current": f"{600 * MIB}\n",
-        "/sys/fs/cgroup/system/quire/memory.stat": "inactive_file 0\n",
+        "/sys/fs/cgroup/system/quire/memory.stat": f"inactive_file 0\nfile_dirty {4096 * MIB}\n",
         "/sys/fs/cgroup/system/quire/cpu.max": "max 100000\n",
     },
     "version 2 in a container": {
@@ -63,7 +64,7 @@ SETTINGS = {
         "/sys/fs/cgroup/memory.max": "max\n",
         "/sys/fs/cgroup/memory.high": f"{424 * MIB}\n",
         "/sys/fs/cgroup/memory.current": f"{100 * MIB}\n",
-        "/sys/fs/cgroup/memory.stat": f"inactive_file {50 * MIB}\n",
+        "/sys/fs/cgroup/memory.stat": f"active_file {50 * MIB}\n",
         "/sys/fs/cgroup/cpu.max": "200000 100000\n",
     },
     "version 1": {
@@ -73,7 +74,8 @@ SETTINGS = {
         "/sys/fs/cgroup/memory/memory.usage_in_bytes": f"{9000 * MIB}",
         "/sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes": f"{512 * MIB}",
         "/sys/fs/cgroup/memory/docker/abc/memory.usage_in_bytes": f"{200 * MIB}",
-        "/sys/fs/cgroup/memory/docker/abc/memory.stat": f"inactive_file 1\ntotal_inactive_file {62 * MIB}\n",
+        "/sys/fs/cgroup/memory/docker/abc/memory.stat": "inactive_file 1\nactive_file 2\n"
+        f"dirty 3\ntotal_dirty {MIB}\ntotal_inactive_file {60 * MIB}\ntotal_active_file {3 * MIB}\n",
         "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1",
         "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
         "/sys/fs/cgroup/cpu,cpuacct/docker/abc/cpu.cfs_quota_us": "150000",
@@ -112,6 +114,9 @@ EXPECTED = {
 def test_limits_of_control_groups_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
+    """Weights that were read twice are active files: they counted as used, and a restart in a container that
+    had just read them found no memory for its pool."""
+
     class Memory:
         available = 999 * MIB
 

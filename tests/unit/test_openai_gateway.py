@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -472,12 +473,24 @@ def half_sent(base: str, size: int, sent: int) -> socket.socket:
     return connection
 
 
+def read_to(connection: socket.socket, words: bytes) -> bytes:
+    """What comes, until these words are in it."""
+    connection.settimeout(WAIT)
+    said = b""
+    while words not in said:
+        piece = connection.recv(1000)
+        assert piece, said
+        said += piece
+    return said
+
+
 def test_bodies_beyond_what_is_held_are_refused_for_now(
     server: FakeKServe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any number of bodies was held at a time. Those of requests that the server has do not count: their
     streams may take long."""
     monkeypatch.setattr(intake, "MAX_HELD_BYTES", 3 * 2**20)
+    monkeypatch.setattr(intake, "BODY_GRACE", WAIT)
     held: list[Intake] = []
     full = threading.Event()
     receive = Hold.receive
@@ -522,6 +535,60 @@ def test_a_body_that_comes_too_slowly_is_refused(server: FakeKServe, monkeypatch
     with gateway(GatewaySettings(server.url)) as base, half_sent(base, 100, 10) as connection:
         connection.settimeout(WAIT)
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_bodies_that_stall_do_not_shut_others_out(
+    server: FakeKServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four clients who sent all of 32 MiB but the last byte had everybody else refused for a minute. What has
+    been coming for long now makes room, the oldest first, for as much as is needed."""
+    monkeypatch.setattr(intake, "MAX_HELD_BYTES", 3 * 2**20)
+    monkeypatch.setattr(intake, "BODY_GRACE", 0.0)
+    arrived = threading.Semaphore(0)
+    receive = Hold.receive
+
+    def counted(hold: Hold, count: int) -> None:
+        receive(hold, count)
+        if hold._received == 1_400_000:
+            arrived.release()
+
+    monkeypatch.setattr(Hold, "receive", counted)
+    with gateway(GatewaySettings(server.url)) as base, contextlib.ExitStack() as opened:
+        halves = []
+        for _ in range(2):
+            halves.append(opened.enter_context(half_sent(base, 1_400_001, 1_400_000)))
+            assert arrived.acquire(timeout=WAIT)
+        assert chat(base, "tokens 1", user="x" * 2**20).status_code == 200
+        assert read_to(halves[0], b"others needed its room").startswith(b"HTTP/1.1 408")
+        halves[1].sendall(b"}")
+        assert read_to(halves[1], b"is not valid JSON"), "the younger one was left alone"
+
+
+def test_wide_text_counts_for_what_it_takes(base: str) -> None:
+    """One emoji, and every character beside it took four bytes: a body of 32 MiB took 300."""
+    text = "x" * 2**20 + "\N{GRINNING FACE}"
+    assert intake.text_bytes({"a": [text, 1, None], text: {}}) == pytest.approx(8 * 2**20, rel=0.001)
+    value = {"a": ["ü", "\N{GRINNING FACE}", "\ud800", 1.5, True, None], "\n": {}, "b": [[]]}
+    written = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    assert intake.write_json(value) == written
+    parts = [{"type": "text", "text": "\N{GRINNING FACE}"}, {"type": "text", "text": "x" * 2**22}]
+    tracemalloc.start()
+    intake.write_json(parts)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3 * 2**22, "not as wide as its widest character"
+
+
+def test_wide_text_beyond_what_is_held_is_refused_for_now(
+    server: FakeKServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "MAX_HELD_BYTES", 3 * 2**20)
+    with gateway(GatewaySettings(server.url)) as base:
+        for extra, status in (("x", 200), ("\N{GRINNING FACE}", 503)):
+            body = chat_body("tokens 1", user="x" * 2**20 + extra)
+            reply = post_body(base, json.dumps(body, ensure_ascii=False).encode())
+            assert reply.status_code == status
+        assert chat(base, "tokens 1").status_code == 200, "given back"
 
 
 @pytest.mark.parametrize("start", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nX-A: "])

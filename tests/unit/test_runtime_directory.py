@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,7 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ import zmq
 
 from quire.config import EngineConfig
 from quire.engine import supervisor as supervisor_module
-from quire.engine.connection import EngineConnection
+from quire.engine.connection import EngineConnection, EngineEndedError, connect
+from quire.engine.messages import EngineInfo
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
 from quire.engine.supervisor import (
     RUN_MODULE,
@@ -32,6 +35,7 @@ from quire.errors import CheckpointError, ConfigError, EngineStoppedError, Unava
 from quire.processes import open_verified_pidfd, start_time_of
 
 WAIT_S = 30.0
+INFO = EngineInfo(1, 2048, 100, 8, False, 16, 16, 4096, "float32", "cpu")
 
 FAKE_ENGINE = """#!{python}
 import os, signal, sys, time
@@ -46,6 +50,12 @@ with (root / "started").open("a") as started:
     started.write(f"{{pid}}\\n")
 directory = RuntimeDirectory(Path(arguments["--directory"]))
 values = pid, start_time_of(pid), int(arguments["--generation"])
+if (root / "ending").exists():
+    (root / "ending").unlink()
+    directory.write_state(EngineState("ready", *values, address=f"ipc://{{root}}/left.ipc"))
+    while not (root / "left").exists():
+        time.sleep(0.01)
+    raise SystemExit(0)
 if (root / "broken").exists():
     directory.write_state(EngineState("failed", *values, error="the checkpoint is not there"))
     raise SystemExit(1)
@@ -381,6 +391,164 @@ def test_a_frontend_that_leaves_does_not_wait_for_another_ones_engine(site: Site
     assert start_time_of(address.pid) == address.start_time, "it ended the other one's engine"
     staying.close(0.0)
     assert not staying.directory.exists()
+
+
+def test_who_meets_an_engine_that_is_just_ending_gets_the_next(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last frontend left between another one's look at the engine and its hello: a model that was
+    unloaded and loaded again failed to load."""
+    (site.root / "ending").touch()
+    supervisor = site.supervisor()
+    context: zmq.Context[Any] = zmq.Context()
+    addresses = []
+    greeted = EngineConnection.hello
+
+    def hello(connection: EngineConnection, timeout_s: float) -> EngineInfo:
+        addresses.append(connection.address)
+        if len(addresses) > 1:
+            return INFO
+        (site.root / "left").touch()
+        return greeted(connection, timeout_s)
+
+    monkeypatch.setattr(EngineConnection, "hello", hello)
+    connection, info = connect(context, supervisor)
+    assert info is INFO and connection.pidfd >= 0
+    assert [address.generation for address in addresses] == [0, 1]
+    assert connection.address == addresses[1] and start_time_of(addresses[0].pid) is None
+    connection.close(goodbye=False)
+    supervisor.close(0.0)
+    context.term()
+
+
+def test_an_engine_that_always_ends_is_given_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    def hello(connection: EngineConnection, timeout_s: float) -> EngineInfo:
+        ended.append(connection.address.pid)
+        connection.close(goodbye=False)
+        os.kill(ended[-1], signal.SIGKILL)
+        until(lambda: start_time_of(ended[-1]) is None)
+        raise EngineEndedError("the engine ended before it answered")
+
+    monkeypatch.setattr(EngineConnection, "hello", hello)
+    context: zmq.Context[Any] = zmq.Context()
+    with pytest.raises(UnavailableError, match="ended before it answered"):
+        connect(context, site.supervisor())
+    assert site.started == ended and len(set(ended)) == 3
+    context.term()
+
+
+def left_behind(site: Site, *, server_pid: int = 2**22 + 1, life: str = "0" * 8) -> Path:
+    """A directory as a server leaves it that was killed, with its engine."""
+    path = site.base / f"quire-{os.getuid()}-{server_pid}-{life}-{'a' * 12}"
+    path.mkdir(mode=0o700)
+    for name in ("lock", "config.json", "engine-0.ipc", f"frontend-{2**22 + 1}-1"):
+        (path / name).touch()
+    (path / "state.json").write_bytes(own(pid=2**22 + 1))
+    return path
+
+
+def test_what_killed_servers_left_is_removed_at_the_next_start(site: Site) -> None:
+    """Only `quire serve` removed anything: each plain tritonserver that was killed left a directory."""
+    gone = [left_behind(site), left_behind(site, server_pid=os.getpid())]
+    mine = site.supervisor().directory
+    other = left_behind(site, life=mine.name.split("-")[3], server_pid=os.getpid())
+    foreign = site.base / gone[0].name.replace(f"-{os.getuid()}-", f"-{os.getuid() + 1}-")
+    foreign.mkdir(mode=0o700)
+    open_to_others = left_behind(site, life="1" * 8)
+    open_to_others.chmod(0o755)
+    not_ours = site.base / f"quire-{os.getuid()}-notes"
+    not_ours.mkdir(mode=0o700)
+    elsewhere = site.root / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    (elsewhere / "precious").touch()
+    link = site.base / gone[0].name.replace("0" * 8, "2" * 8)
+    link.symlink_to(elsewhere)
+    supervisor = site.supervisor()
+    supervisor.ensure()
+    assert not any(path.exists() for path in gone)
+    assert all(path.exists() for path in (mine, other, foreign, open_to_others, not_ours, link))
+    assert (elsewhere / "precious").exists()
+    supervisor.close(0.0)
+
+
+@pytest.mark.parametrize("how", ["locked", "held by an engine", "marked by a frontend"])
+def test_a_directory_in_use_stays_though_its_server_is_not_to_be_seen(site: Site, how: str) -> None:
+    """Two containers may share the folder: neither sees the processes of the other."""
+    path = left_behind(site)
+    with contextlib.ExitStack() as stack:
+        if how == "locked":
+            stack.enter_context(RuntimeDirectory.locked(path))
+        else:
+            directory = RuntimeDirectory(path)
+            stack.callback(directory.close)
+            directory.hold() if how == "held by an engine" else directory.mark()
+        files = sorted(path.iterdir())
+        supervisor_module.sweep(site.base)
+        assert sorted(path.iterdir()) == files
+        if how == "marked by a frontend":
+            directory.unmark()
+    supervisor_module.sweep(site.base)
+    assert not path.exists()
+
+
+def test_the_engine_holds_its_directory_to_its_end(tmp_path: Path) -> None:
+    """It is not to be swept while the model loads, whoever started it."""
+    folder = tmp_path / "engine"
+    folder.mkdir(mode=0o700)
+    os.mkfifo(folder / "config.json", 0o600)
+    command = [sys.executable, str(RUN_MODULE), "quire.engine.loop", "--directory", str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as engine:
+        assert engine.stdin is not None
+        engine.stdin.write(b"\n")
+        engine.stdin.close()
+        with (folder / "config.json").open("w") as config:  # it reads its configuration
+            directory = RuntimeDirectory(folder)
+            assert directory.is_in_use()
+            config.write("no configuration")
+        assert engine.wait(WAIT_S) == 1
+    assert not directory.is_in_use()
+    directory.close()
+
+
+@pytest.mark.parametrize("comes_after", ["lock", "state.json"])
+def test_who_comes_while_a_directory_is_removed_keeps_what_he_makes(
+    site: Site, comes_after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock's file went before others: who came then locked a new one, and what he wrote was removed with
+    what was left."""
+    path = left_behind(site)
+    unlink = os.unlink
+    files = ("config.json", "state.json", "engine-0.ipc")
+
+    def come() -> None:
+        with RuntimeDirectory.locked(path) as directory:
+            for name in files:
+                directory.write(name, b"new")
+
+    with ThreadPoolExecutor(1) as pool:
+        coming: list[Future[None]] = []
+
+        def interrupted(name: str, *, dir_fd: int | None = None) -> None:
+            unlink(name, dir_fd=dir_fd)
+            if name == comes_after:
+                coming.append(pool.submit(come))
+                with contextlib.suppress(FutureTimeoutError):
+                    coming[0].result(0.5)  # in vain where he has to wait for us
+
+        monkeypatch.setattr(os, "unlink", interrupted)
+        supervisor_module.sweep(site.base)
+        coming[0].result(WAIT_S)
+    assert all((path / name).read_bytes() == b"new" for name in files)
+
+
+def test_a_system_that_does_not_say_when_it_was_started(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some sandboxes have no boot_id: no model could be loaded there."""
+    monkeypatch.setattr(supervisor_module, "BOOT_ID", site.root / "missing")
+    supervisor = site.supervisor()
+    assert supervisor.ensure() == site.supervisor().ensure()
+    supervisor.close(0.0)
 
 
 def test_a_connection_that_failed_may_be_closed_again() -> None:

@@ -703,6 +703,22 @@ def test_a_backend_directory_that_lost_a_file_is_made_again(
     assert stub.stat().st_ino == before, "a whole one is left alone"
 
 
+def test_a_backend_directory_where_nothing_may_be_executed_is_said_to_be_that(
+    wheel_server: TritonServer, tmp_path: Path
+) -> None:
+    """Its library and its stub are executed from there: the server started, and could load no model."""
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "noexec", "none", str(tmp_path)], check=False
+    ).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        for _ in range(2):  # made, and found
+            with pytest.raises(ConfigError, match=r"noexec.*QUIRE_CACHE_DIR"):
+                tritonserver.backend_directory(wheel_server, tmp_path)
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
 def test_a_backend_directory_that_cannot_be_kept_is_this_processs(
     wheel_server: TritonServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from quire.core.block_hash import request_hashes
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.transfers import BlockTransfers
 from quire.request import Request
 from quire.sampling_params import SamplingParams
+from tests.fixtures.fake_engine import FakeEngine
 
 
 class StubTiers:
@@ -16,6 +19,7 @@ class StubTiers:
 
     save_bytes_per_s: float | None = None
     load_bytes_per_s: float | None = None
+    num_clears = 0
 
     def __init__(self) -> None:
         self.keys: set[bytes] = set()
@@ -67,6 +71,33 @@ def test_what_is_given_up_before_it_was_saved_is_not_saved() -> None:
     transfers.drop(first)
     saves, _ = transfers.take()
     assert {save.key for save in saves} == set(second.swapped.keys[0].values())
+
+
+@pytest.mark.parametrize("moment", ["before the step", "before it is computed", "before it is taken in"])
+def test_nothing_computed_before_a_reset_is_in_the_tiers_after_it(moment: str) -> None:
+    """Neither what waited to be saved was cancelled nor the saves of the step under way: what was to be
+    forgotten was in the host tier, and on disk, a moment later."""
+    engine = FakeEngine(host_blocks=32, cache={"enable_prefix_caching": True})
+    tiers = engine.runner.tiers
+    assert tiers is not None
+    request = engine.add("a", 23, 40)
+    engine.step()  # fills five blocks
+    if moment == "before the step":
+        engine.scheduler.reset_cache()
+    plan = engine.scheduler.schedule()  # saves them, and fills the sixth
+    assert len(plan.kv_saves) == 5
+    if moment == "before it is computed":
+        engine.scheduler.reset_cache()
+    result = engine.runner.execute(plan)
+    if moment == "before it is taken in":
+        engine.scheduler.reset_cache()
+    engine.collect(engine.scheduler.update(plan, result))
+    before = request_hashes(request, 5 if moment == "before the step" else 6, 4)
+    engine.run()
+    engine.check_outputs()
+    assert not any(map(tiers.contains, before))
+    assert tiers.stats()["host_blocks"] > 0, "what is computed later is kept again"
+    tiers.close()
 
 
 def test_a_block_that_was_swapped_out_half_full_is_not_taken_for_a_full_one() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from quire.config import SchedulerConfig
@@ -233,7 +233,7 @@ class Scheduler:
                     outputs += self._end_all(request, FinishReason.ERROR, result.error)
                     continue
                 if offers:
-                    self.transfers.save(self._still_held(offers))
+                    self.transfers.save(offers)
                 if self._has_accounts:
                     self._account(request, row, len(result.token_ids), now)
                 if not row.samples:
@@ -254,15 +254,6 @@ class Scheduler:
         self.preemption_cost.on_prefill(step.num_prefill_tokens, seconds)
         self._end_step()
         return outputs
-
-    def _still_held(self, offers: Sequence[tuple[bytes, int]]) -> Iterable[tuple[bytes, int]]:
-        """Offered blocks, without those that a step launched ahead has given to others.
-
-        It writes them before they could be saved.
-        """
-        if not self._in_flight:
-            return offers
-        return [(key, block_id) for key, block_id in offers if self.kv.pool.cached(key) == block_id]
 
     def _account(self, request: Request, row: ScheduledRequest, num_sampled: int, now: float) -> None:
         """Charges the tenant for what was computed, once also where it is computed again."""

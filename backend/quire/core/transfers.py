@@ -18,6 +18,7 @@ class Tiers(Protocol):
 
     save_bytes_per_s: float | None
     load_bytes_per_s: float | None
+    num_clears: int
 
     def contains(self, key: bytes) -> bool: ...
 
@@ -163,9 +164,18 @@ class BlockTransfers:
         self._void.add(load_id)
 
     def save(self, blocks: Iterable[tuple[bytes, int]]) -> None:
-        """Writes computed blocks through, with the next step."""
-        if self.tiers is not None:
-            self._saves += [KVSave(key, block) for key, block in blocks]
+        """Writes computed blocks through, with the next step.
+
+        Only what can still be found: a step handed over early may have given a block to others, which it
+        writes before this one could be saved, or the cache was emptied while the block was computed.
+        """
+        if self.tiers is None:
+            return
+        num_clears = self.tiers.num_clears
+        cached = self.kv.pool.cached
+        self._saves += [
+            KVSave(key, block, False, num_clears) for key, block in blocks if cached(key) == block
+        ]
 
     def forget_saves(self, block_ids: set[int]) -> None:
         """Writes these blocks nowhere: they were not computed after all."""

@@ -16,9 +16,34 @@ from quire.engine.messages import (
     encoder,
     engine_message_decoder,
 )
-from quire.engine.supervisor import EngineAddress
+from quire.engine.supervisor import EngineAddress, EngineSupervisor
 from quire.errors import UnavailableError
 from quire.processes import open_verified_pidfd
+
+HELLO_TIMEOUT_S = 30.0
+CONNECT_ATTEMPTS = 3
+
+
+class EngineEndedError(UnavailableError):
+    """The engine ended before it answered."""
+
+
+def connect(context: zmq.Context[Any], supervisor: EngineSupervisor) -> tuple[EngineConnection, EngineInfo]:
+    """Registers this process with the supervisor's engine, which is started if there is none.
+
+    An engine whose last frontend has just left ends without a look at who comes: another one takes its place.
+
+    Raises:
+        QuireError: as of `EngineSupervisor.ensure` and `EngineConnection.hello`.
+    """
+    for attempts_left in reversed(range(CONNECT_ATTEMPTS)):
+        try:
+            connection = EngineConnection(context, supervisor.ensure())
+            return connection, connection.hello(HELLO_TIMEOUT_S)
+        except EngineEndedError:
+            if not attempts_left:
+                raise
+    raise AssertionError("unreachable")
 
 
 class EngineConnection:
@@ -38,15 +63,23 @@ class EngineConnection:
         pidfd = open_verified_pidfd(address.pid, address.start_time)
         if pidfd is None:
             self.socket.close(0)
-            raise UnavailableError("the engine ended before it could be reached")
+            raise EngineEndedError("the engine ended before it could be reached")
         self.pidfd = pidfd
 
     def hello(self, timeout_s: float) -> EngineInfo:
         """Registers this process with the engine.
 
         Raises:
-            UnavailableError: no answer in time, or the engine died; the connection is closed then.
+            EngineEndedError: the engine ended; the connection is closed then, as with any exception.
+            UnavailableError: no answer in time.
         """
+        try:
+            return self._hello(timeout_s)
+        except BaseException:
+            self.close(goodbye=False)
+            raise
+
+    def _hello(self, timeout_s: float) -> EngineInfo:
         self.send(Hello(os.getpid()))
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
@@ -55,7 +88,8 @@ class EngineConnection:
         for message in self.receive() if self.socket in events else ():
             if isinstance(message, EngineInfo):
                 return message
-        self.close(goodbye=False)
+        if self.pidfd in events:
+            raise EngineEndedError("the engine ended before it answered")
         raise UnavailableError("the engine did not answer")
 
     def send(self, message: FrontendMessage) -> None:

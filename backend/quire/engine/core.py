@@ -268,7 +268,13 @@ class EngineCore:
 
         On a device with graphs the decode steps of all sizes are recorded then.
         """
-        self.add_request("warm-up", [0], SamplingParams(max_tokens=2, ignore_eos=True), external_id="warm-up")
+        self.add_request(
+            "warm-up",
+            [0],
+            SamplingParams(max_tokens=2, ignore_eos=True),
+            external_id="warm-up",
+            scheduling=SchedulingParams(exempt=True),
+        )
         while self.has_work:
             for output in self.step():
                 if output.error is not None:

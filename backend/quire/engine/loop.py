@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from quire.cache_commands import Health
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore, error_output, make_executor
 from quire.engine.messages import (
@@ -58,6 +59,8 @@ from quire.multimodal import PromptEmbeds, check_spans
 from quire.outputs import EngineCoreOutput
 from quire.processes import open_verified_pidfd, start_time_of
 from quire.request import FinishReason
+from quire.sampling_params import SamplingParams
+from quire.scheduling_params import SchedulingParams
 from quire.validation import check_ranges
 
 logger = logging.getLogger("quire")
@@ -208,7 +211,10 @@ class EngineLoop:
                 self._trace_abort(request_ids, message.learned_at)
                 self._send(identity, CancelResult(message.token, len(request_ids)))
             case Control():
-                self._send(identity, ControlResult(message.token, self.core.control(message.command)))
+                answer = self.core.control(message.command)
+                if isinstance(message.command, Health) and not self.core.has_work:
+                    self._probe()
+                self._send(identity, ControlResult(message.token, answer))
             case Hello():
                 self._had_frontend = True
                 try:
@@ -221,6 +227,11 @@ class EngineLoop:
                 self._send(identity, self.info)
             case Goodbye():
                 self._forget_frontend(identity)
+
+    def _probe(self) -> None:
+        """Gives an idle engine a token to compute, which nobody gets: who asks again sees a step done."""
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        self.core.add_request("probe", [0], params, scheduling=SchedulingParams(exempt=True))
 
     def _trace_abort(self, request_ids: list[str], learned_at: float) -> None:
         if self.core.trace is not None:
@@ -345,6 +356,7 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
     if not sys.stdin.buffer.read(1):
         raise SystemExit("engine: whoever started it died, and nobody knows of it")
     directory = RuntimeDirectory(path)
+    directory.hold()
     pid = os.getpid()
     state = EngineState("starting", pid, start_time_of(pid) or 0, generation)
 

@@ -13,7 +13,6 @@ import math
 import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,24 +79,30 @@ class RuntimeDirectory:
 
     @classmethod
     @contextmanager
-    def locked(cls, path: Path, timeout_s: float = math.inf) -> Iterator[RuntimeDirectory]:
+    def locked(
+        cls, path: Path, timeout_s: float = math.inf, *, make: bool = True
+    ) -> Iterator[RuntimeDirectory]:
         """The directory, made if it is missing, while nobody else has it locked.
 
         Raises:
             TimeoutError: somebody else had it locked for so long.
+            FileNotFoundError: there is none, and none is to be made.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             # Not by itself, which takes a link to nowhere above it for what is there: we would try for ever.
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                path.mkdir(mode=0o700)
+            if make:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir(mode=0o700)
             with contextlib.ExitStack() as stack:
                 try:
                     directory = cls(path)
                     stack.callback(directory.close)
                     lock = directory._open("lock", os.O_RDWR | os.O_CREAT)
                 except FileNotFoundError:
+                    if not make:
+                        raise
                     continue  # removed by the one who had it locked, as it is below
                 stack.callback(os.close, lock)
                 _lock(lock, deadline)
@@ -157,8 +162,27 @@ class RuntimeDirectory:
         found = filter(None, map(_MARKER.fullmatch, os.listdir(self._fd)))  # noqa: PTH208 (of the open one)
         return any(start_time_of(int(pid)) == int(start) for pid, start in (one.groups() for one in found))
 
+    def hold(self) -> None:
+        """The engine works here until its process ends, however it does."""
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def is_in_use(self) -> bool:
+        """Whether there is an engine that holds it, or a frontend."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return self.has_frontends()
+
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        """To be called by the one who has it locked.
+
+        The lock goes last: who finds it gone begins anew, in a new directory or in the empty one.
+        """
+        with contextlib.suppress(OSError):
+            for name in sorted(os.listdir(self._fd), key="lock".__eq__):  # noqa: PTH208 (of the open one)
+                os.unlink(name, dir_fd=self._fd)
+            self.path.rmdir()
 
     def _open(self, name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600, dir_fd=self._fd)

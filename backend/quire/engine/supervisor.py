@@ -14,6 +14,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import select
 import shutil
 import signal
@@ -69,10 +70,9 @@ class EngineSupervisor:
         self.server_start_time = start_time_of(server_pid) or 0
         self.environment = dict(environment or {})
         values = {**config.to_mapping(), "environment": self.environment}
-        # A container's server has the pid of the one before it, whose files may still be there.
-        life = f"{self.server_start_time} {BOOT_ID.read_text('ascii').strip()}"
+        server = _server_name(server_pid, self.server_start_time)
         key = _digest(json.dumps(values, sort_keys=True))
-        self.directory = runtime_base() / f"quire-{os.getuid()}-{server_pid}-{_digest(life)[:8]}-{key}"
+        self.directory = runtime_base() / f"{server}-{key}"
         self._address: EngineAddress | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()
@@ -106,6 +106,7 @@ class EngineSupervisor:
     def _start(self, directory: RuntimeDirectory, generation: int) -> EngineState:
         """Starts an engine, which waits until it is known of: without us it ends."""
         self.reap()
+        sweep(self.directory.parent)
         directory.write("config.json", json.dumps(self.config.to_mapping()).encode())
         command = [engine_python(), str(RUN_MODULE), "quire.engine.loop"]
         command += ["--directory", str(self.directory), "--generation", str(generation)]
@@ -190,6 +191,41 @@ def runtime_base() -> Path:
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
             return own
     return Path(tempfile.gettempdir())
+
+
+def sweep(base: Path) -> None:
+    """Removes the directories of servers that are gone and could not: they were killed.
+
+    Those of other users are left alone, and those that anybody has locked or an engine works in, which is
+    known also of processes that are not seen from here (of another container with the same folder).
+    """
+    for path in base.glob(f"quire-{os.getuid()}-*"):
+        found = _NAME.fullmatch(path.name)
+        if found is None:
+            continue
+        pid = int(found["pid"])
+        if found["server"] == _server_name(pid, start_time_of(pid) or 0):
+            continue
+        with contextlib.suppress(OSError, ConfigError), RuntimeDirectory.locked(path, 0.0, make=False) as old:
+            if not old.is_in_use():
+                old.remove()
+
+
+_NAME = re.compile(r"(?P<server>quire-[0-9]{1,10}-(?P<pid>[0-9]{1,9})-[0-9a-f]{8})-[0-9a-f]{12}")
+
+
+def _server_name(pid: int, start_time: int) -> str:
+    """What the directories of a server's engines begin with. A container's server has the pid of the one
+    before it, whose files may still be there."""
+    return f"quire-{os.getuid()}-{pid}-{_digest(f'{start_time} {_boot_id()}')[:8]}"
+
+
+def _boot_id() -> str:
+    """Empty where the system does not say (some sandboxes)."""
+    try:
+        return BOOT_ID.read_text("ascii").strip()
+    except OSError:
+        return ""
 
 
 def _digest(text: str) -> str:

@@ -143,8 +143,10 @@ class KVTiers:
         """Of the latest saves, as the runner waits for them; None: nothing was saved yet."""
         self.load_bytes_per_s: float | None = None
         """Of the latest loads from the fastest tier, without their time in the queue; None: none yet."""
-        self._pinning = threading.Lock()
-        """Held while pinned blocks are saved or dropped."""
+        self.num_clears = 0
+        """How often everything was forgotten; stands in the plan of each save (`KVSave.num_clears`)."""
+        self._saving = threading.Lock()
+        """Held while blocks are saved, dropped or cleared."""
         self._dropped_early: dict[bytes, None] = {}
         """Keys that were dropped but not there, oldest first: lost, or their saves are still to come."""
         self._changed = threading.Condition()
@@ -155,7 +157,6 @@ class KVTiers:
         self._loading: set[int] = set()
         """Ids of the loads begun that `poll` has not reported."""
         self._is_working = False
-        self._num_clears = 0
         self._is_closing = False
         self._num_prefetched = self._num_failed_loads = 0
         self._thread = threading.Thread(target=self._run, name="quire-kv-transfer", daemon=True)
@@ -210,7 +211,7 @@ class KVTiers:
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Forgets blocks, pinned or not, in all tiers."""
-        with self._pinning:
+        with self._saving:
             if self._host is not None:
                 for key in itertools.filterfalse(self._host.contains, keys):
                     self._dropped_early[key] = None
@@ -220,9 +221,12 @@ class KVTiers:
                 tier.attempt(None, tier.store.drop, keys)
 
     def clear(self) -> int:
-        """Forgets all blocks but the pinned ones; returns how many, counted in each tier."""
-        with self._changed:
-            self._num_clears += 1
+        """Forgets all blocks but the pinned ones; returns how many, counted in each tier.
+
+        Also those of saves that are planned or under way, which is waited for.
+        """
+        with self._saving, self._changed:
+            self.num_clears += 1
             self._prefetches.clear()
             return sum(tier.attempt(0, tier.store.clear) for tier in self._tiers)
 
@@ -260,20 +264,24 @@ class KVTiers:
         data = self._save_buffer[: len(saves)]
         self._access.read([save.block_id for save in saves], data)
         pinned = [index for index, save in enumerate(saves) if save.pinned]
-        if pinned:
-            assert self._host is not None, "blocks are pinned without a host tier"
-            with self._pinning:
+        with self._saving:
+            if pinned:
+                assert self._host is not None, "blocks are pinned without a host tier"
                 still = [index for index in pinned if saves[index].key not in self._dropped_early]
                 self._host.save([saves[index].key for index in still], data[still], pinned=True)
                 for index in pinned:
                     self._dropped_early.pop(saves[index].key, None)
-        cached = [index for index, save in enumerate(saves) if not save.pinned]
-        if cached:
-            keys = [saves[index].key for index in cached]
-            rows = data[cached] if pinned else data
-            for tier in self._tiers:
-                if not tier.is_resting:
-                    tier.attempt(None, tier.store.save, keys, rows)
+            cached = [
+                index
+                for index, save in enumerate(saves)
+                if not save.pinned and save.num_clears == self.num_clears
+            ]
+            if cached:
+                keys = [saves[index].key for index in cached]
+                rows = data if len(cached) == len(saves) else data[cached]
+                for tier in self._tiers:
+                    if not tier.is_resting:
+                        tier.attempt(None, tier.store.save, keys, rows)
         self.save_bytes_per_s = self._save_rate.add(data.nbytes, time.perf_counter() - began)
 
     def start_load(self, load: KVLoad) -> None:
@@ -379,7 +387,7 @@ class KVTiers:
         Returns:
             How many, and from where; what came from a slower tier is then in the host tier too.
         """
-        num_clears = self._num_clears
+        num_clears = self.num_clears
         for tier in self._tiers:
             wanted = list(itertools.takewhile(tier.contains, keys))
             if not wanted:
@@ -390,7 +398,7 @@ class KVTiers:
                 continue
             if self._host is not None and tier.store is not self._host:
                 self._host.save(wanted[:count], self._load_buffer[:count])
-                if self._num_clears != num_clears:
+                if self.num_clears != num_clears:
                     self._host.drop(wanted[:count])
             return count, tier
         return 0, None

@@ -65,8 +65,7 @@ class TritonPythonModel:
     def _initialize(self, args: dict[str, str]) -> None:
         import zmq
 
-        from quire.engine.connection import EngineConnection
-        from quire.engine.messages import EngineInfo
+        from quire.engine.connection import connect
         from quire.engine.supervisor import EngineSupervisor
         from quire.loader.info import read_checkpoint_info
         from quire.sampling_params import defaults_from_generation_config
@@ -91,17 +90,10 @@ class TritonPythonModel:
             config, self._server_pid, environment=config_completion.visible_device(args)
         )
 
-        def connect(dead_generation: int) -> tuple[EngineConnection, EngineInfo]:
-            address = self._supervisor.ensure()
-            connection = EngineConnection(self._zmq, address)
-            try:
-                return connection, connection.hello(timeout_s=30.0)
-            except BaseException:
-                connection.close(goodbye=False)
-                raise
-
         hf = None if tokenizer is None else tokenizer.hf
-        self._responder = Responder(config.frontend, hf, connect, self._publish)
+        self._responder = Responder(
+            config.frontend, hf, lambda _: connect(self._zmq, self._supervisor), self._publish
+        )
         self._metrics = EngineMetrics.claim(pb_utils, args, self._supervisor.directory)
         self._parser = RequestParser(
             tokenizer,

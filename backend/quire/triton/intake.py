@@ -41,7 +41,9 @@ class Intake:
         self._num_bytes = 0
         self._short: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._long: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        lanes = [*[self._short] * SHORT_THREADS, self._long]
+        self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        """Cache commands have no text to wait for: a probe of health must not wait behind a thousand."""
+        lanes = [*[self._short] * SHORT_THREADS, self._long, self._commands]
         self._threads = [
             threading.Thread(target=self._run, args=(lane,), name=f"quire-intake-{i}", daemon=True)
             for i, lane in enumerate(lanes)
@@ -54,7 +56,7 @@ class Intake:
 
     def check_room(self) -> None:
         """Raises UnavailableError where too many requests wait for one more to be copied."""
-        if self._short.qsize() + self._long.qsize() >= self._max_requests:
+        if sum(lane.qsize() for lane in (self._short, self._long, self._commands)) >= self._max_requests:
             raise UnavailableError(f"the queue is full: {self._max_requests} requests wait to be parsed")
 
     def put(self, handle: RequestHandle, raw: RawRequest) -> None:
@@ -66,7 +68,8 @@ class Intake:
                     f"{raw.num_bytes} more exceed the limit of {self._max_bytes}"
                 )
             self._num_bytes += raw.num_bytes
-        (self._long if raw.num_bytes > LONG_BYTES else self._short).put((handle, raw))
+        lane = self._long if raw.num_bytes > LONG_BYTES else self._short
+        (self._commands if "cache_control" in raw.tensors else lane).put((handle, raw))
 
     def stop(self, timeout_s: float) -> None:
         """Ends the threads after what they have in hand; waits `timeout_s` for each."""

@@ -29,6 +29,7 @@ from quire.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
     parse_sampling_params,
+    with_lists_of_strings,
 )
 from quire.scheduling_params import (
     ALIASES,
@@ -202,7 +203,7 @@ class RequestParser:
                 continue
             values = array.reshape(-1).tolist()
             if array.dtype == np.object_:
-                raw.num_bytes += self._check_text(name, values, info)
+                raw.num_bytes += self._check_text(name, values)
             raw.tensors[name], raw.shapes[name] = values, array.shape
         return raw
 
@@ -220,18 +221,11 @@ class RequestParser:
             if array.size > most:
                 raise InvalidArgumentError(name, f"at most {most} elements are allowed, got {array.size}")
 
-    def _check_text(self, name: str, values: list[bytes], info: EngineInfo) -> int:
+    def _check_text(self, name: str, values: list[bytes]) -> int:
         """The bytes of a STRING tensor; refuses those that no request needs."""
         num_bytes = sum(map(len, values))
-        if name not in _PROMPT_NAMES:
-            _check_size(name, num_bytes, client_json.MAX_BYTES)
-            return num_bytes
-        _check_size(name, num_bytes, self.max_prompt_bytes)
-        if name == "text_input" and self.tokenizer is not None:
-            try:
-                self.tokenizer.check_length(name, num_bytes, info.max_model_len - 1)
-            except InputError as error:
-                raise InvalidArgumentError(error.field, f"{error.reason} (max_model_len)") from None
+        most = self.max_prompt_bytes if name in _PROMPT_NAMES else client_json.MAX_BYTES
+        _check_size(name, num_bytes, most)
         return num_bytes
 
     def parse(self, raw: RawRequest) -> ParsedRequest:
@@ -318,7 +312,8 @@ class RequestParser:
     def _sampling(
         self, typed: Mapping[str, Any], from_json: Mapping[str, Any], parameters: Mapping[str, Any]
     ) -> SamplingParams:
-        params = parse_sampling_params(typed, from_json, parameters, defaults=self.defaults)
+        stated = (typed, from_json, with_lists_of_strings(parameters))
+        params = parse_sampling_params(*stated, defaults=self.defaults)
         if (params.stop or params.bad_words) and self.tokenizer is None:
             field = "stop" if params.stop else "bad_words"
             raise InvalidArgumentError(field, "needs a tokenizer, and this checkpoint has none")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,15 @@ from quire_client.aio import AsyncClient, AsyncStream
 from quire_client.errors import NotFound, QuireClientError
 from quire_client.openai.errors import ClientGone, RequestError, describe, error_object, retry_after
 from quire_client.openai.images import ImageFetcher, ImagePolicy
-from quire_client.openai.intake import Hold, Intake, count_values, parse_json, read_body
+from quire_client.openai.intake import (
+    Hold,
+    Intake,
+    count_values,
+    parse_json,
+    read_body,
+    text_bytes,
+    write_json,
+)
 from quire_client.openai.replies import ReplyFormat
 from quire_client.openai.requests import HEADERS, TextRequest, parse_chat, parse_completion
 from quire_client.openai.stream import EventStream, Exchanges
@@ -138,10 +145,10 @@ class _Gateway:
         if parsed.source not in schema.inputs:
             field = "messages" if parsed.source == "messages" else "prompt"
             raise RequestError(f"{field}: the model {parsed.model!r} has no {parsed.source}", param=field)
-        messages = None
+        messages: Any = None
         if parsed.messages is not None:
             fetched = await self.fetcher.with_images(parsed.messages, hold)
-            messages = await hold.work(json.dumps, fetched, ensure_ascii=False)
+            messages = await hold.work(write_json, fetched)
         request = self.client._open(
             parsed.prompt,
             stream=parsed.stream,
@@ -183,7 +190,13 @@ async def _parsed(
 ) -> TextRequest:
     body = await read_body(request, hold)
     hold.take_values(await hold.work(count_values, body))
-    parsed = await hold.work(lambda: parse(parse_json(body)))
+
+    def read() -> tuple[TextRequest, int]:
+        value = parse_json(body)
+        return parse(value), text_bytes(value)
+
+    parsed, num_bytes = await hold.work(read)
+    hold.take_text(num_bytes)
     stated = {field: request.headers[name] for name, field in HEADERS.items() if name in request.headers}
     return dataclasses.replace(parsed, sampling={**stated, **parsed.sampling})
 

@@ -8,8 +8,11 @@ all requests pass through one event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -24,6 +27,8 @@ MAX_HELD_BYTES = 4 * MAX_BODY_BYTES
 """Bytes of all requests that were not yet passed on to the server, and of the values in their JSON."""
 BODY_TIMEOUT = 60.0
 """Seconds a body may take to arrive."""
+BODY_GRACE = 5.0
+"""Seconds after which a body that is still coming is ended where others need its room."""
 MAX_VALUES = 2**19
 """Values in the JSON of one body: a prompt of half a million token ids."""
 MAX_DEPTH = 64
@@ -40,10 +45,29 @@ T = TypeVar("T")
 
 
 class Intake:
-    """The account of all that is held."""
+    """The account of all that is held.
+
+    working: held by who works on much data: text in which one character needs it takes four bytes for each of
+        the others too, while it is parsed or written.
+    """
 
     def __init__(self) -> None:
         self.held = 0
+        self.working = asyncio.Lock()
+        self.coming: dict[Hold, tuple[float, Callable[[], object]]] = {}
+        """Bodies that have not arrived, the oldest first: when they began (CLOCK_MONOTONIC seconds), and what
+        ends them."""
+
+    def has_room(self, count: int, asking: Hold) -> bool:
+        """Whether `count` bytes more can be held; slow bodies of others are ended for it, so that those who
+        stall do not shut out the rest."""
+        for hold, (began, end) in list(self.coming.items()):
+            if self.held + count <= MAX_HELD_BYTES or time.monotonic() - began < BODY_GRACE:
+                break
+            if hold is not asking:
+                hold.close()
+                end()
+        return self.held + count <= MAX_HELD_BYTES
 
     def open(self) -> Hold:
         """One request's part of it, to be closed when the request has been passed on."""
@@ -81,8 +105,25 @@ class Hold:
             raise RequestError(f"the body has more than {MAX_VALUES} values")
         self._take(count * _VALUE_BYTES)
 
+    def take_text(self, num_bytes: int) -> None:
+        """Takes what the texts of a body have in memory beyond the bytes that came.
+
+        Raises:
+            RequestError: more than there is room for (503).
+        """
+        self._take(max(num_bytes - self._received, 0))
+
+    @contextlib.contextmanager
+    def coming(self, end: Callable[[], object]) -> Iterator[None]:
+        """While the body arrives. `end` is called when its room is given to others."""
+        self._intake.coming[self] = time.monotonic(), end
+        try:
+            yield
+        finally:
+            self._intake.coming.pop(self, None)
+
     def _take(self, count: int) -> None:
-        if self._intake.held + count > MAX_HELD_BYTES:
+        if not self._intake.has_room(count, self):
             raise RequestError(
                 "the gateway has no room for the request now", status=503, retry_after=RETRY_AFTER
             )
@@ -93,9 +134,11 @@ class Hold:
         """The result of a call that takes the longer, the larger the request is; the event loop goes on."""
         if self._received <= _INLINE_BYTES:
             return function(*args, **named)
-        return await asyncio.to_thread(function, *args, **named)
+        async with self._intake.working:
+            return await asyncio.to_thread(function, *args, **named)
 
     def close(self) -> None:
+        self._intake.coming.pop(self, None)
         self._intake.held -= self._held
         self._held = 0
 
@@ -125,15 +168,44 @@ async def read_body(request: Request, hold: Hold) -> bytes:
             body += piece
         return bytes(body)
 
+    reading = asyncio.ensure_future(read())
+    ended: list[bool] = []
     try:
-        return await asyncio.wait_for(read(), BODY_TIMEOUT)
+        with hold.coming(lambda: ended.append(reading.cancel())):
+            return await asyncio.wait_for(reading, BODY_TIMEOUT)
     except (asyncio.TimeoutError, TimeoutError):
         raise RequestError(f"the body did not come within {BODY_TIMEOUT:g} s", status=408) from None
+    except asyncio.CancelledError:
+        if not ended:
+            raise
+        raise RequestError(
+            f"the body did not come within {BODY_GRACE:g} s, and others needed its room", status=408
+        ) from None
 
 
 def count_values(body: bytes) -> int:
     """At most so many values are in a JSON text; commas and brackets in strings count too."""
     return 1 + body.count(b",") + body.count(b"[") + body.count(b"{")
+
+
+def text_bytes(value: Any) -> int:
+    """What the texts in a value of JSON take in memory, beside what each value takes."""
+    total, nodes = 0, [value]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, str):
+            total += max(sys.getsizeof(node) - _VALUE_BYTES, 0)
+        elif isinstance(node, dict):
+            nodes += [*node, *node.values()]
+        elif isinstance(node, list):
+            nodes += node
+    return total
+
+
+def write_json(value: Any) -> bytes:
+    """JSON text in UTF-8; never in one string, all of which would be as wide as its widest character."""
+    pieces = json.JSONEncoder(ensure_ascii=False).iterencode(value)
+    return b"".join(piece.encode("utf-8", "surrogatepass") for piece in pieces)
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

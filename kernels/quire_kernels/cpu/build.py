@@ -77,7 +77,7 @@ def library_name(isa: str) -> str:
 def load(isa: str) -> ctypes.CDLL:
     """The shared library for an instruction set, compiled if it is not there yet, or damaged.
 
-    Where it cannot be kept, or cannot be loaded from where it is kept, it is compiled for this process alone.
+    Where it cannot be kept, or what is kept cannot be loaded, it is compiled for this process alone.
 
     Raises:
         BuildError: no compiler, or it failed.
@@ -87,15 +87,33 @@ def load(isa: str) -> ctypes.CDLL:
     with locked(path.with_suffix(".lock")):
         if kept(path) is not None:
             try:
-                return ctypes.CDLL(str(path))
+                return _open(path)
             except OSError as error:
                 logger.warning("%s is whole but cannot be loaded: %s", path, error)
         made = _compile(_compiler(), _flags(isa), path.name)
         try:
             keep(path, made.read_bytes())
-            return ctypes.CDLL(str(made))
+            return _open(made)
         finally:
             made.unlink()  # what is loaded stays
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """The library; from a copy in memory where nothing may be executed (mounted noexec).
+
+    Raises:
+        OSError: it cannot be loaded from either.
+    """
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        if not os.statvfs(path).f_flag & os.ST_NOEXEC:
+            raise
+    # Never closed: the loader takes a name that it has seen for the library that it loaded by it.
+    fd = os.memfd_create(path.name)
+    with open(fd, "wb", closefd=False) as copy:
+        copy.write(path.read_bytes())
+    return ctypes.CDLL(f"/proc/self/fd/{fd}")
 
 
 def _compiler() -> str:

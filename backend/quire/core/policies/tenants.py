@@ -34,6 +34,9 @@ class TenantLimits:
         return (self.tokens_per_minute, self.max_running, self.max_waiting) != (None, None, None)
 
 
+UNLIMITED = TenantLimits()
+
+
 class _Account:
     """What one tenant uses. `tokens` is what the bucket held at `time`; below 0: debt."""
 
@@ -71,7 +74,7 @@ class Tenants:
 
     def __init__(self, spec_json: str) -> None:
         self._named = _parse(spec_json)
-        self._default = self._named.pop(DEFAULT_TENANT, TenantLimits())
+        self._default = self._named.pop(DEFAULT_TENANT, UNLIMITED)
         self._accounts: dict[str, _Account] = {}  # of named tenants, and of those with requests here
         self._idle: OrderedDict[str, _Account] = OrderedDict()  # of the other ones, latest used last
 
@@ -103,7 +106,7 @@ class Tenants:
                 more is charged until then.
         """
         tenant = request.scheduling.tenant
-        limits = self.limits(tenant)
+        limits = self._limits_of(request)
         if limits.tokens_per_minute is not None:
             tokens = self.tokens_left(tenant, now)
             if tokens < 1.0:
@@ -122,7 +125,7 @@ class Tenants:
 
     def may_run(self, request: Request) -> bool:
         """Whether the tenant may have one more request running."""
-        limits = self.limits(request.scheduling.tenant)
+        limits = self._limits_of(request)
         if limits.max_running is None:
             return True
         return self._find(request.scheduling.tenant, limits).num_running < limits.max_running
@@ -151,7 +154,7 @@ class Tenants:
     def on_tokens(self, request: Request, num_tokens: int, now: float) -> None:
         """Charges tokens; also for a request that has just left."""
         tenant = request.scheduling.tenant
-        limits = self.limits(tenant)
+        limits = self._limits_of(request)
         if limits.tokens_per_minute is None:
             return
         account = self._find(tenant, limits)
@@ -161,6 +164,9 @@ class Tenants:
             self._accounts[tenant] = account
         elif tenant not in self._accounts:
             self._keep_idle(tenant, account, now)
+
+    def _limits_of(self, request: Request) -> TenantLimits:
+        return UNLIMITED if request.scheduling.exempt else self.limits(request.scheduling.tenant)
 
     @staticmethod
     def _refilled(account: _Account, tokens_per_minute: int, now: float) -> float:
@@ -173,7 +179,7 @@ class Tenants:
 
     def _count(self, request: Request, running: int, waiting: int) -> None:
         tenant = request.scheduling.tenant
-        limits = self.limits(tenant)
+        limits = self._limits_of(request)
         if not limits.needs_account:
             return
         account = self._find(tenant, limits)
