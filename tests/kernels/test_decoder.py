@@ -61,12 +61,9 @@ class Batch:
         group_layers = max(len(layers) for _, layers in model.kv_groups)
         self.kv_cache = KVCache(
             sum(blocks) * len(model.kv_groups),
+            model.kv_spec(kv_cache_dtype),
             group_layers,
-            config.num_kv_heads,
-            config.head_dim,
             BLOCK_SIZE,
-            config.dtype,
-            kv_cache_dtype,
             torch.device("cpu"),
         )
         self.metas = [

@@ -17,6 +17,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.cache_commands import Inspect, Reset
 from quire.errors import ConfigError, InvalidArgumentError, UnavailableError
+from quire.models.kv_spec import AttentionKV
 from quire.outputs import RequestOutput
 from tests.fixtures.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, make_throughput_checkpoint
 from tests.fixtures.runner_of import runner_of
@@ -271,9 +272,12 @@ def test_generation_config_eos_list_and_defaults(tmp_path: Path) -> None:
 
 _GROWTH = """
 import sys, psutil, torch
+from quire.models.kv_spec import AttentionKV
 from quire.worker.kv_cache import KVCache
 before = psutil.Process().memory_info().rss
-cache = KVCache(int(sys.argv[1]), 2, 2, 16, 16, torch.float32, sys.argv[2], torch.device("cpu"))
+cache = KVCache(
+    int(sys.argv[1]), AttentionKV(2, 16, torch.float32, sys.argv[2]), 2, 16, torch.device("cpu")
+)
 print(psutil.Process().memory_info().rss - before)
 """
 
@@ -282,16 +286,14 @@ print(psutil.Process().memory_info().rss - before)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_the_pool_is_as_large_as_it_says(kv_cache_dtype: str, checkpoints: dict[str, Path]) -> None:
     """Capacity times block size equals the growth of the process's memory, within 2 %."""
-    from quire.worker.kv_cache import block_bytes
-
     llm = engine(
         checkpoints["llama"], num_blocks=None, kv_cache_memory="64MiB", kv_cache_dtype=kv_cache_dtype
     )
     runner = runner_of(llm.core)
     assert runner.num_blocks == 64 * 2**20 // runner.block_bytes
-    assert runner.num_blocks * runner.block_bytes == runner.kv_cache_bytes
+    assert runner.num_blocks * runner.block_bytes == runner.info.kv_cache_bytes
     size = 256 * 2**20
-    num_blocks = size // block_bytes(2, 2, 16, 16, torch.float32, kv_cache_dtype)
+    num_blocks = size // (2 * AttentionKV(2, 16, torch.float32, kv_cache_dtype).layer_bytes(16))
     # In a process of its own: this one may hold freed memory that an allocation takes without growing it.
     command = [sys.executable, "-c", _GROWTH, str(num_blocks), kv_cache_dtype]
     growth = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -14,10 +14,12 @@ import torch
 from quire import LLM, SamplingParams
 from quire.config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.errors import ConfigError
-from quire.worker.kv_cache import KVCache, block_bytes, num_blocks_for
+from quire.models.kv_spec import AttentionKV
+from quire.worker.kv_cache import KVCache, num_blocks_for
 from quire.worker.model_runner import ModelRunner
 from quire_kernels import ops
 from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.quantized_kv import data_of
 from tests.fixtures.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.fixtures.drive import Driver
 from tests.fixtures.perplexity import DEMO, demo_answers, own_texts, perplexity
@@ -34,9 +36,8 @@ every_device = pytest.mark.parametrize("device", devices())
 
 def make_cache(kv_cache_dtype: str, dtype: torch.dtype, device: str, num_blocks: int = 9) -> KVCache:
     """A small cache whose unwritten slots are NaN."""
-    cache = KVCache(
-        num_blocks, LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE, dtype, kv_cache_dtype, torch.device(device)
-    )
+    spec = AttentionKV(HEADS, HEAD_DIM, dtype, kv_cache_dtype)
+    cache = KVCache(num_blocks, spec, LAYERS, BLOCK_SIZE, torch.device(device))
     cache.blocks.fill_(POISON)
     return cache
 
@@ -97,7 +98,7 @@ def test_copies_read_all_sources_first(kv_cache_dtype: str, dtype: torch.dtype, 
 
 def test_blocks_of_odd_size_are_copied_too() -> None:
     """A block of one token and one head is no multiple of eight bytes."""
-    cache = KVCache(4, 1, 1, 16, 1, torch.float32, "int8", torch.device("cpu"))
+    cache = KVCache(4, AttentionKV(1, 16, torch.float32, "int8"), 1, 1, torch.device("cpu"))
     assert cache.block_bytes == 2 * (16 + 2) and cache.block_bytes % 8
     cache.blocks.copy_(torch.arange(4).unsqueeze(1))
     cache.copy_blocks([(1, 3), (3, 0)])
@@ -109,7 +110,7 @@ def test_blocks_of_odd_size_are_copied_too() -> None:
 @every_kind
 def test_the_pool_is_blocks_and_nothing_else(kv_cache_dtype: str, dtype: torch.dtype) -> None:
     cache = make_cache(kv_cache_dtype, dtype, "cpu")
-    size = block_bytes(LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE, dtype, kv_cache_dtype)
+    size = LAYERS * AttentionKV(HEADS, HEAD_DIM, dtype, kv_cache_dtype).layer_bytes(BLOCK_SIZE)
     assert cache.block_bytes == size and cache.nbytes == 9 * size
     number = {"auto": dtype.itemsize * HEAD_DIM}.get(kv_cache_dtype, HEAD_DIM + 2)
     assert size == 2 * LAYERS * HEADS * BLOCK_SIZE * number
@@ -205,4 +206,5 @@ def test_the_engine_generates_alike_in_chunks_in_batches_and_from_the_prefix_cac
     for llm in (whole, chunked, whole):
         assert [output.token_ids for output in llm.generate(prompts, params)] == alone
     runner = runner_of(whole.core)
-    assert runner.kv_cache.dtype == {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[kv_cache_dtype]
+    stored = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[kv_cache_dtype]
+    assert data_of(runner.kv_cache.layer(0)).dtype == stored

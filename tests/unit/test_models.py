@@ -24,6 +24,7 @@ from quire.loader.info import read_hf_config
 from quire.models.hf_config import HFConfig
 from quire.models.registry import model_class
 from quire_kernels import registry
+from quire_kernels.quantized_kv import data_of
 from tests.fixtures.checkpoints import FAMILIES, GEMMA_FAMILIES, make_checkpoint, randomize
 from tests.fixtures.drive import Driver, hf_greedy, hf_logits, hf_model
 
@@ -97,7 +98,7 @@ def test_half_precision_is_as_close_to_float32_as_stated(family: str, dtype: str
         return float((logits - exact).square().mean().sqrt() / exact.std())
 
     driver = Driver.load(path)
-    assert driver.model.config.dtype == getattr(torch, dtype) == driver.kv_cache.dtype
+    assert driver.model.config.dtype == getattr(torch, dtype) == data_of(driver.kv_cache.layer(0)).dtype
     ours = error(driver.logits(ids))
     # Rounding errors of layers add up like the steps of a random walk.
     assert 0 < ours < HALF_TOLERANCE[dtype] * (driver.model.config.num_layers / 2) ** 0.5

@@ -16,7 +16,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.config import DecoderConfig
 from quire.models.hf_config import HFConfig
-from quire.worker.kv_cache import KVCache
+from quire.models.kv_spec import AttentionKV, KVLayers, KVSpec
 from quire_kernels import ops
 from quire_kernels.cpu.decoder import DecoderLayerWeights, NativeDecoder, can_fuse
 from quire_kernels.metadata import AttentionMetadata
@@ -110,7 +110,7 @@ class DecoderModel(nn.Module):
             for position, layer in enumerate(layers)
         }
         self._native: NativeDecoder | None = None
-        self._kv_layers: tuple[KVCache, list[KVLayer]] | None = None
+        self._kv_layers: tuple[KVLayers, list[KVLayer]] | None = None
         size, dtype = config.hidden_size, config.dtype
         self.embedding = Embedding(
             config.vocab_size, size, dtype=dtype, device=device, scale=config.embedding_scale
@@ -134,11 +134,20 @@ class DecoderModel(nn.Module):
         """The family's reading of config.json; raises CheckpointError."""
         return DecoderConfig.from_hf(hf, dtype)
 
+    def kv_spec(self, kv_cache_dtype: str) -> KVSpec:
+        """What each layer keeps of a token.
+
+        Args:
+            kv_cache_dtype: see `CacheConfig`.
+        """
+        config = self.config
+        return AttentionKV(config.num_kv_heads, config.head_dim, config.dtype, kv_cache_dtype)
+
     def forward(
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_cache: KVCache,
+        kv_cache: KVLayers,
         metas: Sequence[AttentionMetadata],
         embeds: tuple[torch.Tensor, torch.Tensor] | None = None,
         rows: torch.Tensor | None = None,
@@ -171,7 +180,7 @@ class DecoderModel(nn.Module):
         self,
         x: torch.Tensor,
         positions: torch.Tensor,
-        kv_cache: KVCache,
+        kv_cache: KVLayers,
         metas: Sequence[AttentionMetadata],
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -197,7 +206,7 @@ class DecoderModel(nn.Module):
         """Whether all layers are one call."""
         return self._native is not None
 
-    def _layers_of(self, kv_cache: KVCache) -> list[KVLayer]:
+    def _layers_of(self, kv_cache: KVLayers) -> list[KVLayer]:
         """Each layer's view of the pool, the same list each time."""
         if self._kv_layers is None or self._kv_layers[0] is not kv_cache:
             places = (self._places[index] for index in range(len(self.layers)))

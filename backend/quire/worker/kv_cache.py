@@ -1,9 +1,8 @@
 """KVCache: the memory of the paged KV cache, and how large it gets.
 
-One allocation of `num_blocks` pieces. A block holds keys and values, and when quantised their scales, of
-`block_size` tokens in all layers of one KV group, so that moving it (swap, transfer, copy on write) is a
-single copy. Inside, the order is layer, keys before values, head; a quantised head's scales lie right behind
-its data.
+One allocation of `num_blocks` pieces. A block holds what all layers of one KV group keep of `block_size`
+tokens, one layer after the other, so that moving it (swap, transfer, copy on write) is a single copy. What
+lies inside is said by the model's KV spec.
 """
 
 from __future__ import annotations
@@ -16,30 +15,12 @@ import torch
 
 from quire.config import CacheConfig, SchedulerConfig
 from quire.errors import ConfigError
+from quire.models.kv_spec import KVSpec
 from quire_kernels import ops
 from quire_kernels.cuda.copy import copy_batch
 from quire_kernels.host_memory import aligned_bytes, shared_bytes
 from quire_kernels.machine import available_memory
-from quire_kernels.quantized_kv import KVLayer, QuantizedKV, piece_bytes
-
-QUANTIZED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""By `kv_cache_dtype`."""
-
-
-def block_bytes(
-    layers_per_group: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: torch.dtype,
-    kv_cache_dtype: str,
-) -> int:
-    """Bytes of one block: keys, values and scales of `block_size` tokens in the layers of one group."""
-    if kv_cache_dtype in QUANTIZED_DTYPES:
-        head = piece_bytes(block_size, head_dim)
-    else:
-        head = block_size * head_dim * dtype.itemsize
-    return 2 * layers_per_group * num_kv_heads * head
+from quire_kernels.quantized_kv import KVLayer
 
 
 def num_blocks_for(
@@ -108,12 +89,9 @@ class KVCache:
 
     Args:
         num_blocks: blocks in the pool.
-        layers_per_group: layers whose keys and values a block holds.
-        num_kv_heads: of one layer.
-        head_dim: of one head.
+        spec: what a layer keeps of a token.
+        layers_per_group: layers that a block has room for.
         block_size: tokens per block.
-        dtype: the computation's type, and the cache's if that is "auto".
-        kv_cache_dtype: see `CacheConfig`.
         device: where it lies.
         has_scratch: whether there is a block more, `scratch_block`, which the scheduler does not know of.
         is_shared: whether other processes map it (host memory alone), by `fd`.
@@ -125,12 +103,9 @@ class KVCache:
     def __init__(
         self,
         num_blocks: int,
+        spec: KVSpec,
         layers_per_group: int,
-        num_kv_heads: int,
-        head_dim: int,
         block_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str,
         device: torch.device,
         has_scratch: bool = False,
         is_shared: bool = False,
@@ -140,11 +115,7 @@ class KVCache:
         num_blocks += has_scratch
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.dtype = QUANTIZED_DTYPES.get(kv_cache_dtype, dtype)
-        """Of the keys and values in memory."""
-        self.block_bytes = block_bytes(
-            layers_per_group, num_kv_heads, head_dim, block_size, dtype, kv_cache_dtype
-        )
+        self.block_bytes = layers_per_group * spec.layer_bytes(block_size)
         size = num_blocks * self.block_bytes
         self.fd: int | None = None
         try:
@@ -160,12 +131,8 @@ class KVCache:
             raise ConfigError(
                 f"the KV cache of {size / 2**20:.0f} MiB cannot be allocated: {error}"
             ) from None
-        heads = self.blocks.view(num_blocks, layers_per_group, 2, num_kv_heads, -1)
-        self._layers: list[KVLayer]
-        if kv_cache_dtype in QUANTIZED_DTYPES:
-            self._layers = [QuantizedKV.from_pieces(p, self.dtype, block_size) for p in heads.unbind(1)]
-        else:
-            self._layers = list(heads.view(dtype).unflatten(-1, (block_size, head_dim)).unbind(1))
+        by_layer = self.blocks.view(num_blocks, layers_per_group, -1)
+        self._layers = [spec.view(memory, block_size) for memory in by_layer.unbind(1)]
         # Copying eight bytes at a time is several times as fast; blocks of 8 tokens and more can be.
         self._words = self.blocks.view(torch.int64) if self.block_bytes % 8 == 0 else self.blocks
 

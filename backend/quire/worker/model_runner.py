@@ -17,6 +17,7 @@ from quire.kv_groups import blocks_per_sequence, layers_per_group
 from quire.kv_tiers import needs_fingerprint
 from quire.loader import load_model
 from quire.models.config import DecoderConfig
+from quire.models.kv_spec import QUANTIZED_DTYPES
 from quire.outputs import (
     NOTHING,
     ModelRunnerOutput,
@@ -35,7 +36,7 @@ from quire.worker.graph_runner import (
     token_sizes,
 )
 from quire.worker.input_batch import CachedRequest, InputBatch, StepInputs
-from quire.worker.kv_cache import QUANTIZED_DTYPES, KVCache, block_bytes, num_blocks_for
+from quire.worker.kv_cache import KVCache, num_blocks_for
 from quire.worker.kv_identity import kv_identity
 from quire.worker.sampler import Draw, Sampler, SamplerOutput
 from quire.worker.timeline import Timeline
@@ -105,14 +106,8 @@ class ModelRunner:
         cache = config.cache
         self.kv_groups = self.model.kv_groups
         block_layers = layers_per_group(self.kv_groups)
-        self.block_bytes = block_bytes(
-            block_layers,
-            shape.num_kv_heads,
-            shape.head_dim,
-            cache.block_size,
-            self.dtype,
-            cache.kv_cache_dtype,
-        )
+        spec = self.model.kv_spec(cache.kv_cache_dtype)
+        self.block_bytes = block_layers * spec.layer_bytes(cache.block_size)
         self.num_blocks = num_blocks_for(
             cache,
             config.scheduler,
@@ -128,12 +123,9 @@ class ModelRunner:
         )
         self.kv_cache = KVCache(
             self.num_blocks,
+            spec,
             block_layers,
-            shape.num_kv_heads,
-            shape.head_dim,
             cache.block_size,
-            self.dtype,
-            cache.kv_cache_dtype,
             self.device,
             has_scratch=graph_backend is not None,
             is_shared=shares_blocks,
