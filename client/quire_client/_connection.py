@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from tritonclient.grpc import service_pb2
 
 from quire_client.errors import (
     DeadlineExceeded,
@@ -132,16 +131,8 @@ def gives_error_codes(metadata: Any) -> bool:
     return match is not None and (int(match[1]), int(match[2])) >= ERROR_CODES_SINCE
 
 
-def config_request(model: str) -> Any:
-    return service_pb2.ModelConfigRequest(name=model)
-
-
-def metadata_request(model: str) -> Any:
-    return service_pb2.ModelMetadataRequest(name=model)
-
-
 def model_info(entry: Any, ready: bool, schema: ModelSchema | None) -> ModelInfo:
-    """From an entry of the repository index."""
+    """The model that an entry of the repository index names."""
     return ModelInfo(
         entry.name,
         entry.version,

@@ -92,8 +92,9 @@ class ModelSchema:
         return "cancel" in self.inputs
 
 
-def schema_from_config(config: Any) -> ModelSchema:
-    """From a `ModelConfig` message."""
+def schema_from_config(response: Any) -> ModelSchema:
+    """The schema that a `ModelConfigResponse` states."""
+    config = response.config
     steps = tuple(step.model_name for step in config.ensemble_scheduling.step)
     inputs = {i.name: TensorInfo(_datatype(i.data_type), tuple(i.dims)) for i in config.input}
     kind = "ensemble" if steps or config.platform == "ensemble" else config.backend
@@ -103,7 +104,7 @@ def schema_from_config(config: Any) -> ModelSchema:
 
 
 def schema_from_metadata(metadata: Any) -> ModelSchema:
-    """From a `ModelMetadataResponse`: tensors, but neither the members of an ensemble nor its policy."""
+    """The schema that a `ModelMetadataResponse` states: tensors, but no members of an ensemble, no policy."""
     is_ensemble = metadata.platform == "ensemble"
     return ModelSchema(
         metadata.name,
@@ -115,7 +116,7 @@ def schema_from_metadata(metadata: Any) -> ModelSchema:
 
 
 def assumed_schema(name: str) -> ModelSchema:
-    """For a server that tells nothing about the model: Quire's own tensors."""
+    """The schema of a model that the server tells nothing about: Quire's own tensors."""
     if name == CHAT_MODEL:
         return ModelSchema(name, KNOWN_INPUTS, None, "ensemble", steps=(GENERATOR_MODEL,))
     commands = {"cancel": TensorInfo("BOOL"), "cache_control": TensorInfo("BYTES")}

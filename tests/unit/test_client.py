@@ -38,6 +38,7 @@ from quire_client import (
 )
 from quire_client import _connection as conn
 from quire_client import cli as cli_module
+from quire_client._io import run_blocking
 from quire_client.errors import error_from_text
 from quire_client.protocol import KNOWN_INPUTS, ModelSchema, Prompt, assumed_schema, build_request
 from tests.unit.fake_kserve import FakeKServe, read_inputs
@@ -440,15 +441,15 @@ def test_request_an_ensemble_has_not_passed_on_yet_is_cancelled_late(
     stream = client.stream("silent")
     assert server.started.wait(WAIT)
     server.accept_cancel = False
-    original = client._send_cancel
+    original = client._async._send_cancel
     answers: list[bool] = []
 
-    def send_cancel(model: ModelSchema, request_id: str, tenant: str) -> bool:
-        answers.append(original(model, request_id, tenant))
+    async def send_cancel(model: ModelSchema, request_id: str, tenant: str) -> bool:
+        answers.append(await original(model, request_id, tenant))
         server.accept_cancel = True
         return answers[-1]
 
-    client._send_cancel = send_cancel  # type: ignore[method-assign]
+    client._async._send_cancel = send_cancel  # type: ignore[method-assign]
     stream.cancel()
     assert answers == [False, True]
     assert server.ended.wait(WAIT)
@@ -528,7 +529,7 @@ def test_restricted_protocol_is_told_apart_from_a_busy_server() -> None:
         Client(server.url) as client,
         pytest.raises(PermissionDenied, match="restricted"),
     ):
-        client._control("ModelConfig", service_pb2.ModelConfigRequest(name="chat"))
+        run_blocking(client._async._control("ModelConfig", service_pb2.ModelConfigRequest(name="chat")))
 
 
 # --- asyncio ---
@@ -822,7 +823,8 @@ def test_interrupted_read_is_not_taken_up_again(server: FakeKServe, client: Clie
     stream = client.stream("silent")
     assert server.started.wait(WAIT)
     server.running[stream.request_id] = threading.Event()  # acknowledged, but the stream does not end
-    stream._call = InterruptedCall(stream._call)
+    call: Any = stream._async._call
+    call._call = InterruptedCall(call._call)
     with pytest.raises(KeyboardInterrupt):
         next(stream)
     assert server.cancelled_ids == [stream.request_id]
