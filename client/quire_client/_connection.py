@@ -1,4 +1,4 @@
-"""What the sync and the asyncio client have in common: settings of the connection and of cancelling."""
+"""Settings of a connection, the deadline of a request, and the times that cancelling may take."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 
 @dataclass(frozen=True)
 class Settings:
-    """Where and how to call; times in seconds."""
+    """Address of a server and how to call it; times in seconds."""
 
     url: str = DEFAULT_URL
     timeout: float | None = None

@@ -66,9 +66,8 @@ class AsyncioCall(_Call):
         # The read is a task of its own: grpc cancels a call together with the task that waits for it, and
         # then the request could not be ended by its id first. A read that nobody waits for is taken up by the
         # next `receive`, since a call has one read at a time.
-        if self._receiving is None:
-            self._receiving = asyncio.ensure_future(self._call.read())
-        receiving = self._receiving
+        receiving = self._receiving or asyncio.ensure_future(self._call.read())
+        self._receiving = receiving
         try:
             response = await asyncio.shield(receiving)
         except asyncio.CancelledError:

@@ -73,6 +73,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         **sampling: Any,
     ) -> None:
         self._client = client
+        self._io = client._io
         self._prompt = Prompt(prompt, messages, input_ids, images)
         self.request_id = request_id or conn.new_request_id()
         self.model = model or self._prompt.default_model
@@ -90,7 +91,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._pending: list[Chunk] = []
         self._final = False
         self._over = False
-        self._reading = client._io.lock()
+        self._reading = self._io.lock()
         # Taken for good by the first `cancel`, of whichever thread.
         self._cancelling = threading.Lock()
         self.started_at = 0.0
@@ -103,12 +104,12 @@ class AsyncStream(AsyncIterator[Chunk]):
         """
         if self._call is not None or self._over:
             return
+        prompt, arguments = self._prompt, self._arguments
         deadline = conn.Deadline(self._timeout)
         schema = await self._client._schema(self.model, deadline)
         await self._client._learn_server(deadline)
-        prompt, arguments = self._prompt, {**self._arguments, "timeout": deadline.remaining()}
-        build = functools.partial(build_request, schema, prompt, **arguments)
-        request = await self._client._io.compute(build) if prompt.is_large else build()
+        build = functools.partial(build_request, schema, prompt, timeout=deadline.remaining(), **arguments)
+        request = await self._io.compute(build) if prompt.is_large else build()
         if self._call is not None or self._over:
             return  # started or cancelled meanwhile
         # The answer may take long, and needs none of it.
@@ -122,7 +123,7 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     async def __anext__(self) -> Chunk:
         try:
-            await self._client._io.acquire(self._reading)
+            await self._io.acquire(self._reading)
             try:
                 if self._call is None:
                     await self.start()
@@ -142,7 +143,7 @@ class AsyncStream(AsyncIterator[Chunk]):
             raise
         except BaseException:
             # The cancellation of this task must not stop that of the request.
-            await self._client._io.finish(self.cancel())
+            await self._io.finish(self.cancel())
             raise
 
     async def _read(self) -> None:
@@ -188,7 +189,7 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     def _cancel_in_background(self) -> None:
         """Has the server told of a call that is gone already; `AsyncClient.close` waits for it."""
-        self._client._io.spawn(self._cancel_by_id(late=True))
+        self._io.spawn(self._cancel_by_id(late=True))
 
     async def _cancel_by_id(self, *, late: bool = False) -> bool:
         assert self._schema is not None
@@ -224,7 +225,7 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     async def _drain(self, seconds: float) -> bool:
         """Reads the call to its end, once nobody else reads it; True: the end came in time."""
-        if not await self._client._io.acquire(self._reading, seconds):
+        if not await self._io.acquire(self._reading, seconds):
             return False
         try:
             return self._over or await self._read_to_end(seconds)
@@ -249,7 +250,7 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     def __del__(self) -> None:
         call = getattr(self, "_call", None)
-        if call is None or self.done or not self._client._io.is_alive:
+        if call is None or self.done or not self._io.is_alive:
             return
         # No waiting in a destructor.
         call.cancel()
@@ -322,7 +323,7 @@ class AsyncClient:
     async def cache_unpin(
         self, session: str | None = None, *, tenant: str = "", **arguments: Any
     ) -> dict[str, Any]:
-        """Lets go what a session (None: everybody) has pinned. Arguments as of `cache_control`."""
+        """Unpins what a session (None: everybody) has pinned. Arguments as of `cache_control`."""
         return await self.cache_control(unpin_command(session, tenant), **arguments)
 
     async def cancel(self, request_id: str, *, model: str = "chat", tenant: str = "") -> bool:
@@ -389,7 +390,7 @@ class AsyncClient:
         raise conn.timeout_error(deadline.timeout, error)
 
     async def _learn_server(self, deadline: conn.Deadline) -> None:
-        """Once: whether streams of this server may ask for error codes."""
+        """Finds out, once, whether streams of this server may ask for error codes."""
         if self._error_codes is not None:
             return
         try:

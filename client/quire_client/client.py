@@ -32,16 +32,13 @@ class _Blocking(Generic[A]):
 
     _async: A
 
-    def close(self) -> None:
-        raise NotImplementedError
-
     def __enter__(self: B) -> B:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        run_blocking(self._async.__aexit__(kind, value, trace))
 
 
 def _blocking(

@@ -1,4 +1,4 @@
-"""What goes over the wire: model schemas, requests and responses. No I/O; both clients share it.
+"""Messages on the wire: model schemas, requests and responses. No I/O.
 
 The client asks a model for its configuration once and then sends what that model declares: a sampling
 keyword becomes a typed tensor where the model has an input of that name and the value fits it, and an entry
@@ -30,7 +30,7 @@ VISION_MODEL = "vision_chat"
 GENERATOR_MODEL = "generator"
 """The decoupled model that generates: the default for token ids."""
 LARGE_PROMPT = 2**16
-"""Characters or token ids."""
+"""Number of characters or token ids beyond which a prompt takes long to build."""
 JSON_INPUT = "sampling_parameters"
 FINAL_PARAMETER = "triton_final_response"
 
@@ -238,7 +238,7 @@ def build_cancel(schema: ModelSchema, request_id: str, tenant: str) -> Any:
 
 
 def unpin_command(session: str | None, tenant: str) -> dict[str, Any]:
-    """The cache command that lets go one session's blocks, or (None) all that are pinned."""
+    """The cache command that unpins one session's blocks, or (None) all that are pinned."""
     if session is None:
         return {"command": "unpin", "all": True}
     return {"command": "unpin", "session": session, **({"tenant": tenant} if tenant else {})}
