@@ -24,6 +24,8 @@ B = TypeVar("B", bound="_Blocking[Any]")
 
 
 class _Calls(AsyncClient):
+    """A client whose coroutines block, each to be run by `run_blocking`."""
+
     _io_type = BlockingIO
 
 
