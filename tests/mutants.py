@@ -822,8 +822,8 @@ _CLIENT = (
     Mutant(
         "a stream that is left is not cancelled",
         "client/quire_client/client.py",
-        "    ) -> None:\n        self.close()\n\n    def __del__",
-        "    ) -> None:\n        self._over.set()\n\n    def __del__",
+        "run_blocking(self._async.__aexit__(kind, value, trace))",
+        "pass",
         ("tests/unit/test_client.py::test_leaving_a_stream_cancels_on_the_server",),
     ),
     Mutant(

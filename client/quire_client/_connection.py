@@ -1,4 +1,4 @@
-"""What the sync and the asyncio client have in common: settings of the connection and of cancelling."""
+"""Settings of a connection, the deadline of a request, and the times that cancelling may take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from tritonclient.grpc import service_pb2
 
 from quire_client.errors import (
     DeadlineExceeded,
@@ -44,7 +43,7 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 
 @dataclass(frozen=True)
 class Settings:
-    """Where and how to call; times in seconds."""
+    """Address of a server and how to call it; times in seconds."""
 
     url: str = DEFAULT_URL
     timeout: float | None = None
@@ -132,16 +131,8 @@ def gives_error_codes(metadata: Any) -> bool:
     return match is not None and (int(match[1]), int(match[2])) >= ERROR_CODES_SINCE
 
 
-def config_request(model: str) -> Any:
-    return service_pb2.ModelConfigRequest(name=model)
-
-
-def metadata_request(model: str) -> Any:
-    return service_pb2.ModelMetadataRequest(name=model)
-
-
 def model_info(entry: Any, ready: bool, schema: ModelSchema | None) -> ModelInfo:
-    """From an entry of the repository index."""
+    """The model that an entry of the repository index names."""
     return ModelInfo(
         entry.name,
         entry.version,

@@ -1,10 +1,14 @@
-"""`AsyncClient`: the same calls for asyncio; one channel carries thousands of concurrent streams."""
+"""`AsyncClient`: calls and streams for asyncio; one channel carries thousands of concurrent streams.
+
+What a client does is written here alone: `Client` runs these coroutines over I/O that blocks. So whatever is
+awaited here is a coroutine of this module or of the client's `IO`.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -12,10 +16,10 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2
 
 from quire_client import _connection as conn
-from quire_client.client import NO_FINAL
+from quire_client._io import AsyncioCall, AsyncioIO, BlockingCall, BlockingIO
 from quire_client.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -51,22 +55,45 @@ class AsyncStream(AsyncIterator[Chunk]):
     A plain `break` without `async with` cancels too, when the stream is collected.
     """
 
-    def __init__(self, client: AsyncClient, prompt: Prompt, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        prompt: str | bytes | None,
+        /,
+        *,
+        stream: bool,
+        messages: Sequence[Message] | Mapping[str, Any] | str | None = None,
+        input_ids: Sequence[int] | None = None,
+        images: Sequence[bytes | str | os.PathLike[str]] = (),
+        model: str | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        parameters: Mapping[str, Any] | None = None,
+        outputs: Iterable[str] | None = None,
+        **sampling: Any,
+    ) -> None:
         self._client = client
-        self._prompt = prompt
-        self.request_id: str = arguments.pop("request_id") or conn.new_request_id()
-        self.model: str = arguments.pop("model") or prompt.default_model
-        self._timeout: float | None = arguments.pop("timeout")
-        self._tenant = tenant_of(arguments["sampling"], arguments["parameters"])
-        self._arguments = arguments
+        self._io = client._io
+        self._prompt = Prompt(prompt, messages, input_ids, images)
+        self.request_id = request_id or conn.new_request_id()
+        self.model = model or self._prompt.default_model
+        self._timeout = client._settings.timeout if timeout is None else timeout
+        self._tenant = tenant_of(sampling, parameters)
+        self._arguments: dict[str, Any] = {
+            "request_id": self.request_id,
+            "stream": stream,
+            "sampling": sampling,
+            "parameters": parameters,
+            "outputs": outputs,
+        }
         self._schema: ModelSchema | None = None
-        self._call: Any = None
-        self._receiving: asyncio.Future[Any] | None = None
+        self._call: AsyncioCall | BlockingCall | None = None
         self._pending: list[Chunk] = []
         self._final = False
-        self._over = asyncio.Event()
-        self._reading = asyncio.Lock()
-        self._cancelled = False
+        self._over = False
+        self._reading = self._io.lock()
+        # Taken for good by the first `cancel`, of whichever thread.
+        self._cancelling = threading.Lock()
         self.started_at = 0.0
 
     async def start(self) -> None:
@@ -75,146 +102,103 @@ class AsyncStream(AsyncIterator[Chunk]):
         Raises:
             QuireClientError: unknown model, no connection.
         """
-        if self._call is not None or self._over.is_set():
+        if self._call is not None or self._over:
             return
+        prompt, arguments = self._prompt, self._arguments
         deadline = conn.Deadline(self._timeout)
         schema = await self._client._schema(self.model, deadline)
         await self._client._learn_server(deadline)
-        build = functools.partial(
-            build_request,
-            schema,
-            self._prompt,
-            request_id=self.request_id,
-            timeout=deadline.remaining(),
-            **self._arguments,
-        )
-        # In a thread where it would hold up the other streams of this loop.
-        request = await asyncio.to_thread(build) if self._prompt.is_large else build()
+        build = functools.partial(build_request, schema, prompt, timeout=deadline.remaining(), **arguments)
+        request = await self._io.compute(build) if prompt.is_large else build()
+        if self._call is not None or self._over:
+            return  # started or cancelled meanwhile
         # The answer may take long, and needs none of it.
         self._prompt, self._arguments = Prompt(), {}
-        del build
-        if self._over.is_set():
-            return  # cancelled meanwhile
         self._schema = schema
         self.started_at = time.perf_counter()
-        self._call = self._client._stub.ModelStreamInfer(
-            iter([request]),
-            timeout=deadline.remaining(),
-            metadata=self._client._settings.metadata(error_codes=bool(self._client._error_codes)),
-        )
+        self._call = self._client._send(request, deadline.remaining())
 
     def __aiter__(self) -> AsyncStream:
         return self
 
     async def __anext__(self) -> Chunk:
         try:
-            async with self._reading:
-                await self.start()
-                while not self._pending:
-                    if self._over.is_set():
-                        break
+            await self._io.acquire(self._reading)
+            try:
+                if self._call is None:
+                    await self.start()
+                while not self._pending and not self._over:
                     if self._final:
                         await self._read_to_end(conn.DRAIN_TIMEOUT)
                     else:
                         await self._read()
-                if self._cancelled:
+                if self._cancelling.locked():
                     raise Cancelled("the request was cancelled by this client", request_id=self.request_id)
                 if self._pending:
                     return self._pending.pop(0)
                 raise StopAsyncIteration
+            finally:
+                self._reading.release()
         except (QuireClientError, StopAsyncIteration):
             raise
         except BaseException:
             # The cancellation of this task must not stop that of the request.
-            await asyncio.shield(self._client._spawn(self.cancel()))
+            await self._io.finish(self.cancel())
             raise
 
     async def _read(self) -> None:
         """Takes one response off the call; `_reading` is held."""
+        assert self._call is not None and self._schema is not None
         try:
-            response = await self._receive()
+            response = await self._call.receive()
         except grpc.RpcError as error:
-            self._over.set()
-            if not self._cancelled:
-                raise self._failed(error_from_rpc(error, url=self._client._settings.url)) from None
-            return
-        if response is grpc.aio.EOF:
-            self._over.set()
-            if not self._cancelled:
-                raise ProtocolError(NO_FINAL, request_id=self.request_id)
-            return
-        if response.error_message:
-            await self._read_to_end(conn.DRAIN_TIMEOUT)
-            if not self._cancelled:
-                raise self._failed(error_from_text(response.error_message))
-            return
-        chunks, final = parse_response(response.infer_response, time.perf_counter())
-        self._pending.extend(chunks)
-        if final or (final is None and self._schema is not None and self._schema.decoupled is False):
-            self._final = True
-
-    async def _receive(self) -> Any:
-        """The next response or EOF; an AioRpcError for any other end.
-
-        The read is a task of its own: grpc cancels a call together with the task that waits for it, and then
-        the request could not be ended by its id first. A read that nobody waits for is taken up by the next
-        call, since a call has one read at a time.
-        """
-        if self._receiving is None:
-            self._receiving = asyncio.ensure_future(self._call.read())
-        receiving = self._receiving
-        try:
-            return await asyncio.shield(receiving)
-        except asyncio.CancelledError:
-            if not receiving.cancelled():
-                raise  # this task is cancelled, not the call
-            # grpc.aio also raises CancelledError where the server ended the call with that status.
-            raise grpc.aio.AioRpcError(
-                grpc.StatusCode.CANCELLED,
-                await self._call.initial_metadata(),
-                await self._call.trailing_metadata(),
-                details=await self._call.details(),
-            ) from None
-        finally:
-            if receiving.done():
-                self._receiving = None
+            self._over = True
+            failure = error_from_rpc(error, url=self._client._settings.url)
+        else:
+            if response is None:
+                self._over = True
+                failure = ProtocolError("the stream ended without a final response")
+            elif response.error_message:
+                await self._read_to_end(conn.DRAIN_TIMEOUT)
+                failure = error_from_text(response.error_message)
+            else:
+                chunks, final = parse_response(response.infer_response, time.perf_counter())
+                self._pending.extend(chunks)
+                self._final = bool(final) or (final is None and self._schema.decoupled is False)
+                return
+        if not self._cancelling.locked():
+            raise self._failed(failure)
 
     async def _read_to_end(self, seconds: float) -> bool:
         """Takes the status, so that the call ends cleanly on the server too; True: it came in time."""
-
-        async def read() -> None:
-            try:
-                while await self._receive() is not grpc.aio.EOF:
-                    pass
-            except grpc.RpcError:
-                pass  # the answer is complete or not wanted, however the transport ends
-
-        try:
-            await asyncio.wait_for(read(), seconds)
-        except (TimeoutError, asyncio.TimeoutError):
-            self._call.cancel()
-            return False
-        finally:
-            self._over.set()
-        return True
+        assert self._call is not None
+        ended = await self._call.exhaust(seconds)
+        self._over = True
+        return ended
 
     def _failed(self, error: QuireClientError) -> QuireClientError:
         assert self._schema is not None
         error.request_id = self.request_id
         if isinstance(error, DeadlineExceeded):
             # The call is gone. Triton tells a model about that, but not the members of an ensemble.
-            self._client._spawn(
-                self._client._cancel_by_id(self._schema, self.request_id, self._tenant, late=True)
-            )
+            self._cancel_in_background()
         elif isinstance(error, InvalidArgument | NotFound):
             # The model may have been replaced by one with other tensors.
             self._client._schemas.pop(self.model, None)
         return conn.timeout_error(self._timeout, error)
 
+    def _cancel_in_background(self) -> None:
+        """Has the server told of a call that is gone already; `AsyncClient.close` waits for it."""
+        self._io.spawn(self._cancel_by_id(late=True))
+
+    async def _cancel_by_id(self, *, late: bool = False) -> bool:
+        assert self._schema is not None
+        return await self._client._cancel_by_id(self._schema, self.request_id, self._tenant, late=late)
+
     @property
     def done(self) -> bool:
         """True when nothing more will come from the server."""
-        return self._final or self._over.is_set()
+        return self._final or self._over
 
     async def cancel(self) -> None:
         """Ends the request on the server; returns when the server knows (bounded by about 3 seconds).
@@ -222,35 +206,31 @@ class AsyncStream(AsyncIterator[Chunk]):
         First by request id, which also reaches a generator inside an ensemble and lets the stream end by its
         own final response; then by cancelling the call. Does nothing when the request is over.
         """
-        if self._over.is_set() or self._cancelled:
+        if self._over:
             return
         if self._final:
-            if not self._reading.locked():
-                async with self._reading:
-                    await self._read_to_end(conn.DRAIN_TIMEOUT)
+            await self._drain(conn.DRAIN_TIMEOUT)
             return
-        self._cancelled = True
-        if self._call is None or self._schema is None:
-            self._over.set()
+        if not self._cancelling.acquire(blocking=False):
             return
-        told = await self._client._cancel_by_id(self._schema, self.request_id, self._tenant)
-        seconds = conn.DRAIN_TIMEOUT if told else conn.LATE_CANCEL_DELAYS[0]
-        ended = await self._drain(seconds)
+        if self._call is None:
+            self._over = True
+            return
+        told = await self._cancel_by_id()
+        ended = await self._drain(conn.DRAIN_TIMEOUT if told else conn.LATE_CANCEL_DELAYS[0])
+        self._over = True
         self._call.cancel()
-        self._over.set()
         if not told and not ended:
-            await self._client._cancel_by_id(self._schema, self.request_id, self._tenant, late=True)
+            await self._cancel_by_id(late=True)
 
     async def _drain(self, seconds: float) -> bool:
-        """Waits for the end of the call, reading what is left unless another task does; True: it came."""
-        if not self._reading.locked():
-            async with self._reading:
-                return await self._read_to_end(seconds)
-        try:
-            await asyncio.wait_for(self._over.wait(), seconds)
-        except (TimeoutError, asyncio.TimeoutError):
+        """Reads the call to its end, once nobody else reads it; True: the end came in time."""
+        if not await self._io.acquire(self._reading, seconds):
             return False
-        return True
+        try:
+            return self._over or await self._read_to_end(seconds)
+        finally:
+            self._reading.release()
 
     aclose = cancel
 
@@ -269,20 +249,18 @@ class AsyncStream(AsyncIterator[Chunk]):
         await self.aclose()
 
     def __del__(self) -> None:
-        if getattr(self, "_call", None) is None or self._schema is None or self.done or self._cancelled:
+        call = getattr(self, "_call", None)
+        if call is None or self.done or not self._io.is_alive:
             return
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:  # the loop is gone, and the channel with it
-            return
-        self._call.cancel()
-        self._client._spawn(
-            self._client._cancel_by_id(self._schema, self.request_id, self._tenant, late=True)
-        )
+        # No waiting in a destructor.
+        call.cancel()
+        self._cancel_in_background()
 
 
 class AsyncClient:
     """Asyncio client of a Quire (or any KServe) server; arguments as of `Client`. Lives in one event loop."""
+
+    _io_type: type[AsyncioIO] | type[BlockingIO] = AsyncioIO
 
     def __init__(
         self,
@@ -298,13 +276,8 @@ class AsyncClient:
             url, timeout, dict(headers or {}), credentials, tuple(channel_options), error_codes
         )
         self._error_codes = error_codes
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(url, options=self._settings.options)
-        else:
-            self._channel = grpc.aio.secure_channel(url, credentials, options=self._settings.options)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._io = self._io_type(self._settings)
         self._schemas: dict[str, ModelSchema] = {}
-        self._background: set[asyncio.Task[Any]] = set()
 
     async def generate(self, prompt: str | bytes | None = None, **arguments: Any) -> Result:
         """The whole answer in one response; arguments as of `stream`."""
@@ -323,31 +296,8 @@ class AsyncClient:
         """
         return self._open(prompt, stream=True, **arguments)
 
-    def _open(
-        self,
-        prompt: str | bytes | None,
-        *,
-        stream: bool,
-        messages: Sequence[Message] | Mapping[str, Any] | str | None = None,
-        input_ids: Sequence[int] | None = None,
-        images: Sequence[bytes | str | os.PathLike[str]] = (),
-        model: str | None = None,
-        request_id: str | None = None,
-        timeout: float | None = None,
-        parameters: Mapping[str, Any] | None = None,
-        outputs: Iterable[str] | None = None,
-        **sampling: Any,
-    ) -> AsyncStream:
-        arguments = {
-            "model": model,
-            "request_id": request_id,
-            "timeout": self._settings.timeout if timeout is None else timeout,
-            "stream": stream,
-            "sampling": sampling,
-            "parameters": parameters,
-            "outputs": outputs,
-        }
-        return AsyncStream(self, Prompt(prompt, messages, input_ids, images), arguments)
+    def _open(self, prompt: str | bytes | None, **arguments: Any) -> AsyncStream:
+        return AsyncStream(self, prompt, **arguments)
 
     async def cache_control(
         self, command: Mapping[str, Any], *, model: str = GENERATOR_MODEL, timeout: float | None = None
@@ -373,7 +323,7 @@ class AsyncClient:
     async def cache_unpin(
         self, session: str | None = None, *, tenant: str = "", **arguments: Any
     ) -> dict[str, Any]:
-        """Lets go what a session (None: everybody) has pinned. Arguments as of `cache_control`."""
+        """Unpins what a session (None: everybody) has pinned. Arguments as of `cache_control`."""
         return await self.cache_control(unpin_command(session, tenant), **arguments)
 
     async def cancel(self, request_id: str, *, model: str = "chat", tenant: str = "") -> bool:
@@ -408,16 +358,14 @@ class AsyncClient:
     async def server_ready(self, *, timeout: float = 5.0) -> bool:
         """True when a server answers and says it is ready; False also when there is none."""
         try:
-            answer = await self._control("ServerReady", service_pb2.ServerReadyRequest(), timeout)
+            request = service_pb2.ServerReadyRequest()
+            return bool((await self._control("ServerReady", request, conn.Deadline(timeout))).ready)
         except QuireClientError:
             return False
-        return bool(answer.ready)
 
     async def close(self) -> None:
-        """Waits for cancellations under way, then closes the channel."""
-        while self._background:
-            await asyncio.gather(*self._background, return_exceptions=True)
-        await self._channel.close()
+        """Waits for cancellations under way, then closes the channel; running streams end `Cancelled`."""
+        await self._io.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -427,34 +375,29 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _spawn(self, work: Any) -> asyncio.Task[Any]:
-        """Runs a coroutine that must outlive its caller; `close` waits for it."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
+    def _send(self, request: Any, timeout: float | None) -> AsyncioCall | BlockingCall:
+        metadata = self._settings.metadata(error_codes=bool(self._error_codes))
+        return self._io.stream(request, timeout=timeout, metadata=metadata)
 
-    async def _control(self, method: str, request: Any, timeout: float | None = conn.CONTROL_TIMEOUT) -> Any:
+    async def _control(self, method: str, request: Any, deadline: conn.Deadline | None = None) -> Any:
+        deadline = deadline or conn.Deadline(conn.CONTROL_TIMEOUT)
+        left = deadline.remaining()
+        timeout = conn.CONTROL_TIMEOUT if left is None else left
         try:
-            call = getattr(self._stub, method)
-            return await call(request, timeout=timeout, metadata=self._settings.metadata())
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, url=self._settings.url) from None
+            return await self._io.ask(method, request, timeout=timeout, metadata=self._settings.metadata())
+        except grpc.RpcError as rpc:
+            error = error_from_rpc(rpc, url=self._settings.url)
+        raise conn.timeout_error(deadline.timeout, error)
 
     async def _learn_server(self, deadline: conn.Deadline) -> None:
-        """Once: whether streams of this server may ask for error codes."""
+        """Finds out, once, whether streams of this server may ask for error codes."""
         if self._error_codes is not None:
             return
-        left = deadline.remaining()
         try:
-            answer = await self._control(
-                "ServerMetadata",
-                service_pb2.ServerMetadataRequest(),
-                conn.CONTROL_TIMEOUT if left is None else left,
-            )
+            answer = await self._control("ServerMetadata", service_pb2.ServerMetadataRequest(), deadline)
         except QuireClientError as error:
             if not conn.is_restricted(error):
-                raise conn.timeout_error(deadline.timeout, error) from None
+                raise
             self._error_codes = False
         else:
             self._error_codes = conn.gives_error_codes(answer)
@@ -467,23 +410,15 @@ class AsyncClient:
         return schema
 
     async def _fetch_schema(self, model: str, deadline: conn.Deadline) -> ModelSchema:
-        async def ask(method: str, request: Any) -> Any:
-            left = deadline.remaining()
+        for method, request, schema_from in (
+            ("ModelConfig", service_pb2.ModelConfigRequest(name=model), schema_from_config),
+            ("ModelMetadata", service_pb2.ModelMetadataRequest(name=model), schema_from_metadata),
+        ):
             try:
-                return await self._control(method, request, conn.CONTROL_TIMEOUT if left is None else left)
+                return schema_from(await self._control(method, request, deadline))
             except QuireClientError as error:
-                raise conn.timeout_error(deadline.timeout, error) from None
-
-        try:
-            return schema_from_config((await ask("ModelConfig", conn.config_request(model))).config)
-        except QuireClientError as error:
-            if not conn.is_restricted(error):
-                raise
-        try:
-            return schema_from_metadata(await ask("ModelMetadata", conn.metadata_request(model)))
-        except QuireClientError as error:
-            if not conn.is_restricted(error):
-                raise
+                if not conn.is_restricted(error):
+                    raise
         return assumed_schema(model)
 
     async def _cancel_model(self, schema: ModelSchema) -> ModelSchema | None:
@@ -514,25 +449,21 @@ class AsyncClient:
                 return True
             if late and schema.steps:
                 for delay in conn.LATE_CANCEL_DELAYS:
-                    await asyncio.sleep(delay)
+                    await self._io.sleep(delay)
                     if await self._send_cancel(model, request_id, tenant):
                         return True
-        except QuireClientError:
-            pass  # best effort: the call is cancelled in any case
+        except (QuireClientError, ValueError, grpc.aio.UsageError):
+            pass  # Best effort: the call is cancelled in any case (the last two: the channel is closed).
         return False
 
     async def _send_cancel(self, model: ModelSchema, request_id: str, tenant: str) -> bool:
-        call = self._stub.ModelStreamInfer(
-            iter([build_cancel(model, request_id, tenant)]),
-            timeout=conn.CANCEL_TIMEOUT,
-            metadata=self._settings.metadata(error_codes=bool(self._error_codes)),
-        )
+        call = self._send(build_cancel(model, request_id, tenant), conn.CANCEL_TIMEOUT)
+        known = True
         try:
-            async for response in call:
-                if response.error_message:
-                    return False
-            return True
+            while (response := await call.receive()) is not None:
+                known = known and not response.error_message
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT):
                 return False
             raise error_from_rpc(error, url=self._settings.url, request_id=request_id) from None
+        return known

@@ -149,7 +149,7 @@ def _cache_command(name: str, help_text: str, ask: Callable[..., dict[str, Any]]
 
 _cache_command("reset", "Forget all cached prefixes; running requests go on.", Client.cache_reset)
 _cache_command("inspect", "Sizes, hit counters, pins, sessions, tiers.", Client.cache_inspect)
-_unpin = _cache_command("unpin", "Let go what SESSION has pinned; default: all pins.", Client.cache_unpin)
+_unpin = _cache_command("unpin", "Unpin what SESSION has pinned; default: all.", Client.cache_unpin)
 _unpin.params += [click.Option(["--session"]), click.Option(["--tenant"], default="")]
 
 

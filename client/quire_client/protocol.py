@@ -1,4 +1,4 @@
-"""What goes over the wire: model schemas, requests and responses. No I/O; both clients share it.
+"""Messages on the wire: model schemas, requests and responses. No I/O.
 
 The client asks a model for its configuration once and then sends what that model declares: a sampling
 keyword becomes a typed tensor where the model has an input of that name and the value fits it, and an entry
@@ -30,7 +30,7 @@ VISION_MODEL = "vision_chat"
 GENERATOR_MODEL = "generator"
 """The decoupled model that generates: the default for token ids."""
 LARGE_PROMPT = 2**16
-"""Characters or token ids."""
+"""Number of characters or token ids beyond which a prompt takes long to build."""
 JSON_INPUT = "sampling_parameters"
 FINAL_PARAMETER = "triton_final_response"
 
@@ -92,8 +92,9 @@ class ModelSchema:
         return "cancel" in self.inputs
 
 
-def schema_from_config(config: Any) -> ModelSchema:
-    """From a `ModelConfig` message."""
+def schema_from_config(response: Any) -> ModelSchema:
+    """The schema that a `ModelConfigResponse` states."""
+    config = response.config
     steps = tuple(step.model_name for step in config.ensemble_scheduling.step)
     inputs = {i.name: TensorInfo(_datatype(i.data_type), tuple(i.dims)) for i in config.input}
     kind = "ensemble" if steps or config.platform == "ensemble" else config.backend
@@ -103,7 +104,7 @@ def schema_from_config(config: Any) -> ModelSchema:
 
 
 def schema_from_metadata(metadata: Any) -> ModelSchema:
-    """From a `ModelMetadataResponse`: tensors, but neither the members of an ensemble nor its policy."""
+    """The schema that a `ModelMetadataResponse` states: tensors, but no members of an ensemble, no policy."""
     is_ensemble = metadata.platform == "ensemble"
     return ModelSchema(
         metadata.name,
@@ -115,7 +116,7 @@ def schema_from_metadata(metadata: Any) -> ModelSchema:
 
 
 def assumed_schema(name: str) -> ModelSchema:
-    """For a server that tells nothing about the model: Quire's own tensors."""
+    """The schema of a model that the server tells nothing about: Quire's own tensors."""
     if name == CHAT_MODEL:
         return ModelSchema(name, KNOWN_INPUTS, None, "ensemble", steps=(GENERATOR_MODEL,))
     commands = {"cancel": TensorInfo("BOOL"), "cache_control": TensorInfo("BYTES")}
@@ -237,7 +238,7 @@ def build_cancel(schema: ModelSchema, request_id: str, tenant: str) -> Any:
 
 
 def unpin_command(session: str | None, tenant: str) -> dict[str, Any]:
-    """The cache command that lets go one session's blocks, or (None) all that are pinned."""
+    """The cache command that unpins one session's blocks, or (None) all that are pinned."""
     if session is None:
         return {"command": "unpin", "all": True}
     return {"command": "unpin", "session": session, **({"tenant": tenant} if tenant else {})}

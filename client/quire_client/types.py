@@ -1,4 +1,4 @@
-"""What the client returns: chunks of a stream, the result of a whole request, models of a server."""
+"""Values that the client returns: chunks of a stream, results of whole requests, models of a server."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Timing:
     """Times of one request as the client saw them, in seconds from sending it."""
 
     ttft: float | None
-    """Until the first token (or text) came; None when the answer was empty."""
+    """Time until the first token (or text) came; None when the answer was empty."""
     total: float
     num_tokens: int
     """Output tokens of all choices; 0 when the model does not tell."""
@@ -85,7 +85,7 @@ class Result:
     timing: Timing
     num_input_tokens: int | None = None
     num_cached_tokens: int | None = None
-    """Of these, tokens that the server's KV cache had."""
+    """Input tokens that the server's KV cache had."""
 
     @property
     def text(self) -> str:
@@ -135,7 +135,7 @@ class Collector:
         self.chunks.append(chunk)
 
     def timing(self) -> Timing:
-        """Until the last chunk; the transport's own end after it is not the answer's time."""
+        """Times up to the last chunk; the transport's own end after it is not the answer's time."""
         end = self.chunks[-1].received_at if self.chunks else time.perf_counter()
         first = next((c.received_at for c in self.chunks if c.text or c.num_tokens), None)
         ttft = None if first is None else first - self.started_at

@@ -93,7 +93,7 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.requests: list[Any] = []
         self.running: dict[str, threading.Event] = {}
         self.tenants: dict[str, str] = {}
-        """Of running requests that state one, by id; only a cancel request that states the same ends them."""
+        """Tenant of each running request that states one, by id; a cancel request has to state the same."""
         self.cancelled_ids: list[str] = []
         self.started = threading.Event()
         """An endless request has its first token under way."""

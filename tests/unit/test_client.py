@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import inspect
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from tritonclient.grpc import service_pb2
 
 from quire_client import (
     AsyncClient,
+    AsyncStream,
     Cancelled,
     Client,
     ConnectError,
@@ -34,10 +36,12 @@ from quire_client import (
     ProtocolError,
     QuireClientError,
     ServerError,
+    Stream,
     Unavailable,
 )
 from quire_client import _connection as conn
 from quire_client import cli as cli_module
+from quire_client._io import BlockingIO, run_blocking
 from quire_client.errors import error_from_text
 from quire_client.protocol import KNOWN_INPUTS, ModelSchema, Prompt, assumed_schema, build_request
 from tests.unit.fake_kserve import FakeKServe, read_inputs
@@ -440,15 +444,15 @@ def test_request_an_ensemble_has_not_passed_on_yet_is_cancelled_late(
     stream = client.stream("silent")
     assert server.started.wait(WAIT)
     server.accept_cancel = False
-    original = client._send_cancel
+    original = client._async._send_cancel
     answers: list[bool] = []
 
-    def send_cancel(model: ModelSchema, request_id: str, tenant: str) -> bool:
-        answers.append(original(model, request_id, tenant))
+    async def send_cancel(model: ModelSchema, request_id: str, tenant: str) -> bool:
+        answers.append(await original(model, request_id, tenant))
         server.accept_cancel = True
         return answers[-1]
 
-    client._send_cancel = send_cancel  # type: ignore[method-assign]
+    client._async._send_cancel = send_cancel  # type: ignore[method-assign]
     stream.cancel()
     assert answers == [False, True]
     assert server.ended.wait(WAIT)
@@ -528,10 +532,65 @@ def test_restricted_protocol_is_told_apart_from_a_busy_server() -> None:
         Client(server.url) as client,
         pytest.raises(PermissionDenied, match="restricted"),
     ):
-        client._control("ModelConfig", service_pb2.ModelConfigRequest(name="chat"))
+        run_blocking(client._async._control("ModelConfig", service_pb2.ModelConfigRequest(name="chat")))
 
 
 # --- asyncio ---
+
+
+def test_blocking_calls_are_those_of_asyncio() -> None:
+    """The blocking client is made of the asynchronous one, and a new call of that may be forgotten here."""
+    pairs: list[tuple[Any, Any]] = [(Client, AsyncClient), (Stream, AsyncStream)]
+    for blocking, asynchronous in pairs:
+        calls = {
+            n: c for n, c in vars(asynchronous).items() if inspect.iscoroutinefunction(c) and n[0] != "_"
+        }
+        assert set(calls) - set(vars(blocking)) <= {"start", "aclose"}, "those that only asyncio needs"
+        for name in set(calls) & set(vars(blocking)):
+            call = getattr(blocking, name)
+            assert inspect.signature(call) == inspect.signature(calls[name])
+            assert call.__doc__ and not inspect.iscoroutinefunction(call)
+
+
+def test_blocking_client_works_where_an_event_loop_runs(server: FakeKServe) -> None:
+    async def main() -> list[str]:
+        with Client(server.url) as client, client.stream("tokens 2") as stream:
+            return [client.generate("tokens 1").text, *(chunk.text for chunk in stream)]
+
+    assert asyncio.run(main()) == ["t0 ", "t0 ", "t1 "]
+
+
+def test_two_tasks_that_start_a_stream_send_one_request(server: FakeKServe) -> None:
+    """Both asked for the model's configuration, and then each made a call; the first one was lost."""
+
+    async def main() -> None:
+        async with AsyncClient(server.url) as client:
+            stream = client.stream("tokens 2")
+            _, chunk = await asyncio.gather(stream.start(), anext(stream))
+            assert [chunk.text] + [c.text async for c in stream] == ["t0 ", "t1 "]
+
+    asyncio.run(main())
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_cancel_after_the_client_is_closed_does_nothing(server: FakeKServe, kind: str) -> None:
+    """grpc.aio refuses calls on a closed channel with an error of its own, which came out of `cancel`."""
+
+    async def main() -> None:
+        async with AsyncClient(server.url) as client:
+            stream = client.stream("endless")
+            await anext(stream)
+        await stream.cancel()
+
+    if kind == "async":
+        asyncio.run(main())
+    else:
+        with Client(server.url) as client:
+            stream = client.stream("endless")
+            next(stream)
+        stream.cancel()
+    assert server.cancelled_ids == []
 
 
 def test_async_streams_run_together(server: FakeKServe) -> None:
@@ -822,10 +881,31 @@ def test_interrupted_read_is_not_taken_up_again(server: FakeKServe, client: Clie
     stream = client.stream("silent")
     assert server.started.wait(WAIT)
     server.running[stream.request_id] = threading.Event()  # acknowledged, but the stream does not end
-    stream._call = InterruptedCall(stream._call)
+    call: Any = stream._async._call
+    call._call = InterruptedCall(call._call)
     with pytest.raises(KeyboardInterrupt):
         next(stream)
     assert server.cancelled_ids == [stream.request_id]
+
+
+def test_an_interrupt_that_leaves_the_lock_taken_blocks_nobody(
+    server: FakeKServe, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may strike when a stream has taken its lock and is not yet where it would give it back."""
+    stream = client.stream("silent")
+    assert server.started.wait(WAIT)
+
+    async def acquire(io: BlockingIO, lock: Any, seconds: float = -1) -> bool:
+        monkeypatch.undo()
+        assert await io.acquire(lock, seconds)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BlockingIO, "acquire", acquire)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert server.cancelled_ids == [stream.request_id]
+    with pytest.raises(Cancelled):
+        next(stream)
 
 
 def test_time_of_a_cancel_is_bounded(server: FakeKServe, client: Client) -> None:

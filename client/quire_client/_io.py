@@ -1,0 +1,262 @@
+"""I/O of the clients: the same coroutines run over `AsyncioIO`, which awaits, and `BlockingIO`, which blocks.
+
+A coroutine over `BlockingIO` never waits for an event loop: it ends within its first step (`run_blocking`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from types import ModuleType
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from tritonclient.grpc import service_pb2_grpc
+
+from quire_client._connection import Settings
+
+T = TypeVar("T")
+INTERRUPTED_WAIT = 0.1
+"""Seconds a call has for its own end where an interrupt (Ctrl-C) has broken off a read."""
+
+
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine over `BlockingIO`, run in this thread, whether or not a loop runs in it."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("a coroutine over blocking I/O waits for an event loop")
+
+
+class _Call:
+    """One call with a stream of responses; read by one thread or task at a time."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    async def receive(self) -> Any:
+        """The next response, None at the end.
+
+        Raises:
+            grpc.RpcError: any other end, `CANCELLED` too.
+        """
+        raise NotImplementedError
+
+    async def _receive_all(self) -> None:
+        try:
+            while await self.receive() is not None:
+                pass
+        except grpc.RpcError:
+            pass  # the answer is complete or not wanted, however the transport ends
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class AsyncioCall(_Call):
+    _receiving: asyncio.Future[Any] | None = None
+
+    async def receive(self) -> Any:
+        # The read is a task of its own: grpc cancels a call together with the task that waits for it, and
+        # then the request could not be ended by its id first. A read that nobody waits for is taken up by the
+        # next `receive`, since a call has one read at a time.
+        receiving = self._receiving or asyncio.ensure_future(self._call.read())
+        self._receiving = receiving
+        try:
+            response = await asyncio.shield(receiving)
+        except asyncio.CancelledError:
+            if not receiving.cancelled():
+                raise  # this task is cancelled, not the call
+            # grpc.aio also raises CancelledError where the server ended the call with that status.
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.CANCELLED,
+                await self._call.initial_metadata(),
+                await self._call.trailing_metadata(),
+                details=await self._call.details(),
+            ) from None
+        finally:
+            if receiving.done():
+                self._receiving = None
+        return None if response is grpc.aio.EOF else response
+
+    async def exhaust(self, seconds: float) -> bool:
+        """Reads the call to its end, however it ends; False: that took longer, and the call is cancelled."""
+        try:
+            await asyncio.wait_for(self._receive_all(), seconds)
+        except (TimeoutError, asyncio.TimeoutError):
+            self.cancel()
+            return False
+        return True
+
+
+class BlockingCall(_Call):
+    _receiving = False
+    """A receive operation is under way; an interrupt that breaks off the wait leaves it so."""
+
+    async def receive(self) -> Any:
+        self._receiving = True
+        try:
+            response = next(self._call, None)
+        except grpc.RpcError:
+            self._receiving = False
+            raise
+        self._receiving = False
+        return response
+
+    async def exhaust(self, seconds: float) -> bool:
+        if self._receiving:
+            # A call has one receive operation at a time, and an interrupted one cannot be taken up again.
+            # Most often it gets the last response, and then the call ends by itself.
+            ended = threading.Event()
+            return not self._call.add_callback(ended.set) or ended.wait(min(seconds, INTERRUPTED_WAIT))
+
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()  # first, so that whoever sees the call end sees why
+            self.cancel()
+
+        timer = threading.Timer(seconds, expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            await self._receive_all()
+        finally:
+            timer.cancel()
+        return not expired.is_set()
+
+
+class _Channel:
+    """One channel to a server."""
+
+    def __init__(self, settings: Settings, module: ModuleType) -> None:
+        url, options = settings.url, settings.options
+        if settings.credentials is None:
+            self._channel = module.insecure_channel(url, options=options)
+        else:
+            self._channel = module.secure_channel(url, settings.credentials, options=options)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def _stream(self, request: Any, options: dict[str, Any]) -> Any:
+        # The half-close right after the request makes the end of the stream the server's word that nothing
+        # more comes.
+        return self._stub.ModelStreamInfer(iter([request]), **options)
+
+
+class AsyncioIO(_Channel):
+    """I/O in one event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, grpc.aio)
+        self._background: set[asyncio.Task[Any]] = set()
+
+    @property
+    def is_alive(self) -> bool:
+        """False where nothing can be sent any more: the event loop, or the interpreter, is ending."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+        return True
+
+    async def ask(self, method: str, request: Any, **options: Any) -> Any:
+        """The response of a method that has one; grpc.RpcError: none came."""
+        return await getattr(self._stub, method)(request, **options)
+
+    def stream(self, request: Any, **options: Any) -> AsyncioCall:
+        """A call that carries one request and brings its responses."""
+        return AsyncioCall(self._stream(request, options))
+
+    def lock(self) -> Any:
+        """A lock between threads or tasks; has `release()`."""
+        return asyncio.Lock()
+
+    async def acquire(self, lock: Any, seconds: float | None = None) -> bool:
+        """Takes the lock; False: somebody else held it all that time."""
+        try:
+            return await asyncio.wait_for(lock.acquire(), seconds)
+        except (TimeoutError, asyncio.TimeoutError):
+            return False
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """The result of work that takes long; in a thread, where it would hold up the other streams."""
+        return await asyncio.to_thread(work)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs the work to its end, even if the task that waits for it is cancelled."""
+        await asyncio.shield(self.spawn(work))
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Runs the work beside the caller; `close` waits for it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def close(self) -> None:
+        """Waits for what was spawned, then closes the channel."""
+        while self._background:
+            await asyncio.gather(*self._background, return_exceptions=True)
+        await self._channel.close()
+
+
+class BlockingIO(_Channel):
+    """I/O in the threads of the callers, any number of them; else as `AsyncioIO`."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, grpc)
+        self._background: set[threading.Thread] = set()
+
+    @property
+    def is_alive(self) -> bool:
+        return not sys.is_finalizing()
+
+    async def ask(self, method: str, request: Any, **options: Any) -> Any:
+        return getattr(self._stub, method)(request, **options)
+
+    def stream(self, request: Any, **options: Any) -> BlockingCall:
+        return BlockingCall(self._stream(request, options))
+
+    def lock(self) -> Any:
+        # Re-entrant: an interrupt may strike between taking it and the block that gives it back.
+        return threading.RLock()
+
+    async def acquire(self, lock: Any, seconds: float = -1) -> bool:
+        acquired: bool = lock.acquire(timeout=seconds)
+        return acquired
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        return work()
+
+    async def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    async def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        await work
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        def run() -> None:
+            run_blocking(work)
+            self._background.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name="quire-cancel")
+        self._background.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is shutting down
+            self._background.discard(thread)
+            work.close()
+
+    async def close(self) -> None:
+        for thread in list(self._background):
+            thread.join()
+        self._channel.close()
