@@ -37,8 +37,6 @@ class ModelConfig:
 
     model: str = ""
     """Directory of a Hugging Face checkpoint, or a .gguf file."""
-    tokenizer: str = ""
-    """Directory of the tokenizer; empty: the checkpoint's own."""
     dtype: str = "auto"
     """Computation and KV type: auto (the checkpoint's `torch_dtype`), float32, bfloat16 or float16."""
     device: str = "auto"
@@ -171,14 +169,18 @@ class SchedulerConfig:
     default_deadline_ms: int = 0
     """Deadline of the last token for requests that state none; 0: none."""
     async_scheduling: bool | None = None
-    """Whether the next step is handed to the device before the tokens of the present one are known to the
-    host: None: on cuda. A request that ends then has one row more, whose result is dropped."""
+    """Whether the next step is launched before the tokens of the present one are known to the host; None: on
+    cuda. A request that ends then has one row more, whose result is dropped."""
+    trace_file: str = ""
+    """Where the engine writes one JSON line per step; empty: nowhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendConfig:
-    """The part of the Triton side."""
+    """The part of the Triton side: models that differ in these keys alone share an engine."""
 
+    tokenizer: str = ""
+    """Directory of the tokenizer; empty: the checkpoint's own."""
     cancel_poll_ms: int = 50
     """How often each open request is asked whether its client has gone."""
     coalesce_ms: int = 20
@@ -199,8 +201,6 @@ class FrontendConfig:
     gateways that authenticate clients and set the header of every request."""
     allow_cache_control: bool = True
     """Whether clients may look into the cache and empty it (`cache_control`)."""
-    trace_file: str = ""
-    """Where the engine writes one JSON line per step; empty: nowhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +245,11 @@ class EngineConfig:
                 if getattr(part, field.name) != getattr(default, field.name):
                     flat[field.name] = getattr(part, field.name)
         return flat
+
+    @property
+    def of_engine(self) -> EngineConfig:
+        """The part that an engine is made of; frontends of equal ones share it."""
+        return dataclasses.replace(self, frontend=FrontendConfig())
 
     def replace(self, **values: Any) -> EngineConfig:
         """A copy with some flat keys changed."""

@@ -41,7 +41,7 @@ class LLM:
         info = read_checkpoint_info(model)
         self.core = EngineCore(self.config)
         self.default_params = defaults_from_generation_config(info.generation_config)
-        self.tokenizer = _load_tokenizer(self.config.model.tokenizer or str(model))
+        self.tokenizer = _load_tokenizer(self.config.frontend.tokenizer or str(model))
         self._ids = itertools.count()
 
     def generate(

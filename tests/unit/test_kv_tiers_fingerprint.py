@@ -120,8 +120,8 @@ VALUES: dict[str, list[Any]] = {
     "tenants": ['{"*": {"weight": 2}}'],
 }
 ELSEWHERE = {
-    "model", "tokenizer", "disk_cache_directory", "kv_connector_options", "kv_events_endpoint",
-    "kv_events_replay_endpoint", "kv_events_topic",
+    "model", "disk_cache_directory", "kv_connector_options", "kv_events_endpoint",
+    "kv_events_replay_endpoint", "kv_events_topic", "trace_file",
 }  # fmt: skip
 """Names of files and addresses: other tests move the checkpoint; the rest never reaches the model."""
 FINDS_NOTHING = {

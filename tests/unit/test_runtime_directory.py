@@ -113,6 +113,16 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
+def test_frontends_that_send_differently_share_an_engine(site: Site) -> None:
+    """A model that differed in stream_interval alone loaded the weights a second time."""
+    first = site.supervisor()
+    for key, value in {"stream_interval": 4, "tokenizer": "/elsewhere", "startup_timeout_s": 20.0}.items():
+        assert site.supervisor(**{key: value}).ensure() == first.ensure(), key
+    assert len(site.started) == 1
+    for key, value in {"num_blocks": 100, "worker_process": True, "trace_file": "/dev/null"}.items():
+        assert site.supervisor(**{key: value}).directory != first.directory, key
+
+
 def test_frontends_share_an_engine_and_the_last_one_ends_it(site: Site) -> None:
     first, second = site.supervisor(), site.supervisor()
     address = first.ensure()
@@ -354,7 +364,7 @@ def test_the_engine_imports_nothing_from_the_working_directory(
         text=True,
         check=True,
     ).stdout
-    assert "['an argument']" in shown and repr(str(RUN_MODULE.parent)) not in shown
+    assert "['an argument']" in shown and repr(str(Path(RUN_MODULE).parent)) not in shown
     assert repr(str(tmp_path)) not in shown
     assert not (tmp_path / "imported").exists()
 

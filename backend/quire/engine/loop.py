@@ -368,8 +368,8 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
         socket_path = directory.socket_path()
         core = EngineCore(config, make_executor(config, threaded=True))
         core.warm_up()
-        if config.frontend.trace_file:
-            core.enable_trace(Path(config.frontend.trace_file))
+        if config.scheduler.trace_file:
+            core.enable_trace(Path(config.scheduler.trace_file))
     except QuireError as error:
         publish(state="failed", error=str(error))
         raise SystemExit(1) from None

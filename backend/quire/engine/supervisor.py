@@ -57,7 +57,7 @@ class EngineSupervisor:
     """One frontend's view of the engine it shares.
 
     Args:
-        config: the engine's configuration; equal ones share an engine.
+        config: of the model; equal ones share an engine, but for the frontend's part.
         server_pid: the tritonserver everything ends with; also part of the meeting place's name.
         environment: variables of the engine that set it apart (CUDA_VISIBLE_DEVICES of an instance).
     """
@@ -69,7 +69,7 @@ class EngineSupervisor:
         self.server_pid = server_pid
         self.server_start_time = start_time_of(server_pid) or 0
         self.environment = dict(environment or {})
-        values = {**config.to_mapping(), "environment": self.environment}
+        values = {**config.of_engine.to_mapping(), "environment": self.environment}
         server = _server_name(server_pid, self.server_start_time)
         key = _digest(json.dumps(values, sort_keys=True))
         self.directory = runtime_base() / f"{server}-{key}"
@@ -107,7 +107,7 @@ class EngineSupervisor:
         """Starts an engine, which waits until it is known of: without us it ends."""
         self.reap()
         sweep(self.directory.parent)
-        directory.write("config.json", json.dumps(self.config.to_mapping()).encode())
+        directory.write("config.json", json.dumps(self.config.of_engine.to_mapping()).encode())
         command = [engine_python(), str(RUN_MODULE), "quire.engine.loop"]
         command += ["--directory", str(self.directory), "--generation", str(generation)]
         command += ["--server-pid", str(self.server_pid), "--server-start-time", str(self.server_start_time)]

@@ -19,7 +19,7 @@ HARMLESS_KEYS = frozenset({
     # What they lead to is part of what the runner says of itself: weights, types, frequencies.
     "allow_pickle", "device", "dtype", "load_format", "max_model_len", "model",
     # Text, randomness after the logits, and by how many threads the same sums are done.
-    "num_threads", "seed", "tokenizer",
+    "num_threads", "seed",
     # Where blocks lie and for how long.
     "cache_ttl_s", "cpu_memory_utilization", "disk_cache_directory", "disk_cache_size",
     "enable_prefix_caching", "eviction_policy", "gpu_memory_utilization", "host_cache_memory",
@@ -32,7 +32,8 @@ HARMLESS_KEYS = frozenset({
     "fairness_input_weight", "fairness_output_weight", "kv_reservation", "long_prefill_threshold",
     "max_long_prefills", "max_num_batched_tokens", "max_num_seqs", "max_predicted_ttft_ms",
     "max_prefill_tokens_per_request", "max_waiting_requests", "max_waiting_tokens",
-    "preemption_mode", "queue_policy", "schedule_interval", "scheduler", "tenants", "waiting_running_ratio",
+    "preemption_mode", "queue_policy", "schedule_interval", "scheduler", "tenants", "trace_file",
+    "waiting_running_ratio",
 })  # fmt: skip
 """Keys of the configuration that are known not to change a block of given tokens; all others may."""
 

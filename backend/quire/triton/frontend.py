@@ -163,5 +163,5 @@ def _load_tokenizer(config: EngineConfig) -> Any | None:
     from quire_ensemble.tokenizer import Tokenizer, forbid_torch
 
     forbid_torch()
-    path = config.model.tokenizer or config.model.model
+    path = config.frontend.tokenizer or config.model.model
     return Tokenizer(path) if Tokenizer.exists(path) else None
