@@ -21,7 +21,7 @@ fake_pb_utils.install()
 from quire.cache_commands import CacheCommand, Inspect, Reset  # noqa: E402
 from quire.config import EngineConfig  # noqa: E402
 from quire.errors import InvalidArgumentError, UnavailableError  # noqa: E402
-from quire.outputs import EngineCoreOutput, TokenLogprobs  # noqa: E402
+from quire.outputs import EngineCoreOutput, RunnerInfo, TokenLogprobs  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.scheduling_params import SchedulingParams  # noqa: E402
 from quire.triton import request_handle  # noqa: E402
@@ -40,18 +40,12 @@ OUTPUTS = frozenset(
 class ScriptedCore:
     """Stands where an EngineCore does: `steps` are what its steps bring, `seen` what it was told."""
 
-    max_model_len, vocab_size, trace = 64, 600, None
+    trace = None
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.runner = SimpleNamespace(
-            hidden_size=8,
-            takes_position_ids=False,
-            num_blocks=8,
-            kv_cache_bytes=0,
-            dtype="float32",
-            device="cpu",
-        )
+        self.info = RunnerInfo(8, 64, 600, frozenset(), (), hidden_size=8)
+        self.executor = SimpleNamespace(check=lambda: None)
         self.scheduler = SimpleNamespace(
             find=lambda external_id, tenant: ["t-1"] if external_id == "known" else []
         )

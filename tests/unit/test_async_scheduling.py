@@ -140,9 +140,9 @@ def order_of_calls(llm: LLM) -> list[str]:
     runner, calls = runner_of(llm), list[str]()
     for name in ("launch", "collect"):
 
-        def call(argument: Any, name: str = name, method: Any = getattr(runner, name)) -> Any:
+        def call(*arguments: Any, name: str = name, method: Any = getattr(runner, name)) -> Any:
             calls.append(name)
-            return method(argument)
+            return method(*arguments)
 
         setattr(runner, name, call)
     settle = runner._settle
@@ -157,7 +157,7 @@ def order_of_calls(llm: LLM) -> list[str]:
 
 
 @pytest.mark.row("B17")
-def test_a_step_is_handed_over_before_the_tokens_of_the_one_before_are_known(checkpoint: Path) -> None:
+def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_known(checkpoint: Path) -> None:
     llm = engine(checkpoint, async_scheduling=True)
     calls = order_of_calls(llm)
     llm.generate(PROMPTS[:4], SamplingParams(max_tokens=8, ignore_eos=True))

@@ -308,18 +308,18 @@ def test_an_idle_engine_computes_a_token_for_the_probe_whatever_its_limits(
     try:
         peer.add("first")
         peer.final("first")
-        monkeypatch.setattr(scheduler.admission, "predicted_ttft_s", lambda *given: 60.0)
+        monkeypatch.setattr(scheduler._admission, "predicted_ttft_s", lambda *given: 60.0)
         monkeypatch.setattr(scheduler, "clock", lambda: time.monotonic() + 1.0)
         peer.add("second")
         assert peer.final("second")[1] in ("error", "timeout")
-        limits = scheduler.tenants.limits("")
-        tokens_left = scheduler.tenants._find("", limits).tokens
+        limits = scheduler.roster.tenants.limits("")
+        tokens_left = scheduler.roster.tenants._find("", limits).tokens
         before = peer.ask(Health()).result
         assert before["has_work"] is False
         deadline = time.monotonic() + WAIT_S
         while peer.ask(Health()).result["num_finished_steps"] == before["num_finished_steps"]:
             assert time.monotonic() < deadline, "no step was done"
-        assert scheduler.tenants._find("", limits).tokens == tokens_left, "it was charged to somebody"
+        assert scheduler.roster.tenants._find("", limits).tokens == tokens_left, "it was charged to somebody"
     finally:
         peer.close()
 
@@ -327,11 +327,11 @@ def test_an_idle_engine_computes_a_token_for_the_probe_whatever_its_limits(
 def test_the_warm_up_is_charged_to_nobody() -> None:
     """The anonymous tenant began in debt."""
     config = EngineConfig.from_mapping({"model": "fake", **REFUSING["quota"], **REFUSING["deadline"]})
-    core = EngineCore(config, Runner(), vocab_size=VOCAB_SIZE)
+    core = EngineCore(config, RunnerExecutor(Runner()))
     core.scheduler.clock = lambda: time.monotonic() + 1.0
     core.warm_up()
     assert core.num_finished_steps == 2
-    assert core.scheduler.tenants.tokens_left("", core.scheduler.clock()) == 1.0
+    assert core.scheduler.roster.tenants.tokens_left("", core.scheduler.clock()) == 1.0
 
 
 @pytest.mark.parametrize("answer", [2**70, "\ud800", object()], ids=["beyond 64 bits", "surrogate", "object"])

@@ -9,47 +9,52 @@ from quire.core.roster import Roster
 from quire.outputs import EngineCoreOutput, RowOutput
 from quire.request import FinishReason, Request, RequestStatus
 
+Take = Callable[[Request, RowOutput], EngineCoreOutput]
+"""Appends what a row has sampled to its request, ends that where it is due, and says so."""
+Complete = Callable[[Request, FinishReason], None]
+"""Ends a request that has all its tokens."""
+
 
 class Families:
     """Forks requests into their choices, and moves beam searches on.
 
     Args:
         max_model_len: most tokens of prompt and output together.
-        take: appends what a row has sampled to its request, ends that where it is due, and says so.
-        finish: ends a request.
     """
 
-    def __init__(
-        self,
-        roster: Roster,
-        max_model_len: int,
-        take: Callable[[Request, RowOutput], EngineCoreOutput],
-        finish: Callable[[Request, FinishReason], None],
-    ) -> None:
+    def __init__(self, roster: Roster, max_model_len: int) -> None:
         self._roster = roster
         self._max_model_len = max_model_len
-        self._take = take
-        self._finish = finish
 
-    def take(self, request: Request, choices: Choices, result: RowOutput) -> list[EngineCoreOutput]:
-        """What the caller is to see of the result of a row that has sampled."""
+    def take(
+        self, request: Request, result: RowOutput, take: Take, complete: Complete
+    ) -> list[EngineCoreOutput]:
+        """What the caller is to see of the result of a row that has sampled.
+
+        Args:
+            take, complete: the scheduler's; no engine is to be kept alive by a cycle.
+        """
+        choices = request.choices
+        assert choices is not None, request
         if isinstance(choices, BeamSearch):
-            return self._take_candidates(request, choices, result)
-        others = [] if choices.has_forked else self._fork(request, choices, result)
-        return choices.pass_on([self._take(request, result), *others])
+            return self._take_candidates(request, choices, result, complete)
+        others = [] if choices.has_forked else self._fork(request, choices, result, take)
+        return choices.pass_on([take(request, result), *others])
 
-    def _fork(self, request: Request, choices: Choices, result: RowOutput) -> list[EngineCoreOutput]:
+    def _fork(
+        self, request: Request, choices: Choices, result: RowOutput, take: Take
+    ) -> list[EngineCoreOutput]:
         """Makes each choice but the first, which the request becomes, a request of its own."""
         outputs = []
         self._roster.resize(request, 1)
         for child, drawn in zip(choices.fork(), result.choices, strict=True):
             # Not by what the request has computed: its next row may be in flight.
             self._roster.fork(request, child, request.num_prompt_tokens)
-            outputs.append(self._take(child, drawn))
+            outputs.append(take(child, drawn))
         return outputs
 
     def _take_candidates(
-        self, request: Request, beams: BeamSearch, result: RowOutput
+        self, request: Request, beams: BeamSearch, result: RowOutput, complete: Complete
     ) -> list[EngineCoreOutput]:
         """A beam has reported; when all have, they become those of the next step, or the request ends."""
         assert result.logprobs, f"{request}: no candidates"
@@ -60,7 +65,7 @@ class Families:
         if beams.is_over:
             outputs = beams.results()
             for beam in list(beams.live.values()):
-                self._finish(beam, FinishReason.LENGTH)  # of what the search has still in hand
+                complete(beam, FinishReason.LENGTH)  # of what the search has still in hand
             return outputs
         # What is freed here may be the target of a copy at once: copies come before all that is computed.
         for beam in step.dropped:

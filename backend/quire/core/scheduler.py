@@ -83,7 +83,6 @@ class Scheduler:
         self.max_model_len = min(max_model_len, kv.capacity + 1)
         """Most tokens of prompt and output together. The newest token of a sequence is not in the cache yet,
         so one more than the pool holds is possible; there a request ends with LENGTH."""
-        self.clock = clock
         self.num_scheduled_tokens = 0
         self.preemption_cost = PreemptionCost(
             config.preemption_mode,
@@ -96,11 +95,20 @@ class Scheduler:
         self._admission = AdmissionControl(config)
         self._reservation = make_reservation(config, self.max_model_len, len(kv.groups))
         self._planner = Planner(config, self.roster, self._reservation, self.max_model_len)
-        self._families = Families(self.roster, self.max_model_len, self._take, self._complete)
+        self._families = Families(self.roster, self.max_model_len)
         self._has_accounts = bool(config.tenants) or config.queue_policy == "fair"
         self._num_steps = 0
         self._in_flight: deque[Step] = deque()  # the oldest first
         self._updated = 0.0
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds, monotonic."""
+        return self.roster.clock
+
+    @clock.setter
+    def clock(self, clock: Callable[[], float]) -> None:
+        self.roster.clock = clock
 
     @property
     def trace(self) -> SchedulerTrace | None:
@@ -241,7 +249,7 @@ class Scheduler:
                 if not result.token_ids:
                     raise EngineError("no token was drawn for it")
                 if request.choices is not None:
-                    outputs += self._families.take(request, request.choices, result)
+                    outputs += self._families.take(request, result, self._take, self._complete)
                 else:
                     outputs.append(self._take(request, result))
             except Exception as error:
