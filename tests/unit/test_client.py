@@ -804,7 +804,8 @@ def test_cli_ctrl_c_cancels_on_the_server(server: FakeKServe) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
-    assert process.stdout.read(6) == "first "  # streamed before the end, so it was flushed
+    streamed = process.stdout.read(6)  # before the end, so it was flushed
+    assert streamed == "first ", process.communicate(timeout=30)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
