@@ -91,8 +91,5 @@ def dequantized(kv_layer: KVLayer) -> torch.Tensor:
 @contextmanager
 def forced(operator: str, name: str) -> Iterator[None]:
     """The operator is computed by this implementation inside the block."""
-    registry.configure({operator: name})
-    try:
+    with registry.forced({operator: name}):
         yield
-    finally:
-        registry.configure(None)

@@ -147,9 +147,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Selection as on a machine with an H100, where every kernel loads."""
     monkeypatch.setattr(operators, "is_available", lambda: True)
     monkeypatch.setattr(operators, "compiles", lambda *probe: True)
-    registry.configure(None)
+    registry._picked.clear()
     yield
-    registry.configure(None)
+    registry._picked.clear()
 
 
 FACTS: dict[str, dict[str, Any]] = {
@@ -160,6 +160,7 @@ FACTS: dict[str, dict[str, Any]] = {
         "kv_dtype": torch.bfloat16,
         "sliding_window": False,
         "softcap": False,
+        "long_queries": False,
     },
     "rms_norm": {"size": 4096},
     "silu_mul": {"size": 4096},
@@ -203,6 +204,25 @@ def test_the_choice_is_made_at_load_and_logged(
         for _ in range(2):
             registry.select(operator, "cuda", torch.bfloat16, **FACTS[operator])
     assert [record.getMessage().split(" on ")[0] for record in caplog.records] == [f"{operator}: cuda"]
+
+
+def test_long_queries_are_the_nexts_also_where_cuda_is_chosen(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would read the context again for every few tokens of a prompt. A shape that it does not know is not
+    such a call: there the choice is refused."""
+    facts = FACTS["paged_attention"]
+
+    def picked(wanted: str | None, **changes: Any) -> str:
+        return registry.pick(
+            "paged_attention", "cuda", torch.bfloat16, wanted=wanted, **{**facts, **changes}
+        ).name
+
+    for wanted in (None, "cuda"):
+        assert picked(wanted) == "cuda"
+        assert picked(wanted, long_queries=True) != "cuda"
+    with pytest.raises(registry.KernelError, match="paged_attention=cuda was asked for"):
+        picked("cuda", head_dim=72, long_queries=True)
 
 
 @pytest.mark.row("D5", clauses=("fallback",))

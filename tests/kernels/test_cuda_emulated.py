@@ -35,11 +35,10 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedLauncher]:
     """Registers the emulated kernels; forgotten after the test, so that other tests do not list them."""
     names = {operator: dict(found) for operator, found in registry._implementations.items()}
     monkeypatch.setattr(registry, "_implementations", names)
-    registry.configure(None)
     found = EmulatedLauncher()
     register(found)
     yield found
-    registry.configure(None)
+    registry._picked.clear()
 
 
 def register(launcher: EmulatedLauncher) -> None:
