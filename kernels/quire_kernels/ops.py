@@ -237,8 +237,8 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
 
 
 def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
-    """One token per row: penalties, biases, bans, then temperature, top-k, top-p, min-p, then a draw by the
-    inverse of the distribution.
+    """One token per row: penalties, biases, bans, then temperature, top-k, top-p, min-p, typical-p, then a
+    draw by the inverse of the distribution.
 
     The draw takes the first token, by id, whose cumulative probability exceeds a number that is a pure
     function of the row's seed and position: no row depends on another.
@@ -251,7 +251,8 @@ def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
     Returns:
         int64 [n]; -1 for rows with NaN, and where the largest is not finite.
     """
-    out: torch.Tensor = registry.select("sample", logits.device.type, logits.dtype)(logits, rows)
+    function = registry.select("sample", logits.device.type, logits.dtype, typical=rows.typical_p is not None)
+    out: torch.Tensor = function(logits, rows)
     return out
 
 

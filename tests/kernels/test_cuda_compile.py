@@ -225,6 +225,13 @@ def test_long_queries_are_the_nexts_also_where_cuda_is_chosen(
         picked("cuda", head_dim=72, long_queries=True)
 
 
+def test_rows_with_typical_p_are_the_references_also_where_cuda_is_chosen(gpu: None) -> None:
+    for wanted in (None, "cuda"):
+        for typical, expected in ((False, "cuda"), (True, "reference")):
+            one = registry.pick("sample", "cuda", torch.float32, wanted=wanted, typical=typical)
+            assert one.name == expected
+
+
 @pytest.mark.row("D5", clauses=("fallback",))
 def test_a_kernel_that_cannot_be_had_is_logged_once_and_passed_over(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -19,6 +19,7 @@ from quire_kernels.cuda import kernels
 from quire_kernels.cuda.compiler import CompileError, Unit, attention_unit, is_installed
 from quire_kernels.cuda.kernels import CACHES, Kernels, Linear, attention_shared_bytes
 from quire_kernels.cuda.launch import DriverLauncher, loaded
+from quire_kernels.sampling import is_not_typical
 
 logger = logging.getLogger("quire_kernels")
 
@@ -108,7 +109,7 @@ register("silu_mul", _kernels.silu_mul, _probe("elementwise", "gate", TYPE="BFlo
 register("gelu_mul", _kernels.gelu_mul, _probe("elementwise", "gate", TYPE="BFloat16"), kernels.can_gate)
 register("copy_blocks", _kernels.copy_blocks, _probe("copy", "copy_rows"), dtypes=())
 register("argmax", _kernels.argmax, _probe("sampling", "argmax"), dtypes=(torch.float32,))
-register("sample", _kernels.sample, _probe("sampling", "sample"), dtypes=(torch.float32,))
+register("sample", _kernels.sample, _probe("sampling", "sample"), is_not_typical, (torch.float32,))
 register(
     "linear",
     functools.partial(Linear, _kernels),

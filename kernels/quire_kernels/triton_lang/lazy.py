@@ -40,14 +40,14 @@ def register(
     name: str,
     *,
     dtypes: tuple[torch.dtype, ...] = FLOATS,
-    predicate: Callable[..., bool] | None = None,
+    predicate: Callable[..., bool | str] | None = None,
 ) -> None:
     """Registers function `name` of `quire_kernels.triton_lang.<module>` as implementation "triton".
 
     In the interpreter it is also registered for CPU tensors, behind every other implementation.
     """
 
-    def can_do(**facts: Any) -> bool:
+    def can_do(**facts: Any) -> bool | str:
         return is_available() and (predicate is None or predicate(**facts))
 
     def run(*args: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from quire_kernels.sampling import is_not_typical
 from quire_kernels.triton_lang import lazy
 from quire_kernels.weights import INT4_GROUP
 
@@ -22,4 +23,4 @@ lazy.register("linear", "linear", "TritonLinear", predicate=can_pack)
 for _name in ("rms_norm", "silu_mul", "gelu_mul", "rope"):
     lazy.register(_name, "elementwise", _name)
 lazy.register("argmax", "elementwise", "argmax", dtypes=(torch.float32,))
-lazy.register("sample", "sampling", "sample", dtypes=(torch.float32,))
+lazy.register("sample", "sampling", "sample", dtypes=(torch.float32,), predicate=is_not_typical)
