@@ -14,7 +14,7 @@ from quire.loader import load_model
 from quire.models.decoder import DecoderModel
 from quire.worker.kv_cache import KVCache
 from quire_kernels import registry
-from quire_kernels.cpu.build import supported_isas
+from quire_kernels.cpu.compiler import supported_isas
 from quire_kernels.metadata import AttentionMetadata
 from tests.fixtures.checkpoints import make_checkpoint
 

@@ -274,7 +274,7 @@ def test_the_best_token_is_the_first_of_equals(name: str, device: str) -> None:
 
 @pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
 def test_typical_p_is_drawn_whoever_is_chosen(name: str, device: str) -> None:
-    """Kernels without it leave such a batch to the reference; 1 for a row is none. The token whose surprise is
+    """Kernels without it leave such a batch to the reference; 1 is none. The token whose surprise is
     nearest to the entropy is not the best one."""
     probs = torch.tensor([0.5, 0.3, 0.2])
     logits = probs.log().repeat(4, 1)
