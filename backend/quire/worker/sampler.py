@@ -169,15 +169,8 @@ def sampling_tensors(
         newest: see `Sampler.draw`.
         device: of the logits.
     """
-    asked = [(row, row.params) for row in rows]
-    floats = np.array(
-        [
-            (0.0 if row.is_beam else one.temperature, one.top_p, one.min_p, one.typical_p)
-            for row, one in asked
-        ],
-        dtype=np.float32,
-    ).T
-    words = np.array([(one.top_k, row.seed, row.num_output_tokens) for row, one in asked], dtype=np.uint64).T
+    floats = np.array([row.filters for row in rows], dtype=np.float32).T
+    words = np.array([(row.params.top_k, row.seed, row.num_output_tokens) for row in rows], dtype=np.uint64).T
     there = to_device_together({"words": words.view(np.int64), "floats": floats, **(edits or {})}, device)
     top_k, seeds, positions = there["words"].unbind()
     temperature, top_p, min_p, typical_p = there["floats"].unbind()

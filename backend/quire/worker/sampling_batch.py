@@ -46,6 +46,8 @@ class SamplingRow:
     has_penalties: bool = field(init=False, repr=False, compare=False)
     has_transforms: bool = field(init=False, repr=False, compare=False)
     """True when something may change the logits before the temperature."""
+    filters: tuple[float, float, float, float] = field(init=False, repr=False, compare=False)
+    """Temperature (0 where the best token is taken), top-p, min-p and typical-p."""
     _history: TokenHistory | None = field(default=None, init=False, repr=False, compare=False)
     _bad_words: BadWords | None = field(default=None, init=False, repr=False, compare=False)
     _biases: tuple[IntArray, FloatArray] | None = field(default=None, init=False, repr=False, compare=False)
@@ -66,6 +68,9 @@ class SamplingRow:
             or params.logit_bias
             or params.min_tokens
         )
+
+        temperature = 0.0 if self.is_beam else params.temperature
+        self.filters = temperature, params.top_p, params.min_p, params.typical_p
 
     @property
     def wants_best_only(self) -> bool:
