@@ -82,9 +82,9 @@ _SURVIVORS = (  # of a review of 49 planted bugs
     ),
     Mutant(
         "a nucleus of exactly p takes one token more",
-        "backend/quire/worker/sampler.py",
-        "(top_probs.double().cumsum(dim=-1) < masses[:, None])",
-        "(top_probs.double().cumsum(dim=-1) <= masses[:, None])",
+        "kernels/quire_kernels/reference/sampling.py",
+        "(top_probs.double().cumsum(dim=-1) < wanted[:, None])",
+        "(top_probs.double().cumsum(dim=-1) <= wanted[:, None])",
         ("tests/unit/test_sampler.py::test_a_nucleus_whose_mass_is_exactly_p_is_complete",),
     ),
 )

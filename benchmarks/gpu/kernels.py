@@ -193,28 +193,26 @@ def measure(device: torch.device, limits: dict[str, float], small: bool) -> list
         names.sort(key=lambda name: name != "reference")
         for name in names:
             record: dict[str, Any] = {"case": case.name, "implementation": name}
-            registry.configure({case.operator: name})
             try:
-                result = case.work().float()
-                if expected is None:
-                    expected = result
-                error = (result - expected).abs().max() / expected.abs().max().clamp(min=1e-9)
-                seconds = median_seconds(device, case.work)
-                record |= {
-                    "us": seconds * 1e6,
-                    "bytes_per_s": case.num_bytes / seconds,
-                    "flop_per_s": case.flop / seconds,
-                    "of_limit": max(
-                        case.num_bytes / limits["read_bytes_per_s"], case.flop / limits["bf16_flop_per_s"]
-                    )
-                    / seconds,
-                    "error": float(error),
-                }
+                with registry.forced({case.operator: name}):
+                    result = case.work().float()
+                    if expected is None:
+                        expected = result
+                    error = (result - expected).abs().max() / expected.abs().max().clamp(min=1e-9)
+                    seconds = median_seconds(device, case.work)
+                    record |= {
+                        "us": seconds * 1e6,
+                        "bytes_per_s": case.num_bytes / seconds,
+                        "flop_per_s": case.flop / seconds,
+                        "of_limit": max(
+                            case.num_bytes / limits["read_bytes_per_s"], case.flop / limits["bf16_flop_per_s"]
+                        )
+                        / seconds,
+                        "error": float(error),
+                    }
             except registry.KernelError:
                 continue  # not for this device or these operands
             except Exception as error:
                 record["failed"] = f"{type(error).__name__}: {error}"[:500]
-            finally:
-                registry.configure(None)
             records.append(record)
     return records

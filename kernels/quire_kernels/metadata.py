@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from quire_kernels.quantized_kv import KVLayer, data_of
-
 T = TypeVar("T")
+SHORT_QUERY = 16
+"""Most new tokens per sequence of a batch that is for implementations which read the context again for every
+few of them."""
 Attend = Callable[[torch.Tensor, "AttentionMetadata"], torch.Tensor]
 
 
@@ -22,6 +23,7 @@ def attention_facts(
     kv_dtype: torch.dtype,
     sliding_window: int | None,
     softcap: float | None,
+    max_query_len: int = 1,
 ) -> dict[str, Any]:
     """What implementations of `ops.paged_attention` are chosen by, beside device and type."""
     return {
@@ -31,16 +33,8 @@ def attention_facts(
         "kv_dtype": kv_dtype,
         "sliding_window": sliding_window is not None,
         "softcap": softcap is not None,
+        "long_queries": max_query_len > SHORT_QUERY,
     }
-
-
-def facts_of_call(
-    query: torch.Tensor, kv_layer: KVLayer, sliding_window: int | None, softcap: float | None
-) -> dict[str, Any]:
-    """`attention_facts` of the operands of `ops.paged_attention`."""
-    data = data_of(kv_layer)
-    (num_heads, head_dim), (num_kv_heads, block_size) = query.shape[1:], data.shape[2:4]
-    return attention_facts(num_heads, head_dim, num_kv_heads, block_size, data.dtype, sliding_window, softcap)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,8 @@ its scales. The slot of a token is `block_id * block_size + offset`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -19,7 +21,7 @@ import quire_kernels.flashinfer
 import quire_kernels.reference
 import quire_kernels.triton_lang  # noqa: F401
 from quire_kernels import registry
-from quire_kernels.metadata import AttentionMetadata, facts_of_call
+from quire_kernels.metadata import AttentionMetadata, attention_facts
 from quire_kernels.quantized_kv import KVLayer, data_of
 from quire_kernels.sampling import SamplingTensors
 from quire_kernels.weights import PackedLinear
@@ -33,6 +35,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    implementation: str | None = None,
 ) -> torch.Tensor:
     """Causal attention of a ragged batch over its paged context, for prefill, decode and any mixture.
 
@@ -47,16 +50,20 @@ def paged_attention(
         scale: factor of the scores, usually head_dim ** -0.5.
         sliding_window: number of positions a token sees, itself included.
         softcap: scores become softcap * tanh(score / softcap).
+        implementation: name of the one to take, but for calls that it leaves to others; None: the best.
 
     Returns:
         [num_tokens, num_heads, head_dim] in query's type; softmax and sums are float32.
     """
-    if meta.interrupt is not None:
-        attend = functools.partial(
-            _attend, kv_layer=kv_layer, scale=scale, sliding_window=sliding_window, softcap=softcap
-        )
-        return meta.interrupt(query, attend)
-    return _attend(query, meta, kv_layer, scale, sliding_window, softcap)
+    attend = functools.partial(
+        _attend,
+        kv_layer=kv_layer,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        wanted=implementation,
+    )
+    return attend(query, meta) if meta.interrupt is None else meta.interrupt(query, attend)
 
 
 def _attend(
@@ -66,11 +73,29 @@ def _attend(
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
+    wanted: str | None,
 ) -> torch.Tensor:
-    facts = facts_of_call(query, kv_layer, sliding_window, softcap)
-    function = registry.select("paged_attention", query.device.type, query.dtype, **facts)
-    out: torch.Tensor = function(query, kv_layer, meta, scale, sliding_window, softcap)
-    return out
+    data = data_of(kv_layer)
+    (num_heads, head_dim), (num_kv_heads, block_size) = query.shape[1:], data.shape[2:4]
+    facts = attention_facts(
+        num_heads,
+        head_dim,
+        num_kv_heads,
+        block_size,
+        data.dtype,
+        sliding_window,
+        softcap,
+        meta.max_query_len,
+    )
+    failed: tuple[Callable[..., Any], ...] = ()
+    while True:
+        function = registry.select(
+            "paged_attention", query.device.type, query.dtype, wanted=wanted, without=failed, **facts
+        )
+        out: torch.Tensor | None = function(query, kv_layer, meta, scale, sliding_window, softcap)
+        if out is not None:
+            return out
+        failed = (*failed, function)
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, kv_layer: KVLayer, slot_mapping: torch.Tensor) -> None:
@@ -212,8 +237,8 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
 
 
 def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
-    """One token per row: penalties, biases, bans, then temperature, top-k, top-p, min-p, then a draw by the
-    inverse of the distribution.
+    """One token per row: penalties, biases, bans, then temperature, top-k, top-p, min-p, typical-p, then a
+    draw by the inverse of the distribution.
 
     The draw takes the first token, by id, whose cumulative probability exceeds a number that is a pure
     function of the row's seed and position: no row depends on another.
@@ -226,7 +251,8 @@ def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
     Returns:
         int64 [n]; -1 for rows with NaN, and where the largest is not finite.
     """
-    out: torch.Tensor = registry.select("sample", logits.device.type, logits.dtype)(logits, rows)
+    function = registry.select("sample", logits.device.type, logits.dtype, typical=rows.typical_p is not None)
+    out: torch.Tensor = function(logits, rows)
     return out
 
 

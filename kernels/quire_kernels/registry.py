@@ -1,16 +1,17 @@
 """Which implementation of an operator runs: by device, dtype and shape, logged once, overridable.
 
 An implementation registers itself with `@implementation(...)`. `select` returns the one of highest priority
-that can do what is asked. Configuration (`configure`) or the environment
-(`QUIRE_KERNELS="paged_attention=reference,rms_norm=reference"`) forces one; a forced implementation that
-cannot do the job is an error, never a silent fallback.
+that can do what is asked. The caller may want a certain one, and the environment
+(`QUIRE_KERNELS="paged_attention=reference,rms_norm=reference"`) chooses for all callers that do not; one that
+is chosen and cannot do the job is an error, never a silent fallback.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,6 +25,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 class KernelError(ValueError):
     """No implementation, or not the one that was asked for, can do what a model needs."""
+
+
+class LeftToOthers(str):
+    """Why an implementation leaves a call of a shape that it knows to the next one, even if it is chosen."""
 
 
 @dataclass(frozen=True)
@@ -112,55 +117,80 @@ def implementations(operator: str) -> list[Implementation]:
     return sorted(_implementations[operator].values(), key=lambda i: (-i.priority, i.name))
 
 
-def configure(names: Mapping[str, str] | None) -> None:
-    """Forces implementations by operator name, instead of what the environment says; None: forget that.
+@contextmanager
+def forced(names: Mapping[str, str]) -> Iterator[None]:
+    """Inside the block these choices, by operator name, are the environment's: for tests and benchmarks.
 
     Raises:
         KernelError: an operator or an implementation is unknown.
     """
     global _forced
-    for operator, name in (names or {}).items():
+    for operator, name in names.items():
         _check_name(operator, name)
-    _forced = None if names is None else dict(names)
+    before, _forced = _forced, dict(names)
     _picked.clear()
+    try:
+        yield
+    finally:
+        _forced = before
+        _picked.clear()
 
 
-def select(operator: str, device_type: str, dtype: torch.dtype, **facts: Any) -> Callable[..., Any]:
+def select(
+    operator: str,
+    device_type: str,
+    dtype: torch.dtype,
+    *,
+    wanted: str | None = None,
+    without: tuple[Callable[..., Any], ...] = (),
+    **facts: Any,
+) -> Callable[..., Any]:
     """The function that computes `operator` for these operands.
 
     Args:
         operator: registered name.
         device_type: "cpu" or "cuda".
         dtype: of the operands.
-        facts: hashable facts of the shape that implementations may depend on.
+        wanted: name of the one to take; None: the environment's choice, or else the best one.
+        without: functions not to take, whoever wants them.
+        facts: hashable facts of the call that implementations may depend on.
 
     Raises:
-        KernelError: none can, or the forced one cannot.
+        KernelError: none can, or the chosen one cannot.
     """
-    key = (operator, device_type, dtype, *facts.values())
+    key = (operator, device_type, dtype, wanted, without, *facts.values())
     picked = _picked.get(key)
     if picked is None:
-        picked = _picked[key] = pick(operator, device_type, dtype, **facts)
+        picked = _picked[key] = pick(operator, device_type, dtype, wanted=wanted, without=without, **facts)
         logger.info("%s: %s on %s %s %s", operator, picked.name, device_type, dtype, facts if facts else "")
     return picked.function
 
 
-def pick(operator: str, device_type: str, dtype: torch.dtype, **facts: Any) -> Implementation:
-    """What `select` chooses; raises KernelError as it does."""
-    candidates = implementations(operator)
-    forced = choices().get(operator)
-    if forced is not None:
-        chosen = _implementations[operator][forced]
-        reason = chosen.why_not(device_type, dtype, facts)
-        if reason is not None:
+def pick(
+    operator: str,
+    device_type: str,
+    dtype: torch.dtype,
+    *,
+    wanted: str | None = None,
+    without: tuple[Callable[..., Any], ...] = (),
+    **facts: Any,
+) -> Implementation:
+    """What `select` chooses, without a line in the log; raises KernelError as it does."""
+    chosen = wanted or choices().get(operator)
+    if chosen is not None:
+        _check_name(operator, chosen)
+        one = _implementations[operator][chosen]
+        reason = one.why_not(device_type, dtype, facts)
+        if reason is None and one.function not in without:
+            return one
+        if reason is not None and not isinstance(reason, LeftToOthers):
             raise KernelError(
-                f"{operator}={forced} was asked for but cannot do {device_type} {dtype} {facts}: {reason}"
+                f"{operator}={chosen} was asked for but cannot do {device_type} {dtype} {facts}: {reason}"
             )
-        return chosen
-    for candidate in candidates:
-        if candidate.can_do(device_type, dtype, facts):
+    for candidate in implementations(operator):
+        if candidate.function not in without and candidate.can_do(device_type, dtype, facts):
             return candidate
-    raise KernelError(f"no implementation of {operator} for {device_type} {dtype} {dict(facts)}")
+    raise KernelError(f"no implementation of {operator} for {device_type} {dtype} {facts}")
 
 
 def capabilities(operator: str, device_type: str, dtype: torch.dtype, **facts: Any) -> dict[str, str | None]:
@@ -169,7 +199,7 @@ def capabilities(operator: str, device_type: str, dtype: torch.dtype, **facts: A
 
 
 def choices() -> dict[str, str]:
-    """Implementations that are forced, by operator."""
+    """What the environment chooses, by operator."""
     global _forced
     if _forced is None:
         _forced = _from_environment(os.environ.get(ENVIRONMENT, ""))

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from quire_kernels.registry import LeftToOthers
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogitEdits:
@@ -51,7 +53,8 @@ class LogitEdits:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingTensors:
-    """One entry per row of logits: all but `edits` are [n] and on the logits' device."""
+    """One entry per row of logits: all but `edits` are [n] and on the logits' device. Filters apply in the
+    order of the fields."""
 
     temperature: torch.Tensor
     """float32; 0: the best token, whatever the filters say."""
@@ -66,5 +69,18 @@ class SamplingTensors:
     """int64: the bits of an unsigned number, Philox's key."""
     positions: torch.Tensor
     """int64: how many tokens the request has drawn, Philox's counter."""
+    typical_p: torch.Tensor | None = None
+    """float32 in (0, 1]; 1, or None for all rows: all. The smallest set, by how near a token's surprise is to
+    the entropy of what the others left, whose mass reaches it; with ties."""
     edits: LogitEdits | None = None
     """None: no row has any."""
+
+    def take(self, index: torch.Tensor) -> SamplingTensors:
+        """What the rows `index`, int64, ask for, but for their edits."""
+        columns = {name: value for name, value in vars(self).items() if name != "edits" and value is not None}
+        return SamplingTensors(**{name: value[index] for name, value in columns.items()})
+
+
+def is_not_typical(typical: bool = False, **_: object) -> bool | LeftToOthers:
+    """What kernels without typical-p can draw, by the facts of a call."""
+    return LeftToOthers("a row asks for typical-p") if typical else True

@@ -13,7 +13,7 @@ import torch
 import quire_kernels.ops  # noqa: F401  (registers the implementations)
 from quire_kernels import registry
 from quire_kernels.quantized_kv import KVLayer, QuantizedKV, piece_bytes
-from quire_kernels.triton_lang import lazy
+from quire_kernels.triton_lang import operators
 
 POISON = 0xFF
 """A byte; memory full of it is NaN in every floating-point type."""
@@ -53,7 +53,7 @@ def every_implementation(
 
 def is_interpreted(name: str, device: str) -> bool:
     """Whether an implementation runs in Triton's interpreter: a thousandth as fast, so tests give it less."""
-    return name == "triton" and device == "cpu" and lazy.is_interpreted()
+    return name == "triton" and device == "cpu" and operators.is_interpreted()
 
 
 def with_cases(parameters: list[Any], cases: Sequence[Any], interpreted: int) -> list[Any]:
@@ -91,8 +91,5 @@ def dequantized(kv_layer: KVLayer) -> torch.Tensor:
 @contextmanager
 def forced(operator: str, name: str) -> Iterator[None]:
     """The operator is computed by this implementation inside the block."""
-    registry.configure({operator: name})
-    try:
+    with registry.forced({operator: name}):
         yield
-    finally:
-        registry.configure(None)

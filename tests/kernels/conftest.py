@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,18 +17,15 @@ def interpret() -> None:
     """
     os.environ.setdefault("TRITON_INTERPRET", "1")
     from quire_kernels import registry
-    from quire_kernels.triton_lang import lazy
+    from quire_kernels.triton_lang import operators
 
-    if not lazy.is_interpreted():
+    if not operators.is_interpreted():
         return
     # Tests that were collected before these may have registered them for GPUs only.
-    lazy.is_available.cache_clear()
     for names in registry._implementations.values():
         names.pop("triton", None)
-    for name in list(sys.modules):
-        if name.startswith("quire_kernels.triton_lang.") and name.endswith("_operators"):
-            importlib.reload(sys.modules[name])
-    if lazy.is_available():
+    importlib.reload(operators)
+    if operators.is_available():
         quicken_interpreter()
 
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from quire_kernels import registry
-from quire_kernels.cuda import compiler, copy, kernels, operators
+from quire_kernels.cuda import compiler, copy, kernels, launch, operators
 from quire_kernels.cuda.compiler import ARCHITECTURES, CompileError, Unit, all_units
 
 needs_nvrtc = pytest.mark.skipif(not compiler.is_installed(), reason="needs cuda-core and NVRTC")
 needs_cuobjdump = pytest.mark.skipif(compiler.tool("cuobjdump") is None, reason="needs cuobjdump")
+needs_headers = pytest.mark.skipif(
+    shutil.which("g++") is None or importlib.util.find_spec("triton") is None,
+    reason="needs g++, and NVIDIA's headers, which Triton brings",
+)
 ADD = Unit("add", (("TYPE", "float"),))
 
 
@@ -147,9 +154,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Selection as on a machine with an H100, where every kernel loads."""
     monkeypatch.setattr(operators, "is_available", lambda: True)
     monkeypatch.setattr(operators, "compiles", lambda *probe: True)
-    registry.configure(None)
+    registry._picked.clear()
     yield
-    registry.configure(None)
+    registry._picked.clear()
 
 
 FACTS: dict[str, dict[str, Any]] = {
@@ -160,6 +167,7 @@ FACTS: dict[str, dict[str, Any]] = {
         "kv_dtype": torch.bfloat16,
         "sliding_window": False,
         "softcap": False,
+        "long_queries": False,
     },
     "rms_norm": {"size": 4096},
     "silu_mul": {"size": 4096},
@@ -179,8 +187,8 @@ def test_cuda_comes_before_triton_and_torch() -> None:
         "import torch\n"
         "from quire_kernels import ops, registry\n"
         "from quire_kernels.cuda import operators\n"
-        "from quire_kernels.triton_lang import lazy\n"
-        "operators.is_available = lazy.is_available = lambda: True\n"
+        "from quire_kernels.triton_lang import operators as triton\n"
+        "operators.is_available = triton.is_available = lambda: True\n"
         "operators.compiles = lambda *probe: True\n"
         f"for operator, facts in {FACTS!r}.items():\n"
         "    found = registry.implementations(operator)\n"
@@ -203,6 +211,32 @@ def test_the_choice_is_made_at_load_and_logged(
         for _ in range(2):
             registry.select(operator, "cuda", torch.bfloat16, **FACTS[operator])
     assert [record.getMessage().split(" on ")[0] for record in caplog.records] == [f"{operator}: cuda"]
+
+
+def test_long_queries_are_the_nexts_also_where_cuda_is_chosen(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would read the context again for every few tokens of a prompt. A shape that it does not know is not
+    such a call: there the choice is refused."""
+    facts = FACTS["paged_attention"]
+
+    def picked(wanted: str | None, **changes: Any) -> str:
+        return registry.pick(
+            "paged_attention", "cuda", torch.bfloat16, wanted=wanted, **{**facts, **changes}
+        ).name
+
+    for wanted in (None, "cuda"):
+        assert picked(wanted) == "cuda"
+        assert picked(wanted, long_queries=True) != "cuda"
+    with pytest.raises(registry.KernelError, match="paged_attention=cuda was asked for"):
+        picked("cuda", head_dim=72, long_queries=True)
+
+
+def test_rows_with_typical_p_are_the_references_also_where_cuda_is_chosen(gpu: None) -> None:
+    for wanted in (None, "cuda"):
+        for typical, expected in ((False, "cuda"), (True, "reference")):
+            one = registry.pick("sample", "cuda", torch.float32, wanted=wanted, typical=typical)
+            assert one.name == expected
 
 
 @pytest.mark.row("D5", clauses=("fallback",))
@@ -245,70 +279,94 @@ def test_the_build_is_optional() -> None:
     assert "no NVRTC" in done.stdout and not done.stderr
 
 
-class FakeDriver:
-    """cuda.bindings.driver as far as copies use it; addresses are names, and every copy is noted."""
-
-    CUmemcpySrcAccessOrder = SimpleNamespace(CU_MEMCPY_SRC_ACCESS_ORDER_STREAM=1)
-
-    def __init__(self, status: int = 0, extra: tuple[int, ...] = ()) -> None:
-        self.status, self.extra = status, extra
-        self.single: list[tuple[int, int, int, int]] = []
-        self.batches: list[tuple[Any, ...]] = []
-
-    def CUmemcpyAttributes(self) -> Any:
-        return SimpleNamespace(srcAccessOrder=0)
-
-    def CUdeviceptr(self, address: int) -> int:
-        return address
-
-    def cuMemcpyAsync(self, target: int, source: int, size: int, stream: int) -> tuple[int]:
-        self.single.append((target, source, size, stream))
-        return (0,)
-
-    def cuMemcpyBatchAsync(self, *arguments: Any) -> tuple[int, ...]:
-        targets, sources, sizes, count, attributes, indices, number, _ = arguments
-        assert len(targets) == len(sources) == len(sizes) == count
-        assert [one.srcAccessOrder for one in attributes] == [1] and indices == [0] and number == 1
-        if self.status == 0:
-            self.batches.append((targets, sources, sizes))
-        return (self.status, *self.extra)
-
-
-COPIES = [1, 2, 3], [11, 12, 13], [5, 5, 5]
-ONE_BY_ONE = [(1, 11, 5), (2, 12, 5), (3, 13, 5)]
+DRIVER = r"""
+#include <cuda.h>
+#include <cstring>
+extern "C" {
+int num_batches, num_single, answer;
+CUresult cuGetErrorString(CUresult, const char **text) { *text = "as it pleases"; return CUDA_SUCCESS; }
+CUresult cuMemcpyAsync(CUdeviceptr target, CUdeviceptr source, size_t size, CUstream) {
+    ++num_single;
+    memcpy((void *)target, (void *)source, size);
+    return CUDA_SUCCESS;
+}
+#ifdef BATCHES
+CUresult cuMemcpyBatchAsync(CUdeviceptr *targets, CUdeviceptr *sources, size_t *sizes, size_t count,
+                            CUmemcpyAttributes *attributes, size_t *indices, size_t number, size_t *failed,
+                            CUstream stream) {
+    CUmemcpyAttributes expected = {CU_MEMCPY_SRC_ACCESS_ORDER_STREAM};
+    if (answer) return CUresult(answer);
+    if (number != 1 || indices[0] || memcmp(attributes, &expected, sizeof(expected)) || !stream)
+        return CUDA_ERROR_INVALID_VALUE;
+    ++num_batches;
+    *failed = 0;
+    for (size_t i = 0; i < count; ++i) memcpy((void *)targets[i], (void *)sources[i], sizes[i]);
+    return CUDA_SUCCESS;
+}
+#endif
+}
+"""
+"""A driver whose device is the host, under NVIDIA's own declarations."""
 
 
-@pytest.mark.parametrize("extra", [(), (7,)])
-def test_copies_are_one_call(monkeypatch: pytest.MonkeyPatch, extra: tuple[int, ...]) -> None:
-    """Bindings 13 return the status alone, bindings 12 the index of a failed copy too."""
-    driver = FakeDriver(extra=extra)
-    monkeypatch.setattr(copy, "_driver", lambda: driver)
-    copy.copy_batch(*COPIES, stream=9)
-    assert driver.batches == [COPIES] and not driver.single
+@pytest.fixture
+def make_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ctypes.CDLL]:
+    """Builds DRIVER, with these options, and puts it in libcuda's place."""
+    spec = importlib.util.find_spec("triton")
+    assert spec is not None and spec.origin is not None
+    include = Path(spec.origin).parent / "backends" / "nvidia" / "include"
+
+    def make(*options: str) -> ctypes.CDLL:
+        library = tmp_path / "libcuda.so"
+        (tmp_path / "driver.cpp").write_text(DRIVER)
+        command = ["g++", "-shared", "-fPIC", f"-I{include}", *options, "-o", str(library)]
+        subprocess.run([*command, str(tmp_path / "driver.cpp")], check=True, timeout=60)
+        loaded = ctypes.CDLL(str(library))
+        monkeypatch.setattr(copy, "driver", lambda: loaded)
+        monkeypatch.setattr(launch, "driver", lambda: loaded)
+        return loaded
+
+    return make
+
+
+def copied(stream: int) -> None:
+    """Three copies of several sizes by `copy_batch`, and nothing beside them."""
+    source = np.arange(300, dtype=np.uint8).reshape(3, 100)
+    target = np.zeros_like(source)
+    sizes = [100, 7, 64]
+    rows = [[array[i].ctypes.data for i in (2, 0, 1)] for array in (target, source)]
+    copy.copy_batch(*rows, sizes, stream)
+    for i, size in zip((2, 0, 1), sizes, strict=True):
+        assert (target[i, :size] == source[i, :size]).all() and not target[i, size:].any()
+
+
+def counts(driver: ctypes.CDLL) -> list[int]:
+    """How many batches and how many single copies were made."""
+    return [ctypes.c_int.in_dll(driver, name).value for name in ("num_batches", "num_single")]
+
+
+@needs_headers
+def test_copies_are_one_call(make_driver: Callable[..., ctypes.CDLL]) -> None:
+    driver = make_driver("-DBATCHES")
+    copied(stream=9)
     copy.copy_batch([], [], [], stream=9)
-    assert len(driver.batches) == 1
+    assert counts(driver) == [1, 0]
 
 
-@pytest.mark.parametrize("reason", ["no such binding", "an old driver", "not supported", "the legacy stream"])
+@needs_headers
+@pytest.mark.parametrize("reason", ["an old driver", "not supported", "the legacy stream"])
 def test_copies_are_started_one_by_one_without_that_call(
-    monkeypatch: pytest.MonkeyPatch, reason: str
+    make_driver: Callable[..., ctypes.CDLL], reason: str
 ) -> None:
-    driver = FakeDriver(status=801 if reason == "not supported" else 0)
-    if reason == "no such binding":
-        monkeypatch.setattr(driver, "cuMemcpyBatchAsync", None)
-    if reason == "an old driver":
-
-        def missing(*_: Any) -> None:
-            raise RuntimeError("Function cuMemcpyBatchAsync not found")
-
-        monkeypatch.setattr(driver, "cuMemcpyBatchAsync", missing)
-    monkeypatch.setattr(copy, "_driver", lambda: driver)
-    stream = 0 if reason == "the legacy stream" else 9
-    copy.copy_batch(*COPIES, stream=stream)
-    assert [one[:3] for one in driver.single] == ONE_BY_ONE and not driver.batches
+    driver = make_driver(*([] if reason == "an old driver" else ["-DBATCHES"]))
+    if reason == "not supported":
+        ctypes.c_int.in_dll(driver, "answer").value = 801
+    copied(stream=0 if reason == "the legacy stream" else 9)
+    assert counts(driver) == [0, 3]
 
 
-def test_a_refused_copy_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy, "_driver", lambda: FakeDriver(status=1, extra=(0,)))
-    with pytest.raises(copy.CopyError, match="refused a copy: 1"):
-        copy.copy_batch(*COPIES, stream=9)
+@needs_headers
+def test_a_refused_copy_is_an_error(make_driver: Callable[..., ctypes.CDLL]) -> None:
+    ctypes.c_int.in_dll(make_driver("-DBATCHES"), "answer").value = 1
+    with pytest.raises(RuntimeError, match=r"CUDA driver: as it pleases \(1\)"):
+        copied(stream=9)

@@ -14,7 +14,7 @@ from quire.loader import load_model
 from quire.models.decoder import DecoderModel
 from quire.worker.kv_cache import KVCache
 from quire_kernels import registry
-from quire_kernels.cpu.build import supported_isas
+from quire_kernels.cpu.compiler import supported_isas
 from quire_kernels.metadata import AttentionMetadata
 from tests.fixtures.checkpoints import make_checkpoint
 
@@ -27,17 +27,13 @@ LENGTHS = [(1, 20), (7, 7), (1, 3), (30, 61)]
 @contextmanager
 def all_operators(name: str) -> Iterator[None]:
     """Each operator that has the implementation is computed by it."""
-    registry.configure(
-        {
-            operator: name
-            for operator in registry.operators()
-            if name in (one.name for one in registry.implementations(operator))
-        }
-    )
-    try:
+    names = {
+        operator: name
+        for operator in registry.operators()
+        if name in (one.name for one in registry.implementations(operator))
+    }
+    with registry.forced(names):
         yield
-    finally:
-        registry.configure(None)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -132,8 +128,5 @@ def test_quantised_layers(checkpoint: Path, quantization: str) -> None:
 
 
 def test_a_forced_operator_is_not_fused_away(checkpoint: Path) -> None:
-    registry.configure({"paged_attention": "reference"})
-    try:
+    with registry.forced({"paged_attention": "reference"}):
         assert not load(checkpoint, "float32").is_fused
-    finally:
-        registry.configure(None)

@@ -22,11 +22,10 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.config import CacheConfig, EngineConfig, ModelConfig
+from quire.config import EngineConfig, ModelConfig
 from quire.errors import ConfigError
 from quire.worker import model_runner
-from quire_kernels import handover, registry
-from quire_kernels.cuda import operators as cuda_operators
+from quire_kernels import ops, registry
 from quire_kernels.flashinfer import operators, wrappers
 from quire_kernels.metadata import attention_facts
 from tests.fixtures.checkpoints import make_checkpoint
@@ -34,7 +33,7 @@ from tests.kernels.common import forced
 from tests.kernels.fake_flashinfer import fake_module
 from tests.kernels.test_paged_attention import TOLERANCE, Case, dense, make_case
 
-CACHES = (operators.why_unavailable, operators.works, wrappers._pool, wrappers._workspace, handover._next)
+CACHES = (operators.why_unavailable, operators.works, wrappers._pool, wrappers._workspace)
 FACTS = attention_facts(8, 64, 2, 16, torch.bfloat16, None, None)
 
 
@@ -42,7 +41,7 @@ def forget() -> None:
     for cache in CACHES:
         cache.cache_clear()
     operators._failures.clear()
-    registry.configure(None)
+    registry._picked.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +67,9 @@ def attend(
     case: Case, sliding_window: int | None = None, softcap: float | None = None, **changes: Any
 ) -> torch.Tensor:
     meta = dataclasses.replace(case.meta, **changes) if changes else case.meta
-    return operators.paged_attention(case.query, case.kv_layer, meta, case.scale, sliding_window, softcap)
+    out = operators.paged_attention(case.query, case.kv_layer, meta, case.scale, sliding_window, softcap)
+    assert out is not None, "it was planned"
+    return out
 
 
 BATCHES: dict[str, list[tuple[int, int]]] = {
@@ -279,21 +280,25 @@ def stub(monkeypatch: pytest.MonkeyPatch, **able: bool) -> list[str]:
 
         return function
 
+    def can_do(name: str, long_queries: bool, **_: Any) -> bool | str:
+        leaves = name == "cuda" and long_queries
+        return able[name] and (registry.LeftToOthers("queries are long") if leaves else True)
+
     found = registry._implementations["paged_attention"]
     chain = {
         name: registry.Implementation(
             "paged_attention",
             name,
-            found[name].function if name in ("cuda", "flashinfer") else named(name),
+            found[name].function if name == "flashinfer" else named(name),
             frozenset(),
             frozenset(),
             10 if name == "triton" else found[name].priority,
-            lambda name=name, **_: able[name],
+            functools.partial(can_do, name),
         )
         for name in ("cuda", "flashinfer", "triton", "reference")
     }
     monkeypatch.setitem(registry._implementations, "paged_attention", chain)
-    monkeypatch.setattr(cuda_operators._kernels, "paged_attention", named("cuda"))
+    registry._picked.clear()
     return called
 
 
@@ -332,14 +337,13 @@ def test_what_cannot_be_planned_is_the_nexts(
     batch: str,
     expected: str,
 ) -> None:
-    """Long queries come from CUDA C++: they must not go back there, and round in circles."""
+    """By the facts of the batch, as if FlashInfer were not there, also where it was chosen."""
     called = stub(monkeypatch, **ALL)
     flashinfer.calls.failure = RuntimeError("Buffer overflow")
     case = make_case(BATCHES[batch], head_dim=64)
-    for _ in range(2):
-        attend(case)
-        attend(case, plans={})
-    assert called == [expected] * 4
+    for meta in (case.meta, case.meta, dataclasses.replace(case.meta, plans={})):
+        ops.paged_attention(case.query, case.kv_layer, meta, scale=case.scale, implementation=operators.NAME)
+    assert called == [expected] * 3
     (record,) = (one for one in caplog.records if one.levelno == logging.WARNING)
     assert "RuntimeError" in record.message and "Buffer overflow" in record.message
 
@@ -359,27 +363,25 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return made
 
 
-SHAPE: Any = SimpleNamespace(
-    sliding_windows=(None, 12),
-    num_heads=8,
-    head_dim=64,
-    num_kv_heads=2,
-    dtype=torch.bfloat16,
-    attention_softcap=None,
-)
-"""What is looked at of a model."""
-
-
-def refusal(checkpoint: Path, **model: Any) -> str | None:
-    config = EngineConfig(
-        model=ModelConfig(model=str(checkpoint), attention_backend="flashinfer", **model), cache=CacheConfig()
+def shape(attention_backend: str) -> Any:
+    """What is looked at of a model."""
+    return SimpleNamespace(
+        sliding_windows=(None, 12),
+        num_heads=8,
+        head_dim=64,
+        num_kv_heads=2,
+        dtype=torch.bfloat16,
+        attention_softcap=None,
+        attention_backend=attention_backend,
     )
+
+
+def refusal(checkpoint: Path) -> str | None:
+    config = EngineConfig(model=ModelConfig(model=str(checkpoint)))
     try:
-        model_runner.check_attention_backend(config, SHAPE, torch.device("cuda"))
+        model_runner.check_attention_backend(config, shape("flashinfer"), torch.device("cuda"))
     except ConfigError as error:
-        assert registry.choices() == {}
         return str(error)
-    assert registry.choices() == {"paged_attention": "flashinfer"}
     return None
 
 
@@ -390,7 +392,6 @@ def test_a_choice_of_it_is_refused_with_the_reason(
     own = registry._implementations["paged_attention"]["flashinfer"]
     stub(monkeypatch, **ALL)
     assert refusal(checkpoints("llama")) is None
-    registry.configure(None)
     monkeypatch.setitem(registry._implementations["paged_attention"], "flashinfer", own)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     message = refusal(checkpoints("llama"))
@@ -400,8 +401,8 @@ def test_a_choice_of_it_is_refused_with_the_reason(
 def test_other_choices_do_not_compile_it(
     monkeypatch: pytest.MonkeyPatch, checkpoints: Callable[[str], Path], flashinfer: ModuleType
 ) -> None:
-    config = EngineConfig(model=ModelConfig(model=str(checkpoints("llama")), attention_backend="reference"))
-    model_runner.check_attention_backend(config, SHAPE, torch.device("cuda"))
+    config = EngineConfig(model=ModelConfig(model=str(checkpoints("llama"))))
+    model_runner.check_attention_backend(config, shape("reference"), torch.device("cuda"))
     assert not flashinfer.calls.num_plans
 
 
@@ -423,7 +424,6 @@ def test_an_engine_of_it_gives_the_references_tokens(
     options: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 24, "block_size": 4}
     sampling = SamplingParams(max_tokens=24, ignore_eos=True)
     expected = LLM(checkpoints(family), attention_backend="reference", **options).generate(prompts, sampling)
-    registry.configure(None)
     found = LLM(checkpoints(family), attention_backend="flashinfer", **options).generate(prompts, sampling)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert {type(one).__name__[:10] for one in flashinfer.calls.made} == {"BatchPrefi", "BatchDecod"}

@@ -18,7 +18,7 @@ from quire_kernels import ops, registry
 def operator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An operator `twice` with three implementations; forgotten after the test."""
     monkeypatch.setattr(registry, "_implementations", dict(registry._implementations))
-    registry.configure(None)
+    monkeypatch.setattr(registry, "_forced", None)
     registry.implementation("twice", "plain")(lambda x: ("plain", x))
     registry.implementation("twice", "fast", devices=("cpu",), dtypes=(torch.float32,), priority=10)(
         lambda x: ("fast", x)
@@ -27,7 +27,7 @@ def operator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         lambda x: ("wide", x)
     )
     yield
-    registry.configure(None)
+    registry._picked.clear()
 
 
 def pick(size: int = 1, device: str = "cpu", dtype: torch.dtype = torch.float32) -> str:
@@ -52,22 +52,45 @@ def test_a_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_configuration_overrides_priority() -> None:
-    registry.configure({"twice": "plain"})
-    assert pick(size=128) == "plain"
-    registry.configure(None)
+    with registry.forced({"twice": "plain"}):
+        assert pick(size=128) == "plain"
     assert pick(size=128) == "wide"
 
 
 def test_the_environment_overrides_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_KERNELS", " twice=plain , rms_norm=reference,")
-    registry.configure(None)
     assert pick(size=128) == "plain"
 
 
 def test_a_forced_implementation_that_cannot_do_the_job_is_an_error() -> None:
-    registry.configure({"twice": "wide"})
-    with pytest.raises(registry.KernelError, match="twice=wide was asked for but cannot do cpu"):
+    message = "twice=wide was asked for but cannot do cpu"
+    with registry.forced({"twice": "wide"}), pytest.raises(registry.KernelError, match=message):
         pick(size=100)
+    with pytest.raises(registry.KernelError, match=message):
+        registry.pick("twice", "cpu", torch.float32, wanted="wide", size=100)
+
+
+def test_a_caller_that_wants_one_gets_it_whatever_others_choose() -> None:
+    with registry.forced({"twice": "fast"}):
+        for wanted, expected in (("plain", "plain"), ("wide", "wide"), (None, "fast"), ("plain", "plain")):
+            function = registry.select("twice", "cpu", torch.float32, wanted=wanted, size=128)
+            assert function(0) == (expected, 0)
+
+
+def test_what_a_chosen_implementation_leaves_to_others_is_the_nexts() -> None:
+    """And nobody's choice brings back a function that has failed."""
+
+    def predicate(size: int) -> bool | str:
+        return registry.LeftToOthers("odd sizes") if size % 2 else True
+
+    @registry.implementation("twice", "even", priority=30, predicate=predicate)
+    def even(x: int) -> tuple[str, int]:
+        return "even", x
+
+    with registry.forced({"twice": "even"}):
+        assert pick(size=128) == "even" and pick(size=101) == "fast"
+        failed = registry.pick("twice", "cpu", torch.float32, without=(even,), size=128)
+    assert failed.name == "wide"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +103,6 @@ def test_a_forced_implementation_that_cannot_do_the_job_is_an_error() -> None:
 )
 def test_a_wrong_environment_is_refused(monkeypatch: pytest.MonkeyPatch, value: str, message: str) -> None:
     monkeypatch.setenv("QUIRE_KERNELS", value)
-    registry.configure(None)
     with pytest.raises(registry.KernelError, match=message):
         pick()
 

@@ -1,7 +1,8 @@
-"""`ops.sample` of every implementation: against the sampler's own, the exact distribution, and itself."""
+"""`ops.sample` of every implementation: against its definition, the exact distribution, and itself."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -15,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quire.sampling_params import SamplingParams
 from quire.worker import sampler as sampler_module
-from quire.worker.sampler import Sampler, SamplerOutput, apply_edits, sampling_tensors
+from quire.worker.sampler import Sampler, SamplerOutput, sampling_tensors
 from quire.worker.sampling_batch import SamplingRow, collect_edits
 from quire_kernels import ops
-from quire_kernels.reference.sampling import edit_logits
+from quire_kernels.reference.sampling import MIN_TEMPERATURE, edit_logits, philox_uniform
 from quire_kernels.sampling import SamplingTensors
 from tests.kernels.common import every_implementation, forced, is_interpreted, with_cases
 from tests.kernels.test_triton_lang import ARCHITECTURES, compile_kernels
@@ -80,10 +81,31 @@ def seeds_of(count: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
     return np.random.default_rng(seed).integers(0, 2**64, count, dtype=np.uint64)
 
 
-def take(rows: SamplingTensors, index: torch.Tensor) -> SamplingTensors:
-    assert rows.edits is None
-    columns = {name: value[index] for name, value in vars(rows).items() if value is not None}
-    return SamplingTensors(**columns)
+def defined(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
+    """`ops.sample` with a sort of everything and sums in float64; no typical-p."""
+    if rows.edits is not None:
+        edit_logits(logits, rows.edits)
+    best = ops.argmax(logits)
+    peak = logits.max(dim=-1, keepdim=True).values
+    scores = (logits - peak) / rows.temperature.clamp(min=MIN_TEMPERATURE)[:, None]
+    ordered = scores.sort(dim=-1, descending=True).values
+    last = torch.where(rows.top_k > 0, rows.top_k, logits.shape[1]).clamp(max=logits.shape[1]) - 1
+    threshold = ordered.gather(1, last.long()[:, None])
+    scores = scores.masked_fill(scores < threshold, -torch.inf)
+    ordered = ordered.masked_fill(ordered < threshold, -torch.inf)
+    mass = ordered.double().softmax(dim=-1).cumsum(dim=-1)
+    last = (mass < rows.top_p[:, None].double()).sum(dim=-1, keepdim=True).clamp(max=logits.shape[1] - 1)
+    threshold = torch.where(rows.top_p[:, None] < 1, ordered.gather(1, last), -torch.inf)
+    scores = scores.masked_fill(scores < threshold, -torch.inf)
+    scores = scores.masked_fill(scores < rows.min_p[:, None].log(), -torch.inf)
+    cumulative = scores.double().exp().cumsum(dim=-1)
+    words = (words.numpy().view(np.uint64) for words in (rows.seeds, rows.positions))
+    target = torch.from_numpy(philox_uniform(*words)) * cumulative[:, -1]
+    # Below the sum, so that the token found always has a positive weight.
+    target = torch.minimum(target, torch.nextafter(cumulative[:, -1], torch.zeros_like(target)))
+    drawn = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
+    drawn = drawn.clamp(max=logits.shape[1] - 1)
+    return torch.where((rows.temperature > 0) & (best >= 0), drawn, best)
 
 
 def sample(name: str, device: str, logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
@@ -95,11 +117,13 @@ def sample(name: str, device: str, logits: torch.Tensor, rows: SamplingTensors) 
 
 @pytest.mark.row("D10")
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_reference_draws_what_the_sampler_draws(kind: str) -> None:
-    """The sampler sums exp in float32 chunks, the reference in float64: a draw in 10,000 may fall between."""
+def test_reference_and_sampler_draw_what_is_defined(kind: str) -> None:
+    """The reference sums exp in float32 chunks, not in float64: a draw in 10,000 may fall between."""
     count, vocab_size = 2000, 1000
     logits = draw_logits(kind, count, vocab_size)
-    tokens = sample("reference", "cpu", logits, settings(count, FILTERS))
+    tokens = defined(logits, settings(count, FILTERS))
+    found = sample("reference", "cpu", logits, settings(count, FILTERS))
+    assert int((tokens != found).sum()) <= 1
     seeds = seeds_of(count, 0)
     rows = []
     for i in range(count):
@@ -117,12 +141,12 @@ def test_the_reference_draws_what_the_sampler_draws(kind: str) -> None:
     ("kind", "vocab_size"),
     [*itertools.product(KINDS, [1000]), ("random", 9000), ("flat", 9000), ("random", 1)],
 )
-def test_tokens_equal_the_references(name: str, device: str, kind: str, vocab_size: int) -> None:
+def test_tokens_are_those_defined(name: str, device: str, kind: str, vocab_size: int) -> None:
     """All of them: where float32 rounding decides is rarer than one draw in 10,000."""
     count = len(FILTERS) * (1 if is_interpreted(name, device) else 50)
     logits = draw_logits(kind, count, vocab_size)
     for first in (0, 2**40):
-        expected = sample("reference", "cpu", logits, settings(count, FILTERS, position=first))
+        expected = defined(logits, settings(count, FILTERS, position=first))
         tokens = sample(name, device, logits, settings(count, FILTERS, device, position=first))
         assert tokens.tolist() == expected.tolist()
 
@@ -131,11 +155,11 @@ def test_tokens_equal_the_references(name: str, device: str, kind: str, vocab_si
 @pytest.mark.parametrize(("name", "device"), OTHERS)
 @pytest.mark.parametrize("kind", ["random", "flat"])
 def test_tokens_that_rounding_decides_are_rare(name: str, device: str, kind: str) -> None:
-    """Boundaries of probabilities lie about 1e-7 apart from the reference's; in flat rows there are many."""
+    """Boundaries of probabilities lie about 1e-7 apart from the defined; in flat rows there are many."""
     count = 1000 if is_interpreted(name, device) else 100_000
     logits = draw_logits(kind, 1, 4000).expand(count, -1)
     rows = settings(count, [{}, {"top_p": 0.7}])
-    expected = sample("reference", "cpu", logits, rows)
+    expected = defined(logits, rows)
     tokens = sample(name, device, logits, settings(count, [{}, {"top_p": 0.7}], device))
     missed = int((tokens != expected).sum())
     print(f"\n{name}, {kind}: {missed} of {count} tokens differ")
@@ -192,10 +216,10 @@ def test_a_row_does_not_depend_on_the_batch(name: str, device: str) -> None:
     rows = settings(count, FILTERS, device)
     together = sample(name, device, logits, rows)
     for i in range(0, count, 3):
-        assert int(sample(name, device, logits[i : i + 1], take(rows, torch.tensor([i])))) == int(together[i])
+        assert int(sample(name, device, logits[i : i + 1], rows.take(torch.tensor([i])))) == int(together[i])
     # Rows of a wider matrix, and in another order.
     flipped = torch.cat((logits, logits), 1).flip(0)[:, 3000:]
-    back = take(rows, torch.arange(count).flip(0))
+    back = rows.take(torch.arange(count).flip(0))
     assert torch.equal(sample(name, device, flipped, back).flip(0), together)
 
 
@@ -246,6 +270,22 @@ def test_the_best_token_is_the_first_of_equals(name: str, device: str) -> None:
         name, device, logits, settings(2, [{"temperature": 0.0}, {"temperature": 1e-7, "top_k": 1}])
     )
     assert int(tokens[0]) == 100 and int(tokens[1]) in (100, 4500, 5999)
+
+
+@pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
+def test_typical_p_is_drawn_whoever_is_chosen(name: str, device: str) -> None:
+    """Kernels without it leave such a batch to the reference; 1 is none. The token whose surprise is
+    nearest to the entropy is not the best one."""
+    probs = torch.tensor([0.5, 0.3, 0.2])
+    logits = probs.log().repeat(4, 1)
+    rows = settings(4, [{}, {"temperature": 0.0}], device)
+    typical = torch.tensor([1e-6, 1e-6, 1.0, 1e-6], device=device)
+    wanted = dataclasses.replace(
+        rows, typical_p=typical, temperature=torch.tensor([1.0, 0.0, 1.0, 1.0]).to(device)
+    )
+    tokens = sample(name, device, logits, wanted)
+    assert tokens[[0, 1, 3]].tolist() == [1, 0, 1]
+    assert tokens[2] == defined(logits, settings(4, [{}]))[2]
 
 
 # Penalties, biases and bans
@@ -303,11 +343,12 @@ def ragged_logits(rows: list[SamplingRow], vocab_size: int, seed: int) -> torch.
     logits[6], logits[7] = -math.inf, torch.finfo(torch.float32).max
     logits[8] = -logits[7]
     edits = collect_edits(rows, vocab_size)
-    assert edits is not None and edits.bans is not None
-    row_of = np.repeat(np.arange(len(rows)), edits.bans.sizes)
-    banning = (i for i, size in enumerate(edits.bans.sizes) if 0 < size < vocab_size // 2 and i > 8)
+    assert edits is not None
+    sizes = np.diff(edits["starts"][2])
+    row_of = np.repeat(np.arange(len(rows)), sizes)
+    banning = (i for i, size in enumerate(sizes) if 0 < size < vocab_size // 2 and i > 8)
     for row, rest in zip(banning, (-math.inf, math.nan), strict=False):
-        banned = edits.bans.token_ids[row_of == row].tolist()
+        banned = edits["ban_ids"][row_of == row].tolist()
         logits[row] = rest
         logits[row, banned] = 1.0
     return logits
@@ -316,9 +357,9 @@ def ragged_logits(rows: list[SamplingRow], vocab_size: int, seed: int) -> torch.
 def edited(logits: torch.Tensor, rows: list[SamplingRow], newest: torch.Tensor | None = None) -> torch.Tensor:
     """What the sampler's own operations, which tests/unit/test_sampler.py checks, make of the logits."""
     out = logits.clone()
-    edits = collect_edits(rows, logits.shape[1])
-    assert edits is not None
-    apply_edits(out, rows, edits, newest)
+    tensors = sampling_tensors(rows, collect_edits(rows, logits.shape[1]), newest, logits.device)
+    assert tensors.edits is not None
+    edit_logits(out, tensors.edits)
     return out
 
 
@@ -362,7 +403,7 @@ def test_edits_are_those_of_the_sampler(name: str, device: str, count: int, voca
     there = logits.to(device, copy=True)
     tokens = sample(name, device, there, tensors)
     torch.testing.assert_close(there.cpu(), expected, rtol=0, atol=0, equal_nan=True)
-    assert tokens.tolist() == sample("reference", "cpu", logits.clone(), tensors).tolist()
+    assert tokens.tolist() == defined(logits.clone(), tensors).tolist()
     assert 0 < int((tokens < 0).sum()) < count // 2
 
     for i in range(0, count, 7):
@@ -400,7 +441,7 @@ def test_a_token_counts_that_only_the_device_knows(
     tokens = sample(name, device, there, tensors)
     torch.testing.assert_close(there.cpu(), expected, rtol=0, atol=0, equal_nan=True)
     known = sampling_tensors(rows, collect_edits(rows, vocab_size), None, torch.device("cpu"))
-    assert tokens.tolist() == sample("reference", "cpu", logits.clone(), known).tolist()
+    assert tokens.tolist() == defined(logits.clone(), known).tolist()
 
 
 def results(logits: torch.Tensor, rows: list[SamplingRow]) -> SamplerOutput:
@@ -409,9 +450,7 @@ def results(logits: torch.Tensor, rows: list[SamplingRow]) -> SamplerOutput:
 
 @pytest.mark.row("D10", clauses=("greedy",))
 @pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
-def test_the_fused_sampler_gives_what_the_other_gives(
-    name: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sampler_gives_what_it_gives_by_the_reference(name: str, device: str) -> None:
     """Tokens, log-probabilities before the edits, and candidates of beam search after them."""
     count, vocab_size = 40, 300
     rows = ragged_rows(count, vocab_size, seed=1)
@@ -423,16 +462,12 @@ def test_the_fused_sampler_gives_what_the_other_gives(
     assert any(row.is_beam and row.has_penalties for row in rows)
     assert any(row.params.is_greedy and row.has_penalties and not row.is_beam for row in rows)
     logits = ragged_logits(rows, vocab_size, seed=2)
-    expected = results(logits.clone(), rows)
+    with forced("sample", "reference"):
+        expected = results(logits.clone(), rows)
     greedy = [row for row in rows if row.params.is_greedy]
     greedy_logits = logits[[i for i, row in enumerate(rows) if row.params.is_greedy]]
-    expected_greedy = results(greedy_logits.clone(), greedy)
-
-    def never(*_: Any) -> None:
-        raise AssertionError("the kernel makes the edits")
-
-    monkeypatch.setattr(sampler_module, "_is_fused", lambda device: True)
-    monkeypatch.setattr(sampler_module, "apply_edits", never)
+    with forced("sample", "reference"):
+        expected_greedy = results(greedy_logits.clone(), greedy)
     with forced("sample", name):
         got = results(logits.to(device, copy=True), rows)
         got_greedy = results(greedy_logits.to(device, copy=True), greedy)
@@ -457,7 +492,6 @@ def test_what_rows_ask_for_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("a copy of its own")
 
-    monkeypatch.setattr(sampler_module, "_is_fused", lambda device: True)
     monkeypatch.setattr(sampler_module, "to_device_together", counted)
     monkeypatch.setattr(sampler_module, "to_device", never)
     rows = ragged_rows(40, 40, seed=3)

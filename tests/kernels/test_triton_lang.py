@@ -15,7 +15,7 @@ import torch
 
 from quire_kernels import ops, registry
 from quire_kernels.metadata import AttentionMetadata
-from quire_kernels.triton_lang import lazy
+from quire_kernels.triton_lang import operators
 from tests.kernels.common import dequantized, every_implementation, forced, quantized_pool
 from tests.kernels.test_paged_attention import KV_DTYPES, LargestTensor, check, make_case
 
@@ -59,7 +59,7 @@ def test_triton_is_tested_somewhere() -> None:
     assert DEVICES, "Triton is installed: without a GPU conftest.py turns its interpreter on"
 
 
-@pytest.mark.skipif(not lazy.is_interpreted(), reason="on a GPU they are meant to be picked")
+@pytest.mark.skipif(not operators.is_interpreted(), reason="on a GPU they are meant to be picked")
 def test_nothing_picks_an_interpreted_kernel_by_itself() -> None:
     for operator in registry.operators():
         names = [one.name for one in registry.implementations(operator)]
@@ -247,7 +247,7 @@ def compile_kernels(arch: str, kernel: str) -> None:
     """Compiles the kernels whose name contains this, outside the interpreter, and looks at what came out."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT / "kernels")
-    command = [sys.executable, "-m", "quire_kernels.triton_lang.compile", "--json", "--arch", arch]
+    command = [sys.executable, "-m", "quire_kernels.triton_lang.compiler", "--json", "--arch", arch]
     run = subprocess.run(
         [*command, "--kernel", kernel], env=environment, capture_output=True, text=True, timeout=280
     )

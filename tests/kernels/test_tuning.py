@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quire_kernels import ops
-from quire_kernels.triton_lang import lazy, tuning
+from quire_kernels.triton_lang import operators, tuning
 from quire_kernels.triton_lang.tuning import Config, Device, Tuner, kernel_key
 
 H200 = Device("NVIDIA H200", (9, 0))
@@ -41,7 +41,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def device_outside_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lazy, "is_interpreted", lambda: False)
+    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
 
 
 def start(
@@ -194,7 +194,7 @@ def test_nothing_is_timed_outside_warm_up(tmp_path: Path, monkeypatch: pytest.Mo
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
             assert choose() is DEFAULT, "while a graph is captured"
         with monkeypatch.context() as patch:
-            patch.setattr(lazy, "is_interpreted", lambda: True)
+            patch.setattr(operators, "is_interpreted", lambda: True)
             assert choose() is DEFAULT, "in the interpreter"
         with monkeypatch.context() as patch:
             patch.setenv(tuning.ENVIRONMENT_SWITCH, "0")

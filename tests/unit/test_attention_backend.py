@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +23,24 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    yield
-    registry.configure(None)
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Names of the implementations of attention that compute."""
+    names: set[str] = set()
+
+    def noted(one: registry.Implementation) -> registry.Implementation:
+        def function(*args: Any) -> Any:
+            names.add(one.name)
+            return one.function(*args)
+
+        return dataclasses.replace(one, function=function)
+
+    found = registry._implementations["paged_attention"]
+    replaced = {name: noted(one) for name, one in found.items()}
+    monkeypatch.setitem(registry._implementations, "paged_attention", replaced)
+    registry._picked.clear()
+    yield names
+    registry._picked.clear()
 
 
 def usable() -> list[str]:
@@ -41,7 +57,6 @@ def test_each_gives_the_same_tokens(checkpoint: Path, name: str) -> None:
     prompts = [[5, 6, 7, 8] * 5, [9, 10]]
     expected = LLM(checkpoint, dtype="float32").generate(prompts, GREEDY)
     llm = LLM(checkpoint, dtype="float32", attention_backend=name)
-    assert registry.choices() == {"paged_attention": name}
     found = llm.generate(prompts, GREEDY)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
 
@@ -59,4 +74,20 @@ def test_what_cannot_be_is_refused_at_start_with_the_reason(checkpoint: Path) ->
         ConfigError, match=rf"attention_backend={cpu} .*only for bfloat16, float32.*float16 on cpu"
     ):
         LLM(checkpoint, attention_backend=cpu, dtype="float16")
-    assert registry.choices() == {}, "a refused choice leaves nothing behind"
+
+
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+def test_each_engine_of_a_process_keeps_its_own(tmp_path: Path, called: set[str], family: str) -> None:
+    """The choice was one for the process: whatever engine was made last decided for those before it."""
+    checkpoint = make_checkpoint(family, tmp_path)
+    best = usable()[0]
+    llms = {
+        name: LLM(checkpoint, dtype="float32", attention_backend=name) for name in ("reference", "auto", best)
+    }
+    for _ in range(2):
+        for name, llm in llms.items():
+            called.clear()
+            llm.generate([[5, 6, 7, 8]], GREEDY)
+            # All layers of a Llama are one call of the best one, and no operators.
+            fused = set() if family == "llama" else {best}
+            assert called == ({"reference"} if name == "reference" else fused)

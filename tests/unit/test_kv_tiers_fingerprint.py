@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from quire.kv_tiers import fingerprint, needs_fingerprint
 from quire.kv_tiers.fingerprint import HARMLESS_KEYS
 from quire.loader.load import digest_weights
 from quire.worker import kv_identity as kv_identity_module
-from quire_kernels import registry
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.runner_of import runner_of
 from tests.unit.test_engine import random_prompts
@@ -43,13 +42,6 @@ KEYS = {
     for part in (ModelConfig, CacheConfig, SchedulerConfig)
     for field in dataclasses.fields(part)
 }
-
-
-@pytest.fixture(autouse=True)
-def own_choice_of_kernels() -> Iterator[None]:
-    """`attention_backend` holds for the process, of which an engine is otherwise the only one."""
-    yield
-    registry.configure(None)
 
 
 def serve(path: Path, directory: Path | None, **options: Any) -> tuple[list[list[int]], int]:

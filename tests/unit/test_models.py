@@ -398,9 +398,8 @@ def test_the_oracle_depends_on_its_whole_history(family: str, checkpoints: dict[
 @pytest.fixture
 def counted_operators() -> Iterator[None]:
     """PyTorch's operators, whose work its counter knows."""
-    registry.configure(dict.fromkeys(registry.operators(), "reference"))
-    yield
-    registry.configure(None)
+    with registry.forced(dict.fromkeys(registry.operators(), "reference")):
+        yield
 
 
 @pytest.mark.row("C1", clauses=("cost",))

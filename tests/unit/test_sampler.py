@@ -16,18 +16,11 @@ from transformers.generation import logits_process as hf
 
 from quire.request import Request
 from quire.sampling_params import SamplingParams
-from quire.worker.sampler import (
-    NO_TOKEN,
-    Sampler,
-    SamplingRow,
-    apply_edits,
-    apply_filters,
-    philox4x32,
-    philox_uniform,
-)
+from quire.worker.sampler import NO_TOKEN, Sampler, SamplingRow, sampling_tensors
 from quire.worker.sampling_batch import collect_edits
 from quire.worker.token_history import _Prompt
 from quire_kernels import ops
+from quire_kernels.reference.sampling import edit_logits, filter_scores, philox4x32, philox_uniform
 
 Array = npt.NDArray[np.float64]
 VOCAB = 40
@@ -50,12 +43,21 @@ def fixed_logits(vocab: int = VOCAB, seed: int = 9, scale: float = 2.0) -> Array
     return np.random.default_rng(seed).normal(size=vocab).astype(np.float32).astype(np.float64) * scale
 
 
+def apply_edits(scores: torch.Tensor, rows: list[SamplingRow]) -> None:
+    tensors = sampling_tensors(rows, collect_edits(rows, scores.shape[1]), None, scores.device)
+    if tensors.edits is not None:
+        edit_logits(scores, tensors.edits)
+
+
+def apply_filters(scores: torch.Tensor, rows: list[SamplingRow]) -> None:
+    tensors = sampling_tensors(rows, None, None, scores.device)
+    filter_scores(scores, tensors.top_k, tensors.top_p, tensors.min_p, tensors.typical_p)
+
+
 def transform(logits: Array, row: SamplingRow) -> Array:
     """The row's scores after every transform, as the sampler is about to draw from them."""
     scores = torch.tensor(logits, dtype=torch.float32)[None]
-    edits = collect_edits([row], len(logits))
-    if edits is not None:
-        apply_edits(scores, [row], edits, None)
+    apply_edits(scores, [row])
     if not row.params.is_greedy:
         scores = (scores - scores.amax()) / row.params.temperature
         apply_filters(scores, [row])
@@ -403,7 +405,8 @@ def test_a_nucleus_whose_mass_is_exactly_p_is_complete(vocab: int, kept: int) ->
     mass = (ordered - scores.logsumexp(-1, keepdim=True)).exp().double().cumsum(-1)[0]
     for top_p, expected in ((mass[kept - 1], kept), (torch.nextafter(mass[kept - 1], mass[-1]), kept + 1)):
         part = scores.clone()
-        apply_filters(part, [make_row(top_p=float(top_p))])
+        none = torch.zeros(1, dtype=torch.int64)
+        filter_scores(part, none, top_p[None], none.double(), None)
         assert int(part.isfinite().sum()) == expected
 
 
@@ -649,9 +652,7 @@ def test_biases_are_read_once_and_belong_to_their_row() -> None:
     for order in ([0, 1, 2, 3, 4], [4, 2, 3, 1, 0], [1], [2, 1, 4]):
         scores = torch.zeros(len(order), VOCAB)
         batch = [rows[i] for i in order]
-        edits = collect_edits(batch, VOCAB)
-        assert edits is not None
-        apply_edits(scores, batch, edits, None)
+        apply_edits(scores, batch)
         expected = torch.zeros(len(order), VOCAB)
         for place, i in enumerate(order):
             for token, bias in biases[i].items():

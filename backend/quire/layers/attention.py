@@ -30,6 +30,7 @@ class Attention(nn.Module):
         self.scale = config.attention_scale
         self.softcap = config.attention_softcap
         self.sliding_window = config.sliding_windows[layer]
+        self.backend = config.attention_backend
         dtype = config.dtype
         query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.qkv = Linear(
@@ -73,6 +74,7 @@ class Attention(nn.Module):
             scale=self.scale,
             sliding_window=self.sliding_window,
             softcap=self.softcap,
+            implementation=self.backend,
         )
         out: torch.Tensor = self.out(attended.flatten(1))
         return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +42,16 @@ def load_model(
     config: ModelConfig,
     device: torch.device,
     *,
-    choose_kernels: Callable[[DecoderConfig], None] | None = None,
+    check: Callable[[DecoderConfig], None] | None = None,
     with_digest: bool = False,
 ) -> LoadedModel:
     """Builds the model a checkpoint names and fills it.
 
     Args:
-        config: `model` (directory or .gguf file), dtype, load_format, allow_pickle and max_model_len.
+        config: `model` (directory or .gguf file), dtype, load_format, allow_pickle, max_model_len and
+            attention_backend.
         device: of the weights.
-        choose_kernels: called before the weights are read, as they are packed for the kernels that compute.
+        check: called before the weights are read; raises what the model's shape does not allow.
         with_digest: whether the weights are to be told from others.
 
     Raises:
@@ -61,9 +62,10 @@ def load_model(
     hf = read_hf_config(path)
     generation = read_generation_config(path)
     kind = model_class(hf)
-    parsed = kind.parse_config(hf, _dtype(config.dtype, hf))
-    if choose_kernels is not None:
-        choose_kernels(parsed)
+    backend = None if config.attention_backend == "auto" else config.attention_backend
+    parsed = replace(kind.parse_config(hf, _dtype(config.dtype, hf)), attention_backend=backend)
+    if check is not None:
+        check(parsed)
     files = None if config.load_format == "dummy" else find_weights(config)
     model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device).eval()
     if files is None:

@@ -50,6 +50,8 @@ class DecoderConfig:
     qk_norm: bool = False
     """RMSNorm over each query and key head before the rotary embedding."""
     eos_token_ids: frozenset[int] = frozenset()
+    attention_backend: str | None = None
+    """Implementation of attention that was asked for; None: the best one. No checkpoint states it."""
 
     @property
     def norm_dtype(self) -> torch.dtype:

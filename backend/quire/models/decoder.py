@@ -244,7 +244,7 @@ class DecoderModel(nn.Module):
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             layers.append(layer.fused_weights(self._places[index][0]))
-        if not can_fuse(layers, config.head_dim, config.rope.rotary_dim):
+        if not can_fuse(layers, config.head_dim, config.rope.rotary_dim, config.attention_backend):
             return None
         return NativeDecoder(
             layers,

@@ -19,7 +19,7 @@ import torch
 from quire.layers.rotary import RotaryEmbedding
 from quire.loader import LoadedModel
 from quire_kernels import registry
-from quire_kernels.cpu.build import BuildError, library_name, supported_isas
+from quire_kernels.cpu.compiler import BuildError, library_name, supported_isas
 from quire_kernels.cpu.native import library
 
 _CODE = ("quire.layers", "quire.loader", "quire.models", "quire.worker", "quire_kernels")

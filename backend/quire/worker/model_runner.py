@@ -88,7 +88,7 @@ class ModelRunner:
         loaded = load_model(
             config.model,
             self.device,
-            choose_kernels=lambda shape: check_attention_backend(config, shape, self.device),
+            check=lambda shape: check_attention_backend(config, shape, self.device),
             with_digest=is_shared,
         )
         self.model = loaded.model
@@ -352,13 +352,13 @@ class LaunchedStep:
 
 
 def check_attention_backend(config: EngineConfig, shape: DecoderConfig, device: torch.device) -> None:
-    """Makes `attention_backend` the one that computes, in this process.
+    """Refuses an `attention_backend` that cannot do what one of the model's layers needs.
 
     Raises:
-        ConfigError: it cannot do what one of the model's layers needs; says why, and what all can.
+        ConfigError: says why, and what all can.
     """
-    wanted = config.model.attention_backend
-    if wanted == "auto":
+    wanted = shape.attention_backend
+    if wanted is None:
         return
     # Only what is asked for, and the table of all where that is refused: some compile to know what they can.
     known = {one.name: one for one in registry.implementations("paged_attention")}
@@ -374,20 +374,19 @@ def check_attention_backend(config: EngineConfig, shape: DecoderConfig, device: 
                 f"attention_backend={wanted} cannot serve this model: {reason}. Needed: {shape.dtype} on "
                 f"{device.type}, {needs}. {table}"
             )
-    registry.configure({**registry.choices(), "paged_attention": wanted})
 
 
 def attention_is_recordable(config: EngineConfig, shape: DecoderConfig, device: torch.device) -> bool:
     """Whether decode steps of all layers can be recorded with their attention."""
     picked = [
-        registry.pick("paged_attention", device.type, shape.dtype, **facts)
+        registry.pick("paged_attention", device.type, shape.dtype, wanted=shape.attention_backend, **facts)
         for facts in _attention_facts(config, shape)
     ]
     return all(one.is_recordable for one in picked)
 
 
 def _attention_facts(config: EngineConfig, shape: DecoderConfig) -> list[dict[str, Any]]:
-    """What attention is chosen by, for each kind of layer."""
+    """What attention of single tokens is chosen by, for each kind of layer."""
     return [
         attention_facts(
             shape.num_heads,

@@ -20,6 +20,7 @@ from quire.worker.token_history import BadWords, FloatArray, IntArray, TokenHist
 
 _LEAST_REPETITION = np.finfo(np.float32).tiny
 """A penalty below the smallest normal number would turn 0 / p into NaN."""
+EditArrays = dict[str, npt.NDArray[Any]]
 _NO_TOKENS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
 
 
@@ -45,8 +46,8 @@ class SamplingRow:
     has_penalties: bool = field(init=False, repr=False, compare=False)
     has_transforms: bool = field(init=False, repr=False, compare=False)
     """True when something may change the logits before the temperature."""
-    has_filters: bool = field(init=False, repr=False, compare=False)
-    """True when top-k, top-p, min-p or typical-p may remove tokens."""
+    filters: tuple[float, float, float, float] = field(init=False, repr=False, compare=False)
+    """Temperature (0 where the best token is taken), top-p, min-p and typical-p."""
     _history: TokenHistory | None = field(default=None, init=False, repr=False, compare=False)
     _bad_words: BadWords | None = field(default=None, init=False, repr=False, compare=False)
     _biases: tuple[IntArray, FloatArray] | None = field(default=None, init=False, repr=False, compare=False)
@@ -67,9 +68,9 @@ class SamplingRow:
             or params.logit_bias
             or params.min_tokens
         )
-        self.has_filters = (
-            params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0 or params.typical_p < 1.0
-        )
+
+        temperature = 0.0 if self.is_beam else params.temperature
+        self.filters = temperature, params.top_p, params.min_p, params.typical_p
 
     @property
     def wants_best_only(self) -> bool:
@@ -157,49 +158,25 @@ class TokenList:
     """[m], or [0] where tokens have none."""
 
 
-@dataclass(slots=True)
-class Edits:
-    """What rows change of single logits: see `quire_kernels.sampling.LogitEdits`; None: nothing of a kind."""
+def collect_edits(rows: Sequence[SamplingRow], vocab_size: int) -> EditArrays | None:
+    """The edits of all rows: the fields of `quire_kernels.sampling.LogitEdits` by name, but for `newest`.
 
-    penalties: TokenList | None
-    """Values are output counts; tokens are distinct within a row."""
-    biases: TokenList | None
-    """Values are biases; tokens are distinct within a row."""
-    bans: TokenList | None
-    """Without values; tokens may repeat."""
-    uncounted: npt.NDArray[np.bool_] | None
-    """[n]: whose newest token is a penalty more, see `SamplingRow.is_uncounted`; None: no row's."""
+    Where rows have a newest token that is a penalty more (`SamplingRow.is_uncounted`), there is `uncounted`,
+    bool [n], too.
 
-
-def collect_edits(rows: Sequence[SamplingRow], vocab_size: int) -> Edits | None:
-    """The edits of all rows; None when no row has any."""
+    Returns:
+        None when no row has any edits.
+    """
     if not any(row.has_transforms for row in rows):
         return None
-    uncounted = np.array([row.is_uncounted for row in rows])
-    edits = Edits(
-        _penalties(rows, vocab_size),
-        _biases(rows, vocab_size),
-        _bans(rows, vocab_size),
-        uncounted if uncounted.any() else None,
-    )
-    return edits if edits.penalties or edits.biases or edits.bans else None
-
-
-def _penalty_factors(rows: Sequence[SamplingRow]) -> FloatArray:
-    """[3, n]: repetition, presence and frequency penalty of each row."""
-    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    factors = np.array([[getattr(row.params, name) for row in rows] for name in names], dtype=np.float32)
-    np.maximum(factors[0], _LEAST_REPETITION, out=factors[0])
-    return factors
-
-
-def edit_arrays(rows: Sequence[SamplingRow], edits: Edits) -> dict[str, npt.NDArray[Any]]:
-    """The fields of `LogitEdits` by name, but for `newest`; and `uncounted`, if there is."""
+    lists = _penalties(rows, vocab_size), _biases(rows, vocab_size), _bans(rows, vocab_size)
+    if lists == (None, None, None):
+        return None
     none = TokenList([0] * len(rows), *_NO_TOKENS)
-    penalties, biases, bans = (one or none for one in (edits.penalties, edits.biases, edits.bans))
+    penalties, biases, bans = (one or none for one in lists)
     starts = np.zeros((3, len(rows) + 1), dtype=np.int32)
     np.cumsum([one.sizes for one in (penalties, biases, bans)], axis=1, out=starts[:, 1:])
-    masks = {} if edits.uncounted is None else {"uncounted": edits.uncounted}
+    uncounted = np.array([row.is_uncounted for row in rows])
     return {
         "starts": starts,
         "factors": _penalty_factors(rows),
@@ -208,8 +185,19 @@ def edit_arrays(rows: Sequence[SamplingRow], edits: Edits) -> dict[str, npt.NDAr
         "bias_ids": biases.token_ids.astype(np.int32),
         "biases": biases.values,
         "ban_ids": bans.token_ids.astype(np.int32),
-        **masks,
+        **({"uncounted": uncounted} if uncounted.any() else {}),
     }
+
+
+def _penalty_factors(rows: Sequence[SamplingRow]) -> FloatArray:
+    """[3, n]: repetition, presence and frequency penalty of each row."""
+    asked = [row.params for row in rows]
+    factors = np.array(
+        [(one.repetition_penalty, one.presence_penalty, one.frequency_penalty) for one in asked],
+        dtype=np.float32,
+    ).T
+    np.maximum(factors[0], _LEAST_REPETITION, out=factors[0])
+    return factors
 
 
 def _penalties(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
@@ -231,7 +219,10 @@ def _biases(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
 
 def _bans(rows: Sequence[SamplingRow], vocab_size: int) -> TokenList | None:
     """Tokens that must not be chosen."""
-    bans = _join([row.bans() for row in rows], [], vocab_size)
+    found = [row.bans() for row in rows]
+    if not any(found):
+        return None
+    bans = _join(found, [], vocab_size)
     return bans if len(bans.token_ids) else None
 
 

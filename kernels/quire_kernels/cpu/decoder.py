@@ -48,8 +48,11 @@ class DecoderLayerWeights:
     """KV group: which of a step's metadata is this layer's."""
 
 
-def can_fuse(layers: Sequence[DecoderLayerWeights], head_dim: int, rotary_dim: int) -> bool:
-    """Whether NativeDecoder computes these layers, with the implementations that the registry picks."""
+def can_fuse(
+    layers: Sequence[DecoderLayerWeights], head_dim: int, rotary_dim: int, attention: str | None
+) -> bool:
+    """Whether NativeDecoder computes these layers, with the implementations that the registry picks; of
+    attention the one that is wanted."""
     linears = [linear for layer in layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     native = [linear for linear in linears if isinstance(linear, NativeLinear)]
     if len(native) < len(linears) or len({linear.isa for linear in native}) != 1:
@@ -61,7 +64,7 @@ def can_fuse(layers: Sequence[DecoderLayerWeights], head_dim: int, rotary_dim: i
         "rms_norm": {"size": size},
         "rope": {"head_dim": head_dim, "rotary_dim": rotary_dim},
         "write_kv": {"head_dim": head_dim},
-        "paged_attention": {"head_dim": head_dim},
+        "paged_attention": {"head_dim": head_dim, "wanted": attention},
     }
     return all(registry.pick(name, "cpu", dtype, **known).name == isa for name, known in facts.items())
 

@@ -13,7 +13,7 @@ from enum import IntEnum
 
 import torch
 
-from quire_kernels.cpu.build import BuildError, load, supported_isas
+from quire_kernels.cpu.compiler import BuildError, load, supported_isas
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, QuantizedKV
 

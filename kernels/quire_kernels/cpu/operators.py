@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quire_kernels.cpu.build import BuildError, supported_isas
+from quire_kernels.cpu.compiler import BuildError, supported_isas
 from quire_kernels.cpu.linear import NativeLinear, can_pack
 from quire_kernels.cpu.native import KV_TYPES, TYPES, Activation, as_rows, batch_struct, kv_struct, library
 from quire_kernels.metadata import AttentionMetadata

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
+import ctypes
 from collections.abc import Sequence
-from typing import Any
+from ctypes import byref, c_size_t, c_void_p
+
+from quire_kernels.cuda.launch import check, driver
+
+_NOT_SUPPORTED = 801
+"""CUDA_ERROR_NOT_SUPPORTED"""
 
 
-class CopyError(RuntimeError):
-    """The driver refused a copy."""
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
 
-
-@functools.cache
-def _driver() -> Any:
-    return importlib.import_module("cuda.bindings.driver")
+    _fields_ = (("source_order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 
 
 def copy_batch(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> None:
@@ -30,45 +31,34 @@ def copy_batch(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[i
         stream: handle of the stream; of the legacy default stream, 0, copies are started one by one.
 
     Raises:
-        CopyError: the driver refused; some copies may have been started.
+        RuntimeError: the driver refused; some copies may have been started.
     """
     assert len(targets) == len(sources) == len(sizes), "one entry per copy in every list"
-    if not targets:
-        return
-    driver = _driver()
-    if len(targets) > 1 and stream != 0 and _copy_at_once(driver, targets, sources, sizes, stream):
+    if len(targets) > 1 and stream != 0 and _copy_at_once(targets, sources, sizes, stream):
         return
     for target, source, size in zip(targets, sources, sizes, strict=True):
-        (status,) = driver.cuMemcpyAsync(target, source, size, stream)
-        _check(status)
+        check(driver().cuMemcpyAsync(c_void_p(target), c_void_p(source), c_size_t(size), c_void_p(stream)))
 
 
-def _copy_at_once(
-    driver: Any, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int
-) -> bool:
+def _copy_at_once(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> bool:
     """False where the driver has no such call: it is one of CUDA 12.8."""
-    batch = getattr(driver, "cuMemcpyBatchAsync", None)
+    batch = getattr(driver(), "cuMemcpyBatchAsync", None)
     if batch is None:
         return False
-    attributes = driver.CUmemcpyAttributes()
-    attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    addresses = [[driver.CUdeviceptr(address) for address in side] for side in (targets, sources)]
-    try:
-        # Bindings 12 return the index of the copy that failed too, bindings 13 do not.
-        status, *_ = batch(*addresses, list(sizes), len(targets), [attributes], [0], 1, stream)
-    except RuntimeError:
-        # The binding knows a function that the installed driver lacks.
-        return False
-    if int(status) == _NOT_SUPPORTED:
-        return False
-    _check(status)
-    return True
-
-
-_NOT_SUPPORTED = 801
-"""CUDA_ERROR_NOT_SUPPORTED"""
-
-
-def _check(status: Any) -> None:
-    if int(status):
-        raise CopyError(f"the CUDA driver refused a copy: {status}")
+    count = len(targets)
+    addresses, lengths = c_void_p * count, c_size_t * count
+    in_stream_order, first, failed = _Attributes(source_order=1), c_size_t(0), c_size_t()
+    status = batch(
+        addresses(*targets),
+        addresses(*sources),
+        lengths(*sizes),
+        c_size_t(count),
+        byref(in_stream_order),
+        byref(first),
+        c_size_t(1),
+        byref(failed),
+        c_void_p(stream),
+    )
+    if status != _NOT_SUPPORTED:
+        check(status)
+    return bool(status != _NOT_SUPPORTED)

@@ -27,6 +27,7 @@ from quire_kernels.cuda.params import (
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, QuantizedKV
 from quire_kernels.reference.elementwise import gelu_mul, silu_mul
+from quire_kernels.registry import LeftToOthers
 from quire_kernels.sampling import SamplingTensors
 
 TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
@@ -476,17 +477,18 @@ def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 and is_aligned else rows.contiguous()
 
 
-def can_attend(**facts: Any) -> bool:
-    """Whether `Kernels.paged_attention` knows a head size and block size."""
+def can_attend(**facts: Any) -> bool | LeftToOthers:
+    """Whether `Kernels.paged_attention` knows a head size and block size, and queries are short."""
     quantized = facts.get("kv_dtype") in CACHES
     block_size = facts.get("block_size", 16)
-    return (
+    known = (
         facts.get("head_dim", 64) in (QUANTIZED_HEAD_DIMS if quantized else HEAD_DIMS)
         and block_size & (block_size - 1) == 0
         # Smaller quantised blocks have heads that do not begin on 16 bytes.
         and (not quantized or block_size >= 8)
         and (quantized or facts.get("kv_dtype") in (torch.bfloat16, torch.float16))
     )
+    return LeftToOthers("queries are long") if known and facts.get("long_queries") else known
 
 
 def can_write(**facts: Any) -> bool:

@@ -19,9 +19,7 @@ from quire_kernels.cuda import kernels
 from quire_kernels.cuda.compiler import CompileError, Unit, attention_unit, is_installed
 from quire_kernels.cuda.kernels import CACHES, Kernels, Linear, attention_shared_bytes
 from quire_kernels.cuda.launch import DriverLauncher, loaded
-from quire_kernels.handover import hand_over
-from quire_kernels.metadata import AttentionMetadata
-from quire_kernels.quantized_kv import KVLayer
+from quire_kernels.sampling import is_not_typical
 
 logger = logging.getLogger("quire_kernels")
 
@@ -30,9 +28,6 @@ PRIORITY = 20
 """Above the Triton-language kernels."""
 CAPABILITY = (8, 0)
 """The first one with asynchronous copies and bfloat16 on tensor cores."""
-MAX_QUERY_LEN = 16
-"""A batch with a longer query goes to the next implementation: this one reads the context again for every few
-query tokens."""
 _HALVES = (torch.bfloat16, torch.float16)
 _FLOATS = (*_HALVES, torch.float32)
 
@@ -58,7 +53,7 @@ def register(
     operator: str,
     function: Callable[..., Any],
     probe: Callable[..., tuple[Unit, str, int]],
-    shapes: Callable[..., bool] | None = None,
+    shapes: Callable[..., bool | str] | None = None,
     dtypes: tuple[torch.dtype, ...] = _FLOATS,
 ) -> None:
     """Registers an operator.
@@ -72,8 +67,9 @@ def register(
         dtypes: of the operands; empty: any floating type.
     """
 
-    def can_do(**facts: Any) -> bool:
-        return is_available() and (shapes is None or shapes(**facts)) and compiles(*probe(**facts))
+    def can_do(**facts: Any) -> bool | str:
+        known = is_available() and (shapes is None or shapes(**facts))
+        return compiles(*probe(**facts)) if known is True else known
 
     registry.implementation(
         operator, NAME, devices=("cuda",), dtypes=dtypes, priority=PRIORITY, predicate=can_do
@@ -81,20 +77,6 @@ def register(
 
 
 _kernels = Kernels(DriverLauncher())
-
-
-def paged_attention(
-    query: torch.Tensor,
-    kv_layer: KVLayer,
-    meta: AttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """See `ops.paged_attention`; long queries are the next implementation's."""
-    if meta.max_query_len <= MAX_QUERY_LEN:
-        return _kernels.paged_attention(query, kv_layer, meta, scale, sliding_window, softcap)
-    return hand_over(frozenset({NAME}), "long queries", query, kv_layer, meta, scale, sliding_window, softcap)
 
 
 def _attention_probe(**facts: Any) -> tuple[Unit, str, int]:
@@ -113,7 +95,7 @@ def _probe(source: str, kernel: str, **defines: str) -> Callable[..., tuple[Unit
 
 
 _write_probe = _probe("cache", "norm_rope_write", TYPE="BFloat16")
-register("paged_attention", paged_attention, _attention_probe, kernels.can_attend, _HALVES)
+register("paged_attention", _kernels.paged_attention, _attention_probe, kernels.can_attend, _HALVES)
 register("norm_rope_write", _kernels.norm_rope_write, _write_probe, kernels.can_write)
 register("write_kv", _kernels.write_kv, _write_probe, kernels.can_write)
 register("rope", _kernels.rope, _write_probe, kernels.can_write)
@@ -127,7 +109,7 @@ register("silu_mul", _kernels.silu_mul, _probe("elementwise", "gate", TYPE="BFlo
 register("gelu_mul", _kernels.gelu_mul, _probe("elementwise", "gate", TYPE="BFloat16"), kernels.can_gate)
 register("copy_blocks", _kernels.copy_blocks, _probe("copy", "copy_rows"), dtypes=())
 register("argmax", _kernels.argmax, _probe("sampling", "argmax"), dtypes=(torch.float32,))
-register("sample", _kernels.sample, _probe("sampling", "sample"), dtypes=(torch.float32,))
+register("sample", _kernels.sample, _probe("sampling", "sample"), is_not_typical, (torch.float32,))
 register(
     "linear",
     functools.partial(Linear, _kernels),

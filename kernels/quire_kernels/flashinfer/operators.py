@@ -15,9 +15,7 @@ from typing import Any
 import torch
 
 from quire_kernels import registry
-from quire_kernels.cuda.operators import MAX_QUERY_LEN
 from quire_kernels.flashinfer.wrappers import MODULE, Plan, Shape, plan_batch, try_out
-from quire_kernels.handover import hand_over
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer
 
@@ -25,7 +23,7 @@ logger = logging.getLogger("quire_kernels")
 
 NAME = "flashinfer"
 PRIORITY = 15
-"""Below CUDA C++, which does decode steps and hands over longer queries; above the Triton language."""
+"""Below CUDA C++, which leaves long queries to others; above the Triton language."""
 CAPABILITY = (8, 0)
 HEAD_DIMS = (64, 128, 256)
 """What FlashInfer compiles of both its kernels, for prompts and for single tokens."""
@@ -108,17 +106,12 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
-) -> torch.Tensor:
-    """See `ops.paged_attention`; what FlashInfer cannot plan is another's."""
+) -> torch.Tensor | None:
+    """See `ops.paged_attention`; None for a batch that FlashInfer fails to plan."""
     assert isinstance(kv_layer, torch.Tensor), "the predicate refuses quantised caches"
-    # It would hand longer queries back.
-    others = frozenset((NAME, "cuda") if meta.max_query_len > MAX_QUERY_LEN else (NAME,))
     shape = Shape.of(query, kv_layer, scale, sliding_window, softcap)
     plan = meta.plan((NAME, shape), lambda: _try_plan(shape, meta))
-    if plan is None:
-        why = "batches that FlashInfer fails to plan"
-        return hand_over(others, why, query, kv_layer, meta, scale, sliding_window, softcap)
-    return plan.run(query, kv_layer)
+    return None if plan is None else plan.run(query, kv_layer)
 
 
 _failures: set[str] = set()

@@ -1,44 +1,64 @@
-"""Sampling in PyTorch, with a sort: the meaning of `ops.sample`, not its speed."""
+"""Sampling in PyTorch, for all rows of a batch at once: what is used on a CPU.
+
+Each row takes part only in what it asks for, which the host must know: on a GPU it waits for that. The CDF is
+evaluated in two levels (sums of chunks, then within the chosen chunk) in float64, so that no float32 running
+sum over the vocabulary exists.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from quire_kernels.reference.elementwise import argmax
 from quire_kernels.registry import implementation
 from quire_kernels.sampling import LogitEdits, SamplingTensors
 
-_MASK = 0xFFFFFFFF
 MIN_TEMPERATURE = 1e-6
+_CANDIDATES = 1024
+"""How many of the largest logits are sorted before a row falls back to looking at its whole vocabulary."""
+_CHUNK = 256
+_Words = npt.NDArray[np.uint64]
+_FACTORS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
+_KEY_STEPS = np.arange(10, dtype=np.uint64)[:, None, None] * np.array(
+    [[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64
+)
+"""What Philox adds to the key before each round."""
 
 
-def philox_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Uniform numbers in [0, 1) with 53 random bits: Philox4x32-10 (Salmon et al., SC 2011).
+def philox_uniform(seeds: _Words, positions: _Words) -> npt.NDArray[np.float64]:
+    """Uniform numbers in [0, 1) with 53 random bits, a pure function of (seed, position) per element.
+
+    Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), with the seed as
+    key and the position as the low half of the counter.
 
     Args:
-        seeds: int64 [n], the bits of an unsigned key.
-        positions: int64 [n], the low half of the counter.
+        seeds: [n] uint64.
+        positions: [n] uint64.
 
     Returns:
-        float64 [n], a pure function of each pair.
+        [n] float64.
     """
-    k0, k1 = seeds & _MASK, (seeds >> 32) & _MASK
-    c0, c1 = positions & _MASK, (positions >> 32) & _MASK
-    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
-    for _ in range(10):
-        high0, low0 = _multiply(c0, 0xD2511F53)
-        high1, low1 = _multiply(c2, 0xCD9E8D57)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    # The upper 53 of 64 bits.
-    return ((c0 << 21) | (c1 >> 11)).double() * 2.0**-53
+    words = philox4x32(seeds, positions)
+    bits = (words[0] << np.uint64(32)) | words[1]
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _multiply(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both halves of a product of 32-bit numbers: in parts, since int64 would overflow into its sign."""
-    low = x * (factor & 0xFFFF)
-    high = x * (factor >> 16) + (low >> 16)
-    return (high >> 16) & _MASK, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+def philox4x32(
+    keys: _Words,
+    counters: _Words,
+    counters_high: _Words | None = None,
+) -> list[_Words]:
+    """Ten rounds of Philox4x32; four arrays [n] of 32-bit words held in uint64."""
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    counter = np.array([counters, np.zeros_like(counters) if counters_high is None else counters_high])
+    even, odd = counter & low, counter >> half
+    for key in (np.array([keys & low, keys >> half]) + _KEY_STEPS) & low:
+        product = even * _FACTORS
+        even, odd = (product >> half)[::-1] ^ odd ^ key, (product & low)[::-1]
+    return [even[0], odd[0], even[1], odd[1]]
 
 
 _Places = tuple[torch.Tensor, torch.Tensor]
@@ -112,25 +132,209 @@ def _places(starts: torch.Tensor, token_ids: torch.Tensor) -> _Places:
 @implementation("sample", "reference")
 def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
     """See `ops.sample`."""
+    from quire_kernels import ops  # which imports this
+
     if rows.edits is not None:
         edit_logits(logits, rows.edits)
-    best = argmax(logits)
-    peak = logits.max(dim=-1, keepdim=True).values
-    scores = (logits - peak) / rows.temperature.clamp(min=MIN_TEMPERATURE)[:, None]
-    ordered = scores.sort(dim=-1, descending=True).values
-    last = torch.where(rows.top_k > 0, rows.top_k, logits.shape[1]).clamp(max=logits.shape[1]) - 1
-    threshold = ordered.gather(1, last.long()[:, None])
-    scores = scores.masked_fill(scores < threshold, -torch.inf)
-    ordered = ordered.masked_fill(ordered < threshold, -torch.inf)
-    mass = ordered.double().softmax(dim=-1).cumsum(dim=-1)
-    last = (mass < rows.top_p[:, None].double()).sum(dim=-1, keepdim=True).clamp(max=logits.shape[1] - 1)
-    threshold = torch.where(rows.top_p[:, None] < 1, ordered.gather(1, last), -torch.inf)
-    scores = scores.masked_fill(scores < threshold, -torch.inf)
-    scores = scores.masked_fill(scores < rows.min_p[:, None].log(), -torch.inf)
-    cumulative = scores.double().exp().cumsum(dim=-1)
-    target = philox_uniform(rows.seeds, rows.positions) * cumulative[:, -1]
-    # Below the sum, so that the token found always has a positive weight.
+    draws = _numbers(rows.temperature) > 0
+    if draws.all():
+        return _draw(logits, rows)
+    if not draws.any():
+        return ops.argmax(logits)
+    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    best, drawn = _index(~draws, logits), _index(draws, logits)
+    token_ids[best] = ops.argmax(logits[best])
+    token_ids[drawn] = _draw(logits[drawn], rows.take(drawn))
+    return token_ids
+
+
+def _draw(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
+    """[n, V] -> [n] int64: one draw per row, whose temperature is not 0; -1 without a finite maximum."""
+    best, best_ids = logits.max(dim=-1)
+    # Shifted first: dividing by a small temperature could overflow otherwise.
+    scores = (logits - best[:, None]).div_(rows.temperature.clamp(min=MIN_TEMPERATURE)[:, None])
+    filter_scores(scores, rows.top_k, rows.top_p, rows.min_p, rows.typical_p)
+    seeds, positions = (_numbers(words).view(np.uint64) for words in (rows.seeds, rows.positions))
+    uniform = torch.from_numpy(philox_uniform(seeds, positions)).to(logits.device)
+    token_ids = _inverse_cdf(scores, uniform)
+    # Rounding may in principle point at a removed token; the most likely one always remains.
+    removed = scores.gather(1, token_ids[:, None]).squeeze(1) == -torch.inf
+    token_ids = torch.where(removed, best_ids, token_ids)
+    return torch.where(best.isfinite(), token_ids, -1)
+
+
+def filter_scores(
+    scores: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    typical_p: torch.Tensor | None,
+) -> None:
+    """Top-k, top-p, min-p and typical-p, in place, as transformers' warpers in that order.
+
+    Args:
+        scores: [n, V] float32, scaled by the temperature, each row's maximum 0.
+        top_k: [n], as the rest see `SamplingTensors`.
+    """
+    ks, masses = _numbers(top_k), _numbers(top_p)
+    ranked = (ks > 0) | (masses < 1)
+    if ranked.any():
+        part = _take(scores, ranked)
+        _filter_ranked(part, ks[ranked], masses[ranked])
+        _put(scores, ranked, part)
+    if _numbers(min_p).any():
+        # p < min_p * p_max is score < log(min_p), because the maximum is 0.
+        scores.masked_fill_(scores < min_p.log()[:, None], -torch.inf)
+    if typical_p is not None:
+        masses = _numbers(typical_p)
+        typical = masses < 1
+        part = _take(scores, typical)
+        _filter_typical(part, masses[typical])
+        _put(scores, typical, part)
+
+
+def _filter_ranked(scores: torch.Tensor, ks: npt.NDArray[Any], masses: npt.NDArray[Any]) -> None:
+    """Top-k [n], then top-p [n] over what top-k left; scores [n, V], in place."""
+    vocab_size = scores.shape[1]
+    # The width is fixed, not taken from the batch: no row may depend on others.
+    width = min(_CANDIDATES, vocab_size)
+    top = scores.topk(width).values
+    ks = ks.clip(max=vocab_size)
+    if ks.any():
+        columns = torch.from_numpy(ks.clip(1, width).astype(np.int64) - 1).to(scores.device)
+        threshold = top.gather(1, columns[:, None]).squeeze(1)
+        threshold[_index(ks == 0, scores)] = -torch.inf
+        for i in (ks > width).nonzero()[0].tolist():
+            threshold[i] = _key_reaching(scores[i], None, int(ks[i]))
+        scores.masked_fill_(scores < threshold[:, None], -torch.inf)
+        top = top.masked_fill(top < threshold[:, None], -torch.inf)
+
+    cut = masses < 1
+    if cut.any():
+        part, top = _take(scores, cut), _take(top, cut)
+        total = part.logsumexp(dim=-1, keepdim=True)
+        probs = (part - total).exp()
+        threshold = _mass_threshold(part, top, (top - total).exp(), probs, masses[cut])
+        part.masked_fill_(part < threshold[:, None], -torch.inf)
+        _put(scores, cut, part)
+
+
+def _filter_typical(scores: torch.Tensor, masses: npt.NDArray[Any]) -> None:
+    """Typical-p [n]; scores [n, V], in place."""
+    log_probs = torch.log_softmax(scores, dim=-1)
+    probs = log_probs.exp()
+    entropy = -(log_probs * probs).nansum(dim=-1, keepdim=True)
+    closeness = -(log_probs + entropy).abs()
+    near, order = closeness.topk(min(_CANDIDATES, scores.shape[1]))
+    threshold = _mass_threshold(closeness, near, probs.gather(1, order), probs, masses)
+    scores.masked_fill_(closeness < threshold[:, None], -torch.inf)
+
+
+def _mass_threshold(
+    keys: torch.Tensor,
+    top_keys: torch.Tensor,
+    top_probs: torch.Tensor,
+    probs: torch.Tensor,
+    masses: npt.NDArray[Any],
+) -> torch.Tensor:
+    """The key of the last token of the smallest set, by descending key, whose probability reaches `masses`.
+
+    Args:
+        keys: [n, V] float32, what tokens are ordered by.
+        top_keys: [n, width], the largest keys in descending order; `top_probs` their probabilities.
+        probs: [n, V] float32.
+        masses: [n], of any floating type.
+
+    Returns:
+        [n] float32; tokens with a smaller key are to be removed.
+    """
+    width, vocab_size = top_keys.shape[1], keys.shape[1]
+    wanted = torch.from_numpy(masses).double().to(keys.device)
+    last = (top_probs.double().cumsum(dim=-1) < wanted[:, None]).sum(dim=-1)
+    threshold = top_keys.gather(1, last.clamp(max=width - 1)[:, None]).squeeze(1)
+    if width < vocab_size:
+        for i in (last == width).nonzero().flatten().tolist():
+            threshold[i] = _key_reaching(keys[i], probs[i], float(masses[i]))
+    return threshold
+
+
+def _key_reaching(keys: torch.Tensor, weights: torch.Tensor | None, target: float) -> float:
+    """The largest key such that the keys from it upwards weigh at least `target`; the smallest if none does.
+
+    By two histograms, of the upper and of the lower half of the keys' bits: on a CPU a sort of all takes ten
+    times as long, and any client can make every step do it.
+
+    Args:
+        keys: [V] float32.
+        weights: [V] float32; None: each key weighs 1.
+    """
+    values = keys.cpu().numpy() + np.float32(0.0)  # -0.0 is 0.0
+    weigh = None if weights is None else weights.cpu().double().numpy()
+    bits = values.view(np.uint32)
+    # Descending as the floats do: 0 is the bits of the largest.
+    ranks = np.where(bits >> 31, bits, ~bits & 0x7FFFFFFF)
+    found = 0
+    for shift in (16, 0):
+        digits = (ranks >> shift & 0xFFFF).astype(np.int64)
+        sums = np.bincount(digits, weigh).cumsum()
+        digit = min(int(np.searchsorted(sums, target)), len(sums) - 1)
+        found = found << 16 | digit
+        inside = digits == digit
+        target -= sums[digit - 1] if digit else 0
+        ranks, weigh = ranks[inside], None if weigh is None else weigh[inside]
+    bit_pattern = found if found >> 31 else ~found & 0x7FFFFFFF
+    return float(np.array(bit_pattern, dtype=np.uint32).view(np.float32))
+
+
+def _inverse_cdf(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """First token, by id, whose cumulative probability exceeds `uniform`.
+
+    Args:
+        scores: [n, V] float32 unnormalised log-probabilities, maximum 0.
+        uniform: [n] float64 in [0, 1).
+
+    Returns:
+        [n] int64, in range also for rows of NaN.
+    """
+    n, vocab_size = scores.shape
+    num_chunks = -(-vocab_size // _CHUNK)
+    weights = scores.new_zeros(n, num_chunks * _CHUNK)
+    torch.exp(scores, out=weights[:, :vocab_size])
+    chunks = weights.view(n, num_chunks, _CHUNK)
+    cumulative = chunks.sum(dim=-1).double().cumsum(dim=-1)
+    chunk, target = _first_above(cumulative, uniform * cumulative[:, -1])
+    before = cumulative.gather(1, (chunk - 1).clamp(min=0)[:, None]).squeeze(1)
+    target = torch.where(chunk > 0, target - before, target)
+    inside = chunks[torch.arange(n, device=scores.device), chunk].double().cumsum(dim=-1)
+    offset, _ = _first_above(inside, target)
+    return (chunk * _CHUNK + offset).clamp(max=vocab_size - 1)
+
+
+def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index [n] of the first entry of `cumulative` [n, m] above `target` [n], and the target used.
+
+    The target is kept below the last entry, so that the entry found always has a positive weight.
+    """
     target = torch.minimum(target, torch.nextafter(cumulative[:, -1], torch.zeros_like(target)))
-    drawn = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
-    drawn = drawn.clamp(max=logits.shape[1] - 1)
-    return torch.where((rows.temperature > 0) & (best >= 0), drawn, best)
+    index = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
+    return index.clamp(max=cumulative.shape[1] - 1), target
+
+
+def _numbers(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """On the host."""
+    return tensor.cpu().numpy()
+
+
+def _index(which: npt.NDArray[np.bool_], like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(which.nonzero()[0]).to(like.device)
+
+
+def _take(rows: torch.Tensor, which: npt.NDArray[np.bool_]) -> torch.Tensor:
+    """The rows for which it holds: a copy, or where it holds for all, `rows`."""
+    return rows if which.all() else rows.index_select(0, _index(which, rows))
+
+
+def _put(rows: torch.Tensor, which: npt.NDArray[np.bool_], part: torch.Tensor) -> None:
+    """Puts what `_take` returned back."""
+    if part is not rows:
+        rows[_index(which, rows)] = part

@@ -7,6 +7,6 @@ tests, and only where they are forced.
 
 from __future__ import annotations
 
-from quire_kernels.triton_lang import attention_operators, linear_operators
+from quire_kernels.triton_lang import operators
 
-__all__ = ["attention_operators", "linear_operators"]
+__all__ = ["operators"]

@@ -31,8 +31,8 @@ import triton.language as tl
 
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, data_of
-from quire_kernels.triton_lang import lazy
-from quire_kernels.triton_lang.compile import SHARED_LIMIT, CompileCase
+from quire_kernels.triton_lang import operators
+from quire_kernels.triton_lang.compiler import SHARED_LIMIT, CompileCase
 from quire_kernels.triton_lang.kv_memory import kind_of, kv_memory
 from quire_kernels.triton_lang.numerics import from_e4m3_bits
 
@@ -788,7 +788,7 @@ def _width(head_dim: int) -> int:
 @functools.cache
 def _capability(device: torch.device) -> int:
     """Compute capability, as one of those that SHARED_LIMIT knows; 0: the interpreter."""
-    if lazy.is_interpreted():
+    if operators.is_interpreted():
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return max((known for known in SHARED_LIMIT if known <= 10 * major + minor), default=80)
@@ -796,7 +796,7 @@ def _capability(device: torch.device) -> int:
 
 @functools.cache
 def _num_programs(device: torch.device) -> int:
-    if lazy.is_interpreted():
+    if operators.is_interpreted():
         return INTERPRETED_PROGRAMS
     return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 

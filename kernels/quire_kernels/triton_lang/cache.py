@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from quire_kernels.quantized_kv import SCALE_DTYPE, KVLayer, data_of
-from quire_kernels.triton_lang.compile import CompileCase
+from quire_kernels.triton_lang.compiler import CompileCase
 from quire_kernels.triton_lang.kv_memory import E4M3, INT8, PLAIN, kind_of, kv_memory
 from quire_kernels.triton_lang.numerics import round_even, to_e4m3_bits
 

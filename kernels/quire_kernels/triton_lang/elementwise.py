@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from quire_kernels.triton_lang import interpreter
-from quire_kernels.triton_lang.compile import CompileCase
+from quire_kernels.triton_lang.compiler import CompileCase
 
 interpreter.install()
 

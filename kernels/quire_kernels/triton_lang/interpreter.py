@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire_kernels.triton_lang import lazy
+from quire_kernels.triton_lang import operators
 
 
 def install() -> None:
     """Replaces the conversion and the product, once, where kernels are interpreted."""
-    if not lazy.is_interpreted():
+    if not operators.is_interpreted():
         return
     import triton.language as tl
     from triton.runtime import interpreter

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from quire_kernels.triton_lang import interpreter, tuning
-from quire_kernels.triton_lang.compile import CompileCase
+from quire_kernels.triton_lang.compiler import CompileCase
 from quire_kernels.triton_lang.elementwise import ACTIVATIONS, argmax, as_rows, gate, gelu_mul, silu_mul
 from quire_kernels.triton_lang.numerics import from_e4m3_bits
 from quire_kernels.weights import INT4_GROUP, quantize_weight

@@ -22,9 +22,9 @@ import triton.language as tl
 
 from quire_kernels.sampling import LogitEdits, SamplingTensors
 from quire_kernels.triton_lang import interpreter
-from quire_kernels.triton_lang.compile import CompileCase
+from quire_kernels.triton_lang.compiler import CompileCase
 from quire_kernels.triton_lang.elementwise import INT_MAX, argmax_parts, best_of_parts
-from quire_kernels.triton_lang.linear_operators import MAX_VOCABULARY
+from quire_kernels.triton_lang.operators import MAX_VOCABULARY
 
 interpreter.install()
 

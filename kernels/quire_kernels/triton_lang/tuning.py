@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from quire_kernels import cache
-from quire_kernels.triton_lang import lazy
+from quire_kernels.triton_lang import operators
 
 logger = logging.getLogger("quire_kernels")
 
@@ -217,7 +217,7 @@ def warm_up() -> Iterator[None]:
 
 def may_tune() -> bool:
     """Whether timing is allowed now."""
-    if not _warming_up or lazy.is_interpreted() or os.environ.get(ENVIRONMENT_SWITCH) == "0":
+    if not _warming_up or operators.is_interpreted() or os.environ.get(ENVIRONMENT_SWITCH) == "0":
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 

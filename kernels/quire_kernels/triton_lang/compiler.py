@@ -1,6 +1,6 @@
 """Compiles every Triton kernel ahead of time, for GPUs that need not be here, and says what came out.
 
-    python -m quire_kernels.triton_lang.compile --arch sm_80 --arch sm_90 [--kernel NAME] [--json]
+    python -m quire_kernels.triton_lang.compiler --arch sm_80 --arch sm_90 [--kernel NAME] [--json]
 
 A module with kernels has `compile_cases(capability: int) -> list[CompileCase]`, which names its kernels with
 the types, constants and launch options that models of common shapes give them. Registers come from the
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire_kernels.triton_lang import lazy
+from quire_kernels.triton_lang import operators
 
 MODULES = ("attention", "cache", "linear", "elementwise", "sampling")
 """Modules of this package with `compile_cases`."""
@@ -162,12 +162,12 @@ def _run_tool(name: str, *arguments: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns 1 if a kernel has problems."""
-    parser = argparse.ArgumentParser(prog="quire_kernels.triton_lang.compile", description=__doc__)
+    parser = argparse.ArgumentParser(prog="quire_kernels.triton_lang.compiler", description=__doc__)
     parser.add_argument("--arch", action="append", choices=ARCHITECTURES, help="default: all of them")
     parser.add_argument("--kernel", default="", help="only cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args(arguments)
-    if lazy.is_interpreted():
+    if operators.is_interpreted():
         parser.error("TRITON_INTERPRET is set: there is nothing to compile")
     failed = False
     if not options.json:

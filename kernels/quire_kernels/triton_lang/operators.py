@@ -1,0 +1,108 @@
+"""Registration as implementation "triton" of the operators, without importing `triton`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quire_kernels.cache import cache_directory
+from quire_kernels.registry import implementation
+from quire_kernels.sampling import is_not_typical
+from quire_kernels.weights import INT4_GROUP
+
+PRIORITY = 10
+"""Above the PyTorch reference, below CUDA C++."""
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_KV_DTYPES = (*FLOATS, torch.int8, torch.float8_e4m3fn)
+FORMATS = (None, "int8", "int4", "fp8")
+"""Quantisations that `linear.TritonLinear` keeps in their own size."""
+MAX_VOCABULARY = 1 << 20
+"""More tokens of the same weight would overflow the integer sums of `sampling.sample`."""
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether `triton` is installed and, outside the interpreter, the device has tensor cores for bf16."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    # What it compiles is executed: under our rule for such folders, and also where there is no home.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory("triton")))
+    return is_interpreted() or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0))
+
+
+def register(
+    operator: str,
+    module: str,
+    name: str,
+    *,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
+    predicate: Callable[..., bool | str] | None = None,
+) -> None:
+    """Registers function `name` of `quire_kernels.triton_lang.<module>` as implementation "triton".
+
+    In the interpreter it is also registered for CPU tensors, behind every other implementation.
+    """
+
+    def can_do(**facts: Any) -> bool | str:
+        return is_available() and (predicate is None or predicate(**facts))
+
+    def run(*args: Any) -> Any:
+        return getattr(importlib.import_module(f"quire_kernels.triton_lang.{module}"), name)(*args)
+
+    devices = ("cuda", "cpu") if is_interpreted() else ("cuda",)
+    priority = -PRIORITY if is_interpreted() else PRIORITY
+    implementation(operator, "triton", devices=devices, dtypes=dtypes, priority=priority, predicate=can_do)(
+        run
+    )
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def _can_attend(
+    *, head_dim: int, kv_dtype: torch.dtype, num_groups: int = 1, block_size: int = 16, **_: Any
+) -> bool:
+    """Any window and any softcap; at most 256 dimensions, and 64 query heads for a KV head."""
+    return _can_write(head_dim=head_dim, kv_dtype=kv_dtype, block_size=block_size) and num_groups <= 64
+
+
+def _can_write(*, head_dim: int, kv_dtype: torch.dtype, block_size: int = 16, **_: Any) -> bool:
+    return (
+        head_dim % 16 == 0
+        and head_dim <= 256
+        and kv_dtype in _KV_DTYPES
+        and block_size <= 128
+        and _is_power_of_two(block_size)
+    )
+
+
+def _can_rotate(*, head_dim: int, rotary_dim: int, **facts: Any) -> bool:
+    return rotary_dim <= head_dim and rotary_dim % 2 == 0 and _can_write(head_dim=head_dim, **facts)
+
+
+def can_pack(in_features: int, quantization: str | None = None, **_: object) -> bool:
+    """Whether the kernels take a matrix of this shape and quantisation."""
+    return quantization in FORMATS and (quantization != "int4" or in_features % INT4_GROUP == 0)
+
+
+register("paged_attention", "attention", "paged_attention", predicate=_can_attend)
+register("write_kv", "cache", "write_kv", predicate=_can_write)
+register("norm_rope_write", "cache", "norm_rope_write", predicate=_can_rotate)
+register("copy_blocks", "cache", "copy_blocks", dtypes=())
+register("linear", "linear", "TritonLinear", predicate=can_pack)
+for _name in ("rms_norm", "silu_mul", "gelu_mul", "rope"):
+    register(_name, "elementwise", _name)
+register("argmax", "elementwise", "argmax", dtypes=(torch.float32,))
+register("sample", "sampling", "sample", dtypes=(torch.float32,), predicate=is_not_typical)
