@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from quire.layers.context import LayerContext
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.models.config import DecoderConfig
 from quire_kernels import ops
-from quire_kernels.metadata import AttentionMetadata
-from quire_kernels.quantized_kv import KVLayer
 
 
 class Attention(nn.Module):
@@ -51,15 +50,9 @@ class Attention(nn.Module):
             self.query_norm = RMSNorm(self.head_dim, eps, dtype=norm_dtype, device=device)
             self.key_norm = RMSNorm(self.head_dim, eps, dtype=norm_dtype, device=device)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        kv_layer: KVLayer,
-        meta: AttentionMetadata,
-    ) -> torch.Tensor:
-        """[num_tokens, hidden_size] to the same; writes the new tokens' keys and values into `kv_layer`."""
+    def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        """[num_tokens, hidden_size] to the same; writes the new tokens' keys and values into the cache."""
+        cos, sin, kv_layer, meta = context
         heads = self.qkv(x).view(x.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         norms = None
         if self.query_norm is not None and self.key_norm is not None:

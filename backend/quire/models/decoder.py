@@ -9,6 +9,7 @@ from torch import nn
 
 from quire.kv_groups import kv_groups
 from quire.layers.attention import Attention
+from quire.layers.context import LayerContext
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
@@ -35,13 +36,7 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(config, device)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        kv_layer: KVLayer,
-        meta: AttentionMetadata,
+        self, x: torch.Tensor, residual: torch.Tensor | None, context: LayerContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(output of this layer, residual stream it is still to be added to), both [num_tokens, hidden_size].
 
@@ -51,7 +46,7 @@ class DecoderLayer(nn.Module):
             normed, residual = self.input_norm(x), x
         else:
             normed, residual = self.input_norm.add(x, residual)
-        attended = self.attention(normed, cos, sin, kv_layer, meta)
+        attended = self.attention(normed, context)
         normed, residual = self.post_attention_norm.add(attended, residual)
         return self.mlp(normed), residual
 
@@ -196,7 +191,8 @@ class DecoderModel(nn.Module):
         for index, layer in enumerate(self.layers):
             group, position = self._places[index]
             cos, sin = angles if self.kv_groups[group].window is None else sliding_angles
-            x, residual = layer(x, residual, cos, sin, kv_cache.layer(position), metas[group])
+            context = LayerContext(cos, sin, kv_cache.layer(position), metas[group])
+            x, residual = layer(x, residual, context)
         assert residual is not None, "a decoder has at least one layer"
         hidden = self.norm.add(x, residual)[0]
         return hidden if rows is None else hidden[rows]

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
+from quire.layers.context import LayerContext
 from quire.layers.norm import RMSNorm
 from quire.models.config import DecoderConfig, windows_by_layer_type
 from quire.models.decoder import DecoderLayer
 from quire.models.gemma import GemmaForCausalLM
 from quire.models.hf_config import HFConfig
-from quire_kernels.metadata import AttentionMetadata
-from quire_kernels.quantized_kv import KVLayer
 
 
 class Gemma2Layer(DecoderLayer):
@@ -26,20 +25,14 @@ class Gemma2Layer(DecoderLayer):
         self.post_mlp_norm = RMSNorm(size, eps, dtype=dtype, device=device)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        kv_layer: KVLayer,
-        meta: AttentionMetadata,
+        self, x: torch.Tensor, residual: torch.Tensor | None, context: LayerContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See DecoderLayer."""
         if residual is None:
             normed, residual = self.input_norm(x), x
         else:
             normed, residual = self.input_norm.add(x, residual)
-        attended = self.post_attention_norm(self.attention(normed, cos, sin, kv_layer, meta))
+        attended = self.post_attention_norm(self.attention(normed, context))
         normed, residual = self.pre_mlp_norm.add(attended, residual)
         return self.post_mlp_norm(self.mlp(normed)), residual
 

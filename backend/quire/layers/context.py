@@ -1,0 +1,22 @@
+"""LayerContext: what a layer computes a step with, besides hidden states."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.quantized_kv import KVLayer
+
+
+class LayerContext(NamedTuple):
+    """One layer's part of a step; layers ignore what they have no use for."""
+
+    cos: torch.Tensor
+    """float32 [num_tokens, rotary_dim // 2] of the layer's kind of rotary embedding, as is `sin`."""
+    sin: torch.Tensor
+    kv_layer: KVLayer
+    """What the layer keeps of tokens: written for the new ones, read for all."""
+    meta: AttentionMetadata
+    """Which tokens belong together, and where their past is, in the layer's KV group."""
