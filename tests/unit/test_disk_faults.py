@@ -167,7 +167,8 @@ def test_a_directory_that_is_removed_is_made_again(served: Served, tmp_path: Pat
     assert served.serve()["disk_saved_blocks"] > 20
     for _ in range(2):
         shutil.rmtree(tmp_path / "kv")
-        assert served.serve()["disk_saved_blocks"] > 20
+        # A block is saved again once its load has failed, by the next request that computes it.
+        assert served.serve()["disk_saved_blocks"] + served.serve()["disk_saved_blocks"] > 20
         assert served.serve()["disk_loaded_blocks"] > 20
     assert served.new_lines() == []
 

@@ -49,9 +49,9 @@ def slots_by_hand(blocks: list[int], first: int, count: int) -> list[int]:
     ]
 
 
-def sampled(made: StepInputs) -> list[str]:
-    """Whose tokens are drawn."""
-    return [request_id for request_id, _ in made.samples]
+def sampled(made: StepInputs) -> list[int]:
+    """Rows whose tokens are drawn."""
+    return [number for number, _ in made.samples]
 
 
 def accept(inputs: InputBatch, request_id: str, token_id: int) -> None:
@@ -71,7 +71,7 @@ def test_each_group_has_its_own_blocks_of_one_batch(num_groups: int) -> None:
     )
     assert made.input_ids.tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9]
     assert made.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
-    assert made.sample_indices.tolist() == [8] and sampled(made) == ["b"]
+    assert made.sample_indices.tolist() == [8] and sampled(made) == [1]
     assert made.choice_indices is None and len(made.metas) == num_groups
     for group, meta in enumerate(made.metas):
         assert meta.block_table.shape == (2, 2) and meta.block_table.is_contiguous()
@@ -127,14 +127,14 @@ def test_the_first_draw_of_a_row_has_all_its_choices() -> None:
         row("b", 0, 1, [[2]], data=new([9]), samples=False),
         row("c", 0, 2, [[3]], data=new([7, 8]), samples=True),
     )
-    assert sampled(made) == ["a", "a", "a", "c"]
+    assert sampled(made) == [0, 0, 0, 2]
     assert made.sample_indices.tolist() == [2, 5], "the logits of a row are computed once"
     assert made.choice_indices is not None and made.choice_indices.tolist() == [0, 0, 0, 1]
     assert [drawn.seed for drawn in made.sampling_rows] == [11, choice_seed(11, 1), choice_seed(11, 2), 0]
     accept(inputs, "a", 30)
     accept(inputs, "c", 31)
     made = step(inputs, row("a", 3, 1, [[]], samples=True), row("c", 2, 1, [[]], samples=True))
-    assert sampled(made) == ["a", "c"] and made.choice_indices is None
+    assert sampled(made) == [0, 1] and made.choice_indices is None
     assert made.input_ids.tolist() == [30, 31] and made.sampling_rows[0].seed == 11
 
 
@@ -142,7 +142,7 @@ def test_choices_wait_for_the_whole_prompt() -> None:
     inputs = batch()
     made = step(inputs, row("a", 0, 2, [[1]], data=new([4, 5, 6], num_choices=2)))
     assert sampled(made) == [] and made.choice_indices is None
-    assert sampled(step(inputs, row("a", 2, 1, [[]], samples=True))) == ["a", "a"]
+    assert sampled(step(inputs, row("a", 2, 1, [[]], samples=True))) == [0, 0]
 
 
 def test_choice_seeds_are_fixed_and_apart() -> None:
