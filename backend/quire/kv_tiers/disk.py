@@ -413,8 +413,9 @@ class DiskTier(KVConnector):
 
     def _begin_anew(self) -> None:
         """The directory was removed, or another disk is mounted there: it is made and locked as at start."""
-        self._is_owner = False
-        self._is_owner = self._try_lock()
+        with self._lock:  # else a save might try for the lock meanwhile, and find it taken: by ourselves
+            self._is_owner = False
+            self._is_owner = self._try_lock()
         self._shards.clear()
         self._unremoved.clear()
         self._scan()
