@@ -27,13 +27,13 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True):
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
-    """Of all blocks, `block_size` each."""
+    """The tokens of all blocks, `block_size` each."""
     block_size: int
     lora_id: int | None = None
     medium: str | None = MEDIUM_POOL
     lora_name: str | None = None
     extra_keys: list[ExtraKeys | None] | None = None
-    """Per block; None: no block has any."""
+    """Extra keys of each block; None: no block has any."""
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag=True):

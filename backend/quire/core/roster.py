@@ -173,7 +173,7 @@ class Roster:
         self._seat(child)
 
     def resize(self, request: Request, num_sequences: int) -> None:
-        """The request takes so many rows of a step from now on: its choices have rows of their own."""
+        """Has the request take `num_rows` rows of a step from now on: its choices have rows of their own."""
         if request.status is RequestStatus.RUNNING:
             self.num_free_seats += request.num_sequences - num_sequences
         request.num_sequences = num_sequences

@@ -113,7 +113,7 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        """Since start."""
+        """Preemptions since start."""
         return self.roster.num_preemptions
 
     def add_request(self, request: Request) -> None:

@@ -78,7 +78,7 @@ class SchedulerTrace:
             # Unbuffered: a reader sees every line that was written, also of an engine that was killed.
             self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 (until close)
         self._records: deque[dict[str, Any]] = deque()
-        """Of steps under way, the oldest first."""
+        """Records of steps under way, the oldest first."""
         self._arrivals: list[dict[str, Any]] = []
         self._ended: list[list[Any]] = []
         self._preempted: list[str] = []

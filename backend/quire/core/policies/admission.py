@@ -15,9 +15,10 @@ from quire.request import Request
 MEMORY_S = 30.0
 """Busy seconds after which a step counts 1/e of the latest in the estimates."""
 MIN_DEPARTURES = 8.0
-"""With fewer remembered, nothing is said about when a seat comes free."""
+"""Fewest remembered departures from which it is predicted when a seat comes free."""
 SIGMAS = 2.33
-"""By which a request is taken: requests end at random, and with the mean every second one would be late."""
+"""Standard deviations above the mean that admission allows for: requests end at random, and by the mean every
+second one would be late."""
 
 
 class AdmissionControl:
@@ -79,7 +80,7 @@ class AdmissionControl:
             num_tokens: prompt tokens to compute until then, its own included.
             num_waiting: requests that begin before it.
             num_free_seats: 0 also if the pool has no room for the next request.
-            sigmas: so many standard deviations above the mean, where requests end as a Poisson process.
+            sigmas: standard deviations above the mean, where requests end as a Poisson process.
         """
         if not self._tokens:
             return None
@@ -214,7 +215,7 @@ class DeadlineHeap:
         return list(late.values())
 
     def next_time(self) -> float | None:
-        """When the next deadline passes; None: there is none."""
+        """Time at which the next deadline passes; None: there is none."""
         while self._heap and not self._is_live(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

@@ -12,7 +12,7 @@ from quire.config import SchedulerConfig
 from quire.request import FinishReason, Request
 
 BlocksFor = Callable[[Request, int], int]
-"""Blocks that one sequence of a request lacks to hold so many tokens; of a waiting one, all it needs."""
+"""Blocks that one sequence of a request lacks to hold a number of tokens; of a waiting one, all it needs."""
 
 WINDOW = 1000
 """predicted: ended requests whose output lengths are remembered."""
@@ -89,7 +89,7 @@ class Reservation(ABC):
         """Takes the candidate into account if it fits or is `alone`."""
 
     def _needed(self, request: Request, num_tokens: int) -> int:
-        """Blocks lacking for so many tokens in each of its sequences."""
+        """Blocks lacking for `num_tokens` tokens in each of its sequences."""
         slots = num_tokens if num_tokens < self._max_slots else self._max_slots
         needed = self._blocks_for(request, slots)
         if request.num_sequences > 1:
