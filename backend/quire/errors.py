@@ -15,7 +15,7 @@ class QuireError(Exception):
 
     code = "INTERNAL"
     retry_after_s: float | None = None
-    """When another attempt has a chance, where that is known."""
+    """Seconds until another attempt has a chance, where known."""
 
 
 def describe(error: BaseException) -> str:

@@ -70,7 +70,7 @@ STATS_INTERVAL_S = 0.5
 STEP_WAIT_MS = 1000
 """Longest wait for the end of a step, which is an event; a limit all the same."""
 COMPLAINT_INTERVAL_S = 10.0
-"""Between two log lines on messages that cannot be handled."""
+"""Shortest time between two log lines on messages that cannot be handled."""
 GC_THRESHOLDS = (50_000, 20, 100)
 """Full collections look at every request and stall a step (by 30 to 200 ms at 1 000 running, where planning
 one takes 10), and nearly nothing here is garbage in cycles: they are to be rare."""
@@ -78,7 +78,7 @@ one takes 10), and nearly nothing here is garbage in cycles: they are to be rare
 
 @dataclass(slots=True)
 class _Owner:
-    """Whose request it is."""
+    """The frontend that sent a request, and how many of its choices are open."""
 
     identity: bytes
     num_open_choices: int
@@ -410,7 +410,7 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
         socket.close()
         context.term()
         socket_path.unlink(missing_ok=True)
-        core.close()  # last: the disk tier writes what it has, and whoever waits for answers has them
+        core.close()  # last: the disk tier writes what it has, and clients that wait for answers have them
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ RESCANS_PER_CAPACITY = 16
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
-"""Why a directory may be readable and no more, for now."""
+"""Errors of a directory that can be read but, for now, not written."""
 
 
 class DiskTier(KVConnector):
@@ -376,7 +376,7 @@ class DiskTier(KVConnector):
             if self._is_owner and self._pending.get(key) is block:
                 written = self._write_file(key, block)
         except OSError as error:
-            self._shards.clear()  # perhaps somebody removed the directories
+            self._shards.clear()  # the directories may have been removed
             self._complain(error)
         with self._lock:
             is_wanted = self._pending.get(key) is block
@@ -431,7 +431,7 @@ class DiskTier(KVConnector):
         self._unremoved.pop(key, None)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Evicts the least recently used blocks, whosever they are, until so many bytes more fit."""
+        """Evicts the least recently used blocks, of any model, until `num_bytes` more fit."""
         self._written_since_scan += num_bytes
         if self._written_since_scan * RESCANS_PER_CAPACITY > self._capacity:
             self._scan_foreign()

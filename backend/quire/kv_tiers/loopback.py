@@ -39,9 +39,9 @@ class LoopbackConnector(KVConnector):
     ) -> None:
         self.block_bytes = block_bytes
         self.failing = False
-        """While set, `contains`, `save` and `load` raise ConnectionError."""
+        """True makes `contains`, `save` and `load` raise ConnectionError."""
         self.answering = threading.Event()
-        """While clear, `load` waits: the network is slow."""
+        """Event that `load` waits for; clear: the network is slow."""
         self.answering.set()
         self.load_began = threading.Event()
         """Set when a `load` was asked for."""

@@ -140,9 +140,9 @@ class KVTiers:
         self._load_buffer: BlockArray = np.empty((num_rows, access.block_bytes), dtype=np.uint8)
         self._save_rate, self._load_rate = _Rate(), _Rate()
         self.save_bytes_per_s: float | None = None
-        """Of the latest saves, as the runner waits for them; None: nothing was saved yet."""
+        """Rate of the latest saves, as the runner waits for them; None: nothing was saved yet."""
         self.load_bytes_per_s: float | None = None
-        """Of the latest loads from the fastest tier, without their time in the queue; None: none yet."""
+        """Rate of the latest loads from the fastest tier, without their time in the queue; None: none yet."""
         self.num_clears = 0
         """How often everything was forgotten; stands in the plan of each save (`KVSave.num_clears`)."""
         self._saving = threading.Lock()
@@ -191,7 +191,7 @@ class KVTiers:
             return load_id in self._loading
 
     def can_pin(self, count: int) -> bool:
-        """Whether so many blocks more could be pinned now."""
+        """Whether `count` blocks more could be pinned now."""
         return self._host is not None and self._host.can_pin(count)
 
     def prefetch(self, keys: Sequence[bytes]) -> None:

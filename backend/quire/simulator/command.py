@@ -54,7 +54,7 @@ def _shares(text: str) -> dict[str, float]:
 @click.option(
     "--trace", "trace_path", type=click.Path(exists=True, path_type=Path), help="Or of a recorded one."
 )
-@click.option("--concurrency", type=int, help="Closed loop with so many requests.")
+@click.option("--concurrency", type=int, help="Closed loop with n requests.")
 @click.option(
     "--cost", default="h100-8b", show_default=True, help=f"{', '.join(PRESETS)}, fit (of --trace) or JSON."
 )

@@ -36,7 +36,7 @@ class CostModel:
     pair_s: float = 0.0
 
     def seconds(self, rows: Iterable[RowSpan]) -> float:
-        """Of one step; 0 for an empty one."""
+        """Duration of one step; 0 for an empty one."""
         prefill = decode = cached = pairs = 0
         for computed, count in rows:
             if count == 1:

@@ -49,15 +49,15 @@ logger = logging.getLogger("quire")
 SENDS_PER_PASS = 16
 """Responses sent before the engine's socket is looked at again: about 2.5 ms."""
 MAX_POLL_S = 0.25
-"""Between two polls of a request whose steps are long."""
+"""Longest time between two polls of a request whose steps are long."""
 MAX_POLL_SHARE = 0.2
 """Share of the thread's time that cancellation polls may take; beyond it the period stretches."""
 CAREFUL_S = 10.0
 """How long after a failed send every FINAL is asked room for (see `RequestHandle`)."""
 END_PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0)
-"""Before each further try of an end that failed."""
+"""Pauses before each further try of an end that failed."""
 RESTART_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Before each attempt to start an engine in the place of one that died; the last counts for all further."""
+"""Pauses before each attempt to replace an engine that died; the last counts for all further."""
 SOUND_S = 60.0
 """An engine that lived this long is replaced at once."""
 
