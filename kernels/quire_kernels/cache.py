@@ -72,7 +72,7 @@ def keep(path: Path, data: bytes) -> bool:
 
 
 def write(path: Path, data: bytes) -> bool:
-    """As `keep` without the digest."""
+    """Writes data as `keep` does, without the digest."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
