@@ -68,7 +68,7 @@ def library_path(cache: Path | None = None, site_packages: Path | None = None) -
 
 
 def check_binary(binary: Path, libraries: str) -> str:
-    """Its version line.
+    """The binary's version line.
 
     Raises:
         PerfAnalyzerError: it does not start, with the loader's reason.

@@ -31,7 +31,7 @@ class Case:
 
 
 def cases(device: torch.device, small: bool) -> Iterator[Case]:
-    """Of a model with the shape of Llama-3-8B; `small`: to see that they run."""
+    """Cases of a model with the shape of Llama-3-8B; `small`: to see that they run."""
     yield from _attention_cases(device, small)
     yield from _linear_cases(device, small)
     yield from _other_cases(device, small)
