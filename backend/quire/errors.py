@@ -60,12 +60,6 @@ class EngineStoppedError(UnavailableError):
     """The engine was told to stop, since its server is shutting down; no other will take its place."""
 
 
-class NotFoundError(QuireError):
-    """A named thing (request id, adapter, model) does not exist."""
-
-    code = "NOT_FOUND"
-
-
 class EngineError(QuireError):
     """The engine failed while it worked on the request."""
 

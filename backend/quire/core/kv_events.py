@@ -14,8 +14,6 @@ import msgspec
 
 MEDIUM_POOL = "GPU"
 """The pool that attention reads, on the CPU too: to routers this name means "no load needed"."""
-MEDIUM_HOST = "CPU"
-MEDIUM_DISK = "DISK"
 
 ExtraKeys = tuple[str, ...]
 """What a block is found by beside its tokens: cache salt, hashes of images."""

@@ -155,7 +155,7 @@ class SchedulerTrace:
     def begin_step(self, output: SchedulerOutput, *, plan_s: float = 0.0, overlapped: bool = False) -> None:
         """The step is planned: arrivals from now on belong to the next one."""
         if self._records and not self._records[-1]["scheduled"]:  # a plan that was never executed
-            self._take_back(self._records.pop())
+            self._carry_over(self._records.pop())
         record = {
             "step": output.step,
             "time": self.clock(),
@@ -192,7 +192,7 @@ class SchedulerTrace:
         if self._file is not None:
             self._file.close()
 
-    def _take_back(self, record: dict[str, Any]) -> None:
+    def _carry_over(self, record: dict[str, Any]) -> None:
         """What came before an empty plan is not lost, and nothing was in flight after it."""
         for arrival in self._arrivals:
             arrival.pop("in_flight", None)

@@ -68,13 +68,6 @@ class CostModel:
         base, prefill, decode, cached, pairs = _least_squares(features, seconds)
         return cls(base, 0.0, prefill, decode, cached, pairs)
 
-    def relative_error(self, records: Sequence[dict[str, Any]]) -> float:
-        """Mean of |modelled - recorded| over all steps, over the mean of the recorded."""
-        steps = [record for record in records if record.get("scheduled") and "end" in record]
-        seconds = np.array([record["end"] - record["time"] for record in steps])
-        modelled = np.array([self.seconds(row[1:3] for row in record["scheduled"]) for record in steps])
-        return float(np.abs(modelled - seconds).mean() / seconds.mean())
-
     def as_dict(self) -> dict[str, float]:
         return dataclasses.asdict(self)
 

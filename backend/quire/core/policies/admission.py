@@ -54,7 +54,7 @@ class AdmissionControl:
         """A running request has ended, so its seat is free."""
         self._num_departures += 1
 
-    def on_step(self, now: float, duration_s: float, num_prefill_tokens: int, num_rows: int) -> None:
+    def on_step(self, duration_s: float, num_prefill_tokens: int, num_rows: int) -> None:
         """A step has ended; one without rows was not busy and does not count."""
         if not num_rows or duration_s <= 0:
             return
@@ -213,12 +213,6 @@ class DeadlineHeap:
             if self._is_live(entry):
                 late.setdefault(entry[3].request_id, (entry[3], entry[2]))
         return list(late.values())
-
-    def next_time(self) -> float | None:
-        """Time at which the next deadline passes; None: there is none."""
-        while self._heap and not self._is_live(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
 
     @staticmethod
     def _is_live(entry: tuple[float, int, str, Request]) -> bool:

@@ -178,11 +178,6 @@ class Predicted(Reservation):
         bisect.insort(self._lengths, request.num_output_tokens)
         self._is_new = True
 
-    def expected_remaining(self, request: Request) -> int:
-        """Tokens it will still generate, at least 1."""
-        done = request.num_output_tokens
-        return self._remaining(done, request.max_output_tokens(self._max_model_len) - done)
-
     def _remaining(self, done: int, limit: int) -> int:
         """Tokens that a request with `done` output tokens, and at most `limit` to come, will generate."""
         lengths, expected = self._lengths, limit
