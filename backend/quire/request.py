@@ -120,8 +120,8 @@ class Request:
         self.embeds = embeds
         self.block_hashes: list[bytes] = []
         self.rank: tuple[float, ...] = (0.0, 0)
-        """Smaller is served earlier. Given once by the queue's policy, and unique: the second entry is a
-        number of arrival, choices have a third."""
+        """Rank in the queue: smaller is served earlier. Given once by the queue's policy, and unique: the
+        second entry is a number of arrival, choices have a third."""
         self.num_sequences = sampling_params.num_sequences
         """Rows it takes in a step: choices that will fork from it are counted with it until they do."""
         self.index = 0

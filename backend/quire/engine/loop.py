@@ -72,8 +72,9 @@ STEP_WAIT_MS = 1000
 COMPLAINT_INTERVAL_S = 10.0
 """Shortest time between two log lines on messages that cannot be handled."""
 GC_THRESHOLDS = (50_000, 20, 100)
-"""Full collections look at every request and stall a step (by 30 to 200 ms at 1 000 running, where planning
-one takes 10), and nearly nothing here is garbage in cycles: they are to be rare."""
+"""Thresholds of the three generations: full collections look at every request and stall a step (by 30 to 200
+ms at 1 000 running, where planning one takes 10), and nearly nothing here is garbage in cycles: they are to
+be rare."""
 
 
 @dataclass(slots=True)

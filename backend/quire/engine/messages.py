@@ -61,7 +61,7 @@ class CancelByExternalId(msgspec.Struct, frozen=True, tag="cancel_external"):
 
     external_id: str
     token: str
-    """Echoed in the answer."""
+    """Token of the sender, echoed in the answer."""
     learned_at: float = 0.0
     tenant: str = ""
 
@@ -71,7 +71,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
 
     command: CacheCommand
     token: str
-    """Echoed in the answer."""
+    """Token of the sender, echoed in the answer."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):

@@ -128,7 +128,7 @@ class RuntimeDirectory:
         os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def read_state(self) -> EngineState | None:
-        """None: no engine was started, or nobody can read what is written of it."""
+        """The engine's state; None: no engine was started, or what is written of it cannot be read."""
         try:
             return _decoder.decode(self.read("state.json") or b"")
         except (msgspec.MsgspecError, ValueError, RecursionError):

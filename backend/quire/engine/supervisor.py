@@ -221,7 +221,7 @@ def _server_name(pid: int, start_time: int) -> str:
 
 
 def _boot_id() -> str:
-    """Empty where the system does not say (some sandboxes)."""
+    """The system's boot id; empty where the system does not say (some sandboxes)."""
     try:
         return BOOT_ID.read_text("ascii").strip()
     except OSError:

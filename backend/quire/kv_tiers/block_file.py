@@ -22,7 +22,8 @@ MAGIC = b"quireKV1"
 """First bytes of a block file, with the version of its format."""
 
 _HEADER = struct.Struct("<8sQ16sI32s")
-"""Magic, bytes of the block, fingerprint, length of the key, key (zeros behind); the checksum follows."""
+"""Header: magic, bytes of the block, fingerprint, length of the key, key (zeros behind); the checksum
+follows."""
 _CHECKSUM_BYTES = 16
 HEADER_BYTES = _HEADER.size + _CHECKSUM_BYTES
 

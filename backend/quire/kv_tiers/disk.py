@@ -44,7 +44,7 @@ logger = logging.getLogger("quire")
 
 LOCK_RETRY_S = 1.0
 RESCANS_PER_CAPACITY = 16
-"""Other models' files are counted again after each such fraction of the capacity was written."""
+"""Recounts of other models' files in the time in which the capacity is written once."""
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
@@ -311,13 +311,13 @@ class DiskTier(KVConnector):
         try:
             read_block(path, self._fingerprint, key, out)
         except FileNotFoundError:  # evicted by another process, or between our look at the index and now
-            self._lose(key, "lost")
+            self._drop_unreadable(key, "lost")
             return False
         except (DamagedBlockError, OSError) as error:
             if isinstance(error, OSError) and error.errno != errno.EIO:
                 raise
             self._complaints.warn("damage", f"disk tier: {path} is damaged and not used: {error}")
-            self._lose(key, "damaged")
+            self._drop_unreadable(key, "damaged")
             return False
         try:
             os.utime(path)
@@ -328,7 +328,7 @@ class DiskTier(KVConnector):
                 self._use(key)
         return True
 
-    def _lose(self, key: bytes, reason: str) -> None:
+    def _drop_unreadable(self, key: bytes, reason: str) -> None:
         with self._lock:
             if key in self._index:
                 self._counts[reason] += 1
@@ -513,7 +513,7 @@ def _block_files(directory: Path | str) -> Iterator[tuple[bytes, float, int, str
 
 
 def _entries(directory: Path | str) -> list[os.DirEntry[str]]:
-    """None of a directory that is gone, or another user's."""
+    """Entries of a directory; none if it is gone, or another user's."""
     try:
         with os.scandir(directory) as entries:
             return list(entries)

@@ -44,7 +44,7 @@ class LoopbackConnector(KVConnector):
         """Event that `load` waits for; clear: the network is slow."""
         self.answering.set()
         self.load_began = threading.Event()
-        """Set when a `load` was asked for."""
+        """Event that is set when a `load` was asked for."""
         self._fingerprint = fingerprint
         self._capacity = capacity_bytes // block_bytes
         self._store = self._stores.setdefault(store, _Store()) if store else _Store()

@@ -68,7 +68,7 @@ class _Tier:
             return otherwise
 
     def contains(self, key: bytes) -> bool:
-        """Asked so often that it does without `attempt`."""
+        """Whether the store has the block; asked so often that it does without `attempt`."""
         if self.is_resting:
             return False
         try:
@@ -146,7 +146,7 @@ class KVTiers:
         self.num_clears = 0
         """How often everything was forgotten; stands in the plan of each save (`KVSave.num_clears`)."""
         self._saving = threading.Lock()
-        """Held while blocks are saved, dropped or cleared."""
+        """Lock held while blocks are saved, dropped or cleared."""
         self._dropped_early: dict[bytes, None] = {}
         """Keys that were dropped but not there, oldest first: lost, or their saves are still to come."""
         self._changed = threading.Condition()

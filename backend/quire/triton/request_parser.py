@@ -242,8 +242,8 @@ class RequestParser:
         from_json = _json_parameters(raw)
         stated = (
             _typed(raw, _SCHEDULING_NAMES),
-            _take(from_json, (*SCHEDULING_FIELDS, *ALIASES)),
-            _take(parameters, SCHEDULING_FIELDS),
+            _pop_named(from_json, (*SCHEDULING_FIELDS, *ALIASES)),
+            _pop_named(parameters, SCHEDULING_FIELDS),
         )
         if self.tenant_from_header_only:
             _check_tenant(stated, headers)
@@ -416,7 +416,7 @@ def _typed(raw: RawRequest, names: frozenset[str]) -> dict[str, Any]:
     return typed
 
 
-def _take(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _pop_named(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Moves what has one of `names` out of `values`."""
     return {name: values.pop(name) for name in names if name in values}
 

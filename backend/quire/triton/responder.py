@@ -117,7 +117,7 @@ class Responder(threading.Thread):
 
     def submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
         """A parsed request; the handle belongs to the responder from here on."""
-        self._post(lambda: self._take(handle, parsed))
+        self._post(lambda: self._try_submit(handle, parsed))
 
     def refuse(self, handle: RequestHandle, error: QuireError) -> None:
         """A request that is wrong; ends it."""
@@ -186,7 +186,7 @@ class Responder(threading.Thread):
     def _coalesce_s(self) -> float:
         return self.config.coalesce_ms / 1000
 
-    def _take(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
+    def _try_submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
         try:
             self._submit(handle, parsed)
         except Exception as error:
@@ -250,11 +250,11 @@ class Responder(threading.Thread):
                 case ControlResult():
                     self._answer_control(message)
                 case Stats():
-                    self._take_stats(message)
+                    self._publish_stats(message)
         if stopped:
             self._connection.send(AbortRequests(stopped, FinishReason.STOP.value, time.monotonic()))
 
-    def _take_stats(self, stats: Stats) -> None:
+    def _publish_stats(self, stats: Stats) -> None:
         on_stats = self._on_stats
         if on_stats is not None:
             self._guard(lambda: on_stats(stats.values))
@@ -447,7 +447,7 @@ class Responder(threading.Thread):
         self._poller.register(connection.pidfd, zmq.POLLIN)
 
     def _engine_died(self) -> None:
-        """Everything in flight ends with UNAVAILABLE at once; a new engine is started beside this thread."""
+        """Ends everything in flight with UNAVAILABLE at once; a new engine is started beside this thread."""
         connection = self._connection
         assert connection is not None
         self._guard(self._receive)

@@ -54,7 +54,7 @@ class GraphBackend(Protocol):
         ...
 
     def end(self) -> Work:
-        """Up to here; returns what repeats it."""
+        """Ends the recording here; returns what repeats it."""
         ...
 
 
