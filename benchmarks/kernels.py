@@ -41,7 +41,7 @@ class Case:
     name: str
     run: Callable[[], Any]
     eager: Callable[[], Any] | None
-    """None: PyTorch has no such operator."""
+    """The same in eager PyTorch; None: it has no such operator."""
     num_bytes: float
     num_flops: float
 

@@ -26,7 +26,7 @@ class Case:
     operator: str
     work: Callable[[], torch.Tensor]
     num_bytes: float
-    """Read and written, each once."""
+    """Bytes read and written, each once."""
     flop: float = 0.0
 
 

@@ -28,7 +28,7 @@ class Peer:
     adapter: str
     """File in adapters/."""
     venv: Venv | None = None
-    """None: the project's own."""
+    """Venv to run in; None: the project's own."""
     weights: str = "hf"
     """hf, openvino, or gguf: and the kind."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, replace
 
 FIRST_TOKEN_ID = 16
-"""Smaller ids are left out: special tokens of the checkpoints are among them."""
+"""Smallest token id of prompts: special tokens of the checkpoints are below it."""
 
 
 @dataclass(frozen=True)

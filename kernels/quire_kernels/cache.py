@@ -101,7 +101,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _wanted() -> Path | None:
-    """None: there is no home, as in a container with a user that it does not know."""
+    """The folder of the environment or the home; None: there is no home, as in a container with a user that
+    it does not know."""
     if named := os.environ.get(ENVIRONMENT):
         return Path(named).absolute()
     try:

@@ -88,7 +88,7 @@ class _PlacedPlan:
     """A plan with the blocks of one KV group."""
 
     decode: list[tuple[_DecodeGroup, torch.Tensor]]
-    """Groups, each with its int64 [n, num_blocks]: block ids, padded with valid ones."""
+    """Decode groups, each with its int64 [n, num_blocks]: block ids, padded with valid ones."""
     tiles: list[_QueryTile]
     table: torch.Tensor
     """int64 [num_seqs, max_blocks]"""
