@@ -23,7 +23,7 @@ class Reset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
 
 class Unpin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="unpin"):
-    """Releases what a session or (`all`) everybody has pinned."""
+    """Releases what a session or (`all`) all sessions have pinned."""
 
     session: _Name = ""
     tenant: _Name = ""

@@ -94,7 +94,7 @@ class CacheConfig:
     eviction_policy: str = "lru"
     """Order of eviction among cached blocks of equal retention priority: lru or lfu."""
     cache_ttl_s: float = 0.0
-    """Cached blocks that nobody used for this long are forgotten; 0: never."""
+    """Seconds after which unused cached blocks are forgotten; 0: never."""
     max_pinned_fraction: float = 0.5
     """Most of the pool that pinned prefixes and sessions may hold; 0: nothing is pinned."""
     session_ttl_s: float = 300.0

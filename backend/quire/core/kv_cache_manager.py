@@ -16,7 +16,7 @@ from quire.request import Request
 
 
 class KVEvents(Protocol):
-    """Is told what the prefix cache holds; see `core.kv_events`."""
+    """Listener that is told what the prefix cache holds; see `core.kv_events`."""
 
     def block_stored(
         self,

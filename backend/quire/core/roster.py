@@ -25,7 +25,8 @@ logger = logging.getLogger("quire")
 class Roster:
     """The one place where a request changes its status.
 
-    Whoever must know of it is told here: the queue, the tenants' accounts, the block manager, the transfers,
+    All that must know of it are told here: the queue, the tenants' accounts, the block manager, the
+    transfers,
     and the runner (by what the next step carries). Running requests stand in the order of their ranks.
 
     Args:

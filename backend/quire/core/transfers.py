@@ -80,7 +80,7 @@ class BlockTransfers:
 
     @property
     def lost_loads(self) -> list[int]:
-        """Loads that nobody will ever report, after a step has failed: it ended before it began them, or
+        """Loads that the runner will never report, after a step has failed: it ended before it began them, or
         what it reported of them was lost with it."""
         if self.tiers is None:
             return []

@@ -162,7 +162,7 @@ class EngineCore:
         engine able to go on: the rows are dropped from the runner with the next step.
 
         Raises:
-            WorkerLostError: there is nobody left to compute.
+            WorkerLostError: no worker is left to compute.
             EngineError: MAX_FAILED_STEPS steps in a row have failed. It and any other exception mean that
                 this engine is of no use any more; its requests are still open.
         """

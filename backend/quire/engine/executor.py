@@ -35,7 +35,7 @@ class Runner(Protocol):
         """Does once what goes before requests, recording graphs for example."""
 
     def check(self) -> None:
-        """Raises WorkerLostError where nobody is left to compute."""
+        """Raises WorkerLostError where no worker is left to compute."""
 
     def close(self) -> None: ...
 

@@ -91,7 +91,7 @@ class EngineLoop:
     Args:
         core: the engine.
         socket: bound ROUTER; identities are the frontends'.
-        server_pid: the engine ends with this process; 0: nobody is watched.
+        server_pid: the engine ends with this process; 0: none is watched.
         server_start_time: of that process.
     """
 
@@ -230,7 +230,7 @@ class EngineLoop:
                 self._forget_frontend(identity)
 
     def _probe(self) -> None:
-        """Gives an idle engine a token to compute, which nobody gets: who asks again sees a step done."""
+        """Gives an idle engine a token to compute, which no client gets: who asks again sees a step done."""
         params = SamplingParams(max_tokens=1, temperature=0.0)
         self.core.add_request("probe", [0], params, scheduling=SchedulingParams(exempt=True))
 
@@ -355,7 +355,7 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
         stream=sys.stderr,
     )
     if not sys.stdin.buffer.read(1):
-        raise SystemExit("engine: whoever started it died, and nobody knows of it")
+        raise SystemExit("engine: the frontend that started it died before it could announce it")
     directory = RuntimeDirectory(path)
     directory.hold()
     pid = os.getpid()

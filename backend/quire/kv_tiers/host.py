@@ -104,7 +104,7 @@ class HostTier(KVConnector):
         del self._cached[key]
 
     def _take_slot(self) -> int | None:
-        """A slot nobody refers to, if need be that of the least recently used block."""
+        """A slot that no key refers to, if need be that of the least recently used block."""
         if self._free:
             slot = self._free.pop()
         elif self._cached:

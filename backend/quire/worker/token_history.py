@@ -22,7 +22,7 @@ FloatArray = npt.NDArray[np.float32]
 
 _MODULUS = 2**61 - 1
 _FACTOR = 2**32 + secrets.randbelow(2**60)
-"""Nobody outside can tell it, so nobody can make prompts whose n-grams collide."""
+"""Base of the hash: clients cannot tell it, so none can make prompts whose n-grams collide."""
 
 
 class TokenSet:
