@@ -156,7 +156,7 @@ class Sampler:
         self.vocab_size = vocab_size
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
-        """Draws as `draw`, with the result on the host."""
+        """As `draw`, with the result on the host."""
         return self.draw(logits, rows).output()
 
     def draw(
@@ -263,7 +263,7 @@ def _errors(token_ids: list[int]) -> dict[int, str]:
 
 
 def _logit_edits(there: Mapping[str, torch.Tensor], newest: torch.Tensor | None) -> LogitEdits:
-    """Edits made of the arrays of `edit_arrays`, on the device."""
+    """Of the arrays of `edit_arrays`, on the device."""
     names = (field.name for field in fields(LogitEdits) if field.name != "newest")
     uncounted = there.get("uncounted")
     known = None if newest is None or uncounted is None else torch.where(uncounted, newest, -1)
@@ -455,7 +455,7 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> tuple[torch.
 
 
 def _logprobs(log_probs: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lists the chosen token of each row, then its MAX_LOGPROBS most likely ones in descending order.
+    """Per row the chosen token, then the MAX_LOGPROBS most likely ones in descending order.
 
     Args:
         log_probs: float32 [n, V].

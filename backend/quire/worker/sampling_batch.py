@@ -37,7 +37,7 @@ class SamplingRow:
     num_prompt_tokens: int
     eos_token_ids: frozenset[int]
     seed: int
-    """Seed in [0, 2**64): the request's own, or one the runner drew when the request arrived."""
+    """In [0, 2**64): the request's own, or one the runner drew when the request arrived."""
     num_pending: int = 0
     """Tokens behind `token_ids` that are drawn already, but known to the device only."""
     is_beam: bool = field(init=False, repr=False, compare=False)
@@ -87,7 +87,7 @@ class SamplingRow:
 
     @property
     def num_output_tokens(self) -> int:
-        """Drawn tokens, also the position of the next one, which with `seed` fixes the random number."""
+        """Also the position of the token to be drawn: together with `seed` it fixes the random number."""
         return len(self.token_ids) + self.num_pending - self.num_prompt_tokens
 
     @property
@@ -166,7 +166,7 @@ class Edits:
     biases: TokenList | None
     """Values are biases; tokens are distinct within a row."""
     bans: TokenList | None
-    """Banned tokens, without values; tokens may repeat."""
+    """Without values; tokens may repeat."""
     uncounted: npt.NDArray[np.bool_] | None
     """[n]: whose newest token is a penalty more, see `SamplingRow.is_uncounted`; None: no row's."""
 
