@@ -34,7 +34,7 @@ from quire.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
 PRECISIONS = {None: "bf16", "int8": "int8", "w8a8": "int8", "int4": "int4"}
-"""Of the weights."""
+"""Precision of the weights as the roofline names it, by `quantization`."""
 PARTS = ("plan", "prepare", "layers", "head", "account")
 """`head` is the output head and the choice of the largest logit, in one."""
 
@@ -56,7 +56,7 @@ class Point:
         return self.running / self.step_ms * 1000
 
     def read_share(self, read_gb_s: float) -> float:
-        """Of the machine's read rate, at the best step."""
+        """Share of the machine's read rate that the best step makes."""
         return self.read_gib * 2**30 / (self.best_ms / 1000) / (read_gb_s * 1e9)
 
 

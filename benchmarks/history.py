@@ -18,7 +18,7 @@ from benchmarks.report import ROOT, Row, median_run
 
 HISTORY = ROOT / "benchmarks" / "history.jsonl"
 COMPARED_RUNS = 5
-"""A run is compared with the median of so many before it on the same machine, so that one odd run is none."""
+"""Runs before it on the same machine with whose median a run is compared, so that one odd run is none."""
 HIGHER_IS_BETTER = {"tokens_per_s": True, "ttft_p50_ms": False, "itl_p50_ms": False, "latency_p99_ms": False}
 
 

@@ -55,7 +55,7 @@ class HostCost:
 
 
 def role_of(process: psutil.Process) -> str | None:
-    """Which part of the host a process is."""
+    """The part of the host that a process is."""
     command = process.cmdline()
     if process.name() == "tritonserver":
         return "server"

@@ -31,7 +31,7 @@ from quire_kernels.reference.attention import paged_attention as reference_atten
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 1024, 3072, 16, 8, 128, 16
 CYCLE_BYTES = 400e6
 BITS = {None: 16.0, "int8": 8.0, "w8a8": 8.0, "int4": 5.0}
-"""Per weight, with scales."""
+"""Bits of a weight, with its share of the scales."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Case:
     name: str
     run: Callable[[], Any]
     eager: Callable[[], Any] | None
-    """None: PyTorch has no such operator."""
+    """The same in eager PyTorch; None: it has no such operator."""
     num_bytes: float
     num_flops: float
 

@@ -65,7 +65,7 @@ def measure(
     update, lengths = scheduler.update, dict[str, int]()
 
     def count(plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """While the step is computed: which slots hold something when it is done."""
+        """Counts, while the step is computed, the slots that hold something when it is done."""
         for name in plan.dropped_request_ids:
             lengths.pop(name, None)
         for row in plan.scheduled:

@@ -68,7 +68,7 @@ def library_path(cache: Path | None = None, site_packages: Path | None = None) -
 
 
 def check_binary(binary: Path, libraries: str) -> str:
-    """Its version line.
+    """The binary's version line.
 
     Raises:
         PerfAnalyzerError: it does not start, with the loader's reason.
@@ -122,7 +122,7 @@ def parse_export(document: Mapping[str, Any], *, max_tokens: int | None = None) 
 
 
 def _num_tokens(output: Mapping[str, Any]) -> int | None:
-    """None: the export does not tell. 0: a response without tokens (a bare final flag).
+    """Tokens of a response; None: the export does not tell. 0: a response without tokens (a bare final flag).
 
     Only `output_ids` can be trusted: it is in every response, and the export fills numbers that a response
     does not hold with whatever lay in memory.

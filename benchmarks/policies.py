@@ -60,7 +60,7 @@ class Load:
     first_token_at: float | None = None
     ended_at: float | None = None
     refused_after: float | None = None
-    """From its due time to the refusal, the wait for a step to end included."""
+    """Seconds from its due time to the refusal, the wait for a step to end included."""
     num_tokens: int = 0
 
     @property
@@ -88,11 +88,11 @@ class Run:
     loads: list[Load]
     seconds: float
     refusal_s: list[float] = field(default_factory=list)
-    """Of add_request() alone, where it refused."""
+    """Seconds of each add_request() that refused, alone."""
     rss: list[int] = field(default_factory=list)
     """Bytes of this process, sampled."""
     service: list[dict[str, float]] = field(default_factory=list)
-    """After each step, what each tenant had had: prompt tokens + 2 * output tokens."""
+    """Tokens of each tenant after each step: prompt tokens + 2 * output tokens so far."""
 
 
 def loads(rate: float, seconds: float, mix: Mix, seed: int, **scheduling: Any) -> list[Load]:

@@ -25,9 +25,9 @@ class RequestRecord:
     """One measured request."""
 
     start: float
-    """When it was sent."""
+    """Time when it was sent."""
     response_times: tuple[float, ...]
-    """When each response with tokens arrived, ascending, on the clock of `start`."""
+    """Times of arrival of the responses with tokens, ascending, on the clock of `start`."""
     response_tokens: tuple[int, ...]
     """Tokens in each of these responses; more than one where the server coalesced."""
     error: str | None = None

@@ -34,14 +34,15 @@ from quire.simulator.workload import Workload
 
 BLOCKS_PER_REQUEST = 48  # of 16 tokens: about twice the mean of the mix, so that few are preempted
 PREFILL_TOKENS = 4096
-"""Of a step, beside one token for each running request; 1 000 that run end, and so begin, at 6 per step."""
+"""Prefill tokens of a step, beside one for each running request; 1 000 that run end, and so begin, at
+6 per step."""
 TRADE_OFF_SEATS = 256
 LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0)
-"""Of the throughput that a closed loop reaches."""
+"""Shares of the throughput that a closed loop reaches."""
 
 
 def engine(num_running: int, **settings: Any) -> EngineConfig:
-    """An engine with seats and blocks for so many requests."""
+    """An engine with seats and blocks for `num_running` requests."""
     return EngineConfig.from_mapping(
         {
             "num_blocks": num_running * BLOCKS_PER_REQUEST,
@@ -94,7 +95,7 @@ def _say_planning(figures: dict[str, Any]) -> None:
 
 
 def trade_off(num_requests: int, cost: CostModel) -> dict[str, list[dict[str, float]]]:
-    """Per policy and load: the median TPOT and the 99th percentile of TTFT."""
+    """Median TPOT and 99th percentile of TTFT, by policy and load."""
     peak = closed_loop(num_requests, TRADE_OFF_SEATS, cost).as_dict()["requests_per_s"]
     curves: dict[str, list[dict[str, float]]] = {}
     for policy in BATCH_POLICIES:

@@ -23,11 +23,11 @@ class Reset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
 
 class Unpin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="unpin"):
-    """Lets go what a session or (`all`) everybody has pinned."""
+    """Releases what a session or (`all`) all sessions have pinned."""
 
     session: _Name = ""
     tenant: _Name = ""
-    """Of the session."""
+    """The session's tenant."""
     all: bool = False
 
     def __post_init__(self) -> None:

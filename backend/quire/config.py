@@ -33,7 +33,7 @@ PREEMPTION_MODES = ("recompute", "swap", "auto")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which checkpoint runs where."""
+    """The checkpoint, and the device and precision it is computed with."""
 
     model: str = ""
     """Directory of a Hugging Face checkpoint, or a .gguf file."""
@@ -60,16 +60,16 @@ class ModelConfig:
     seed: int = 0
     """Seed of requests that state none (combined with a counter: such requests do not repeat)."""
     attention_backend: str = "auto"
-    """Which implementation computes attention: auto (the fastest one that can), cuda, flashinfer (if
-    installed), triton, reference, or an instruction set of the processor (avx2, avx512, avx512_bf16, amx).
-    One that cannot do what the model needs is refused at start, with the reason and what the others can."""
+    """Implementation of attention: auto (the fastest one that can), cuda, flashinfer (if installed), triton,
+    reference, or an instruction set of the processor (avx2, avx512, avx512_bf16, amx). One that cannot do
+    what the model needs is refused at start, with the reason and what the others can."""
     worker_process: bool = False
     """Whether the model is computed in a process of its own below the engine's; on the CPU only."""
     enforce_eager: bool = False
-    """On cuda: no CUDA graphs."""
+    """Records no CUDA graphs; on cuda only."""
     max_graph_tokens: int = 512
-    """On cuda: steps that are not decode steps alone are computed as CUDA graphs between one attention and
-    the next if they have no more tokens than this; 0: none."""
+    """Most tokens of a step, unless all its rows are decodes, that is computed as CUDA graphs between one
+    attention and the next; on cuda only. 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,18 +83,18 @@ class CacheConfig:
     kv_cache_memory: int | None = None
     """Bytes of the pool; text such as "512MiB" is accepted."""
     gpu_memory_utilization: float = 0.9
-    """On cuda: fraction of the device's memory for weights, workspace and the pool together."""
+    """Fraction of the device's memory for weights, workspace and the pool together; on cuda only."""
     enable_prefix_caching: bool = True
     """Whether requests that begin alike share blocks, also with those that have ended."""
     cpu_memory_utilization: float = 0.25
-    """On cpu: fraction of the memory free after loading, in the machine and in its control groups, that the
+    """Fraction of the memory free after loading, in the machine and in its control groups, that on cpu the
     pool may take at most; it takes no more than `max_num_seqs` sequences of `max_model_len` need."""
     kv_cache_dtype: str = "auto"
     """auto (the computation's type), int8 or fp8 (e4m3), both with one scale per token and head."""
     eviction_policy: str = "lru"
-    """Which cached block goes first among those of equal retention priority: lru or lfu."""
+    """Order of eviction among cached blocks of equal retention priority: lru or lfu."""
     cache_ttl_s: float = 0.0
-    """Cached blocks that nobody used for this long are forgotten; 0: never."""
+    """Seconds after which unused cached blocks are forgotten; 0: never."""
     max_pinned_fraction: float = 0.5
     """Most of the pool that pinned prefixes and sessions may hold; 0: nothing is pinned."""
     session_ttl_s: float = 300.0
@@ -102,7 +102,7 @@ class CacheConfig:
     host_cache_memory: int = 0
     """Bytes of the host-memory tier, for evicted prefixes and swapped requests; 0: none."""
     disk_cache_directory: str = ""
-    """Where the disk tier keeps blocks across restarts; empty: none."""
+    """Directory in which the disk tier keeps blocks across restarts; empty: no disk tier."""
     disk_cache_size: int = 1024**3
     """Most bytes in `disk_cache_directory`."""
     kv_connector: str = ""
@@ -140,7 +140,7 @@ class SchedulerConfig:
     """mixed: decodes and prompt chunks share a step; prefill_first: prompts have steps of their own, which go
     first; decode_first: prompts are computed when nothing decodes, or when the knobs below say so."""
     schedule_interval: int = 1
-    """Waiting requests join every so many steps (or when nothing runs)."""
+    """Waiting requests join every n steps (or when nothing runs)."""
     waiting_running_ratio: float = 0.0
     """Waiting requests join also when there are more than this many per running one; 0: no such rule."""
     queue_policy: str = "fcfs"
@@ -161,7 +161,7 @@ class SchedulerConfig:
     for each one that is not named."""
     fairness_input_weight: float = 1.0
     fairness_output_weight: float = 2.0
-    """Of an input and an output token in a tenant's virtual token counter (arXiv 2401.00588)."""
+    """Weights of an input and an output token in a tenant's virtual token counter (arXiv 2401.00588)."""
     max_predicted_ttft_ms: int = 0
     """Requests that would wait longer for their first token are answered UNAVAILABLE at once; 0: no limit."""
     default_ttft_deadline_ms: int = 0
@@ -172,7 +172,7 @@ class SchedulerConfig:
     """Whether the next step is launched before the tokens of the present one are known to the host; None: on
     cuda. A request that ends then has one row more, whose result is dropped."""
     trace_file: str = ""
-    """Where the engine writes one JSON line per step; empty: nowhere."""
+    """File to which the engine writes one JSON line per step; empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,7 @@ class FrontendConfig:
     cancel_poll_ms: int = 50
     """How often each open request is asked whether its client has gone."""
     coalesce_ms: int = 20
-    """Under backlog a request gets at most one response per this time."""
+    """Shortest time between two responses to a request under backlog."""
     stream_interval: int = 1
     """Tokens per streamed response after the first; 1: as they come."""
     startup_timeout_s: float = 600.0
@@ -299,7 +299,7 @@ class Range:
 
 
 _INT32 = 2**31 - 1
-"""Of token positions and block ids in the kernels."""
+"""Largest token position and block id of the kernels, which have them in int32."""
 _COUNT = 2**24
 _BYTE_COUNT = 2**50
 _SECONDS = 1e9
@@ -343,7 +343,7 @@ RANGES = {
     "max_prompt_bytes": Range(1, _INT32),
     "max_embeds_bytes": Range(0, _BYTE_COUNT),
 }
-"""Of every numeric key."""
+"""Allowed values of every numeric key."""
 
 _PARTS: dict[str, Any] = {
     "model": ModelConfig,

@@ -1,4 +1,4 @@
-"""From a request's values, as text or in their own type, to checked ones; a failure names the field."""
+"""Converters of request values, as text or in their own type, to checked ones; a failure names the field."""
 
 from __future__ import annotations
 

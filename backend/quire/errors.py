@@ -15,7 +15,7 @@ class QuireError(Exception):
 
     code = "INTERNAL"
     retry_after_s: float | None = None
-    """When another attempt has a chance, where that is known."""
+    """Seconds until another attempt has a chance, where known."""
 
 
 def describe(error: BaseException) -> str:
@@ -58,12 +58,6 @@ class UnavailableError(QuireError):
 
 class EngineStoppedError(UnavailableError):
     """The engine was told to stop, since its server is shutting down; no other will take its place."""
-
-
-class NotFoundError(QuireError):
-    """A named thing (request id, adapter, model) does not exist."""
-
-    code = "NOT_FOUND"
 
 
 class EngineError(QuireError):

@@ -18,7 +18,7 @@ import click
 
 PAUSE_S = 0.2
 FULL = "the queue is full"
-"""In what a frontend says that has too many requests to read to take another."""
+"""Part of the error of a frontend that has too many unread requests to take another."""
 
 
 class ProbeError(Exception):

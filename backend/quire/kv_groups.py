@@ -16,7 +16,7 @@ class KVGroup(NamedTuple):
 
 
 _MOST_WASTE = 0.1
-"""Of the blocks of layers with one window, the part that may belong to no layer."""
+"""Largest share of the blocks of layers with one window that may belong to no layer."""
 
 
 def kv_groups(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:

@@ -41,7 +41,7 @@ def link_models(repositories: Sequence[Path], names: Iterable[str], target: Path
 
 
 def _members(model: Path) -> list[str]:
-    """Of an ensemble, in the order of their steps, each once; none of other models."""
+    """Models in an ensemble, in the order of their steps, each once; none for other models."""
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2
 

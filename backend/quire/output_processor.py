@@ -1,4 +1,4 @@
-"""From token deltas to text: the frontend's half of a request, shared by `quire.LLM` and the Triton adapter.
+"""Turns token deltas into text: the frontend's half of a request, for `quire.LLM` and the Triton adapter.
 
 The engine detokenizes nothing. Stop strings are therefore found here; the caller then aborts the request
 in the engine, and outputs that were already on their way are ignored.
@@ -123,7 +123,7 @@ class OutputProcessor:
                 self._text += self._detokenizer.take_delta(flush=True)
 
     def take(self) -> RequestOutput:
-        """Everything that may be sent now, and forgets it."""
+        """Returns everything that may be sent now, and forgets it."""
         text, self._text = self._text, ""
         token_ids, self._token_ids = self._token_ids, []
         logprobs, self._logprobs = self._logprobs, []

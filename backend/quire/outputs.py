@@ -38,7 +38,7 @@ class ScheduledRequest(msgspec.Struct, gc=False):
     num_computed_tokens: int
     num_scheduled_tokens: int
     new_block_ids: list[list[int]]
-    """Per KV group: blocks appended to the request's table since it was last scheduled (all of them when
+    """Blocks appended to the request's table since it was last scheduled, per KV group (all of them when
     `new`; entries of -1 are blocks outside the window, never read)."""
     samples: bool
     """True when the row reaches the request's last known token, so that a token is sampled from it."""
@@ -53,9 +53,9 @@ class KVSave(NamedTuple):
     key: bytes
     block_id: int
     pinned: bool = False
-    """Must stay in the host tier until it is dropped: part of a swapped request."""
+    """Whether it must stay in the host tier until it is dropped: part of a swapped request."""
     num_clears: int = 0
-    """Of the tiers when it was planned; unless pinned, it is not written after a later one."""
+    """The tiers' `num_clears` when it was planned; unless pinned, it is not written after a later one."""
 
 
 class KVLoad(NamedTuple):
@@ -107,11 +107,11 @@ class RowOutput(msgspec.Struct):
     token_ids: list[int] = []
     """The tokens that follow, in their order: any number."""
     logprobs: list[TokenLogprobs] | None = None
-    """Those of each token, where asked for."""
+    """Log-probabilities of each token, where asked for."""
     error: str = ""
     """The row failed alone (logits without a finite entry): its request ends with this message."""
     choices: list[RowOutput] = []
-    """Of a row with `num_choices` > 1: what choices 1, 2, ... begin with."""
+    """The beginnings of choices 1, 2, ... of a row with `num_choices` > 1."""
 
 
 NOTHING = RowOutput()
@@ -152,7 +152,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     """What one step brought for one request; `finish_reason` is set exactly once, on the last one."""
 
     request_id: str
-    """As it was given to the engine, for every choice."""
+    """The id that was given to the engine, the same for every choice."""
     new_token_ids: list[int] = []
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -163,12 +163,12 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     error_code: str = ""
     """Name of the Triton status code when `error` is set."""
     retry_after_s: float | None = None
-    """With UNAVAILABLE: when another attempt has a chance."""
+    """Seconds until another attempt has a chance, with UNAVAILABLE."""
     index: int = 0
     """Choice, in [0, n). A request has ended when each of its choices has a `finish_reason`; an output
     with `error` ends all of them."""
     cumulative_logprob: float | None = None
-    """Of the whole choice, with its `finish_reason`, where best_of or beam search ranked it."""
+    """Sum over the whole choice, with its `finish_reason`, where best_of or beam search ranked it."""
 
 
 @dataclass(slots=True)
@@ -182,20 +182,20 @@ class SchedulerStats:
     num_blocks: int
     num_free_blocks: int
     num_preemptions: int
-    """Since start."""
+    """Preemptions since start."""
     num_scheduled_tokens: int
-    """Since start: tokens computed, recomputation included."""
+    """Tokens computed since start, recomputation included."""
     num_cached_tokens: int = 0
-    """Since start: tokens not computed, as the prefix cache had them."""
+    """Tokens not computed since start, as the prefix cache had them."""
     num_cached_blocks: int = 0
     """Blocks kept for their content alone."""
     num_pinned_blocks: int = 0
     num_swaps: int = 0
-    """Since start: preemptions that kept the blocks in the host tier."""
+    """Preemptions since start that kept the blocks in the host tier."""
     num_loaded_tokens: int = 0
-    """Since start: tokens not computed, as a KV tier had them."""
+    """Tokens not computed since start, as a KV tier had them."""
     num_recomputed_tokens: int = 0
-    """Since start: tokens computed again after a preemption."""
+    """Tokens computed again since start, after a preemption."""
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import os
 
 
 def start_time_of(pid: int) -> int | None:
-    """When a running process began, in clock ticks since boot; None: there is none, or a zombie."""
+    """Start time of a running process in clock ticks since boot; None: there is none, or a zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             fields = stat.read().rpartition(")")[2].split()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request is; `FINISHED` is terminal."""
+    """Stage of a request; `FINISHED` is terminal."""
 
     WAITING = 0
     RUNNING = 1
@@ -25,7 +25,7 @@ class RequestStatus(enum.IntEnum):
 
 
 class FinishReason(str, enum.Enum):
-    """Why a request ended. Exactly one reaches the client, on its last response."""
+    """The reason why a request ended. Exactly one reaches the client, on its last response."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -44,7 +44,7 @@ class SwappedBlocks(NamedTuple):
     num_tokens: int
     """Computed tokens they hold."""
     keys: list[dict[int, bytes]]
-    """Per KV group: position in the block table to key."""
+    """Position in the block table to key, per KV group."""
 
 
 _DEFAULT_SCHEDULING = SchedulingParams()
@@ -120,8 +120,8 @@ class Request:
         self.embeds = embeds
         self.block_hashes: list[bytes] = []
         self.rank: tuple[float, ...] = (0.0, 0)
-        """Smaller is served earlier. Given once by the queue's policy, and unique: the second entry is a
-        number of arrival, choices have a third."""
+        """Rank in the queue: smaller is served earlier. Given once by the queue's policy, and unique: the
+        second entry is a number of arrival, choices have a third."""
         self.num_sequences = sampling_params.num_sequences
         """Rows it takes in a step: choices that will fork from it are counted with it until they do."""
         self.index = 0
@@ -140,14 +140,14 @@ class Request:
         self.in_runner = False
         """Whether the runner has a row for it."""
         self.table: BlockTable | None = None
-        """Its blocks; the KVCacheManager's to change."""
+        """The request's blocks; only the KVCacheManager changes them."""
         self.steady_until = 0
-        """While fewer tokens than this are computed, all its rows of one token are alike: they sample, and
+        """Number of computed tokens up to which all rows of one token are alike: they sample, and
         nothing but that one token is to be told or done for them. 0 while it does not run."""
         self.load_id: int | None = None
-        """Of the blocks that are being loaded from a KV tier; until they are there it computes nothing."""
+        """Id of its load under way from a KV tier; until the blocks are there it computes nothing."""
         self.swapped: SwappedBlocks | None = None
-        """Where its blocks were put when it was preempted."""
+        """The place of its blocks since it was preempted; None: they were not moved."""
         self.uses_tiers = True
         """False once a KV tier has failed it."""
         self.num_preemptions = 0
@@ -194,7 +194,7 @@ class Request:
     def end_by(
         self, token_id: int, num_output_tokens: int, max_model_len: int
     ) -> tuple[FinishReason, int | None] | None:
-        """Finish and stop reason if a token that is the newest of so many ends the request, else None."""
+        """Finish and stop reason if the newest of `num_output_tokens` tokens ends the request, else None."""
         if token_id in self.end_token_ids and num_output_tokens >= self.sampling_params.min_tokens:
             is_eos = token_id in self.eos_token_ids and not self.sampling_params.ignore_eos
             return FinishReason.STOP, None if is_eos else token_id

@@ -50,9 +50,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     """Divides positive, multiplies negative logits of tokens seen in prompt or output (arXiv 1909.05858)."""
     presence_penalty: float = 0.0
-    """Subtracted once from logits of generated tokens (OpenAI)."""
+    """Amount subtracted once from logits of generated tokens (OpenAI)."""
     frequency_penalty: float = 0.0
-    """Subtracted per occurrence in the generated tokens (OpenAI)."""
+    """Amount subtracted per occurrence in the generated tokens (OpenAI)."""
     no_repeat_ngram_size: int = 0
     logit_bias: dict[int, float] = {}
     bad_words: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
-    """None: no log-probabilities; k: of the sampled token and the k most likely ones."""
+    """Log-probabilities to return: k for the sampled token and the k most likely ones; None: none."""
     n: int = 1
     """Choices to return, each with an index."""
     best_of: int | None = None

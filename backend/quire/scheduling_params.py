@@ -23,13 +23,13 @@ class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     priority: int = 0
     """Class, in [-100, 100]; a smaller number is more urgent (as in vLLM)."""
     tenant: str = ""
-    """On whose account the request runs; empty: the common one."""
+    """The account that the request runs on; empty: the common one."""
     cache_salt: str = ""
     """Requests share cached blocks only with those of the same salt."""
     retention: int = DEFAULT_RETENTION
-    """In [0, 100]: blocks of a higher one are evicted later (as in TensorRT-LLM)."""
+    """Retention priority in [0, 100]: blocks of a higher one are evicted later (as in TensorRT-LLM)."""
     cache_ttl_s: float | None = None
-    """Its cached blocks are forgotten when unused for this long; None: the engine's `cache_ttl_s`."""
+    """Seconds unused after which its cached blocks are forgotten; None: the engine's `cache_ttl_s`."""
     pin: bool = False
     """Keeps the blocks of the prompt from eviction for `cache_ttl_s`, at most MAX_PIN_TTL_S, or until
     `unpin`."""

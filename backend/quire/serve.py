@@ -217,7 +217,7 @@ class ServerRun:
                 self._announce((http_port, grpc_port, metrics_port), files.shm_prefix)
             elif process.returncode is not None:
                 click.echo("quire: tritonserver ended before it was ready; its reasons are above", err=True)
-            while (status := self._wait(process, None)) is None:
+            while (status := self._handle_signal(process, None)) is None:
                 pass
         finally:
             for holder in holders:
@@ -262,8 +262,8 @@ class ServerRun:
             http_stack.restore_limits(process, limits)
         return process
 
-    def _wait(self, process: subprocess.Popen[bytes], timeout_s: float | None) -> int | None:
-        """Wait for the next signal, at most `timeout_s`, act on it; the status of a server that ended."""
+    def _handle_signal(self, process: subprocess.Popen[bytes], timeout_s: float | None) -> int | None:
+        """Waits at most `timeout_s` for the next signal and acts on it; the status of a server that ended."""
         if process.returncode is not None:
             return process.returncode
         if self._drain_until is not None:
@@ -299,7 +299,7 @@ class ServerRun:
     def _wait_ready(self, process: subprocess.Popen[bytes], http_port: int) -> bool:
         """True once the server answers that it and all its models are ready; False when it will not be."""
         while self._deadline is None:
-            if self._wait(process, READY_POLL_S) is not None:
+            if self._handle_signal(process, READY_POLL_S) is not None:
                 return False
             if (
                 self._deadline is None

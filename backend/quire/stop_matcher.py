@@ -32,7 +32,7 @@ class StopAutomaton:
             self.match[node] = stop
         self.fail = [0] * len(self.children)
         self.hold = [0] * len(self.children)
-        """By node, how many of the newest characters may yet become part of a stop string."""
+        """Number of newest characters, by node, that may yet become part of a stop string."""
         queue = deque(self.children[0].values())
         for node in queue:
             self.hold[node] = depths[node] if self.children[node] else 0

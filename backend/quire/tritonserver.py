@@ -1,4 +1,4 @@
-"""Where a tritonserver is, what it needs around it, and the backend directory it is given.
+"""Finds a tritonserver, what it needs around it, and makes the backend directory it is given.
 
 Looked for in this order: an explicit path, `/opt/tritonserver`, PATH, and the PyPI wheel `nvidia-pytriton`,
 of which only the server files are used (the package itself is never imported). Two layouts follow:
@@ -159,7 +159,7 @@ def libpython_directory() -> Path:
 def backend_directory(server: TritonServer, cache: Path | None = None) -> Path:
     """The assembled `--backend-directory` for this server, Python and copy of Quire; made when not yet there.
 
-    Safe against two starts at once: whoever comes second waits and takes what the first one made. A finished
+    Safe against two starts at once: the second one waits and takes what the first one made. A finished
     directory is never written again; one that has lost files (cleaners of temporary directories, a crash) is
     made anew, and where nothing can be written it is made for this process alone.
 
@@ -234,7 +234,7 @@ def _check_executable(server: TritonServer, directory: Path) -> None:
 
 
 def _copied_files(server: TritonServer) -> tuple[Path, ...]:
-    """Of the wheel's Python backend: its stubs lie beside it, one for each Python."""
+    """Files copied of the wheel's Python backend: its stubs lie beside it, one for each Python."""
     stock = server.backends / "python"
     return (stock / "libtriton_python.so", stock / UTILS, server.stub) if server.is_wheel else ()
 

@@ -25,7 +25,7 @@ def check_prompt(prompt_token_ids: list[int], *, vocab_size: int, max_model_len:
 
 
 def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
-    """Raises InvalidArgumentError for a prompt of so many tokens that none is left to generate."""
+    """Raises InvalidArgumentError for a prompt so long that no token is left to generate."""
     if num_tokens >= max_model_len:
         raise InvalidArgumentError(
             "prompt", f"{num_tokens} tokens leave no room to generate: max_model_len is {max_model_len}"

@@ -91,7 +91,7 @@ def _runner(core: EngineCore) -> ModelRunner:
 def decode_steps(
     core: EngineCore, limits: dict[str, float], points: list[tuple[int, int]]
 ) -> list[dict[str, Any]]:
-    """Time of a decode step of so many requests with so much context, against reading weights and KV once."""
+    """Times of decode steps by (requests, context), against reading weights and KV once."""
     runner = _runner(core)
     config = runner.model_config
     weights = sum(p.nbytes for p in runner.model.parameters()) + _packed_bytes(runner)
@@ -120,7 +120,7 @@ def decode_steps(
 
 
 def _packed_bytes(runner: ModelRunner) -> int:
-    """Of the matrices that a decode step reads, the table of embeddings excluded."""
+    """Bytes of the matrices that a decode step reads, the table of embeddings excluded."""
     from quire.layers.linear import Linear
 
     packed = [m.packed for m in runner.model.modules() if isinstance(m, Linear) and m.packed is not None]

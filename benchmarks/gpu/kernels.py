@@ -26,12 +26,12 @@ class Case:
     operator: str
     work: Callable[[], torch.Tensor]
     num_bytes: float
-    """Read and written, each once."""
+    """Bytes read and written, each once."""
     flop: float = 0.0
 
 
 def cases(device: torch.device, small: bool) -> Iterator[Case]:
-    """Of a model with the shape of Llama-3-8B; `small`: to see that they run."""
+    """Cases of a model with the shape of Llama-3-8B; `small`: to see that they run."""
     yield from _attention_cases(device, small)
     yield from _linear_cases(device, small)
     yield from _other_cases(device, small)

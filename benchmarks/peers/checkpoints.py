@@ -19,7 +19,7 @@ from benchmarks.report import ROOT
 
 DIRECTORY = ROOT / "benchmarks" / "out" / "checkpoints"
 BITS_PER_WEIGHT = {"bf16": 16.0, "int8": 8.5, "int4": 4.5}
-"""With one fp16 scale per 32 weights, as Q8_0 and Q4_0 have."""
+"""Bits of a weight with its share of one fp16 scale per 32 weights, as Q8_0 and Q4_0 have."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Shape:
 
     name: str
     family: str
-    """Of tests/fixtures/checkpoints.py."""
+    """Family of tests/fixtures/checkpoints.py."""
     num_layers: int
     hidden: int
     num_heads: int
@@ -47,12 +47,12 @@ class Shape:
 
     @property
     def params(self) -> int:
-        """With the LM head, which is the embedding: what a decode step reads."""
+        """Weights that a decode step reads, with the LM head, which is the embedding."""
         return self.layer_params + self.hidden * self.vocab_size
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """At 16 bits."""
+        """Bytes of one token's keys and values at 16 bits."""
         return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def weight_bytes(self, precision: str = "bf16") -> float:
@@ -203,6 +203,6 @@ def _write_tokenizer(path: Path, vocab_size: int) -> None:
 
 
 def describe(shape: Shape) -> dict[str, Any]:
-    """For the result file."""
+    """Facts of the shape for the result file."""
     config = json.loads((huggingface(shape) / "config.json").read_text())
     return {"params": shape.params, "layer_params": shape.layer_params, "config": config}

@@ -51,7 +51,7 @@ def decode_rows(num_outputs: Sequence[int], running: int) -> list[int]:
 
 
 def step_seconds(shape: Shape, rows: int, roofline: Roofline, precision: str = "bf16") -> float:
-    """The limit of one decode step of so many rows."""
+    """The limit of one decode step of n rows."""
     read = shape.weight_bytes(precision) / (roofline.read_gb_s * 1e9)
     return max(read, rows * 2 * shape.params / (roofline.matrix_gflop_s * 1e9))
 

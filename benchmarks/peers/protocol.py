@@ -30,22 +30,22 @@ NUM_FIRST_TOKENS = 4
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run of a workload; times in seconds since the first request was handed over."""
+    """One run of a workload; times in seconds since the first request was sent."""
 
     wall_s: float
     first_token_s: list[float]
-    """Per request."""
+    """Time of each request's first token."""
     end_s: list[float]
-    """Per request: its last token."""
+    """Time of each request's last token."""
     num_output_tokens: int
     token_hashes: list[str]
-    """Per request, of all output ids: equal outputs have equal hashes in every engine."""
+    """Hash of each request's output ids: equal outputs have equal hashes in every engine."""
     first_tokens: list[list[int]]
-    """Per request: the first few output ids."""
+    """First few output ids of each request."""
 
 
 Run = Callable[[Sequence[Request], int], RunResult]
-"""Does all requests, at most so many at a time."""
+"""Does all requests, at most the given number at a time."""
 
 
 class StepEngine(Protocol):

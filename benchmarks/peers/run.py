@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ADAPTERS = Path(__file__).resolve().parent / "adapters"
 PACKAGE_FOLDERS = ("backend", "kernels", "ensemble", "client")
 MEMORY_SHARE = 0.85
-"""Of the available memory that the engines of one group may need together."""
+"""Share of the available memory that the engines of one group may need together."""
 
 
 def say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""From a result file to tables: medians, limits, ratios.
+"""Turns a result file into tables: medians, limits, ratios.
 
 A run is clean when others had at most 10 % of the CPU. Figures are medians over the clean runs; where there
 is none, the least disturbed run stands for them and is a lower bound. Ratios are taken within a round,
@@ -74,7 +74,7 @@ def tpot(run: RunRecord) -> float:
 
 
 def cells(document: Document, shape: str, workload: str) -> dict[str, Cell]:
-    """By peer, in the registry's order; peers without a run are left out."""
+    """Cells by peer, in the registry's order; peers without a run are left out."""
     found = {}
     for peer in PEERS:
         runs = [
@@ -225,7 +225,7 @@ def edge_note(document: Document, shape: str) -> str:
 
 
 def figures(document: Document) -> dict[str, dict[str, float]]:
-    """Of our own engines, for the history: medians by "shape workload engine"."""
+    """Medians of our own engines, for the history, by "shape workload engine"."""
     found = {}
     for shape in document["settings"]["shapes"]:
         for workload in document["settings"]["workloads"]:
@@ -240,7 +240,7 @@ def figures(document: Document) -> dict[str, dict[str, float]]:
 
 
 def agreement(document: Document) -> dict[str, tuple[int, int]]:
-    """Per bf16 peer: requests whose first output token is ours, of those both answered."""
+    """(requests whose first output token is ours, requests both answered) by bf16 peer."""
     ours = {}
     for run in document["runs"]:
         if run["peer"] == "quire":

@@ -22,7 +22,7 @@ if importlib.util.find_spec("torch"):
 
 
 class PeerUnavailable(Exception):
-    """Why a peer cannot run here, in one line."""
+    """Says in one line why a peer cannot run here."""
 
 
 def python_of(venv: Venv | None) -> Path:

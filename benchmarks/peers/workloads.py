@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, replace
 
 FIRST_TOKEN_ID = 16
-"""Smaller ids are left out: special tokens of the checkpoints are among them."""
+"""Smallest token id of prompts: special tokens of the checkpoints are below it."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Workload:
     name: str
     title: str
     lengths: tuple[tuple[int, int], ...]
-    """Per request: prompt and output tokens. The shared prefix is part of the prompt."""
+    """Prompt and output tokens of each request. The shared prefix is part of the prompt."""
     running: int
     """Most requests that an engine holds at a time."""
     num_shared: int = 0
@@ -62,7 +62,7 @@ class Workload:
         ]
 
     def scaled(self, factor: float) -> Workload:
-        """As many requests with all lengths multiplied, at least 2 in and 2 out: for trying out."""
+        """The same number of requests, all lengths multiplied, at least 2 in and 2 out: for trying out."""
         if factor == 1.0:
             return self
         shared = round(self.num_shared * factor)
@@ -95,7 +95,7 @@ WORKLOADS = {
     )
 }
 WARM_UP = Workload("warm-up", "not measured", ((64, 6),) * 14 + ((512, 3),) * 2, 16)
-"""Before an engine's first measured run: batches of several sizes and one long prompt."""
+"""Warm-up before an engine's first measured run: batches of several sizes and one long prompt."""
 MAX_RUNNING = 32
 MAX_MODEL_LEN = 1024
 KV_TOKENS = 24 * 1024

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _SHOWN = 60
-"""Characters of a text that are repeated to whoever sent it."""
+"""Characters of a text that are repeated to the client that sent it."""
 
 
 class EnsembleError(Exception):

@@ -73,7 +73,7 @@ CONTROL_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("return_finish_reason", "TYPE_BOOL", doc="Fill finish_reason."),
     TensorSpec("return_logprobs", "TYPE_BOOL", doc="Fill logprobs."),
 )
-"""How the request is answered."""
+"""Inputs on how the request is answered."""
 
 CACHE_CONTROL_INPUT = TensorSpec(
     "cache_control",
@@ -129,9 +129,9 @@ SCHEDULING_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("cache_ttl_ms", "TYPE_INT32", doc="Forget cached blocks that are unused for this long."),
     TensorSpec("cache_pin", "TYPE_BOOL", doc="Keep the blocks of the prompt from eviction."),
     TensorSpec("session", "TYPE_STRING", doc="Conversation whose blocks stay from turn to turn."),
-    TensorSpec("session_end", "TYPE_BOOL", doc="Last request of the session: its blocks are let go."),
+    TensorSpec("session_end", "TYPE_BOOL", doc="Last request of the session: its blocks are released."),
 )
-"""When the request runs and what stays in the cache; each name is a key of `sampling_parameters` too."""
+"""Inputs on when the request runs and what stays in the cache; all are keys of `sampling_parameters` too."""
 
 INPUTS: tuple[TensorSpec, ...] = (
     *PROMPT_INPUTS,

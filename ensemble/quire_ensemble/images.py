@@ -157,8 +157,8 @@ def read_image(raw: bytes | str, index: int, limits: ImageLimits) -> EncodedImag
 
 
 class _BoundedFile(BytesIO):
-    """An image file of which only so many parts are read: Pillow reads each of them in Python and keeps it
-    (joining EXIF data anew with each of its parts), so that many tiny ones take minutes."""
+    """An image file of which a bounded number of parts is read: Pillow reads each of them in Python and keeps
+    it (joining EXIF data anew with each of its parts), so that many tiny ones take minutes."""
 
     def __init__(self, encoded: bytes, field: str) -> None:
         super().__init__(encoded)

@@ -18,7 +18,7 @@ class MemoryGate:
 
     @contextmanager
     def hold(self, amount: int) -> Iterator[None]:
-        """Waits until `amount` is free; what exceeds the capacity waits until nobody else is in."""
+        """Waits until `amount` is free; what exceeds the capacity waits until no one else holds any."""
         with self._turn, self._left:
             self._left.wait_for(lambda: not self.used or self.used + amount <= self.capacity)
             self.used += amount

@@ -31,7 +31,7 @@ class Conversation:
     """Each has a `role`; `content` is a string, a list of text parts (and image parts), or None."""
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
-    """None: not stated."""
+    """Whether the template is to begin an answer; None: not stated."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 

@@ -16,12 +16,12 @@ from typing import Any
 from quire_ensemble.errors import InputError
 
 _most: ContextVar[tuple[str, int]] = ContextVar("most", default=("", sys.maxsize))
-"""The field to name, and the most characters; no bound for whoever else renders the same template."""
+"""The field to name, and the most characters; other renderings of the same template have no bound."""
 
 
 @contextmanager
 def bounded(template: str, field: str, max_characters: int) -> Iterator[None]:
-    """Within it transformers' renderer ends with an InputError of `field` where a template writes more.
+    """Context in which transformers' renderer raises InputError of `field` where a template writes more.
 
     Args:
         template: source of the template that will be rendered, in this thread.
@@ -59,7 +59,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As the filter of transformers."""
+    """Does as transformers' filter of this name."""
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

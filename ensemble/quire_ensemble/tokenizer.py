@@ -248,8 +248,8 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         max_bytes: int = chat.MAX_BYTES,
     ) -> str:
-        """As `render_messages`, of a parsed conversation. Lists with image parts reach the template as they
-        are: give them only to a template that `takes_images`."""
+        """Renders a parsed conversation, as `render_messages` does. Lists with image parts reach the template
+        as they are: give them only to a template that `takes_images`."""
         if not self.has_chat_template:
             raise InputError(
                 chat.FIELD, "the checkpoint has no chat template; send text_input or input_ids instead"

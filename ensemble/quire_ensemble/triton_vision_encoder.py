@@ -44,7 +44,7 @@ class EncoderOptions:
     """Bound of the cached outputs, in main memory, for each instance."""
     max_patches: int = 16384
     num_threads: int | None = None
-    """On CPU; unset: half of the cores."""
+    """Threads on the CPU; unset: half of the cores."""
     output_device: str = "cpu"
     """gpu: the output stays on the GPU, for a generator that takes it there."""
     allow_pickle: bool = False

@@ -244,5 +244,5 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _images(grid: np.ndarray) -> list[tuple[int, int, int]]:
-    """As Python integers: products of 32-bit numbers from a client must not overflow."""
+    """The grid's rows as Python integers: products of 32-bit numbers from a client must not overflow."""
     return [(int(t), int(h), int(w)) for t, h, w in grid]

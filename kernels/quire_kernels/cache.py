@@ -72,7 +72,7 @@ def keep(path: Path, data: bytes) -> bool:
 
 
 def write(path: Path, data: bytes) -> bool:
-    """As `keep` without the digest."""
+    """Writes data as `keep` does, without the digest."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
@@ -101,7 +101,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _wanted() -> Path | None:
-    """None: there is no home, as in a container with a user that it does not know."""
+    """The folder of the environment or the home; None: there is no home, as in a container with a user that
+    it does not know."""
     if named := os.environ.get(ENVIRONMENT):
         return Path(named).absolute()
     try:

@@ -26,7 +26,7 @@ class PackedLinear(Protocol):
     out_features: int
     """Columns of the result: half of W's rows where an activation gates."""
     nbytes: int
-    """Of the weights as they are kept."""
+    """Bytes of the weights as they are kept."""
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """[num_tokens, in_features] to [num_tokens, out_features], of `dtype` (None: x's)."""

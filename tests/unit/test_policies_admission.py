@@ -33,12 +33,10 @@ def check(admission: AdmissionControl, request: Request, **kwargs: object) -> No
 
 def busy(config: SchedulerConfig, base_s: float = 0.01, per_token_s: float = 1e-3) -> AdmissionControl:
     """After 300 steps of base_s + per_token_s * tokens."""
-    admission, choice, now = AdmissionControl(config), random.Random(0), 0.0
+    admission, choice = AdmissionControl(config), random.Random(0)
     for _ in range(300):
         num_tokens = choice.choice([0, 0, 10, 100, 512])
-        duration = base_s + per_token_s * num_tokens
-        now += duration
-        admission.on_step(now, duration, num_tokens, 8)
+        admission.on_step(base_s + per_token_s * num_tokens, num_tokens, 8)
     return admission
 
 
@@ -56,9 +54,9 @@ def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
 @pytest.mark.row("B15")
 def test_a_full_queue_says_when_the_next_request_ends() -> None:
     admission = AdmissionControl(SchedulerConfig(max_waiting_requests=2))
-    for i in range(20):
+    for _ in range(20):
         admission.on_departure()
-        admission.on_step(i * 0.5, 0.5, 0, 4)
+        admission.on_step(0.5, 0, 4)
     with pytest.raises(UnavailableError, match=r"\(max_waiting_requests 2\); retry after 0\.5 s$"):
         check(admission, make_request(), num_waiting=2)
 
@@ -68,8 +66,8 @@ def test_without_history_every_request_is_taken() -> None:
     admission = AdmissionControl(SchedulerConfig(max_predicted_ttft_ms=1))
     assert admission.predicted_ttft_s(10**6, 10**3, 0) is None
     check(admission, make_request(prompt=10**5), num_waiting=1000, num_waiting_tokens=10**6)
-    admission.on_step(1.0, 5.0, 0, 3)  # decodes alone do not tell what a prompt costs
-    admission.on_step(1.0, 5.0, 0, 0)
+    admission.on_step(5.0, 0, 3)  # decodes alone do not tell what a prompt costs
+    admission.on_step(5.0, 0, 0)
     check(admission, make_request(prompt=10**5), num_waiting=1000, num_waiting_tokens=10**6)
 
 
@@ -80,13 +78,13 @@ def test_the_time_to_compute_the_prompts_ahead_is_predicted_from_steps() -> None
     assert admission.predicted_ttft_s(10, 0, 64) == pytest.approx(0.02, rel=1e-3)
     # Steps that are all alike do not tell the parts apart: what they say together is used.
     alike = AdmissionControl(SchedulerConfig())
-    for i in range(50):
-        alike.on_step(float(i), 0.2, 100, 4)
+    for _ in range(50):
+        alike.on_step(0.2, 100, 4)
     assert alike.predicted_ttft_s(1000, 0, 64) == pytest.approx(2.0)
     # Steps that were faster the more they had: no step is predicted to be faster than the mean.
     odd = AdmissionControl(SchedulerConfig())
     for tokens, seconds in ((10, 0.3), (20, 0.1)) * 20:
-        odd.on_step(0.0, seconds, tokens, 4)
+        odd.on_step(seconds, tokens, 4)
     assert odd.predicted_ttft_s(1024, 0, 64) == pytest.approx(0.4, rel=0.02)
 
 
@@ -94,7 +92,7 @@ def test_the_time_to_compute_the_prompts_ahead_is_predicted_from_steps() -> None
 def test_the_estimate_follows_a_machine_that_slows_down() -> None:
     admission = busy(SchedulerConfig(), base_s=0.0, per_token_s=1e-4)
     for i in range(400):
-        admission.on_step(float(i), 0.2 if i % 2 else 0.4, 200 if i % 2 else 400, 4)  # 1 ms per token, 120 s
+        admission.on_step(0.2 if i % 2 else 0.4, 200 if i % 2 else 400, 4)  # 1 ms per token, 120 s
     assert admission.predicted_ttft_s(1000, 0, 64) == pytest.approx(1.0, rel=0.05)
 
 
@@ -104,7 +102,7 @@ def test_the_wait_for_a_seat_follows_the_rate_of_departures() -> None:
     for i in range(1000):
         if i % 10 == 0:  # every second
             admission.on_departure()
-        admission.on_step(i * 0.1, 0.1, 10, 4)
+        admission.on_step(0.1, 10, 4)
     assert admission.predicted_ttft_s(10, 0, 0) == pytest.approx(1.0, rel=0.05)
     assert admission.predicted_ttft_s(10, 4, 0) == pytest.approx(5.0, rel=0.05)
     assert admission.predicted_ttft_s(10, 4, 3) == pytest.approx(2.0, rel=0.05)
@@ -113,7 +111,7 @@ def test_the_wait_for_a_seat_follows_the_rate_of_departures() -> None:
     few = AdmissionControl(SchedulerConfig())
     for _ in range(int(MIN_DEPARTURES) - 1):
         few.on_departure()
-        few.on_step(0.0, 1.0, 10, 4)
+        few.on_step(1.0, 10, 4)
     assert few.predicted_ttft_s(10, 100, 0) == pytest.approx(1.0)  # too few to say: prompts only
 
 
@@ -179,20 +177,19 @@ def test_expired_requests_are_told_once_and_with_the_deadline_that_passed() -> N
         make_request("both", ttft_deadline=12.0, deadline=13.0),
     )
     heap.push(make_request("none"))
-    assert heap.next_time() is None and len(heap) == 0
+    assert len(heap) == 0
     for request in (quiet, talking, total, ended, both):
         heap.push(request)
     talking.token_ids.append(1)
     ended.status = RequestStatus.FINISHED
-    assert heap.next_time() == 10.0
     assert heap.expired(9.9) == []
     assert heap.expired(10.0) == [(quiet, "ttft_deadline")]
-    assert heap.next_time() == 12.0
+    assert heap.expired(11.9) == []
     assert heap.expired(25.0) == [(both, "ttft_deadline"), (total, "deadline")]
     assert heap.expired(25.0) == []
-    assert heap.next_time() == 30.0
+    assert heap.expired(29.9) == []
     assert heap.expired(30.0) == [(talking, "deadline")]
-    assert heap.next_time() is None and len(heap) == 0
+    assert len(heap) == 0
 
 
 def test_ended_requests_do_not_stay_until_their_far_deadline() -> None:

@@ -192,6 +192,12 @@ def test_choices_count_before_they_fork() -> None:
             assert reservation.try_admit(make_request("a", 20, 20, n=4)) is fits
 
 
+def expected_remaining(reservation: Predicted, request: Request, max_model_len: int) -> int:
+    """Tokens the request is expected to generate still."""
+    done = request.num_output_tokens
+    return reservation._remaining(done, request.max_output_tokens(max_model_len) - done)
+
+
 def finish(reservation: Reservation, lengths: list[int], reason: FinishReason = FinishReason.STOP) -> None:
     for i, length in enumerate(lengths):
         request = make_request(f"done{i}", 1, None, length)
@@ -203,20 +209,24 @@ def finish(reservation: Reservation, lengths: list[int], reason: FinishReason = 
 def test_the_expected_length_is_the_mean_of_those_longer_than_what_is_there() -> None:
     reservation = make("predicted", max_model_len=2000)
     assert isinstance(reservation, Predicted)
+
+    def remaining(num_prompt: int, limit: int, output: int = 0) -> int:
+        return expected_remaining(reservation, make_request("a", num_prompt, limit, output=output), 2000)
+
     finish(reservation, [10] * (MIN_HISTORY - 1))
     finish(reservation, [1] * 100, FinishReason.CANCELLED)  # tell nothing
-    assert reservation.expected_remaining(make_request("a", 10, 500)) == 500  # too little history: its limit
+    assert remaining(10, 500) == 500  # too little history: its limit
     finish(reservation, [10])
-    assert reservation.expected_remaining(make_request("a", 10, 500)) == 10
+    assert remaining(10, 500) == 10
     finish(reservation, [100] * MIN_HISTORY)
-    assert reservation.expected_remaining(make_request("a", 10, 500)) == 55
-    assert reservation.expected_remaining(make_request("a", 10, 500, output=10)) == 90
-    assert reservation.expected_remaining(make_request("a", 10, 500, output=99)) == 1
-    assert reservation.expected_remaining(make_request("a", 10, 500, output=100)) == 100  # longer than any
-    assert reservation.expected_remaining(make_request("a", 10, 120, output=100)) == 20
-    assert reservation.expected_remaining(make_request("a", 10, 30)) == 30
+    assert remaining(10, 500) == 55
+    assert remaining(10, 500, output=10) == 90
+    assert remaining(10, 500, output=99) == 1
+    assert remaining(10, 500, output=100) == 100  # longer than any
+    assert remaining(10, 120, output=100) == 20
+    assert remaining(10, 30) == 30
     finish(reservation, [7] * WINDOW)  # the old ones are forgotten
-    assert reservation.expected_remaining(make_request("a", 10, 500)) == 7
+    assert remaining(10, 500) == 7
     assert len(reservation._lengths) == WINDOW
 
 
@@ -252,7 +262,7 @@ def test_the_table_of_predicted_is_what_a_simulation_of_its_model_gives(data: st
     for index, time in enumerate(reservation._times):
         free = num_free * 0.97
         for request in running:
-            remaining = reservation.expected_remaining(request)
+            remaining = expected_remaining(reservation, request, 600)
             end = next(t for t in reservation._times if t >= remaining)
             if end < time:
                 free += pool.num_held(request)

@@ -96,21 +96,6 @@ def test_a_failed_step_ends_its_requests_and_the_rest_go_on() -> None:
     assert engine.reasons == {"c": "length"}
 
 
-def test_fail_all_ends_waiting_requests_too() -> None:
-    engine = FakeEngine(num_blocks=8, max_num_seqs=1)
-    engine.add("a", 4, 3)
-    engine.add("b", 4, 3)
-    plan = engine.scheduler.schedule()
-    outputs = engine.scheduler.fail_all("gone", "UNAVAILABLE")
-    assert [(o.request_id, o.error, o.error_code) for o in outputs] == [
-        ("a", "gone", "UNAVAILABLE"),
-        ("b", "gone", "UNAVAILABLE"),
-    ]
-    assert not engine.scheduler.has_unfinished()
-    engine.scheduler.check_integrity()
-    assert plan.scheduled and engine.kv.num_free_blocks == 8
-
-
 def test_a_row_that_failed_alone_ends_alone() -> None:
     engine = FakeEngine(num_blocks=8)
     engine.add("a", 4, 3)

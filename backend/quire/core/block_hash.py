@@ -35,7 +35,7 @@ def request_hashes(request: Request, count: int, block_size: int) -> list[bytes]
 
 
 def group_key(content_hash: bytes, group: int) -> bytes:
-    """Under which the block of a KV group is found; group 0 has the hash itself."""
+    """The key that finds the block of a KV group; for group 0 the hash itself."""
     return content_hash + bytes((group,)) if group else content_hash
 
 

@@ -13,7 +13,7 @@ _LFU_STEPS = 8
 
 
 class BlockPool:
-    """Which of the `num_blocks` blocks are in use, and in which order the others are handed out.
+    """Keeps which of the `num_blocks` blocks are in use, and in which order the others are handed out.
 
     A block whose tokens are all computed may carry the hash of its content, under which others find it.
     Blocks without references lie in doubly linked lists: those without content in the first, the others by
@@ -151,7 +151,7 @@ class BlockPool:
         Args:
             retention: in [0, 100]; blocks of a higher one are evicted later. Where several requests keep the
                 same content, the highest counts.
-            ttl_s: without references the content is forgotten after so many seconds; None: it is not.
+            ttl_s: seconds without references after which the content is forgotten; None: never.
 
         Returns:
             Whether the content is new.

@@ -139,7 +139,7 @@ class BeamStep(NamedTuple):
 
     dropped: list[Request]
     continued: list[tuple[Request, int]]
-    """With the token to append."""
+    """Beams that go on, each with the token to append."""
     forks: list[tuple[Request, Request]]
     """(parent, child): the child has the parent's tokens and one of its own; it has no blocks yet."""
 
@@ -156,7 +156,7 @@ class _Ended(NamedTuple):
 class _Candidate(NamedTuple):
     cumulative_logprob: float
     beam: int
-    """That it continues."""
+    """Index of the beam that it continues."""
     token_id: int
     logprob: float
 

@@ -16,7 +16,7 @@ from quire.request import Request
 
 
 class KVEvents(Protocol):
-    """Is told what the prefix cache holds; see `core.kv_events`."""
+    """Listener that is told what the prefix cache holds; see `core.kv_events`."""
 
     def block_stored(
         self,
@@ -38,9 +38,9 @@ class BlockTable:
     """Blocks of one running request."""
 
     blocks: list[list[int]]
-    """Per group; OUTSIDE where the block was given back."""
+    """Block ids per KV group; OUTSIDE where the block was given back."""
     released: list[int]
-    """Per group: leading blocks that are OUTSIDE."""
+    """Number of leading blocks that are OUTSIDE, per KV group."""
     num_cached: int = 0
     """Leading blocks that were offered to the prefix cache."""
 
@@ -83,7 +83,7 @@ class KVCacheManager:
         assert block_size >= 1, block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_cached_tokens = 0
-        """Since start: tokens that requests did not compute because their blocks were there."""
+        """Tokens that requests did not compute because their blocks were there, since start."""
         self.block_size = block_size
         self.groups = tuple(groups)
         self.num_full_groups = sum(group.window is None for group in self.groups)
@@ -130,7 +130,7 @@ class KVCacheManager:
         return self.pool.num_in_use / self.pool.num_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of so many tokens holds at most, over all groups."""
+        """Most blocks that a sequence of this many tokens holds, over all groups."""
         return blocks_per_sequence(self.groups, num_tokens, self.block_size, self.max_step_tokens)
 
     def num_held_blocks(self, request: Request) -> int:
@@ -315,7 +315,7 @@ class KVCacheManager:
         return block_ids
 
     def uncache(self, offers: Iterable[tuple[bytes, int]]) -> set[int]:
-        """Makes blocks that `cache_blocks` gave unfindable, whoever has them: nobody has computed them.
+        """Makes blocks that `cache_blocks` gave unfindable, in all requests: none has computed them.
 
         Returns:
             Their ids, without those that hold something else by now.

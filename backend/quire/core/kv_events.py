@@ -14,8 +14,6 @@ import msgspec
 
 MEDIUM_POOL = "GPU"
 """The pool that attention reads, on the CPU too: to routers this name means "no load needed"."""
-MEDIUM_HOST = "CPU"
-MEDIUM_DISK = "DISK"
 
 ExtraKeys = tuple[str, ...]
 """What a block is found by beside its tokens: cache salt, hashes of images."""
@@ -27,13 +25,13 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True):
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
-    """Of all blocks, `block_size` each."""
+    """The tokens of all blocks, `block_size` each."""
     block_size: int
     lora_id: int | None = None
     medium: str | None = MEDIUM_POOL
     lora_name: str | None = None
     extra_keys: list[ExtraKeys | None] | None = None
-    """Per block; None: no block has any."""
+    """Extra keys of each block; None: no block has any."""
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag=True):

@@ -26,7 +26,7 @@ class Pins:
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self.num_broken = 0
-        """Since start: pins that were released as a request needed their blocks to run at all."""
+        """Pins released as a request needed their blocks to run at all, since start."""
         self._pool = pool
         self._pins: dict[Hashable, _Pin] = {}  # least recently used first
         self._counts: Counter[int] = Counter()  # blocks of all pins, with the number of these

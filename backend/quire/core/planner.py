@@ -36,7 +36,7 @@ class Planner:
         max_model_len: int,
     ) -> None:
         self.num_recomputed_tokens = 0
-        """Since start."""
+        """Tokens computed again after a preemption, since start."""
         self._config = config
         self._roster = roster
         self._queue = roster.queue

@@ -11,9 +11,9 @@ from quire.kv_groups import KVGroup
 from quire.request import Request
 
 OUTSIDE = -1
-"""In a block table: the block lies before the window and is not there any more, or never was."""
+"""Entry of a block table whose block lies before the window and is not there any more, or never was."""
 ELSEWHERE = -2
-"""In a CachedPrefix: the block is not in the pool but in a KV tier."""
+"""Entry of a CachedPrefix whose block is not in the pool but in a KV tier."""
 
 
 class CachedPrefix(NamedTuple):
@@ -21,7 +21,7 @@ class CachedPrefix(NamedTuple):
 
     num_tokens: int
     block_ids: list[list[int]]
-    """Per group, a block id, OUTSIDE or ELSEWHERE for each of its blocks."""
+    """A block id, OUTSIDE or ELSEWHERE for each block of each KV group."""
 
     @property
     def num_blocks(self) -> int:

@@ -25,7 +25,8 @@ logger = logging.getLogger("quire")
 class Roster:
     """The one place where a request changes its status.
 
-    Whoever must know of it is told here: the queue, the tenants' accounts, the block manager, the transfers,
+    All that must know of it are told here: the queue, the tenants' accounts, the block manager, the
+    transfers,
     and the runner (by what the next step carries). Running requests stand in the order of their ranks.
 
     Args:
@@ -173,7 +174,7 @@ class Roster:
         self._seat(child)
 
     def resize(self, request: Request, num_sequences: int) -> None:
-        """The request takes so many rows of a step from now on: its choices have rows of their own."""
+        """Has the request take `num_rows` rows of a step from now on: its choices have rows of their own."""
         if request.status is RequestStatus.RUNNING:
             self.num_free_seats += request.num_sequences - num_sequences
         request.num_sequences = num_sequences

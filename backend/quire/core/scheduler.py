@@ -121,7 +121,7 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        """Since start."""
+        """Preemptions since start."""
         return self.roster.num_preemptions
 
     def add_request(self, request: Request) -> None:
@@ -258,7 +258,7 @@ class Scheduler:
         # A step that was launched ahead has waited for the one before.
         seconds = now - max(step.begun, self._updated)
         self._updated = now
-        self._admission.on_step(now, seconds, step.num_prefill_tokens, len(step.rows))
+        self._admission.on_step(seconds, step.num_prefill_tokens, len(step.rows))
         self.preemption_cost.on_prefill(step.num_prefill_tokens, seconds)
         self._end_step()
         return outputs
@@ -317,9 +317,7 @@ class Scheduler:
         """
         return self._end(request_ids, reason)
 
-    def fail(
-        self, request_ids: Iterable[str], error: str, error_code: str = EngineError.code
-    ) -> list[EngineCoreOutput]:
+    def fail(self, request_ids: Iterable[str], error: str) -> list[EngineCoreOutput]:
         """Takes the place of update() when a step failed: ends its requests, as abort() does, with `error`.
 
         All steps in flight have failed then, as a later one rests on what an earlier one computes.
@@ -345,13 +343,13 @@ class Scheduler:
         for step in steps:
             for request in step.requests:
                 if not request.is_finished:
-                    outputs += self._end_all(request, FinishReason.ERROR, error, error_code)
+                    outputs += self._end_all(request, FinishReason.ERROR, error)
         if len(steps) > 1:
             # Requests that ended with the step before left blocks which a failed row was to fill.
             self.kv.reset()
         for _ in steps[1:]:
             self._end_step()
-        outputs += self._end(request_ids, FinishReason.ERROR, error, error_code)
+        outputs += self._end(request_ids, FinishReason.ERROR, error)
         for step in steps:
             self.roster.drop_again(step.dropped_request_ids)
             stale |= {target for _, target in step.block_copies}
@@ -359,10 +357,6 @@ class Scheduler:
         self.finish_loads((load_id, 0) for load_id in self.transfers.lost_loads)
         self._end_step()
         return outputs
-
-    def fail_all(self, error: str, error_code: str = EngineError.code) -> list[EngineCoreOutput]:
-        """Ends every request, running or not: the engine cannot go on."""
-        return self.fail([*self.roster.requests, *self.roster.families], error, error_code)
 
     def _give_up(self, request: Request, row: ScheduledRequest, error: Exception) -> EngineCoreOutput:
         """Ends a request, or what is left of it, as its row could not be taken in."""
@@ -455,11 +449,7 @@ class Scheduler:
     # Ends.
 
     def _end(
-        self,
-        request_ids: Iterable[str],
-        reason: FinishReason,
-        error: str | None = None,
-        error_code: str = EngineError.code,
+        self, request_ids: Iterable[str], reason: FinishReason, error: str | None = None
     ) -> list[EngineCoreOutput]:
         outputs = []
         for request_id in request_ids:
@@ -475,15 +465,11 @@ class Scheduler:
             if request is None and request_id in self.roster.families:
                 request = next(iter(self.roster.families[request_id].live.values()))
             if request is not None:
-                outputs += self._end_all(request, reason, error, error_code)
+                outputs += self._end_all(request, reason, error)
         return outputs
 
     def _end_all(
-        self,
-        request: Request,
-        reason: FinishReason,
-        error: str | None = None,
-        error_code: str = EngineError.code,
+        self, request: Request, reason: FinishReason, error: str | None = None
     ) -> list[EngineCoreOutput]:
         """Ends a request with all its choices; an error is told once."""
         choices = request.choices
@@ -495,9 +481,8 @@ class Scheduler:
         for one in requests:
             self._finish(one, reason)
         if error is not None:
-            return [
-                EngineCoreOutput(request_id, finish_reason=str(reason), error=error, error_code=error_code)
-            ]
+            code = EngineError.code
+            return [EngineCoreOutput(request_id, finish_reason=str(reason), error=error, error_code=code)]
         return [EngineCoreOutput(request_id, finish_reason=str(reason), index=index) for index in indices]
 
     def _complete(self, request: Request, reason: FinishReason) -> None:

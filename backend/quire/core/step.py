@@ -35,14 +35,14 @@ class Step:
         self.rows: list[ScheduledRequest] = []
         self.requests: list[Request] = []
         self.offers: list[Sequence[tuple[bytes, int]]] = []
-        """Per row, (key, block id) of the blocks it fills, which others may find from now on."""
+        """(key, block id) of the blocks that each row fills, which others may find from now on."""
         self.late_offers: list[tuple[bytes, int]] = []
         """Blocks of requests that ended while the step was computed, findable since then."""
         self.num_prefill_tokens = 0
         self.plan_s = 0.0
         """Seconds that planning took."""
         self.begun = 0.0
-        """Seconds on the scheduler's clock, when it was handed over."""
+        """Seconds on the scheduler's clock, when the step was launched."""
         self.dropped_request_ids: list[str] = []
         self.block_copies: list[tuple[int, int]] = []
 

@@ -78,7 +78,7 @@ class SchedulerTrace:
             # Unbuffered: a reader sees every line that was written, also of an engine that was killed.
             self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 (until close)
         self._records: deque[dict[str, Any]] = deque()
-        """Of steps under way, the oldest first."""
+        """Records of steps under way, the oldest first."""
         self._arrivals: list[dict[str, Any]] = []
         self._ended: list[list[Any]] = []
         self._preempted: list[str] = []
@@ -155,7 +155,7 @@ class SchedulerTrace:
     def begin_step(self, output: SchedulerOutput, *, plan_s: float = 0.0, overlapped: bool = False) -> None:
         """The step is planned: arrivals from now on belong to the next one."""
         if self._records and not self._records[-1]["scheduled"]:  # a plan that was never executed
-            self._take_back(self._records.pop())
+            self._carry_over(self._records.pop())
         record = {
             "step": output.step,
             "time": self.clock(),
@@ -192,7 +192,7 @@ class SchedulerTrace:
         if self._file is not None:
             self._file.close()
 
-    def _take_back(self, record: dict[str, Any]) -> None:
+    def _carry_over(self, record: dict[str, Any]) -> None:
         """What came before an empty plan is not lost, and nothing was in flight after it."""
         for arrival in self._arrivals:
             arrival.pop("in_flight", None)

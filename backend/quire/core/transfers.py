@@ -45,7 +45,7 @@ class BlockTransfers:
     load belong to it to its end, whatever becomes of the request.
 
     Args:
-        should_swap: whether it is cheaper to move so many blocks out and back than to compute so many tokens.
+        should_swap: whether it is cheaper to move n blocks out and back than to compute m tokens.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BlockTransfers:
         self.kv = kv
         self.tiers = tiers
         self.num_loaded_tokens = 0
-        """Since start: tokens not computed, as a tier had them."""
+        """Tokens not computed, as a tier had them, since start."""
         self.num_swaps = 0
         self._should_swap = should_swap
         self._saves: list[KVSave] = []
@@ -80,7 +80,7 @@ class BlockTransfers:
 
     @property
     def lost_loads(self) -> list[int]:
-        """Loads that nobody will ever report, after a step has failed: it ended before it began them, or
+        """Loads that the runner will never report, after a step has failed: it ended before it began them, or
         what it reported of them was lost with it."""
         if self.tiers is None:
             return []
@@ -166,7 +166,7 @@ class BlockTransfers:
     def save(self, blocks: Iterable[tuple[bytes, int]]) -> None:
         """Writes computed blocks through, with the next step.
 
-        Only what can still be found: a step handed over early may have given a block to others, which it
+        Only what can still be found: a step launched ahead may have given a block to others, which it
         writes before this one could be saved, or the cache was emptied while the block was computed.
         """
         if self.tiers is None:

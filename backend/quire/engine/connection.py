@@ -106,7 +106,7 @@ class EngineConnection:
             messages.append(engine_message_decoder.decode(frame))
 
     def close(self, *, goodbye: bool) -> None:
-        """May be called again: a closed descriptor's number is soon another's."""
+        """Closes once, however often it is called: a closed descriptor's number is soon another's."""
         if self.pidfd < 0:
             return
         if goodbye:

@@ -90,9 +90,9 @@ class EngineCore:
         self._in_flight: deque[SchedulerOutput] = deque()
         """Steps that were launched and not collected, the oldest first."""
         self.num_finished_steps = 0
-        """Since start, those that computed something."""
+        """Steps that computed something, since start."""
         self._num_failures = 0
-        """Of the latest steps, in a row."""
+        """Number of latest steps in a row that failed."""
         self._seeds = itertools.count()
         self._seed_base = config.model.seed or secrets.randbits(63)
 
@@ -162,7 +162,7 @@ class EngineCore:
         engine able to go on: the rows are dropped from the runner with the next step.
 
         Raises:
-            WorkerLostError: there is nobody left to compute.
+            WorkerLostError: no worker is left to compute.
             EngineError: MAX_FAILED_STEPS steps in a row have failed. It and any other exception mean that
                 this engine is of no use any more; its requests are still open.
         """
@@ -286,7 +286,7 @@ class EngineCore:
         return self.scheduler.stats()
 
     def _expire(self) -> None:
-        """Where nobody asks for a step nothing else looks at the clock."""
+        """Ends pins and cached blocks whose time is over: without steps nothing else looks at the clock."""
         self.kv.expire(self.scheduler.clock())
 
 

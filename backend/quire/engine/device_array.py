@@ -39,7 +39,7 @@ class _DLTensor(ctypes.Structure):
 
 
 class DeviceArray(msgspec.Struct, frozen=True, tag="device"):
-    """Where a float32 array lies; `open` must happen while the writer still holds its DeviceBuffer."""
+    """Location of a float32 array; `open` must happen while the writer still holds its DeviceBuffer."""
 
     handle: bytes
     """cudaIpcMemHandle_t, 64 bytes."""

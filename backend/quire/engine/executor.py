@@ -32,16 +32,16 @@ class Runner(Protocol):
         """Forgets the steps under way: one has failed, and the requests of all end."""
 
     def warm_up(self) -> None:
-        """What is to be done once, behind the first steps and before requests: recording graphs, say."""
+        """Does once what goes before requests, recording graphs for example."""
 
     def check(self) -> None:
-        """Raises WorkerLostError where nobody is left to compute."""
+        """Raises WorkerLostError where no worker is left to compute."""
 
     def close(self) -> None: ...
 
 
 class Executor(Protocol):
-    """What the engine knows of whoever computes; several ranks would be one executor, too."""
+    """What computes, as the engine knows it; several ranks would be one executor, too."""
 
     depth: int
     """Steps that may be under way when the oldest is waited for: 1, or more where a device has a queue."""
@@ -130,7 +130,7 @@ class RunnerExecutor:
 
 
 def _done(work: Callable[[], ModelRunnerOutput]) -> Future[ModelRunnerOutput]:
-    """What came of `work`, done here and now."""
+    """The result of `work`, done here and now, or its error."""
     future: Future[ModelRunnerOutput] = Future()
     try:
         future.set_result(work())

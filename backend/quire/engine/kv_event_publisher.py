@@ -90,7 +90,7 @@ class KVEventPublisher:
                 f"cannot be used: {error}"
             ) from None
         self.endpoint = self._address(self._pub)
-        """Where events are; the port in place of a wildcard."""
+        """Address of the events' socket; the port in place of a wildcard."""
         self.replay_endpoint = self._address(self._replay)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # From here on the sockets are the thread's alone.

@@ -70,15 +70,16 @@ STATS_INTERVAL_S = 0.5
 STEP_WAIT_MS = 1000
 """Longest wait for the end of a step, which is an event; a limit all the same."""
 COMPLAINT_INTERVAL_S = 10.0
-"""Between two log lines on messages that cannot be handled."""
+"""Shortest time between two log lines on messages that cannot be handled."""
 GC_THRESHOLDS = (50_000, 20, 100)
-"""Full collections look at every request and stall a step (by 30 to 200 ms at 1 000 running, where planning
-one takes 10), and nearly nothing here is garbage in cycles: they are to be rare."""
+"""Thresholds of the three generations: full collections look at every request and stall a step (by 30 to 200
+ms at 1 000 running, where planning one takes 10), and nearly nothing here is garbage in cycles: they are to
+be rare."""
 
 
 @dataclass(slots=True)
 class _Owner:
-    """Whose request it is."""
+    """The frontend that sent a request, and how many of its choices are open."""
 
     identity: bytes
     num_open_choices: int
@@ -90,7 +91,7 @@ class EngineLoop:
     Args:
         core: the engine.
         socket: bound ROUTER; identities are the frontends'.
-        server_pid: the engine ends with this process; 0: nobody is watched.
+        server_pid: the engine ends with this process; 0: none is watched.
         server_start_time: of that process.
     """
 
@@ -229,7 +230,7 @@ class EngineLoop:
                 self._forget_frontend(identity)
 
     def _probe(self) -> None:
-        """Gives an idle engine a token to compute, which nobody gets: who asks again sees a step done."""
+        """Gives an idle engine a token to compute, which no client gets: who asks again sees a step done."""
         params = SamplingParams(max_tokens=1, temperature=0.0)
         self.core.add_request("probe", [0], params, scheduling=SchedulingParams(exempt=True))
 
@@ -354,7 +355,7 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
         stream=sys.stderr,
     )
     if not sys.stdin.buffer.read(1):
-        raise SystemExit("engine: whoever started it died, and nobody knows of it")
+        raise SystemExit("engine: the frontend that started it died before it could announce it")
     directory = RuntimeDirectory(path)
     directory.hold()
     pid = os.getpid()
@@ -410,7 +411,7 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
         socket.close()
         context.term()
         socket_path.unlink(missing_ok=True)
-        core.close()  # last: the disk tier writes what it has, and whoever waits for answers has them
+        core.close()  # last: the disk tier writes what it has, and clients that wait for answers have them
 
 
 if __name__ == "__main__":

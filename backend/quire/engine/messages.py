@@ -61,7 +61,7 @@ class CancelByExternalId(msgspec.Struct, frozen=True, tag="cancel_external"):
 
     external_id: str
     token: str
-    """Echoed in the answer."""
+    """Token of the sender, echoed in the answer."""
     learned_at: float = 0.0
     tenant: str = ""
 
@@ -71,7 +71,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
 
     command: CacheCommand
     token: str
-    """Echoed in the answer."""
+    """Token of the sender, echoed in the answer."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
@@ -88,7 +88,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     max_model_len: int
     vocab_size: int
     hidden_size: int
-    """Of a row of `image_embeds`."""
+    """Length of a row of `image_embeds`."""
     takes_position_ids: bool
     """Whether positions have three axes (M-RoPE)."""
     num_blocks: int
@@ -128,7 +128,7 @@ EngineMessage = EngineInfo | Outputs | CancelResult | ControlResult | Stats
 
 
 class Named(msgspec.Struct):
-    """Whose a message is, as far as it can be read: enough to answer one that is wrong otherwise."""
+    """Type and ids of a message, as far as readable: enough to answer one that is wrong otherwise."""
 
     type: str = ""
     request_id: str = ""

@@ -85,7 +85,7 @@ class RuntimeDirectory:
         """The directory, made if it is missing, while nobody else has it locked.
 
         Raises:
-            TimeoutError: somebody else had it locked for so long.
+            TimeoutError: another process had it locked all that time.
             FileNotFoundError: there is none, and none is to be made.
         """
         deadline = time.monotonic() + timeout_s
@@ -128,7 +128,7 @@ class RuntimeDirectory:
         os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def read_state(self) -> EngineState | None:
-        """None: no engine was started, or nobody can read what is written of it."""
+        """The engine's state; None: no engine was started, or what is written of it cannot be read."""
         try:
             return _decoder.decode(self.read("state.json") or b"")
         except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -138,7 +138,7 @@ class RuntimeDirectory:
         self.write("state.json", msgspec.json.encode(state))
 
     def socket_path(self) -> Path:
-        """For a socket that nobody has used.
+        """A path for a new socket, one that was never used.
 
         Raises:
             ConfigError: it is longer than the path of a socket may be.
@@ -175,7 +175,7 @@ class RuntimeDirectory:
         return self.has_frontends()
 
     def remove(self) -> None:
-        """To be called by the one who has it locked.
+        """Removes the directory, which the caller must have locked.
 
         The lock goes last: who finds it gone begins anew, in a new directory or in the empty one.
         """

@@ -19,14 +19,14 @@ from quire.errors import UnavailableError
 
 
 class SharedArray(msgspec.Struct, frozen=True, tag="shared"):
-    """Where a float32 array lies; `open` must happen while the writer still holds its SharedBuffer."""
+    """Location of a float32 array; `open` must happen while the writer still holds its SharedBuffer."""
 
     pid: int
     fd: int
     shape: tuple[int, int]
     device: int
     inode: int
-    """With `device`, which file the descriptor stood for: a closed one's number is soon another file's."""
+    """With `device`, identifies the descriptor's file: a closed one's number is soon another file's."""
 
     def open(self) -> npt.NDArray[np.float32]:
         """Maps the array, read-only; the memory lives as long as the array.
@@ -66,7 +66,7 @@ class EmbedsBuffer:
     """
 
     total_bytes: ClassVar[int] = 0
-    """Of all buffers of this process."""
+    """Bytes of all buffers of this process."""
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _num_bytes = 0
 

@@ -1,9 +1,9 @@
-"""Who starts the engine, and how several frontends come to share one.
+"""Supervisor of the engine: starts it, and lets several frontends share one.
 
 Every frontend of one tritonserver that asks for an equal engine configuration gets the same engine: the
 instances of a model (`instance_group count: N`) and other models over it, such as a non-decoupled variant.
-They meet in a directory named after the server's process and a hash of the configuration; whoever takes its
-file lock first starts the engine, and whoever finds it dead starts the next generation.
+They meet in a directory named after the server's process and a hash of the configuration; the one that
+takes its file lock first starts the engine, and the one that finds it dead starts the next generation.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class EngineSupervisor:
         environment = {**engine_environment(), **self.environment}
         self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
         assert self._process.stdin is not None
-        # An engine that is gone already is found so by whoever waits for it.
+        # An engine that is gone already is found so by the thread that waits for it.
         with contextlib.suppress(BrokenPipeError), self._process.stdin as go:
             pid = self._process.pid
             state = EngineState("starting", pid, start_time_of(pid) or 0, generation)
@@ -153,14 +153,14 @@ class EngineSupervisor:
             self._process = None
 
     def close(self, timeout_s: float) -> None:
-        """After the goodbye: the last frontend waits for the engine to end and tidies up.
+        """Leaves the engine, after the goodbye: the last frontend waits for it to end and tidies up.
 
         An engine that other frontends still use goes on. One that does not end by itself in `timeout_s` is
         killed: a model that is being unloaded must not leave its memory behind.
         """
-        self._closing.set()  # whoever waits for an engine here has the directory locked
+        self._closing.set()  # a thread that waits for an engine here has the directory locked
         try:
-            # At least until a thread of ours that waits for an engine has let go of it.
+            # At least until a thread of ours that waits for an engine has released it.
             with RuntimeDirectory.locked(self.directory, max(timeout_s, KILL_WAIT_S)) as directory:
                 directory.unmark()
                 if directory.has_frontends():
@@ -221,7 +221,7 @@ def _server_name(pid: int, start_time: int) -> str:
 
 
 def _boot_id() -> str:
-    """Empty where the system does not say (some sandboxes)."""
+    """The system's boot id; empty where the system does not say (some sandboxes)."""
     try:
         return BOOT_ID.read_text("ascii").strip()
     except OSError:

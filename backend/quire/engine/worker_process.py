@@ -75,7 +75,7 @@ class WorkerProcess:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._connection = Connection(ours.detach())
         self._results: deque[ModelRunnerOutput | Failed] = deque()
-        """Of steps that are done and not collected, the oldest first."""
+        """Results of steps that are done and not collected, the oldest first."""
         self._num_computing = 0
         self._tiers: KVTiers | None = None
         try:

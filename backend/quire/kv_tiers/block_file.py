@@ -19,10 +19,11 @@ import xxhash
 from quire.kv_tiers.connector import MAX_KEY_BYTES, BlockArray
 
 MAGIC = b"quireKV1"
-"""With the version of this format."""
+"""First bytes of a block file, with the version of its format."""
 
 _HEADER = struct.Struct("<8sQ16sI32s")
-"""Magic, bytes of the block, fingerprint, length of the key, key (zeros behind); the checksum follows."""
+"""Header: magic, bytes of the block, fingerprint, length of the key, key (zeros behind); the checksum
+follows."""
 _CHECKSUM_BYTES = 16
 HEADER_BYTES = _HEADER.size + _CHECKSUM_BYTES
 
@@ -93,5 +94,5 @@ def key_of(name: str) -> bytes | None:
 
 
 def allocated_bytes(size: int) -> int:
-    """What a file of so many bytes takes, in pages of the usual file systems."""
+    """Bytes that a file of `size` bytes takes, in pages of the usual file systems."""
     return -(-size // 4096) * 4096

@@ -44,11 +44,11 @@ logger = logging.getLogger("quire")
 
 LOCK_RETRY_S = 1.0
 RESCANS_PER_CAPACITY = 16
-"""Other models' files are counted again after each such fraction of the capacity was written."""
+"""Recounts of other models' files in the time in which the capacity is written once."""
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
-"""Why a directory may be readable and no more, for now."""
+"""Errors of a directory that can be read but, for now, not written."""
 
 
 class DiskTier(KVConnector):
@@ -311,13 +311,13 @@ class DiskTier(KVConnector):
         try:
             read_block(path, self._fingerprint, key, out)
         except FileNotFoundError:  # evicted by another process, or between our look at the index and now
-            self._lose(key, "lost")
+            self._drop_unreadable(key, "lost")
             return False
         except (DamagedBlockError, OSError) as error:
             if isinstance(error, OSError) and error.errno != errno.EIO:
                 raise
             self._complaints.warn("damage", f"disk tier: {path} is damaged and not used: {error}")
-            self._lose(key, "damaged")
+            self._drop_unreadable(key, "damaged")
             return False
         try:
             os.utime(path)
@@ -328,7 +328,7 @@ class DiskTier(KVConnector):
                 self._use(key)
         return True
 
-    def _lose(self, key: bytes, reason: str) -> None:
+    def _drop_unreadable(self, key: bytes, reason: str) -> None:
         with self._lock:
             if key in self._index:
                 self._counts[reason] += 1
@@ -376,7 +376,7 @@ class DiskTier(KVConnector):
             if self._is_owner and self._pending.get(key) is block:
                 written = self._write_file(key, block)
         except OSError as error:
-            self._shards.clear()  # perhaps somebody removed the directories
+            self._shards.clear()  # the directories may have been removed
             self._complain(error)
         with self._lock:
             is_wanted = self._pending.get(key) is block
@@ -432,7 +432,7 @@ class DiskTier(KVConnector):
         self._unremoved.pop(key, None)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Evicts the least recently used blocks, whosever they are, until so many bytes more fit."""
+        """Evicts the least recently used blocks, of any model, until `num_bytes` more fit."""
         self._written_since_scan += num_bytes
         if self._written_since_scan * RESCANS_PER_CAPACITY > self._capacity:
             self._scan_foreign()
@@ -514,7 +514,7 @@ def _block_files(directory: Path | str) -> Iterator[tuple[bytes, float, int, str
 
 
 def _entries(directory: Path | str) -> list[os.DirEntry[str]]:
-    """None of a directory that is gone, or another user's."""
+    """Entries of a directory; none if it is gone, or another user's."""
     try:
         with os.scandir(directory) as entries:
             return list(entries)

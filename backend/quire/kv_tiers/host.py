@@ -49,7 +49,7 @@ class HostTier(KVConnector):
         """Slots that are being written and belong to no key yet."""
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._generation = [0] * self.num_slots
-        """Of each slot: how often it was given to a block."""
+        """How often each slot was given to a block."""
         self._cached: OrderedDict[bytes, int] = OrderedDict()
         """Key to slot, least recently used first; a key is in here or among the pinned, never in both."""
         self._pinned: dict[bytes, int] = {}
@@ -59,7 +59,7 @@ class HostTier(KVConnector):
         return key in self._cached or key in self._pinned
 
     def can_pin(self, count: int) -> bool:
-        """Whether so many blocks more could be pinned now; another one's pins may come first."""
+        """Whether `count` blocks more could be pinned now; another one's pins may come first."""
         return count <= self.num_slots - len(self._pinned)
 
     def save(self, keys: Sequence[bytes], data: BlockArray, *, pinned: bool = False) -> None:
@@ -104,7 +104,7 @@ class HostTier(KVConnector):
         del self._cached[key]
 
     def _take_slot(self) -> int | None:
-        """A slot nobody refers to, if need be that of the least recently used block."""
+        """A slot that no key refers to, if need be that of the least recently used block."""
         if self._free:
             slot = self._free.pop()
         elif self._cached:

@@ -39,12 +39,12 @@ class LoopbackConnector(KVConnector):
     ) -> None:
         self.block_bytes = block_bytes
         self.failing = False
-        """While set, `contains`, `save` and `load` raise ConnectionError."""
+        """True makes `contains`, `save` and `load` raise ConnectionError."""
         self.answering = threading.Event()
-        """While clear, `load` waits: the network is slow."""
+        """Event that `load` waits for; clear: the network is slow."""
         self.answering.set()
         self.load_began = threading.Event()
-        """Set when a `load` was asked for."""
+        """Event that is set when a `load` was asked for."""
         self._fingerprint = fingerprint
         self._capacity = capacity_bytes // block_bytes
         self._store = self._stores.setdefault(store, _Store()) if store else _Store()

@@ -68,7 +68,7 @@ class _Tier:
             return otherwise
 
     def contains(self, key: bytes) -> bool:
-        """Asked so often that it does without `attempt`."""
+        """Whether the store has the block; asked so often that it does without `attempt`."""
         if self.is_resting:
             return False
         try:
@@ -140,13 +140,13 @@ class KVTiers:
         self._load_buffer: BlockArray = np.empty((num_rows, access.block_bytes), dtype=np.uint8)
         self._save_rate, self._load_rate = _Rate(), _Rate()
         self.save_bytes_per_s: float | None = None
-        """Of the latest saves, as the runner waits for them; None: nothing was saved yet."""
+        """Rate of the latest saves, as the runner waits for them; None: nothing was saved yet."""
         self.load_bytes_per_s: float | None = None
-        """Of the latest loads from the fastest tier, without their time in the queue; None: none yet."""
+        """Rate of the latest loads from the fastest tier, without their time in the queue; None: none yet."""
         self.num_clears = 0
         """How often everything was forgotten; stands in the plan of each save (`KVSave.num_clears`)."""
         self._saving = threading.Lock()
-        """Held while blocks are saved, dropped or cleared."""
+        """Lock held while blocks are saved, dropped or cleared."""
         self._dropped_early: dict[bytes, None] = {}
         """Keys that were dropped but not there, oldest first: lost, or their saves are still to come."""
         self._changed = threading.Condition()
@@ -191,7 +191,7 @@ class KVTiers:
             return load_id in self._loading
 
     def can_pin(self, count: int) -> bool:
-        """Whether so many blocks more could be pinned now."""
+        """Whether `count` blocks more could be pinned now."""
         return self._host is not None and self._host.can_pin(count)
 
     def prefetch(self, keys: Sequence[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Which files hold a checkpoint's weights, and their tensors one after the other.
+"""A checkpoint's weight files, and their tensors one after the other.
 
 Every reader yields tensors that are memory-mapped (or decoded one at a time), so that loading needs the
 model's memory once. Pickles are read with `weights_only`, and only when the configuration allows them.
@@ -29,7 +29,7 @@ class NamedTensor(NamedTuple):
 
 
 class WeightFiles(NamedTuple):
-    """Where the weights are."""
+    """The files that hold a checkpoint's weights."""
 
     source: Path
     """What complaints name: the index, or the only file."""

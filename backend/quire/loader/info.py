@@ -20,7 +20,7 @@ class CheckpointInfo:
     max_model_len: int
     """Longest sequence config.json states."""
     eos_token_ids: frozenset[int]
-    """Of generation_config.json where it names any, else of config.json."""
+    """End tokens that generation_config.json names, if any, else those of config.json."""
     generation_config: dict[str, Any] = field(default_factory=dict)
     """generation_config.json; empty where there is none."""
 

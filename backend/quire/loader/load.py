@@ -31,7 +31,7 @@ class LoadedModel:
     model: DecoderModel
     config: DecoderConfig
     eos_token_ids: frozenset[int]
-    """Of generation_config.json where it names any, else of config.json."""
+    """End tokens that generation_config.json names, if any, else those of config.json."""
     generation_config: dict[str, Any]
     weight_bytes: int
     weights_digest: str = ""

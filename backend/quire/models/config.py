@@ -27,13 +27,13 @@ class DecoderConfig:
     max_position_embeddings: int
     """Longest sequence the checkpoint states; the default of `max_model_len`."""
     dtype: torch.dtype
-    """Of weights, activations and the KV cache."""
+    """Type of weights, activations and the KV cache."""
     rms_norm_eps: float
     hidden_act: str
     tie_word_embeddings: bool
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
-    """Per layer: how many positions a token sees, itself included; None: all."""
+    """How many positions a token sees in each layer, itself included; None: all."""
     sliding_rope: RopeConfig | None = None
     """Rotary embedding of the layers with a window, where it differs from `rope`."""
     attention_scale: float
@@ -55,7 +55,7 @@ class DecoderConfig:
 
     @property
     def norm_dtype(self) -> torch.dtype:
-        """Of the norms' scales."""
+        """Type of the norms' scales."""
         return torch.float32 if self.unit_offset_norms else self.dtype
 
     @property

@@ -38,7 +38,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
 
 def _rope_parameters(hf: HFConfig) -> tuple[dict[str, object], dict[str, object]]:
-    """Of the layers that see everything and of those with a window; raises CheckpointError."""
+    """Parameters of the layers that see everything and of those with a window; raises CheckpointError."""
     by_type = hf.get("rope_parameters", {})
     if not isinstance(by_type, dict) or not all(isinstance(value, dict | None) for value in by_type.values()):
         raise hf.error("rope_parameters must hold an object for each type of layer")

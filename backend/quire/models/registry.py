@@ -1,4 +1,4 @@
-"""From the name in config.json's `architectures` to the class, imported when it is needed."""
+"""Model classes by their name in config.json's `architectures`, imported when needed."""
 
 from __future__ import annotations
 

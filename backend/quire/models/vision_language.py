@@ -14,7 +14,7 @@ _TEXT_PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
-"""Where the writers of different times put the text model's tensors."""
+"""Prefixes that writers of different times gave the text model's tensors, each with ours."""
 
 
 class VisionLanguageModel(DecoderModel):

@@ -23,7 +23,7 @@ DEFAULT_NUM_BLOCKS = 4096
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _errors_as_clicks() -> Iterator[None]:
     """Turns our errors into click's: one line, no traceback."""
     try:
         yield
@@ -54,7 +54,7 @@ def _shares(text: str) -> dict[str, float]:
 @click.option(
     "--trace", "trace_path", type=click.Path(exists=True, path_type=Path), help="Or of a recorded one."
 )
-@click.option("--concurrency", type=int, help="Closed loop with so many requests.")
+@click.option("--concurrency", type=int, help="Closed loop with n requests.")
 @click.option(
     "--cost", default="h100-8b", show_default=True, help=f"{', '.join(PRESETS)}, fit (of --trace) or JSON."
 )
@@ -82,7 +82,7 @@ def simulate(
     as_json: bool,
 ) -> None:
     """Run the scheduler on a virtual clock and report latencies."""
-    with _told():
+    with _errors_as_clicks():
         engine = _engine_config(config, settings)
         records = read_records(trace_path) if trace_path is not None else []
         arrivals: list[Arrival]
@@ -153,7 +153,7 @@ def trace() -> None:
 @click.option("--max-requests", default=DEFAULT_MAX_REQUESTS, show_default=True)
 def plot(file: Path, out: Path, by_step: bool, max_requests: int) -> None:
     """Draw what every request did in each step."""
-    with _told():
+    with _errors_as_clicks():
         left_out = plot_timeline(read_records(file), out, by_step=by_step, max_requests=max_requests)
     click.echo(f"{out}" + (f" ({left_out} later requests are left out)" if left_out else ""))
 
@@ -162,7 +162,7 @@ def plot(file: Path, out: Path, by_step: bool, max_requests: int) -> None:
 @click.argument("file", type=click.Path(exists=True, path_type=Path))
 def replay_file(file: Path) -> None:
     """Make the scheduler's calls again and compare the batches; exit code 1 if one differs."""
-    with _told():
+    with _errors_as_clicks():
         report = replay(read_records(file))
     if report.difference is not None:
         raise click.ClickException(str(report.difference))

@@ -36,7 +36,7 @@ class CostModel:
     pair_s: float = 0.0
 
     def seconds(self, rows: Iterable[RowSpan]) -> float:
-        """Of one step; 0 for an empty one."""
+        """Duration of one step; 0 for an empty one."""
         prefill = decode = cached = pairs = 0
         for computed, count in rows:
             if count == 1:
@@ -67,13 +67,6 @@ class CostModel:
         seconds = np.array([record["end"] - record["time"] for record in steps])
         base, prefill, decode, cached, pairs = _least_squares(features, seconds)
         return cls(base, 0.0, prefill, decode, cached, pairs)
-
-    def relative_error(self, records: Sequence[dict[str, Any]]) -> float:
-        """Mean of |modelled - recorded| over all steps, over the mean of the recorded."""
-        steps = [record for record in records if record.get("scheduled") and "end" in record]
-        seconds = np.array([record["end"] - record["time"] for record in steps])
-        modelled = np.array([self.seconds(row[1:3] for row in record["scheduled"]) for record in steps])
-        return float(np.abs(modelled - seconds).mean() / seconds.mean())
 
     def as_dict(self) -> dict[str, float]:
         return dataclasses.asdict(self)

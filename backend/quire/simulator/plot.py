@@ -27,7 +27,7 @@ class Bar:
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     """(state, from, to), in order and without gaps."""
     reason: str = ""
-    """Why it ended; empty: it had not."""
+    """The reason why it ended; empty: it had not."""
     num_preemptions: int = 0
 
 
@@ -92,7 +92,7 @@ def plot_timeline(
     """Writes the timeline of a trace as .png or as one self-contained .html file.
 
     Args:
-        max_requests: only so many are drawn, the first that arrived.
+        max_requests: most requests drawn, the first that arrived.
 
     Returns:
         How many requests are left out.

@@ -32,7 +32,7 @@ class Difference:
     """A step that came out otherwise."""
 
     step: int
-    """Of the recorded engine."""
+    """Number of the step in the recorded engine."""
     recorded: list[list[Any]]
     """Rows: [request_id, num_computed_tokens, num_scheduled_tokens]."""
     replayed: list[list[Any]]

@@ -85,7 +85,7 @@ class Outcome:
     last_token_at: float | None = None
     num_tokens: int = 0
     reasons: list[str] = field(default_factory=list)
-    """Of each choice that has ended; empty: refused."""
+    """Finish reason of each choice that has ended; empty: refused."""
 
     @property
     def ttft(self) -> float | None:
@@ -258,7 +258,7 @@ class Simulator:
             but the pool's).
         arrivals: in the order of their times.
         cost: of the steps.
-        concurrency: a closed loop: a request arrives when there are fewer than so many unfinished ones,
+        concurrency: a closed loop: a request arrives when there are fewer unfinished ones than this,
             whatever its time.
         trace: whether to record the steps.
     """
@@ -287,7 +287,7 @@ class Simulator:
             session_ttl_s=config.cache.session_ttl_s,
         )
         self.trace = SchedulerTrace.attach(self.scheduler, config.cache) if trace else None
-        """Its `plan_s` are wall times; all else is the same in every run."""
+        """Trace of the steps, the same in every run but for `plan_s`, which are wall times."""
         self._arrivals = deque(arrivals)
         self._concurrency = concurrency
         self._tokens = SampledTokens()
@@ -346,7 +346,7 @@ class Simulator:
         )
 
     def _admit(self) -> None:
-        """Hands over what has arrived by now."""
+        """Gives the scheduler the requests that have arrived by now."""
         arrivals, now = self._arrivals, self.clock.now
         while arrivals:
             if self._concurrency is None:

@@ -27,7 +27,7 @@ from quire.scheduling_params import SchedulingParams
 
 MOONCAKE_BLOCK_SIZE = 512
 _MOONCAKE_PARTS = 32
-"""Each of its blocks becomes so many of 16 tokens, or engines with smaller blocks would share too much."""
+"""Blocks of 16 tokens that one of its blocks becomes, or engines with smaller blocks would share too much."""
 END_TOKEN = -1
 _SCHEDULING = SchedulingParams()
 _OWN = 1 << 62
@@ -45,11 +45,11 @@ class Arrival:
     num_output_tokens: int
     """The last of them is an end token unless the limit ends it there."""
     stream: int = 0
-    """Whose content it has where `hash_ids` end; below 2**30."""
+    """Number of its content where `hash_ids` end, the same as of requests with equal content; below 2**30."""
     hash_ids: Sequence[int] = ()
     """Content of the leading blocks of `block_size` tokens, prompt and output."""
     block_size: int = 16
-    """Not larger than the engine's: inside a block, contents do not differ."""
+    """Tokens of a block of `hash_ids`; at most the engine's: inside a block, contents do not differ."""
     scheduling: SchedulingParams = _SCHEDULING
     """Deadlines in it are seconds since the beginning."""
     max_tokens: int | None = None
@@ -78,7 +78,7 @@ class Arrival:
         return tokens
 
     def sampled_token(self, position: int, choice: int = 0) -> int:
-        """As `token_at`, but END_TOKEN where the output ends before its limit."""
+        """The token of `token_at`, but END_TOKEN where the output ends before its limit."""
         ends = position + 1 == self.num_prompt_tokens + self.num_output_tokens
         if ends and self.num_output_tokens != self.max_tokens:
             return END_TOKEN
@@ -133,13 +133,13 @@ class Workload:
     priorities: dict[int, float] = field(default_factory=dict)
     ttft_deadline_s: float | None = None
     deadline_s: float | None = None
-    """After arrival."""
+    """Deadline of the last token, in seconds after arrival."""
     block_size: int = 16
     """Granularity of shared prefixes."""
     seed: int = 0
 
     def arrivals(self) -> list[Arrival]:
-        """In the order of their times."""
+        """Requests in the order of their arrival."""
         rng = np.random.default_rng(self.seed)
         count = self.num_requests
         prompts, outputs = self.prompt.draw(rng, count), self.output.draw(rng, count)

@@ -34,7 +34,7 @@ class TritonPythonModel:
 
     Threads: Triton's main thread runs `execute` and copies the request; the intake checks and tokenizes; the
     responder talks to the engine and sends. The watchdog ends the process when tritonserver is gone, since a
-    stub of that server may otherwise hang forever (triton.md 2.4).
+    stub of that server may otherwise hang forever.
     """
 
     @staticmethod

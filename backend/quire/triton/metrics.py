@@ -17,11 +17,11 @@ logger = logging.getLogger("quire")
 COUNTERS: dict[str, tuple[str, str]] = {
     "num_cached_tokens": ("quire_prefix_cached_tokens_total", "Prompt tokens that the cache or a tier had"),
     "num_loaded_tokens": ("quire_kv_loaded_tokens_total", "Tokens that a KV tier had"),
-    "num_preemptions": ("quire_preemptions_total", "Requests that gave way to others"),
+    "num_preemptions": ("quire_preemptions_total", "Requests that were preempted"),
     "num_swaps": ("quire_swaps_total", "Preemptions that kept the blocks in the host tier"),
     "num_scheduled_tokens": ("quire_scheduled_tokens_total", "Tokens computed, recomputation included"),
 }
-"""By field of SchedulerStats: name and description."""
+"""Name and description of each counter, by field of SchedulerStats."""
 GAUGES: dict[str, tuple[str, str]] = {
     "num_running": ("quire_requests_running", "Sequences that are being computed"),
     "num_waiting": ("quire_requests_waiting", "Sequences in the queue"),

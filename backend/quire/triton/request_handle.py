@@ -36,13 +36,13 @@ _MARGIN_BYTES = 8 * 1024
 """What a response takes in shared memory beside its content, at most."""
 _PAUSE_S, _PAUSE_S_PER_BYTE = 0.005, 1e-8
 _MESSAGE_CHARACTERS = 2000
-"""Of an error, at most."""
+"""Most characters of an error's message."""
 
 
 class RequestHandle:
     """Owns a response sender, open until `_sender` is dropped with FINAL. Only the responder uses it.
 
-    Polling a sender after FINAL crashes tritonserver 2.51 (triton.md 2.2), so the sender is gone from here
+    Polling a sender after FINAL crashes tritonserver 2.51, so the sender is gone from here
     the moment FINAL is sent, and every method asserts that it is still there.
 
     A `send` of Triton raises where its shared memory is full, and then nothing was delivered. One that was
@@ -74,9 +74,9 @@ class RequestHandle:
         self.num_open_choices = 1
         """Choices whose last response is not sent."""
         self.last_sent: dict[int, float] = {}
-        """By choice, when it last sent a response, CLOCK_MONOTONIC seconds; none before the first."""
+        """Time of each choice's latest response, CLOCK_MONOTONIC seconds; none before the first."""
         self.step_s = 0.0
-        """Between the last two responses of a choice; 0 before there were two."""
+        """Seconds between the last two responses of a choice; 0 before there were two."""
         self._error: Any | None = None
         """The response that ends the request, where it could not be sent yet."""
 
@@ -153,7 +153,7 @@ class RequestHandle:
 
 
 def _ask_for_room(num_bytes: int) -> None:
-    """Raises where Triton has no shared memory for a response of so many bytes.
+    """Raises where Triton has no shared memory for a response of `num_bytes` bytes.
 
     There is no call for that. This one writes its argument into the memory that responses go through, and is
     of no effect otherwise: there is no model of such a name.

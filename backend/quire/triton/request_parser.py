@@ -1,4 +1,4 @@
-"""From a Triton request to a validated one.
+"""Turns a Triton request into a validated one.
 
 Two halves, because they run on two threads: `RequestParser.read` copies what the request holds while Triton
 still owns it (on the stub's main thread, which must not be held up: whatever is too large is refused there,
@@ -103,7 +103,7 @@ class RawRequest:
     embeds: SharedBuffer | DeviceBuffer | None = None
     """`image_embeds`, where the request has rows of it."""
     num_bytes: int = 0
-    """Of its texts."""
+    """Bytes of its texts."""
 
 
 @dataclass(slots=True)
@@ -119,11 +119,11 @@ class ParsedRequest:
     """Outputs of the last response."""
     stream: bool = False
     cancel: bool = False
-    """Not a generation: ends the running request with the same external id."""
+    """Ends the running request with the same external id, and generates nothing."""
     cache_control: CacheCommand | None = None
-    """Not a generation: a command for `EngineCore.control`."""
+    """A command for `EngineCore.control`, instead of a generation."""
     stops: StopAutomaton | None = None
-    """Of `params.stop`; made here, as it takes milliseconds that no other request should wait for."""
+    """Automaton of `params.stop`; made here, as it takes milliseconds that no other should wait for."""
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     arrived_at: float = 0.0
     """CLOCK_MONOTONIC seconds."""
@@ -242,8 +242,8 @@ class RequestParser:
         from_json = _json_parameters(raw)
         stated = (
             _typed(raw, _SCHEDULING_NAMES),
-            _take(from_json, (*SCHEDULING_FIELDS, *ALIASES)),
-            _take(parameters, SCHEDULING_FIELDS),
+            _pop_named(from_json, (*SCHEDULING_FIELDS, *ALIASES)),
+            _pop_named(parameters, SCHEDULING_FIELDS),
         )
         if self.tenant_from_header_only:
             _check_tenant(stated, headers)
@@ -416,7 +416,7 @@ def _typed(raw: RawRequest, names: frozenset[str]) -> dict[str, Any]:
     return typed
 
 
-def _take(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _pop_named(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Moves what has one of `names` out of `values`."""
     return {name: values.pop(name) for name in names if name in values}
 

@@ -49,15 +49,15 @@ logger = logging.getLogger("quire")
 SENDS_PER_PASS = 16
 """Responses sent before the engine's socket is looked at again: about 2.5 ms."""
 MAX_POLL_S = 0.25
-"""Between two polls of a request whose steps are long."""
+"""Longest time between two polls of a request whose steps are long."""
 MAX_POLL_SHARE = 0.2
 """Share of the thread's time that cancellation polls may take; beyond it the period stretches."""
 CAREFUL_S = 10.0
 """How long after a failed send every FINAL is asked room for (see `RequestHandle`)."""
 END_PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0)
-"""Before each further try of an end that failed."""
+"""Pauses before each further try of an end that failed."""
 RESTART_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Before each attempt to start an engine in the place of one that died; the last counts for all further."""
+"""Pauses before each attempt to replace an engine that died; the last counts for all further."""
 SOUND_S = 60.0
 """An engine that lived this long is replaced at once."""
 
@@ -117,7 +117,7 @@ class Responder(threading.Thread):
 
     def submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
         """A parsed request; the handle belongs to the responder from here on."""
-        self._post(lambda: self._take(handle, parsed))
+        self._post(lambda: self._try_submit(handle, parsed))
 
     def refuse(self, handle: RequestHandle, error: QuireError) -> None:
         """A request that is wrong; ends it."""
@@ -186,7 +186,7 @@ class Responder(threading.Thread):
     def _coalesce_s(self) -> float:
         return self.config.coalesce_ms / 1000
 
-    def _take(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
+    def _try_submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
         try:
             self._submit(handle, parsed)
         except Exception as error:
@@ -250,11 +250,11 @@ class Responder(threading.Thread):
                 case ControlResult():
                     self._answer_control(message)
                 case Stats():
-                    self._take_stats(message)
+                    self._publish_stats(message)
         if stopped:
             self._connection.send(AbortRequests(stopped, FinishReason.STOP.value, time.monotonic()))
 
-    def _take_stats(self, stats: Stats) -> None:
+    def _publish_stats(self, stats: Stats) -> None:
         on_stats = self._on_stats
         if on_stats is not None:
             self._guard(lambda: on_stats(stats.values))
@@ -447,7 +447,7 @@ class Responder(threading.Thread):
         self._poller.register(connection.pidfd, zmq.POLLIN)
 
     def _engine_died(self) -> None:
-        """Everything in flight ends with UNAVAILABLE at once; a new engine is started beside this thread."""
+        """Ends everything in flight with UNAVAILABLE at once; a new engine is started beside this thread."""
         connection = self._connection
         assert connection is not None
         self._guard(self._receive)

@@ -51,7 +51,7 @@ class BlockTable:
                 self._changes.append(np.stack([places, self.table[group, row, start:end]]))
 
     def record_changes(self) -> None:
-        """From now on `take_changes` tells what was appended; nothing has been so far."""
+        """Begins to record what is appended, for `take_changes`; nothing has been so far."""
         self._changes = []
 
     def take_changes(self) -> npt.NDArray[np.int64]:

@@ -28,7 +28,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 def to_device_together(
     arrays: Mapping[str, npt.NDArray[Any]], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """As `to_device` for several arrays, in one copy."""
+    """Copies several arrays to the device as `to_device` does, in one copy."""
     if device.type == "cpu":
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
     sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values()]

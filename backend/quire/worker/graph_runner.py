@@ -50,11 +50,11 @@ class GraphBackend(Protocol):
         ...
 
     def begin(self) -> None:
-        """What comes next is recorded."""
+        """Begins to record the work that comes next."""
         ...
 
     def end(self) -> Work:
-        """Up to here; returns what repeats it."""
+        """Ends the recording here; returns what repeats it."""
         ...
 
 
@@ -90,7 +90,7 @@ class CudaGraphs:
 
 
 def capture(backend: GraphBackend, work: Work) -> Work:
-    """What repeats `work`."""
+    """Records `work`; returns what repeats it."""
     backend.warm_up(work)
     backend.begin()
     work()
@@ -99,7 +99,7 @@ def capture(backend: GraphBackend, work: Work) -> Work:
 
 @contextmanager
 def recording(what: str, sizes: Sequence[int]) -> Iterator[None]:
-    """While many graphs are recorded: says how long it took.
+    """Context in which many graphs are recorded; logs how long it took.
 
     Memory of the device must not be given back while work is recorded, so nothing is collected meanwhile.
     """
@@ -110,7 +110,7 @@ def recording(what: str, sizes: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         gc.enable()
-    logger.info("recorded %s of %s in %.1f s", what, list(sizes), time.monotonic() - begin)
+    logger.info("recorded %s: %s in %.1f s", what, list(sizes), time.monotonic() - begin)
 
 
 @dataclass
@@ -180,7 +180,7 @@ class DecodeGraphs:
 
     def capture_all(self) -> None:
         """Records every size, the largest first: smaller ones find its memory in the pool."""
-        with recording("decode steps of so many rows", self.sizes):
+        with recording("decode steps, by rows", self.sizes):
             for size in reversed(self.sizes):
                 self._graph(size)
 
@@ -332,12 +332,12 @@ class PromptGraphs:
 
     def capture_all(self) -> None:
         """Records every size, the largest first: smaller ones find its memory in the pool."""
-        with recording("pieces of steps of so many tokens", self.sizes):
+        with recording("pieces of steps, by tokens", self.sizes):
             for size in reversed(self.sizes):
                 self._pieces_of(size)
 
     def can_run(self, num_tokens: int) -> bool:
-        """Whether a step of so many tokens is recorded."""
+        """Whether steps of this many tokens are recorded."""
         if num_tokens > self.sizes[-1]:
             self.num_misses += 1
             return False

@@ -31,7 +31,7 @@ class CachedRequest:
     sampling: SamplingRow
     embeds: PromptEmbeds | None = None
     choices: list[SamplingRow] = field(default_factory=list)
-    """Of choices 1, 2, ... until the first tokens are drawn."""
+    """Rows of choices 1, 2, ... until the first tokens are drawn."""
     position_delta: int = field(init=False)
     """What positions behind the prompt differ by from the number of tokens before them."""
 
@@ -44,7 +44,7 @@ class CachedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Those that are known to the device only included."""
+        """Number of tokens, those known to the device only included."""
         return len(self.token_ids) + self.sampling.num_pending
 
     def draw(self) -> None:

@@ -111,7 +111,7 @@ class KVCache:
         is_shared: bool = False,
     ) -> None:
         self.scratch_block = num_blocks if has_scratch else None
-        """For rows of padding; nobody reads what they write."""
+        """Block of padding rows, which nothing reads; None: there are none."""
         num_blocks += has_scratch
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -187,7 +187,7 @@ class KVCache:
         self._copy(block_ids, staging, to_host=False)
 
     def _copy(self, block_ids: Sequence[int], staging: torch.Tensor, *, to_host: bool) -> None:
-        """Between the pool and pinned memory, by the device's copy engines: kernels go on beside it."""
+        """Copies from or to pinned memory, by the device's copy engines: kernels go on beside it."""
         device = self.blocks.device
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))

@@ -28,7 +28,7 @@ _GPU_LIBRARIES = ("triton", "flashinfer-python")
 
 
 def kv_identity(loaded: LoadedModel, device: torch.device) -> dict[str, Any]:
-    """As JSON can hold it; `loaded` must have its weights' digest."""
+    """The identity of keys and values as JSON can hold it; `loaded` must have its weights' digest."""
     assert loaded.weights_digest, "the weights were not looked at before they were packed"
     model, config = loaded.model, dataclasses.asdict(loaded.config)
     config["dtype"] = str(loaded.config.dtype)
@@ -69,7 +69,7 @@ def _version(package: str) -> str:
 
 @functools.cache
 def _code_digest() -> str:
-    """Of all files of the packages that compute."""
+    """Digest of all files of the packages that compute."""
     digest = hashlib.blake2b(digest_size=16)
     for package in _CODE:
         spec = util.find_spec(package)

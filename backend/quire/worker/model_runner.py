@@ -231,7 +231,7 @@ class ModelRunner:
                 self.graphs.capture_all()
 
     def check(self) -> None:
-        """It is there as long as its process."""
+        """Raises nothing: the runner is there as long as its process."""
 
     def close(self) -> None:
         """Nothing outlives it."""

@@ -21,9 +21,9 @@ class StepTime:
 
     num_rows: int
     busy_ms: float
-    """From its first to its last kernel."""
+    """Time from its first to its last kernel."""
     idle_ms: float
-    """From the end of the step before."""
+    """Time from the end of the step before."""
 
 
 class Timeline:
@@ -38,7 +38,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def step(self, num_rows: int) -> Iterator[None]:
-        """What is queued inside belongs to one step."""
+        """Context in which everything queued belongs to one step."""
         if not self.enabled:
             yield
             return

@@ -22,7 +22,7 @@ FloatArray = npt.NDArray[np.float32]
 
 _MODULUS = 2**61 - 1
 _FACTOR = 2**32 + secrets.randbelow(2**60)
-"""Nobody outside can tell it, so nobody can make prompts whose n-grams collide."""
+"""Base of the hash: clients cannot tell it, so none can make prompts whose n-grams collide."""
 
 
 class TokenSet:
@@ -74,7 +74,7 @@ class TokenSet:
 
 
 class NgramIndex:
-    """Which tokens followed each sequence of n - 1 tokens (a gram).
+    """Index of the tokens that followed each sequence of n - 1 tokens (a gram).
 
     A gram is looked up by a rolling hash and then compared, so that a token costs the same for any n, up to
     one comparison of n - 1 integers.
@@ -87,10 +87,10 @@ class NgramIndex:
         self._leaving = pow(_FACTOR, n - 1, _MODULUS)
         self._tokens = array("q")
         self._hash = 0
-        """Of the newest n - 1 tokens, or of all while there are fewer."""
+        """Hash of the newest n - 1 tokens, or of all while there are fewer."""
         self._shared: dict[int, tuple[int, int | TokenSet]] = {}
         self._found: dict[int, tuple[int, int | TokenSet]] = {}
-        """By hash: where the gram first ended, and the token or tokens behind it. A gram whose place another
+        """Hash to where the gram first ended, and the token or tokens behind it. A gram whose place another
         has taken is at the next free one."""
         self.extend(token_ids)
 

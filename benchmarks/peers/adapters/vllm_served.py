@@ -163,7 +163,7 @@ def _bytes(text: str) -> bytes:
 
 
 async def _run(url: str, requests: Sequence[Request], running: int) -> RunResult:
-    """Over the plain stubs, as our own client does."""
+    """Runs the requests over the plain stubs, as our own client does."""
     async with grpc.aio.insecure_channel(url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         await stub.ServerReady(service_pb2.ServerReadyRequest())

@@ -38,7 +38,7 @@ ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "avx512": (("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"), (_BASE,)),
     "avx2": (("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"), ("-march=x86-64-v3",)),
 }
-"""By name, the best first: flags of /proc/cpuinfo that it needs (and those of all below it), and of g++."""
+"""Instruction sets, the best first: flags of /proc/cpuinfo each needs (and of all below it), and of g++."""
 
 
 class BuildError(RuntimeError):
@@ -66,7 +66,7 @@ def supported_isas() -> tuple[str, ...]:
 
 
 def library_name(isa: str) -> str:
-    """Of an instruction set's library: stands for its sources, the compiler and the flags.
+    """File name of an instruction set's library: stands for its sources, the compiler and the flags.
 
     Raises:
         BuildError: there is no compiler.
@@ -141,7 +141,7 @@ def _compile(compiler: str, flags: tuple[str, ...], name: str) -> Path:
 
 @functools.cache
 def _key(compiler: str, flags: tuple[str, ...]) -> str:
-    """Of all that the library depends on."""
+    """Digest of all that the library depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     digest = hashlib.sha256(repr((compiler, version, flags)).encode())
     for source in sorted(SOURCES.iterdir()):

@@ -12,7 +12,7 @@ from quire_kernels.host_memory import aligned_bytes
 from quire_kernels.weights import INT4_GROUP, W8A8_GROUP, quantize_weight
 
 BLOCK_COLUMNS = 32
-"""Of gemm.h."""
+"""Columns of a block, as in gemm.h."""
 INPUTS_MULTIPLE = 32
 """in_features of every weight; half of a gated one's rows are a multiple of half of it."""
 _FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}

@@ -62,9 +62,9 @@ class Resources:
     registers: int
     """32-bit, per thread."""
     local_bytes: int
-    """Per thread: spilled registers, and arrays that are indexed at run time."""
+    """Local memory per thread: spilled registers, and arrays that are indexed at run time."""
     shared_bytes: int
-    """Per block, static only."""
+    """Shared memory per block, static only."""
 
 
 def is_installed() -> bool:
@@ -160,7 +160,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def _key(unit: Unit, arch: str) -> str:
-    """Of all that the machine code depends on."""
+    """Digest of all that the machine code depends on."""
     digest = hashlib.sha256(repr((unit, arch, STANDARD, nvrtc_version())).encode())
     for path in [SOURCES / f"{unit.source}.cu", *sorted(INCLUDES.iterdir())]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -179,7 +179,7 @@ def tool(name: str) -> str | None:
 
 
 def resources(code: bytes) -> dict[str, Resources]:
-    """By kernel, of a cubin, without a GPU.
+    """Resources of a cubin's kernels by name, without a GPU.
 
     Raises:
         CompileError: there is no cuobjdump.

@@ -30,7 +30,7 @@ class Launcher(Protocol):
     """Runs kernels: on a GPU, or emulated in tests."""
 
     def multiprocessors(self, device: torch.device) -> int:
-        """How many the device has."""
+        """Number of multiprocessors of the device."""
         ...
 
     def launch(
@@ -59,7 +59,7 @@ class Launcher(Protocol):
 
 
 class DriverLauncher:
-    """On a CUDA device, in torch's current stream."""
+    """Launches on a CUDA device, in torch's current stream."""
 
     def multiprocessors(self, device: torch.device) -> int:
         """See Launcher."""
@@ -125,7 +125,7 @@ def ensure_context(device: int) -> None:
 
 @functools.cache
 def architecture(device: int) -> str:
-    """As NVRTC names it, with the features that Hopper alone has."""
+    """The architecture as NVRTC names it, with the features that Hopper alone has."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if major == 9 else ''}"
 

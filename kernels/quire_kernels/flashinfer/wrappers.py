@@ -29,7 +29,7 @@ LAYOUT = "HND"
 WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends; it holds partial results within one call."""
 TENSOR_CORE_GROUPS = 4
-"""From so many query heads for a KV head on, single tokens are computed on tensor cores."""
+"""Fewest query heads for a KV head with which single tokens are computed on tensor cores."""
 
 
 class Shape(NamedTuple):
@@ -77,7 +77,7 @@ class Shape(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Where the keys and values of each sequence are that its new tokens see.
+    """Pages of the keys and values of each sequence that its new tokens see.
 
     What FlashInfer reads on the host is on the host, pinned where there is a GPU: neither does the host wait
     for the device, nor the device's queue for a copy.
@@ -207,7 +207,7 @@ def plan_batch(shape: Shape, meta: AttentionMetadata) -> Plan:
 def _take(pool: deque[_Slot]) -> _Slot | None:
     """The wrapper that has been free for longest; None if the device has yet to come to the plans of all.
 
-    Steps that are handed over early must not wait for it: there are as many wrappers as plans under way.
+    Steps that are launched ahead must not wait for it: there are as many wrappers as plans under way.
     """
     for _ in range(len(pool)):
         try:

@@ -28,7 +28,7 @@ _Ints = npt.NDArray[np.int64]
 GATHER_BYTES = 64 * 2**20
 """Largest copy of keys and values that is made at once; a longer context goes tile by tile."""
 CPU_GROUP_BYTES = 4 * 2**20
-"""On the CPU, a group of several decode rows gathers no more than this: the copy is read while it is in the
+"""Most bytes that a group of several decode rows gathers on the CPU: the copy is read while it is in the
 cache, and lies in memory that the allocator keeps (mapping new pages costs more than the copy)."""
 QUERY_TILE = 512
 """Query rows of one sequence that are computed together."""
@@ -56,7 +56,7 @@ class _Tile:
     """Some blocks of one sequence, and what a tile of its queries may not see of them."""
 
     blocks: slice
-    """Of the sequence's row of the block table."""
+    """Part of the sequence's row of the block table."""
     mask: torch.Tensor | None
     """float32 [num_queries, num_blocks * block_size]: -inf where a position is not seen, else 0"""
     written: int
@@ -88,7 +88,7 @@ class _PlacedPlan:
     """A plan with the blocks of one KV group."""
 
     decode: list[tuple[_DecodeGroup, torch.Tensor]]
-    """With int64 [n, num_blocks]: block ids, padded with valid ones."""
+    """Decode groups, each with its int64 [n, num_blocks]: block ids, padded with valid ones."""
     tiles: list[_QueryTile]
     table: torch.Tensor
     """int64 [num_seqs, max_blocks]"""

@@ -43,8 +43,8 @@ class CompileCase:
     kernel: Any
     """The `triton.jit` function."""
     arguments: dict[str, Any]
-    """By parameter: a type ("*bf16", "i32", "fp32"; with ":16" behind it, of a pointer or number that 16
-    divides); anything else is the value of a constant."""
+    """Values by parameter: a type ("*bf16", "i32", "fp32"; with ":16" behind it, of a pointer or number that
+    16 divides); anything else is the value of a constant."""
     options: dict[str, Any] = field(default_factory=dict)
     """num_warps, num_stages, ..."""
     tensor_cores: bool = False
@@ -58,7 +58,7 @@ class CompileResult:
     name: str
     arch: str
     registers: int
-    """Per thread."""
+    """Registers per thread."""
     spill_bytes: int
     """Stack and local memory per thread."""
     spill_instructions: int

@@ -15,9 +15,10 @@ from quire.request import Request
 MEMORY_S = 30.0
 """Busy seconds after which a step counts 1/e of the latest in the estimates."""
 MIN_DEPARTURES = 8.0
-"""With fewer remembered, nothing is said about when a seat comes free."""
+"""Fewest remembered departures from which it is predicted when a seat comes free."""
 SIGMAS = 2.33
-"""By which a request is taken: requests end at random, and with the mean every second one would be late."""
+"""Standard deviations above the mean that admission allows for: requests end at random, and by the mean every
+second one would be late."""
 
 
 class AdmissionControl:
@@ -53,7 +54,7 @@ class AdmissionControl:
         """A running request has ended, so its seat is free."""
         self._num_departures += 1
 
-    def on_step(self, now: float, duration_s: float, num_prefill_tokens: int, num_rows: int) -> None:
+    def on_step(self, duration_s: float, num_prefill_tokens: int, num_rows: int) -> None:
         """A step has ended; one without rows was not busy and does not count."""
         if not num_rows or duration_s <= 0:
             return
@@ -79,7 +80,7 @@ class AdmissionControl:
             num_tokens: prompt tokens to compute until then, its own included.
             num_waiting: requests that begin before it.
             num_free_seats: 0 also if the pool has no room for the next request.
-            sigmas: so many standard deviations above the mean, where requests end as a Poisson process.
+            sigmas: standard deviations above the mean, where requests end as a Poisson process.
         """
         if not self._tokens:
             return None
@@ -212,12 +213,6 @@ class DeadlineHeap:
             if self._is_live(entry):
                 late.setdefault(entry[3].request_id, (entry[3], entry[2]))
         return list(late.values())
-
-    def next_time(self) -> float | None:
-        """When the next deadline passes; None: there is none."""
-        while self._heap and not self._is_live(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
 
     @staticmethod
     def _is_live(entry: tuple[float, int, str, Request]) -> bool:

@@ -32,7 +32,7 @@ class BatchPolicy:
         self._latest_admission = 0
 
     def on_admitted(self, step: int) -> None:
-        """A request was admitted after so many steps."""
+        """Learns that a request was admitted after `step` steps."""
         self._latest_admission = step
 
     def phases(self, step: int, running: Sequence[Request], num_waiting: int) -> Phases:

@@ -1,11 +1,11 @@
-"""PreemptionCost: whether a request that gives way is computed again or moved out and back."""
+"""PreemptionCost: whether a preempted request is computed again or moved out and back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 FADE = 1.0 - 1.0 / 32.0
-"""Of the measurements so far, with each new one."""
+"""Weight that the measurements so far keep with each new one."""
 
 Rates = Callable[[], tuple[float | None, float | None]]
 """Bytes per second from the pool to the host tier and back, as measured; None: not yet."""
@@ -32,13 +32,13 @@ class PreemptionCost:
         self._tokens = self._seconds = 0.0
 
     def on_prefill(self, num_tokens: int, seconds: float) -> None:
-        """A step computed so many prompt tokens."""
+        """Learns from a step that computed this many prompt tokens."""
         if num_tokens > 0 and seconds > 0:
             self._tokens = self._tokens * FADE + num_tokens
             self._seconds = self._seconds * FADE + seconds
 
     def should_swap(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether to move so many blocks rather than to compute so many tokens again."""
+        """Whether to move `num_blocks` blocks rather than to compute `num_tokens` tokens again."""
         if self._mode != "auto":
             return self._mode == "swap"
         if not self._tokens or not self._block_bytes:

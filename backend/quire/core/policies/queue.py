@@ -28,8 +28,8 @@ class QueuePolicy(ABC):
     """The waiting requests. A request is in the queue from push() to remove().
 
     The first push gives a request its `rank`: (key, arrival sequence number), fixed from then on, smaller is
-    served earlier. It is what preempted requests return by and what decides who gives way. Where no rule says
-    otherwise the key is 0 and the rank is the order of arrival at the engine.
+    served earlier. It is what preempted requests return by and what decides which is preempted. Where no rule
+    says otherwise the key is 0 and the rank is the order of arrival at the engine.
 
     Calls the scheduler owes, beside push and remove: on_admitted() for each request that begins to run, after
     it was removed and its cached prefix is known; on_left() for each that runs no more; on_tokens() for what
@@ -48,7 +48,7 @@ class QueuePolicy(ABC):
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """In no order worth relying on."""
+        """The waiting requests, in no order worth relying on."""
         return (request for request, _ in self._requests.values())
 
     def __contains__(self, request: Request) -> bool:
@@ -180,8 +180,8 @@ class PriorityQueue(FCFSQueue):
     With ageing_s = 0 the key is the class, and a class starves while more urgent ones fill the machine.
 
     may_preempt(w, r) holds if w is of a more urgent class and of smaller rank. Both are strict orders, so
-    this is one. If a request gives way only to such a w, or for memory only to one of smaller rank, there is
-    - no livelock: the unfinished request of smallest rank gives way to nobody, so it ends;
+    this is one. If only such a w preempts a request, or for memory only one of smaller rank, there is
+    - no livelock: the unfinished request of smallest rank is never preempted, so it ends;
     - no starvation with ageing: what arrives more than 200 * ageing_s after r (classes are in [-100, 100])
       has a larger rank than r, so finitely many are ever ahead of r, and r becomes the one of smallest rank.
     A request that has aged past newer urgent ones is safe from them, waiting and running.
@@ -199,7 +199,7 @@ class PriorityQueue(FCFSQueue):
         return more_urgent and waiting.rank < running.rank
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """Those of its class and of more urgent ones; ageing is left out. O(classes)."""
+        """Counts requests of its class and of more urgent ones; ageing is left out. O(classes)."""
         counts = [
             count for priority, count in self._classes.items() if priority <= request.scheduling.priority
         ]
@@ -225,7 +225,7 @@ class PriorityQueue(FCFSQueue):
 class ShortestFirstQueue(FCFSQueue):
     """Least work first: uncached prompt tokens, estimated on arrival, and expected output of all choices.
 
-    `ageing_s` seconds of waiting outweigh TOKENS_PER_AGEING tokens, so nobody starves; 0: somebody may.
+    `ageing_s` seconds of waiting outweigh TOKENS_PER_AGEING tokens, so none starves; 0: some may.
     """
 
     def __init__(
@@ -247,8 +247,8 @@ class ShortestFirstQueue(FCFSQueue):
 class LongestPrefixQueue(FCFSQueue):
     """Most cached tokens first (SGLang's LPM), among windows of the PREFIX_WINDOW oldest requests.
 
-    Those that have waited `ageing_s` go before all others of their window, in order of arrival, so nobody
-    starves; 0: somebody may. Cost of candidates() beside FCFS: the sort of each window that is reached, and
+    Those that have waited `ageing_s` go before all others of their window, in order of arrival, so none
+    starves; 0: some may. Cost of candidates() beside FCFS: the sort of each window that is reached, and
     at most PREFIX_WALKS calls of `cached_tokens`, each a walk over hash maps. What was looked up longest ago
     is looked up first, so in the first window, where it matters, no length is older than two calls.
     """
@@ -358,7 +358,7 @@ class FairQueue(QueuePolicy):
                 heapq.heappush(self._by_counter, entry)
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """Its tenant's, and about as many of each other one; tokens in proportion."""
+        """Counts its tenant's requests and about as many of each other tenant; tokens in proportion."""
         account = self._waiting.get(request.scheduling.tenant)
         num_own = 0 if account is None else len(account.queue)
         num_others = len(self._waiting) - (account is not None)

@@ -12,7 +12,7 @@ from quire.config import SchedulerConfig
 from quire.request import FinishReason, Request
 
 BlocksFor = Callable[[Request, int], int]
-"""Blocks that one sequence of a request lacks to hold so many tokens; of a waiting one, all it needs."""
+"""Blocks that one sequence of a request lacks to hold a number of tokens; of a waiting one, all it needs."""
 
 WINDOW = 1000
 """predicted: ended requests whose output lengths are remembered."""
@@ -89,7 +89,7 @@ class Reservation(ABC):
         """Takes the candidate into account if it fits or is `alone`."""
 
     def _needed(self, request: Request, num_tokens: int) -> int:
-        """Blocks lacking for so many tokens in each of its sequences."""
+        """Blocks lacking for `num_tokens` tokens in each of its sequences."""
         slots = num_tokens if num_tokens < self._max_slots else self._max_slots
         needed = self._blocks_for(request, slots)
         if request.num_sequences > 1:
@@ -177,11 +177,6 @@ class Predicted(Reservation):
         self._recent.append(request.num_output_tokens)
         bisect.insort(self._lengths, request.num_output_tokens)
         self._is_new = True
-
-    def expected_remaining(self, request: Request) -> int:
-        """Tokens it will still generate, at least 1."""
-        done = request.num_output_tokens
-        return self._remaining(done, request.max_output_tokens(self._max_model_len) - done)
 
     def _remaining(self, done: int, limit: int) -> int:
         """Tokens that a request with `done` output tokens, and at most `limit` to come, will generate."""
