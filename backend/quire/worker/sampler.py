@@ -107,7 +107,7 @@ class Sampler:
         self.vocab_size = vocab_size
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
-        """As `draw`, with the result on the host."""
+        """Draws as `draw`, with the result on the host."""
         return self.draw(logits, rows).output()
 
     def draw(
@@ -191,14 +191,14 @@ def _errors(token_ids: list[int]) -> dict[int, str]:
 
 
 def _logit_edits(there: Mapping[str, torch.Tensor], newest: torch.Tensor | None) -> LogitEdits:
-    """Of the arrays of `collect_edits`, on the device."""
+    """Edits made of the arrays of `collect_edits`, on the device."""
     uncounted = there.get("uncounted")
     known = None if newest is None or uncounted is None else torch.where(uncounted, newest, -1)
     return LogitEdits(**{name: there[name] for name in _EDITS}, newest=known)
 
 
 def _logprobs(log_probs: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per row the chosen token, then the MAX_LOGPROBS most likely ones in descending order.
+    """Lists the chosen token of each row, then the MAX_LOGPROBS most likely ones in descending order.
 
     Args:
         log_probs: float32 [n, V].
