@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "backend"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 
 from quire.errors import ConfigError
-from quire.tritonserver import libpython_directory
+from quire.server.tritonserver import libpython_directory
 
 try:
     libpython_directory()

@@ -9,8 +9,8 @@ import click
 from quire import __version__
 
 _COMMANDS = {
-    "serve": ("quire.serve:serve", "Serve a model repository with tritonserver."),
-    "healthcheck": ("quire.healthcheck:healthcheck", "Ask a served model for one token; for probes."),
+    "serve": ("quire.server.serve:serve", "Serve a model repository with tritonserver."),
+    "healthcheck": ("quire.server.healthcheck:healthcheck", "Ask a served model for one token; for probes."),
     "simulate": ("quire.simulator.command:simulate", "Run the scheduler with a cost model for a model."),
     "trace": ("quire.simulator.command:trace", "Replay or draw the trace of a scheduler."),
     "repository": ("quire_ensemble.cli:repository", "Build model repositories from checkpoints."),
@@ -62,7 +62,7 @@ def install(out: str) -> None:
     from pathlib import Path
 
     from quire.errors import QuireError
-    from quire.tritonserver import install_backend
+    from quire.server.tritonserver import install_backend
 
     try:
         written = install_backend(Path(out))

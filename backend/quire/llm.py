@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.bad_words import with_bad_words_ids
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.errors import EngineError
+from quire.frontend.bad_words import with_bad_words_ids
+from quire.frontend.output_processor import RequestProcessor
 from quire.multimodal import PromptEmbeds
-from quire.output_processor import RequestProcessor
 from quire.outputs import RequestOutput
 from quire.sampling_params import (
     SamplingParams,

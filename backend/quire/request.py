@@ -12,7 +12,7 @@ from quire.scheduling_params import SchedulingParams
 
 if TYPE_CHECKING:
     from quire.core.choices import Choices
-    from quire.core.kv_cache_manager import BlockTable
+    from quire.core.kv_cache_manager import RequestBlocks
 
 
 class RequestStatus(enum.IntEnum):
@@ -139,7 +139,7 @@ class Request:
         """Prompt tokens that were in the cache when it began."""
         self.in_runner = False
         """Whether the runner has a row for it."""
-        self.table: BlockTable | None = None
+        self.table: RequestBlocks | None = None
         """The request's blocks; only the KVCacheManager changes them."""
         self.steady_until = 0
         """Number of computed tokens up to which all rows of one token are alike: they sample, and

@@ -15,7 +15,7 @@ import pytest
 from quire.cache_commands import Health, Reset, Unpin
 from quire.engine.messages import EngineInfo
 from quire.errors import InvalidArgumentError, UnavailableError
-from quire.output_processor import RequestProcessor
+from quire.frontend.output_processor import RequestProcessor
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 from quire.triton.request_parser import RequestParser

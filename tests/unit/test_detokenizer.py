@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
-from quire.detokenizer import IncrementalDetokenizer, TokenDecoder, _safe_cut
-from quire.output_processor import OutputProcessor
+from quire.frontend.detokenizer import IncrementalDetokenizer, TokenDecoder, _safe_cut
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.stop_matcher import StopAutomaton, StopMatcher
 from quire.outputs import EngineCoreOutput, TokenLogprobs
 from quire.sampling_params import SamplingParams
-from quire.stop_matcher import StopAutomaton, StopMatcher
 
 REPLACEMENT = "\ufffd"
 CORPUS = [

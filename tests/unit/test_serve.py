@@ -24,13 +24,13 @@ import pytest
 import tritonclient.grpc as grpcclient
 from click.testing import CliRunner
 
-from quire import http_stack, run_files, serve, tritonserver
 from quire.cli import main
 from quire.errors import ConfigError
-from quire.model_links import link_models
 from quire.processes import start_time_of
-from quire.serve import FORWARDED_HEADERS, MAX_HTTP_BODY, ServeConfig, bind_port, server_arguments
-from quire.tritonserver import TritonServer
+from quire.server import http_stack, run_files, serve, tritonserver
+from quire.server.model_links import link_models
+from quire.server.serve import FORWARDED_HEADERS, MAX_HTTP_BODY, ServeConfig, bind_port, server_arguments
+from quire.server.tritonserver import TritonServer
 from quire_kernels.cache import private_directory
 from tests.fixtures.server import ServeRepository, ServerProcess
 

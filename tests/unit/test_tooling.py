@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from quire import tritonserver
 from quire.errors import ConfigError
+from quire.server import tritonserver
 from tests import groups, rows, status
 from tests.rows import ROOT, Feature, RowResult, load_features
 

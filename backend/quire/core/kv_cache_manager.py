@@ -34,7 +34,7 @@ class KVEvents(Protocol):
 
 
 @dataclass(slots=True)
-class BlockTable:
+class RequestBlocks:
     """Blocks of one running request."""
 
     blocks: list[list[int]]
@@ -235,7 +235,7 @@ class KVCacheManager:
             for block_id in blocks:
                 if block_id >= 0:
                     self.pool.incref(block_id)
-        table = request.table = BlockTable(
+        table = request.table = RequestBlocks(
             [list(blocks) for blocks in prefix.block_ids],
             [blocks.count(OUTSIDE) for blocks in prefix.block_ids],
         )
@@ -349,7 +349,7 @@ class KVCacheManager:
                 copies.append((source.blocks[group][count], taken[group]))
                 own.append(taken[group])
         released = [min(number, count) for number in source.released]
-        child.table = BlockTable(blocks, released, min(source.num_cached, count))
+        child.table = RequestBlocks(blocks, released, min(source.num_cached, count))
         return copies
 
     def free(self, request: Request, now: float = 0.0) -> None:
@@ -397,15 +397,15 @@ class KVCacheManager:
             self.events.all_cleared()
         return count
 
-    def _new_table(self) -> BlockTable:
-        return BlockTable([[] for _ in self.groups], [0] * len(self.groups))
+    def _new_table(self) -> RequestBlocks:
+        return RequestBlocks([[] for _ in self.groups], [0] * len(self.groups))
 
     def _evicted(self, key: bytes) -> None:
         # Keys of other groups are longer by the group's number.
         if self.events is not None and len(key) == 16:
             self.events.block_removed(key)
 
-    def _release(self, request: Request, table: BlockTable) -> None:
+    def _release(self, request: Request, table: RequestBlocks) -> None:
         """Gives back blocks that no token still to be computed sees."""
         for group, blocks in enumerate(table.blocks):
             window = self.groups[group].window

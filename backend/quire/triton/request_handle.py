@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from quire.output_processor import RequestProcessor
+from quire.frontend.output_processor import RequestProcessor
 from quire.outputs import RequestOutput, TokenLogprobs
 from quire.triton.request_parser import ParsedRequest
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from quire.bad_words import with_bad_words_ids
 from quire.cache_commands import CacheCommand, Health, parse_cache_command
 from quire.converters import boolean, integer
 from quire.engine.device_array import DeviceBuffer
 from quire.engine.messages import EmbedsMessage, EngineInfo
 from quire.engine.shared_array import SharedBuffer
 from quire.errors import InvalidArgumentError
+from quire.frontend.bad_words import with_bad_words_ids
+from quire.frontend.stop_matcher import StopAutomaton
 from quire.multimodal import check_spans, content_hashes
 from quire.sampling_params import (
     MAX_BAD_WORDS,
@@ -38,7 +39,6 @@ from quire.scheduling_params import (
     SchedulingParams,
     parse_scheduling_params,
 )
-from quire.stop_matcher import StopAutomaton
 from quire.validation import check_prompt, check_prompt_length, check_token_parameters
 from quire_ensemble import client_json
 from quire_ensemble.errors import InputError

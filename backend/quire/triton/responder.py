@@ -37,7 +37,7 @@ from quire.engine.messages import (
     Stats,
 )
 from quire.errors import EngineStoppedError, QuireError, UnavailableError
-from quire.output_processor import OutputProcessor, RequestProcessor
+from quire.frontend.output_processor import OutputProcessor, RequestProcessor
 from quire.outputs import EngineCoreOutput, RequestOutput
 from quire.request import FinishReason
 from quire.triton.request_handle import RequestHandle

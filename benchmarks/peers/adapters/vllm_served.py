@@ -32,8 +32,8 @@ from benchmarks.peers.protocol import Run, RunResult, drive_streams, serve
 from benchmarks.peers.venvs import DIRECTORY
 from benchmarks.peers.vllm_arguments import engine_arguments
 from benchmarks.peers.workloads import Request
-from quire import tritonserver
-from quire.serve import bind_port
+from quire.server import tritonserver
+from quire.server.serve import bind_port
 
 MODEL = "vllm_model"
 START_TIMEOUT_S = 600.0

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.detokenizer import IncrementalDetokenizer
+from quire.frontend.detokenizer import IncrementalDetokenizer
+from quire.frontend.stop_matcher import StopAutomaton
 from quire.outputs import EngineCoreOutput, RequestOutput, TokenLogprobs
 from quire.request import FinishReason
 from quire.sampling_params import SamplingParams
-from quire.stop_matcher import StopAutomaton
 
 
 class OutputProcessor:

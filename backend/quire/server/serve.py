@@ -27,13 +27,13 @@ from pathlib import Path
 import click
 import psutil
 
-from quire import http_stack, run_files, tritonserver
 from quire.errors import ConfigError, QuireError
-from quire.model_links import link_models
 from quire.processes import open_verified_pidfd
-from quire.run_files import RunFiles
 from quire.scheduling_params import HEADERS
-from quire.tritonserver import TritonServer
+from quire.server import http_stack, run_files, tritonserver
+from quire.server.model_links import link_models
+from quire.server.run_files import RunFiles
+from quire.server.tritonserver import TritonServer
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 LOOPBACK = "127.0.0.1"

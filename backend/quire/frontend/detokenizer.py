@@ -21,7 +21,7 @@ import re
 import weakref
 from typing import Any
 
-from quire.stop_matcher import StopAutomaton, StopMatcher
+from quire.frontend.stop_matcher import StopAutomaton, StopMatcher
 
 REPLACEMENT = "\ufffd"
 
