@@ -154,12 +154,13 @@ class Tokenizer:
 
         What lies in different pieces has an effect on each other near the cut only: there a token of the
         whole text may be many, and a few beside it are other ones. So a piece counts for three quarters of
-        its tokens less one of the longest, and no text that fits is refused.
+        its tokens less one of the longest, and no text that fits is refused. (One of BERT's could be, of
+        words of more than 100 characters at each cut and next to nothing between them.)
         """
         _refuse_surrogates(field, text)
         counted = text
         if self._stripping is not None:  # these take in any number of spaces beside them
-            counted = "".join(part.strip() for part in self._stripping.split(text))
+            counted = "".join(_with_short_edges(part) for part in self._stripping.split(text))
         size, least = max(_PIECE, 8 * self._longest_token), 0
         for start in range(0, len(counted), size):
             found = len(self._ids(field, counted[start : start + size], False))
@@ -337,6 +338,14 @@ class Tokenizer:
             return self._render([{"role": "user", "content": content}])
         except Exception:  # a template is a program: it may raise anything
             return None
+
+
+def _with_short_edges(part: str) -> str:
+    """A text with one of the spaces at each of its ends: a word may be one token only with the space before
+    it, which not every token that swallows spaces takes away from it."""
+    core = part.strip()
+    begin = part.find(core)
+    return part[max(begin - 1, 0) : begin + len(core) + 1]
 
 
 def _shows_lists(text: str) -> bool:

@@ -339,3 +339,14 @@ def test_longest_prefix_raises_the_hit_rate_on_a_trace_with_shared_prefixes() ->
         assert all(outcome.reasons == ["length"] for outcome in report.outcomes)
         rates[policy] = report.as_dict()["hit_rate"]
     assert rates["longest_prefix"] > 1.25 * rates["fcfs"], rates
+
+
+def test_a_probe_of_the_engine_is_nobody_s_service() -> None:
+    """The tenant without a name paid three tokens for each probe of an idle engine, the whole night long."""
+    engine = FakeEngine(queue_policy="fair")
+    engine.add("probe", 1, 1, scheduling=SchedulingParams(exempt=True))
+    engine.run()
+    assert engine.scheduler.roster.queue.counter("") == 0.0
+    engine.add("request", 1, 1)
+    engine.run()
+    assert engine.scheduler.roster.queue.counter("") > 0.0

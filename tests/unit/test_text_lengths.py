@@ -183,3 +183,18 @@ def test_spaces_that_a_token_swallows_do_not_count(text: str) -> None:
     assert len(wrapped(swallowing()).encode(text, False, max_tokens=2)) == 2
     with pytest.raises(InputError, match="more than 2 tokens"):
         wrapped(swallowing()).encode(text.replace("<", "a"), False, max_tokens=2)
+
+
+def spaced() -> Tokenizer:
+    """As RoBERTa's: words with the space before them, and a mask that swallows spaces before itself alone."""
+    tokenizer = byte_level("Ġtokenization")
+    tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    return tokenizer
+
+
+def test_the_space_that_belongs_to_a_word_counts_with_it() -> None:
+    """It was taken away with those that a special token before it might have swallowed; the word alone has
+    many tokens, and a text that fits was refused."""
+    tokenizer, text = wrapped(spaced()), "<mask> tokenization" * 10_000
+    num_tokens = len(tokenizer.encode(text, False))
+    assert len(tokenizer.encode(text, False, max_tokens=num_tokens)) == num_tokens

@@ -25,6 +25,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, EngineError, WorkerLostError
 from quire.kv_tiers import KVTiers
 from quire.outputs import ModelRunnerOutput, SchedulerOutput
+from quire.processes import start_time_of
 from quire.run_module import RUN_MODULE
 from quire.worker.messages import WARM_UP, Failed, Ready
 
@@ -69,11 +70,14 @@ class WorkerProcess:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        ours, theirs = socket.socketpair()
+        self._pid = os.getpid()
+        self._socket, theirs = socket.socketpair()
+        self._connection = Connection(os.dup(self._socket.fileno()))
         with theirs:
             command = [sys.executable, str(RUN_MODULE), "quire.worker.process", "--fd", str(theirs.fileno())]
+            command += ["--engine-pid", str(self._pid)]
+            command += ["--engine-start-time", str(start_time_of(self._pid) or 0)]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        self._connection = Connection(ours.detach())
         self._results: deque[ModelRunnerOutput | Failed] = deque()
         """Results of steps that are done and not collected, the oldest first."""
         self._num_computing = 0
@@ -139,12 +143,23 @@ class WorkerProcess:
 
     def close(self) -> None:
         """Ends the process."""
-        self._connection.close()
+        self._hang_up()
         try:
             self._process.wait(CLOSE_WAIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def __del__(self) -> None:
+        if os.getpid() == self._pid:  # a fork of its owner has no say
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Tells the worker to end. To close the socket is not enough: forks of this process have it, too."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._connection.close()
 
     def _result(self) -> ModelRunnerOutput | Failed:
         self._num_computing -= 1

@@ -1,8 +1,8 @@
 """A ModelRunner in a process of its own: the other half of `quire.engine.worker_process`.
 
 Started with a socket, it takes an EngineConfig, answers with a Ready or Failed, and then computes one
-SchedulerOutput after the other until the socket is closed. The KV cache lies in memory that the engine maps,
-too: the engine moves blocks, this process computes.
+SchedulerOutput after the other until the socket is closed or the engine is dead. The KV cache lies in memory
+that the engine maps, too: the engine moves blocks, this process computes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import select
 import signal
 import sys
+import threading
 from multiprocessing.connection import Connection
 
 import click
@@ -19,6 +21,7 @@ import click
 from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError, describe
 from quire.outputs import ModelRunnerOutput, SchedulerOutput
+from quire.processes import open_verified_pidfd
 from quire.worker.messages import WARM_UP, Failed, Ready
 from quire.worker.model_runner import ModelRunner
 
@@ -60,15 +63,34 @@ def serve(connection: Connection) -> None:
         connection.send(answer)
 
 
+def end_with(pid: int, start_time: int) -> None:
+    """Ends this process with another one, whatever it is doing then: loading a model, say.
+
+    The socket does not tell of a dead engine while a fork of it lives.
+    """
+    pidfd = open_verified_pidfd(pid, start_time)
+    if pidfd is None:
+        raise SystemExit("worker: its engine is gone")
+
+    def wait() -> None:
+        select.select([pidfd], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="quire-engine-watch", daemon=True).start()
+
+
 @click.command()
 @click.option("--fd", type=int, required=True)
-def main(fd: int) -> None:
+@click.option("--engine-pid", type=int, required=True)
+@click.option("--engine-start-time", type=int, required=True)
+def main(fd: int, engine_pid: int, engine_start_time: int) -> None:
     """Computes for the engine at the other end of socket FD."""
     logging.basicConfig(
         level=os.environ.get("QUIRE_LOG_LEVEL", "INFO"),
         format="%(asctime)s quire worker[%(process)d] %(levelname)s %(message)s",
         stream=sys.stderr,
     )
+    end_with(engine_pid, engine_start_time)
     # It ends when its engine closes the socket or dies, and not before: the engine may have work to finish.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -368,13 +368,16 @@ class FairQueue(QueuePolicy):
     def on_admitted(self, request: Request) -> None:
         if request.num_preemptions == 0:
             num_tokens = request.num_prompt_tokens - request.num_cached_tokens
-            self._charge(request.scheduling.tenant, self._input_weight * num_tokens)
+            self._charge(request, self._input_weight * num_tokens)
 
     def on_tokens(self, request: Request, num_input: int, num_output: int) -> None:
         if num_output:
-            self._charge(request.scheduling.tenant, self._output_weight * num_output)
+            self._charge(request, self._output_weight * num_output)
 
-    def _charge(self, tenant: str, service: float) -> None:
+    def _charge(self, request: Request, service: float) -> None:
+        if request.scheduling.exempt:
+            return
+        tenant = request.scheduling.tenant
         account = self._waiting.get(tenant) or self._touch(tenant)
         account.counter += service / self._weight(tenant)
 
