@@ -16,6 +16,7 @@ import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from quire.processes import start_time_of
 from quire_ensemble.builder import build_repository
 from tests.e2e.conftest import OPTIONS
 from tests.e2e.triton_calls import Reply, TritonStream, infer, stream
@@ -48,6 +49,14 @@ def engines(server: ServerProcess) -> list[psutil.Process]:
 
 def processes(server: ServerProcess, module: str) -> list[psutil.Process]:
     return [process for process in server.descendants() if module in command_line(process)]
+
+
+def wait_for_end(process: psutil.Process) -> None:
+    """Until it has ended; its parent may take its time to learn with what status."""
+    deadline = time.monotonic() + WAIT_S
+    while start_time_of(process.pid) is not None:
+        assert time.monotonic() < deadline, process
+        time.sleep(0.05)
 
 
 def command_line(process: psutil.Process) -> list[str]:
@@ -152,11 +161,11 @@ def test_a_killed_worker_takes_its_engine_along_and_both_come_back(
     idle = next_worker(worker.pid)
     (engine,) = engines(server)
     idle.kill()
-    engine.wait(WAIT_S)
+    wait_for_end(engine)
     last = next_worker(worker.pid, idle.pid)
     (engine,) = engines(server)
     engine.kill()
-    last.wait(WAIT_S)
+    wait_for_end(last)
     next_worker(last.pid)
     server.stop()
     assert server.leftovers() == []

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from quire_kernels import cache
-from quire_kernels.cpu import build
+from quire_kernels.cpu import compiler
 
 
 @pytest.fixture(autouse=True)
@@ -45,19 +45,19 @@ def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (sources / "quire.cpp").write_text(
         'static const char table[1 << 16] = {1};\nextern "C" int answer() { return 41 + table[0]; }\n'
     )
-    monkeypatch.setattr(build, "SOURCES", sources)
-    monkeypatch.setattr(build, "ISAS", {"any": ((), ())})
+    monkeypatch.setattr(compiler, "SOURCES", sources)
+    monkeypatch.setattr(compiler, "ISAS", {"any": ((), ())})
     made: list[str] = []
-    compile_library = build._compile
+    compile_library = compiler._compile
 
     def counted(compiler: str, flags: tuple[str, ...], name: str) -> Path:
         made.append(name)
         return compile_library(compiler, flags, name)
 
-    monkeypatch.setattr(build, "_compile", counted)
-    build._key.cache_clear()
+    monkeypatch.setattr(compiler, "_compile", counted)
+    compiler._key.cache_clear()
     yield made
-    build._key.cache_clear()
+    compiler._key.cache_clear()
 
 
 def answer(library: ctypes.CDLL) -> int:
@@ -67,11 +67,11 @@ def answer(library: ctypes.CDLL) -> int:
 def in_new_process(folder: Path, sources: Path) -> int:
     """Loads the library there, as the next start does, and says how often it was compiled."""
     program = (
-        "import pathlib, sys\nfrom quire_kernels.cpu import build\n"
-        "build.SOURCES = pathlib.Path(sys.argv[1])\nbuild.ISAS = {'any': ((), ())}\n"
-        "made, compile_library = [], build._compile\n"
-        "build._compile = lambda *given: made.append(1) or compile_library(*given)\n"
-        "assert build.load('any').answer() == 42\nprint(len(made))\n"
+        "import pathlib, sys\nfrom quire_kernels.cpu import compiler\n"
+        "compiler.SOURCES = pathlib.Path(sys.argv[1])\ncompiler.ISAS = {'any': ((), ())}\n"
+        "made, compile_library = [], compiler._compile\n"
+        "compiler._compile = lambda *given: made.append(1) or compile_library(*given)\n"
+        "assert compiler.load('any').answer() == 42\nprint(len(made))\n"
     )
     command = [sys.executable, "-c", program, str(sources)]
     environment = {**os.environ, "QUIRE_CACHE_DIR": str(folder)}
@@ -86,7 +86,7 @@ def test_a_truncated_library_is_compiled_again(
 ) -> None:
     """A file cut short by a full disk or a crash was loaded for ever: an error at each start or, where the
     loader could map it, a SIGBUS in the middle of a step."""
-    assert answer(build.load("any")) == 42
+    assert answer(compiler.load("any")) == 42
     (path,) = wanted.rglob("*.so")
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * part)])
@@ -97,7 +97,7 @@ def test_a_truncated_library_is_compiled_again(
 def test_a_whole_file_that_cannot_be_loaded_is_made_again(
     wanted: Path, tmp_path: Path, compilations: list[str]
 ) -> None:
-    build.load("any")
+    compiler.load("any")
     (path,) = wanted.rglob("*.so")
     assert in_new_process(wanted, tmp_path / "sources") == 0
     assert cache.keep(path, b"not a library")
@@ -115,7 +115,7 @@ def test_a_full_disk_costs_a_compilation_and_one_line(
         pytest.skip("a tmpfs cannot be mounted here")
     try:
         for _ in range(2):
-            assert answer(build.load("any")) == 42
+            assert answer(compiler.load("any")) == 42
         assert len(compilations) == 2, "nothing was kept"
         assert not list(wanted.rglob("*.tmp")), "nothing half written stays"
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -127,16 +127,16 @@ def test_a_full_disk_costs_a_compilation_and_one_line(
 def test_a_disk_that_can_be_read_only_gives_what_it_has(
     wanted: Path, tmp_path: Path, compilations: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    build.load("any")
+    compiler.load("any")
     if subprocess.run(["mount", "--bind", str(wanted), str(wanted)], check=False).returncode:
         pytest.skip("nothing can be mounted here")
     try:
         subprocess.run(["mount", "-o", "remount,bind,ro", str(wanted)], check=True)
-        assert answer(build.load("any")) == 42
+        assert answer(compiler.load("any")) == 42
         assert len(compilations) == 1, "from the cache"
         (tmp_path / "sources" / "more.h").write_text("// another key")
-        build._key.cache_clear()
-        assert answer(build.load("any")) == 42
+        compiler._key.cache_clear()
+        assert answer(compiler.load("any")) == 42
         assert len(compilations) == 2
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
         assert "Read-only file system" in caplog.text
@@ -157,18 +157,18 @@ def test_where_nothing_may_be_executed_it_is_compiled_once_and_loaded_from_memor
             if subprocess.run(command, check=False).returncode:
                 pytest.skip("a tmpfs cannot be mounted here")
             mounted.append(folder)
-        assert answer(build.load("any")) == 42
+        assert answer(compiler.load("any")) == 42
         monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
         assert in_new_process(wanted, tmp_path / "sources") == 0
         source = tmp_path / "sources" / "quire.cpp"
         source.write_text(source.read_text().replace("41", "42"))
-        build._key.cache_clear()
-        assert answer(build.load("any")) == 43, "the loader took it for the first one"
-        assert answer(build.load("any")) == 43
+        compiler._key.cache_clear()
+        assert answer(compiler.load("any")) == 43, "the loader took it for the first one"
+        assert answer(compiler.load("any")) == 43
         assert len(compilations) == 2
         (path,) = (path for path in wanted.rglob("*.so") if path.name == compilations[-1])
         cache.keep(path, b"not a library")
-        assert answer(build.load("any")) == 43
+        assert answer(compiler.load("any")) == 43
         assert len(compilations) == 3
     finally:
         for folder in mounted:
@@ -176,9 +176,9 @@ def test_where_nothing_may_be_executed_it_is_compiled_once_and_loaded_from_memor
 
 
 def test_a_directory_that_vanishes_is_made_again(wanted: Path, compilations: list[str]) -> None:
-    build.load("any")
+    compiler.load("any")
     shutil.rmtree(wanted)
-    assert answer(build.load("any")) == 42
+    assert answer(compiler.load("any")) == 42
     assert len(list(wanted.rglob("*.so"))) == 1
 
 

@@ -158,7 +158,7 @@ def test_an_engine_that_nobody_knows_of_ends(tmp_path: Path) -> None:
     """Its starter was killed before it could say so: the real engine reads the end of its input."""
     command = [sys.executable, str(RUN_MODULE), "quire.engine.loop", "--directory", str(tmp_path)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "nobody knows of it" in done.stderr
+    assert done.returncode == 1 and "died before it could announce it" in done.stderr
     assert not (tmp_path / "state.json").exists()
 
 
