@@ -797,8 +797,8 @@ def test_a_gateway_that_stops_ends_its_requests(server: FakeKServe, stream: bool
     with gateway(GatewaySettings(server.url)) as base:
         connection = post_raw(base, chat_body("endless", stream=stream))
         assert server.started.wait(WAIT)
-    assert server.ended.is_set()
     assert server.cancelled_ids == [server.requests[0].id]
+    assert server.ended.wait(WAIT)
     connection.close()
 
 
