@@ -188,12 +188,13 @@ class EngineCore:
     def _collect(self, meanwhile: Callable[[Future[Any]], None] | None) -> ModelRunnerOutput:
         """What the oldest step brought; an exception where it has failed, or one launched behind it."""
         done = self.executor.collect()
-        try:
-            if meanwhile is not None and not done.done():
-                meanwhile(done)
-        finally:
-            # Whatever becomes of the rest, nothing may go on while a step is computed.
-            wait((done,))
+        if not done.done():
+            try:
+                if meanwhile is not None:
+                    meanwhile(done)
+            finally:
+                # Whatever becomes of the rest, nothing may go on while a step is computed.
+                wait((done,))
         return done.result()
 
     def _update(self, planned: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
