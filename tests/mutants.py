@@ -456,8 +456,8 @@ _WORKER = (
     ),
     Mutant(
         "blocks are copied before they are saved",
-        "backend/quire/worker/model_runner.py",
-        "        if output.block_copies:\n            self.kv_cache.copy_blocks(output.block_copies)\n",
+        "backend/quire/kv_tiers/moves.py",
+        "    if output.block_copies:\n        pool.copy_blocks(output.block_copies)\n",
         "",
         ("tests/unit/test_model_runner.py::test_a_copied_block_goes_on_as_its_source",),
     ),

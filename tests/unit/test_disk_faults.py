@@ -51,7 +51,11 @@ class Served:
         logging.getLogger("quire").addHandler(handler)
 
     def serve(self) -> dict[str, float]:
-        """Generates with nothing in the pool; returns by how much the tier's numbers grew."""
+        """Generates twice with nothing in the pool; returns by how much the tier's numbers grew.
+
+        Nothing waits for the writer when the second time begins: what waits is loaded, too, whatever the
+        disk says.
+        """
         core = self.llm.core
         assert core.tiers is not None
         before = core.tiers.stats()
@@ -59,7 +63,7 @@ class Served:
         for _ in range(2):
             assert [output.token_ids for output in self.llm.generate(PROMPTS, GREEDY)] == self.expected
             core.kv.reset()
-        assert core.tiers.flush(30.0)
+            assert core.tiers.flush(30.0)
         core.scheduler.check_integrity()
         return {key: value - before[key] for key, value in core.tiers.stats().items()}
 

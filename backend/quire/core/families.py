@@ -46,7 +46,7 @@ class Families:
     ) -> list[EngineCoreOutput]:
         """Makes each choice but the first, which the request becomes, a request of its own."""
         outputs = []
-        self._roster.resize(request, 1)
+        self._roster.take_one_seat(request)
         for child, drawn in zip(choices.fork(), result.choices, strict=True):
             # Not by what the request has computed: its next row may be in flight.
             self._roster.fork(request, child, request.num_prompt_tokens)
@@ -60,7 +60,7 @@ class Families:
         assert result.logprobs, f"{request}: no candidates"
         if not beams.report(request, result.logprobs[0]):
             return []
-        self._roster.resize(request, 1)
+        self._roster.take_one_seat(request)
         step = beams.advance(self._max_model_len)
         if beams.is_over:
             outputs = beams.results()

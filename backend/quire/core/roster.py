@@ -26,8 +26,8 @@ class Roster:
     """The one place where a request changes its status.
 
     All that must know of it are told here: the queue, the tenants' accounts, the block manager, the
-    transfers,
-    and the runner (by what the next step carries). Running requests stand in the order of their ranks.
+    transfers, and the runner (by what the next step carries). Running requests stand in the order of their
+    ranks.
 
     Args:
         clock: seconds, monotonic.
@@ -173,11 +173,11 @@ class Roster:
         self.tenants.on_admitted(child)
         self._seat(child)
 
-    def resize(self, request: Request, num_sequences: int) -> None:
-        """Has the request take `num_rows` rows of a step from now on: its choices have rows of their own."""
+    def take_one_seat(self, request: Request) -> None:
+        """Has the request take one row of a step from now on: its choices have rows of their own."""
         if request.status is RequestStatus.RUNNING:
-            self.num_free_seats += request.num_sequences - num_sequences
-        request.num_sequences = num_sequences
+            self.num_free_seats += request.num_sequences - 1
+        request.num_sequences = 1
 
     # Ends.
 

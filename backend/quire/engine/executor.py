@@ -10,8 +10,8 @@ from quire.kv_tiers import BlockAccess, KVTiers
 from quire.outputs import ModelRunnerOutput, RunnerInfo, SchedulerOutput
 
 
-class Runner(Protocol):
-    """Computes steps on its caller's thread: `ModelRunner`, or `WorkerProcess`, which has one elsewhere."""
+class Computing(Protocol):
+    """What runners and executors have in common."""
 
     @property
     def info(self) -> RunnerInfo: ...
@@ -21,12 +21,6 @@ class Runner(Protocol):
 
     def attach(self, tiers: KVTiers | None) -> None:
         """Says where blocks go beside the pool, before the first step."""
-
-    def launch(self, output: SchedulerOutput) -> None:
-        """Begins a step; what it samples stays on the device for the steps behind it."""
-
-    def collect(self) -> ModelRunnerOutput:
-        """Waits for the oldest step that was launched; an exception if one of those under way has failed."""
 
     def reset(self) -> None:
         """Forgets the steps under way: one has failed, and the requests of all end."""
@@ -40,37 +34,27 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-class Executor(Protocol):
+class Runner(Computing, Protocol):
+    """Computes steps on its caller's thread: `ModelRunner`, or `WorkerProcess`, which has one elsewhere."""
+
+    def launch(self, output: SchedulerOutput) -> None:
+        """Begins a step; what it samples stays on the device for the steps behind it."""
+
+    def collect(self) -> ModelRunnerOutput:
+        """Waits for the oldest step that was launched; an exception if one of those under way has failed."""
+
+
+class Executor(Computing, Protocol):
     """What computes, as the engine knows it; several ranks would be one executor, too."""
 
     depth: int
     """Steps that may be under way when the oldest is waited for: 1, or more where a device has a queue."""
 
-    @property
-    def info(self) -> RunnerInfo: ...
-
-    @property
-    def kv_cache(self) -> BlockAccess: ...
-
-    def attach(self, tiers: KVTiers | None) -> None:
-        """See `Runner`."""
-
     def launch(self, output: SchedulerOutput) -> None:
         """Takes a step; it is under way at the latest when the next collect() is called."""
 
     def collect(self) -> Future[ModelRunnerOutput]:
-        """What the oldest step brought; called again only when that is known."""
-
-    def reset(self) -> None:
-        """See `Runner`."""
-
-    def warm_up(self) -> None:
-        """See `Runner`."""
-
-    def check(self) -> None:
-        """See `Runner`."""
-
-    def close(self) -> None: ...
+        """Result of the oldest step; called again only when that is known."""
 
 
 class RunnerExecutor:

@@ -108,7 +108,7 @@ class EngineSupervisor:
         self.reap()
         sweep(self.directory.parent)
         directory.write("config.json", json.dumps(self.config.of_engine.to_mapping()).encode())
-        command = [engine_python(), str(RUN_MODULE), "quire.engine.loop"]
+        command = [engine_python(), RUN_MODULE, "quire.engine.loop"]
         command += ["--directory", str(self.directory), "--generation", str(generation)]
         command += ["--server-pid", str(self.server_pid), "--server-start-time", str(self.server_start_time)]
         environment = {**engine_environment(), **self.environment}

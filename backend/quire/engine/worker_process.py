@@ -24,6 +24,7 @@ import numpy.typing as npt
 from quire.config import EngineConfig
 from quire.errors import ConfigError, EngineError, WorkerLostError
 from quire.kv_tiers import KVTiers
+from quire.kv_tiers.moves import move_blocks, read_rows, write_rows
 from quire.outputs import ModelRunnerOutput, SchedulerOutput
 from quire.processes import start_time_of
 from quire.run_module import RUN_MODULE
@@ -47,16 +48,14 @@ class MappedBlocks:
 
     def read(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
         """See `BlockAccess`."""
-        for row, block_id in enumerate(block_ids):
-            out[row] = self._blocks[block_id]
+        read_rows(self._blocks, block_ids, out)
 
     def write(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
         """See `BlockAccess`."""
-        for row, block_id in enumerate(block_ids):
-            self._blocks[block_id] = data[row]
+        write_rows(self._blocks, block_ids, data)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies (source, target) inside the pool; all sources are read before any target is written."""
+        """See `BlockCopier`."""
         sources, targets = zip(*pairs, strict=True)
         self._blocks[list(targets)] = self._blocks[list(sources)]
 
@@ -74,7 +73,7 @@ class WorkerProcess:
         self._socket, theirs = socket.socketpair()
         self._connection = Connection(os.dup(self._socket.fileno()))
         with theirs:
-            command = [sys.executable, str(RUN_MODULE), "quire.worker.process", "--fd", str(theirs.fileno())]
+            command = [sys.executable, RUN_MODULE, "quire.worker.process", "--fd", str(theirs.fileno())]
             command += ["--engine-pid", str(self._pid)]
             command += ["--engine-start-time", str(start_time_of(self._pid) or 0)]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
@@ -105,13 +104,7 @@ class WorkerProcess:
         # Blocks are moved only while nothing is computed on them.
         while self._num_computing:
             self._results.append(self._result())
-        if self._tiers is not None:
-            self._tiers.save(output.kv_saves)
-        if output.block_copies:
-            self.kv_cache.copy_blocks(output.block_copies)
-        for load in output.kv_loads:
-            assert self._tiers is not None
-            self._tiers.start_load(load)
+        move_blocks(output, self.kv_cache, self._tiers)
         self._send(dataclasses.replace(output, kv_saves=[], block_copies=[], kv_loads=[]))
         self._num_computing += 1
 

@@ -15,6 +15,7 @@ import torch
 
 from quire.config import CacheConfig, SchedulerConfig
 from quire.errors import ConfigError
+from quire.kv_tiers.moves import read_rows, write_rows
 from quire.models.kv_spec import KVSpec
 from quire_kernels import ops
 from quire_kernels.cuda.copy import copy_batch
@@ -161,10 +162,7 @@ class KVCache:
             out: [n, block_bytes], in host memory.
         """
         if self.blocks.device.type == "cpu":
-            # One memcpy each, during which other threads run.
-            pool = self.blocks.numpy()
-            for row, block_id in enumerate(block_ids):
-                out[row] = pool[block_id]
+            read_rows(self.blocks.numpy(), block_ids, out)
             return
         staging = self._staging(len(block_ids))
         self._copy(block_ids, staging, to_host=True)
@@ -178,9 +176,7 @@ class KVCache:
             data: [n, block_bytes], in host memory.
         """
         if self.blocks.device.type == "cpu":
-            pool = self.blocks.numpy()
-            for row, block_id in enumerate(block_ids):
-                pool[block_id] = data[row]
+            write_rows(self.blocks.numpy(), block_ids, data)
             return
         staging = self._staging(len(block_ids))
         staging.numpy()[...] = data

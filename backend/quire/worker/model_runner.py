@@ -15,6 +15,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kv_groups import blocks_per_sequence, layers_per_group
 from quire.kv_tiers import needs_fingerprint
+from quire.kv_tiers.moves import move_blocks
 from quire.loader import load_model
 from quire.models.config import DecoderConfig
 from quire.models.kv_spec import QUANTIZED_DTYPES
@@ -243,15 +244,7 @@ class ModelRunner:
         return state.sampling.num_pending > 0 and state.sampling.needs_tokens
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
-        if self.tiers is None:
-            assert not output.kv_saves and not output.kv_loads, "there is no KV tier to save to or load from"
-        elif output.kv_saves:
-            self.tiers.save(output.kv_saves)
-        if output.block_copies:
-            self.kv_cache.copy_blocks(output.block_copies)
-        if self.tiers is not None:
-            for load in output.kv_loads:
-                self.tiers.start_load(load)
+        move_blocks(output, self.kv_cache, self.tiers)
 
     def _compute(self, scheduled: list[ScheduledRequest], step: LaunchedStep) -> None:
         """Writes KV of the scheduled tokens and samples."""

@@ -1,0 +1,47 @@
+"""Moves of blocks: between a pool and the tiers, and in and out of host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from quire.kv_tiers.connector import BlockArray
+from quire.kv_tiers.tiers import KVTiers
+from quire.outputs import SchedulerOutput
+
+
+class BlockCopier(Protocol):
+    """A pool that copies blocks inside itself."""
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies (source, target); all sources are read before any target is written."""
+
+
+def move_blocks(output: SchedulerOutput, pool: BlockCopier, tiers: KVTiers | None) -> None:
+    """Does what a step says of blocks, in this order: saves, copies, begins loads."""
+    if tiers is None:
+        assert not output.kv_saves and not output.kv_loads, "there is no KV tier to save to or load from"
+    elif output.kv_saves:
+        tiers.save(output.kv_saves)
+    if output.block_copies:
+        pool.copy_blocks(output.block_copies)
+    if tiers is not None:
+        for load in output.kv_loads:
+            tiers.start_load(load)
+
+
+def read_rows(pool: BlockArray, block_ids: Sequence[int], out: BlockArray) -> None:
+    """Copies blocks out of host memory, one memcpy each, during which other threads run.
+
+    Args:
+        pool: [num_blocks, block_bytes].
+        out: [n, block_bytes].
+    """
+    for row, block_id in enumerate(block_ids):
+        out[row] = pool[block_id]
+
+
+def write_rows(pool: BlockArray, block_ids: Sequence[int], data: BlockArray) -> None:
+    """Copies blocks into host memory; arguments as of `read_rows`."""
+    for row, block_id in enumerate(block_ids):
+        pool[block_id] = data[row]
