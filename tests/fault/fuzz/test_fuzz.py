@@ -89,7 +89,7 @@ def bombard(root: Path, seed: int, count: int) -> None:
                 deaths += 1
                 under_way = [f"{index}: {message(seed, index)[1]}" for index in reports[-1].cut_off]
                 what = f"a process died; under way were messages {'; '.join(under_way)}"
-                assert target.server.died_in_grpc_front(), what
+                assert target.server.died_in_grpc_front(), f"{what}\n{target.server.log_text()}"
                 assert deaths <= max(1, count * FRONT_DEATHS_PER_MESSAGE), what
                 warnings.warn("tritonserver died of server#7840; a new one had the rest", stacklevel=1)
                 rest += [] if len(reports) > 1 else list(range(count))[count - sent + warm_up :]
