@@ -19,7 +19,7 @@ from quire.config import EngineConfig  # noqa: E402
 from quire.engine import client  # noqa: E402
 from quire.engine.client import EngineClient  # noqa: E402
 from quire.engine.connection import EngineConnection  # noqa: E402
-from quire.engine.messages import EngineInfo  # noqa: E402
+from quire.engine.messages import EngineInfo, Goodbye, frontend_message_decoder  # noqa: E402
 from quire.engine.supervisor import EngineAddress  # noqa: E402
 from quire.errors import CheckpointError, EngineStoppedError  # noqa: E402
 from quire.processes import start_time_of  # noqa: E402
@@ -71,7 +71,9 @@ def make(tmp_path: Path) -> Iterator[Callable[[], tuple[Engines, Responder]]]:
 
     def start() -> tuple[Engines, Responder]:
         engines = Engines(tmp_path)
-        served = Responder(EngineConfig.from_mapping({"model": "x"}).frontend, None, EngineClient(engines.connect))
+        served = Responder(
+            EngineConfig.from_mapping({"model": "x"}).frontend, None, EngineClient(engines.connect)
+        )
         served.start()
         made.append((engines, served))
         return engines, served
@@ -112,7 +114,11 @@ def test_every_kind_of_failure_is_tried_again_and_requests_are_told_why(
         attempts = engines.num_attempts
         engines.allowed.release()
         wait_until(lambda attempts=attempts: engines.num_attempts > attempts)
-        wait_until(lambda words=words: words not in served.engine._down_reason or served.engine._connection is not None)
+        wait_until(
+            lambda words=words: (
+                words not in served.engine._down_reason or served.engine._connection is not None
+            )
+        )
     wait_until(lambda: served.engine._connection is not None)
     assert engines.num_attempts == 4
 
@@ -147,3 +153,17 @@ def test_an_operators_stop_is_the_end_of_it(make: Callable[[], tuple[Engines, Re
     error = ask(served).error
     assert "told to stop" in error.message() and "retry" not in error.message()
     assert engines.num_attempts == 2
+
+
+def test_an_engine_that_is_there_after_the_end_is_left_at_once(
+    make: Callable[[], tuple[Engines, Responder]],
+) -> None:
+    """Its connection stayed open: the engine had a frontend that served nobody; the context never ended."""
+    engines, served = make()
+    engines.kill()
+    wait_until(lambda: served.engine._connection is None)
+    served.stop()
+    served.join(10)
+    engines.allowed.release()
+    assert engines.router.poll(WAIT_S * 1000)
+    assert frontend_message_decoder.decode(engines.router.recv_multipart()[-1]) == Goodbye()

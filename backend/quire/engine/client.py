@@ -68,7 +68,7 @@ class EngineClient:
         self._has_died = False
         """Whether the engine ended during the last `wait`."""
         self._down_reason = ""
-        self._next_attempt: float | None = None
+        self._next_attempt: float | None = 0.0
         """When another engine is started; None: never, as it was told to stop."""
         self._num_restarts = 0
         """Attempts in a row to start an engine that were made before one lived for SOUND_S."""
