@@ -378,6 +378,14 @@ def test_a_cancellation_by_id_ends_requests_of_its_tenant_alone(peer: Peer) -> N
     peer.check_alive()
 
 
+def test_a_message_is_one_frame(peer: Peer) -> None:
+    """The last frame was taken for the message: two goodbyes together ended a frontend's requests."""
+    peer.add("a")
+    peer.socket.send_multipart([encoder.encode(Goodbye())] * 2)
+    assert peer.final("a")[1] == "length"
+    peer.check_alive()
+
+
 def test_a_frontend_that_says_hello_again_is_watched_once(peer: Peer) -> None:
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     for _ in range(20):

@@ -183,7 +183,9 @@ class EngineLoop:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            identity, payload = frames[0], frames[-1]
+            if len(frames) != 2:
+                continue  # an identity and one frame are a message
+            identity, payload = frames
             try:
                 self._handle(identity, frontend_message_decoder.decode(payload))
             except Exception as error:
