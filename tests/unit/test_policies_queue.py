@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.config import QUEUE_POLICIES, SchedulerConfig
+from quire.config import SchedulerConfig, choices
 from quire.core.policies import queue as queue_module
 from quire.core.policies.queue import (
     MAX_EXPECTED_OUTPUT,
@@ -24,6 +24,8 @@ from quire.core.policies.rank_heap import RankHeap
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
+
+QUEUE_POLICIES = choices("queue_policy")
 
 
 def make_request(
