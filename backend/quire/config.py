@@ -65,8 +65,6 @@ class ModelConfig:
     load_format: Literal["auto", "safetensors", "bin", "gguf", "dummy"] = "auto"
     """bin: pickles, read with weights_only; dummy: random weights of the shapes in config.json, which is all
     that the directory must hold, for measurements; auto: safetensors or gguf."""
-    allow_pickle: bool = False
-    """Whether `auto` may fall back to .bin/.pt files (always read with weights_only)."""
     num_threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
     """CPU threads of the engine; None: OMP_NUM_THREADS, else the cores it may use, by affinity and by
     the quota of its control group."""
@@ -80,9 +78,6 @@ class ModelConfig:
     """Whether the model is computed in a process of its own below the engine's; on the CPU only."""
     enforce_eager: bool = False
     """Records no CUDA graphs; on cuda only."""
-    max_graph_tokens: Annotated[int, Meta(ge=0, le=2**24)] = 512
-    """Most tokens of a step, unless all its rows are decodes, that is computed as CUDA graphs between one
-    attention and the next; on cuda only. 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +123,6 @@ class CacheConfig:
     """ZeroMQ address of a ROUTER that repeats missed events; empty: none."""
     kv_events_topic: str = ""
     """Topic of the events."""
-    kv_events_buffer: _Count = 10_000
-    """Batches of events kept for replay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,14 +177,9 @@ class SchedulerConfig:
     preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
     """recompute, swap (to the host tier) or auto: what costs less by measured rates."""
     max_long_prefills: _Count | None = None
-    """Most requests with a long prompt still being computed at a time; None: no limit."""
-    long_prefill_threshold: _Tokens = 1024
-    """Prompt tokens to compute that make a prompt long."""
+    """Most requests at a time with a prompt that needs more than one step; None: no limit."""
     tenants: dict[str, TenantLimits] = field(default_factory=dict)
     """Limits by tenant; "*" stands for each one that is not named."""
-    fairness_input_weight: Annotated[float, Meta(ge=0, le=10**6)] = 1.0
-    fairness_output_weight: Annotated[float, Meta(ge=0, le=10**6)] = 2.0
-    """Weights of an input and an output token in a tenant's virtual token counter (arXiv 2401.00588)."""
     max_predicted_ttft_ms: _Milliseconds = 0
     """Requests that would wait longer for their first token are answered UNAVAILABLE at once; 0: no limit."""
     default_ttft_deadline_ms: _Milliseconds = 0

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from quire.converters import INT32_MAX, boolean, fail, integer, number
-from quire.errors import InvalidArgumentError
 from quire_ensemble.client_json import parse_json
 from quire_ensemble.errors import InputError, kind
 
@@ -112,26 +111,6 @@ def _mix(value: int) -> int:
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
     return value ^ value >> 31
-
-
-def with_lists_of_strings(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Request parameters, which carry only scalars, with lists where JSON text spells a list of strings.
-
-    Only there: what comes as a tensor, in JSON or from Python can be a list, so its text is one string,
-    whatever it looks like. "[INST]" and "[1]" are strings here too.
-    """
-    return {name: _spelled_list(ALIASES.get(name, name), value) for name, value in parameters.items()}
-
-
-def _spelled_list(field: str, value: Any) -> Any:
-    if field not in ("stop", "bad_words"):
-        return value
-    try:
-        found = _json_if_text(field, value, "[")
-    except InvalidArgumentError:
-        return value
-    strings = isinstance(found, list) and all(isinstance(entry, str) for entry in found)
-    return found if strings else value
 
 
 def _json_if_text(field: str, value: Any, opening: str) -> Any:

@@ -84,7 +84,6 @@ def hits(path: Path, filled: Path, scratch: Path, **options: Any) -> bool:
 # Keys of the configuration.
 
 VALUES: dict[str, list[Any]] = {
-    "allow_pickle": [True],
     "attention_backend": ["reference"],
     "batch_policy": ["prefill_first", "decode_first"],
     "block_size": [4, 16],
@@ -284,7 +283,7 @@ def test_the_same_weights_from_other_files(
     rope_scaling = rope()["rope_parameters"]
     options: dict[str, Any] = {"max_position_embeddings": 64, "rope_scaling": rope_scaling}
     make_checkpoint("llama", path, weight_format=weight_format, shards=shards, **options)
-    assert hits(path, filled, tmp_path, allow_pickle=True)
+    assert hits(path, filled, tmp_path, load_format=weight_format)
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json", "tokenizer_config.json"])

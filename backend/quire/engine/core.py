@@ -325,12 +325,7 @@ def _tiers(config: EngineConfig, info: RunnerInfo, access: BlockAccess) -> KVTie
 def _publisher(cache: CacheConfig) -> KVEventPublisher | None:
     if not cache.kv_events_endpoint:
         return None
-    return KVEventPublisher(
-        cache.kv_events_endpoint,
-        cache.kv_events_replay_endpoint,
-        cache.kv_events_topic,
-        cache.kv_events_buffer,
-    )
+    return KVEventPublisher(cache.kv_events_endpoint, cache.kv_events_replay_endpoint, cache.kv_events_topic)
 
 
 def error_output(request_id: str, error: QuireError) -> EngineCoreOutput:
