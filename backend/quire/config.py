@@ -14,12 +14,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
+from quire.converters import unless_none
 from quire.errors import ConfigError
 from quire_ensemble.errors import shown
 
@@ -285,12 +285,7 @@ _KINDS = {key: kind for part in _PARTS.values() for key, kind in _kinds(part).it
 
 def choices(key: str) -> tuple[Any, ...]:
     """Values that a key with a list of them may have."""
-    return get_args(_unless_none(_KINDS[key]))
-
-
-def _unless_none(kind: Any) -> Any:
-    """The annotation of what an optional value is if it is given."""
-    return get_args(kind)[0] if NoneType in get_args(kind) else kind
+    return get_args(unless_none(_KINDS[key]))
 
 
 def _convert_all(where: str, kinds: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,9 +300,9 @@ def _convert_all(where: str, kinds: Mapping[str, Any], values: Mapping[str, Any]
 
 def _convert(name: str, kind: Any, value: Any) -> Any:
     """A value, or the text of one, as the annotation `kind` wants it."""
-    if _unless_none(kind) is not kind and (value is None or value == ""):
+    if unless_none(kind) is not kind and (value is None or value == ""):
         return None
-    kind = _unless_none(kind)
+    kind = unless_none(kind)
     is_group = dataclasses.is_dataclass(kind)
     is_object = is_group or get_origin(kind) is dict
     given = value

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 MAX_PRIORITY = 100
 MAX_NAME_LENGTH = 256
@@ -12,18 +15,22 @@ MAX_PIN_TTL_S = 3600.0
 """Longest time that a pin lasts after the request that asks for it; the next request may ask again."""
 
 
+Seconds = Annotated[float, Meta(ge=-1e18, le=1e18)]
+"""Not infinite, and a number."""
+
+
 class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Validated by the frontend; nothing in it changes which tokens are generated."""
 
-    priority: int = 0
-    """Class, in [-100, 100]; a smaller number is more urgent (as in vLLM)."""
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    """Class; a smaller number is more urgent (as in vLLM)."""
     tenant: str = ""
     """The account that the request runs on; empty: the common one."""
     cache_salt: str = ""
     """Requests share cached blocks only with those of the same salt."""
-    retention: int = DEFAULT_RETENTION
-    """Retention priority in [0, 100]: blocks of a higher one are evicted later (as in TensorRT-LLM)."""
-    cache_ttl_s: float | None = None
+    retention: Annotated[int, Meta(ge=0, le=MAX_RETENTION)] = DEFAULT_RETENTION
+    """Retention priority: blocks of a higher one are evicted later (as in TensorRT-LLM)."""
+    cache_ttl_s: Seconds | None = None
     """Seconds unused after which its cached blocks are forgotten; None: the engine's `cache_ttl_s`."""
     pin: bool = False
     """Keeps the blocks of the prompt from eviction for `cache_ttl_s`, at most MAX_PIN_TTL_S, or until
@@ -32,9 +39,9 @@ class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """Conversation whose blocks are pinned from turn to turn, for `session_ttl_s`."""
     session_end: bool = False
     """Releases the conversation's blocks when this request ends."""
-    ttft_deadline: float | None = None
+    ttft_deadline: Seconds | None = None
     """CLOCK_MONOTONIC seconds: without a token by then, the request ends with finish_reason timeout."""
     exempt: bool = False
     """The engine's own (warm-up, probe): no limit refuses, delays or ends it, and no tenant pays for it."""
-    deadline: float | None = None
+    deadline: Seconds | None = None
     """CLOCK_MONOTONIC seconds: unfinished by then, the request ends with finish_reason timeout."""

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from quire import config
 from quire.config import EngineConfig, TenantLimits, load_config_file
+from quire.converters import unless_none
 from quire.errors import ConfigError
 
 
@@ -90,7 +91,7 @@ def test_objects_may_be_text_as_in_triton_parameters() -> None:
 
 NUMERIC = {
     key: [note for note in get_args(kind) if isinstance(note, Meta)]
-    for key, kind in {key: config._unless_none(kind) for key, kind in config._KINDS.items()}.items()
+    for key, kind in {key: unless_none(kind) for key, kind in config._KINDS.items()}.items()
     if kind in (int, float) or get_args(kind)[:1] in ((int,), (float,))
 }
 

@@ -59,9 +59,8 @@ from quire.multimodal import PromptEmbeds, check_spans
 from quire.outputs import EngineCoreOutput
 from quire.processes import open_verified_pidfd, start_time_of
 from quire.request import FinishReason
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, check_together
 from quire.scheduling_params import SchedulingParams
-from quire.validation import check_ranges
 
 logger = logging.getLogger("quire")
 
@@ -184,7 +183,9 @@ class EngineLoop:
 
     def _refuse(self, identity: bytes, payload: bytes, error: Exception) -> None:
         """Answers a message that could not be decoded or handled, if it tells whose it is."""
-        if not isinstance(error, QuireError):
+        if isinstance(error, msgspec.ValidationError):
+            error = InvalidArgumentError("request", describe(error))
+        elif not isinstance(error, QuireError):
             if (now := time.monotonic()) >= self._next_complaint:
                 self._next_complaint = now + COMPLAINT_INTERVAL_S
                 logger.error("engine: a message could not be handled: %s", describe(error), exc_info=error)
@@ -251,7 +252,9 @@ class EngineLoop:
             return  # an answer would end the other one
         if "#" in message.request_id:
             raise EngineError("request ids must not hold #, which names choices")
-        check_ranges(message.sampling_params, message.scheduling, message.arrival_time)
+        check_together(message.sampling_params)
+        if message.scheduling.exempt:
+            raise InvalidArgumentError("scheduling", "only the engine's own requests are exempt from limits")
         embeds = None if message.embeds is None else self._open_embeds(message, message.embeds)
         try:
             self.core.add_request(
