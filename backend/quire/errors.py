@@ -39,6 +39,12 @@ class InvalidArgumentError(QuireError):
         self.reason = message
 
 
+class NotFoundError(QuireError):
+    """There is nothing of the name that the request gives."""
+
+    code = "NOT_FOUND"
+
+
 class UnavailableError(QuireError):
     """The engine cannot take or finish the request now: queue full, quota used up, engine restarting.
 

@@ -11,6 +11,7 @@ from tests.fixtures import fake_pb_utils
 fake_pb_utils.install()
 
 from quire.cache_commands import Inspect  # noqa: E402
+from quire.engine.client import EngineClient  # noqa: E402
 from quire.engine.connection import EngineConnection  # noqa: E402
 from quire.engine.supervisor import EngineAddress  # noqa: E402
 from quire.errors import UnavailableError  # noqa: E402
@@ -28,13 +29,14 @@ def test_requests_of_an_engine_that_dies_are_unavailable_and_not_internal(tmp_pa
         pid, start = process.pid, start_time_of(process.pid) or 0
         harness.core.control = lambda command: {"pid": pid}  # type: ignore[method-assign]
 
-        def connect(_: int) -> Any:
+        def connect() -> Any:
             if start_time_of(pid) != start:
                 raise UnavailableError("there is no engine")
             connection = EngineConnection(harness.context, EngineAddress(pid, f"ipc://{address}", 0, start))
             return connection, connection.hello(10)
 
-        own, harness.responder = harness.responder, Responder(harness.core.config.frontend, None, connect)
+        own = harness.responder
+        harness.responder = Responder(harness.core.config.frontend, None, EngineClient(connect))
         own.stop()
         own.join(WAIT_S)
         harness.responder.start()

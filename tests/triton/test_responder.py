@@ -268,7 +268,8 @@ def test_an_engine_that_dies_is_unavailable_and_the_next_one_serves(tmp_path: Pa
     harness = Harness(tmp_path)
     harness.runner.gate.clear()
     streamed, whole = (harness.submit([4, 5], stream=stream, max_tokens=300) for stream in (True, False))
-    harness.responder._post(harness.responder._engine_died)
+    engine = harness.responder.engine
+    harness.responder._post(lambda: setattr(engine, "_has_died", True))
     for sender in (streamed, whole):
         assert sender.final.wait(WAIT_S)
         error = sender.responses[-1].error

@@ -16,13 +16,14 @@ from tests.fixtures import fake_pb_utils
 fake_pb_utils.install()
 
 from quire.config import EngineConfig  # noqa: E402
+from quire.engine import client  # noqa: E402
+from quire.engine.client import EngineClient  # noqa: E402
 from quire.engine.connection import EngineConnection  # noqa: E402
-from quire.engine.messages import EngineInfo  # noqa: E402
+from quire.engine.messages import EngineInfo, Goodbye, frontend_message_decoder  # noqa: E402
 from quire.engine.supervisor import EngineAddress  # noqa: E402
 from quire.errors import CheckpointError, EngineStoppedError  # noqa: E402
 from quire.processes import start_time_of  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
-from quire.triton import responder  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_parser import ParsedRequest  # noqa: E402
 from quire.triton.responder import Responder  # noqa: E402
@@ -46,7 +47,7 @@ class Engines:
         self.num_attempts = 0
         self.allowed = threading.Semaphore(1)
 
-    def connect(self, _: int) -> tuple[EngineConnection, EngineInfo]:
+    def connect(self) -> tuple[EngineConnection, EngineInfo]:
         self.allowed.acquire()
         self.num_attempts += 1
         if self.script:
@@ -70,7 +71,9 @@ def make(tmp_path: Path) -> Iterator[Callable[[], tuple[Engines, Responder]]]:
 
     def start() -> tuple[Engines, Responder]:
         engines = Engines(tmp_path)
-        served = Responder(EngineConfig.from_mapping({"model": "x"}).frontend, None, engines.connect)
+        served = Responder(
+            EngineConfig.from_mapping({"model": "x"}).frontend, None, EngineClient(engines.connect)
+        )
         served.start()
         made.append((engines, served))
         return engines, served
@@ -99,11 +102,11 @@ def test_every_kind_of_failure_is_tried_again_and_requests_are_told_why(
 ) -> None:
     """One failure to restart was the last; one that was no QuireError did not even change what requests were
     told, since it ended the thread that tried."""
-    monkeypatch.setattr(responder, "RESTART_PAUSES_S", (0.0, 0.001))
+    monkeypatch.setattr(client, "RESTART_PAUSES_S", (0.0, 0.001))
     engines, served = make()
     engines.script = [CheckpointError("llama/config.json: no such file"), MemoryError("out of it")]
     engines.kill()
-    wait_until(lambda: served._connection is None)
+    wait_until(lambda: served.engine._connection is None)
     for words in ("the engine process died and is being restarted", "no such file", "out of it"):
         error = ask(served).error
         assert error.code() == fake_pb_utils.TritonError.UNAVAILABLE
@@ -111,8 +114,12 @@ def test_every_kind_of_failure_is_tried_again_and_requests_are_told_why(
         attempts = engines.num_attempts
         engines.allowed.release()
         wait_until(lambda attempts=attempts: engines.num_attempts > attempts)
-        wait_until(lambda words=words: words not in served._down_reason or served._connection is not None)
-    wait_until(lambda: served._connection is not None)
+        wait_until(
+            lambda words=words: (
+                words not in served.engine._down_reason or served.engine._connection is not None
+            )
+        )
+    wait_until(lambda: served.engine._connection is not None)
     assert engines.num_attempts == 4
 
 
@@ -122,15 +129,15 @@ def test_pauses_grow_until_an_engine_has_lived_for_a_while(
     """An engine that dies of its first request must not be started as fast as it dies."""
     engines, served = make()
     waited: list[float] = []
-    monkeypatch.setattr(served._stopped, "wait", lambda timeout: waited.append(timeout))
+    monkeypatch.setattr(served.engine._closed, "wait", lambda timeout: waited.append(timeout))
     for _ in range(8):
         engines.allowed.release()
         process = engines.process
         engines.kill()
         wait_until(lambda process=process: engines.process is not process)
-        wait_until(lambda: served._connection is not None and engines.num_attempts == len(waited) + 1)
+        wait_until(lambda: served.engine._connection is not None and engines.num_attempts == len(waited) + 1)
     assert waited == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    served._connected_at -= responder.SOUND_S
+    served.engine._connected_at -= client.SOUND_S
     engines.allowed.release()
     engines.kill()
     wait_until(lambda: len(waited) == 9)
@@ -142,7 +149,21 @@ def test_an_operators_stop_is_the_end_of_it(make: Callable[[], tuple[Engines, Re
     engines.script = [EngineStoppedError("the engine was told to stop")]
     engines.allowed.release()
     engines.kill()
-    wait_until(lambda: served._for_good)
+    wait_until(lambda: served.engine._next_attempt is None)
     error = ask(served).error
     assert "told to stop" in error.message() and "retry" not in error.message()
     assert engines.num_attempts == 2
+
+
+def test_an_engine_that_is_there_after_the_end_is_left_at_once(
+    make: Callable[[], tuple[Engines, Responder]],
+) -> None:
+    """Its connection stayed open: the engine had a frontend that served nobody; the context never ended."""
+    engines, served = make()
+    engines.kill()
+    wait_until(lambda: served.engine._connection is None)
+    served.stop()
+    served.join(10)
+    engines.allowed.release()
+    assert engines.router.poll(WAIT_S * 1000)
+    assert frontend_message_decoder.decode(engines.router.recv_multipart()[-1]) == Goodbye()

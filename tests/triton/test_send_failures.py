@@ -219,7 +219,7 @@ def test_unloading_answers_commands_that_the_engine_has_not(tmp_path: Path) -> N
     for name, sender, fields in zip("ab", senders, commands, strict=True):
         parsed = ParsedRequest([], SamplingParams(), "known", OUTPUTS, OUTPUTS, **fields)
         harness.responder.submit(RequestHandle(sender, name, "known"), parsed)
-    wait_until(lambda: len(harness.responder._commands) == 2)
+    wait_until(lambda: len(harness.responder._open) == 2)
     harness.responder.stop()
     for sender in senders:
         assert sender.final.wait(WAIT_S)

@@ -39,9 +39,8 @@ from quire.engine.messages import (
     AbortRequests,
     AddRequest,
     CancelByExternalId,
-    CancelResult,
+    CommandResult,
     Control,
-    ControlResult,
     EmbedsMessage,
     EngineInfo,
     EngineMessage,
@@ -54,13 +53,21 @@ from quire.engine.messages import (
     named_decoder,
 )
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
-from quire.errors import EngineError, InvalidArgumentError, QuireError, UnavailableError, describe
+from quire.errors import (
+    EngineError,
+    InvalidArgumentError,
+    NotFoundError,
+    QuireError,
+    UnavailableError,
+    describe,
+)
 from quire.multimodal import PromptEmbeds, check_spans
 from quire.outputs import EngineCoreOutput
 from quire.processes import open_verified_pidfd, start_time_of
 from quire.request import FinishReason
 from quire.sampling_params import SamplingParams, check_together
 from quire.scheduling_params import SchedulingParams
+from quire_ensemble.errors import shown
 
 logger = logging.getLogger("quire")
 
@@ -197,7 +204,7 @@ class EngineLoop:
         if named.type == "add":
             self._send(identity, Outputs([error_output(named.request_id, error)]))
         elif named.token:
-            self._send(identity, ControlResult(named.token, {}, str(error), error.code))
+            self._send(identity, CommandResult(named.token, {}, str(error), error.code))
 
     def _handle(self, identity: bytes, message: Any) -> None:
         match message:
@@ -211,12 +218,14 @@ class EngineLoop:
                 request_ids = self.core.scheduler.find(message.external_id, message.tenant)
                 self._send_outputs(self.core.abort(request_ids, FinishReason.CANCELLED))
                 self._trace_abort(request_ids, message.learned_at)
-                self._send(identity, CancelResult(message.token, len(request_ids)))
+                if not request_ids:
+                    raise NotFoundError(f"no request with id {shown(message.external_id)} is running")
+                self._send(identity, CommandResult(message.token, {"num_cancelled": len(request_ids)}))
             case Control():
                 answer = self.core.control(message.command)
                 if isinstance(message.command, Health) and not self.core.has_work:
                     self._probe()
-                self._send(identity, ControlResult(message.token, answer))
+                self._send(identity, CommandResult(message.token, answer))
             case Hello():
                 self._had_frontend = True
                 try:

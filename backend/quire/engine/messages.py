@@ -57,7 +57,10 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class CancelByExternalId(msgspec.Struct, frozen=True, tag="cancel_external"):
-    """Ends every request of `tenant` that carries the client's id, whichever frontend it came through."""
+    """Ends every request of `tenant` that carries the client's id, whichever frontend it came through.
+
+    The answer says how many these are (`num_cancelled`); NOT_FOUND where there is none.
+    """
 
     external_id: str
     token: str
@@ -104,13 +107,8 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     outputs: list[EngineCoreOutput]
 
 
-class CancelResult(msgspec.Struct, frozen=True, tag="cancel_result"):
-    token: str
-    num_cancelled: int
-
-
-class ControlResult(msgspec.Struct, frozen=True, tag="control_result"):
-    """The answer to a command, or why it (or a cancellation) could not be carried out."""
+class CommandResult(msgspec.Struct, frozen=True, tag="command_result"):
+    """The answer to a `Control` or a `CancelByExternalId`, or why it could not be carried out."""
 
     token: str
     result: dict[str, Any]
@@ -124,7 +122,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     values: dict[str, float]
 
 
-EngineMessage = EngineInfo | Outputs | CancelResult | ControlResult | Stats
+EngineMessage = EngineInfo | Outputs | CommandResult | Stats
 
 
 class Named(msgspec.Struct):

@@ -65,6 +65,7 @@ class TritonPythonModel:
     def _initialize(self, args: dict[str, str]) -> None:
         import zmq
 
+        from quire.engine.client import EngineClient
         from quire.engine.connection import connect
         from quire.engine.supervisor import EngineSupervisor
         from quire.loader.info import read_checkpoint_info
@@ -85,20 +86,18 @@ class TritonPythonModel:
         except EnsembleError as error:
             raise UnavailableError(str(error)) from None
 
-        self._zmq: zmq.Context[Any] = zmq.Context()
+        context: zmq.Context[Any] = zmq.Context()
         self._supervisor = EngineSupervisor(
             config, self._server_pid, environment=config_completion.visible_device(args)
         )
 
-        hf = None if tokenizer is None else tokenizer.hf
-        self._responder = Responder(
-            config.frontend, hf, lambda _: connect(self._zmq, self._supervisor), self._publish
-        )
+        engine = EngineClient(lambda: connect(context, self._supervisor), self._publish)
+        self._responder = Responder(config.frontend, None if tokenizer is None else tokenizer.hf, engine)
         self._metrics = EngineMetrics.claim(pb_utils, args, self._supervisor.directory)
         self._parser = RequestParser(
             tokenizer,
             defaults_from_generation_config(info.generation_config),
-            lambda: self._responder.info,
+            lambda: engine.info,
             config.frontend,
             decoupled=config_completion.is_decoupled(model_config),
         )
@@ -115,7 +114,7 @@ class TritonPythonModel:
         gc.freeze()
         self._responder.start()
         self._intake.start()
-        logger.info("serving %s by engine process %d", config.model.model, self._responder.info.pid)
+        logger.info("serving %s by engine process %d", config.model.model, self._responder.engine.info.pid)
 
     def execute(self, requests: list[Any]) -> None:
         """Copies and enqueues; never blocks, never raises: an exception here would race with our senders."""
@@ -137,7 +136,7 @@ class TritonPythonModel:
 
     def _publish(self, values: dict[str, float]) -> None:
         if self._metrics is not None:
-            self._metrics.update(values, self._responder.info.pid)
+            self._metrics.update(values, self._responder.engine.info.pid)
 
     def finalize(self) -> None:
         """Called after the last FINAL; bounded in time."""

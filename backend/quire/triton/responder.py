@@ -1,4 +1,4 @@
-"""Responder: the thread between the engine's socket and Triton's response senders.
+"""Responder: the thread between the engine and Triton's response senders.
 
 It alone sends responses, polls for cancellation and sends FINAL. One `send` is a round trip to the server
 (about 150 us), so when deltas come faster than they can be sent, those of a request are merged: the first
@@ -14,35 +14,28 @@ import heapq
 import json
 import logging
 import math
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import zmq
-
 from quire.config import FrontendConfig
-from quire.engine.connection import EngineConnection
+from quire.engine.client import EngineClient, EngineLost
 from quire.engine.messages import (
-    AbortRequests,
     AddRequest,
     CancelByExternalId,
-    CancelResult,
+    CommandResult,
     Control,
-    ControlResult,
-    EngineInfo,
+    FrontendMessage,
     Outputs,
-    Stats,
 )
-from quire.errors import EngineStoppedError, QuireError, UnavailableError
+from quire.errors import QuireError
 from quire.frontend.output_processor import OutputProcessor, RequestProcessor
 from quire.outputs import EngineCoreOutput, RequestOutput
 from quire.request import FinishReason
 from quire.triton.request_handle import RequestHandle
 from quire.triton.request_parser import ParsedRequest
-from quire_ensemble.errors import shown
 
 logger = logging.getLogger("quire")
 
@@ -56,10 +49,6 @@ CAREFUL_S = 10.0
 """How long after a failed send every FINAL is asked room for (see `RequestHandle`)."""
 END_PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0)
 """Pauses before each further try of an end that failed."""
-RESTART_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Pauses before each attempt to replace an engine that died; the last counts for all further."""
-SOUND_S = 60.0
-"""An engine that lived this long is replaced at once."""
 
 
 class Responder(threading.Thread):
@@ -68,36 +57,20 @@ class Responder(threading.Thread):
     Args:
         config: cancellation period, coalescing and stream interval.
         tokenizer: transformers tokenizer for detokenization, or None.
-        connect: makes a connection to a running engine, starting one if need be; called on a helper thread
-            after the engine's death, with the dead one's generation.
-        on_stats: called with the engine's figures about twice a second.
+        engine: the responder's own from here on; closed with it.
     """
 
-    def __init__(
-        self,
-        config: FrontendConfig,
-        tokenizer: Any | None,
-        connect: Callable[[int], tuple[EngineConnection, EngineInfo]],
-        on_stats: Callable[[dict[str, float]], None] | None = None,
-    ) -> None:
+    def __init__(self, config: FrontendConfig, tokenizer: Any | None, engine: EngineClient) -> None:
         super().__init__(name="quire-responder", daemon=True)
         self.config = config
         self.tokenizer = tokenizer
-        self._connect = connect
-        self._on_stats = on_stats
-        self._connection: EngineConnection | None
-        self._connection, self.info = connect(-1)
-        self._down_reason = ""
-        self._for_good = False
-        """Whether the engine was told to stop, so that no other takes its place."""
+        self.engine = engine
         self._inbox: deque[Callable[[], None]] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopped = threading.Event()
         self._open: dict[str, RequestHandle] = {}
+        """Requests and commands whose end is not sent, by id."""
         self._dirty: dict[tuple[str, int], tuple[RequestHandle, OutputProcessor]] = {}
         """Choices, by request id and index, that may have something to send."""
-        self._commands: dict[str, RequestHandle] = {}
-        """Requests that the engine answers at once: cancellations and cache commands."""
         self._poll_queue: list[tuple[float, str, RequestHandle]] = []
         """A heap by the time of the next poll."""
         self._backlog = False
@@ -105,19 +78,12 @@ class Responder(threading.Thread):
         self._careful_until = 0.0
         self._ending: list[tuple[float, str, int, RequestHandle]] = []
         """A heap: when to try again to end a request, its id, how often that has failed, and its handle."""
-        self._connected_at = time.monotonic()
-        self._num_restarts = 0
-        """Attempts in a row to start an engine that were made before one lived for SOUND_S."""
-        self._next_restart = 0.0
-        self._poller = zmq.Poller()
-        self._poller.register(self._wake_fd, zmq.POLLIN)
-        self._watch(self._connection)
 
     # Called from other threads: they only enqueue.
 
     def submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
         """A parsed request; the handle belongs to the responder from here on."""
-        self._post(lambda: self._try_submit(handle, parsed))
+        self._post(lambda: self._submit(handle, parsed))
 
     def refuse(self, handle: RequestHandle, error: QuireError) -> None:
         """A request that is wrong; ends it."""
@@ -126,38 +92,30 @@ class Responder(threading.Thread):
     def stop(self) -> None:
         """Ends the thread after what is in the inbox; open requests and commands end with UNAVAILABLE."""
         self._stopped.set()
-        self._wake()
+        self.engine.wake()
 
     def _post(self, action: Callable[[], None]) -> None:
         self._inbox.append(action)
-        self._wake()
-
-    def _wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
+        self.engine.wake()
 
     # The thread.
 
     def run(self) -> None:
         while True:
-            events = dict(self._poller.poll(self._timeout_ms()))
-            if self._wake_fd in events:
-                os.eventfd_read(self._wake_fd)
+            self.engine.wait(self._timeout_ms())
             while self._inbox:
                 self._guard(self._inbox.popleft())
             self._guard(self._receive)
-            if self._connection is not None and self._connection.pidfd in events:
-                self._engine_died()
             self._guard(self._send_dirty)
             self._guard(self._poll_cancellations)
             if self._ending:
                 self._guard(self._retry_ends)
             if self._stopped.is_set() and not self._inbox:
                 break
-        for handle in [*self._open.values(), *self._commands.values()]:
+        for handle in list(self._open.values()):
             self._fail(handle, "the model is being unloaded", "UNAVAILABLE")
         self._retry_ends(final=True)
-        if self._connection is not None:
-            self._connection.close(goodbye=True)
+        self.engine.close()
 
     def _guard(self, action: Callable[[], None]) -> None:
         """One request's failure must not end the thread that serves all of them."""
@@ -186,78 +144,53 @@ class Responder(threading.Thread):
     def _coalesce_s(self) -> float:
         return self.config.coalesce_ms / 1000
 
-    def _try_submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
-        try:
-            self._submit(handle, parsed)
-        except Exception as error:
-            logger.exception("frontend: %s cannot be handed to the engine", handle.request_id)
-            self._commands.pop(handle.request_id, None)
-            self._fail(handle, f"the request cannot be handed to the engine: {error}", "INTERNAL")
-
     def _submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
         handle.parsed = parsed
-        if self._connection is None:
-            wait_s = None if self._for_good else max(1.0, self._next_restart - time.monotonic())
-            down = UnavailableError(self._down_reason, wait_s)
-            self._fail(handle, str(down), down.code, down.retry_after_s)
-            return
+        self._open[handle.request_id] = handle
+        try:
+            self.engine.send(self._message(handle, parsed))
+        except QuireError as error:
+            self._fail(handle, str(error), error.code, error.retry_after_s)
+        except Exception as error:
+            logger.exception("frontend: %s cannot be handed to the engine", handle.request_id)
+            self._fail(handle, f"the request cannot be handed to the engine: {error}", "INTERNAL")
+
+    def _message(self, handle: RequestHandle, parsed: ParsedRequest) -> FrontendMessage:
+        now = time.monotonic()
         if parsed.cancel:
-            self._commands[handle.request_id] = handle
-            self._connection.send(
-                CancelByExternalId(
-                    parsed.external_id,
-                    handle.request_id,
-                    learned_at=time.monotonic(),
-                    tenant=parsed.scheduling.tenant,
-                )
-            )
-            return
+            tenant = parsed.scheduling.tenant
+            return CancelByExternalId(parsed.external_id, handle.request_id, learned_at=now, tenant=tenant)
         if parsed.cache_control is not None:
-            self._commands[handle.request_id] = handle
-            self._connection.send(Control(parsed.cache_control, handle.request_id))
-            return
+            return Control(parsed.cache_control, handle.request_id)
         handle.processor = RequestProcessor(
             handle.request_id, len(parsed.prompt_token_ids), parsed.params, self.tokenizer, parsed.stops
         )
         handle.num_open_choices = parsed.params.n
-        self._open[handle.request_id] = handle
-        self._poll_later(handle, time.monotonic() + self.config.cancel_poll_ms / 1000)
-        self._connection.send(
-            AddRequest(
-                handle.request_id,
-                parsed.prompt_token_ids,
-                parsed.params,
-                scheduling=parsed.scheduling,
-                external_id=parsed.external_id,
-                arrival_time=parsed.arrived_at or time.monotonic(),
-                embeds=parsed.embeds,
-            )
+        self._poll_later(handle, now + self.config.cancel_poll_ms / 1000)
+        return AddRequest(
+            handle.request_id,
+            parsed.prompt_token_ids,
+            parsed.params,
+            scheduling=parsed.scheduling,
+            external_id=parsed.external_id,
+            arrival_time=parsed.arrived_at or now,
+            embeds=parsed.embeds,
         )
 
     def _receive(self) -> None:
-        if self._connection is None:
-            return
         stopped: list[str] = []
-        for message in self._connection.receive():
-            match message:
+        for answer in self.engine.receive():
+            match answer:
                 case Outputs():
-                    for output in message.outputs:
+                    for output in answer.outputs:
                         handle = self._open.get(output.request_id)
                         if handle is not None:
                             stopped += self._process(handle, output)
-                case CancelResult():
-                    self._answer_cancel(message)
-                case ControlResult():
-                    self._answer_control(message)
-                case Stats():
-                    self._publish_stats(message)
-        if stopped:
-            self._connection.send(AbortRequests(stopped, FinishReason.STOP.value, time.monotonic()))
-
-    def _publish_stats(self, stats: Stats) -> None:
-        on_stats = self._on_stats
-        if on_stats is not None:
-            self._guard(lambda: on_stats(stats.values))
+                case CommandResult():
+                    self._answer(answer)
+                case EngineLost():
+                    self._end_all()
+        self.engine.abort(stopped, FinishReason.STOP)
 
     def _process(self, handle: RequestHandle, output: EngineCoreOutput) -> list[str]:
         """Takes an output; returns the ids of what has ended here and is still to be ended in the engine."""
@@ -354,8 +287,8 @@ class Responder(threading.Thread):
         if handle.is_ending:
             heapq.heappush(self._ending, (now + END_PAUSES_S[0], handle.request_id, 0, handle))
         elif handle.is_open:
-            if handle.processor is not None and self._connection is not None:
-                self._connection.send(AbortRequests([handle.request_id], FinishReason.ERROR.value, now))
+            if handle.processor is not None:
+                self.engine.abort([handle.request_id], FinishReason.ERROR)
             self._fail(handle, f"output was lost on its way to the server: {error}", "INTERNAL")
 
     def _retry_ends(self, *, final: bool = False) -> None:
@@ -381,29 +314,33 @@ class Responder(threading.Thread):
                     logger.error("frontend: %s could not be ended and is given up: %s", request_id, error)
                     handle.abandon()
 
-    def _answer_cancel(self, result: CancelResult) -> None:
-        handle = self._commands.pop(result.token, None)
-        if handle is None:
-            return
-        if result.num_cancelled == 0:
-            self._fail(handle, f"no request with id {shown(handle.external_id)} is running", "NOT_FOUND")
-            return
-        done = RequestOutput(handle.request_id, "", [], FinishReason.CANCELLED.value, None, 0, 0, 0)
-        self._send(handle, done)
-
-    def _answer_control(self, result: ControlResult) -> None:
-        handle = self._commands.pop(result.token, None)
+    def _answer(self, result: CommandResult) -> None:
+        """Ends a command: a cancellation with finish reason "cancelled", others with the answer as text."""
+        handle = self._open.get(result.token)
         if handle is None:
             return
         if result.error:
             self._fail(handle, result.error, result.error_code)
             return
+        assert handle.parsed is not None
+        is_cancel = handle.parsed.cancel
         try:
-            text = json.dumps(result.result)
+            text = "" if is_cancel else json.dumps(result.result)
         except (TypeError, ValueError) as error:
             self._fail(handle, f"the answer cannot be written as JSON: {error}", "INTERNAL")
             return
-        self._send(handle, RequestOutput(handle.request_id, text, [], FinishReason.STOP.value, None, 0, 0, 0))
+        reason = FinishReason.CANCELLED if is_cancel else FinishReason.STOP
+        self._send(handle, RequestOutput(handle.request_id, text, [], reason.value, None, 0, 0, 0))
+
+    def _end_all(self) -> None:
+        """The engine is gone: what has ended there is sent, all else ends with UNAVAILABLE."""
+        for handle in list(self._open.values()):
+            if handle.processor is not None and handle.processor.finished:
+                for choice in handle.processor.choices:
+                    if self._dirty.pop((handle.request_id, choice.index), None) is not None:
+                        self._send(handle, choice.take())
+            else:
+                self._fail(handle, "the engine process died while it worked on the request", "UNAVAILABLE")
 
     def _poll_later(self, handle: RequestHandle, when: float) -> None:
         heapq.heappush(self._poll_queue, (when, handle.request_id, handle))
@@ -437,66 +374,4 @@ class Responder(threading.Thread):
                 self._poll_later(handle, now + max(period, min(handle.step_s, MAX_POLL_S)))
         if asked:
             self._poll_cost += 0.1 * ((time.monotonic() - start) / asked - self._poll_cost)
-        if cancelled and self._connection is not None:
-            self._connection.send(AbortRequests(cancelled, FinishReason.CANCELLED.value, time.monotonic()))
-
-    # The engine's life.
-
-    def _watch(self, connection: EngineConnection) -> None:
-        self._poller.register(connection.socket, zmq.POLLIN)
-        self._poller.register(connection.pidfd, zmq.POLLIN)
-
-    def _engine_died(self) -> None:
-        """Ends everything in flight with UNAVAILABLE at once; a new engine is started beside this thread."""
-        connection = self._connection
-        assert connection is not None
-        self._guard(self._receive)
-        self._poller.unregister(connection.socket)
-        self._poller.unregister(connection.pidfd)
-        connection.close(goodbye=False)
-        self._connection = None
-        logger.warning("frontend: engine process %d ended", connection.address.pid)
-        self._down_reason = "the engine process died and is being restarted: try again"
-        for handle in [*self._open.values(), *self._commands.values()]:
-            if handle.processor is not None and handle.processor.finished:
-                for choice in handle.processor.choices:
-                    if self._dirty.pop((handle.request_id, choice.index), None) is not None:
-                        self._send(handle, choice.take())
-            else:
-                self._fail(handle, "the engine process died while it worked on the request", "UNAVAILABLE")
-        self._commands.clear()
-        if time.monotonic() - self._connected_at >= SOUND_S:
-            self._num_restarts = 0
-        dead = connection.address.generation
-        threading.Thread(target=self._restart, args=(dead,), name="quire-restart", daemon=True).start()
-
-    def _restart(self, dead_generation: int) -> None:
-        """Tries until there is an engine again, since what it lacks (a checkpoint, memory) may come back.
-
-        Only an operator's stop ends it: of this frontend, or of the engine.
-        """
-        while True:
-            pause_s = RESTART_PAUSES_S[min(self._num_restarts, len(RESTART_PAUSES_S) - 1)]
-            self._next_restart = time.monotonic() + pause_s
-            self._num_restarts += 1
-            if self._stopped.wait(pause_s):
-                return
-            try:
-                connection, info = self._connect(dead_generation)
-            except EngineStoppedError as error:
-                self._for_good = True
-                self._down_reason = str(error)
-                logger.info("frontend: %s", error)
-                return
-            except Exception as error:
-                self._down_reason = f"the engine could not be restarted, which is tried again: {error}"
-                logger.error("frontend: %s", self._down_reason)
-            else:
-                break
-        self._post(lambda: self._restarted(connection, info))
-
-    def _restarted(self, connection: EngineConnection, info: EngineInfo) -> None:
-        self._connection, self.info = connection, info
-        self._connected_at = time.monotonic()
-        self._watch(connection)
-        logger.warning("frontend: engine process %d took over", connection.address.pid)
+        self.engine.abort(cancelled, FinishReason.CANCELLED)

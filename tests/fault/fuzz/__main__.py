@@ -19,7 +19,7 @@ def main() -> None:
             report = fuzzer.send([index])
             for finding in report.findings:
                 print("FINDING", "; ".join(finding.problems))
-            if report.cut_off:
+            if report.has_died:
                 print(f"A PROCESS DIED\n{target.server.log_text()}")
                 return
             print(dict(report.ends))

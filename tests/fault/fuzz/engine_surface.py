@@ -15,9 +15,8 @@ from quire.engine.messages import (
     AbortRequests,
     AddRequest,
     CancelByExternalId,
-    CancelResult,
+    CommandResult,
     Control,
-    ControlResult,
     Goodbye,
     Outputs,
     encoder,
@@ -300,12 +299,10 @@ class Wanted:
                     elif output.finish_reason is not None:
                         # Of several choices the first end is enough here; all of them are for other tests.
                         self.requests.discard(output.request_id)
-            case ControlResult(token=token, error=error, error_code=code):
+            case CommandResult(token=token, error=error, error_code=code):
                 self.tokens.discard(token)
                 if error:
                     self._refused(code, error, outcome)
-            case CancelResult(token=token):
-                self.tokens.discard(token)
             case _:
                 pass
 

@@ -62,6 +62,8 @@ class Report:
     """Messages that were under way when a process died."""
     unsent: list[int] = field(default_factory=list)
     """What was left then."""
+    has_died: bool = False
+    """Whether a process has died, be it after the last message."""
 
 
 class Fuzzer:
@@ -112,4 +114,5 @@ class Fuzzer:
         with ThreadPoolExecutor(WORKERS) as pool:
             for done in [pool.submit(work) for _ in range(WORKERS)]:
                 done.result()
+        report.has_died = not self.processes_are_the_same()
         return report

@@ -37,7 +37,9 @@ class GoodStreams:
         self.failed: list[str] = []
         self._over = threading.Event()
         self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._run, args=(name,)) for name in self._kinds]
+        self._threads = [
+            threading.Thread(target=self._run, args=(name,), daemon=True) for name in self._kinds
+        ]
         for thread in self._threads:
             thread.start()
 

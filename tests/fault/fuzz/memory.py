@@ -8,7 +8,10 @@ from tests.fault.fuzz.target import Target
 
 
 def private_mib(target: Target) -> dict[str, float]:
-    """By process, the anonymous memory it has in RAM; shared regions do not count, which never shrink."""
+    """By process, the anonymous memory it has in RAM; shared regions do not count, which never shrink.
+
+    One that has just ended has none.
+    """
     return {name: _anonymous_kib(process.pid) / 1024 for name, process in target.processes().items()}
 
 
@@ -17,5 +20,8 @@ def descriptors(target: Target) -> dict[str, int]:
 
 
 def _anonymous_kib(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text("utf-8").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text("utf-8").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), 0)

@@ -1,0 +1,195 @@
+"""EngineClient: a frontend's side of the engine, over the lives of several processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+import zmq
+
+from quire.engine.connection import EngineConnection
+from quire.engine.messages import (
+    AbortRequests,
+    CommandResult,
+    EngineInfo,
+    FrontendMessage,
+    Outputs,
+    Stats,
+)
+from quire.errors import EngineStoppedError, UnavailableError
+from quire.request import FinishReason
+
+logger = logging.getLogger("quire")
+
+RESTART_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Pauses before each attempt to replace an engine that died; the last counts for all further."""
+SOUND_S = 60.0
+"""An engine that lived this long is replaced at once."""
+
+
+class EngineLost:
+    """The engine died: nothing that was in flight will be answered."""
+
+
+Connected: TypeAlias = tuple[EngineConnection, EngineInfo]
+Answer: TypeAlias = Outputs | CommandResult | EngineLost
+
+
+class EngineClient:
+    """Takes messages to the engine and brings its answers; replaces an engine that died.
+
+    One thread owns it and calls everything but `wake`. Several engines behind one model would be several
+    connections here: requests are known by their ids alone.
+
+    Args:
+        connect: makes a connection to a running engine, starting one if need be; after an engine's death it
+            is called on a thread of its own.
+        on_stats: called with the engine's figures about twice a second.
+
+    Raises:
+        QuireError: as `connect`.
+    """
+
+    def __init__(
+        self, connect: Callable[[], Connected], on_stats: Callable[[dict[str, float]], None] | None = None
+    ) -> None:
+        self._connect = connect
+        self._on_stats = on_stats
+        self._poller = zmq.Poller()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._connection: EngineConnection | None
+        self._connection, self.info = connect()
+        self._watch(self._connection)
+        self._has_died = False
+        """Whether the engine ended during the last `wait`."""
+        self._down_reason = ""
+        self._next_attempt: float | None = 0.0
+        """When another engine is started; None: never, as it was told to stop."""
+        self._num_restarts = 0
+        """Attempts in a row to start an engine that were made before one lived for SOUND_S."""
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        """Held while the next engine's connection changes hands: it is received, or closed."""
+        self._successor: Connected | None = None
+
+    def wake(self) -> None:
+        """Ends a `wait`, or the next one. Called from any thread."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def wait(self, timeout_ms: int) -> None:
+        """Returns when there is something to receive, after `wake`, or when the time is over."""
+        events = dict(self._poller.poll(timeout_ms))
+        if self._wake_fd in events:
+            os.eventfd_read(self._wake_fd)
+        self._has_died = self._connection is not None and self._connection.pidfd in events
+
+    def send(self, message: FrontendMessage) -> None:
+        """Hands the engine a message.
+
+        Raises:
+            UnavailableError: there is no engine; says why, and when there may be one.
+        """
+        if self._connection is None:
+            due = self._next_attempt
+            wait_s = None if due is None else max(1.0, due - time.monotonic())
+            raise UnavailableError(self._down_reason, wait_s)
+        self._connection.send(message)
+
+    def abort(self, request_ids: list[str], reason: FinishReason) -> None:
+        """Ends requests, or single choices of them ("<request id>#<index>"), if there is an engine."""
+        if request_ids and self._connection is not None:
+            self._connection.send(AbortRequests(request_ids, reason.value, time.monotonic()))
+
+    def receive(self) -> list[Answer]:
+        """Answers that are there now; `EngineLost` comes after the last ones of an engine that died."""
+        if self._connection is None:
+            self._take_over()
+            return []
+        answers: list[Answer] = []
+        for message in self._connection.receive():
+            if isinstance(message, Stats):
+                self._publish(message)
+            elif not isinstance(message, EngineInfo):
+                answers.append(message)
+        if self._has_died:
+            self._bury(self._connection)
+            answers.append(EngineLost())
+        return answers
+
+    def close(self) -> None:
+        """Takes leave of the engine, and of one that is still being started as soon as it is there."""
+        with self._lock:
+            self._closed.set()
+            successor, self._successor = self._successor, None
+        for connection in (self._connection, successor and successor[0]):
+            if connection is not None:
+                connection.close(goodbye=True)
+        self._connection = None
+
+    def _publish(self, stats: Stats) -> None:
+        if self._on_stats is not None:
+            try:
+                self._on_stats(stats.values)
+            except Exception:
+                logger.exception("frontend: the engine's figures could not be published")
+
+    def _watch(self, connection: EngineConnection) -> None:
+        self._connected_at = time.monotonic()
+        self._poller.register(connection.socket, zmq.POLLIN)
+        self._poller.register(connection.pidfd, zmq.POLLIN)
+
+    def _bury(self, connection: EngineConnection) -> None:
+        self._poller.unregister(connection.socket)
+        self._poller.unregister(connection.pidfd)
+        connection.close(goodbye=False)
+        self._connection = None
+        self._has_died = False
+        logger.warning("frontend: engine process %d ended", connection.address.pid)
+        self._down_reason = "the engine process died and is being restarted: try again"
+        self._next_attempt = time.monotonic()
+        if time.monotonic() - self._connected_at >= SOUND_S:
+            self._num_restarts = 0
+        threading.Thread(target=self._restart, name="quire-restart", daemon=True).start()
+
+    def _restart(self) -> None:
+        """Tries until there is an engine again, since what it lacks (a checkpoint, memory) may come back.
+
+        Only an operator's stop ends it: of this frontend, or of the engine.
+        """
+        while True:
+            pause_s = RESTART_PAUSES_S[min(self._num_restarts, len(RESTART_PAUSES_S) - 1)]
+            self._next_attempt = time.monotonic() + pause_s
+            self._num_restarts += 1
+            if self._closed.wait(pause_s):
+                return
+            try:
+                successor = self._connect()
+            except EngineStoppedError as error:
+                self._next_attempt = None
+                self._down_reason = str(error)
+                logger.info("frontend: %s", error)
+                return
+            except Exception as error:
+                self._down_reason = f"the engine could not be restarted, which is tried again: {error}"
+                logger.error("frontend: %s", self._down_reason)
+            else:
+                break
+        with self._lock:
+            if not self._closed.is_set():
+                self._successor = successor
+                self.wake()
+                return
+        successor[0].close(goodbye=True)
+
+    def _take_over(self) -> None:
+        with self._lock:
+            successor, self._successor = self._successor, None
+        if successor is not None:
+            self._connection, self.info = successor
+            self._watch(self._connection)
+            logger.warning("frontend: engine process %d took over", self._connection.address.pid)
