@@ -192,6 +192,11 @@ class SchedulerConfig:
     trace_file: str = ""
     """File to which the engine writes one JSON line per step; empty: none."""
 
+    @property
+    def max_row_tokens(self) -> int:
+        """Most tokens of one request in a step."""
+        return self.max_prefill_tokens_per_request or self.max_num_batched_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendConfig:
@@ -199,8 +204,6 @@ class FrontendConfig:
 
     tokenizer: str = ""
     """Directory of the tokenizer; empty: the checkpoint's own."""
-    cancel_poll_ms: Annotated[int, Meta(ge=1, le=60_000)] = 50
-    """How often each open request is asked whether its client has gone."""
     coalesce_ms: Annotated[int, Meta(ge=0, le=60_000)] = 20
     """Shortest time between two responses to a request under backlog."""
     stream_interval: _Count = 1

@@ -45,7 +45,7 @@ class Planner:
         self._reservation = reservation
         self._batch_policy = BatchPolicy(config)
         self._max_model_len = max_model_len
-        self._max_row_tokens = config.max_prefill_tokens_per_request or config.max_num_batched_tokens
+        self._max_row_tokens = config.max_row_tokens
 
     def plan(self, number: int, *, is_ahead: bool) -> Step:
         """Plans a step.
