@@ -190,16 +190,17 @@ class EngineLoop:
 
     def _refuse(self, identity: bytes, payload: bytes, error: Exception) -> None:
         """Answers a message that could not be decoded or handled, if it tells whose it is."""
-        if isinstance(error, msgspec.ValidationError):
+        named = None
+        with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+            named = named_decoder.decode(payload)
+        if isinstance(error, msgspec.ValidationError) and named is not None and named.type == "add":
             error = InvalidArgumentError("request", describe(error))
         elif not isinstance(error, QuireError):
             if (now := time.monotonic()) >= self._next_complaint:
                 self._next_complaint = now + COMPLAINT_INTERVAL_S
                 logger.error("engine: a message could not be handled: %s", describe(error), exc_info=error)
             error = EngineError(f"the engine could not handle the request: {describe(error)}")
-        try:
-            named = named_decoder.decode(payload)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
+        if named is None:
             return
         if named.type == "add":
             self._send(identity, Outputs([error_output(named.request_id, error)]))
