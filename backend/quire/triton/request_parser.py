@@ -490,12 +490,7 @@ def _outputs(
 
 
 def _text(field: str, value: Any) -> Any:
-    if not isinstance(value, bytes):
-        return value
-    try:
-        return value.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidArgumentError(field, f"invalid UTF-8 at byte {error.start}") from None
+    return _utf8(field, value.decode) if isinstance(value, bytes) else value
 
 
 def _utf8(field: str, read: Callable[[], Any]) -> Any:
