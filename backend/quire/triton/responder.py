@@ -158,6 +158,7 @@ class Responder(threading.Thread):
             self._fail(handle, f"the request cannot be handed to the engine: {error}", "INTERNAL")
 
     def _message(self, handle: RequestHandle, parsed: ParsedRequest) -> FrontendMessage:
+        """What the engine is told; a request that generates gets its processor and its first poll."""
         now = time.monotonic()
         if parsed.cancel:
             tenant = parsed.scheduling.tenant
