@@ -25,12 +25,14 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.report import ROOT
-from quire.config import BATCH_POLICIES, EngineConfig
+from quire.config import EngineConfig, choices
 from quire.engine.loop import GC_THRESHOLDS
 from quire.simulator.cost import PRESETS, CostModel
 from quire.simulator.plot import plot_trade_off
 from quire.simulator.simulate import Report, Simulator
 from quire.simulator.workload import Workload
+
+BATCH_POLICIES = choices("batch_policy")
 
 BLOCKS_PER_REQUEST = 48  # of 16 tokens: about twice the mean of the mix, so that few are preempted
 PREFILL_TOKENS = 4096

@@ -672,10 +672,10 @@ _FRONTEND = (
     ),
     Mutant(
         "Triton's timeout is taken for milliseconds",
-        "backend/quire/scheduling_params.py",
+        "backend/quire/triton/scheduling_fields.py",
         "limits_ms.append(timeout_us / 1000)",
         "limits_ms.append(timeout_us)",
-        ("tests/unit/test_scheduling_params.py::test_the_smaller_deadline_wins",),
+        ("tests/unit/test_scheduling_fields.py::test_the_smaller_deadline_wins",),
     ),
     Mutant(
         "embeddings that are gone still count",

@@ -8,27 +8,40 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import msgspec
+from msgspec import Meta
+
+from quire.converters import unless_none
 from quire.errors import ConfigError
+from quire_ensemble.errors import shown
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-DEVICES = ("auto", "cpu", "cuda")
-LOAD_FORMATS = ("auto", "safetensors", "bin", "gguf", "dummy")
-QUANTIZATIONS = ("int8", "int4", "w8a8", "fp8")
-KV_CACHE_DTYPES = ("auto", "int8", "fp8")
-EVICTION_POLICIES = ("lru", "lfu")
-SCHEDULERS = ("continuous", "static")
-BATCH_POLICIES = ("mixed", "prefill_first", "decode_first")
-QUEUE_POLICIES = ("fcfs", "priority", "longest_prefix", "shortest_first", "fair")
-KV_RESERVATIONS = ("on_demand", "no_evict", "predicted")
-PREEMPTION_MODES = ("recompute", "swap", "auto")
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+
+
+def parse_bytes(value: Any) -> Any:
+    """Bytes from text such as "512MiB", "2GB"; what is not such text is returned as it is."""
+    match = _SIZE.match(value) if isinstance(value, str) else None
+    if match is None:
+        return value
+    power = " kmgt".index(match[2].lower() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+# Token positions and block ids are int32 in the kernels.
+_Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_Count = Annotated[int, Meta(ge=1, le=2**24)]
+_Bytes = Annotated[int, Meta(ge=0, le=2**50), parse_bytes]
+_Share = Annotated[float, Meta(gt=0, le=1)]
+_Seconds = Annotated[float, Meta(ge=0, le=10**9)]
+_Milliseconds = Annotated[int, Meta(ge=0, le=10**12)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,27 +50,25 @@ class ModelConfig:
 
     model: str = ""
     """Directory of a Hugging Face checkpoint, or a .gguf file."""
-    dtype: str = "auto"
-    """Computation and KV type: auto (the checkpoint's `torch_dtype`), float32, bfloat16 or float16."""
-    device: str = "auto"
-    """cpu, cuda, or auto: cuda where a CUDA device is visible."""
-    max_model_len: int | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Computation and KV type; auto: the checkpoint's `torch_dtype`."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where a CUDA device is visible."""
+    max_model_len: _Tokens | None = None
     """Longest prompt plus output in tokens; None: what config.json allows."""
-    quantization: str | None = None
+    quantization: Literal["int8", "int4", "w8a8", "fp8"] | None = None
     """Weights at load: int8 (one scale per output feature) or int4 (one for 32 input features), with
     activations of `dtype`; w8a8: weights as int8, and the inputs of linear layers quantised as they come, one
     scale for 64 of a row, for products in integers; fp8: weights in e4m3, one scale per output feature (on
     the CPU they are widened at load: its accuracy, not its size); None: as they are. The KV cache is not
     concerned."""
-    load_format: str = "auto"
-    """auto, safetensors, bin (pickles, read with weights_only), gguf, or dummy: random weights of the shapes
-    in config.json, which is all that the directory must hold; for measurements."""
-    allow_pickle: bool = False
-    """Whether `auto` may fall back to .bin/.pt files (always read with weights_only)."""
-    num_threads: int | None = None
+    load_format: Literal["auto", "safetensors", "bin", "gguf", "dummy"] = "auto"
+    """bin: pickles, read with weights_only; dummy: random weights of the shapes in config.json, which is all
+    that the directory must hold, for measurements; auto: safetensors or gguf."""
+    num_threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
     """CPU threads of the engine; None: OMP_NUM_THREADS, else the cores it may use, by affinity and by
     the quota of its control group."""
-    seed: int = 0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
     """Seed of requests that state none (combined with a counter: such requests do not repeat)."""
     attention_backend: str = "auto"
     """Implementation of attention: auto (the fastest one that can), cuda, flashinfer (if installed), triton,
@@ -67,112 +78,124 @@ class ModelConfig:
     """Whether the model is computed in a process of its own below the engine's; on the CPU only."""
     enforce_eager: bool = False
     """Records no CUDA graphs; on cuda only."""
-    max_graph_tokens: int = 512
-    """Most tokens of a step, unless all its rows are decodes, that is computed as CUDA graphs between one
-    attention and the next; on cuda only. 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """Size of the paged KV cache: `num_blocks`, else `kv_cache_memory`, else a fraction of the memory."""
 
-    block_size: int = 16
+    block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128] = 16
     """Tokens per block."""
-    num_blocks: int | None = None
+    num_blocks: _Tokens | None = None
     """Blocks in the pool."""
-    kv_cache_memory: int | None = None
-    """Bytes of the pool; text such as "512MiB" is accepted."""
-    gpu_memory_utilization: float = 0.9
+    kv_cache_memory: Annotated[int, Meta(ge=1, le=2**50), parse_bytes] | None = None
+    """Bytes of the pool."""
+    gpu_memory_utilization: _Share = 0.9
     """Fraction of the device's memory for weights, workspace and the pool together; on cuda only."""
     enable_prefix_caching: bool = True
     """Whether requests that begin alike share blocks, also with those that have ended."""
-    cpu_memory_utilization: float = 0.25
+    cpu_memory_utilization: _Share = 0.25
     """Fraction of the memory free after loading, in the machine and in its control groups, that on cpu the
     pool may take at most; it takes no more than `max_num_seqs` sequences of `max_model_len` need."""
-    kv_cache_dtype: str = "auto"
-    """auto (the computation's type), int8 or fp8 (e4m3), both with one scale per token and head."""
-    eviction_policy: str = "lru"
-    """Order of eviction among cached blocks of equal retention priority: lru or lfu."""
-    cache_ttl_s: float = 0.0
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """auto: the computation's type; int8, fp8 (e4m3): with one scale per token and head."""
+    eviction_policy: Literal["lru", "lfu"] = "lru"
+    """Order of eviction among cached blocks of equal retention priority."""
+    cache_ttl_s: _Seconds = 0.0
     """Seconds after which unused cached blocks are forgotten; 0: never."""
-    max_pinned_fraction: float = 0.5
+    max_pinned_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
     """Most of the pool that pinned prefixes and sessions may hold; 0: nothing is pinned."""
-    session_ttl_s: float = 300.0
+    session_ttl_s: _Seconds = 300.0
     """How long the blocks of a conversation are pinned after its last turn."""
-    host_cache_memory: int = 0
+    host_cache_memory: _Bytes = 0
     """Bytes of the host-memory tier, for evicted prefixes and swapped requests; 0: none."""
     disk_cache_directory: str = ""
     """Directory in which the disk tier keeps blocks across restarts; empty: no disk tier."""
-    disk_cache_size: int = 1024**3
+    disk_cache_size: _Bytes = 1024**3
     """Most bytes in `disk_cache_directory`."""
     kv_connector: str = ""
     """Further tier as "module:Class", a `quire.kv_tiers.KVConnector`; empty: none."""
-    kv_connector_options: str = ""
-    """JSON object of keyword arguments for it."""
+    kv_connector_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments for it."""
     kv_events_endpoint: str = ""
     """ZeroMQ address where KV events are published (tcp://127.0.0.1:5557); empty: none."""
     kv_events_replay_endpoint: str = ""
     """ZeroMQ address of a ROUTER that repeats missed events; empty: none."""
     kv_events_topic: str = ""
     """Topic of the events."""
-    kv_events_buffer: int = 10_000
-    """Batches of events kept for replay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TenantLimits:
+    """What one tenant may use; None: no limit."""
+
+    weight: Annotated[float, Meta(gt=0, le=10**9)] = 1.0
+    """Share under queue_policy=fair."""
+    tokens_per_minute: Annotated[int, Meta(ge=1, le=2**62)] | None = None
+    """Input and output tokens; as many at once, refilled continuously."""
+    max_running: _Count | None = None
+    """Requests that may run at a time; more wait."""
+    max_waiting: _Count | None = None
+    """Requests that may wait; more are answered UNAVAILABLE."""
+
+    @property
+    def needs_account(self) -> bool:
+        return (self.tokens_per_minute, self.max_running, self.max_waiting) != (None, None, None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Limits of a step and of the queue."""
 
-    max_num_seqs: int = 64
+    max_num_seqs: Annotated[int, Meta(ge=1, le=2**16)] = 64
     """Most requests in one step."""
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: _Count = 512
     """Token budget of one step, prefill and decode together."""
-    max_waiting_requests: int = 1024
+    max_waiting_requests: Annotated[int, Meta(ge=1, le=2**31)] = 1024
     """Requests that may wait; one more is answered UNAVAILABLE."""
-    max_waiting_tokens: int = 4_194_304
+    max_waiting_tokens: Annotated[int, Meta(ge=1, le=2**62)] = 4_194_304
     """Prompt tokens that may wait; a request that would exceed them is answered UNAVAILABLE."""
-    max_prefill_tokens_per_request: int | None = None
+    max_prefill_tokens_per_request: _Tokens | None = None
     """Largest chunk of one prompt in a step; None: the whole budget."""
-    scheduler: str = "continuous"
-    """continuous, or static: the next batch begins when the last request of this one has ended (a baseline
+    scheduler: Literal["continuous", "static"] = "continuous"
+    """static: the next batch begins when the last request of this one has ended (a baseline
     for measurements)."""
-    batch_policy: str = "mixed"
+    batch_policy: Literal["mixed", "prefill_first", "decode_first"] = "mixed"
     """mixed: decodes and prompt chunks share a step; prefill_first: prompts have steps of their own, which go
     first; decode_first: prompts are computed when nothing decodes, or when the knobs below say so."""
-    schedule_interval: int = 1
+    schedule_interval: _Count = 1
     """Waiting requests join every n steps (or when nothing runs)."""
-    waiting_running_ratio: float = 0.0
+    waiting_running_ratio: Annotated[float, Meta(ge=0, le=10**6)] = 0.0
     """Waiting requests join also when there are more than this many per running one; 0: no such rule."""
-    queue_policy: str = "fcfs"
+    queue_policy: Literal["fcfs", "priority", "longest_prefix", "shortest_first", "fair"] = "fcfs"
     """Order of the queue: fcfs, priority, longest_prefix, shortest_first or fair (over tenants)."""
-    ageing_s: float = 10.0
+    ageing_s: _Seconds = 10.0
     """Waiting that is worth one class of priority, or 1000 tokens of shortness; 0: no ageing."""
-    kv_reservation: str = "on_demand"
+    kv_reservation: Literal["on_demand", "no_evict", "predicted"] = "on_demand"
     """on_demand: blocks are taken as tokens come, with preemption; no_evict: a request is admitted when its
     longest output fits; predicted: when the outputs expected of all requests fit."""
-    preemption_mode: str = "recompute"
+    preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
     """recompute, swap (to the host tier) or auto: what costs less by measured rates."""
-    max_long_prefills: int | None = None
-    """Most requests with a long prompt still being computed at a time; None: no limit."""
-    long_prefill_threshold: int = 1024
-    """Prompt tokens to compute that make a prompt long."""
-    tenants: str = ""
-    """JSON object of tenant to its limits (weight, tokens_per_minute, max_running, max_waiting); "*" stands
-    for each one that is not named."""
-    fairness_input_weight: float = 1.0
-    fairness_output_weight: float = 2.0
-    """Weights of an input and an output token in a tenant's virtual token counter (arXiv 2401.00588)."""
-    max_predicted_ttft_ms: int = 0
+    max_long_prefills: _Count | None = None
+    """Most requests at a time with a prompt that needs more than one step; None: no limit."""
+    tenants: dict[str, TenantLimits] = field(default_factory=dict)
+    """Limits by tenant; "*" stands for each one that is not named."""
+    max_predicted_ttft_ms: _Milliseconds = 0
     """Requests that would wait longer for their first token are answered UNAVAILABLE at once; 0: no limit."""
-    default_ttft_deadline_ms: int = 0
+    default_ttft_deadline_ms: _Milliseconds = 0
     """Deadline of the first token for requests that state none; 0: none."""
-    default_deadline_ms: int = 0
+    default_deadline_ms: _Milliseconds = 0
     """Deadline of the last token for requests that state none; 0: none."""
     async_scheduling: bool | None = None
     """Whether the next step is launched before the tokens of the present one are known to the host; None: on
     cuda. A request that ends then has one row more, whose result is dropped."""
     trace_file: str = ""
     """File to which the engine writes one JSON line per step; empty: none."""
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Most tokens of one request in a step."""
+        return self.max_prefill_tokens_per_request or self.max_num_batched_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,19 +204,17 @@ class FrontendConfig:
 
     tokenizer: str = ""
     """Directory of the tokenizer; empty: the checkpoint's own."""
-    cancel_poll_ms: int = 50
-    """How often each open request is asked whether its client has gone."""
-    coalesce_ms: int = 20
+    coalesce_ms: Annotated[int, Meta(ge=0, le=60_000)] = 20
     """Shortest time between two responses to a request under backlog."""
-    stream_interval: int = 1
+    stream_interval: _Count = 1
     """Tokens per streamed response after the first; 1: as they come."""
-    startup_timeout_s: float = 600.0
+    startup_timeout_s: Annotated[float, Meta(gt=0, le=10**9)] = 600.0
     """How long a frontend waits for the engine to be ready."""
-    max_prompt_bytes: int = 16 * 1024 * 1024
+    max_prompt_bytes: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 16 * 1024 * 1024
     """Longest text_input or messages in bytes; texts that cannot fit `max_model_len` are refused below it.
     The texts of all requests that wait to be tokenized may have four times as many; more are answered
     UNAVAILABLE."""
-    max_embeds_bytes: int = 2 * 1024**3
+    max_embeds_bytes: _Bytes = 2 * 1024**3
     """Most memory for the image embeddings of all requests of one frontend, on host and device together; more
     are answered UNAVAILABLE."""
     tenant_from_header_only: bool = False
@@ -217,34 +238,28 @@ class EngineConfig:
         """Builds a configuration from flat keys.
 
         Args:
-            values: field name to value; numbers and booleans may be text (Triton parameters are).
+            values: field name to value; numbers, booleans and objects may be text (Triton parameters are),
+                numbers of bytes also such as "512MiB".
 
         Raises:
             ConfigError: unknown key (the nearest known one is suggested), wrong type, value out of range.
         """
-        parts: dict[str, dict[str, Any]] = {name: {} for name in _PARTS}
-        for key, value in values.items():
-            if key not in _FIELDS:
-                near = difflib.get_close_matches(key, _FIELDS, n=1)
-                hint = (
-                    f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(sorted(_FIELDS))}"
-                )
-                raise ConfigError(f"configuration key {key!r} is unknown{hint}")
-            part, field = _FIELDS[key]
-            parts[part][key] = _convert(key, str(field.type), value)
-        config = cls(**{name: _PARTS[name](**given) for name, given in parts.items()})
-        config.check()
+        given = _convert_all("", _KINDS, values)
+        config = cls(
+            **{
+                name: part(**{key: given[key] for key in _kinds(part) if key in given})
+                for name, part in _PARTS.items()
+            }
+        )
+        if config.scheduler.preemption_mode == "swap" and not config.cache.host_cache_memory:
+            raise ConfigError("preemption_mode=swap needs host_cache_memory")
         return config
 
     def to_mapping(self) -> dict[str, Any]:
-        """Flat keys that differ from the defaults; `from_mapping` of them gives this configuration."""
-        flat: dict[str, Any] = {}
-        for name, kind in _PARTS.items():
-            part, default = getattr(self, name), kind()
-            for field in dataclasses.fields(part):
-                if getattr(part, field.name) != getattr(default, field.name):
-                    flat[field.name] = getattr(part, field.name)
-        return flat
+        """Flat keys that differ from the defaults, as JSON has them; `from_mapping` of them gives this
+        configuration."""
+        default = _flat(EngineConfig())
+        return {key: value for key, value in _flat(self).items() if value != default[key]}
 
     @property
     def of_engine(self) -> EngineConfig:
@@ -255,160 +270,77 @@ class EngineConfig:
         """A copy with some flat keys changed."""
         return EngineConfig.from_mapping({**self.to_mapping(), **values})
 
-    def check(self) -> None:
-        """Raises ConfigError on the first value out of its range."""
-        _one_of("dtype", self.model.dtype, DTYPES)
-        _one_of("device", self.model.device, DEVICES)
-        _one_of("load_format", self.model.load_format, LOAD_FORMATS)
-        if self.model.quantization is not None:
-            _one_of("quantization", self.model.quantization, QUANTIZATIONS)
-        cache, scheduler = self.cache, self.scheduler
-        _one_of("kv_cache_dtype", cache.kv_cache_dtype, KV_CACHE_DTYPES)
-        _one_of("eviction_policy", cache.eviction_policy, EVICTION_POLICIES)
-        _one_of("scheduler", scheduler.scheduler, SCHEDULERS)
-        _one_of("batch_policy", scheduler.batch_policy, BATCH_POLICIES)
-        _one_of("queue_policy", scheduler.queue_policy, QUEUE_POLICIES)
-        _one_of("kv_reservation", scheduler.kv_reservation, KV_RESERVATIONS)
-        _one_of("preemption_mode", scheduler.preemption_mode, PREEMPTION_MODES)
-        for key, (part, _) in _FIELDS.items():
-            if (value := getattr(getattr(self, part), key)) is not None and key in RANGES:
-                RANGES[key].check(key, value)
-        if cache.block_size.bit_count() != 1:
-            raise ConfigError(f"block_size must be a power of two in [1, 128], got {cache.block_size}")
-        if scheduler.preemption_mode == "swap" and not cache.host_cache_memory:
-            raise ConfigError("preemption_mode=swap needs host_cache_memory")
+
+def _flat(config: EngineConfig) -> dict[str, Any]:
+    parts: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
+    return {key: value for part in parts.values() for key, value in part.items()}
 
 
-@dataclass(frozen=True)
-class Range:
-    """Values of a numeric key, the ends included; what is not a number is in none."""
+@functools.cache
+def _kinds(part: type) -> dict[str, Any]:
+    """Annotation of every field."""
+    return get_type_hints(part, include_extras=True)
 
-    low: float
-    high: float
-    excludes_low: bool = False
 
-    def check(self, key: str, value: float) -> None:
-        """Raises ConfigError for a value outside."""
-        if self.low <= value <= self.high and not (self.excludes_low and value == self.low):
-            return
-        if self.excludes_low or (isinstance(value, float) and not math.isfinite(value)):
-            bounds = f"in {'(' if self.excludes_low else '['}{self.low:g}, {self.high:g}]"
+_PARTS = _kinds(EngineConfig)
+_KINDS = {key: kind for part in _PARTS.values() for key, kind in _kinds(part).items()}
+
+
+def choices(key: str) -> tuple[Any, ...]:
+    """Values that a key with a list of them may have."""
+    return get_args(unless_none(_KINDS[key]))
+
+
+def _convert_all(where: str, kinds: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as the annotations of their keys want them; `where` precedes a key in complaints."""
+    for key in values:
+        if key not in kinds:
+            near = difflib.get_close_matches(key, kinds, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(kinds))}"
+            raise ConfigError(f"{where}configuration key {key!r:.80} is unknown; {hint}")
+    return {key: _convert(where + key, kinds[key], value) for key, value in values.items()}
+
+
+def _convert(name: str, kind: Any, value: Any) -> Any:
+    """A value, or the text of one, as the annotation `kind` wants it."""
+    if unless_none(kind) is not kind and (value is None or value == ""):
+        return None
+    kind = unless_none(kind)
+    is_group = dataclasses.is_dataclass(kind)
+    is_object = is_group or get_origin(kind) is dict
+    given = value
+    try:
+        if is_object:
+            given = json.loads(value or "{}") if isinstance(value, str) else value
+        elif parse_bytes in get_args(kind):
+            given = parse_bytes(value)
+        given = msgspec.convert(given, dict[str, Any] if is_object else kind, strict=False)
+    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError):
+        raise ConfigError(f"{name} must be {_described(kind)}, got {shown(value)}") from None
+    if is_group:
+        return kind(**_convert_all(f"{name}: ", _kinds(kind), given))
+    if is_object:
+        return {
+            entry: _convert(f"{name}: {entry!r:.80}", get_args(kind)[1], each)
+            for entry, each in given.items()
+        }
+    return given
+
+
+def _described(kind: Any) -> str:
+    """What an annotation allows, in words."""
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    base, *notes = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    words = {str: "text", bool: "true or false", int: "an integer", float: "a number"}.get(
+        base, "a JSON object"
+    )
+    for note in notes:
+        if isinstance(note, Meta):
+            words += f" in [{note.ge}, {note.le}]" if note.gt is None else f" in ({note.gt}, {note.le}]"
         else:
-            bounds = f"at least {self.low:g}" if value < self.low else f"at most {self.high:.12g}"
-        raise ConfigError(f"{key} must be {bounds}, got {str(value)[:40]}")
-
-
-_INT32 = 2**31 - 1
-"""Largest token position and block id of the kernels, which have them in int32."""
-_COUNT = 2**24
-_BYTE_COUNT = 2**50
-_SECONDS = 1e9
-_MILLISECONDS = 10**12
-
-RANGES = {
-    "max_model_len": Range(1, _INT32),
-    "num_threads": Range(1, 4096),
-    "seed": Range(-(2**63), 2**64 - 1),
-    "max_graph_tokens": Range(0, _COUNT),
-    "block_size": Range(1, 128),
-    "num_blocks": Range(1, _INT32),
-    "kv_cache_memory": Range(1, _BYTE_COUNT),
-    "gpu_memory_utilization": Range(0, 1, excludes_low=True),
-    "cpu_memory_utilization": Range(0, 1, excludes_low=True),
-    "cache_ttl_s": Range(0, _SECONDS),
-    "max_pinned_fraction": Range(0, 1),
-    "session_ttl_s": Range(0, _SECONDS),
-    "host_cache_memory": Range(0, _BYTE_COUNT),
-    "disk_cache_size": Range(0, _BYTE_COUNT),
-    "kv_events_buffer": Range(1, _COUNT),
-    "max_num_seqs": Range(1, 2**16),
-    "max_num_batched_tokens": Range(1, _COUNT),
-    "max_waiting_requests": Range(1, 2**31),
-    "max_waiting_tokens": Range(1, 2**62),
-    "max_prefill_tokens_per_request": Range(1, _INT32),
-    "schedule_interval": Range(1, _COUNT),
-    "waiting_running_ratio": Range(0, 1e6),
-    "ageing_s": Range(0, _SECONDS),
-    "max_long_prefills": Range(1, _COUNT),
-    "long_prefill_threshold": Range(1, _INT32),
-    "fairness_input_weight": Range(0, 1e6),
-    "fairness_output_weight": Range(0, 1e6),
-    "max_predicted_ttft_ms": Range(0, _MILLISECONDS),
-    "default_ttft_deadline_ms": Range(0, _MILLISECONDS),
-    "default_deadline_ms": Range(0, _MILLISECONDS),
-    "cancel_poll_ms": Range(1, 60_000),
-    "coalesce_ms": Range(0, 60_000),
-    "stream_interval": Range(1, _COUNT),
-    "startup_timeout_s": Range(0, _SECONDS, excludes_low=True),
-    "max_prompt_bytes": Range(1, _INT32),
-    "max_embeds_bytes": Range(0, _BYTE_COUNT),
-}
-"""Allowed values of every numeric key."""
-
-_PARTS: dict[str, Any] = {
-    "model": ModelConfig,
-    "cache": CacheConfig,
-    "scheduler": SchedulerConfig,
-    "frontend": FrontendConfig,
-}
-_FIELDS = {f.name: (part, f) for part, kind in _PARTS.items() for f in dataclasses.fields(kind)}
-
-
-def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{key} must be one of {', '.join(allowed)}, got {value!r}")
-
-
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
-
-
-def parse_bytes(key: str, value: Any) -> int:
-    """Bytes from a number or from text such as "512MiB", "2GB"."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = _SIZE.match(value) if isinstance(value, str) else None
-    if match is None:
-        raise ConfigError(f'{key} must be a number of bytes or text such as "512MiB", got {value!r}')
-    power = " kmgt".index(match[2].lower() or " ")
-    try:
-        return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-    except OverflowError:
-        raise ConfigError(f"{key} is larger than any memory: {value!r}") from None
-
-
-_BYTES = ("kv_cache_memory", "host_cache_memory", "disk_cache_size")
-_JSON = ("tenants", "kv_connector_options")
-"""Text that holds a JSON object; in quire.json it may be the object itself."""
-
-
-def _convert(key: str, annotation: str, value: Any) -> Any:
-    if annotation.endswith("| None"):
-        if value is None or value == "":
-            return None
-        annotation = annotation.removesuffix("| None").strip()
-    if key in _BYTES:
-        return parse_bytes(key, value)
-    if annotation == "str":
-        if isinstance(value, str):
-            return value
-        if key in _JSON and isinstance(value, dict):
-            return json.dumps(value)
-        raise ConfigError(f"{key} must be text, got {value!r}")
-    if annotation == "bool":
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value.lower() in ("true", "false"):
-            return value.lower() == "true"
-        raise ConfigError(f"{key} must be true or false, got {value!r}")
-    kind = {"int": int, "float": float}[annotation]
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ConfigError(f"{key} must be of type {annotation}, got {value!r}")
-    if kind is int and isinstance(value, float) and not value.is_integer():
-        raise ConfigError(f"{key} must be of type int, got {value!r}")
-    try:
-        return kind(value)
-    except (ValueError, OverflowError):
-        raise ConfigError(f"{key} must be of type {annotation}, got {str(value)[:40]}") from None
+            words += ' or text such as "512MiB"'
+    return words
 
 
 def load_config_file(path: Path) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from quire.errors import InvalidArgumentError
 from quire_ensemble.errors import kind, shown
@@ -64,6 +65,22 @@ def boolean(field: str, value: Any) -> bool:
     if isinstance(value, int) and value in (0, 1):
         return bool(value)
     raise fail(field, f"must be a boolean, got {kind(value)}")
+
+
+def unless_none(kind: Any) -> Any:
+    """The annotation of what an optional value is if it is given."""
+    return get_args(kind)[0] if NoneType in get_args(kind) else kind
+
+
+def converter(kind: Any) -> Callable[[str, Any], Any]:
+    """Of a boolean, or of a number with both its limits in a msgspec.Meta; None stands for no number."""
+    kind = unless_none(kind)
+    if kind is bool:
+        return boolean
+    base, limits = get_args(kind)
+    if base is int:
+        return integer(limits.ge, limits.le)
+    return number(limits.ge if limits.gt is None else limits.gt, limits.le, low_open=limits.gt is not None)
 
 
 def name(limit: int) -> Callable[[str, Any], str]:

@@ -8,12 +8,12 @@ of these are checked; everything behind it may trust the values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
-from quire.converters import INT32_MAX, boolean, fail, integer, number
-from quire.errors import InvalidArgumentError
+from quire.converters import INT32_MAX, boolean, converter, fail, integer, number
 from quire_ensemble.client_json import parse_json
 from quire_ensemble.errors import InputError, kind
 
@@ -28,51 +28,57 @@ MAX_LOGIT_BIAS = 4096
 MAX_BAD_WORDS = 256
 MAX_CHOICES = 64
 MAX_BEAM_WIDTH = 32
+MAX_BIAS = 100
+
+_Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+_Share = Annotated[float, Meta(gt=0, le=1)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one request is sampled and ended. Defaults are neutral; temperature 0 is greedy.
+    """How one request is sampled and ended. Defaults are neutral; temperature 0 is greedy. The limits of
+    numbers hold for what clients send and for what the engine receives.
 
     Order of the transforms is that of transformers: penalties, logit bias, bans (n-grams, bad words,
     min-tokens masks), then temperature, top-k, top-p, min-p, typical-p.
     """
 
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
     """Most tokens to generate; None: as many as the model length leaves."""
-    min_tokens: int = 0
+    min_tokens: _Count = 0
     """EOS, stop ids and stop strings are ignored until this many tokens exist."""
-    temperature: float = 0.0
-    top_k: int = 0
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    top_k: _Count = 0
     """Keep the k most likely tokens; 0: all."""
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
+    top_p: _Share = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    typical_p: _Share = 1.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
     """Divides positive, multiplies negative logits of tokens seen in prompt or output (arXiv 1909.05858)."""
-    presence_penalty: float = 0.0
+    presence_penalty: _Penalty = 0.0
     """Amount subtracted once from logits of generated tokens (OpenAI)."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: _Penalty = 0.0
     """Amount subtracted per occurrence in the generated tokens (OpenAI)."""
-    no_repeat_ngram_size: int = 0
-    logit_bias: dict[int, float] = {}
+    no_repeat_ngram_size: Annotated[int, Meta(ge=0, le=1024)] = 0
+    logit_bias: dict[_Count, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]] = {}
     bad_words: tuple[str, ...] = ()
     """Words that never appear; tokenized in the frontend, which fills `bad_words_ids`."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    seed: int | None = None
+    seed: Annotated[int, Meta(ge=0)] | None = None
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[tuple[_Count, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """Log-probabilities to return: k for the sampled token and the k most likely ones; None: none."""
-    n: int = 1
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     """Choices to return, each with an index."""
-    best_of: int | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     """Choices to generate; the `n` with the highest mean log-probability are returned, at the end."""
-    beam_width: int = 1
+    beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] = 1
     """Above 1: beam search instead of sampling; the `n` best beams are returned, at the end."""
-    length_penalty: float = 1.0
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
     """Beams are ranked by the sum of log-probabilities / length ** length_penalty (as transformers)."""
     early_stopping: bool | None = False
     """Beam search ends with `beam_width` finished beams (True), when no better one is likely (False), or
@@ -112,26 +118,6 @@ def _mix(value: int) -> int:
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
     return value ^ value >> 31
-
-
-def with_lists_of_strings(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Request parameters, which carry only scalars, with lists where JSON text spells a list of strings.
-
-    Only there: what comes as a tensor, in JSON or from Python can be a list, so its text is one string,
-    whatever it looks like. "[INST]" and "[1]" are strings here too.
-    """
-    return {name: _spelled_list(ALIASES.get(name, name), value) for name, value in parameters.items()}
-
-
-def _spelled_list(field: str, value: Any) -> Any:
-    if field not in ("stop", "bad_words"):
-        return value
-    try:
-        found = _json_if_text(field, value, "[")
-    except InvalidArgumentError:
-        return value
-    strings = isinstance(found, list) and all(isinstance(entry, str) for entry in found)
-    return found if strings else value
 
 
 def _json_if_text(field: str, value: Any, opening: str) -> Any:
@@ -185,7 +171,7 @@ def _logit_bias(field: str, value: Any) -> dict[int, float]:
         raise fail(field, f"must be an object of token id to bias, got {kind(value)}")
     if len(value) > MAX_LOGIT_BIAS:
         raise fail(field, f"at most {MAX_LOGIT_BIAS} entries are allowed, got {len(value)}")
-    key, bias = integer(0, INT32_MAX), number(-100.0, 100.0)
+    key, bias = integer(0, INT32_MAX), number(-MAX_BIAS, MAX_BIAS)
     return {key(field, k): bias(field, v) for k, v in value.items()}
 
 
@@ -195,32 +181,19 @@ def _early_stopping(field: str, value: Any) -> bool | None:
     return boolean(field, value)
 
 
-_CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
-    "max_tokens": integer(1, INT32_MAX),
-    "min_tokens": integer(0, INT32_MAX),
-    "temperature": number(0.0, 100.0),
+_SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "top_k": integer(-1, INT32_MAX),
-    "top_p": number(0.0, 1.0, low_open=True),
-    "min_p": number(0.0, 1.0),
-    "typical_p": number(0.0, 1.0, low_open=True),
-    "repetition_penalty": number(0.0, 100.0, low_open=True),
-    "presence_penalty": number(-2.0, 2.0),
-    "frequency_penalty": number(-2.0, 2.0),
-    "no_repeat_ngram_size": integer(0, 1024),
     "logit_bias": _logit_bias,
     "bad_words": _strings(MAX_BAD_WORDS),
     "seed": integer(-(2**63), MAX_SEED),
     "stop": _strings(MAX_STOP_STRINGS),
     "stop_token_ids": _token_ids,
-    "include_stop_str_in_output": boolean,
-    "ignore_eos": boolean,
-    "skip_special_tokens": boolean,
-    "logprobs": integer(0, MAX_LOGPROBS),
-    "n": integer(1, MAX_CHOICES),
-    "best_of": integer(1, MAX_CHOICES),
-    "beam_width": integer(1, MAX_BEAM_WIDTH),
-    "length_penalty": number(-10.0, 10.0),
     "early_stopping": _early_stopping,
+}
+_CONVERTERS = {
+    name: _SPECIAL.get(name) or converter(kind)
+    for name, kind in get_type_hints(SamplingParams, include_extras=True).items()
+    if name != "bad_words_ids"
 }
 
 SAMPLING_FIELDS: tuple[str, ...] = tuple(_CONVERTERS)
@@ -269,20 +242,17 @@ def parse_sampling_params(
     if base.is_greedy and "temperature" not in given and any(_shapes(given, name) for name in shapes):
         given["temperature"] = 1.0
     if given.get("beam_width", 1) > 1:
-        if given.get("temperature"):
-            raise fail("beam_width", "beams are searched, not sampled: temperature must be 0")
-        given["temperature"] = 0.0  # whatever the checkpoint samples with by default
+        given.setdefault("temperature", 0.0)  # whatever the checkpoint samples with by default
+    if (most := given.get("max_tokens", base.max_tokens)) is not None:
+        # A checkpoint's default is not to be in the way of what the request asks for.
+        given.setdefault("min_tokens", min(base.min_tokens, most))
     params = msgspec.structs.replace(base, **given)
-    _check_choices(params)
-    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        if "min_tokens" not in given:
-            # Only the checkpoint's default is in the way of what the request asks for.
-            return msgspec.structs.replace(params, min_tokens=params.max_tokens)
-        raise fail("min_tokens", f"must not exceed max_tokens ({params.max_tokens}), got {params.min_tokens}")
+    check_together(params)
     return params
 
 
-def _check_choices(params: SamplingParams) -> None:
+def check_together(params: SamplingParams) -> None:
+    """Raises InvalidArgumentError for parameters that exclude each other."""
     if params.best_of is not None and params.best_of < params.n:
         raise fail("best_of", f"must be at least n ({params.n}), got {params.best_of}")
     if params.beam_width > 1:
@@ -290,6 +260,10 @@ def _check_choices(params: SamplingParams) -> None:
             raise fail("best_of", "must not be given with beam_width")
         if params.n > params.beam_width:
             raise fail("n", f"must not exceed beam_width ({params.beam_width}), got {params.n}")
+        if not params.is_greedy:
+            raise fail("beam_width", "beams are searched, not sampled: temperature must be 0")
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise fail("min_tokens", f"must not exceed max_tokens ({params.max_tokens}), got {params.min_tokens}")
 
 
 def _shapes(given: Mapping[str, Any], name: str) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated
 
 import msgspec
-
-from quire.converters import INT32_MAX, boolean, fail, integer, name
+from msgspec import Meta
 
 MAX_PRIORITY = 100
 MAX_NAME_LENGTH = 256
@@ -17,18 +15,22 @@ MAX_PIN_TTL_S = 3600.0
 """Longest time that a pin lasts after the request that asks for it; the next request may ask again."""
 
 
+Seconds = Annotated[float, Meta(ge=-1e18, le=1e18)]
+"""Not infinite, and a number."""
+
+
 class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Validated by the frontend; nothing in it changes which tokens are generated."""
 
-    priority: int = 0
-    """Class, in [-100, 100]; a smaller number is more urgent (as in vLLM)."""
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    """Class; a smaller number is more urgent (as in vLLM)."""
     tenant: str = ""
     """The account that the request runs on; empty: the common one."""
     cache_salt: str = ""
     """Requests share cached blocks only with those of the same salt."""
-    retention: int = DEFAULT_RETENTION
-    """Retention priority in [0, 100]: blocks of a higher one are evicted later (as in TensorRT-LLM)."""
-    cache_ttl_s: float | None = None
+    retention: Annotated[int, Meta(ge=0, le=MAX_RETENTION)] = DEFAULT_RETENTION
+    """Retention priority: blocks of a higher one are evicted later (as in TensorRT-LLM)."""
+    cache_ttl_s: Seconds | None = None
     """Seconds unused after which its cached blocks are forgotten; None: the engine's `cache_ttl_s`."""
     pin: bool = False
     """Keeps the blocks of the prompt from eviction for `cache_ttl_s`, at most MAX_PIN_TTL_S, or until
@@ -37,91 +39,9 @@ class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """Conversation whose blocks are pinned from turn to turn, for `session_ttl_s`."""
     session_end: bool = False
     """Releases the conversation's blocks when this request ends."""
-    ttft_deadline: float | None = None
+    ttft_deadline: Seconds | None = None
     """CLOCK_MONOTONIC seconds: without a token by then, the request ends with finish_reason timeout."""
     exempt: bool = False
     """The engine's own (warm-up, probe): no limit refuses, delays or ends it, and no tenant pays for it."""
-    deadline: float | None = None
+    deadline: Seconds | None = None
     """CLOCK_MONOTONIC seconds: unfinished by then, the request ends with finish_reason timeout."""
-
-
-_CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
-    "request_priority": integer(-MAX_PRIORITY, MAX_PRIORITY),
-    "tenant": name(MAX_NAME_LENGTH),
-    "cache_salt": name(MAX_NAME_LENGTH),
-    "ttft_deadline_ms": integer(1, INT32_MAX),
-    "deadline_ms": integer(1, INT32_MAX),
-    "cache_retention": integer(0, MAX_RETENTION),
-    "cache_ttl_ms": integer(1, INT32_MAX),
-    "cache_pin": boolean,
-    "session": name(MAX_NAME_LENGTH),
-    "session_end": boolean,
-}
-
-SCHEDULING_FIELDS: tuple[str, ...] = tuple(_CONVERTERS)
-"""Every name a request may use, in the three forms (tensor, JSON, request parameter)."""
-
-ALIASES: dict[str, str] = {"priority": "request_priority"}
-"""Name of peers; inside `sampling_parameters` alone, since the request parameter is Triton's own."""
-
-HEADERS: dict[str, str] = {
-    "x-quire-tenant": "tenant",
-    "x-tenant-id": "tenant",
-    "x-quire-priority": "request_priority",
-    "x-quire-cache-salt": "cache_salt",
-}
-"""Headers (in lower case) that may state a field, where the server forwards them as request parameters."""
-
-
-def parse_scheduling_params(
-    *sources: Mapping[str, Any],
-    arrived_at: float,
-    timeout_us: int = 0,
-    correlation_id: str = "",
-    sequence_end: bool = False,
-) -> SchedulingParams:
-    """Checks and merges what a request says; the first source that names a field wins.
-
-    Args:
-        sources: mappings of a name of SCHEDULING_FIELDS (or ALIASES) to its raw value, most specific first
-            (typed tensors, JSON object, request parameters, headers). A value of None means "not given".
-        arrived_at: CLOCK_MONOTONIC seconds from which deadlines count.
-        timeout_us: Triton's own timeout of the request, microseconds; 0: none.
-        correlation_id: Triton's; names the session where no source does. Empty: none.
-        sequence_end: Triton's flag with it: the session's last request.
-
-    Raises:
-        InvalidArgumentError: wrong type or value outside its range; names the field.
-    """
-    given: dict[str, Any] = {}
-    for source in sources:
-        for written, value in source.items():
-            field = ALIASES.get(written, written)
-            if value is not None:
-                # Every source is checked, also where a more specific one overrides it.
-                given.setdefault(field, _CONVERTERS[field](written, value))
-    if not given.get("session") and correlation_id:
-        given["session"] = name(MAX_NAME_LENGTH)("sequence_id", correlation_id)
-        given.setdefault("session_end", sequence_end)
-    if given.get("session_end") and not given.get("session"):
-        raise fail("session_end", "needs the session's name")
-    limits_ms = [given["deadline_ms"]] if "deadline_ms" in given else []
-    if timeout_us:
-        limits_ms.append(timeout_us / 1000)
-    if given.get("cache_pin") and not 1 <= given.get("cache_ttl_ms", 0) <= MAX_PIN_TTL_S * 1000:
-        raise fail(
-            "cache_pin", f"needs a cache_ttl_ms of at most {MAX_PIN_TTL_S * 1000:.0f}: pins have an end"
-        )
-    ttft_ms, ttl_ms = given.get("ttft_deadline_ms"), given.get("cache_ttl_ms")
-    return SchedulingParams(
-        priority=given.get("request_priority", 0),
-        tenant=given.get("tenant", ""),
-        cache_salt=given.get("cache_salt", ""),
-        retention=given.get("cache_retention", DEFAULT_RETENTION),
-        cache_ttl_s=None if ttl_ms is None else ttl_ms / 1000,
-        pin=given.get("cache_pin", False),
-        session=given.get("session", ""),
-        session_end=given.get("session_end", False),
-        ttft_deadline=None if ttft_ms is None else arrived_at + ttft_ms / 1000,
-        deadline=arrived_at + min(limits_ms) / 1000 if limits_ms else None,
-    )

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 
-import msgspec
-
-from quire.converters import integer
 from quire.errors import InvalidArgumentError
-from quire.sampling_params import SamplingParams, parse_sampling_params
-from quire.scheduling_params import MAX_PRIORITY, MAX_RETENTION, SchedulingParams
+from quire.sampling_params import SamplingParams
 
 
 def check_prompt(prompt_token_ids: list[int], *, vocab_size: int, max_model_len: int) -> None:
@@ -45,31 +40,6 @@ def check_token_parameters(params: SamplingParams, vocab_size: int) -> None:
                 raise InvalidArgumentError(
                     field, f"token id {token_id} is outside the vocabulary of {vocab_size}"
                 )
-
-
-def check_ranges(params: SamplingParams, scheduling: SchedulingParams, arrival_time: float) -> None:
-    """Raises InvalidArgumentError for values that no frontend lets through: a step must not meet them.
-
-    Texts (stop strings, bad words) mean nothing to the engine.
-    """
-    stated = msgspec.structs.asdict(params)
-    for name in ("stop", "bad_words", "bad_words_ids", "logit_bias"):
-        del stated[name]
-    if params.early_stopping is None:
-        stated["early_stopping"] = "never"
-    if parse_sampling_params(stated) != msgspec.structs.replace(
-        params, stop=(), bad_words=(), bad_words_ids=(), logit_bias={}
-    ):
-        raise InvalidArgumentError("sampling_parameters", "are not as a frontend writes them")
-    if not all(map(math.isfinite, params.logit_bias.values())):
-        raise InvalidArgumentError("logit_bias", "must be finite")
-    integer(-MAX_PRIORITY, MAX_PRIORITY)("request_priority", scheduling.priority)
-    integer(0, MAX_RETENTION)("cache_retention", scheduling.retention)
-    if scheduling.exempt:
-        raise InvalidArgumentError("scheduling", "only the engine's own requests are exempt from limits")
-    times = (arrival_time, scheduling.deadline, scheduling.ttft_deadline, scheduling.cache_ttl_s)
-    if not all(math.isfinite(value) for value in times if value is not None):
-        raise InvalidArgumentError("deadline_ms", "times must be finite")
 
 
 def check_choices(params: SamplingParams, max_num_seqs: int) -> None:

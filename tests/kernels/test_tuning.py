@@ -196,9 +196,6 @@ def test_nothing_is_timed_outside_warm_up(tmp_path: Path, monkeypatch: pytest.Mo
         with monkeypatch.context() as patch:
             patch.setattr(operators, "is_interpreted", lambda: True)
             assert choose() is DEFAULT, "in the interpreter"
-        with monkeypatch.context() as patch:
-            patch.setenv(tuning.ENVIRONMENT_SWITCH, "0")
-            assert choose() is DEFAULT, "switched off"
         assert not clock.ran and not list(tmp_path.iterdir())
         assert choose() == CANDIDATES[1], "an earlier default is not kept"
     assert not tuning.may_tune()

@@ -95,7 +95,7 @@ class Harness(Frontend):
     core: ScriptedCore
 
     def __init__(self, directory: Path, tokenizer: Any = None, **options: Any) -> None:
-        config = EngineConfig.from_mapping({"model": "fake", "cancel_poll_ms": 10, **options})
+        config = EngineConfig.from_mapping({"model": "fake", **options})
         super().__init__(directory, config, ScriptedCore(config), tokenizer)
 
     def submit(

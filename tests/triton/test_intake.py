@@ -15,6 +15,7 @@ from tests.fixtures import fake_pb_utils
 
 fake_pb_utils.install()
 
+from quire.config import FrontendConfig  # noqa: E402
 from quire.engine.messages import EngineInfo  # noqa: E402
 from quire.errors import InvalidArgumentError, QuireError, UnavailableError  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
@@ -128,7 +129,7 @@ def test_nothing_leaves_execute(bench: Bench, options: dict[str, Any], words: st
     model: Any = TritonPythonModel.__new__(TritonPythonModel)
     model._prefix, model._count, model._responder, model._intake = "x", 0, bench.responder, bench.intake
     model._parser = RequestParser(
-        None, SamplingParams(), lambda: INFO, max_prompt_bytes=9, max_embeds_bytes=0, decoupled=True
+        None, SamplingParams(), lambda: INFO, FrontendConfig(max_prompt_bytes=9), decoupled=True
     )
     inputs = {"input_ids": np.ones(2, np.int32)}
     bad = fake_pb_utils.InferenceRequest(inputs, **options)

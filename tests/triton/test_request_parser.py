@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from quire.cache_commands import Health, Reset, Unpin
+from quire.config import FrontendConfig
 from quire.engine.messages import EngineInfo
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.frontend.output_processor import RequestProcessor
@@ -66,10 +67,8 @@ def parse(
         tokenizer,
         SamplingParams(),
         lambda: INFO,
-        max_prompt_bytes=1000,
-        max_embeds_bytes=MAX_EMBEDS_BYTES,
+        FrontendConfig(max_prompt_bytes=1000, max_embeds_bytes=MAX_EMBEDS_BYTES, **(limits or {})),
         decoupled=decoupled,
-        **(limits or {}),
     )
     request = InferenceRequest(
         inputs, parameters=json.dumps(parameters or {}), request_id=request_id, **options
@@ -389,8 +388,8 @@ def test_behind_a_gateway_the_header_alone_names_the_tenant(
 def test_a_forged_header_beside_the_real_one_is_seen(tokenizer: Tokenizer) -> None:
     """Triton passes a client's parameter of a header's name beside the header, as the same key twice."""
     twice = InferenceRequest(PROMPT, parameters='{"x-quire-tenant": "mine", "x-quire-tenant": "theirs"}')
-    limits = {"max_prompt_bytes": 9, "max_embeds_bytes": 0, **BEHIND_A_GATEWAY}
-    parser = RequestParser(tokenizer, SamplingParams(), lambda: INFO, decoupled=True, **limits)
+    config = FrontendConfig(max_prompt_bytes=9, **BEHIND_A_GATEWAY)
+    parser = RequestParser(tokenizer, SamplingParams(), lambda: INFO, config, decoupled=True)
     with pytest.raises(InvalidArgumentError, match="tenant: must be given once"):
         parser.parse(parser.read(twice))
 
@@ -453,7 +452,7 @@ def test_texts_are_refused_by_their_bytes(tokenizer: Tokenizer, name: str, size:
 
 def test_a_text_that_cannot_fit_is_refused_by_name(tokenizer: Tokenizer) -> None:
     parser = RequestParser(
-        tokenizer, SamplingParams(), lambda: INFO, max_prompt_bytes=2**24, max_embeds_bytes=0, decoupled=True
+        tokenizer, SamplingParams(), lambda: INFO, FrontendConfig(max_prompt_bytes=2**24), decoupled=True
     )
     with pytest.raises(InvalidArgumentError, match=r"text_input: .* more than 63 tokens.*max_model_len"):
         parser.parse(parser.read(InferenceRequest({"text_input": text("x" * 2**20)})))
@@ -477,7 +476,7 @@ def test_texts_of_triton_that_are_no_utf8_are_refused(
     the senders of other requests."""
     request = InferenceRequest(PROMPT, **options)
     parser = RequestParser(
-        tokenizer, SamplingParams(), lambda: INFO, max_prompt_bytes=9, max_embeds_bytes=0, decoupled=True
+        tokenizer, SamplingParams(), lambda: INFO, FrontendConfig(max_prompt_bytes=9), decoupled=True
     )
     with pytest.raises(InvalidArgumentError, match=f"{field}: invalid UTF-8 at byte [01]"):
         parser.read(request)
@@ -535,7 +534,7 @@ def test_embeddings_are_copied_once_between_tensor_and_engine(tokenizer: Tokeniz
     info = msgspec.structs.replace(INFO, hidden_size=8 * 4096)
     rows = np.ones((40, info.hidden_size), np.float32)
     parser = RequestParser(
-        tokenizer, SamplingParams(), lambda: info, max_prompt_bytes=9, max_embeds_bytes=2**30, decoupled=True
+        tokenizer, SamplingParams(), lambda: info, FrontendConfig(max_embeds_bytes=2**30), decoupled=True
     )
     inputs = {
         "input_ids": np.arange(50, dtype=np.int32),

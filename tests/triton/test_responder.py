@@ -60,9 +60,7 @@ class Harness(Frontend):
     core: EngineCore
 
     def __init__(self, directory: Path, **options: Any) -> None:
-        config = EngineConfig.from_mapping(
-            {"model": "fake", "block_size": 4, "cancel_poll_ms": 10, **options}
-        )
+        config = EngineConfig.from_mapping({"model": "fake", "block_size": 4, **options})
         self.runner = SteppedRunner(256, 4)
         super().__init__(directory, config, EngineCore(config, RunnerExecutor(self.runner)))
         self._count = itertools.count()

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from benchmarks import scheduler_sim
-from quire.config import BATCH_POLICIES, EngineConfig
+from quire.config import EngineConfig, choices
 from quire.core.trace import SchedulerTrace
 from quire.simulator.cost import PRESETS
 from quire.simulator.simulate import Simulator
 from quire.simulator.workload import Lengths, Workload
 from tests.fixtures.fake_engine import FakeEngine
+
+BATCH_POLICIES = choices("batch_policy")
 
 PROMPTS = {f"r{index}": 2 + 11 * index % 60 for index in range(40)}
 LENGTHS = {f"r{index}": 3 + 7 * index % 25 for index in range(40)} | {"r0": 90}

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from msgspec import Meta
 
 from quire import config
-from quire.config import RANGES, EngineConfig, load_config_file, parse_bytes
+from quire.config import EngineConfig, TenantLimits, load_config_file
+from quire.converters import unless_none
 from quire.errors import ConfigError
 
 
@@ -32,15 +35,40 @@ def test_round_trip_keeps_what_differs_from_the_defaults() -> None:
     [
         ({"max_num_seq": 1}, ["max_num_seq", "did you mean 'max_num_seqs'"]),
         ({"nonsense_key": 1}, ["nonsense_key", "known keys"]),
-        ({"block_size": 12}, ["block_size", "power of two"]),
-        ({"dtype": "int3"}, ["dtype", "bfloat16"]),
-        ({"max_num_seqs": 0}, ["max_num_seqs", "at least 1"]),
-        ({"max_num_seqs": "many"}, ["max_num_seqs", "int"]),
-        ({"max_num_seqs": 1.5}, ["max_num_seqs", "int"]),
+        ({"block_size": 12}, ["block_size", "one of 1, 2, 4, 8, 16, 32, 64, 128, got 12"]),
+        ({"dtype": "int3"}, ["dtype must be one of auto, float32, bfloat16, float16, got 'int3'"]),
+        ({"max_num_seqs": 0}, ["max_num_seqs must be an integer in [1, 65536], got 0"]),
+        ({"max_num_seqs": "many"}, ["max_num_seqs", "an integer", "got 'many'"]),
+        ({"max_num_seqs": 1.5}, ["max_num_seqs", "an integer", "got 1.5"]),
+        ({"max_num_seqs": True}, ["max_num_seqs", "an integer"]),
         ({"enforce_eager": "perhaps"}, ["enforce_eager", "true or false"]),
         ({"gpu_memory_utilization": 0}, ["gpu_memory_utilization", "(0, 1]"]),
         ({"kv_cache_memory": "lots"}, ["kv_cache_memory", "MiB"]),
+        ({"kv_cache_memory": True}, ["kv_cache_memory", "MiB"]),
+        ({"kv_cache_memory": "9" * 400}, ["kv_cache_memory", "1125899906842624"]),
         ({"model": 3}, ["model", "text"]),
+        ({"preemption_mode": "swap"}, ["preemption_mode=swap needs host_cache_memory"]),
+        ({"kv_connector_options": "{"}, ["kv_connector_options must be a JSON object, got '{'"]),
+        ({"kv_connector_options": [1]}, ["kv_connector_options must be a JSON object"]),
+        ({"tenants": "[1]"}, ["tenants must be a JSON object"]),
+        ({"tenants": "[" * 10**5}, ["tenants must be a JSON object"]),
+        ({"tenants": {"a": 3}}, ["tenants: 'a' must be a JSON object, got 3"]),
+        (
+            {"tenants": '{"a": {"wieght": 1}}'},
+            ["tenants: 'a'", "'wieght' is unknown; did you mean 'weight'?"],
+        ),
+        (
+            {"tenants": {"a": {"weight": 0}}},
+            ["tenants: 'a': weight must be a number in (0, 1000000000], got 0"],
+        ),
+        ({"tenants": '{"a": {"weight": Infinity}}'}, ["tenants: 'a': weight", "got inf"]),
+        ({"tenants": '{"a": {"weight": NaN}}'}, ["tenants: 'a': weight", "got nan"]),
+        ({"tenants": {"a": {"weight": True}}}, ["tenants: 'a': weight must be a number"]),
+        (
+            {"tenants": {"*": {"tokens_per_minute": 1.5}}},
+            ["tenants: '*': tokens_per_minute must be an integer"],
+        ),
+        ({"tenants": {"a": {"max_running": 0}}}, ["tenants: 'a': max_running must be an integer in [1, "]),
     ],
 )
 def test_wrong_values_are_refused_by_name(values: dict, words: list[str]) -> None:
@@ -50,27 +78,41 @@ def test_wrong_values_are_refused_by_name(values: dict, words: list[str]) -> Non
         assert word in str(error.value)
 
 
+def test_objects_may_be_text_as_in_triton_parameters() -> None:
+    limits = {"*": {"weight": "0.5", "max_running": None}, "a": {}}
+    for given in (limits, json.dumps(limits)):
+        config = EngineConfig.from_mapping({"tenants": given})
+        assert config.scheduler.tenants == {"*": TenantLimits(weight=0.5), "a": TenantLimits()}
+        assert EngineConfig.from_mapping(json.loads(json.dumps(config.to_mapping()))) == config
+    assert EngineConfig.from_mapping({"tenants": ""}) == EngineConfig()
+    options = EngineConfig.from_mapping({"kv_connector_options": '{"port": 1, "nested": {"a": [2]}}'})
+    assert options.cache.kv_connector_options == {"port": 1, "nested": {"a": [2]}}
+
+
 NUMERIC = {
-    key: str(field.type)
-    for key, (_, field) in config._FIELDS.items()
-    if set(str(field.type).split(" | ")) & {"int", "float"}
+    key: [note for note in get_args(kind) if isinstance(note, Meta)]
+    for key, kind in {key: unless_none(kind) for key, kind in config._KINDS.items()}.items()
+    if kind in (int, float) or get_args(kind)[:1] in ((int,), (float,))
 }
 
 
 def test_every_numeric_key_has_a_range_that_holds_its_default() -> None:
-    assert set(RANGES) == set(NUMERIC)
-    EngineConfig.from_mapping({key: RANGES[key].high for key in NUMERIC})
-    EngineConfig.from_mapping({key: RANGES[key].low for key in NUMERIC if not RANGES[key].excludes_low})
+    assert len(NUMERIC) > 25
+    for key, (allowed,) in NUMERIC.items():
+        EngineConfig.from_mapping({key: allowed.le})
+        EngineConfig.from_mapping({key: allowed.ge} if allowed.gt is None else {})
+    EngineConfig.from_mapping(config._flat(EngineConfig()))
 
 
 @pytest.mark.parametrize("key", sorted(NUMERIC))
 def test_no_number_outside_its_range_passes(key: str) -> None:
     """NaN passed wherever a value was compared with its limit: it is not less than anything. A
     `startup_timeout_s` of NaN was never over."""
-    allowed = RANGES[key]
+    (allowed,) = NUMERIC[key]
+    low = allowed.ge if allowed.gt is None else allowed.gt
     wrong: list[object] = [float("nan"), float("inf"), -float("inf"), "nan", "inf", "-inf", -1e300, 10**400]
-    wrong += [10**30, str(10**30), int(allowed.low) - 1, -(10**30), "1e400"]
-    wrong += [allowed.low] if allowed.excludes_low else []
+    wrong += [10**30, str(10**30), low - 1, -(10**30), "1e400"]
+    wrong += [low] if allowed.gt is not None else []
     for value in wrong:
         with pytest.raises(ConfigError, match=key) as refused:
             EngineConfig.from_mapping({key: value})
@@ -87,7 +129,7 @@ def test_nothing_may_be_pinned() -> None:
     ("text", "expected"), [("512", 512), ("1k", 1000), ("1KiB", 1024), ("1.5GiB", 3 * 2**29), (77, 77)]
 )
 def test_sizes(text: object, expected: int) -> None:
-    assert parse_bytes("kv_cache_memory", text) == expected
+    assert EngineConfig.from_mapping({"kv_cache_memory": text}).cache.kv_cache_memory == expected
 
 
 def test_config_file(tmp_path: Path) -> None:

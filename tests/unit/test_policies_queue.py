@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.config import QUEUE_POLICIES, SchedulerConfig
+from quire.config import SchedulerConfig, choices
 from quire.core.policies import queue as queue_module
 from quire.core.policies.queue import (
     MAX_EXPECTED_OUTPUT,
@@ -24,6 +24,8 @@ from quire.core.policies.rank_heap import RankHeap
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
+
+QUEUE_POLICIES = choices("queue_policy")
 
 
 def make_request(
@@ -513,7 +515,7 @@ def test_idling_saves_nothing_up() -> None:
 
 @pytest.mark.row("B12", clauses=("weights",))
 def test_a_prompt_is_charged_once_and_less_what_was_cached() -> None:
-    queue = make("fair", fairness_input_weight=1.0, fairness_output_weight=3.0)
+    queue = make("fair")
     assert isinstance(queue, FairQueue)
     request = make_request("a", tenant="a", prompt=100)
     queue.push(request)
@@ -521,14 +523,14 @@ def test_a_prompt_is_charged_once_and_less_what_was_cached() -> None:
     request.num_cached_tokens = 64
     queue.on_admitted(request)
     queue.on_tokens(request, 36, 1)
-    assert queue.counter("a") == 36 + 3
+    assert queue.counter("a") == 36 + 2
     request.num_preemptions += 1
     queue.on_left(request)
     queue.push(request)
     queue.remove(request)
     queue.on_admitted(request)
     queue.on_tokens(request, 101, 0)
-    assert queue.counter("a") == 36 + 3
+    assert queue.counter("a") == 36 + 2
 
 
 def test_admissions_of_one_step_alternate_between_tenants() -> None:

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.config import KV_RESERVATIONS, SchedulerConfig
+from quire.config import SchedulerConfig, choices
 from quire.core.policies.reservation import MIN_HISTORY, WINDOW, Predicted, Reservation, make_reservation
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
+
+KV_RESERVATIONS = choices("kv_reservation")
 
 BLOCK_SIZE = 16
 

@@ -274,7 +274,6 @@ WORLDS: dict[str, dict[str, Any]] = {
     "longest prefix": {
         "queue_policy": "longest_prefix",
         "max_long_prefills": 1,
-        "long_prefill_threshold": 20,
     },
     "shortest first, predicted": {"queue_policy": "shortest_first", "kv_reservation": "predicted"},
     "no evict": {"kv_reservation": "no_evict", "lookahead": True},

@@ -277,6 +277,21 @@ def test_every_make_target_of_the_documents_exists() -> None:
     assert {"serve", "test", "lint", "rows", "status"} <= named <= targets
 
 
+def test_environment_variables_of_ours_have_one_prefix_and_are_listed_in_one_place() -> None:
+    page = (ROOT / "docs/configuration.md").read_text("utf-8")
+    named = set(re.findall(r"`([A-Z_]+)`", page))
+    text = "".join(
+        file.read_text("utf-8")
+        for folder in ("backend", "kernels", "ensemble", "client", "benchmarks", "tests")
+        for file in (ROOT / folder).rglob("*.py")
+        if "out" not in file.relative_to(ROOT).parts
+    )
+    ours = set(re.findall(r'"(QUIRE_[A-Z_]+)"', text))
+    assert ours == {name for name in named if name.startswith("QUIRE_")}
+    read = set(re.findall(r'environ(?:\.get\(|\[)"([A-Z_]+)"', text))
+    assert read <= named | {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH"}
+
+
 def test_core_imports_neither_torch_nor_zeromq_and_packages_keep_their_places() -> None:
     forbidden = {
         "backend/quire/core": {"torch", "zmq", "triton_python_backend_utils"},

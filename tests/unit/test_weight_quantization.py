@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.config import QUANTIZATIONS, EngineConfig
+from quire.config import EngineConfig, choices
 from quire.errors import ConfigError
 from quire.worker.model_runner import ModelRunner
 from tests.fixtures.checkpoints import make_checkpoint
@@ -29,7 +29,7 @@ longer the same models."""
 @pytest.mark.row("D18", whole=True)
 @pytest.mark.parametrize(
     ("kind", "quantization"),
-    [("demo", quantization) for quantization in QUANTIZATIONS]
+    [("demo", quantization) for quantization in choices("quantization")]
     + [(family, quantization) for family in ("llama", "qwen3") for quantization in ("int8", "w8a8")],
 )
 def test_accuracy(kind: str, quantization: str, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class Planner:
         self._reservation = reservation
         self._batch_policy = BatchPolicy(config)
         self._max_model_len = max_model_len
-        self._max_row_tokens = config.max_prefill_tokens_per_request or config.max_num_batched_tokens
+        self._max_row_tokens = config.max_row_tokens
 
     def plan(self, number: int, *, is_ahead: bool) -> Step:
         """Plans a step.
@@ -196,11 +196,11 @@ class Planner:
 
     def _is_one_too_many(self, request: Request, prefix: CachedPrefix) -> bool:
         """Whether enough long prompts are being computed already."""
-        most, threshold = self._config.max_long_prefills, self._config.long_prefill_threshold
-        if most is None or request.num_tokens - prefix.num_tokens < threshold:
+        most, budget = self._config.max_long_prefills, self._config.max_num_batched_tokens
+        if most is None or request.num_tokens - prefix.num_tokens <= budget:
             return False
         under_way = sum(
-            other.num_prompt_tokens >= threshold and other.num_computed_tokens < other.num_prompt_tokens
+            other.num_prompt_tokens > budget and other.num_computed_tokens < other.num_prompt_tokens
             for other in self._roster.running
         )
         return under_way >= most

@@ -71,9 +71,7 @@ class EngineCore:
             eviction_policy=cache.eviction_policy,
             cache_ttl_s=cache.cache_ttl_s,
             max_pinned_fraction=cache.max_pinned_fraction,
-            max_step_tokens=min(
-                limits.max_prefill_tokens_per_request or limits.max_num_batched_tokens, info.max_model_len
-            ),
+            max_step_tokens=min(limits.max_row_tokens, info.max_model_len),
             events=self._events,
         )
         self.tiers = _tiers(config, info, executor.kv_cache)
@@ -325,12 +323,7 @@ def _tiers(config: EngineConfig, info: RunnerInfo, access: BlockAccess) -> KVTie
 def _publisher(cache: CacheConfig) -> KVEventPublisher | None:
     if not cache.kv_events_endpoint:
         return None
-    return KVEventPublisher(
-        cache.kv_events_endpoint,
-        cache.kv_events_replay_endpoint,
-        cache.kv_events_topic,
-        cache.kv_events_buffer,
-    )
+    return KVEventPublisher(cache.kv_events_endpoint, cache.kv_events_replay_endpoint, cache.kv_events_topic)
 
 
 def error_output(request_id: str, error: QuireError) -> EngineCoreOutput:

@@ -65,9 +65,8 @@ from quire.multimodal import PromptEmbeds, check_spans
 from quire.outputs import EngineCoreOutput
 from quire.processes import open_verified_pidfd, start_time_of
 from quire.request import FinishReason
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, check_together
 from quire.scheduling_params import SchedulingParams
-from quire.validation import check_ranges
 from quire_ensemble.errors import shown
 
 logger = logging.getLogger("quire")
@@ -193,14 +192,17 @@ class EngineLoop:
 
     def _refuse(self, identity: bytes, payload: bytes, error: Exception) -> None:
         """Answers a message that could not be decoded or handled, if it tells whose it is."""
-        if not isinstance(error, QuireError):
+        named = None
+        with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+            named = named_decoder.decode(payload)
+        if isinstance(error, msgspec.ValidationError) and named is not None and named.type == "add":
+            error = InvalidArgumentError("request", describe(error))
+        elif not isinstance(error, QuireError):
             if (now := time.monotonic()) >= self._next_complaint:
                 self._next_complaint = now + COMPLAINT_INTERVAL_S
                 logger.error("engine: a message could not be handled: %s", describe(error), exc_info=error)
             error = EngineError(f"the engine could not handle the request: {describe(error)}")
-        try:
-            named = named_decoder.decode(payload)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
+        if named is None:
             return
         if named.type == "add":
             self._send(identity, Outputs([error_output(named.request_id, error)]))
@@ -262,7 +264,9 @@ class EngineLoop:
             return  # an answer would end the other one
         if "#" in message.request_id:
             raise EngineError("request ids must not hold #, which names choices")
-        check_ranges(message.sampling_params, message.scheduling, message.arrival_time)
+        check_together(message.sampling_params)
+        if message.scheduling.exempt:
+            raise InvalidArgumentError("scheduling", "only the engine's own requests are exempt from limits")
         embeds = None if message.embeds is None else self._open_embeds(message, message.embeds)
         try:
             self.core.add_request(

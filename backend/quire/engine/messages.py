@@ -15,7 +15,7 @@ from quire.engine.device_array import DeviceArray
 from quire.engine.shared_array import SharedArray
 from quire.outputs import EngineCoreOutput
 from quire.sampling_params import SamplingParams
-from quire.scheduling_params import SchedulingParams
+from quire.scheduling_params import SchedulingParams, Seconds
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -41,7 +41,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
     sampling_params: SamplingParams
     scheduling: SchedulingParams = SchedulingParams()
     external_id: str = ""
-    arrival_time: float = 0.0
+    arrival_time: Seconds = 0.0
     embeds: EmbedsMessage | None = None
 
 

@@ -17,20 +17,19 @@ from quire.config import CacheConfig, EngineConfig
 
 HARMLESS_KEYS = frozenset({
     # What they lead to is part of what the runner says of itself: weights, types, frequencies.
-    "allow_pickle", "device", "dtype", "load_format", "max_model_len", "model",
+    "device", "dtype", "load_format", "max_model_len", "model",
     # Text, randomness after the logits, and by how many threads the same sums are done.
     "num_threads", "seed",
     # Where blocks lie and for how long.
     "cache_ttl_s", "cpu_memory_utilization", "disk_cache_directory", "disk_cache_size",
     "enable_prefix_caching", "eviction_policy", "gpu_memory_utilization", "host_cache_memory",
     "kv_cache_memory",
-    "kv_connector", "kv_connector_options", "kv_events_buffer", "kv_events_endpoint",
+    "kv_connector", "kv_connector_options", "kv_events_endpoint",
     "kv_events_replay_endpoint", "kv_events_topic", "max_pinned_fraction", "num_blocks", "session_ttl_s",
     "worker_process",
     # Who is computed when, and with whom: within one engine blocks are shared by requests of all batches.
     "ageing_s", "async_scheduling", "batch_policy", "default_deadline_ms", "default_ttft_deadline_ms",
-    "fairness_input_weight", "fairness_output_weight", "kv_reservation", "long_prefill_threshold",
-    "max_long_prefills", "max_num_batched_tokens", "max_num_seqs", "max_predicted_ttft_ms",
+    "kv_reservation", "max_long_prefills", "max_num_batched_tokens", "max_num_seqs", "max_predicted_ttft_ms",
     "max_prefill_tokens_per_request", "max_waiting_requests", "max_waiting_tokens",
     "preemption_mode", "queue_policy", "schedule_interval", "scheduler", "tenants", "trace_file",
     "waiting_running_ratio",

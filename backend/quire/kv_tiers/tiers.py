@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import logging
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
@@ -436,17 +435,11 @@ def make_tiers(cache: CacheConfig, access: BlockAccess, fingerprint: str) -> KVT
 
 
 def make_connector(cache: CacheConfig, block_bytes: int, fingerprint: str) -> KVConnector:
-    try:
-        options: dict[str, Any] = json.loads(cache.kv_connector_options or "{}")
-        if not isinstance(options, dict):
-            raise ValueError("no JSON object")
-    except ValueError as error:
-        raise ConfigError(f"kv_connector_options: {error}") from None
     module, _, name = cache.kv_connector.partition(":")
     try:
         kind = getattr(importlib.import_module(module), name)
         if not issubclass(kind, KVConnector):
             raise TypeError(f"{name} is no quire.kv_tiers.KVConnector")
-        return kind(block_bytes=block_bytes, fingerprint=fingerprint, **options)
+        return kind(block_bytes=block_bytes, fingerprint=fingerprint, **cache.kv_connector_options)
     except Exception as error:
         raise ConfigError(f"kv_connector={cache.kv_connector}: {type(error).__name__}: {error}") from None

@@ -43,10 +43,10 @@ class WeightFiles(NamedTuple):
 
 
 def find_weights(config: ModelConfig) -> WeightFiles:
-    """Chooses the weight files by `load_format`; `auto`: safetensors, or GGUF, or pickles if allowed.
+    """Chooses the weight files by `load_format`; `auto`: safetensors or GGUF.
 
     Raises:
-        CheckpointError: there are none of that format, or only pickles, which were not allowed.
+        CheckpointError: there are none of that format, or only pickles, which were not asked for.
     """
     path = Path(config.model)
     if config.load_format in ("auto", "gguf"):
@@ -67,10 +67,10 @@ def find_weights(config: ModelConfig) -> WeightFiles:
         files = _indexed(path, name)
         if files is None:
             continue
-        if config.load_format != "bin" and not config.allow_pickle:
+        if config.load_format != "bin":
             raise CheckpointError(
-                f"{files[0]}: the weights are pickles, which may hold code; load_format=bin or "
-                "allow_pickle=true reads them (tensors only, code is refused)"
+                f"{files[0]}: the weights are pickles, which may hold code; load_format=bin reads them "
+                "(tensors only, code is refused)"
             )
         return WeightFiles(files[0], files[1], read_pickle)
     wanted = "pytorch_model.bin" if config.load_format == "bin" else "model.safetensors"

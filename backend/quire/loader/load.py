@@ -48,8 +48,7 @@ def load_model(
     """Builds the model a checkpoint names and fills it.
 
     Args:
-        config: `model` (directory or .gguf file), dtype, load_format, allow_pickle, max_model_len and
-            attention_backend.
+        config: `model` (directory or .gguf file), dtype, load_format, max_model_len and attention_backend.
         device: of the weights.
         check: called before the weights are read; raises what the model's shape does not allow.
         with_digest: whether the weights are to be told from others.

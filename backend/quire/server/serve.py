@@ -29,11 +29,11 @@ import psutil
 
 from quire.errors import ConfigError, QuireError
 from quire.processes import open_verified_pidfd
-from quire.scheduling_params import HEADERS
 from quire.server import http_stack, run_files, tritonserver
 from quire.server.model_links import link_models
 from quire.server.run_files import RunFiles
 from quire.server.tritonserver import TritonServer
+from quire.triton.scheduling_fields import HEADERS
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 LOOPBACK = "127.0.0.1"

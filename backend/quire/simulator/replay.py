@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config import CacheConfig, SchedulerConfig
+from quire.config import EngineConfig
 from quire.core.scheduler import Scheduler
 from quire.core.trace import VERSION
 from quire.errors import InvalidArgumentError
@@ -84,13 +84,14 @@ class _Replay:
     def __init__(self, header: dict[str, Any], records: list[dict[str, Any]]) -> None:
         self.clock = VirtualClock()
         self.clock.now = header["time"]
+        recorded = EngineConfig.from_mapping({**header["scheduler"], **header["cache"]})
         config = dataclasses.replace(
-            SchedulerConfig(**header["scheduler"]),
+            recorded.scheduler,
             max_waiting_requests=UNLIMITED,
             max_waiting_tokens=UNLIMITED,
             max_predicted_ttft_ms=0,
         )
-        cache = CacheConfig(**header["cache"])
+        cache = recorded.cache
         kv = make_kv(
             cache,
             max_step_tokens=header["max_step_tokens"],

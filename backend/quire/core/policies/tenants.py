@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
-from quire.errors import ConfigError, UnavailableError
+from quire.config import TenantLimits
+from quire.errors import UnavailableError
 from quire.request import Request
 
 DEFAULT_TENANT = "*"
 MAX_IDLE_TENANTS = 10_000
 """Tenants not named in the configuration, with no requests here, whose quota is remembered."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TenantLimits:
-    """What one tenant may use; None: no limit."""
-
-    weight: float = 1.0
-    """Share under queue_policy=fair."""
-    tokens_per_minute: int | None = None
-    """Input and output tokens; as many at once, refilled continuously."""
-    max_running: int | None = None
-    """Requests that may run at a time; more wait."""
-    max_waiting: int | None = None
-    """Requests that may wait; more are answered UNAVAILABLE."""
-
-    @property
-    def needs_account(self) -> bool:
-        return (self.tokens_per_minute, self.max_running, self.max_waiting) != (None, None, None)
 
 
 UNLIMITED = TenantLimits()
@@ -66,14 +47,11 @@ class Tenants:
     to the queue and on_not_waiting when it ends there; on_tokens for each output token.
 
     Args:
-        spec_json: the configuration key `tenants`; empty: no limits.
-
-    Raises:
-        ConfigError: names the tenant and the key that is wrong.
+        named: the configuration key `tenants`.
     """
 
-    def __init__(self, spec_json: str) -> None:
-        self._named = _parse(spec_json)
+    def __init__(self, named: Mapping[str, TenantLimits]) -> None:
+        self._named = dict(named)
         self._default = self._named.pop(DEFAULT_TENANT, UNLIMITED)
         self._accounts: dict[str, _Account] = {}  # of named tenants, and of those with requests here
         self._idle: OrderedDict[str, _Account] = OrderedDict()  # of the other ones, latest used last
@@ -207,33 +185,3 @@ class Tenants:
             del self._idle[oldest]
             if not self._idle:
                 break
-
-
-def _parse(spec_json: str) -> dict[str, TenantLimits]:
-    if not spec_json:
-        return {}
-    try:
-        spec = json.loads(spec_json)
-    except ValueError as error:
-        raise ConfigError(f"tenants is not JSON: {error}") from None
-    if not isinstance(spec, dict):
-        raise ConfigError(f"tenants must be a JSON object of tenant to its limits, got {spec_json!r:.80}")
-    return {tenant: _parse_limits(tenant, values) for tenant, values in spec.items()}
-
-
-def _parse_limits(tenant: str, values: Any) -> TenantLimits:
-    if not isinstance(values, dict):
-        raise ConfigError(f"tenants: {tenant!r} must be an object of limits, got {values!r:.80}")
-    known = TenantLimits.__dataclass_fields__
-    for key, value in values.items():
-        name = f"tenants: {key} of {tenant!r}"
-        if key not in known:
-            raise ConfigError(f"{name} is unknown; known keys: {', '.join(known)}")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{name} must be a number, got {value!r:.80}")
-        if key == "weight":
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{name} must be above 0 and finite, got {value}")
-        elif not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} must be an integer of at least 1, got {value}")
-    return TenantLimits(**values)

@@ -8,12 +8,8 @@ import msgspec
 import pytest
 
 from quire.errors import InvalidArgumentError
-from quire.scheduling_params import (
-    MAX_NAME_LENGTH,
-    SCHEDULING_FIELDS,
-    SchedulingParams,
-    parse_scheduling_params,
-)
+from quire.scheduling_params import MAX_NAME_LENGTH, SchedulingParams
+from quire.triton.scheduling_fields import SCHEDULING_FIELDS, parse_scheduling_params
 
 NOW = 1000.0
 NOT_INTEGERS = ["", "soon", "1.5", 1.5, True, [1], {}, b"1", float("nan"), 10**400]
