@@ -170,7 +170,7 @@ FACTS: dict[str, dict[str, Any]] = {
         "long_queries": False,
     },
     "rms_norm": {"size": 4096},
-    "silu_mul": {"size": 4096},
+    "gate_mul": {"size": 4096},
 }
 
 

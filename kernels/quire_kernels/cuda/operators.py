@@ -18,7 +18,7 @@ from quire_kernels import registry
 from quire_kernels.cuda import kernels
 from quire_kernels.cuda.compiler import CompileError, Unit, attention_unit, is_installed
 from quire_kernels.cuda.kernels import CACHES, Kernels, Linear, attention_shared_bytes
-from quire_kernels.cuda.launch import DriverLauncher, loaded
+from quire_kernels.cuda.launch import Launcher, loaded
 from quire_kernels.sampling import is_not_typical
 
 logger = logging.getLogger("quire_kernels")
@@ -76,7 +76,7 @@ def register(
     )(function)
 
 
-_kernels = Kernels(DriverLauncher())
+_kernels = Kernels(Launcher())
 
 
 def _attention_probe(**facts: Any) -> tuple[Unit, str, int]:
@@ -105,8 +105,7 @@ register(
     _probe("elementwise", "rms_norm", TYPE="BFloat16"),
     kernels.can_keep_row,
 )
-register("silu_mul", _kernels.silu_mul, _probe("elementwise", "gate", TYPE="BFloat16"), kernels.can_gate)
-register("gelu_mul", _kernels.gelu_mul, _probe("elementwise", "gate", TYPE="BFloat16"), kernels.can_gate)
+register("gate_mul", _kernels.gate_mul, _probe("elementwise", "gate", TYPE="BFloat16"), kernels.can_gate)
 register("copy_blocks", _kernels.copy_blocks, _probe("copy", "copy_rows"), dtypes=())
 register("argmax", _kernels.argmax, _probe("sampling", "argmax"), dtypes=(torch.float32,))
 register("sample", _kernels.sample, _probe("sampling", "sample"), is_not_typical, (torch.float32,))

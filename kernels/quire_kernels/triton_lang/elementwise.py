@@ -158,17 +158,8 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + row * size + column, gate(wide, ACTIVATION) * up, mask)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `ops.silu_mul`."""
-    return _gated(gate_up, "silu")
-
-
-def gelu_mul(gate_up: torch.Tensor, approximate: str) -> torch.Tensor:
-    """See `ops.gelu_mul`."""
-    return _gated(gate_up, "gelu_tanh" if approximate == "tanh" else "gelu")
-
-
-def _gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+def gate_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `ops.gate_mul`."""
     rows = as_rows(gate_up)
     size = rows.shape[1] // 2
     out = torch.empty((rows.shape[0], size), dtype=rows.dtype, device=rows.device)

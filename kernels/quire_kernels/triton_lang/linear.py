@@ -23,7 +23,7 @@ import triton.language as tl
 
 from quire_kernels.triton_lang import interpreter, tuning
 from quire_kernels.triton_lang.compiler import CompileCase
-from quire_kernels.triton_lang.elementwise import ACTIVATIONS, argmax, as_rows, gate, gelu_mul, silu_mul
+from quire_kernels.triton_lang.elementwise import ACTIVATIONS, argmax, as_rows, gate, gate_mul
 from quire_kernels.triton_lang.numerics import from_e4m3_bits
 from quire_kernels.weights import INT4_GROUP, quantize_weight
 
@@ -307,10 +307,8 @@ class TritonLinear:
     def _wide_product(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         weight = self.weight if self.quantization is None else self._restored()
         out = F.linear(rows, weight, self.bias)
-        if self.activation == "silu":
-            out = silu_mul(out)
-        elif self.activation is not None:
-            out = gelu_mul(out, "tanh" if self.activation == "gelu_tanh" else "none")
+        if self.activation is not None:
+            out = gate_mul(out, self.activation)
         return out.to(dtype)
 
     def _restored(self) -> torch.Tensor:
@@ -446,9 +444,8 @@ def _limits(device: torch.device) -> tuple[int, int]:
 
 
 def _packed(weight: torch.Tensor, quantization: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales) in the layout of `TritonLinear`; in parts, to need little memory beside the weights."""
-    parts = [quantize_weight(rows, quantization) for rows in weight.split(1024)]
-    codes, scales = (torch.cat(column) for column in zip(*parts, strict=True))
+    """(codes, scales) in the layout of `TritonLinear`."""
+    codes, scales = quantize_weight(weight, quantization)
     if quantization == "int8":
         return codes, scales.squeeze(1)
     if quantization == "fp8":
