@@ -4,8 +4,8 @@
 
 A module with kernels has `compile_cases(capability: int) -> list[CompileCase]`, which names its kernels with
 the types, constants and launch options that models of common shapes give them. Registers come from the
-resource section of the cubin, spills and tensor-core instructions from its disassembly; both tools are part
-of Triton's wheel. Kernels are real only outside the interpreter: TRITON_INTERPRET must not be set.
+resource section of the cubin, spills and tensor-core instructions from its disassembly. Kernels are real only
+outside the interpreter: TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ import argparse
 import importlib
 import json
 import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from quire_kernels.cuda.compiler import disassembly, resources
 from quire_kernels.triton_lang import operators
 
 MODULES = ("attention", "cache", "linear", "elementwise", "sampling")
@@ -43,8 +41,8 @@ class CompileCase:
     kernel: Any
     """The `triton.jit` function."""
     arguments: dict[str, Any]
-    """Values by parameter: a type ("*bf16", "i32", "fp32"; with ":16" behind it, of a pointer or number that
-    16 divides); anything else is the value of a constant."""
+    """Values by parameter, of all that the kernel has and maybe others: a type ("*bf16", "i32", "fp32"; with
+    ":16" behind it, of a pointer or number that 16 divides); anything else is the value of a constant."""
     options: dict[str, Any] = field(default_factory=dict)
     """num_warps, num_stages, ..."""
     tensor_cores: bool = False
@@ -97,10 +95,8 @@ def compile_case(case: CompileCase, arch: str) -> CompileResult:
     from triton.compiler import ASTSource
 
     names = case.kernel.arg_names
-    missing, unknown = set(names) - set(case.arguments), set(case.arguments) - set(names)
-    assert not missing and not unknown, (
-        f"{case.name}: {missing} have no type or value, {unknown} do not exist"
-    )
+    missing = set(names) - set(case.arguments)
+    assert not missing, f"{case.name}: {missing} have no type or value"
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(names):
         value = case.arguments[name]
@@ -124,17 +120,13 @@ def compile_case(case: CompileCase, arch: str) -> CompileResult:
             case.name, arch, 0, 0, 0, 0, 0, case.tensor_cores, 0.0, f"{type(error).__name__}: {lines[-1]}"
         )
     seconds = time.perf_counter() - start
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _run_tool("cuobjdump", "--dump-resource-usage", file.name)
-        code = _run_tool("nvdisasm", "-c", file.name)
-    registers, stack, local = (_number(key, usage) for key in ("REG", "STACK", "LOCAL"))
+    (usage,) = resources(cubin).values()
+    code = disassembly(cubin)
     return CompileResult(
         case.name,
         arch,
-        registers,
-        stack + local,
+        usage.registers,
+        usage.local_bytes,
         len(_SPILL.findall(code)),
         shared,
         len(_TENSOR_CORES.findall(code)),
@@ -143,21 +135,8 @@ def compile_case(case: CompileCase, arch: str) -> CompileResult:
     )
 
 
-def _number(key: str, usage: str) -> int:
-    found = re.search(rf"\b{key}:(\d+)", usage)
-    assert found, f"no {key} in {usage!r}"
-    return int(found.group(1))
-
-
 def _capability(arch: str) -> int:
     return int(arch.removeprefix("sm_"))
-
-
-def _run_tool(name: str, *arguments: str) -> str:
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run([tool, *arguments], check=True, capture_output=True, text=True).stdout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -463,28 +463,15 @@ def compile_cases(capability: int) -> list[CompileCase]:
     for quantization, number in FORMATS.items():
         for dtype in ("bf16", "fp16", "fp32"):
             for rows, activation in ((16, None), (64, None), (16, "silu")):
-                kept = f"*{dtype}:16" if quantization is None else "*i8:16"
                 block_out, block_k = _default_blocks(4 if dtype == "fp32" else 2, quantization)
-                arguments: dict[str, Any] = {
-                    "x_ptr": f"*{dtype}:16",
-                    "weight_ptr": kept,
-                    "scale_ptr": "*fp32:16",
-                }
-                arguments |= {
-                    "bias_ptr": f"*{dtype}:16",
-                    "out_ptr": f"*{dtype}:16",
-                    "scratch_ptr": "*fp32:16",
-                }
-                arguments |= {
-                    "ticket_ptr": "*i32:16",
-                    "num_rows": "i32",
-                    "x_stride": "i32:16",
-                    "split": "i32",
-                }
-                arguments |= {"in_features": "i32:16", "out_features": "i32:16", "FORMAT": number}
-                arguments |= {"ACTIVATION": ACTIVATIONS[activation], "HAS_BIAS": True, "EVEN": True}
-                arguments |= {"IS_SPLIT": True, "BLOCK_ROWS": rows, "BLOCK_OUT": block_out}
-                arguments |= {"BLOCK_K": block_k}
+                arguments: dict[str, Any] = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{dtype}:16")
+                arguments |= {"weight_ptr": f"*{dtype}:16" if quantization is None else "*i8:16"}
+                arguments |= dict.fromkeys(("scale_ptr", "scratch_ptr"), "*fp32:16")
+                arguments |= {"ticket_ptr": "*i32:16", "num_rows": "i32", "split": "i32"}
+                arguments |= dict.fromkeys(("x_stride", "in_features", "out_features"), "i32:16")
+                arguments |= {"FORMAT": number, "ACTIVATION": ACTIVATIONS[activation]}
+                arguments |= dict.fromkeys(("HAS_BIAS", "EVEN", "IS_SPLIT"), True)
+                arguments |= {"BLOCK_ROWS": rows, "BLOCK_OUT": block_out, "BLOCK_K": block_k}
                 name = f"linear-{quantization or 'plain'}-{dtype}-{rows}rows-{activation or 'none'}"
                 # As `TritonLinear._default` has it where a program may have 99 KiB, and with room to spare.
                 options = {"num_warps": 4, "num_stages": 2 if capability == 89 else 3}
