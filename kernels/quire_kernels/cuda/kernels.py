@@ -22,7 +22,7 @@ CACHES = {torch.int8: 1, torch.float8_e4m3fn: 2}
 HEAD_DIMS = (64, 80, 96, 128, 256)
 QUANTIZED_HEAD_DIMS = (64, 128, 256)
 MAX_ROW_BYTES = 1024 * 4 * 16
-"""Of a row that `rms_norm` normalises: 1024 threads keep 4 vectors each."""
+"""Most bytes of a row that `rms_norm` normalises: 1024 threads keep 4 vectors each."""
 MAX_CHUNKS = 32
 _ROWS = 16
 _ATTENTION_THREADS = 128
@@ -218,7 +218,7 @@ class Kernels:
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the reference: the sum, or x itself without a residual, comes second."""
+        """See `ops.add_rms_norm`; the sum, or x itself without a residual, comes second."""
         size = x.shape[-1]
         rows = _aligned_rows(x)
         other = None if residual is None else _aligned_rows(residual)

@@ -61,7 +61,9 @@ class Launcher:
         Raises:
             CompileError: the kernel cannot be had.
         """
-        params = _parameters(unit.source, kernel)(*map(_field, values))
+        structure = _parameters(unit.source, kernel)
+        assert len(values) == len(structure._fields_), (kernel, len(values))
+        params = structure(*map(_field, values))
         self.start(device, unit, kernel, grid, threads, params, shared_bytes)
 
     def start(

@@ -25,7 +25,7 @@ logger = logging.getLogger("quire_kernels")
 
 NAME = "cuda"
 PRIORITY = 20
-"""Above the Triton-language kernels."""
+"""Preferred to the Triton-language kernels."""
 CAPABILITY = (8, 0)
 """The first one with asynchronous copies and bfloat16 on tensor cores."""
 _HALVES = (torch.bfloat16, torch.float16)

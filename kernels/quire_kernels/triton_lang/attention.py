@@ -39,7 +39,7 @@ from quire_kernels.triton_lang.numerics import from_e4m3_bits
 MIN_SPLIT_TILES = 2
 """A part of a context has at least this many tiles of keys: to merge shorter ones would cost more."""
 MOST_SPLITS = 64
-"""Of one context. Scratch is [num_seqs, splits, num_heads, head_dim] in float32, so it bounds that too."""
+"""Most parts of one context. Scratch is float32 [num_seqs, splits, num_heads, head_dim]: this bounds it."""
 PROGRAMS_PER_SM = 2
 INTERPRETED_PROGRAMS = 5
 MERGE_ROWS = 32

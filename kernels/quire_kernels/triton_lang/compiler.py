@@ -1,6 +1,8 @@
 """Compiles every Triton kernel ahead of time, for GPUs that need not be here, and says what came out.
 
-    python -m quire_kernels.triton_lang.compiler --arch sm_80 --arch sm_90 [--kernel NAME] [--json]
+    python -m quire_kernels.triton_lang.compiler --arch sm_80 --arch sm_90 [--kernel NAME]
+
+prints one JSON object per line.
 
 A module with kernels has `compile_cases(capability: int) -> list[CompileCase]`, which names its kernels with
 the types, constants and launch options that models of common shapes give them. Registers come from the
@@ -140,32 +142,21 @@ def _capability(arch: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns 1 if a kernel has problems."""
+    """Prints a line of JSON per kernel; returns 1 if one has problems."""
     parser = argparse.ArgumentParser(prog="quire_kernels.triton_lang.compiler", description=__doc__)
     parser.add_argument("--arch", action="append", choices=ARCHITECTURES, help="default: all of them")
     parser.add_argument("--kernel", default="", help="only cases whose name contains this")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args(arguments)
     if operators.is_interpreted():
         parser.error("TRITON_INTERPRET is set: there is nothing to compile")
     failed = False
-    if not options.json:
-        print(f"{'kernel':<52} {'arch':<7} regs spill ldl/stl   shared  mma seconds")
     for arch in options.arch or ARCHITECTURES:
         for case in compile_cases(_capability(arch)):
             if options.kernel not in case.name:
                 continue
             result = compile_case(case, arch)
             failed |= bool(result.problems)
-            if options.json:
-                print(json.dumps({**asdict(result), "problems": result.problems}), flush=True)
-                continue
-            print(
-                f"{result.name:<52} {arch:<7} {result.registers:>4} {result.spill_bytes:>5} "
-                f"{result.spill_instructions:>7} {result.shared_bytes:>8} "
-                f"{result.tensor_core_instructions:>4} {result.seconds:>7.2f} {'; '.join(result.problems)}",
-                flush=True,
-            )
+            print(json.dumps({**asdict(result), "problems": result.problems}), flush=True)
     return int(failed)
 
 

@@ -19,7 +19,7 @@ interpreter.install()
 MAX_NORM_BLOCK = 16384
 """A longer row is read twice, in blocks."""
 _ELEMENTS = 2048
-"""Of a program, where rows are short enough for several."""
+"""Numbers that a program holds, where rows are short enough for several."""
 _GATE_BLOCK = 1024
 _ARGMAX_BLOCK = 4096
 SILU, GELU, GELU_TANH = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -39,7 +39,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def sigmoid(x):  # type: ignore[no-untyped-def]
-    """Of float32; 0 and 1 far out, without NaN."""
+    """1 / (1 + exp(-x)) of float32 x; 0 and 1 far out, without NaN."""
     return 1.0 / (1.0 + tl.exp2(-x * _LOG2_E))
 
 

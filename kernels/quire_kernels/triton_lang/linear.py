@@ -281,7 +281,7 @@ class TritonLinear:
         self._tickets = torch.zeros(most_tiles, dtype=torch.int32, device=weight.device)
         self._tuner = tuning.tuner_of(weight.device)
         self._known: dict[int, tuple[str, tuning.Config]] = {}
-        """By bucket: the tuner's key and the default."""
+        """The tuner's key and the default of each bucket."""
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """See PackedLinear."""
@@ -411,7 +411,7 @@ class TritonLinear:
     def _config(
         self, block_out: int, block_k: int, num_warps: int, num_stages: int, programs: int
     ) -> tuning.Config:
-        """With the inputs split so that about this many programs run, each with two tiles at least."""
+        """Splits the inputs so that about this many programs run, each with two tiles at least."""
         tiles = triton.cdiv(self.out_features, block_out)
         most = triton.cdiv(triton.cdiv(self.in_features, block_k), 2)
         split = max(1, min(triton.cdiv(programs, tiles), most, _MAX_SPLIT))

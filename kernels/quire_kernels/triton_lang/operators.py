@@ -17,7 +17,7 @@ from quire_kernels.sampling import is_not_typical
 from quire_kernels.weights import INT4_GROUP
 
 PRIORITY = 10
-"""Above the PyTorch reference, below CUDA C++."""
+"""Preferred to the PyTorch reference; CUDA C++ is preferred to this."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _KV_DTYPES = (*FLOATS, torch.int8, torch.float8_e4m3fn)
 FORMATS = (None, "int8", "int4", "fp8")

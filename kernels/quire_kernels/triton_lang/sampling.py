@@ -40,7 +40,7 @@ _CHUNK = 2048
 _MIN_TEMPERATURE = tl.constexpr(1e-6)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 _LAST_KEY = tl.constexpr(0x7F800000)
-"""Of a score of minus infinity."""
+"""The key of a score of minus infinity."""
 _ONE = tl.constexpr(float(1 << 42))
 """The mass of the best token; MAX_VOCABULARY of them fit into int64."""
 _FARTHEST = tl.constexpr(100.0)
@@ -216,7 +216,7 @@ def _keys_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _survey(key_ptr, size, middle, IS_MASS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a row's keys up to `middle`: (number or mass, largest or -1); and the least above it or INT_MAX."""
+    """(number or mass of a row's keys up to `middle`, largest of them or -1, least above it or INT_MAX)."""
     amounts = tl.zeros((BLOCK,), tl.int64 if IS_MASS else tl.int32)
     below = tl.full((BLOCK,), -1, tl.int32)
     above = tl.full((BLOCK,), INT_MAX, tl.int32)
