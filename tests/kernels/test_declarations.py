@@ -31,7 +31,8 @@ struct Outer {
 extern "C" {
 void add_outer(const Outer* x, Kind kind,
                int64_t more, double* result) {
-  *result = double(x->inner.scale) + int(kind) + *x->left + *x->right + x->count + x->total + x->stride + more;
+  *result = double(x->inner.scale) + int(kind) + *x->left + *x->right;
+  *result += x->count + x->total + x->stride + more;
 }
 int64_t add_twice(const Inner* x) { return x->twice() + (x->data != nullptr); }
 int add_nothing() { return 7; }

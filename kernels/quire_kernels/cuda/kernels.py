@@ -11,14 +11,12 @@ import torch
 from quire_kernels.cuda.compiler import Unit, attention_unit
 from quire_kernels.cuda.launch import Launcher
 from quire_kernels.metadata import AttentionMetadata
-from quire_kernels.quantized_kv import KVLayer, QuantizedKV
+from quire_kernels.quantized_kv import KV_KINDS, KVLayer, QuantizedKV
 from quire_kernels.reference.linear import TorchLinear
 from quire_kernels.registry import LeftToOthers
 from quire_kernels.sampling import SamplingTensors
 
 TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
-CACHES = {torch.int8: 1, torch.float8_e4m3fn: 2}
-"""Codes of quantised caches; 0 is a plain one."""
 HEAD_DIMS = (64, 80, 96, 128, 256)
 QUANTIZED_HEAD_DIMS = (64, 128, 256)
 MAX_ROW_BYTES = 1024 * 4 * 16
@@ -94,11 +92,11 @@ class Kernels:
         tokens_per_tile = min(_ROWS // groups, meta.max_query_len) if head_tiles == 1 else 1
         rows = tokens_per_tile * groups if head_tiles == 1 else _ROWS
         query_tiles = -(-meta.max_query_len // tokens_per_tile)
-        cache = CACHES.get(data.dtype, 0)
+        cache = KV_KINDS.get(data.dtype, 0)
         unit = attention_unit(TYPES[query.dtype], head_dim, cache)
         device, window, heads = query.device, sliding_window or 0, num_kv_heads * head_tiles
         assert meta.block_table.stride(1) == 1 or meta.block_table.shape[1] == 1, meta.block_table.stride()
-        assert data.dtype in CACHES or data.dtype == query.dtype, (data.dtype, query.dtype)
+        assert data.dtype in KV_KINDS or data.dtype == query.dtype, (data.dtype, query.dtype)
         num_seqs = meta.query_start_loc.shape[0] - 1
         num_blocks = self.launcher.multiprocessors(device) * _BLOCKS_PER_MULTIPROCESSOR
         if query.stride(2) != 1 or query.data_ptr() % 16:
@@ -178,7 +176,7 @@ class Kernels:
         slot_mapping: torch.Tensor | None,
     ) -> torch.Tensor:
         data, scales = kv_layer if isinstance(kv_layer, QuantizedKV) else (kv_layer, None)
-        assert data is None or data.dtype in CACHES or data.dtype == query.dtype, (data.dtype, query.dtype)
+        assert data is None or data.dtype in KV_KINDS or data.dtype == query.dtype, (data.dtype, query.dtype)
         assert slot_mapping is None or slot_mapping.is_contiguous()
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = 0 if key is None else key.shape[1]
@@ -206,7 +204,7 @@ class Kernels:
             0 if cos is None else cos.shape[1],
             1 if data is None else data.shape[3],
             norms is not None and norms[0].dtype != query.dtype,
-            0 if data is None else CACHES.get(data.dtype, 0),
+            0 if data is None else KV_KINDS.get(data.dtype, 0),
         )
         heads = num_heads + 2 * num_kv_heads
         if num_tokens and heads:
@@ -353,7 +351,7 @@ def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
 
 def can_attend(**facts: Any) -> bool | LeftToOthers:
     """Whether `Kernels.paged_attention` knows a head size and block size, and queries are short."""
-    quantized = facts.get("kv_dtype") in CACHES
+    quantized = facts.get("kv_dtype") in KV_KINDS
     block_size = facts.get("block_size", 16)
     known = (
         facts.get("head_dim", 64) in (QUANTIZED_HEAD_DIMS if quantized else HEAD_DIMS)
@@ -368,7 +366,7 @@ def can_attend(**facts: Any) -> bool | LeftToOthers:
 def can_write(**facts: Any) -> bool:
     """Whether `norm_rope_write`, `write_kv` and `rope` know a head size."""
     kv_dtype = facts.get("kv_dtype")
-    return facts.get("head_dim", 64) <= 256 and (kv_dtype is None or kv_dtype in {**TYPES, **CACHES})
+    return facts.get("head_dim", 64) <= 256 and (kv_dtype is None or kv_dtype in {**TYPES, **KV_KINDS})
 
 
 def can_keep_row(**facts: Any) -> bool:

@@ -17,8 +17,9 @@ import torch
 from quire_kernels import registry
 from quire_kernels.cuda import kernels
 from quire_kernels.cuda.compiler import CompileError, Unit, attention_unit, is_installed
-from quire_kernels.cuda.kernels import CACHES, Kernels, Linear, attention_shared_bytes
+from quire_kernels.cuda.kernels import Kernels, Linear, attention_shared_bytes
 from quire_kernels.cuda.launch import Launcher, loaded
+from quire_kernels.quantized_kv import KV_KINDS
 from quire_kernels.sampling import is_not_typical
 
 logger = logging.getLogger("quire_kernels")
@@ -80,7 +81,7 @@ _kernels = Kernels(Launcher())
 
 
 def _attention_probe(**facts: Any) -> tuple[Unit, str, int]:
-    cache, head_dim = CACHES.get(facts["kv_dtype"], 0), facts.get("head_dim", 64)
+    cache, head_dim = KV_KINDS.get(facts["kv_dtype"], 0), facts.get("head_dim", 64)
     # A float16 query needs the most shared memory.
     return (
         attention_unit("Float16", head_dim, cache),
