@@ -143,8 +143,8 @@ def _other_cases(device: torch.device, small: bool) -> Iterator[Case]:
     gate_up = torch.randn(count, 7 * size, device=device).bfloat16()
     yield Case(
         f"SiLU-mul, {count} x {gate_up.shape[1]}",
-        "silu_mul",
-        lambda: ops.silu_mul(gate_up),
+        "gate_mul",
+        lambda: ops.gate_mul(gate_up, "silu"),
         1.5 * gate_up.nbytes,
     )
     logits = 4 * torch.randn(count, vocab, device=device)

@@ -89,7 +89,7 @@ class AttentionMetadata:
         return value
 
     def shared_plan(self, key: Hashable, make: Callable[[], T]) -> T:
-        """As `plan`, for what depends on neither `block_table` nor `slot_mapping`: the groups share it."""
+        """The same for what depends on neither `block_table` nor `slot_mapping`: the groups share it."""
         if key not in self.shared_plans:
             self.shared_plans[key] = make()
         value: T = self.shared_plans[key]

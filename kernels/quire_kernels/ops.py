@@ -207,19 +207,14 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of gate_up [num_tokens, 2 * size], gate first; returns [num_tokens, size]."""
-    out: torch.Tensor = registry.select(
-        "silu_mul", gate_up.device.type, gate_up.dtype, size=gate_up.shape[-1] // 2
-    )(gate_up)
-    return out
+def gate_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) * up of gate_up [num_tokens, 2 * size], gate first; returns [num_tokens, size].
 
-
-def gelu_mul(gate_up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """gelu(gate) * up of gate_up [num_tokens, 2 * size]; `approximate` is "none" or "tanh"."""
+    `activation` is "silu", "gelu" or "gelu_tanh" (gelu by its approximation with tanh).
+    """
     out: torch.Tensor = registry.select(
-        "gelu_mul", gate_up.device.type, gate_up.dtype, size=gate_up.shape[-1] // 2
-    )(gate_up, approximate)
+        "gate_mul", gate_up.device.type, gate_up.dtype, size=gate_up.shape[-1] // 2
+    )(gate_up, activation)
     return out
 
 

@@ -10,6 +10,9 @@ SCALE_DTYPE = torch.bfloat16
 """The range of float32, so that no key or value is too large or too small for its scale, in two bytes. Its
 short mantissa costs nothing: numbers are divided by the scale as it is stored."""
 
+KV_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
+"""What kernels for GPUs call the types of quantised caches; 0 is a plain one."""
+
 
 class QuantizedKV(NamedTuple):
     """Views of a layer's part of the cache; a number is its data times its scale."""

@@ -194,7 +194,7 @@ def pick(
 
 
 def capabilities(operator: str, device_type: str, dtype: torch.dtype, **facts: Any) -> dict[str, str | None]:
-    """Of each implementation, the preferred ones first: why it cannot compute this, None if it can."""
+    """Why each implementation cannot compute this (None: it can), by name, the preferred ones first."""
     return {one.name: one.why_not(device_type, dtype, facts) for one in implementations(operator)}
 
 

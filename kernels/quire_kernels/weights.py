@@ -55,7 +55,13 @@ def quantize_weight(weight: torch.Tensor, quantization: str) -> tuple[torch.Tens
         and infinities become NaN scales, and no code is NaN.
     """
     assert quantization in QUANTIZATIONS, quantization
-    wide = weight.float()
+    # In parts, to need little memory beside the weight.
+    parts = [_quantized(rows.float(), quantization) for rows in weight.split(1024)]
+    codes, scales = (torch.cat(column) for column in zip(*parts, strict=True))
+    return codes, scales
+
+
+def _quantized(wide: torch.Tensor, quantization: str) -> tuple[torch.Tensor, torch.Tensor]:
     if quantization == "fp8":
         extreme = wide.abs().amax(1, keepdim=True)
         scales = torch.where(extreme.isfinite(), extreme, torch.nan) / FP8_MAX

@@ -52,8 +52,7 @@ def register(launcher: EmulatedLauncher) -> None:
             "write_kv",
             "rope",
             "rms_norm",
-            "silu_mul",
-            "gelu_mul",
+            "gate_mul",
             "copy_blocks",
             "argmax",
             "sample",
@@ -217,8 +216,8 @@ def test_elementwise_kernels(dtype: torch.dtype) -> None:
         test_elementwise.test_rms_norm(NAME, "cpu", dtype, shape)
     for sizes in ((16, 16), (64, 16), (128, 128), (128, 64), (80, 80), (256, 96)):
         test_elementwise.test_rope_rotates_pairs_and_keeps_the_rest(NAME, "cpu", dtype, *sizes)
-    test_elementwise.test_silu_mul(NAME, "cpu", dtype)
-    test_elementwise.test_gelu_mul(NAME, "cpu", dtype)
+    test_elementwise.test_silu_with_the_product(NAME, "cpu", dtype)
+    test_elementwise.test_gelu_with_the_product(NAME, "cpu", dtype)
 
 
 @pytest.mark.parametrize("size", [1, 15, 1000, 151_936])

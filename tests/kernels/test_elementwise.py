@@ -66,24 +66,24 @@ def test_rope_rotates_pairs_and_keeps_the_rest(
 
 
 @pytest.mark.row("D4", clauses=("silu",))
-@pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("silu_mul", DTYPES))
-def test_silu_mul(name: str, device: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("gate_mul", DTYPES))
+def test_silu_with_the_product(name: str, device: str, dtype: torch.dtype) -> None:
     x = 3 * draw(7, 96, dtype=dtype, device=device)
     gate, up = x.double().chunk(2, -1)
-    with forced("silu_mul", name):
-        close(ops.silu_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
+    with forced("gate_mul", name):
+        close(ops.gate_mul(x, "silu"), gate / (1 + (-gate).exp()) * up, dtype)
 
 
 @pytest.mark.row("D4", clauses=("gelu",))
-@pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("gelu_mul", DTYPES))
-def test_gelu_mul(name: str, device: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("gate_mul", DTYPES))
+def test_gelu_with_the_product(name: str, device: str, dtype: torch.dtype) -> None:
     x = 3 * draw(7, 96, dtype=dtype, device=device)
     gate, up = x.double().chunk(2, -1)
     exact = 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2)))
     tanh = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
-    with forced("gelu_mul", name):
-        close(ops.gelu_mul(x), exact * up, dtype)
-        close(ops.gelu_mul(x, "tanh"), tanh * up, dtype)
+    with forced("gate_mul", name):
+        close(ops.gate_mul(x, "gelu"), exact * up, dtype)
+        close(ops.gate_mul(x, "gelu_tanh"), tanh * up, dtype)
 
 
 @pytest.mark.row("D4", clauses=("argmax",))

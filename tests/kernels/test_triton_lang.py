@@ -247,7 +247,7 @@ def compile_kernels(arch: str, kernel: str) -> None:
     """Compiles the kernels whose name contains this, outside the interpreter, and looks at what came out."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT / "kernels")
-    command = [sys.executable, "-m", "quire_kernels.triton_lang.compiler", "--json", "--arch", arch]
+    command = [sys.executable, "-m", "quire_kernels.triton_lang.compiler", "--arch", arch]
     run = subprocess.run(
         [*command, "--kernel", kernel], env=environment, capture_output=True, text=True, timeout=280
     )

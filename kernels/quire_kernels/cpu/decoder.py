@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
-from ctypes import byref
+from collections.abc import Iterable, Sequence
+from ctypes import Array, Structure, addressof, byref
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +11,7 @@ import torch
 
 from quire_kernels import registry
 from quire_kernels.cpu.linear import NativeLinear
-from quire_kernels.cpu.native import (
-    KV_TYPES,
-    TYPES,
-    CBatch,
-    CDecoder,
-    CDecoderLayer,
-    CKVLayer,
-    CStep,
-    batch_struct,
-    kv_struct,
-)
+from quire_kernels.cpu.native import KV_TYPES, TYPES, batch_struct, declarations, kv_struct
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, data_of
 from quire_kernels.weights import PackedLinear
@@ -93,12 +82,12 @@ class NativeDecoder:
     ) -> None:
         first = layers[0].qkv
         assert isinstance(first, NativeLinear)
-        self.library: ctypes.CDLL = first.library
+        self.library = first.library
         self.hidden_size, self.dtype = final_norm.shape[0], final_norm.dtype
         self.half_rotary_dim = rotary_dim // 2
-        self._owned = (list(layers), final_norm)  # what the structures point into
-        structs = (CDecoderLayer * len(layers))(*map(_layer_struct, layers))
-        self._struct = CDecoder(
+        structs = _array("DecoderLayer", map(_layer_struct, layers))
+        self._owned = (list(layers), structs, final_norm)  # what the structure points into
+        self._struct = declarations().structure("Decoder")(
             TYPES[final_norm.dtype],
             len(layers),
             self.hidden_size,
@@ -106,10 +95,10 @@ class NativeDecoder:
             head_dim,
             self.half_rotary_dim,
             eps,
-            structs,
+            addressof(structs),
             final_norm.data_ptr(),
         )
-        self._kv: tuple[list[KVLayer], ctypes.Array[CKVLayer]] | None = None
+        self._kv: tuple[list[KVLayer], Array[Any]] | None = None
 
     def can_use(self, kv_layer: KVLayer) -> bool:
         """Whether the kernels read this type of cache."""
@@ -141,15 +130,15 @@ class NativeDecoder:
         assert x.is_contiguous() and x.dtype == self.dtype and x.shape[1] == self.hidden_size, x.shape
         assert cos.is_contiguous() and sin.is_contiguous() and cos.shape[1] == self.half_rotary_dim, cos.shape
         if self._kv is None or self._kv[0] is not kv_layers:
-            self._kv = (kv_layers, (CKVLayer * len(kv_layers))(*map(kv_struct, kv_layers)))
-        batches = (CBatch * len(metas))(*map(batch_struct, metas))
+            self._kv = (kv_layers, _array("KVLayer", map(kv_struct, kv_layers)))
+        batches = _array("Batch", map(batch_struct, metas))
         out = torch.empty((rows.shape[0], self.hidden_size), dtype=self.dtype)
-        step = CStep(
+        step = declarations().structure("Step")(
             x.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
-            self._kv[1],
-            batches,
+            addressof(self._kv[1]),
+            addressof(batches),
             rows.data_ptr(),
             rows.shape[0],
             out.data_ptr(),
@@ -158,11 +147,18 @@ class NativeDecoder:
         return out
 
 
-def _layer_struct(layer: DecoderLayerWeights) -> CDecoderLayer:
+def _array(name: str, structs: Iterable[Structure]) -> Array[Any]:
+    """The structures `name` behind each other."""
+    made = list(structs)
+    array: Array[Any] = (declarations().structure(name) * len(made))(*made)
+    return array
+
+
+def _layer_struct(layer: DecoderLayerWeights) -> Structure:
     linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
     structs = [linear.struct for linear in linears if isinstance(linear, NativeLinear)]
     assert len(structs) == len(linears), linears
-    return CDecoderLayer(
+    return declarations().structure("DecoderLayer")(
         layer.input_norm.data_ptr(),
         layer.post_attention_norm.data_ptr(),
         None if layer.query_norm is None else layer.query_norm.data_ptr(),

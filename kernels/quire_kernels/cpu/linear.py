@@ -7,7 +7,7 @@ from ctypes import byref
 
 import torch
 
-from quire_kernels.cpu.native import TYPES, Activation, CWeight, Format, as_rows
+from quire_kernels.cpu.native import TYPES, Activation, Format, as_rows, declarations
 from quire_kernels.host_memory import aligned_bytes
 from quire_kernels.weights import INT4_GROUP, W8A8_GROUP, quantize_weight
 
@@ -17,7 +17,7 @@ INPUTS_MULTIPLE = 32
 """in_features of every weight; half of a gated one's rows are a multiple of half of it."""
 _FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
 _QUANTISED = {"int8": Format.INT8, "int4": Format.INT4, "w8a8": Format.W8A8}
-_ACTIVATIONS = {
+ACTIVATIONS = {
     None: Activation.NONE,
     "silu": Activation.SILU,
     "gelu": Activation.GELU,
@@ -61,14 +61,10 @@ class NativeLinear:
             kind = _FORMATS[weight.dtype]
         else:
             kind = _QUANTISED[quantization]
-            parts = [quantize_weight(rows, quantization) for rows in source.split(1024)]
-            source, scales = (
-                torch.cat([codes for codes, _ in parts]),
-                torch.cat([scale for _, scale in parts]),
-            )
+            source, scales = quantize_weight(source, quantization)
         padded = -(-num_columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
-        self.struct = CWeight(
-            None, None, None, num_columns, self.in_features, int(kind), int(_ACTIVATIONS[activation])
+        self.struct = declarations().structure("Weight")(
+            None, None, None, num_columns, self.in_features, int(kind), int(ACTIVATIONS[activation])
         )
         self._data = aligned_bytes(library.quire_weight_bytes(byref(self.struct)))
         self.struct.data = self._data.data_ptr()

@@ -1,4 +1,4 @@
-"""The C++ kernels through ctypes: structures of src/*.h, and the library of an instruction set.
+"""The C++ kernels through ctypes: the structures of src/, and the library of an instruction set.
 
 ctypes releases the GIL during a call, so that other threads of the engine go on meanwhile.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure
 from enum import IntEnum
 
 import torch
 
-from quire_kernels.cpu.compiler import BuildError, load, supported_isas
+from quire_kernels.cpu.compiler import SOURCES, BuildError, load, supported_isas
+from quire_kernels.declarations import Declarations
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, QuantizedKV
 
@@ -25,7 +26,7 @@ KV_TYPES = {**TYPES, torch.int8: 2}
 
 
 class Format(IntEnum):
-    """Of packed weights."""
+    """How weights are packed; `Format` of gemm.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -35,7 +36,7 @@ class Format(IntEnum):
 
 
 class Activation(IntEnum):
-    """Of a gated product, by name in `ACTIVATIONS`; NONE is a plain product."""
+    """What the gate of a gated product goes through; `Activation` of gemm.h. NONE: the product is plain."""
 
     NONE = 0
     SILU = 1
@@ -43,157 +44,11 @@ class Activation(IntEnum):
     GELU_TANH = 3
 
 
-class CWeight(Structure):
-    """Weight of gemm.h."""
-
-    _fields_ = [
-        ("data", c_void_p),
-        ("scales", c_void_p),
-        ("bias", c_void_p),
-        ("num_columns", c_int64),
-        ("num_inputs", c_int64),
-        ("format", c_int32),
-        ("activation", c_int32),
-    ]
-
-
-class CKVLayer(Structure):
-    """KVLayer of layout.h."""
-
-    _fields_ = [
-        ("data", c_void_p),
-        ("scales", c_void_p),
-        ("block_stride", c_int64),
-        ("kv_stride", c_int64),
-        ("head_stride", c_int64),
-        ("scale_block_stride", c_int64),
-        ("scale_kv_stride", c_int64),
-        ("scale_head_stride", c_int64),
-        ("type", c_int32),
-        ("block_size", c_int32),
-        ("num_kv_heads", c_int32),
-        ("head_dim", c_int32),
-    ]
-
-
-class CBatch(Structure):
-    """Batch of layout.h."""
-
-    _fields_ = [
-        ("query_start_loc", c_void_p),
-        ("seq_lens", c_void_p),
-        ("block_table", c_void_p),
-        ("block_table_stride", c_int64),
-        ("slot_mapping", c_void_p),
-        ("num_seqs", c_int32),
-        ("num_tokens", c_int32),
-    ]
-
-
-class CDecoderLayer(Structure):
-    """DecoderLayer of decoder.h."""
-
-    _fields_ = [
-        ("input_norm", c_void_p),
-        ("post_attention_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-        ("qkv", CWeight),
-        ("out", CWeight),
-        ("gate_up", CWeight),
-        ("down", CWeight),
-        ("attention_scale", c_float),
-        ("softcap", c_float),
-        ("window", c_int32),
-        ("group", c_int32),
-    ]
-
-
-class CDecoder(Structure):
-    """Decoder of decoder.h."""
-
-    _fields_ = [
-        ("type", c_int32),
-        ("num_layers", c_int32),
-        ("hidden_size", c_int32),
-        ("num_heads", c_int32),
-        ("head_dim", c_int32),
-        ("half_rotary_dim", c_int32),
-        ("eps", c_float),
-        ("layers", POINTER(CDecoderLayer)),
-        ("final_norm", c_void_p),
-    ]
-
-
-class CStep(Structure):
-    """Step of decoder.h."""
-
-    _fields_ = [
-        ("residual", c_void_p),
-        ("cosines", c_void_p),
-        ("sines", c_void_p),
-        ("kv", POINTER(CKVLayer)),
-        ("batches", POINTER(CBatch)),
-        ("rows", c_void_p),
-        ("num_rows", c_int64),
-        ("out", c_void_p),
-    ]
-
-
-_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "quire_init": (c_int32, ()),
-    "quire_set_num_threads": (None, (c_int32,)),
-    "quire_weight_bytes": (c_int64, (POINTER(CWeight),)),
-    "quire_pack": (None, (c_void_p, c_void_p, c_void_p, POINTER(CWeight))),
-    "quire_unpack_rows": (None, (c_int32, POINTER(CWeight), c_void_p, c_int64, c_void_p)),
-    "quire_linear": (
-        None,
-        (c_int32, c_void_p, c_int64, c_int64, POINTER(CWeight), c_int32, c_void_p, c_int64),
-    ),
-    "quire_linear_argmax": (None, (c_int32, c_void_p, c_int64, c_int64, POINTER(CWeight), c_void_p)),
-    "quire_rms_norm": (
-        None,
-        (c_int32, c_void_p, c_int64, c_void_p, c_void_p, c_float, c_int32, c_void_p, c_int32),
-    ),
-    "quire_rope": (
-        None,
-        (
-            c_int32,
-            c_void_p,
-            c_int64,
-            c_int64,
-            c_void_p,
-            c_void_p,
-            c_int32,
-            c_int32,
-            c_int32,
-            c_void_p,
-            c_int32,
-        ),
-    ),
-    "quire_write_kv": (
-        None,
-        (c_int32, c_void_p, c_int64, c_void_p, c_int64, POINTER(CKVLayer), c_void_p, c_int32),
-    ),
-    "quire_argmax": (None, (c_void_p, c_int64, c_int64, c_int32, c_void_p)),
-    "quire_gate": (None, (c_int32, c_int32, c_void_p, c_int64, c_int32, c_void_p, c_int32)),
-    "quire_paged_attention": (
-        None,
-        (
-            c_int32,
-            c_void_p,
-            c_int64,
-            c_int32,
-            c_void_p,
-            POINTER(CKVLayer),
-            POINTER(CBatch),
-            c_float,
-            c_int32,
-            c_float,
-        ),
-    ),
-    "quire_decoder_forward": (None, (POINTER(CDecoder), POINTER(CStep))),
-}
+@functools.cache
+def declarations() -> Declarations:
+    """Structures and functions of src/."""
+    names = ("layout.h", "gemm.h", "decoder.h", "quire.cpp")
+    return Declarations("\n".join((SOURCES / name).read_text("utf-8") for name in names))
 
 
 _loaded: list[ctypes.CDLL] = []
@@ -209,7 +64,7 @@ def library(isa: str) -> ctypes.CDLL | None:
     except (BuildError, OSError) as error:
         logger.warning("no C++ kernels for %s, PyTorch is used instead: %s", isa, error)
         return None
-    for name, (result, arguments) in _SIGNATURES.items():
+    for name, (result, arguments) in declarations().functions("quire_").items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     if loaded.quire_init():
@@ -233,7 +88,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def kv_struct(kv_layer: KVLayer) -> CKVLayer:
+def kv_struct(kv_layer: KVLayer) -> Structure:
     """The structure for a layer's view of the cache, which must outlive it."""
     data, scales = kv_layer if isinstance(kv_layer, QuantizedKV) else (kv_layer, None)
     _, _, num_kv_heads, block_size, head_dim = data.shape
@@ -243,7 +98,7 @@ def kv_struct(kv_layer: KVLayer) -> CKVLayer:
     if scales is not None:
         assert scales.stride(3) == 1, scales.stride()
         scale_strides = scales.stride()[:3]
-    return CKVLayer(
+    return declarations().structure("KVLayer")(
         data.data_ptr(),
         None if scales is None else scales.data_ptr(),
         *strides[:3],
@@ -255,11 +110,11 @@ def kv_struct(kv_layer: KVLayer) -> CKVLayer:
     )
 
 
-def batch_struct(meta: AttentionMetadata) -> CBatch:
+def batch_struct(meta: AttentionMetadata) -> Structure:
     """The structure for a batch, whose tensors must outlive it."""
     assert meta.block_table.stride(1) == 1 or meta.block_table.shape[1] == 1, meta.block_table.stride()
     assert meta.slot_mapping.is_contiguous()
-    return CBatch(
+    return declarations().structure("Batch")(
         meta.query_start_loc.data_ptr(),
         meta.seq_lens.data_ptr(),
         meta.block_table.data_ptr(),

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from quire_kernels.cpu.compiler import BuildError, supported_isas
-from quire_kernels.cpu.linear import NativeLinear, can_pack
-from quire_kernels.cpu.native import KV_TYPES, TYPES, Activation, as_rows, batch_struct, kv_struct, library
+from quire_kernels.cpu.linear import ACTIVATIONS, NativeLinear, can_pack
+from quire_kernels.cpu.native import KV_TYPES, TYPES, as_rows, batch_struct, kv_struct, library
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer
 from quire_kernels.registry import implementation
@@ -90,14 +90,21 @@ def write_kv(
     )
 
 
-def silu_mul(isa: str, gate_up: torch.Tensor) -> torch.Tensor:
-    """See `ops.silu_mul`."""
-    return _gate(isa, Activation.SILU, gate_up)
-
-
-def gelu_mul(isa: str, gate_up: torch.Tensor, approximate: str) -> torch.Tensor:
-    """See `ops.gelu_mul`."""
-    return _gate(isa, Activation.GELU_TANH if approximate == "tanh" else Activation.GELU, gate_up)
+def gate_mul(isa: str, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `ops.gate_mul`."""
+    size = gate_up.shape[-1] // 2
+    rows = as_rows(gate_up)
+    out = torch.empty((rows.shape[0], size), dtype=gate_up.dtype)
+    _kernels(isa).quire_gate(
+        TYPES[gate_up.dtype],
+        int(ACTIVATIONS[activation]),
+        rows.data_ptr(),
+        rows.stride(0),
+        size,
+        out.data_ptr(),
+        rows.shape[0],
+    )
+    return out.view(*gate_up.shape[:-1], size)
 
 
 def paged_attention(
@@ -142,22 +149,6 @@ def linear(isa: str, *args: Any) -> NativeLinear:
     return NativeLinear(isa, _kernels(isa), *args)
 
 
-def _gate(isa: str, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
-    size = gate_up.shape[-1] // 2
-    rows = as_rows(gate_up)
-    out = torch.empty((rows.shape[0], size), dtype=gate_up.dtype)
-    _kernels(isa).quire_gate(
-        TYPES[gate_up.dtype],
-        int(activation),
-        rows.data_ptr(),
-        rows.stride(0),
-        size,
-        out.data_ptr(),
-        rows.shape[0],
-    )
-    return out.view(*gate_up.shape[:-1], size)
-
-
 def _with_heads_together(x: torch.Tensor) -> torch.Tensor:
     """x [num_tokens, num_heads, head_dim] whose tokens are contiguous, one by one."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
@@ -188,8 +179,7 @@ _OPERATORS = (
     ("rms_norm", rms_norm, _in_vectors("size")),
     ("rope", rope, _in_vectors("head_dim")),
     ("write_kv", write_kv, _in_vectors("head_dim")),
-    ("silu_mul", silu_mul, _in_vectors("size")),
-    ("gelu_mul", gelu_mul, _in_vectors("size")),
+    ("gate_mul", gate_mul, _in_vectors("size")),
     ("paged_attention", paged_attention, _in_vectors("head_dim")),
     ("argmax", argmax, _in_vectors()),
     ("linear", linear, _can_pack),

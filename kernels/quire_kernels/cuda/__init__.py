@@ -4,14 +4,14 @@ Where things are:
 - `src/*.cu`: the kernels. Each takes one structure by value and says in its header comment which macros it
   needs. `include/device.cuh` has every construct that only a GPU has; the other headers are plain C++ on it.
 - `compiler`: NVRTC, the cache on disk, the list of all variants, and the report of registers and spills.
-- `params`: the structures as ctypes. `launch`: the driver. `kernels`: operators on any launcher.
+- `launch`: the driver. `kernels`: operators on any launcher, with the structures as the sources declare them.
 - `operators`: registration, and the fallback where a kernel cannot be had. `copy`: blocks to and from hosts.
 - tests/kernels/cuda_emulator: the same sources on a CPU.
 
-To add a kernel: write it with `KERNEL(name, Params, threads, blocks)` and the primitives of device.cuh,
-mirror its structure in `params`, add its variants to `compiler.all_units` (tests then compile it for every
-architecture and refuse spills), call it in `kernels.Kernels`, register it in `operators`, and compare it with
-the reference in tests/kernels/test_cuda_emulated.py.
+To add a kernel: write it with `KERNEL(name, Params, threads, blocks)` and the primitives of device.cuh, add
+its variants to `compiler.all_units` (tests then compile it for every architecture and refuse spills), call it
+in `kernels.Kernels`, register it in `operators`, and compare it with the reference in
+tests/kernels/test_cuda_emulated.py.
 
 Importing this registers the operators; it loads neither `cuda` nor a driver.
 """

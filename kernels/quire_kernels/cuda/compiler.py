@@ -1,10 +1,10 @@
 """CUDA C++ to machine code through NVRTC, once per source, options, architecture and NVRTC version.
 
-    python -m quire_kernels.cuda.compiler [--arch sm_90a] [--json]
+    python -m quire_kernels.cuda.compiler [--arch sm_90a] [--source linear]
 
-compiles every kernel, for four architectures if none is named, and prints what each needs of a
-multiprocessor. No GPU and no CUDA toolkit is needed, only the packages cuda-core and nvidia-cuda-nvrtc.
-Importing this module imports neither.
+compiles every kernel, for four architectures if none is named, and prints a line of JSON for each: what it
+needs of a multiprocessor. No GPU and no CUDA toolkit is needed, only the packages cuda-core and
+nvidia-cuda-nvrtc. Importing this module imports neither.
 """
 
 from __future__ import annotations
@@ -215,30 +215,21 @@ def _cuobjdump(code: bytes, option: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compiles everything and prints one line per kernel, or JSON; 1 if any kernel spills."""
+    """Compiles everything and prints a line of JSON per kernel; 1 if any kernel spills."""
     parser = argparse.ArgumentParser(description="compile the CUDA kernels and report what they need")
     parser.add_argument("--arch", action="append", help=f"may repeat; default: {', '.join(ARCHITECTURES)}")
     parser.add_argument("--source", help="compile this source only")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    rows = []
+    spills = False
     for arch in options.arch or ARCHITECTURES:
         for unit in all_units():
             if options.source not in (None, unit.source):
                 continue
             for kernel, found in resources(cubin(unit, arch)).items():
-                defines = ", ".join(value for _, value in unit.defines)
-                rows.append({"arch": arch, "kernel": kernel, "variant": defines, **asdict(found)})
-    if options.json:
-        print(json.dumps(rows))
-    else:
-        print(f"{'arch':8}{'kernel':24}{'variant':22}{'registers':>10}{'local B':>9}{'shared B':>9}")
-        for row in rows:
-            print(
-                f"{row['arch']:8}{row['kernel']:24}{row['variant']:22}"
-                f"{row['registers']:10}{row['local_bytes']:9}{row['shared_bytes']:9}"
-            )
-    return int(any(row["local_bytes"] for row in rows))
+                row = {"arch": arch, "kernel": kernel, "variant": dict(unit.defines), **asdict(found)}
+                print(json.dumps(row), flush=True)
+                spills |= found.local_bytes > 0
+    return int(spills)
 
 
 if __name__ == "__main__":

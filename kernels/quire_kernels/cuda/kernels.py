@@ -7,36 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from quire_kernels.cuda.compiler import Unit, attention_unit
 from quire_kernels.cuda.launch import Launcher
-from quire_kernels.cuda.params import (
-    ArgmaxParams,
-    AttentionParams,
-    CopyParams,
-    EditParams,
-    GateParams,
-    LinearParams,
-    NormParams,
-    PlanParams,
-    SampleParams,
-    WriteParams,
-    pointer,
-)
 from quire_kernels.metadata import AttentionMetadata
-from quire_kernels.quantized_kv import KVLayer, QuantizedKV
-from quire_kernels.reference.elementwise import gelu_mul, silu_mul
+from quire_kernels.quantized_kv import KV_KINDS, KVLayer, QuantizedKV
+from quire_kernels.reference.linear import TorchLinear
 from quire_kernels.registry import LeftToOthers
 from quire_kernels.sampling import SamplingTensors
 
 TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
-CACHES = {torch.int8: 1, torch.float8_e4m3fn: 2}
-"""Codes of quantised caches; 0 is a plain one."""
 HEAD_DIMS = (64, 80, 96, 128, 256)
 QUANTIZED_HEAD_DIMS = (64, 128, 256)
 MAX_ROW_BYTES = 1024 * 4 * 16
-"""Of a row that `rms_norm` normalises: 1024 threads keep 4 vectors each."""
+"""Most bytes of a row that `rms_norm` normalises: 1024 threads keep 4 vectors each."""
 MAX_CHUNKS = 32
 _ROWS = 16
 _ATTENTION_THREADS = 128
@@ -102,115 +86,56 @@ class Kernels:
         """See `ops.paged_attention`; meant for few new tokens per sequence, correct for any number."""
         data, scales = kv_layer if isinstance(kv_layer, QuantizedKV) else (kv_layer, None)
         _, _, num_kv_heads, block_size, head_dim = data.shape
-        num_tokens, num_heads, _ = query.shape
+        num_heads = query.shape[1]
         groups = num_heads // num_kv_heads
         head_tiles = -(-groups // _ROWS)
         tokens_per_tile = min(_ROWS // groups, meta.max_query_len) if head_tiles == 1 else 1
         rows = tokens_per_tile * groups if head_tiles == 1 else _ROWS
         query_tiles = -(-meta.max_query_len // tokens_per_tile)
-        cache = CACHES.get(data.dtype, 0)
+        cache = KV_KINDS.get(data.dtype, 0)
         unit = attention_unit(TYPES[query.dtype], head_dim, cache)
-        device, window = query.device, sliding_window or 0
+        device, window, heads = query.device, sliding_window or 0, num_kv_heads * head_tiles
         assert meta.block_table.stride(1) == 1 or meta.block_table.shape[1] == 1, meta.block_table.stride()
-        assert data.dtype in CACHES or data.dtype == query.dtype, (data.dtype, query.dtype)
-        num_items = meta.query_start_loc.shape[0] * query_tiles - query_tiles
+        assert data.dtype in KV_KINDS or data.dtype == query.dtype, (data.dtype, query.dtype)
+        num_seqs = meta.query_start_loc.shape[0] - 1
         num_blocks = self.launcher.multiprocessors(device) * _BLOCKS_PER_MULTIPROCESSOR
         if query.stride(2) != 1 or query.data_ptr() % 16:
             query = query.contiguous()
-        out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=device)
-        heads = num_kv_heads * head_tiles
+
+        def make_plan() -> _Plan:
+            empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
+            plan = _Plan(
+                empty((num_seqs * query_tiles, 8)),
+                empty((num_blocks, 4)),
+                empty(1),
+                empty(num_blocks),
+                empty((num_blocks, MAX_CHUNKS, rows, head_dim + 2), dtype=torch.float32),
+            )
+            values = (
+                *(meta.query_start_loc, meta.seq_lens, plan.items, plan.starts, plan.total, plan.tickets),
+                *(num_seqs, query_tiles, tokens_per_tile, heads, window, num_blocks),
+            )
+            self.launcher.launch(device, unit, "attention_plan", (1, 1), 256, values)
+            return plan
+
         key = ("cuda", unit, heads, rows, query_tiles, tokens_per_tile, window)
-        plan = meta.shared_plan(
-            key,
-            functools.partial(
-                self._plan,
-                meta,
-                unit,
-                heads,
-                rows,
-                query_tiles,
-                tokens_per_tile,
-                window,
-                head_dim,
-                num_blocks,
-            ),
-        )
-        scale_strides = (0, 0, 0) if scales is None else scales.stride()[:3]
-        params = AttentionParams(
-            pointer(query),
-            pointer(out),
-            pointer(data),
-            pointer(scales),
-            pointer(meta.block_table),
-            pointer(plan.items),
-            pointer(plan.starts),
-            pointer(plan.total),
-            pointer(plan.states),
-            pointer(plan.tickets),
-            query.stride(0),
-            query.stride(1),
+        plan = meta.shared_plan(key, make_plan)
+        out = torch.empty(query.shape, dtype=query.dtype, device=device)
+        values = (
+            *(query, out, data, scales, meta.block_table),
+            *(plan.items, plan.starts, plan.total, plan.states, plan.tickets),
+            *query.stride()[:2],
             *data.stride()[:3],
-            *scale_strides,
+            *((0, 0, 0) if scales is None else scales.stride()[:3]),
             meta.block_table.stride(0),
-            scale,
-            softcap or 0.0,
-            window,
-            block_size.bit_length() - 1,
-            groups,
-            num_kv_heads,
-            head_tiles,
-            rows,
-            tokens_per_tile,
-            query_tiles,
-            num_items,
+            *(scale, softcap or 0.0, window, block_size.bit_length() - 1),
+            *(groups, num_kv_heads, head_tiles, rows, tokens_per_tile, query_tiles, num_seqs * query_tiles),
         )
         shared_bytes = attention_shared_bytes(query.dtype, head_dim, cache)
         self.launcher.launch(
-            device, unit, "attention", (num_blocks, 1), _ATTENTION_THREADS, params, shared_bytes
+            device, unit, "attention", (num_blocks, 1), _ATTENTION_THREADS, values, shared_bytes
         )
         return out
-
-    def _plan(
-        self,
-        meta: AttentionMetadata,
-        unit: Unit,
-        heads: int,
-        rows: int,
-        query_tiles: int,
-        tokens_per_tile: int,
-        window: int,
-        head_dim: int,
-        num_blocks: int,
-    ) -> _Plan:
-        device = meta.seq_lens.device
-        num_seqs = meta.query_start_loc.shape[0] - 1
-
-        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        plan = _Plan(
-            empty(num_seqs * query_tiles, 8),
-            empty(num_blocks, 4),
-            empty(1),
-            empty(num_blocks),
-            empty(num_blocks, MAX_CHUNKS, rows, head_dim + 2, dtype=torch.float32),
-        )
-        params = PlanParams(
-            pointer(meta.query_start_loc),
-            pointer(meta.seq_lens),
-            pointer(plan.items),
-            pointer(plan.starts),
-            pointer(plan.total),
-            pointer(plan.tickets),
-            num_seqs,
-            query_tiles,
-            tokens_per_tile,
-            heads,
-            window,
-            num_blocks,
-        )
-        self.launcher.launch(device, unit, "attention_plan", (1, 1), 256, params)
-        return plan
 
     def norm_rope_write(
         self,
@@ -251,7 +176,7 @@ class Kernels:
         slot_mapping: torch.Tensor | None,
     ) -> torch.Tensor:
         data, scales = kv_layer if isinstance(kv_layer, QuantizedKV) else (kv_layer, None)
-        assert data is None or data.dtype in CACHES or data.dtype == query.dtype, (data.dtype, query.dtype)
+        assert data is None or data.dtype in KV_KINDS or data.dtype == query.dtype, (data.dtype, query.dtype)
         assert slot_mapping is None or slot_mapping.is_contiguous()
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = 0 if key is None else key.shape[1]
@@ -264,9 +189,8 @@ class Kernels:
         def strides(x: torch.Tensor | None) -> tuple[int, ...]:
             return (0, 0) if x is None else x.stride()[:2]
 
-        params = WriteParams(
-            *map(pointer, (query, key, value, out, *(norms or (None, None)), cos, sin, data, scales)),
-            pointer(slot_mapping),
+        values = (
+            *(query, key, value, out, *(norms or (None, None)), cos, sin, data, scales, slot_mapping),
             *strides(query),
             *strides(key),
             *strides(value),
@@ -280,59 +204,45 @@ class Kernels:
             0 if cos is None else cos.shape[1],
             1 if data is None else data.shape[3],
             norms is not None and norms[0].dtype != query.dtype,
-            0 if data is None else CACHES.get(data.dtype, 0),
+            0 if data is None else KV_KINDS.get(data.dtype, 0),
         )
         heads = num_heads + 2 * num_kv_heads
         if num_tokens and heads:
             unit = Unit("cache", (("TYPE", TYPES[query.dtype]),))
             grid = (num_tokens, -(-heads // 4))
-            self.launcher.launch(query.device, unit, "norm_rope_write", grid, 128, params)
+            self.launcher.launch(query.device, unit, "norm_rope_write", grid, 128, values)
         return out
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the reference: the sum, or x itself without a residual, comes second."""
+        """See `ops.add_rms_norm`; the sum, or x itself without a residual, comes second."""
         size = x.shape[-1]
         rows = _aligned_rows(x)
         other = None if residual is None else _aligned_rows(residual)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         total = x if residual is None else torch.empty_like(out)
-        params = NormParams(
-            pointer(rows),
-            pointer(other),
-            pointer(weight.contiguous()),
-            pointer(out),
-            None if residual is None else pointer(total),
-            rows.stride(0),
-            0 if other is None else other.stride(0),
-            eps,
-            size,
+        values = (
+            *(rows, other, weight.contiguous(), out, None if residual is None else total),
+            *(rows.stride(0), 0 if other is None else other.stride(0), eps, size),
         )
         vectors = size * x.element_size() // 16
         threads = min(1024, max(32, -(-vectors // 32) * 32))
         if rows.shape[0]:
             unit = Unit("elementwise", (("TYPE", TYPES[x.dtype]),))
-            self.launcher.launch(x.device, unit, "rms_norm", (rows.shape[0], 1), threads, params)
+            self.launcher.launch(x.device, unit, "rms_norm", (rows.shape[0], 1), threads, values)
         return out, total
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `ops.silu_mul`."""
-        return self._gate(gate_up, "silu")
-
-    def gelu_mul(self, gate_up: torch.Tensor, approximate: str) -> torch.Tensor:
-        """See `ops.gelu_mul`."""
-        return self._gate(gate_up, "gelu_tanh" if approximate == "tanh" else "gelu")
-
-    def _gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    def gate_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """See `ops.gate_mul`."""
         size = gate_up.shape[-1] // 2
         rows = _aligned_rows(gate_up)
         out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
-        params = GateParams(pointer(rows), pointer(out), rows.stride(0), size, _ACTIVATIONS[activation])
+        values = (rows, out, rows.stride(0), size, _ACTIVATIONS[activation])
         parts = -(-size * gate_up.element_size() // 16 // 256)
         if rows.shape[0]:
             unit = Unit("elementwise", (("TYPE", TYPES[gate_up.dtype]),))
-            self.launcher.launch(gate_up.device, unit, "gate", (rows.shape[0], parts), 256, params)
+            self.launcher.launch(gate_up.device, unit, "gate", (rows.shape[0], parts), 256, values)
         return out
 
     def copy_blocks(self, blocks: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -347,24 +257,20 @@ class Kernels:
             # Rows that vectors do not fit: by bytes.
             blocks.index_copy_(0, target, blocks.index_select(0, source))
             return
-        gather = CopyParams(
-            pointer(blocks), pointer(kept), pointer(source), None, stride, kept.stride(0), size
-        )
-        scatter = CopyParams(
-            pointer(kept), pointer(blocks), None, pointer(target), kept.stride(0), stride, size
-        )
+        gather = (blocks, kept, source, None, stride, kept.stride(0), size)
+        scatter = (kept, blocks, None, target, kept.stride(0), stride, size)
         parts = max(1, min(64, size // (256 * 16 * 4)))
-        for params in (gather, scatter):
-            self.launcher.launch(blocks.device, Unit("copy"), "copy_rows", (count, parts), 256, params)
+        for values in (gather, scatter):
+            self.launcher.launch(blocks.device, Unit("copy"), "copy_rows", (count, parts), 256, values)
 
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
         """See `ops.argmax`."""
         if x.stride(1) != 1:
             x = x.contiguous()
         out = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
-        params = ArgmaxParams(pointer(x), pointer(out), x.stride(0), x.shape[1])
+        values = (x, out, x.stride(0), x.shape[1])
         if x.shape[0]:
-            self.launcher.launch(x.device, Unit("sampling"), "argmax", (x.shape[0], 1), 1024, params)
+            self.launcher.launch(x.device, Unit("sampling"), "argmax", (x.shape[0], 1), 1024, values)
         return out
 
     def sample(self, logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
@@ -377,22 +283,14 @@ class Kernels:
         fields = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds, rows.positions)
         kept = [field.contiguous() for field in fields]
         lists = () if edits is None else edits.arguments
-        params = SampleParams(
-            pointer(logits),
-            *map(pointer, kept),
-            pointer(out),
-            EditParams(*map(pointer, lists)),
-            logits.stride(0),
-            logits.shape[1],
-        )
+        values = (logits, *kept, out, lists, logits.stride(0), logits.shape[1])
         if logits.shape[0]:
-            self.launcher.launch(
-                logits.device, Unit("sampling"), "sample", (logits.shape[0], 1), 1024, params
-            )
+            grid = (logits.shape[0], 1)
+            self.launcher.launch(logits.device, Unit("sampling"), "sample", grid, 1024, values)
         return out
 
 
-class Linear:
+class Linear(TorchLinear):
     """See `ops.pack_linear`: up to LINEAR_TOKENS rows here, more in cuBLAS; weights stay as they are."""
 
     def __init__(
@@ -404,11 +302,8 @@ class Linear:
         quantization: str | None,
     ) -> None:
         assert quantization is None, quantization
+        super().__init__(weight.contiguous(), bias, activation, None)
         self.kernels = kernels
-        self.weight, self.bias, self.activation = weight.contiguous(), bias, activation
-        self.in_features = weight.shape[1]
-        self.out_features = weight.shape[0] if activation is None else weight.shape[0] // 2
-        self.nbytes = weight.nbytes
         self._unit = Unit("linear", (("TYPE", TYPES[weight.dtype]),))
         tiles = -(-self.out_features // _ROWS)
         device = weight.device
@@ -416,10 +311,6 @@ class Linear:
         wanted = 2 * kernels.launcher.multiprocessors(device) // tiles
         self._slices = max(1, min(wanted, self.in_features // (_LINEAR_STEP * 8)))
         self._tickets = torch.zeros(tiles if self._slices > 1 else 0, dtype=torch.int32, device=device)
-
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """See PackedLinear."""
-        return F.embedding(indices, self.weight)
 
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
         """See PackedLinear."""
@@ -430,7 +321,7 @@ class Linear:
         rows = _aligned_rows(x)
         count = rows.shape[0]
         if dtype not in (None, x.dtype, torch.float32) or not 0 < count <= LINEAR_TOKENS:
-            return self._library_product(x, dtype)
+            return super().__call__(x, dtype)
         out = torch.empty((count, self.out_features), dtype=dtype or x.dtype, device=x.device)
         gated, wide = self.activation is not None, count > 8
         tiles = -(-self.out_features // (_ROWS if gated or not wide else 2 * _ROWS))
@@ -438,36 +329,17 @@ class Linear:
         if self._slices > 1:
             size = (2 if gated or wide else 1) * _ROWS * (16 if wide else 8)
             partial = torch.empty((tiles, self._slices, size), dtype=torch.float32, device=x.device)
-        params = LinearParams(
-            pointer(rows),
-            pointer(self.weight),
-            pointer(self.bias),
-            pointer(out),
-            pointer(partial),
-            pointer(self._tickets),
-            rows.stride(0),
-            out.stride(0),
-            count,
-            self.in_features,
-            self.weight.shape[0],
-            self.out_features,
-            self._slices,
+        values = (
+            *(rows, self.weight, self.bias, out, partial, self._tickets, rows.stride(0), out.stride(0)),
+            *(count, self.in_features, self.weight.shape[0], self.out_features, self._slices),
             -1 if self.activation is None else _ACTIVATIONS[self.activation],
             out.dtype == torch.float32,
         )
         name = f"{'gated_' if gated else ''}linear_{16 if wide else 8}"
         self.kernels.launcher.launch(
-            x.device, self._unit, name, (tiles, self._slices), _LINEAR_THREADS, params
+            x.device, self._unit, name, (tiles, self._slices), _LINEAR_THREADS, values
         )
         return out.view(*x.shape[:-1], self.out_features)
-
-    def _library_product(self, x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        out = F.linear(x, self.weight, self.bias)
-        if self.activation == "silu":
-            out = silu_mul(out)
-        elif self.activation is not None:
-            out = gelu_mul(out, "tanh" if self.activation == "gelu_tanh" else "none")
-        return out if dtype is None else out.to(dtype)
 
 
 def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
@@ -479,7 +351,7 @@ def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
 
 def can_attend(**facts: Any) -> bool | LeftToOthers:
     """Whether `Kernels.paged_attention` knows a head size and block size, and queries are short."""
-    quantized = facts.get("kv_dtype") in CACHES
+    quantized = facts.get("kv_dtype") in KV_KINDS
     block_size = facts.get("block_size", 16)
     known = (
         facts.get("head_dim", 64) in (QUANTIZED_HEAD_DIMS if quantized else HEAD_DIMS)
@@ -494,7 +366,7 @@ def can_attend(**facts: Any) -> bool | LeftToOthers:
 def can_write(**facts: Any) -> bool:
     """Whether `norm_rope_write`, `write_kv` and `rope` know a head size."""
     kv_dtype = facts.get("kv_dtype")
-    return facts.get("head_dim", 64) <= 256 and (kv_dtype is None or kv_dtype in {**TYPES, **CACHES})
+    return facts.get("head_dim", 64) <= 256 and (kv_dtype is None or kv_dtype in {**TYPES, **KV_KINDS})
 
 
 def can_keep_row(**facts: Any) -> bool:

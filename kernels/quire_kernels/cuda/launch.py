@@ -8,11 +8,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from quire_kernels.cuda.compiler import CompileError, Resources, Unit, cubin
+from quire_kernels.cuda.compiler import SOURCES, CompileError, Resources, Unit, cubin
+from quire_kernels.declarations import Declarations
 
 logger = logging.getLogger("quire_kernels")
 
@@ -26,43 +28,11 @@ FREE_SHARED = 48 << 10
 """Bytes of shared memory that a block gets without asking."""
 
 
-class Launcher(Protocol):
-    """Runs kernels: on a GPU, or emulated in tests."""
+class Launcher:
+    """Starts kernels in torch's current stream; tests put an emulation in the place of the driver."""
 
     def multiprocessors(self, device: torch.device) -> int:
-        """Number of multiprocessors of the device."""
-        ...
-
-    def launch(
-        self,
-        device: torch.device,
-        unit: Unit,
-        kernel: str,
-        grid: tuple[int, int],
-        threads: int,
-        params: ctypes.Structure,
-        shared_bytes: int = 0,
-    ) -> None:
-        """Starts `kernel` of `unit` with one structure as its parameter.
-
-        Args:
-            device: where the tensors in `params` are.
-            unit: what defines the kernel.
-            kernel: its name.
-            grid: blocks in x and y.
-            threads: per block.
-            params: read before this returns; tensors that it points to must outlive the launch only in the
-                stream's order, as torch's allocator sees to.
-            shared_bytes: dynamic shared memory per block.
-        """
-        ...
-
-
-class DriverLauncher:
-    """Launches on a CUDA device, in torch's current stream."""
-
-    def multiprocessors(self, device: torch.device) -> int:
-        """See Launcher."""
+        """How many multiprocessors the device has."""
         return _multiprocessors(device.index)
 
     def launch(
@@ -72,26 +42,62 @@ class DriverLauncher:
         kernel: str,
         grid: tuple[int, int],
         threads: int,
-        params: ctypes.Structure,
+        values: Sequence[Any],
         shared_bytes: int = 0,
     ) -> None:
-        """See Launcher; CompileError if the kernel cannot be had."""
+        """Starts a kernel.
+
+        Args:
+            device: where the tensors in `values` are.
+            unit: what defines the kernel.
+            kernel: its name.
+            grid: blocks in x and y.
+            threads: per block.
+            values: fields of the one structure that it takes, in order: numbers, tensors for pointers (None
+                for null), tuples for structures. Tensors must outlive the launch only in the stream's order,
+                as torch's allocator sees to.
+            shared_bytes: dynamic shared memory per block.
+
+        Raises:
+            CompileError: the kernel cannot be had.
+        """
+        structure = _parameters(unit.source, kernel)
+        assert len(values) == len(structure._fields_), (kernel, len(values))
+        params = structure(*map(_field, values))
+        self.start(device, unit, kernel, grid, threads, params, shared_bytes)
+
+    def start(
+        self,
+        device: torch.device,
+        unit: Unit,
+        kernel: str,
+        grid: tuple[int, int],
+        threads: int,
+        params: ctypes.Structure,
+        shared_bytes: int,
+    ) -> None:
+        """See `launch`; `params` is read before this returns."""
         function = loaded(unit, kernel, device.index, shared_bytes)
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-
-        def start() -> int:
-            status: int = driver().cuLaunchKernel(
-                function, grid[0], grid[1], 1, threads, 1, 1, shared_bytes, stream, arguments, None
-            )
-            return status
-
-        status = start()
+        arguments = (function, *grid, 1, threads, 1, 1, shared_bytes, stream, pointers, None)
+        status = driver().cuLaunchKernel(*arguments)
         if status == _INVALID_CONTEXT:
             # The thread's first use of the device, which torch's allocator served from its cache.
             ensure_context(device.index)
-            status = start()
+            status = driver().cuLaunchKernel(*arguments)
         check(status)
+
+
+@functools.cache
+def _parameters(source: str, kernel: str) -> Any:
+    return Declarations((SOURCES / f"{source}.cu").read_text("utf-8")).parameters(kernel)
+
+
+def _field(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return tuple(map(_field, value)) if isinstance(value, tuple) else value
 
 
 @functools.cache

@@ -17,15 +17,16 @@ import torch
 from quire_kernels import registry
 from quire_kernels.cuda import kernels
 from quire_kernels.cuda.compiler import CompileError, Unit, attention_unit, is_installed
-from quire_kernels.cuda.kernels import CACHES, Kernels, Linear, attention_shared_bytes
-from quire_kernels.cuda.launch import DriverLauncher, loaded
+from quire_kernels.cuda.kernels import Kernels, Linear, attention_shared_bytes
+from quire_kernels.cuda.launch import Launcher, loaded
+from quire_kernels.quantized_kv import KV_KINDS
 from quire_kernels.sampling import is_not_typical
 
 logger = logging.getLogger("quire_kernels")
 
 NAME = "cuda"
 PRIORITY = 20
-"""Above the Triton-language kernels."""
+"""Preferred to the Triton-language kernels."""
 CAPABILITY = (8, 0)
 """The first one with asynchronous copies and bfloat16 on tensor cores."""
 _HALVES = (torch.bfloat16, torch.float16)
@@ -76,11 +77,11 @@ def register(
     )(function)
 
 
-_kernels = Kernels(DriverLauncher())
+_kernels = Kernels(Launcher())
 
 
 def _attention_probe(**facts: Any) -> tuple[Unit, str, int]:
-    cache, head_dim = CACHES.get(facts["kv_dtype"], 0), facts.get("head_dim", 64)
+    cache, head_dim = KV_KINDS.get(facts["kv_dtype"], 0), facts.get("head_dim", 64)
     # A float16 query needs the most shared memory.
     return (
         attention_unit("Float16", head_dim, cache),
@@ -105,8 +106,7 @@ register(
     _probe("elementwise", "rms_norm", TYPE="BFloat16"),
     kernels.can_keep_row,
 )
-register("silu_mul", _kernels.silu_mul, _probe("elementwise", "gate", TYPE="BFloat16"), kernels.can_gate)
-register("gelu_mul", _kernels.gelu_mul, _probe("elementwise", "gate", TYPE="BFloat16"), kernels.can_gate)
+register("gate_mul", _kernels.gate_mul, _probe("elementwise", "gate", TYPE="BFloat16"), kernels.can_gate)
 register("copy_blocks", _kernels.copy_blocks, _probe("copy", "copy_rows"), dtypes=())
 register("argmax", _kernels.argmax, _probe("sampling", "argmax"), dtypes=(torch.float32,))
 register("sample", _kernels.sample, _probe("sampling", "sample"), is_not_typical, (torch.float32,))

@@ -23,7 +23,7 @@ logger = logging.getLogger("quire_kernels")
 
 NAME = "flashinfer"
 PRIORITY = 15
-"""Below CUDA C++, which leaves long queries to others; above the Triton language."""
+"""Preferred to the Triton language; CUDA C++, which leaves long queries to others, is preferred to this."""
 CAPABILITY = (8, 0)
 HEAD_DIMS = (64, 128, 256)
 """What FlashInfer compiles of both its kernels, for prompts and for single tokens."""

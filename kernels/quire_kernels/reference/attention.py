@@ -56,7 +56,7 @@ class _Tile:
     """Some blocks of one sequence, and what a tile of its queries may not see of them."""
 
     blocks: slice
-    """Part of the sequence's row of the block table."""
+    """The columns of these blocks in the sequence's row of the block table."""
     mask: torch.Tensor | None
     """float32 [num_queries, num_blocks * block_size]: -inf where a position is not seen, else 0"""
     written: int

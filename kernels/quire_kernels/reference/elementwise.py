@@ -44,15 +44,10 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     return torch.where(finite, indices, -1)
 
 
-@implementation("silu_mul", "reference")
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `ops.silu_mul`."""
+@implementation("gate_mul", "reference")
+def gate_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `ops.gate_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-@implementation("gelu_mul", "reference")
-def gelu_mul(gate_up: torch.Tensor, approximate: str) -> torch.Tensor:
-    """See `ops.gelu_mul`."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate=approximate) * up
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up

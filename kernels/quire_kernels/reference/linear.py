@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.reference.elementwise import argmax, gelu_mul, silu_mul
+from quire_kernels.reference.elementwise import argmax, gate_mul
 from quire_kernels.registry import implementation
 from quire_kernels.weights import W8A8_GROUP, dequantize_weight, quantize_rows, quantize_weight
 
@@ -50,10 +50,8 @@ class TorchLinear:
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See PackedLinear."""
         out = F.linear(x, self.weight, self.bias) if self.codes is None else self._integer_product(x)
-        if self.activation == "silu":
-            out = silu_mul(out)
-        elif self.activation is not None:
-            out = gelu_mul(out, "tanh" if self.activation == "gelu_tanh" else "none")
+        if self.activation is not None:
+            out = gate_mul(out, self.activation)
         return out if dtype is None else out.to(dtype)
 
     def _integer_product(self, x: torch.Tensor) -> torch.Tensor:

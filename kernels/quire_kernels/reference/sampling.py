@@ -321,7 +321,7 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> tuple[torch.
 
 
 def _numbers(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """On the host."""
+    """The tensor's numbers on the host."""
     return tensor.cpu().numpy()
 
 

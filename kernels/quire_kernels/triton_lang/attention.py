@@ -39,7 +39,7 @@ from quire_kernels.triton_lang.numerics import from_e4m3_bits
 MIN_SPLIT_TILES = 2
 """A part of a context has at least this many tiles of keys: to merge shorter ones would cost more."""
 MOST_SPLITS = 64
-"""Of one context. Scratch is [num_seqs, splits, num_heads, head_dim] in float32, so it bounds that too."""
+"""Most parts of one context. Scratch is float32 [num_seqs, splits, num_heads, head_dim]: this bounds it."""
 PROGRAMS_PER_SM = 2
 INTERPRETED_PROGRAMS = 5
 MERGE_ROWS = 32
@@ -835,25 +835,25 @@ def compile_cases(capability: int) -> list[CompileCase]:
     """Decode and longer queries of models of common shapes; a step's plan and the merge of one of them."""
     cases: list[CompileCase] = []
     for shape in _SHAPES:
-        dtype, width = _TYPES[shape.dtype], _width(shape.head_dim)
+        dtype, width, kind = _TYPES[shape.dtype], _width(shape.head_dim), kind_of(shape.kv_dtype)
         kv_type = _TYPES.get(shape.kv_dtype, "i8")
-        kind = kind_of(shape.kv_dtype)
-        # Constants of a model, and whether the pointers and strides that a launch passes are multiples of 16.
-        common = {
-            "out": f"*{dtype}:16",
-            "query": f"*{dtype}:16",
-            "kv": f"*{kv_type}:16",
-            "scales": "*bf16:16" if kind else f"*{kv_type}:16",
-            "seq_lens": "*i32",
-            "query_start_loc": "*i32",
-            "block_table": "*i32",
-            "num_seqs": "i32",
-            "table_stride": "i32",
-            "scale": "fp32",
-            "softcap": "fp32",
-            "scale_block_stride": "i32:16",
-            "scale_half_stride": "i32:16",
-            "scale_head_stride": "i32",
+        # Whether the pointers and strides that a launch passes are multiples of 16.
+        types = (
+            (f"*{dtype}:16", "out query"),
+            (f"*{kv_type}:16", "kv"),
+            ("*bf16:16" if kind else f"*{kv_type}:16", "scales"),
+            ("*i32", "seq_lens query_start_loc block_table"),
+            ("*i32:16", "work first"),
+            ("*fp32:16", "partial partial_lse"),
+            ("i32", "num_seqs table_stride partial_splits num_programs steps scale_head_stride"),
+            ("fp32", "scale softcap"),
+        )
+        arguments: dict[str, Any] = {name: type_ for type_, names in types for name in names.split()}
+        strides = "query_token query_head out_token kv_block kv_half kv_head kv_token scale_block scale_half"
+        arguments |= {f"{name}_stride": "i32:16" for name in strides.split()}
+        arguments |= {
+            "NUM_HEADS": shape.num_kv_heads * shape.groups,
+            "NUM_KV_HEADS": shape.num_kv_heads,
             "GROUPS": shape.groups,
             "WINDOW": shape.window,
             "SOFTCAP": shape.softcap,
@@ -861,49 +861,29 @@ def compile_cases(capability: int) -> list[CompileCase]:
             "BLOCK_SIZE": shape.block_size,
             "HEAD_DIM": shape.head_dim,
             "WIDTH": width,
-        }
-        strides = ("query_token", "query_head", "out_token", "kv_block", "kv_half", "kv_head", "kv_token")
-        common |= dict.fromkeys((f"{stride}_stride" for stride in strides), "i32:16")
-        splits = {
             "MIN_TILES": MIN_SPLIT_TILES,
             "SPLITS": most_splits(_COMPILED_PROGRAMS, shape.num_kv_heads),
+            "PROGRAMS": triton.next_power_of_2(_COMPILED_PROGRAMS),
         }
-        decode = decode_tiles(width, shape.groups, shape.dtype, shape.kv_dtype, capability)
-        ragged = ragged_tiles(width, shape.groups, shape.dtype, shape.kv_dtype, capability)
-        scratch = {"partial": "*fp32:16", "partial_lse": "*fp32:16", "partial_splits": "i32"}
-        for name, kernel, tiles, arguments in (
-            (
-                "decode",
-                _decode_kernel,
-                decode,
-                scratch
-                | splits
-                | {"work": "*i32:16", "first": "*i32:16", "NUM_KV_HEADS": shape.num_kv_heads},
-            ),
-            ("ragged", _ragged_kernel, ragged, {}),
+        sizes = width, shape.groups, shape.dtype, shape.kv_dtype, capability
+        decode = decode_tiles(*sizes)
+        for name, kernel, tiles in (
+            ("decode", _decode_kernel, decode),
+            ("ragged", _ragged_kernel, ragged_tiles(*sizes)),
         ):
             cases.append(
                 CompileCase(
                     f"attention.{name}.{shape.name}",
                     kernel,
-                    common | arguments | {"ROWS": tiles.rows, "KEYS": tiles.keys},
+                    arguments | {"ROWS": tiles.rows, "KEYS": tiles.keys},
                     {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
                     # float32 is not shortened to a type that they take.
                     tensor_cores=shape.dtype != torch.float32,
                 )
             )
-        if shape is not _SHAPES[0]:
-            continue
-        lengths = {"seq_lens": "*i32", "query_start_loc": "*i32", "WINDOW": 0, "KEYS": decode.keys} | splits
-        merge = {"NUM_HEADS": 32, "HEAD_DIM": 128, "WIDTH": 128, "ROWS": MERGE_ROWS}
-        assign = {"work": "*i32:16", "first": "*i32:16", "NUM_KV_HEADS": 8, "ROWS": ASSIGN_ROWS}
-        assign |= dict.fromkeys(("num_seqs", "num_programs", "steps"), "i32")
-        assign["PROGRAMS"] = triton.next_power_of_2(_COMPILED_PROGRAMS)
-        outputs = {"out": "*bf16:16", "out_token_stride": "i32:16"}
-        cases.append(
-            CompileCase(
-                "attention.merge", _merge_kernel, outputs | scratch | lengths | merge, {"num_warps": 4}
-            )
-        )
-        cases.append(CompileCase("attention.assign", _assign_kernel, lengths | assign, {"num_warps": 8}))
+        if shape is _SHAPES[0]:
+            arguments["KEYS"] = decode.keys
+            merge, assign = arguments | {"ROWS": MERGE_ROWS}, arguments | {"ROWS": ASSIGN_ROWS}
+            cases.append(CompileCase("attention.merge", _merge_kernel, merge, {"num_warps": 4}))
+            cases.append(CompileCase("attention.assign", _assign_kernel, assign, {"num_warps": 8}))
     return cases

@@ -62,53 +62,6 @@ def _store_heads(  # type: ignore[no-untyped-def]
         tl.store(scales + scale_places, scale, mask=stored)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
-def _write_kernel(  # type: ignore[no-untyped-def]
-    key,
-    value,
-    kv,
-    scales,
-    slot_mapping,
-    key_token_stride,
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    kv_block_stride,
-    kv_half_stride,
-    kv_head_stride,
-    kv_token_stride,
-    scale_block_stride,
-    scale_half_stride,
-    scale_head_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    KIND: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
-    """A program stores some heads of one token, keys before values."""
-    token = tl.program_id(0).to(tl.int64)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    dims = tl.arange(0, WIDTH)
-    half = rows // NUM_KV_HEADS
-    head = rows % NUM_KV_HEADS
-    loaded = (dims < HEAD_DIM)[None, :]
-    key_rows = key + token * key_token_stride + head * key_head_stride
-    value_rows = value + token * value_token_stride + head * value_head_stride
-    x = tl.load(key_rows[:, None] + dims[None, :], mask=loaded & (half == 0)[:, None], other=0.0)
-    behind = tl.load(value_rows[:, None] + dims[None, :], mask=loaded & (half == 1)[:, None], other=0.0)
-    x = tl.where((half == 0)[:, None], x.to(tl.float32), behind.to(tl.float32))
-    slot = tl.load(slot_mapping + token)
-    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    places = (
-        block * kv_block_stride + half * kv_half_stride + head * kv_head_stride + offset * kv_token_stride
-    )
-    scale_places = block * scale_block_stride + half * scale_half_stride + head * scale_head_stride + offset
-    _store_heads(x, kv, scales, places, scale_places, half < 2, dims, HEAD_DIM, KIND, LIMIT)
-
-
 @triton.jit
 def _normed(x, mean_square, weight, eps, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """RMS norm of float32 x as `rms_norm` rounds it: a weight of type `dtype` multiplies what is rounded."""
@@ -232,34 +185,9 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, kv_layer: KVLayer, slot_mapping: torch.Tensor) -> None:
-    """See `ops.write_kv`."""
-    num_tokens, num_kv_heads, head_dim = key.shape
-    if num_tokens == 0:
-        return
-    key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
-    kv, scales, strides = kv_memory(kv_layer)
-    width, rows = _tile(head_dim, 2 * num_kv_heads)
-    kind = kind_of(data_of(kv_layer).dtype)
-    _write_kernel[(num_tokens, triton.cdiv(2 * num_kv_heads, rows))](
-        key,
-        value,
-        kv,
-        scales,
-        slot_mapping,
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        *strides,
-        NUM_KV_HEADS=num_kv_heads,
-        BLOCK_SIZE=kv.shape[3],
-        HEAD_DIM=head_dim,
-        WIDTH=width,
-        ROWS=rows,
-        KIND=kind,
-        LIMIT=_LIMITS[kind],
-        num_warps=4,
-    )
+    """See `ops.write_kv`: `norm_rope_write` without queries, norms and rotation."""
+    none = torch.empty((key.shape[0], 0), dtype=torch.float32, device=key.device)
+    norm_rope_write(torch.cat((key, value), dim=1), 0, None, 0.0, none, none, kv_layer, slot_mapping)
 
 
 def norm_rope_write(
@@ -361,70 +289,41 @@ def compile_cases(capability: int) -> list[CompileCase]:
     """Writes of models of common shapes, with each kind of cache, and the copy."""
     del capability  # one launch fits all
     cases: list[CompileCase] = []
-    strides = ("kv_block", "kv_half", "kv_head", "kv_token", "scale_block", "scale_half", "scale_head")
+    strides = "qkv_token qkv_head cos sin kv_block kv_half kv_head kv_token scale_block scale_half scale_head"
+    types = dict.fromkeys(("out", "qkv", "query_weight", "key_weight", "scales"), "*bf16:16")
+    types |= {"cos": "*fp32:16", "sin": "*fp32:16", "slot_mapping": "*i64", "eps": "fp32"}
+    types |= {f"{name}_stride": "i32:16" for name in strides.split()}
     for name, num_heads, num_kv_heads, head_dim, norm in (
         ("llama-8b", 32, 8, 128, False),
         ("qwen3-8b", 32, 8, 128, True),
         ("phi3-head96", 32, 32, 96, False),
     ):
         for kind, kv_type in ((PLAIN, "bf16"), (INT8, "i8"), (E4M3, "i8")):
-            common: dict[str, Any] = {
-                "kv": f"*{kv_type}:16",
-                "scales": "*bf16:16",
-                "slot_mapping": "*i64",
+            width, rows = _tile(head_dim, num_heads + 2 * num_kv_heads)
+            constants = {
+                "NUM_HEADS": num_heads,
                 "NUM_KV_HEADS": num_kv_heads,
                 "BLOCK_SIZE": 16,
                 "HEAD_DIM": head_dim,
-                "KIND": kind,
-                "LIMIT": _LIMITS[kind],
-            } | dict.fromkeys((f"{stride}_stride" for stride in strides), "i32:16")
-            suffix = f"{name}.{('plain', 'int8', 'e4m3')[kind]}"
-            width, rows = _tile(head_dim, num_heads + 2 * num_kv_heads)
-            pointers = dict.fromkeys(("out", "qkv", "query_weight", "key_weight"), "*bf16:16")
-            pointers |= dict.fromkeys(("cos", "sin"), "*fp32:16")
-            numbers = {"eps": "fp32"} | dict.fromkeys(
-                ("qkv_token_stride", "qkv_head_stride", "cos_stride", "sin_stride"), "i32:16"
-            )
-            shape = {
-                "NUM_HEADS": num_heads,
                 "HALF": head_dim // 2,
                 "WIDTH": width,
                 "ROWS": rows,
                 "NORM": norm,
+                "KIND": kind,
+                "LIMIT": _LIMITS[kind],
             }
             cases.append(
                 CompileCase(
-                    f"cache.norm_rope_write.{suffix}",
+                    f"cache.norm_rope_write.{name}.{('plain', 'int8', 'e4m3')[kind]}",
                     _norm_rope_write_kernel,
-                    common | pointers | numbers | shape,
+                    types | constants | {"kv": f"*{kv_type}:16"},
                     {"num_warps": 4},
                 )
             )
-            if norm:
-                continue
-            width, rows = _tile(head_dim, 2 * num_kv_heads)
-            sources = dict.fromkeys(("key", "value"), "*bf16:16")
-            sources |= dict.fromkeys(
-                ("key_token_stride", "key_head_stride", "value_token_stride", "value_head_stride"), "i32:16"
-            )
-            cases.append(
-                CompileCase(
-                    f"cache.write.{suffix}",
-                    _write_kernel,
-                    common | sources | {"WIDTH": width, "ROWS": rows},
-                    {"num_warps": 4},
-                )
-            )
-    copy: dict[str, Any] = {
-        "target": "*i64:16",
-        "source": "*i64:16",
-        "target_rows": "*i64",
-        "source_rows": "*i64",
-    }
+    copy: dict[str, Any] = dict.fromkeys(("target", "source"), "*i64:16")
+    copy |= dict.fromkeys(("target_rows", "source_rows"), "*i64")
     copy |= {"target_stride": "i32:16", "source_stride": "i32:16", "size": "i32", "TILE": COPY_TILE}
-    for gather in (True, False):
-        name = "gather" if gather else "scatter"
-        cases.append(
-            CompileCase(f"cache.copy.{name}", _copy_kernel, copy | {"GATHER": gather}, {"num_warps": 8})
-        )
+    for name, gather in (("gather", True), ("scatter", False)):
+        arguments = copy | {"GATHER": gather}
+        cases.append(CompileCase(f"cache.copy.{name}", _copy_kernel, arguments, {"num_warps": 8}))
     return cases

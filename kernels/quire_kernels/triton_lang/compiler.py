@@ -1,11 +1,13 @@
 """Compiles every Triton kernel ahead of time, for GPUs that need not be here, and says what came out.
 
-    python -m quire_kernels.triton_lang.compiler --arch sm_80 --arch sm_90 [--kernel NAME] [--json]
+    python -m quire_kernels.triton_lang.compiler --arch sm_80 --arch sm_90 [--kernel NAME]
+
+prints one JSON object per line.
 
 A module with kernels has `compile_cases(capability: int) -> list[CompileCase]`, which names its kernels with
 the types, constants and launch options that models of common shapes give them. Registers come from the
-resource section of the cubin, spills and tensor-core instructions from its disassembly; both tools are part
-of Triton's wheel. Kernels are real only outside the interpreter: TRITON_INTERPRET must not be set.
+resource section of the cubin, spills and tensor-core instructions from its disassembly. Kernels are real only
+outside the interpreter: TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
@@ -14,15 +16,13 @@ import argparse
 import importlib
 import json
 import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from quire_kernels.cuda.compiler import disassembly, resources
 from quire_kernels.triton_lang import operators
 
 MODULES = ("attention", "cache", "linear", "elementwise", "sampling")
@@ -43,8 +43,8 @@ class CompileCase:
     kernel: Any
     """The `triton.jit` function."""
     arguments: dict[str, Any]
-    """Values by parameter: a type ("*bf16", "i32", "fp32"; with ":16" behind it, of a pointer or number that
-    16 divides); anything else is the value of a constant."""
+    """Values by parameter, of all that the kernel has and maybe others: a type ("*bf16", "i32", "fp32"; with
+    ":16" behind it, of a pointer or number that 16 divides); anything else is the value of a constant."""
     options: dict[str, Any] = field(default_factory=dict)
     """num_warps, num_stages, ..."""
     tensor_cores: bool = False
@@ -97,10 +97,8 @@ def compile_case(case: CompileCase, arch: str) -> CompileResult:
     from triton.compiler import ASTSource
 
     names = case.kernel.arg_names
-    missing, unknown = set(names) - set(case.arguments), set(case.arguments) - set(names)
-    assert not missing and not unknown, (
-        f"{case.name}: {missing} have no type or value, {unknown} do not exist"
-    )
+    missing = set(names) - set(case.arguments)
+    assert not missing, f"{case.name}: {missing} have no type or value"
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(names):
         value = case.arguments[name]
@@ -124,17 +122,13 @@ def compile_case(case: CompileCase, arch: str) -> CompileResult:
             case.name, arch, 0, 0, 0, 0, 0, case.tensor_cores, 0.0, f"{type(error).__name__}: {lines[-1]}"
         )
     seconds = time.perf_counter() - start
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _run_tool("cuobjdump", "--dump-resource-usage", file.name)
-        code = _run_tool("nvdisasm", "-c", file.name)
-    registers, stack, local = (_number(key, usage) for key in ("REG", "STACK", "LOCAL"))
+    (usage,) = resources(cubin).values()
+    code = disassembly(cubin)
     return CompileResult(
         case.name,
         arch,
-        registers,
-        stack + local,
+        usage.registers,
+        usage.local_bytes,
         len(_SPILL.findall(code)),
         shared,
         len(_TENSOR_CORES.findall(code)),
@@ -143,50 +137,26 @@ def compile_case(case: CompileCase, arch: str) -> CompileResult:
     )
 
 
-def _number(key: str, usage: str) -> int:
-    found = re.search(rf"\b{key}:(\d+)", usage)
-    assert found, f"no {key} in {usage!r}"
-    return int(found.group(1))
-
-
 def _capability(arch: str) -> int:
     return int(arch.removeprefix("sm_"))
 
 
-def _run_tool(name: str, *arguments: str) -> str:
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run([tool, *arguments], check=True, capture_output=True, text=True).stdout
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns 1 if a kernel has problems."""
+    """Prints a line of JSON per kernel; returns 1 if one has problems."""
     parser = argparse.ArgumentParser(prog="quire_kernels.triton_lang.compiler", description=__doc__)
     parser.add_argument("--arch", action="append", choices=ARCHITECTURES, help="default: all of them")
     parser.add_argument("--kernel", default="", help="only cases whose name contains this")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args(arguments)
     if operators.is_interpreted():
         parser.error("TRITON_INTERPRET is set: there is nothing to compile")
     failed = False
-    if not options.json:
-        print(f"{'kernel':<52} {'arch':<7} regs spill ldl/stl   shared  mma seconds")
     for arch in options.arch or ARCHITECTURES:
         for case in compile_cases(_capability(arch)):
             if options.kernel not in case.name:
                 continue
             result = compile_case(case, arch)
             failed |= bool(result.problems)
-            if options.json:
-                print(json.dumps({**asdict(result), "problems": result.problems}), flush=True)
-                continue
-            print(
-                f"{result.name:<52} {arch:<7} {result.registers:>4} {result.spill_bytes:>5} "
-                f"{result.spill_instructions:>7} {result.shared_bytes:>8} "
-                f"{result.tensor_core_instructions:>4} {result.seconds:>7.2f} {'; '.join(result.problems)}",
-                flush=True,
-            )
+            print(json.dumps({**asdict(result), "problems": result.problems}), flush=True)
     return int(failed)
 
 

@@ -19,7 +19,7 @@ interpreter.install()
 MAX_NORM_BLOCK = 16384
 """A longer row is read twice, in blocks."""
 _ELEMENTS = 2048
-"""Of a program, where rows are short enough for several."""
+"""Numbers that a program holds, where rows are short enough for several."""
 _GATE_BLOCK = 1024
 _ARGMAX_BLOCK = 4096
 SILU, GELU, GELU_TANH = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -39,7 +39,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def sigmoid(x):  # type: ignore[no-untyped-def]
-    """Of float32; 0 and 1 far out, without NaN."""
+    """1 / (1 + exp(-x)) of float32 x; 0 and 1 far out, without NaN."""
     return 1.0 / (1.0 + tl.exp2(-x * _LOG2_E))
 
 
@@ -158,17 +158,8 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + row * size + column, gate(wide, ACTIVATION) * up, mask)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `ops.silu_mul`."""
-    return _gated(gate_up, "silu")
-
-
-def gelu_mul(gate_up: torch.Tensor, approximate: str) -> torch.Tensor:
-    """See `ops.gelu_mul`."""
-    return _gated(gate_up, "gelu_tanh" if approximate == "tanh" else "gelu")
-
-
-def _gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+def gate_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `ops.gate_mul`."""
     rows = as_rows(gate_up)
     size = rows.shape[1] // 2
     out = torch.empty((rows.shape[0], size), dtype=rows.dtype, device=rows.device)

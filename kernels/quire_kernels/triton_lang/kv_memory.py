@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from quire_kernels.quantized_kv import KVLayer, QuantizedKV, data_of
+from quire_kernels.quantized_kv import KV_KINDS, KVLayer, QuantizedKV, data_of
 
 PLAIN, INT8, E4M3 = 0, 1, 2
-_KINDS = {torch.int8: INT8, torch.float8_e4m3fn: E4M3}
 
 
 def kind_of(dtype: torch.dtype) -> int:
     """PLAIN, INT8 or E4M3, by the type of the keys and values in memory."""
-    return _KINDS.get(dtype, PLAIN)
+    return KV_KINDS.get(dtype, PLAIN)
 
 
 def kv_memory(kv_layer: KVLayer) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from quire_kernels.triton_lang import interpreter, tuning
 from quire_kernels.triton_lang.compiler import CompileCase
-from quire_kernels.triton_lang.elementwise import ACTIVATIONS, argmax, as_rows, gate, gelu_mul, silu_mul
+from quire_kernels.triton_lang.elementwise import ACTIVATIONS, argmax, as_rows, gate, gate_mul
 from quire_kernels.triton_lang.numerics import from_e4m3_bits
 from quire_kernels.weights import INT4_GROUP, quantize_weight
 
@@ -281,7 +281,7 @@ class TritonLinear:
         self._tickets = torch.zeros(most_tiles, dtype=torch.int32, device=weight.device)
         self._tuner = tuning.tuner_of(weight.device)
         self._known: dict[int, tuple[str, tuning.Config]] = {}
-        """By bucket: the tuner's key and the default."""
+        """The tuner's key and the default of each bucket."""
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """See PackedLinear."""
@@ -307,10 +307,8 @@ class TritonLinear:
     def _wide_product(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         weight = self.weight if self.quantization is None else self._restored()
         out = F.linear(rows, weight, self.bias)
-        if self.activation == "silu":
-            out = silu_mul(out)
-        elif self.activation is not None:
-            out = gelu_mul(out, "tanh" if self.activation == "gelu_tanh" else "none")
+        if self.activation is not None:
+            out = gate_mul(out, self.activation)
         return out.to(dtype)
 
     def _restored(self) -> torch.Tensor:
@@ -413,7 +411,7 @@ class TritonLinear:
     def _config(
         self, block_out: int, block_k: int, num_warps: int, num_stages: int, programs: int
     ) -> tuning.Config:
-        """With the inputs split so that about this many programs run, each with two tiles at least."""
+        """Splits the inputs so that about this many programs run, each with two tiles at least."""
         tiles = triton.cdiv(self.out_features, block_out)
         most = triton.cdiv(triton.cdiv(self.in_features, block_k), 2)
         split = max(1, min(triton.cdiv(programs, tiles), most, _MAX_SPLIT))
@@ -446,9 +444,8 @@ def _limits(device: torch.device) -> tuple[int, int]:
 
 
 def _packed(weight: torch.Tensor, quantization: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales) in the layout of `TritonLinear`; in parts, to need little memory beside the weights."""
-    parts = [quantize_weight(rows, quantization) for rows in weight.split(1024)]
-    codes, scales = (torch.cat(column) for column in zip(*parts, strict=True))
+    """(codes, scales) in the layout of `TritonLinear`."""
+    codes, scales = quantize_weight(weight, quantization)
     if quantization == "int8":
         return codes, scales.squeeze(1)
     if quantization == "fp8":
@@ -466,28 +463,15 @@ def compile_cases(capability: int) -> list[CompileCase]:
     for quantization, number in FORMATS.items():
         for dtype in ("bf16", "fp16", "fp32"):
             for rows, activation in ((16, None), (64, None), (16, "silu")):
-                kept = f"*{dtype}:16" if quantization is None else "*i8:16"
                 block_out, block_k = _default_blocks(4 if dtype == "fp32" else 2, quantization)
-                arguments: dict[str, Any] = {
-                    "x_ptr": f"*{dtype}:16",
-                    "weight_ptr": kept,
-                    "scale_ptr": "*fp32:16",
-                }
-                arguments |= {
-                    "bias_ptr": f"*{dtype}:16",
-                    "out_ptr": f"*{dtype}:16",
-                    "scratch_ptr": "*fp32:16",
-                }
-                arguments |= {
-                    "ticket_ptr": "*i32:16",
-                    "num_rows": "i32",
-                    "x_stride": "i32:16",
-                    "split": "i32",
-                }
-                arguments |= {"in_features": "i32:16", "out_features": "i32:16", "FORMAT": number}
-                arguments |= {"ACTIVATION": ACTIVATIONS[activation], "HAS_BIAS": True, "EVEN": True}
-                arguments |= {"IS_SPLIT": True, "BLOCK_ROWS": rows, "BLOCK_OUT": block_out}
-                arguments |= {"BLOCK_K": block_k}
+                arguments: dict[str, Any] = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{dtype}:16")
+                arguments |= {"weight_ptr": f"*{dtype}:16" if quantization is None else "*i8:16"}
+                arguments |= dict.fromkeys(("scale_ptr", "scratch_ptr"), "*fp32:16")
+                arguments |= {"ticket_ptr": "*i32:16", "num_rows": "i32", "split": "i32"}
+                arguments |= dict.fromkeys(("x_stride", "in_features", "out_features"), "i32:16")
+                arguments |= {"FORMAT": number, "ACTIVATION": ACTIVATIONS[activation]}
+                arguments |= dict.fromkeys(("HAS_BIAS", "EVEN", "IS_SPLIT"), True)
+                arguments |= {"BLOCK_ROWS": rows, "BLOCK_OUT": block_out, "BLOCK_K": block_k}
                 name = f"linear-{quantization or 'plain'}-{dtype}-{rows}rows-{activation or 'none'}"
                 # As `TritonLinear._default` has it where a program may have 99 KiB, and with room to spare.
                 options = {"num_warps": 4, "num_stages": 2 if capability == 89 else 3}

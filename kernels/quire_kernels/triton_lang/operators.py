@@ -17,7 +17,7 @@ from quire_kernels.sampling import is_not_typical
 from quire_kernels.weights import INT4_GROUP
 
 PRIORITY = 10
-"""Above the PyTorch reference, below CUDA C++."""
+"""Preferred to the PyTorch reference; CUDA C++ is preferred to this."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _KV_DTYPES = (*FLOATS, torch.int8, torch.float8_e4m3fn)
 FORMATS = (None, "int8", "int4", "fp8")
@@ -102,7 +102,7 @@ register("write_kv", "cache", "write_kv", predicate=_can_write)
 register("norm_rope_write", "cache", "norm_rope_write", predicate=_can_rotate)
 register("copy_blocks", "cache", "copy_blocks", dtypes=())
 register("linear", "linear", "TritonLinear", predicate=can_pack)
-for _name in ("rms_norm", "silu_mul", "gelu_mul", "rope"):
+for _name in ("rms_norm", "gate_mul", "rope"):
     register(_name, "elementwise", _name)
 register("argmax", "elementwise", "argmax", dtypes=(torch.float32,))
 register("sample", "sampling", "sample", dtypes=(torch.float32,), predicate=is_not_typical)

@@ -40,7 +40,7 @@ _CHUNK = 2048
 _MIN_TEMPERATURE = tl.constexpr(1e-6)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 _LAST_KEY = tl.constexpr(0x7F800000)
-"""Of a score of minus infinity."""
+"""The key of a score of minus infinity."""
 _ONE = tl.constexpr(float(1 << 42))
 """The mass of the best token; MAX_VOCABULARY of them fit into int64."""
 _FARTHEST = tl.constexpr(100.0)
@@ -216,7 +216,7 @@ def _keys_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _survey(key_ptr, size, middle, IS_MASS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a row's keys up to `middle`: (number or mass, largest or -1); and the least above it or INT_MAX."""
+    """(number or mass of a row's keys up to `middle`, largest of them or -1, least above it or INT_MAX)."""
     amounts = tl.zeros((BLOCK,), tl.int64 if IS_MASS else tl.int32)
     below = tl.full((BLOCK,), -1, tl.int32)
     above = tl.full((BLOCK,), INT_MAX, tl.int32)
@@ -427,49 +427,22 @@ def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
 
 def compile_cases(capability: int) -> list[CompileCase]:
     """Each kernel for a vocabulary of 151936."""
-    sizes = {
-        "size": "i32:16",
-        "num_parts": "i32",
-        "num_chunks": "i32",
-        "num_rows": "i32",
-        "logits_stride": "i32:16",
+    types = {
+        "i32": "num_parts num_chunks num_rows",
+        "i32:16": "size logits_stride",
+        "*fp32:16": "logits_ptr value_ptr temperature_ptr top_p_ptr log_min_p_ptr factors_ptr count_ptr "
+        "bias_ptr saved_ptr",
+        "*i32:16": "index_ptr key_ptr top_k_ptr cut_ptr starts_ptr penalty_id_ptr bias_id_ptr ban_id_ptr",
+        "*i64:16": "best_ptr mass_ptr seed_ptr position_ptr token_ptr newest_ptr",
     }
-    pointers = {
-        "logits_ptr": "*fp32",
-        "value_ptr": "*fp32",
-        "index_ptr": "*i32",
-        "temperature_ptr": "*fp32",
-        "key_ptr": "*i32",
-        "best_ptr": "*i64",
-        "top_k_ptr": "*i32",
-        "top_p_ptr": "*fp32",
-        "log_min_p_ptr": "*fp32",
-        "cut_ptr": "*i32",
-        "mass_ptr": "*i64",
-        "seed_ptr": "*i64",
-        "position_ptr": "*i64",
-        "token_ptr": "*i64",
-        "starts_ptr": "*i32",
-        "factors_ptr": "*fp32",
-        "penalty_id_ptr": "*i32",
-        "count_ptr": "*fp32",
-        "bias_id_ptr": "*i32",
-        "bias_ptr": "*fp32",
-        "ban_id_ptr": "*i32",
-        "newest_ptr": "*i64",
-        "saved_ptr": "*fp32",
-    }
-    known = {**sizes, **{name: f"{kind}:16" for name, kind in pointers.items()}}
-    cases: list[CompileCase] = []
-    for name, kernel, constants, options in (
-        ("edit", _edit_kernel, {"HAS_NEWEST": True, "BLOCK": _EDIT_BLOCK}, _EDIT_OPTIONS),
-        ("keys", _keys_kernel, {"PARTS": 64, "BLOCK": _KEY_BLOCK}, {"num_warps": 8}),
-        ("cut", _cut_kernel, {"BLOCK": _SEARCH_BLOCK}, {"num_warps": _SEARCH_WARPS}),
-        ("masses", _masses_kernel, {"CHUNK": _CHUNK}, {"num_warps": 4}),
-        ("draw", _draw_kernel, {"CHUNKS": 128, "CHUNK": _CHUNK}, {"num_warps": 4}),
-    ):
-        arguments: dict[str, Any] = {
-            name: known[name] for name in kernel.arg_names if name in known
-        } | constants
-        cases.append(CompileCase(f"sampling-{name}", kernel, arguments, dict(options)))
-    return cases
+    known: dict[str, Any] = {name: kind for kind, names in types.items() for name in names.split()}
+    return [
+        CompileCase(f"sampling-{name}", kernel, known | constants, dict(options))
+        for name, kernel, constants, options in (
+            ("edit", _edit_kernel, {"HAS_NEWEST": True, "BLOCK": _EDIT_BLOCK}, _EDIT_OPTIONS),
+            ("keys", _keys_kernel, {"PARTS": 64, "BLOCK": _KEY_BLOCK}, {"num_warps": 8}),
+            ("cut", _cut_kernel, {"BLOCK": _SEARCH_BLOCK}, {"num_warps": _SEARCH_WARPS}),
+            ("masses", _masses_kernel, {"CHUNK": _CHUNK}, {"num_warps": 4}),
+            ("draw", _draw_kernel, {"CHUNKS": 128, "CHUNK": _CHUNK}, {"num_warps": 4}),
+        )
+    ]

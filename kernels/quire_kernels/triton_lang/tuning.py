@@ -2,8 +2,8 @@
 
 Candidates are timed only inside `warm_up()`, outside CUDA graph capture and outside the interpreter;
 elsewhere a shape that was never timed runs with its default. What was found is kept under QUIRE_CACHE_DIR, in
-one small JSON file for each device, kernel, source and shape, so that a second start times nothing and
-processes that tune at once do not touch each other's results.
+one small file of JSON (`cache.keep`) for each device, kernel, source and shape, so that a second start times
+nothing and processes that tune at once do not touch each other's results.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def kernel_key(kernel: str, source: str, shape: Mapping[str, int | str]) -> str:
 
 @functools.cache
 def source_hash(*paths: str) -> str:
-    """Of the files that define a kernel and its candidates."""
+    """Digest of the files that define a kernel and its candidates."""
     digest = hashlib.sha256()
     for path in paths:
         data = Path(path).read_bytes()
@@ -163,23 +163,11 @@ class Tuner:
         return best, least
 
     def _read(self, key: str) -> Config | None:
-        path = self.path(key)
-        try:
-            text = path.read_text()
-        except FileNotFoundError:
+        data = cache.kept(self.path(key))
+        if data is None:
             return None
-        except (OSError, UnicodeDecodeError) as error:
-            logger.warning("%s is ignored: %s", path, error)
-            return None
-        try:
-            stored = json.loads(text)
-            if stored["key"] != self._full_key(key):
-                raise ValueError("it is about something else")
-            constants = {str(name): _integer(value) for name, value in stored["constants"].items()}
-            return Config.of(_integer(stored["num_warps"]), _integer(stored["num_stages"]), **constants)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            logger.warning("%s is ignored: %s", path, error)
-            return None
+        stored = json.loads(data)
+        return Config.of(stored["num_warps"], stored["num_stages"], **stored["constants"])
 
     def _write(self, key: str, config: Config, seconds: float) -> None:
         entry = {
@@ -189,13 +177,7 @@ class Tuner:
             "num_stages": config.num_stages,
             "seconds": seconds,
         }
-        cache.write(self.path(key), json.dumps(entry, indent=1, sort_keys=True).encode())
-
-
-def _integer(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is no size")
-    return value
+        cache.keep(self.path(key), json.dumps(entry, indent=1, sort_keys=True).encode())
 
 
 _warming_up = False

@@ -19,6 +19,7 @@ import torch
 
 from quire_kernels.cache import cache_directory
 from quire_kernels.cuda.compiler import INCLUDES, SOURCES, Unit
+from quire_kernels.cuda.launch import Launcher
 
 HERE = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w")
@@ -29,8 +30,8 @@ def is_available() -> bool:
     return platform.machine() == "x86_64" and shutil.which("g++") is not None
 
 
-class EmulatedLauncher:
-    """See quire_kernels.cuda.launch.Launcher."""
+class EmulatedLauncher(Launcher):
+    """Runs each kernel to its end; a deadlock or a misaligned access ends the process with a message."""
 
     def __init__(self, multiprocessors: int = 3, sources: Path = SOURCES) -> None:
         self.count = multiprocessors
@@ -43,7 +44,7 @@ class EmulatedLauncher:
         """See Launcher."""
         return self.count
 
-    def launch(
+    def start(
         self,
         device: torch.device,
         unit: Unit,
@@ -51,9 +52,9 @@ class EmulatedLauncher:
         grid: tuple[int, int],
         threads: int,
         params: ctypes.Structure,
-        shared_bytes: int = 0,
+        shared_bytes: int,
     ) -> None:
-        """Runs the kernel to its end; a deadlock or a misaligned access ends the process with a message."""
+        """See Launcher."""
         self.launches.append(kernel)
         function = getattr(_library(unit, self.sources), kernel)
         size = (ctypes.c_int * 3)(*grid, 1)

@@ -34,7 +34,7 @@ class Tiles {
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
 
-  // Before tiles are loaded from memory that plain code has just written: the compiler does not know that
+  // Called before tiles are loaded from memory that plain code has just written: the compiler does not know that
   // `_tile_loadd` reads memory.
   static void sync() { asm volatile("" ::: "memory"); }
 };

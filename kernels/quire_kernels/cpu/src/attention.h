@@ -61,7 +61,7 @@ inline int shared_positions(const Batch& batch, int block_size, int a, int b) {
 template <class T>
 inline void cluster(const Call<T>& call, int most, const std::vector<Decoded>& decoded, std::vector<Cluster>& clusters,
                     std::vector<int>& order) {
-  // Of each cluster the first block, -1 where nobody may join, and the last sequence; of each sequence the next one.
+  // `blocks`, `last`: first block (-1: nobody may join) and last sequence of each cluster; `next`: who follows a sequence.
   thread_local std::vector<int32_t> blocks;
   thread_local std::vector<int> last, next;
   blocks.clear();
@@ -138,7 +138,7 @@ void run(const Call<T>& call) {
     num_partials += num_splits * heads * Partial::size(call.num_new(i) * groups, call.kv.head_dim);
     num_counters += heads;
   }
-  // Those that see a window may see none of what they have in common.
+  // Sequences that see a window may see none of what they have in common.
   cluster(call, in_tiles && !call.window ? max_decode_rows / groups : 1, decoded, clusters, order);
   for (const Cluster& c : clusters)
     for (int split = decoded[order[c.first]].first_split, left = c.count; left > 0; ++split) {

@@ -194,7 +194,7 @@ class PairTile {
       }
   }
 
-  // As pairs of keys.
+  // The weights of keys k and k + 1 for 16 rows, as pairs of keys.
   static void put(Weight* weights, int k, int row, vec first, vec second) {
     const __m512i order = _mm512_setr_epi32(0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006,
                                             0x170007, 0x180008, 0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d,
@@ -250,7 +250,7 @@ class PairTile {
 
 #if defined(__AMX_BF16__)
 
-// With tiles of the matrix unit.
+// Products by tiles of the matrix unit.
 template <class KV>
 class Bf16Tile : public PairTile<KV, 32> {
   using Base = PairTile<KV, 32>;
@@ -334,7 +334,7 @@ class Bf16Tile : public PairTile<KV, 32> {
 
 #else
 
-// With vectors of pairs: keys are to a block of queries, and dimensions of values to its weights, what rows of x are
+// Products by vectors of pairs: keys are to a block of queries, and dimensions of values to its weights, what rows of x are
 // to a block of columns.
 template <class KV>
 class Bf16Tile : public PairTile<KV, PairTile<KV, 0>::chunk> {

@@ -35,10 +35,8 @@ template <class T>
 void rms_norm_rows(const T* x, int64_t ldx, T* residual, int64_t ldr, const T* weight, float eps, int size,
                    const Matrix<T>& y, int num_rows) {
   // Some four thousand numbers are worth a task.
-  int each = std::max(1, 4096 / size);
-  parallel_for((num_rows + each - 1) / each, [&](int task) {
-    for (int row = task * each; row < std::min(num_rows, (task + 1) * each); ++row)
-      rms_norm(x + row * ldx, residual ? residual + row * ldr : nullptr, weight, eps, size, y.row(row));
+  parallel_for(num_rows, 4096 / size, [&](int64_t row) {
+    rms_norm(x + row * ldx, residual ? residual + row * ldr : nullptr, weight, eps, size, y.row(row));
   });
 }
 
@@ -100,35 +98,29 @@ void norm_rope_write(T* qkv, int64_t stride, int num_heads, const T* query_norm,
                      const float* cosines, const float* sines, int half, const KVLayer& kv, const int64_t* slots,
                      int num_tokens) {
   int size = kv.head_dim, num_rotated = num_heads + kv.num_kv_heads;
-  int each = std::max(1, 4096 / (size * (num_rotated + kv.num_kv_heads)));
-  parallel_for((num_tokens + each - 1) / each, [&](int task) {
-    for (int token = task * each; token < std::min(num_tokens, (task + 1) * each); ++token) {
-      T* row = qkv + token * stride;
-      const float *c = cosines + int64_t(token) * half, *s = sines + int64_t(token) * half;
-      for (int head = 0; head < num_rotated; ++head) {
-        T* x = row + head * size;
-        const T* norm = head < num_heads ? query_norm : key_norm;
-        if (norm) rms_norm<T>(x, nullptr, norm, eps, size, {x, 0, 32});
-        rope_head(x, c, s, half, size, x);
-        if (head >= num_heads) write_head(x, kv, slots[token], 0, head - num_heads);
-      }
-      for (int head = 0; head < kv.num_kv_heads; ++head)
-        write_head(row + (num_rotated + head) * size, kv, slots[token], 1, head);
+  parallel_for(num_tokens, 4096 / (size * (num_rotated + kv.num_kv_heads)), [&](int64_t token) {
+    T* row = qkv + token * stride;
+    const float *c = cosines + token * half, *s = sines + token * half;
+    for (int head = 0; head < num_rotated; ++head) {
+      T* x = row + head * size;
+      const T* norm = head < num_heads ? query_norm : key_norm;
+      if (norm) rms_norm<T>(x, nullptr, norm, eps, size, {x, 0, 32});
+      rope_head(x, c, s, half, size, x);
+      if (head >= num_heads) write_head(x, kv, slots[token], 0, head - num_heads);
     }
+    for (int head = 0; head < kv.num_kv_heads; ++head)
+      write_head(row + (num_rotated + head) * size, kv, slots[token], 1, head);
   });
 }
 
 template <class T, class F>
 void gate_rows(const T* gate_up, int64_t stride, int size, T* y, int64_t ldy, int num_rows, F activate) {
-  int each = std::max(1, 4096 / size);
-  parallel_for((num_rows + each - 1) / each, [&](int task) {
-    for (int row = task * each; row < std::min(num_rows, (task + 1) * each); ++row) {
-      const T* gate = gate_up + row * stride;
-      alignas(64) T rounded[width];
-      for (int i = 0; i < size; i += width) {
-        store(rounded, activate(load(gate + i)));
-        store(y + row * ldy + i, mul(load(rounded), load(gate + size + i)));
-      }
+  parallel_for(num_rows, 4096 / size, [&](int64_t row) {
+    const T* gate = gate_up + row * stride;
+    alignas(64) T rounded[width];
+    for (int i = 0; i < size; i += width) {
+      store(rounded, activate(load(gate + i)));
+      store(y + row * ldy + i, mul(load(rounded), load(gate + size + i)));
     }
   });
 }

@@ -117,7 +117,7 @@ constexpr int max_tile_rows = 12;
 constexpr int max_tile_rows = 3;
 #endif
 
-// For each pair of inputs LINES cache lines from `ahead` on are asked for.
+// acc[rows][32] as above, of pairs of bfloat16; for each pair of inputs LINES cache lines from `ahead` on are asked for.
 template <int ROWS, int LINES = 0>
 inline void tile(const bf16* x, int64_t ldx, const bf16* w, int k, float* acc, bool first, const bf16* ahead = nullptr) {
   constexpr int num = block_columns / width;
@@ -153,30 +153,13 @@ inline void tile(const bf16* x, int64_t ldx, const bf16* w, int k, float* acc, b
 }
 
 // f(number of rows as a constant).
-template <class F>
+template <int MOST = max_tile_rows, class F>
 inline void with_rows(int rows, F&& f) {
-  switch (rows) {
-#define QUIRE_ROWS(n) \
-  case n: return f(std::integral_constant<int, n>());
-    QUIRE_ROWS(1)
-    QUIRE_ROWS(2)
-    QUIRE_ROWS(3)
-#if defined(__AVX512F__)
-    QUIRE_ROWS(4)
-    QUIRE_ROWS(5)
-    QUIRE_ROWS(6)
-    QUIRE_ROWS(7)
-    QUIRE_ROWS(8)
-    QUIRE_ROWS(9)
-    QUIRE_ROWS(10)
-    QUIRE_ROWS(11)
-    QUIRE_ROWS(12)
-#endif
-#undef QUIRE_ROWS
-  }
+  if (rows == MOST) return f(std::integral_constant<int, MOST>());
+  if constexpr (MOST > 1) with_rows<MOST - 1>(rows, f);
 }
 
-// As equal tiles as can be: 13 rows are 7 and 6.
+// Rows of the next tile, where tiles are as equal as can be: 13 rows are 7 and 6.
 inline int next_tile(int rows) {
   return rows > max_tile_rows && rows < 2 * max_tile_rows ? (rows + 1) / 2 : std::min(rows, max_tile_rows);
 }
@@ -210,7 +193,7 @@ constexpr int max_streamed_rows = 32;  // tiles are read otherwise
 constexpr int max_streamed_rows = 6 * max_tile_rows;
 #endif
 
-// For weights from memory and up to max_streamed_rows rows: all of them use a piece of the weights before the next,
+// Products with weights from memory, of up to max_streamed_rows rows: all of them use a piece of the weights before the next,
 // and the first two tiles of rows each ask for half of that.
 inline void streamed_rows(int rows, const bf16* x, int64_t ldx, const bf16* w, int k, float* acc) {
   if (rows <= max_tile_rows)
@@ -241,7 +224,7 @@ inline void configure_tiles(int upper_rows, int lower_rows) {
   config.load();
 }
 
-// Up to 16 rows of a tiled matrix.
+// Brings up to 16 rows of x into the order of a tiled matrix.
 inline void to_tiles(const bf16* x, int64_t ldx, int rows, int64_t k, bf16* tiles) {
   for (int64_t i = 0; i < k; i += 32)
     for (int r = 0; r < rows; ++r) _mm512_store_si512(tiles + i * 16 + r * 32, _mm512_loadu_si512(x + r * ldx + i));
@@ -251,7 +234,7 @@ inline void to_tiles(const bf16* x, int64_t ldx, int rows, int64_t k, bf16* tile
 // would not reach the memory's rate.
 class Ahead {
  public:
-  // In `steps` calls of ask(). Null: nothing.
+  // `chunk` is asked for in `steps` calls of ask(); null: nothing is.
   Ahead(const bf16* chunk, int inputs, int steps)
       : next_(chunk), apart_(chunk ? inputs / 32 * (8 * 32) : 0), left_(apart_ / 32), each_((left_ + steps - 1) / steps) {}
 
@@ -312,7 +295,7 @@ inline void tiled_pair(const bf16* top, const bf16* bottom, const bf16* w, int k
   }
 }
 
-// As vector_rows, for x in tiles, of which `x_rows` is the distance between rows' tiles.
+// What vector_rows does, for x in tiles, of which `x_rows` is the distance between rows' tiles.
 inline void tiled_rows(int rows, const bf16* x, int64_t x_rows, const bf16* w, int k, float* acc, bool first, bool prefetch) {
   Tiles::sync();
   for (int row = 0, shape = -1; row < rows; row += 32, x += 2 * x_rows, acc += 32 * block_columns, prefetch = false) {
@@ -400,7 +383,7 @@ inline void tiled_blocks(int rows, const bf16* x, int64_t x_rows, const bf16* w,
   }
 }
 
-// Of a multiple of four blocks that follow each other.
+// The same of a multiple of four blocks that follow each other.
 inline void tiled_blocks(int rows, const bf16* x, const bf16* w, int64_t k, int blocks, float* acc) {
   Tiles::sync();
   configure_tiles(std::min(rows, 16), rows - 16);
@@ -871,13 +854,10 @@ void multiply(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink&
 #if defined(__AMX_BF16__)
   if constexpr (has_tiles<X>())
     if (!x.is_tiled) {
-      int64_t row_tiles = (num_rows + 15) / 16;
       X* copy = scratch<Tiles, X>(Matrix<X>::tiled_size(num_rows, k));
-      int each = int(std::max<int64_t>(1, 16384 / (16 * k)));
-      parallel_for(int((row_tiles + each - 1) / each), [&](int task) {
-        for (int64_t tile = int64_t(task) * each; tile < std::min<int64_t>(row_tiles, (task + 1) * each); ++tile)
-          to_tiles(x.data + tile * 16 * x.ld, x.ld, int(std::min<int64_t>(16, num_rows - tile * 16)), k,
-                   copy + tile * 16 * k);
+      parallel_for((num_rows + 15) / 16, 16384 / (16 * k), [&](int64_t tile) {
+        to_tiles(x.data + tile * 16 * x.ld, x.ld, int(std::min<int64_t>(16, num_rows - tile * 16)), k,
+                 copy + tile * 16 * k);
       });
       tiles = copy;
     }
@@ -932,7 +912,7 @@ void linear(const Matrix<X>& x, int64_t num_rows, const Weight& w, const Matrix<
   gemm::multiply<std::remove_const_t<X>>(x, num_rows, w, to);
 }
 
-// Of each row of that product the first of the largest numbers, in float32, or -1: see argmax in elementwise.h.
+// y[M]: the first of the largest numbers of each row of that product, in float32, or -1: see argmax in elementwise.h.
 template <class X>
 void linear_argmax(const Matrix<X>& x, int64_t num_rows, const Weight& w, int64_t* y) {
   gemm::Largest to(w, num_rows);

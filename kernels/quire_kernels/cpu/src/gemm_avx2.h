@@ -21,17 +21,10 @@ constexpr int wide_inputs = 256;  // of K: 16 KiB of bfloat16, beside 6 KiB of x
 constexpr int wide_room = 128;    // the same in float32
 constexpr int64_t wide_cache = 192 << 10;  // of x, which stay in the second-level cache
 
-// As equal tiles as can be: 16 rows are 6, 5 and 5.
+// Rows of the next tile, where tiles are as equal as can be: 16 rows are 6, 5 and 5.
 inline int next_wide_tile(int rows) {
   const int tiles = (rows + wide_rows - 1) / wide_rows;
   return (rows + tiles - 1) / tiles;
-}
-
-// f(number of rows as a constant).
-template <int MOST = wide_rows, class F>
-inline void with_wide_rows(int rows, F&& f) {
-  if (rows == MOST) return f(std::integral_constant<int, MOST>());
-  if constexpr (MOST > 1) with_wide_rows<MOST - 1>(rows, f);
 }
 
 // The compiler does what leads to `sum` before what follows: without that it keeps more numbers than registers hold.
@@ -67,7 +60,7 @@ inline void widen_x(const bf16* x, int64_t ldx, int64_t k, float* to) {
   }
 }
 
-// Of two inputs and 32 columns; float32 is what weights are widened to, [K][32].
+// Bytes of two inputs and 32 columns; float32 is what weights are widened to, [K][32].
 template <Format FORMAT>
 constexpr int pair_bytes = FORMAT == Format::float32 ? 256 : FORMAT == Format::bfloat16 ? 128 : FORMAT == Format::int8 ? 64 : 32;
 
@@ -173,7 +166,7 @@ inline void wide_chunk(int rows, const float* x, int64_t k, int64_t start, int s
                        float* acc, const char* ahead) {
   for (int row = 0, count; row < rows; row += count) {
     count = next_wide_tile(rows - row);
-    with_wide_rows(count, [&](auto n) {
+    with_rows<wide_rows>(count, [&](auto n) {
       constexpr int num = n <= 2 ? 4 : 2;
       const float* from = x + row * k + start * n;
       for (int v = 0; v < 4; v += num) {
@@ -209,9 +202,8 @@ inline void wide_part(const Part& part, const float* x, const Weight& w, float* 
   struct Room;
   constexpr bool scaled = FORMAT == Format::int4;
   if (part.rows == 1) return wide_row<FORMAT>(w, part.first_block, part.blocks, x, sums);
-  constexpr bool has_room = scaled;
-  const int64_t k = w.num_inputs, chunk = has_room ? wide_room : wide_inputs, chunks = (k + chunk - 1) / chunk;
-  float* room = has_room ? scratch<Room, float>(wide_room * block_columns) : nullptr;
+  const int64_t k = w.num_inputs, chunk = scaled ? wide_room : wide_inputs, chunks = (k + chunk - 1) / chunk;
+  float* room = scaled ? scratch<Room, float>(wide_room * block_columns) : nullptr;
   // Block by block, unless x has to be read from far then.
   const bool by_block = part.rows * k * int64_t(sizeof(float)) <= wide_cache;
   auto start_of = [&](int64_t turn) { return (by_block ? turn % chunks : turn / part.blocks) * chunk; };
@@ -227,7 +219,7 @@ inline void wide_part(const Part& part, const float* x, const Weight& w, float* 
     const char* data = data_of(turn);
     const float* scales = nullptr;
     if (scaled) scales = w.scales + ((part.first_block + block) * k + start) / int4_group * block_columns;
-    if constexpr (has_room) {
+    if constexpr (scaled) {
       widen_weights<FORMAT>(data, size, room);
       wide_chunk<Format::float32, scaled, 0>(part.rows, x, k, start, size, reinterpret_cast<const char*>(room), scales, acc, nullptr);
     } else {
@@ -251,7 +243,7 @@ void multiply_wide(const Matrix<const bf16>& x, int64_t num_rows, const Weight& 
     const int64_t start = task % pieces * piece, size = std::min(piece, k - start);
     for (int row = 0, count; row < part.rows; row += count) {
       count = next_wide_tile(part.rows - row);
-      with_wide_rows(count, [&](auto n) {
+      with_rows<wide_rows>(count, [&](auto n) {
         widen_x<n>(x.data + (part.first_row + row) * x.ld + start, x.ld, size, wide + (part.first_row + row) * k + start * n);
       });
     }

@@ -300,7 +300,7 @@ inline void int8_rows(const Weight& w, int64_t block, int blocks, const Quantise
     for (int done = 0, count; done < rows; done += count, acc += count * block_columns) {
       // A tile of numbers is not left.
       count = next_wide_tile(std::min(rows - done, 16 - done % 16));
-      with_wide_rows(count, [&](auto n) {
+      with_rows<wide_rows>(count, [&](auto n) {
         constexpr int num = n <= 2 ? 4 : 2;
         for (int v = 0; v < 4; v += num) {
           if (done == 0) int8_tile<n, num, 1, num / 2>(data + v * 32, 0, x, row, acc + v * width, 0, data + 4096 + v * 32);
@@ -320,11 +320,7 @@ void multiply_int8(const Matrix<const X>& x, int64_t num_rows, const Weight& w, 
   int64_t k = w.num_inputs, groups = k / int8_group, padded = (num_rows + 15) / 16 * 16;
   QuantisedRows quantised{scratch<Numbers, Number>(padded * k), scratch<Scales, float>(num_rows * groups),
                           scratch<Offsets, int32_t>(num_rows * groups), groups};
-  int64_t each = std::max<int64_t>(1, 8192 / k);
-  parallel_for(int((num_rows + each - 1) / each), [&](int task) {
-    for (int64_t row = task * each; row < std::min<int64_t>(num_rows, (task + 1) * each); ++row)
-      quantise_row(x.data + row * x.ld, row, quantised);
-  });
+  parallel_for(num_rows, 8192 / k, [&](int64_t row) { quantise_row(x.data + row * x.ld, row, quantised); });
   Split split(num_rows, w);
   to.begin(split);
   parallel_for(split.num_tasks(), [&](int task) {

@@ -62,18 +62,15 @@ void pack(const T* source, const float* scales, const float* bias, const Weight&
 template <class T>
 void unpack_rows(const Weight& w, const int64_t* rows, int64_t num_rows, T* y) {
   int64_t k = w.num_inputs;
-  int each = int(std::max<int64_t>(1, 2048 / k));
-  parallel_for(int((num_rows + each - 1) / each), [&](int task) {
-    for (int64_t n = int64_t(task) * each; n < std::min<int64_t>(num_rows, (task + 1) * each); ++n) {
-      int64_t block = rows[n] / block_columns, c = rows[n] % block_columns;
-      const char* from = static_cast<const char*>(w.data) + block * w.block_bytes();
-      T* to = y + n * k;
-      if constexpr (sizeof(T) == 4) {
-        for (int64_t i = 0; i < k; ++i) to[i] = reinterpret_cast<const float*>(from)[i * block_columns + c];
-      } else {
-        for (int64_t i = 0; i < k; i += 2)
-          std::memcpy(to + i, reinterpret_cast<const bf16*>(from) + pair_place(i, c), 2 * sizeof(T));
-      }
+  parallel_for(num_rows, 2048 / k, [&](int64_t n) {
+    int64_t block = rows[n] / block_columns, c = rows[n] % block_columns;
+    const char* from = static_cast<const char*>(w.data) + block * w.block_bytes();
+    T* to = y + n * k;
+    if constexpr (sizeof(T) == 4) {
+      for (int64_t i = 0; i < k; ++i) to[i] = reinterpret_cast<const float*>(from)[i * block_columns + c];
+    } else {
+      for (int64_t i = 0; i < k; i += 2)
+        std::memcpy(to + i, reinterpret_cast<const bf16*>(from) + pair_place(i, c), 2 * sizeof(T));
     }
   });
 }

@@ -11,6 +11,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <mutex>
@@ -133,6 +134,16 @@ template <class F>
 inline void parallel_for(int num_tasks, F&& body) {
   auto call = [](void* context, int task) { (*static_cast<std::remove_reference_t<F>*>(context))(task); };
   if (num_tasks > 0) pool().run(num_tasks, call, const_cast<std::remove_const_t<std::remove_reference_t<F>>*>(&body));
+}
+
+// Calls body(i) for every i of [0, count); a task takes `each` of them, but at least one.
+template <class F>
+inline void parallel_for(int64_t count, int64_t each, F&& body) {
+  each = std::max<int64_t>(each, 1);
+  parallel_for(int((count + each - 1) / each), [&](int task) {
+    const int64_t first = task * each, stop = std::min(count, first + each);
+    for (int64_t i = first; i < stop; ++i) body(i);
+  });
 }
 
 }  // namespace quire

@@ -79,13 +79,10 @@ void quire_rope(Type type, const void* x, int64_t stride, int64_t head_stride, c
                 const float* sines, int half, int num_heads, int head_dim, void* y, int num_tokens) {
   with_type(type, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    int each = std::max(1, 4096 / (num_heads * head_dim));
-    parallel_for((num_tokens + each - 1) / each, [&](int task) {
-      for (int64_t token = int64_t(task) * each; token < std::min(num_tokens, (task + 1) * each); ++token)
-        for (int64_t head = 0; head < num_heads; ++head)
-          rope_head(static_cast<const T*>(x) + token * stride + head * head_stride, cosines + token * half,
-                    sines + token * half, half, head_dim,
-                    static_cast<T*>(y) + (token * num_heads + head) * head_dim);
+    parallel_for(num_tokens, 4096 / (num_heads * head_dim), [&](int64_t token) {
+      for (int64_t head = 0; head < num_heads; ++head)
+        rope_head(static_cast<const T*>(x) + token * stride + head * head_stride, cosines + token * half,
+                  sines + token * half, half, head_dim, static_cast<T*>(y) + (token * num_heads + head) * head_dim);
     });
   });
 }
@@ -94,14 +91,12 @@ void quire_write_kv(Type type, const void* key, int64_t key_stride, const void* 
                     const KVLayer* kv, const int64_t* slots, int num_tokens) {
   with_type(type, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    int each = std::max(1, 2048 / (kv->num_kv_heads * kv->head_dim));
-    parallel_for((num_tokens + each - 1) / each, [&](int task) {
-      for (int64_t token = int64_t(task) * each; token < std::min(num_tokens, (task + 1) * each); ++token)
-        for (int head = 0; head < kv->num_kv_heads; ++head) {
-          int64_t place = int64_t(head) * kv->head_dim;
-          write_head(static_cast<const T*>(key) + token * key_stride + place, *kv, slots[token], 0, head);
-          write_head(static_cast<const T*>(value) + token * value_stride + place, *kv, slots[token], 1, head);
-        }
+    parallel_for(num_tokens, 2048 / (kv->num_kv_heads * kv->head_dim), [&](int64_t token) {
+      for (int head = 0; head < kv->num_kv_heads; ++head) {
+        int64_t place = int64_t(head) * kv->head_dim;
+        write_head(static_cast<const T*>(key) + token * key_stride + place, *kv, slots[token], 0, head);
+        write_head(static_cast<const T*>(value) + token * value_stride + place, *kv, slots[token], 1, head);
+      }
     });
   });
 }

@@ -79,7 +79,7 @@ DEVICE Vector16 load_stream(const void* global) {
                  : "l"(global), "l"(policy));
     return v;
 }
-// From L2: what another multiprocessor wrote during this kernel.
+// Loads from L2, where what another multiprocessor wrote during this kernel is.
 DEVICE float load_shared_by_blocks(const float* global) {
     float v;
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(global) : "memory");

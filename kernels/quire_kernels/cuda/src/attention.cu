@@ -150,7 +150,7 @@ struct Cursor {
         done = index >= p.num_items;
         if (!done) enter(p, end);
     }
-    // To the next tile; `end` bounds where chunks begin.
+    // Goes to the next tile; `end` bounds where chunks begin.
     DEVICE void advance(const AttentionParams& p, int heads, int end) {
         tile++;
         if (tile < item.num_tiles) {
@@ -423,7 +423,7 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
         copy_async_wait<STAGES - 2>();
         // The tile is here for all threads, and none reads the stage before any more.
         block_barrier();
-        // Of the tile after this one: its copies began one turn ago.
+        // The scale of the tile after this one, whose copies began one turn ago.
         store_scale();
         start_copies(stage == 0 ? STAGES - 1 : stage - 1);
 

@@ -85,7 +85,7 @@ struct Range {
     int begin, end;
 };
 
-// Of the block's row in a list: 0 penalties, 1 biases, 2 bans.
+// The entries of the block's row in a list: 0 penalties, 1 biases, 2 bans.
 DEVICE Range range_of(const Edits& edits, int list) {
     const int* starts = edits.starts + list * (gridDim.x + 1) + blockIdx.x;
     return {starts[0], starts[1]};
@@ -168,7 +168,7 @@ struct Row {
     uint32 threshold;  // the smallest key that is kept
 
     DEVICE float score(int i) const { return (logits[i] - peak) / temperature; }
-    // In units of 2 ** -40; 0 of what is not kept.
+    // exp(score) in units of 2 ** -40; 0 of what is not kept.
     DEVICE uint64 mass(float score) const {
         return ordered(score) >= threshold ? uint64(expf(score) * 1099511627776.0f) : 0;
     }
@@ -219,7 +219,7 @@ DEVICE uint32 find_threshold(const Row& row, int size, uint64 wanted, uint64* bi
     return prefix;
 }
 
-// Of all kept tokens; `parts` gets the masses of each warp's part of the row.
+// The mass of all kept tokens; `parts` gets those of each warp's part of the row.
 DEVICE uint64 total_mass(const Row& row, int size, uint64* parts) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int part = (size + WARPS - 1) / WARPS;
