@@ -362,6 +362,8 @@ def test_a_cancellation_by_id_ends_requests_of_its_tenant_alone(peer: Peer) -> N
     peer.send(CancelByExternalId("1", "t"))
     refused = peer.receive(CommandResult)
     assert refused.error_code == "NOT_FOUND" and "'1'" in refused.error
+    peer.send(CancelByExternalId("1", ""))
+    assert peer.receive(CommandResult).error_code == "NOT_FOUND", "a token may be empty"
     peer.send(CancelByExternalId("1", "t", tenant="a"))
     ended: dict[str, str] = {}
     cancelled: list[dict[str, int]] = []

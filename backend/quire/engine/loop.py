@@ -36,6 +36,7 @@ from quire.cache_commands import Health
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore, error_output, make_executor
 from quire.engine.messages import (
+    COMMANDS,
     AbortRequests,
     AddRequest,
     CancelByExternalId,
@@ -206,7 +207,7 @@ class EngineLoop:
             return
         if named.type == "add":
             self._send(identity, Outputs([error_output(named.request_id, error)]))
-        elif named.token:
+        elif named.type in COMMANDS:
             self._send(identity, CommandResult(named.token, {}, str(error), error.code))
 
     def _handle(self, identity: bytes, message: Any) -> None:

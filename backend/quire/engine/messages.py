@@ -125,6 +125,10 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
 EngineMessage = EngineInfo | Outputs | CommandResult | Stats
 
 
+COMMANDS = ("cancel_external", "control")
+"""Types of the messages that a CommandResult answers."""
+
+
 class Named(msgspec.Struct):
     """Type and ids of a message, as far as readable: enough to answer one that is wrong otherwise."""
 
