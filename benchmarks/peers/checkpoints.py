@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT
+from benchmarks.machine import ROOT
 
 DIRECTORY = ROOT / "benchmarks" / "out" / "checkpoints"
 BITS_PER_WEIGHT = {"bf16": 16.0, "int8": 8.5, "int4": 4.5}

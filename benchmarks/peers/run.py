@@ -21,8 +21,8 @@ from typing import Any
 
 import click
 
-from benchmarks import history
-from benchmarks.peers import checkpoints, machine, roofline, venvs
+from benchmarks import history, machine
+from benchmarks.peers import checkpoints, roofline, venvs
 from benchmarks.peers.adapter_process import AdapterError, AdapterProcess
 from benchmarks.peers.checkpoints import SHAPES, Shape
 from benchmarks.peers.plot import save_plot
@@ -32,7 +32,6 @@ from benchmarks.peers.venvs import PeerUnavailable
 from benchmarks.peers.workloads import KV_TOKENS, WARM_UP, WORKLOADS, Workload
 from benchmarks.report import output_directory
 
-ROOT = Path(__file__).resolve().parents[2]
 ADAPTERS = Path(__file__).resolve().parent / "adapters"
 PACKAGE_FOLDERS = ("backend", "kernels", "ensemble", "client")
 MEMORY_SHARE = 0.85
@@ -57,7 +56,7 @@ class Session:
         self.overrides = overrides
         self.before = before
         self.document: dict[str, Any] = {
-            "environment": machine.describe(),
+            "environment": machine.environment(),
             "settings": settings,
             "shapes": {},
             "engines": {},
@@ -98,7 +97,7 @@ class Session:
             env = {key: value.format(venv=python.parents[1], cores=cores) for key, value in peer.env.items()}
             adapter = ADAPTERS / peer.adapter
             if peer.before and self.before is not None:
-                adapter = self.before / ADAPTERS.relative_to(ROOT) / peer.adapter
+                adapter = self.before / ADAPTERS.relative_to(machine.ROOT) / peer.adapter
                 env["PYTHONPATH"] = os.pathsep.join(str(self.before / folder) for folder in PACKAGE_FOLDERS)
             command = [str(python), str(adapter), "--weights", str(weights), "--options", json.dumps(options)]
             process = AdapterProcess(command, log, env=env)
