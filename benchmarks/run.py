@@ -44,9 +44,7 @@ def _integers(_: click.Context, parameter: click.Parameter, value: str) -> list[
 @click.option("--concurrency", default="1,4,16,64", show_default=True, callback=_integers)
 @click.option("--max-tokens", default=32, show_default=True, help="Tokens per request under perf_analyzer.")
 @click.option("--rate", default=8.0, show_default=True, help="Load generator: Poisson requests per second.")
-@click.option(
-    "--closed", default=16, show_default=True, help="And with so many running all the time."
-)
+@click.option("--closed", default=16, show_default=True, help="And with so many running all the time.")
 @click.option("--requests", default=80, show_default=True, help="Load generator: requests per run.")
 @click.option(
     "--trace",
