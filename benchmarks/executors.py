@@ -1,7 +1,7 @@
 """What a step costs by who computes it: the caller's thread, a thread, or a worker process.
 
-A model of a few small layers, so that what is measured is the way to it and back. All three engines decode
-the same requests, in turns.
+A model of two layers of 64 features, so that what is measured is the way to it and back. All three engines
+decode the same requests, in turns.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import click
 
 from benchmarks import machine, report
 from benchmarks.growth import decode_steps, engine, room
-from benchmarks.peers.checkpoints import SHAPES
+from benchmarks.peers.checkpoints import Shape
 
+SHAPE = Shape(
+    "two layers", "llama3", 2, hidden=64, num_heads=4, num_kv_heads=2, head_dim=16, inner=128, vocab_size=512
+)
 KINDS = {
     "inline": {},
     "thread": {"threaded": True},
@@ -30,12 +33,11 @@ def main(rows: tuple[int, ...], steps: int, rounds: int) -> None:
     """Print microseconds per step, as a Markdown table."""
     lines = []
     for count in rows:
-        options = {"device": "cpu", "num_threads": 1, **room([(count, 16)], steps)}
+        options = {"device": "cpu", "dtype": "float32", "num_threads": 1, **room([(count, 16)], steps)}
         found: dict[str, list[float]] = {kind: [] for kind in KINDS}
         with contextlib.ExitStack() as opened:
             engines = {
-                kind: opened.enter_context(engine(SHAPES["tiny"], **options, **own))
-                for kind, own in KINDS.items()
+                kind: opened.enter_context(engine(SHAPE, **options, **own)) for kind, own in KINDS.items()
             }
             for number in range(rounds + 1):
                 for kind, core in engines.items():

@@ -81,7 +81,7 @@ def main(
     if quick:
         concurrency, repeats, requests, keep = concurrency[:2], 1, min(requests, 16), False
     arrivals = tuple(load.read_trace(trace)) if trace is not None else None
-    keep = keep and arrivals is None
+    keep = keep and arrivals is None and set(tools) == set(TOOLS)
     settings = {"max_tokens": max_tokens, "repeats": repeats}
     if "perf_analyzer" in tools:
         binary, libraries = perf_analyzer.find_binary(), perf_analyzer.library_path()

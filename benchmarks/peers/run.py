@@ -1,4 +1,4 @@
-"""Rounds over all engines, interleaved; result file, tables and plot.
+"""Rounds over all engines, interleaved; result file and tables.
 
 For each shape and precision the engines are loaded together as far as memory allows; ours is in every such
 group. All but the one that is measured are stopped. Each round goes through the workloads, and within a
@@ -25,7 +25,6 @@ from benchmarks import history, machine
 from benchmarks.peers import checkpoints, roofline, venvs
 from benchmarks.peers.adapter_process import AdapterError, AdapterProcess
 from benchmarks.peers.checkpoints import SHAPES, Shape
-from benchmarks.peers.plot import save_plot
 from benchmarks.peers.registry import PEERS, Peer
 from benchmarks.peers.table import figures, markdown
 from benchmarks.peers.venvs import PeerUnavailable
@@ -72,11 +71,10 @@ class Session:
         self.document["skipped"][name] = reason
 
     def save(self) -> str:
-        """Writes result.json, table.md and plot.png; returns the table."""
+        """Writes result.json and table.md; returns the table."""
         (self.folder / "result.json").write_text(json.dumps(self.document, indent=1) + "\n", "utf-8")
         text = markdown(self.document)
         (self.folder / "table.md").write_text(text, "utf-8")
-        save_plot(self.document, self.folder / "plot.png")
         return text
 
     def measure_roofline(self) -> None:
