@@ -159,6 +159,7 @@ def run(
     ]
     environment = {**os.environ, "LD_LIBRARY_PATH": libraries}
     for _ in range(ATTEMPTS):
+        export.unlink(missing_ok=True)  # it refuses a file that exists
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:

@@ -171,6 +171,23 @@ def test_binary_that_does_not_start_says_why(tmp_path: Path) -> None:
         perf_analyzer.check_binary(broken, "")
 
 
+def test_an_empty_export_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """perf_analyzer refuses a file that exists, so the attempt after an empty export once failed at that."""
+    (tmp_path / "full.json").write_text(json.dumps(DOCUMENT))
+    binary = tmp_path / "perf_analyzer"
+    binary.write_text(
+        '#!/bin/sh\ncd "$(dirname "$0")"\n'
+        'if [ -e out.json ]; then echo "Path must not already exist"; exit 1; fi\n'
+        "if [ -e tried ]; then cp full.json out.json; else touch tried out.json; fi\n"
+    )
+    binary.chmod(0o755)
+    monkeypatch.setattr(perf_analyzer, "find_binary", lambda: binary)
+    monkeypatch.setattr(perf_analyzer, "library_path", lambda: "")
+    workload = perf_analyzer.Workload()
+    records = perf_analyzer.run("", "m", 1, 2, workload, export=tmp_path / "out.json")
+    assert (tmp_path / "tried").exists() and len(records) == 2
+
+
 def test_input_data_has_fixed_lengths_and_different_prompts() -> None:
     entries = perf_analyzer.Workload(max_tokens=12, num_prompts=20).input_data()["data"]
     assert all(e["max_tokens"] == [12] and e["ignore_eos"] == [True] for e in entries)
