@@ -55,7 +55,7 @@ format: $(STAMP)
 	$(PY) -m ruff format .
 
 bench: $(STAMP)
-	$(PY) benchmarks/run.py
+	$(PY) -m benchmarks.run
 
 bench-peers: $(STAMP)
 	$(PY) -m benchmarks.peers

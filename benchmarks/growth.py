@@ -4,10 +4,10 @@
     python -m benchmarks.growth --shape llama-1b --quantization int8
 
 For every point requests of that context are prefilled, then decode steps of all of them are timed, one after
-the other, on the engine as `quire.LLM` runs it. Beside the time stand what the step must read (weights and
-KV of every row), the share of the machine's read rate that makes, and the time outside the model's layers:
-planning, input preparation, sampling, accounting. From some number of rows on the step is bound by
-multiplications instead.
+the other, on the engine as `quire.LLM` runs it, with random weights. Beside the time stand what the step
+must read (weights and KV of every row), the share of the machine's read rate that makes, and the time of its
+parts: planning, input preparation, layers, output head, accounting. From some number of rows on the step is
+bound by multiplications instead.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,17 +25,20 @@ from typing import Any
 
 import click
 
-from benchmarks.peers import checkpoints, machine, roofline
-from benchmarks.peers.checkpoints import SHAPES
-from benchmarks.report import output_directory
+from benchmarks import machine, report
+from benchmarks.peers import roofline
+from benchmarks.peers.checkpoints import SHAPES, Shape, write_config
+from benchmarks.peers.limits import Roofline
 from quire.config import EngineConfig
-from quire.engine.core import EngineCore
+from quire.engine.core import EngineCore, make_executor
 from quire.engine.executor import RunnerExecutor
 from quire.sampling_params import SamplingParams
+from quire.worker.model_runner import ModelRunner
 
 BLOCK_SIZE = 16
-PRECISIONS = {None: "bf16", "int8": "int8", "w8a8": "int8", "int4": "int4"}
-"""Precision of the weights as the roofline names it, by `quantization`."""
+BUDGET = 2048
+SETTLING = 4
+"""Steps of all requests before the first one that is timed."""
 PARTS = ("plan", "prepare", "layers", "head", "account")
 """`head` is the output head and the choice of the largest logit, in one."""
 
@@ -50,19 +54,96 @@ class Point:
     parts_ms: dict[str, float]
     read_gib: float
     """Weights once, KV of every row."""
+    flop: float
+    """Products with weights."""
 
     @property
     def tokens_per_s(self) -> float:
         return self.running / self.step_ms * 1000
 
+    @property
+    def outside_ms(self) -> float:
+        """Time outside the model."""
+        return self.step_ms - self.parts_ms["layers"] - self.parts_ms["head"]
+
     def read_share(self, read_gb_s: float) -> float:
         """Share of the machine's read rate that the best step makes."""
         return self.read_gib * 2**30 / (self.best_ms / 1000) / (read_gb_s * 1e9)
 
+    def floor_ms(self, limits: Roofline) -> float:
+        return 1000 * limits.seconds(self.read_gib * 2**30, self.flop)
 
-def _runner(core: EngineCore) -> Any:
-    assert isinstance(core.executor, RunnerExecutor)
+
+def room(points: Sequence[tuple[int, int]], num_steps: int) -> dict[str, int]:
+    """Limits of an engine in which all (running, context) have room."""
+    # Those that are prefilled first decode until the last one is.
+    longest = [length + running * length // BUDGET + num_steps + 64 for running, length in points]
+    tokens = max(running * length for (running, _), length in zip(points, longest, strict=True))
+    return {
+        "max_model_len": max(longest),
+        "max_num_seqs": max(running for running, _ in points),
+        "num_blocks": tokens // BLOCK_SIZE + max(running for running, _ in points),
+    }
+
+
+@contextmanager
+def engine(shape: Shape, *, threaded: bool = False, **options: Any) -> Iterator[EngineCore]:
+    """An engine with random weights of a shape, warmed up; prefix caching off."""
+    with tempfile.TemporaryDirectory() as folder:
+        values = {
+            "model": str(write_config(shape, Path(folder))),
+            "load_format": "dummy",
+            "max_num_batched_tokens": BUDGET,
+            "block_size": BLOCK_SIZE,
+            "enable_prefix_caching": False,
+            **options,
+        }
+        config = EngineConfig.from_mapping({key: value for key, value in values.items() if value is not None})
+        core = EngineCore(config, make_executor(config, threaded=threaded))
+        try:
+            core.warm_up()
+            yield core
+        finally:
+            core.close()
+
+
+def runner_of(core: EngineCore) -> ModelRunner:
+    """The runner of an engine that computes in this process."""
+    assert isinstance(core.executor, RunnerExecutor) and isinstance(core.executor.runner, ModelRunner)
     return core.executor.runner
+
+
+def decode_steps(
+    core: EngineCore, running: int, context: int, num_steps: int, begin: Callable[[], Any] = lambda: None
+) -> Iterator[float]:
+    """Seconds of each of `num_steps` steps in which all of `running` requests decode.
+
+    Args:
+        context: their tokens when the first step is timed.
+        begin: called before that step.
+    """
+    rng = random.Random(running * 100_003 + context)
+    names = [f"{running}-{context}-{index}" for index in range(running)]
+    # Those that begin first have decoded for half of the prefill, on the average.
+    num_prompt = max(1, context - SETTLING - running * context // BUDGET // 2)
+    for name in names:
+        prompt = [rng.randrange(3, core.info.vocab_size) for _ in range(num_prompt)]
+        params = SamplingParams(max_tokens=core.info.max_model_len - num_prompt, ignore_eos=True)
+        core.add_request(name, prompt, params)
+    decoding: set[str] = set()
+    while len(decoding) < running:
+        decoding |= {output.request_id for output in core.step()}
+    for _ in range(SETTLING):
+        core.step()
+    begin()
+    for _ in range(num_steps):
+        began = time.perf_counter()
+        outputs = core.step()
+        yield time.perf_counter() - began
+        assert len(outputs) == running, f"{len(outputs)} of {running} requests were in a step"
+    core.abort(names)
+    while core.has_work:
+        core.step()
 
 
 class Stopwatch:
@@ -70,7 +151,7 @@ class Stopwatch:
 
     def __init__(self, core: EngineCore) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
-        runner = _runner(core)
+        runner = runner_of(core)
         for part, owner, name in (
             ("plan", core.scheduler, "schedule"),
             ("prepare", runner.batch, "prepare"),
@@ -90,58 +171,67 @@ class Stopwatch:
 
         return timed
 
-    @contextmanager
-    def step(self, into: list[dict[str, float]]) -> Iterator[None]:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-        began = time.perf_counter()
-        yield
-        into.append({"step": time.perf_counter() - began, **self.seconds})
+    def take(self) -> dict[str, float]:
+        """Seconds by part since the last call."""
+        taken, self.seconds = self.seconds, dict.fromkeys(PARTS, 0.0)
+        return taken
 
 
 def measure(
-    core: EngineCore, watch: Stopwatch, running: int, context: int, num_steps: int, weights: float, kv: float
+    core: EngineCore,
+    watch: Stopwatch,
+    running: int,
+    context: int,
+    num_steps: int,
+    begin: Callable[[], Any] = lambda: None,
 ) -> Point:
-    """One point. `weights`: bytes that every step reads; `kv`: bytes of a token's keys and values."""
-    rng = random.Random(running * 100_003 + context)
-    names = [f"{running}-{context}-{index}" for index in range(running)]
-    for name in names:
-        prompt = [rng.randrange(core.info.vocab_size) for _ in range(context - num_steps // 2)]
-        params = SamplingParams(max_tokens=core.info.max_model_len - len(prompt), ignore_eos=True)
-        core.add_request(name, prompt, params)
-    decoding: set[str] = set()
-    while len(decoding) < running:
-        decoding |= {output.request_id for output in core.step()}
-    times: list[dict[str, float]] = []
-    for _ in range(num_steps):
-        with watch.step(times):
-            outputs = core.step()
-        assert len(outputs) == running
-    core.abort(names)
+    """One point; `begin` is called before the first timed step."""
+
+    def begin_both() -> None:
+        begin()
+        watch.take()
+
+    steps = decode_steps(core, running, context, num_steps, begin_both)
+    times = [{"step": seconds, **watch.take()} for seconds in steps]
     median = {part: 1000 * statistics.median(row[part] for row in times) for part in ("step", *PARTS)}
+    num_bytes = num_weights = 0
+    for module in runner_of(core).model.modules():
+        if (packed := getattr(module, "packed", None)) is not None:
+            num_bytes += packed.nbytes
+            gates = 1 if getattr(module, "activation", None) is None else 2
+            num_weights += gates * packed.in_features * packed.out_features
+    kv_bytes = core.info.kv_cache_bytes / (core.info.num_blocks * core.config.cache.block_size)
     return Point(
         running,
         context,
         median.pop("step"),
         1000 * min(row["step"] for row in times),
         median,
-        (weights + running * context * kv) / 2**30,
+        (num_bytes + running * context * kv_bytes) / 2**30,
+        2.0 * running * num_weights,
     )
 
 
 def table(points: list[Point], read_gb_s: float) -> str:
     """Markdown."""
-    lines = [
-        "| running | context | step ms | best ms | tokens/s | read GiB | of read rate | outside model ms |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for point in points:
-        outside = point.step_ms - point.parts_ms["layers"] - point.parts_ms["head"]
-        lines.append(
-            f"| {point.running} | {point.context} | {point.step_ms:.1f} | {point.best_ms:.1f} "
-            f"| {point.tokens_per_s:.1f} | {point.read_gib:.2f} | {100 * point.read_share(read_gb_s):.0f} % "
-            f"| {outside:.2f} |"
-        )
-    return "\n".join(lines)
+    columns = ("running", "context", "step ms", "best ms", "tokens/s", "read GiB", "of read rate", *PARTS)
+    return report.table(
+        (*columns, "outside model ms"),
+        [
+            [
+                str(point.running),
+                str(point.context),
+                f"{point.step_ms:.1f}",
+                f"{point.best_ms:.1f}",
+                f"{point.tokens_per_s:.1f}",
+                f"{point.read_gib:.2f}",
+                f"{100 * point.read_share(read_gb_s):.0f} %",
+                *(f"{point.parts_ms[part]:.2f}" for part in PARTS),
+                f"{point.outside_ms:.2f}",
+            ]
+            for point in points
+        ],
+    )
 
 
 def plot(by_running: list[Point], by_context: list[Point], read_gb_s: float, file: Path) -> None:
@@ -198,39 +288,23 @@ def main(
     """Measures, writes JSON and a plot under benchmarks/out, prints tables."""
     runs = [(count, at_context) for count in _numbers(running)]
     contexts = [(at_running, length) for length in _numbers(context)]
-    points = [*runs, *contexts]
-    tokens = max(count * (length + steps + BLOCK_SIZE) for count, length in points)
-    values: dict[str, Any] = {
-        "model": str(checkpoints.huggingface(SHAPES[shape])),
-        "max_model_len": max(length for _, length in points) + 2 * steps,
-        "max_num_seqs": max(count for count, _ in points),
-        "max_num_batched_tokens": 2048,
-        "block_size": BLOCK_SIZE,
-        "num_blocks": tokens // BLOCK_SIZE + max(count for count, _ in points),
-        "enable_prefix_caching": False,
-        "quantization": quantization,
-        "num_threads": threads,
-    }
-    core = EngineCore(EngineConfig.from_mapping({k: v for k, v in values.items() if v is not None}))
-    core.warm_up()
-    weights = SHAPES[shape].weight_bytes(PRECISIONS[quantization])
-    kv = core.info.kv_cache_bytes / (core.info.num_blocks * BLOCK_SIZE)
-    limits = roofline.measure()
-    read = max(limits["read_gb_s"].values())
-    watch = Stopwatch(core)
+    points = list(dict.fromkeys([*runs, *contexts]))
+    options = {"quantization": quantization, "num_threads": threads, **room(points, steps)}
+    limits = [roofline.measure()]
     found: dict[tuple[int, int], Point] = {}
-    for count, length in points:
-        if (count, length) not in found:
-            found[count, length] = measure(core, watch, count, length, steps, weights, kv)
+    with engine(SHAPES[shape], **options) as core:
+        watch = Stopwatch(core)
+        for count, length in points:
+            found[count, length] = measure(core, watch, count, length, steps)
             click.echo(f"growth: {found[count, length]}", err=True)
-    after = roofline.measure()
-    read = max(read, *after["read_gb_s"].values())
+    limits.append(roofline.measure())
+    read = Roofline.best(limits).read_gb_s
     by_running, by_context = [found[p] for p in runs], [found[p] for p in contexts]
-    folder = output_directory()
+    folder = report.output_directory()
     document = {
-        "environment": machine.describe(),
-        "settings": values | {"steps": steps},
-        "roofline": [limits, after],
+        "environment": machine.environment(),
+        "settings": {"shape": shape, "steps": steps, **options},
+        "roofline": limits,
         "points": [asdict(point) for point in found.values()],
     }
     (folder / "growth.json").write_text(json.dumps(document, indent=1))

@@ -14,7 +14,9 @@ from typing import Any
 
 import click
 
-from benchmarks.report import ROOT, Row, median_run
+from benchmarks import report
+from benchmarks.machine import ROOT
+from benchmarks.report import Row, median_run
 
 HISTORY = ROOT / "benchmarks" / "history.jsonl"
 COMPARED_RUNS = 5
@@ -108,13 +110,12 @@ def table(lines: Sequence[Mapping[str, Any]], last: int = 10) -> str:
     """Tokens/s of the last runs, newest first, one column per scenario."""
     shown = list(reversed(lines[-last:]))
     scenarios = list(dict.fromkeys(name for line in shown for name in line["figures"]))
-    rows = [["date", "commit", "machine", *scenarios]]
+    rows = []
     for line in shown:
         rates = [str(line["figures"].get(name, {}).get("tokens_per_s", "-")) for name in scenarios]
         commit = f"{(line['commit'] or 'unknown')[:10]}{'+' if line['dirty'] else ''}"
         rows.append([line["date"][:16], commit, line["machine"], *rates])
-    rows.insert(1, ["---"] * len(rows[0]))
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return report.table(["date", "commit", "machine", *scenarios], rows)
 
 
 @click.command()

@@ -1,198 +1,314 @@
-"""Every CPU kernel against the machine's limits, and against PyTorch's eager operators.
+"""Each operator on each of its implementations: time, rates, share of the device's limit, error.
 
-    python -m benchmarks.kernels                 # shapes of Qwen3-0.6B, bf16
+    python -m benchmarks.kernels                 # shapes of Qwen3-0.6B on the CPU
+    python -m benchmarks.kernels --shape tiny    # does it run?
 
 Rates count what a kernel must read and write and what it must multiply; the share is of the limit that is
-nearer (bytes at the read rate, or products at the matrix rate, both measured before and after). Weights and
-caches are cycled through more memory than the last-level cache holds, as a model's layers do. Ours and
-PyTorch's take turns; times are the best, as other guests of a shared machine only ever take away.
+nearer (bytes at the read rate, or products at the matrix rate, both measured before and after). Caches are
+emptied before every call. Implementations take turns; `eager` is PyTorch's operators in bf16.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
 import torch
-import torch.nn.functional as F
 
-from benchmarks.peers import machine, roofline
-from benchmarks.report import output_directory
-from quire_kernels import ops
+from benchmarks import machine, report
+from benchmarks.device import seconds, typical
+from benchmarks.peers import roofline
+from benchmarks.peers.checkpoints import SHAPES, Shape
+from benchmarks.peers.limits import Roofline
+from quire_kernels import ops, registry
 from quire_kernels.cpu.native import set_num_threads
 from quire_kernels.metadata import AttentionMetadata
-from quire_kernels.reference.attention import paged_attention as reference_attention
+from quire_kernels.quantized_kv import KVLayer, QuantizedKV, piece_bytes
+from quire_kernels.sampling import LogitEdits, SamplingTensors
 
-HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 1024, 3072, 16, 8, 128, 16
-CYCLE_BYTES = 400e6
-BITS = {None: 16.0, "int8": 8.0, "w8a8": 8.0, "int4": 5.0}
-"""Bits of a weight, with its share of the scales."""
+BLOCK_SIZE = 16
+NUM_PENALISED = 500
+"""Distinct tokens of a row that penalties are measured with."""
+BITS = {"int8": 8.0, "w8a8": 8.0, "fp8": 8.0, "int4": 5.0}
+"""Bits of a quantised weight, with its share of the scales."""
+Work = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel and its eager counterpart on the same numbers."""
+    """One operator on operands of one size."""
 
     name: str
-    run: Callable[[], Any]
-    eager: Callable[[], Any] | None
-    """The same in eager PyTorch; None: it has no such operator."""
+    operator: str
+    prepare: Callable[[], Work]
+    """Makes what is timed, for the implementation that is forced then."""
     num_bytes: float
-    num_flops: float
+    """Bytes read and written, each once."""
+    flop: float = 0.0
+    detail: str = ""
+    """Precision; among cases of one name, the one without is what the others are compared with."""
 
 
-@dataclass(frozen=True)
-class Rate:
-    """One row of the report; times in microseconds."""
-
-    name: str
-    us: float
-    eager_us: float | None
-    gb_s: float
-    gflop_s: float
-    share: float
+def cases(device: torch.device, shape: Shape) -> Iterator[Case]:
+    """Cases of a model of this shape; of `tiny`, few and small ones."""
+    yield from _attention_cases(device, shape)
+    yield from _linear_cases(device, shape)
+    yield from _other_cases(device, shape)
 
 
-def cycled(make: Callable[[], Any], num_bytes: float) -> Iterator[Any]:
-    """Enough different ones that none is still cached when its turn comes again, at most 64."""
-    return itertools.cycle([make() for _ in range(max(1, min(64, int(CYCLE_BYTES / num_bytes))))])
+def _sequences(device: torch.device, shape: Shape) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Names of batches, and (query length, length) of each of their sequences."""
+    decodes, prompts = [(1, 4096), (16, 1024), (64, 256)], [(1, 2048), (8, 512)]
+    if device.type == "cuda":
+        decodes, prompts = [(1, 8192), (16, 1024), (16, 8192), (64, 1024), (256, 1024)], [(1, 8192)]
+        yield "decode 31 x 1k + 1 x 64k", [(1, 65536), *[(1, 1024)] * 31]
+        yield "chunk of 2048 behind 6144", [(2048, 8192)]
+        yield "mixed 1024 + 63 decodes of 2k", [(1024, 1024), *[(1, 2048)] * 63]
+    if shape.name == "tiny":
+        decodes, prompts = [(3, 70)], [(1, 90)]
+    for count, length in decodes:
+        yield f"decode {count} x {length}", [(1, length)] * count
+    for count, length in prompts:
+        yield f"prefill {count} x {length}", [(length, length)] * count
 
 
-def linear_cases() -> Iterator[Case]:
-    columns = 2 * INNER
-    for quantization, rows in itertools.product(BITS, (1, 16, 512)):
-        size = columns * HIDDEN * BITS[quantization] / 8
-        weights = [
-            torch.randn(columns, HIDDEN, dtype=torch.bfloat16) for _ in range(int(CYCLE_BYTES / 12.6e6))
-        ]
-        packed = itertools.cycle([ops.pack_linear(w.clone(), quantization=quantization) for w in weights])
-        plain = itertools.cycle(weights)
-        x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16)
-        yield Case(
-            f"linear {quantization or 'bf16'}, {rows} rows, {HIDDEN} to {columns}",
-            lambda x=x, packed=packed: next(packed)(x),
-            lambda x=x, plain=plain: F.linear(x, next(plain)),
-            size + 2 * rows * (HIDDEN + columns),
-            2.0 * rows * HIDDEN * columns,
-        )
+def _attention_cases(device: torch.device, shape: Shape) -> Iterator[Case]:
+    heads, size = shape.num_heads, shape.head_dim
+    for name, sequences in _sequences(device, shape):
+        for kv_dtype, detail in ((None, ""), (torch.int8, "KV int8"), (torch.float8_e4m3fn, "KV fp8")):
+            meta, kv_layer, kv_bytes = _paged(sequences, shape, kv_dtype, device)
+            query = torch.randn(meta.num_tokens, heads, size, device=device).bfloat16()
+
+            def work(q: torch.Tensor = query, k: KVLayer = kv_layer, m: Any = meta) -> torch.Tensor:
+                return ops.paged_attention(q, k, m, scale=size**-0.5)
+
+            seen = sum(q * s - q * (q - 1) / 2 for q, s in sequences)
+            yield Case(
+                f"attention, {name}",
+                "paged_attention",
+                lambda work=work: work,
+                kv_bytes + 2 * query.nbytes,
+                4.0 * heads * size * seen,
+                detail,
+            )
 
 
-def attention_cases() -> Iterator[Case]:
-    for name, count, context, new in (
-        ("decode", 1, 4096, 1),
-        ("decode", 16, 1024, 1),
-        ("decode", 64, 256, 1),
-        ("prefill", 1, 2048, 2048),
-        ("prefill", 8, 512, 512),
-    ):
-        blocks = -(-context // BLOCK_SIZE)
-        ids = [list(range(i * blocks, (i + 1) * blocks)) for i in range(count)]
-        meta = AttentionMetadata.build([new] * count, [context] * count, ids, BLOCK_SIZE)
-        size = 2 * 2 * count * context * KV_HEADS * HEAD_DIM
-        shape = (count * blocks, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        caches = cycled(lambda shape=shape: torch.randn(shape).to(torch.bfloat16), size)
-        query = torch.randn(count * new, HEADS, HEAD_DIM, dtype=torch.bfloat16)
-        scale = HEAD_DIM**-0.5
-        seen = new * (context - new) + new * (new + 1) / 2
-        yield Case(
-            f"attention, {name}, {count} x {context}",
-            lambda q=query, c=caches, m=meta, s=scale: ops.paged_attention(q, next(c), m, scale=s),
-            lambda q=query, c=caches, m=meta, s=scale: reference_attention(q, next(c), m, s, None, None),
-            size + 2.0 * 2 * query.numel(),
-            4.0 * count * seen * HEADS * HEAD_DIM,
-        )
+def _paged(
+    sequences: list[tuple[int, int]], shape: Shape, kv_dtype: torch.dtype | None, device: torch.device
+) -> tuple[AttentionMetadata, KVLayer, float]:
+    kv_heads, head_dim = shape.num_kv_heads, shape.head_dim
+    counts = [-(-length // BLOCK_SIZE) for _, length in sequences]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist()
+    tables = [[order.pop() for _ in range(count)] for count in counts]
+    query_lens, seq_lens = zip(*sequences, strict=True)
+    meta = AttentionMetadata.build(query_lens, seq_lens, tables, BLOCK_SIZE, device)
+    size = (sum(counts), 2, kv_heads, BLOCK_SIZE, head_dim)
+    tokens = sum(seq_lens)
+    if kv_dtype is None:
+        return meta, torch.randn(size, device=device).bfloat16(), 4.0 * tokens * kv_heads * head_dim
+    pool = torch.zeros((*size[:3], piece_bytes(BLOCK_SIZE, head_dim)), dtype=torch.uint8, device=device)
+    layer = QuantizedKV.from_pieces(pool, kv_dtype, BLOCK_SIZE)
+    slots = torch.arange(size[0] * BLOCK_SIZE, device=device)
+    keys, values = (torch.randn(len(slots), kv_heads, head_dim, device=device).bfloat16() for _ in range(2))
+    ops.write_kv(keys, values, layer, slots)
+    return meta, layer, 2.0 * tokens * kv_heads * (head_dim + 2)
 
 
-def elementwise_cases() -> Iterator[Case]:
-    rows = 2048
-    weight = torch.ones(HIDDEN, dtype=torch.bfloat16)
-    x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16)
-    residual = torch.randn_like(x)
+def _linear_cases(device: torch.device, shape: Shape) -> Iterator[Case]:
+    query, kv = (count * shape.head_dim for count in (shape.num_heads, shape.num_kv_heads))
+    matrices = {
+        "qkv": (shape.hidden, query + 2 * kv),
+        "out": (query, shape.hidden),
+        "gate_up": (shape.hidden, 2 * shape.inner),
+        "down": (shape.inner, shape.hidden),
+    }
+    quantizations, rows = ("int8", "w8a8", "int4"), (1, 16, 512)
+    if device.type == "cuda":
+        quantizations, rows = ("int8", "fp8"), (1, 4, 16, 64, 256)
+    if shape.name == "tiny":
+        matrices, rows = {"qkv": matrices["qkv"]}, rows[:2]
+    for name, (size, out) in matrices.items():
+        weight = torch.randn(out, size, device=device).bfloat16() * size**-0.5
+        for count in rows:
+            x = torch.randn(count, size, device=device).bfloat16()
+            for quantization in (None, *quantizations):
 
-    def eager_norm() -> torch.Tensor:
-        total = (x + residual).float()
-        normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6)
-        return normed.to(x.dtype) * weight
+                def prepare(
+                    x: torch.Tensor = x, w: torch.Tensor = weight, quantization: str | None = quantization
+                ) -> Work:
+                    packed = ops.pack_linear(w.clone(), quantization=quantization)
+                    return lambda: packed(x)
 
-    yield Case(
-        f"RMSNorm with residual, {rows} x {HIDDEN}",
-        lambda: ops.add_rms_norm(x, residual, weight, 1e-6),
-        eager_norm,
-        4 * 2.0 * x.numel(),
-        0,
+                bits = 16.0 if quantization is None else BITS[quantization]
+                yield Case(
+                    f"linear {name}, {count} rows, {size} to {out}",
+                    "linear",
+                    prepare,
+                    bits / 8 * size * out + 2 * count * (size + out),
+                    2.0 * count * size * out,
+                    quantization or "",
+                )
+
+
+def _other_cases(device: torch.device, shape: Shape) -> Iterator[Case]:
+    rows, count, size, vocab = 2048, 16, shape.hidden, shape.vocab_size
+    if device.type == "cuda":
+        count = 256
+    if shape.name == "tiny":
+        rows = count = 3
+    x, residual = (torch.randn(rows, size, device=device).bfloat16() for _ in range(2))
+    weight = torch.ones(size, device=device).bfloat16()
+    gate_up = torch.randn(rows, 2 * shape.inner, device=device).bfloat16()
+    logits = 4 * torch.randn(count, vocab, device=device)
+    sampling = SamplingTensors(
+        temperature=torch.full((count,), 0.8, device=device),
+        top_k=torch.full((count,), 50, dtype=torch.int32, device=device),
+        top_p=torch.full((count,), 0.95, device=device),
+        min_p=torch.zeros(count, device=device),
+        seeds=torch.arange(count, device=device),
+        positions=torch.zeros(count, dtype=torch.int64, device=device),
     )
-    logits = torch.randn(16, 151_936)
-    yield Case(
-        "argmax, 16 x 151936", lambda: ops.argmax(logits), lambda: logits.argmax(1), 4.0 * logits.numel(), 0
-    )
-
-
-def best_times(case: Case, turns: int) -> tuple[float, float | None]:
-    """Seconds of one call, ours and eager's."""
-    best = [float("inf"), float("inf")]
-    for _ in range(turns):
-        for index, call in enumerate((case.run, case.eager)):
-            if call is not None:
-                began = time.perf_counter()
-                call()
-                best[index] = min(best[index], time.perf_counter() - began)
-    return best[0], None if case.eager is None else best[1]
-
-
-def table(rates: list[Rate]) -> str:
-    """Markdown."""
-    lines = [
-        "| kernel | us | GB/s | GFLOP/s | of the limit | eager / ours |",
-        "|---|---:|---:|---:|---:|---:|",
+    penalised = replace(sampling, edits=_neutral_edits(count, vocab, device))
+    works: list[tuple[str, str, float, Work]] = [
+        (
+            f"RMSNorm with residual, {rows} x {size}",
+            "rms_norm",
+            4.0 * x.nbytes,
+            lambda: ops.add_rms_norm(x, residual, weight, 1e-5)[0],
+        ),
+        (
+            f"SiLU-mul, {rows} x {gate_up.shape[1]}",
+            "gate_mul",
+            1.5 * gate_up.nbytes,
+            lambda: ops.gate_mul(gate_up, "silu"),
+        ),
+        (f"argmax, {count} x {vocab}", "argmax", float(logits.nbytes), lambda: ops.argmax(logits)),
+        (f"sample, {count} x {vocab}", "sample", float(logits.nbytes), lambda: ops.sample(logits, sampling)),
+        (
+            f"sample with {NUM_PENALISED} penalties, {count} x {vocab}",
+            "sample",
+            float(logits.nbytes),
+            lambda: ops.sample(logits, penalised),
+        ),
     ]
-    for rate in rates:
-        against = "" if rate.eager_us is None else f"{rate.eager_us / rate.us:.1f}"
-        products = f"{rate.gflop_s:.0f}" if rate.gflop_s else ""
-        share = f"{100 * rate.share:.0f} %"
-        lines.append(f"| {rate.name} | {rate.us:.0f} | {rate.gb_s:.1f} | {products} | {share} | {against} |")
-    return "\n".join(lines)
+    for name, operator, num_bytes, work in works:
+        yield Case(name, operator, lambda work=work: work, num_bytes)
+
+
+def _neutral_edits(count: int, vocab: int, device: torch.device) -> LogitEdits:
+    """Penalties that leave logits as they are, since they are made in place, again and again."""
+    none = torch.zeros(0, dtype=torch.int32, device=device)
+    starts = torch.zeros((3, count + 1), dtype=torch.int32, device=device)
+    starts[0] = torch.arange(count + 1, device=device) * NUM_PENALISED
+    token_ids = torch.arange(NUM_PENALISED, device=device) * (vocab // NUM_PENALISED)
+    return LogitEdits(
+        starts=starts,
+        factors=torch.tensor([[1.0], [0.0], [0.0]], device=device).repeat(1, count),
+        penalty_ids=token_ids.int().repeat(count),
+        output_counts=torch.ones(count * NUM_PENALISED, device=device),
+        bias_ids=none,
+        biases=none.float(),
+        ban_ids=none,
+    )
+
+
+def measure(device: torch.device, listed: Iterable[Case], turns: int) -> list[dict[str, Any]]:
+    """One record per case and implementation; a failed one says how it failed."""
+    records = []
+    for case in listed:
+        expected: torch.Tensor | None = None
+        names = [one.name for one in reversed(registry.implementations(case.operator))]
+        found: dict[str, dict[str, Any]] = {}
+        works: dict[str, tuple[Work, list[float]]] = {}
+        for name in sorted(names, key=lambda name: name != "reference"):
+            record = found[name] = {"case": case.name, "detail": case.detail, "implementation": name}
+            try:
+                with registry.forced({case.operator: name}):
+                    work = case.prepare()
+                    result = work().float()
+                expected = result if expected is None else expected
+                record["error"] = float(
+                    (result - expected).abs().max() / expected.abs().max().clamp(min=1e-9)
+                )
+                works[name] = work, []
+            except registry.KernelError:
+                del found[name]  # not for this device or these operands
+            except Exception as error:
+                record["failed"] = f"{type(error).__name__}: {error}"[:500]
+        for _ in range(turns):
+            for name, (work, times) in works.items():
+                with registry.forced({case.operator: name}):
+                    work()  # what is chosen at a first call
+                    times.append(seconds(device, work))
+        for name, (_, times) in works.items():
+            taken = typical(device, times)
+            found[name] |= {
+                "us": taken * 1e6,
+                "gb_s": case.num_bytes / taken / 1e9,
+                "gflop_s": case.flop / taken / 1e9,
+            }
+        records += found.values()
+    return records
+
+
+def judge(records: list[dict[str, Any]], limits: Roofline) -> None:
+    """Adds to every record its share of the limit, and the time of eager PyTorch over its own."""
+    eager = {
+        one["case"]: one["us"]
+        for one in records
+        if one["implementation"] == "reference" and not one["detail"] and "us" in one
+    }
+    for one in records:
+        if "us" in one:
+            one["of_limit"] = max(one["gb_s"] / limits.read_gb_s, one["gflop_s"] / limits.matrix_gflop_s)
+            one["eager"] = eager[one["case"]] / one["us"] if one["case"] in eager else None
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    return report.table(
+        ("kernel", "by", "us", "GB/s", "GFLOP/s", "of the limit", "eager / this", "error"),
+        [
+            [
+                f"{one['case']} {one['detail']}".strip(),
+                one["implementation"],
+                f"{one['us']:.0f}",
+                f"{one['gb_s']:.1f}",
+                f"{one['gflop_s']:.0f}" if one["gflop_s"] else "",
+                f"{100 * one['of_limit']:.0f} %",
+                "" if one["eager"] is None else f"{one['eager']:.1f}",
+                f"{one['error']:.4f}",
+            ]
+            if "us" in one
+            else [f"{one['case']} {one['detail']}".strip(), one["implementation"], one["failed"], *[""] * 5]
+            for one in records
+        ],
+    )
 
 
 @click.command()
-@click.option("--turns", default=40, show_default=True)
+@click.option("--shape", type=click.Choice(sorted(SHAPES)), default="qwen3-0.6b", show_default=True)
+@click.option("--turns", default=20, show_default=True)
 @click.option("--threads", type=int, help="Default: all cores.")
-def main(turns: int, threads: int | None) -> None:
-    """Measures, writes JSON under benchmarks/out, prints a table."""
+def main(shape: str, turns: int, threads: int | None) -> None:
+    """Measures on the CPU, writes JSON under benchmarks/out, prints a table."""
     set_num_threads(threads or len(machine.usable_cores()))
     torch.manual_seed(0)
-    limits = [roofline.measure()]
-    times = []
+    device = torch.device("cpu")
+    rooflines = [roofline.measure()]
     with torch.inference_mode():
-        for case in itertools.chain(linear_cases(), attention_cases(), elementwise_cases()):
-            times.append((case.name, case.num_bytes, case.num_flops, *best_times(case, turns)))
-            click.echo(f"kernels: {times[-1]}", err=True)
-    limits.append(roofline.measure())
-    read = max(max(limit["read_gb_s"].values()) for limit in limits) * 1e9
-    matrix = max(limit["matrix_gflop_s"] for limit in limits) * 1e9
-    rates = [
-        Rate(
-            name,
-            1e6 * ours,
-            None if eager is None else 1e6 * eager,
-            num_bytes / ours / 1e9,
-            num_flops / ours / 1e9,
-            max(num_bytes / read, num_flops / matrix) / ours,
-        )
-        for name, num_bytes, num_flops, ours, eager in times
-    ]
-    folder = output_directory()
-    document = {
-        "environment": machine.describe(),
-        "roofline": limits,
-        "rates": [asdict(rate) for rate in rates],
-    }
+        records = measure(device, cases(device, SHAPES[shape]), turns)
+    rooflines.append(roofline.measure())
+    limits = Roofline.best(rooflines)
+    judge(records, limits)
+    folder = report.output_directory()
+    document = {"environment": machine.environment(), "roofline": rooflines, "records": records}
     (folder / "kernels.json").write_text(json.dumps(document, indent=1))
-    click.echo(f"read {read / 1e9:.1f} GB/s, matrix {matrix / 1e9:.0f} GFLOP/s\n\n{table(rates)}\n\n{folder}")
+    click.echo(f"read {limits.read_gb_s:.1f} GB/s, matrix {limits.matrix_gflop_s:.0f} GFLOP/s\n")
+    click.echo(f"{table(records)}\n\n{folder}")
 
 
 if __name__ == "__main__":

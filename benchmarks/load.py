@@ -4,10 +4,9 @@ An open loop sends at its own times, whatever the server does, and so shows queu
 number of requests running, and so shows capacity. Latencies in an open loop count from the time a request
 was due.
 
-    python -m benchmarks.load --rate 20 --requests 200 --slo-ttft 0.5 --slo-itl 0.1
-    python -m benchmarks.load --concurrency 16 --requests 200
-    python -m benchmarks.load --trace trace.jsonl
-    # its lines: {"at": 0.25, "prompt": "What is 1 + 2?", "max_tokens": 16}, or "prompt_tokens": 200 instead
+A trace is a file of lines like {"at": 0.25, "prompt": "What is 1 + 2?", "max_tokens": 16}, or with
+"prompt_tokens": 200 instead of the prompt; "tenant" and "priority" may be among them, and each pair of these
+has its own row in the table.
 """
 
 from __future__ import annotations
@@ -15,16 +14,15 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import string
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
 from benchmarks import report
-from benchmarks.prompts import prompts
 from benchmarks.report import SLO, RequestRecord, Row
 from quire_client import AsyncClient, QuireClientError
 
@@ -37,6 +35,33 @@ class Arrival:
     """Seconds after the start; a closed loop ignores it."""
     prompt: str
     max_tokens: int
+    tenant: str = ""
+    priority: int = 0
+
+    @property
+    def group(self) -> str:
+        tenant = f"tenant {self.tenant}" if self.tenant else ""
+        priority = f"priority {self.priority}" if self.priority else ""
+        return ", ".join(filter(None, (tenant, priority)))
+
+
+def prompts(count: int, *, words: tuple[int, int] = (1, 1), seed: int = 0) -> list[str]:
+    """Questions of the kinds the demo checkpoint knows, each `words[0]` to `words[1]` questions long.
+
+    The content does not matter to a measurement (lengths are fixed by `max_tokens` and `ignore_eos`), but
+    prompts must differ, or prefix caching would be measured.
+    """
+    rng = random.Random(seed)
+    return [" ".join(_question(rng) for _ in range(rng.randint(*words))) for _ in range(count)]
+
+
+def _question(rng: random.Random) -> str:
+    kind = rng.randrange(3)
+    if kind == 0:
+        return f"What is {rng.randint(0, 99)} + {rng.randint(0, 99)}?"
+    if kind == 1:
+        return f"Reverse the word {''.join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 8)))}."
+    return f"Sort the numbers {', '.join(str(rng.randint(0, 99)) for _ in range(rng.randint(3, 6)))}."
 
 
 @dataclass(frozen=True)
@@ -72,7 +97,8 @@ def read_trace(path: Path) -> list[Arrival]:
         try:
             entry = json.loads(line)
             prompt = entry.get("prompt") or "1 " * int(entry["prompt_tokens"])
-            arrivals.append(Arrival(float(entry["at"]), prompt, int(entry["max_tokens"])))
+            tenant, priority = str(entry.get("tenant", "")), int(entry.get("priority", 0))
+            arrivals.append(Arrival(float(entry["at"]), prompt, int(entry["max_tokens"]), tenant, priority))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise click.ClickException(f"{path}:{number}: {type(error).__name__} {error}") from None
     return sorted(arrivals, key=lambda arrival: arrival.at)
@@ -85,8 +111,14 @@ async def send(
     times: list[float] = []
     counts: list[int] = []
     error = None
+    scheduling = {name: value for name in ("tenant", "priority") if (value := getattr(arrival, name))}
     stream = client.stream(
-        arrival.prompt, model=model, max_tokens=arrival.max_tokens, ignore_eos=True, timeout=timeout
+        arrival.prompt,
+        model=model,
+        max_tokens=arrival.max_tokens,
+        ignore_eos=True,
+        timeout=timeout,
+        **scheduling,
     )
     try:
         async for chunk in stream:
@@ -95,7 +127,7 @@ async def send(
                 counts.append(chunk.num_tokens)
     except QuireClientError as failure:
         error = failure.code
-    return RequestRecord(due, tuple(times), tuple(counts), error)
+    return RequestRecord(due, tuple(times), tuple(counts), error, arrival.group)
 
 
 async def open_loop(
@@ -147,8 +179,7 @@ class Plan:
         return "trace" if self.trace is not None else f"closed x{self.concurrency}"
 
 
-async def _measure(url: str, plan: Plan, repeats: int, warmup: int) -> tuple[Row, list[list[RequestRecord]]]:
-    row = Row(plan.load, plan.model)
+async def _measure(url: str, plan: Plan, repeats: int, warmup: int) -> list[list[RequestRecord]]:
     runs = []
     async with AsyncClient(url) as client:
         if warmup:
@@ -163,81 +194,22 @@ async def _measure(url: str, plan: Plan, repeats: int, warmup: int) -> tuple[Row
             else:
                 records = await open_loop(client, plan.model, arrivals, plan.timeout)
             runs.append(records)
-            row.summaries.append(report.summarize(records, slo=plan.slo))
-    return row, runs
+    return runs
 
 
-def run(url: str, plan: Plan, folder: Path, *, repeats: int = 3, warmup: int = 8) -> Row:
-    """Warm-up, then the repeats; raw records are saved in the folder."""
-    row, runs = asyncio.run(_measure(url, plan, repeats, warmup))
+def run(url: str, plan: Plan, folder: Path, *, repeats: int = 3, warmup: int = 8) -> list[Row]:
+    """Warm-up, then the repeats; raw records are saved in the folder.
+
+    Returns:
+        The row of all requests and, where a trace has several tenants or priorities, one of each.
+    """
+    runs = asyncio.run(_measure(url, plan, repeats, warmup))
     name = f"load-{plan.model}-{plan.load.replace(' ', '-').replace('/', 'per')}.json"
-    raw: list[list[dict[str, Any]]] = [
-        [
-            {"start": r.start, "times": r.response_times, "tokens": r.response_tokens, "error": r.error}
-            for r in run
-        ]
-        for run in runs
-    ]
-    (folder / name).write_text(json.dumps(raw), "utf-8")
-    return row
-
-
-@click.command()
-@click.option("--url", default="localhost:8001", show_default=True, help="HOST:PORT of the gRPC endpoint.")
-@click.option("--model", default="generator", show_default=True)
-@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Open loop: requests per second.")
-@click.option("--concurrency", type=click.IntRange(min=1), help="Closed loop: requests running.")
-@click.option(
-    "--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Open loop: a file."
-)
-@click.option("--requests", default=100, show_default=True, type=click.IntRange(min=1))
-@click.option(
-    "--prompt-questions", default=(1, 4), show_default=True, type=(int, int), help="Least and most."
-)
-@click.option("--output-tokens", default=(8, 64), show_default=True, type=(int, int), help="Least and most.")
-@click.option("--slo-ttft", default=0.5, show_default=True, help="Seconds.")
-@click.option("--slo-itl", default=0.1, show_default=True, help="Seconds, for the p99 of a request.")
-@click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))
-@click.option("--warmup", default=8, show_default=True, help="Requests before the first repeat.")
-@click.option("--seed", default=0, show_default=True)
-@click.option("--timeout", default=120.0, show_default=True, help="Seconds per request.")
-def main(
-    url: str,
-    model: str,
-    rate: float | None,
-    concurrency: int | None,
-    trace: Path | None,
-    requests: int,
-    prompt_questions: tuple[int, int],
-    output_tokens: tuple[int, int],
-    slo_ttft: float,
-    slo_itl: float,
-    repeats: int,
-    warmup: int,
-    seed: int,
-    timeout: float,
-) -> None:
-    """Loads a running server and prints one table."""
-    if sum(x is not None for x in (rate, concurrency, trace)) != 1:
-        raise click.UsageError("give exactly one of --rate, --concurrency and --trace")
-    plan = Plan(
-        model,
-        rate,
-        concurrency,
-        tuple(read_trace(trace)) if trace else None,
-        requests,
-        Mix(prompt_questions, output_tokens, seed),
-        SLO(slo_ttft, slo_itl),
-        timeout,
-    )
-    env = report.environment()
-    folder = report.output_directory()
-    row = run(url, plan, folder, repeats=repeats, warmup=warmup)
-    click.echo(report.save(folder, [row], env, {"tool": "load"}))
-    click.echo(f"raw data: {folder}")
-    if any(s["completed"] == 0 for s in row.summaries):
-        raise click.ClickException(f"no request succeeded: {row.summaries[0]['errors']}")
-
-
-if __name__ == "__main__":
-    main()
+    (folder / name).write_text(json.dumps([[asdict(record) for record in run] for run in runs]), "utf-8")
+    groups = sorted({record.group for run in runs for record in run})
+    rows = [Row(plan.load, plan.model, [report.summarize(run, slo=plan.slo) for run in runs])]
+    for group in groups if len(groups) > 1 else ():
+        parts = ([record for record in run if record.group == group] for run in runs)
+        load = f"{plan.load}, {group or 'others'}"
+        rows.append(Row(load, plan.model, [report.summarize(part, slo=plan.slo) for part in parts]))
+    return rows

@@ -2,8 +2,6 @@
 
 What it prints for streams is not used: its latency is that of the whole request under the name of the first
 response. The export holds the send time and every response time of every request, which is all we need.
-
-    python -m benchmarks.perf_analyzer --url localhost:8001 --models generator,chat --concurrency 1,4,16,64
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import Any
 import click
 
 from benchmarks import report
-from benchmarks.prompts import prompts
+from benchmarks.load import prompts
 from benchmarks.report import RequestRecord, Row
 from quire_kernels.cache import cache_directory
 
@@ -42,17 +40,13 @@ def find_binary() -> Path:
     raise PerfAnalyzerError("perf_analyzer: not found beside python; pip install 'tritonclient[all]==2.50.0'")
 
 
-def default_cache() -> Path:
-    return cache_directory("perf_analyzer")
-
-
 def library_path(cache: Path | None = None, site_packages: Path | None = None) -> str:
     """A LD_LIBRARY_PATH under which the binary finds its two unusual libraries.
 
     nvidia-pytriton carries both under hashed names; links with the right names are made in `cache`. A
     library that is missing there is left to the system's own path.
     """
-    folder = cache or default_cache()
+    folder = cache or cache_directory("perf_analyzer")
     packages = site_packages or Path(sysconfig.get_path("purelib"))
     folder.mkdir(parents=True, exist_ok=True)
     for name in NEEDED_LIBRARIES:
@@ -165,6 +159,7 @@ def run(
     ]
     environment = {**os.environ, "LD_LIBRARY_PATH": libraries}
     for _ in range(ATTEMPTS):
+        export.unlink(missing_ok=True)  # it refuses a file that exists
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -212,45 +207,3 @@ def matrix(
             progress(f"{row.load} {model}: {run_now.get('tokens_per_s', 0):.0f} tokens/s")
             rows.append(row)
     return rows
-
-
-def integers(_: click.Context, parameter: click.Parameter, value: str) -> list[int]:
-    """A click callback for lists like 1,4,16."""
-    try:
-        numbers = [int(part) for part in value.split(",") if part.strip()]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise click.BadParameter(f"positive integers like 1,4,16 expected, got {value!r}", param=parameter)
-    return numbers
-
-
-@click.command()
-@click.option("--url", default="localhost:8001", show_default=True, help="HOST:PORT of the gRPC endpoint.")
-@click.option("--models", default="generator,chat", show_default=True)
-@click.option("--concurrency", default="1,4,16,64", show_default=True, callback=integers)
-@click.option("--max-tokens", default=32, show_default=True)
-@click.option("--repeats", default=3, show_default=True)
-@click.option("--requests-per-stream", default=8, show_default=True)
-def main(
-    url: str, models: str, concurrency: list[int], max_tokens: int, repeats: int, requests_per_stream: int
-) -> None:
-    """Runs perf_analyzer over models and concurrencies and prints one table."""
-    env = report.environment()
-    folder = report.output_directory()
-    rows = matrix(
-        url,
-        models.split(","),
-        concurrency,
-        folder,
-        workload=Workload(max_tokens),
-        requests_per_stream=requests_per_stream,
-        repeats=repeats,
-        progress=lambda line: click.echo(line, err=True),
-    )
-    click.echo(report.save(folder, rows, env, {"tool": "perf_analyzer", "max_tokens": max_tokens}))
-    click.echo(f"raw data: {folder}")
-
-
-if __name__ == "__main__":
-    main()

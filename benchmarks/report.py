@@ -1,4 +1,4 @@
-"""What is computed from measured requests: percentiles, rates, tables, the note on the hardware.
+"""What is computed from measured requests: percentiles, rates, tables, the files of a run.
 
 Times are seconds everywhere; tables show milliseconds. Percentiles interpolate linearly between samples.
 """
@@ -6,18 +6,17 @@ Times are seconds everywhere; tables show milliseconds. Percentiles interpolate 
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from benchmarks.machine import ROOT, hardware_note
+
 PERCENTILES = (50, 90, 99)
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +31,8 @@ class RequestRecord:
     """Tokens in each of these responses; more than one where the server coalesced."""
     error: str | None = None
     """Code of the error that ended it; the request then counts in no latency and no rate."""
+    group: str = ""
+    """Name of those requests whose figures are also told apart from the others'."""
 
     @property
     def num_tokens(self) -> int:
@@ -72,11 +73,7 @@ class SLO:
 def percentile(samples: Sequence[float], q: float) -> float:
     """The q-th percentile (0..100), interpolated linearly between the closest ranks."""
     assert samples, "a percentile of nothing"
-    ordered = sorted(samples)
-    rank = (len(ordered) - 1) * q / 100
-    low = int(rank)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+    return float(np.percentile(samples, q))
 
 
 def distribution(samples: Iterable[float]) -> dict[str, float] | None:
@@ -160,51 +157,41 @@ class Row:
 
 
 _COLUMNS = (
-    "model",
-    "load",
-    "req",
-    "err",
-    "tok/s",
-    "±%",
-    "resp/s",
-    "req/s",
-    "TTFT p50",
-    "p90",
-    "p99",
-    "ITL p50",
-    "p90",
-    "p99",
-    "TPOT p50",
-    "e2e p50",
-    "p99",
-    "goodput",
+    *("model", "load", "req", "err", "tok/s", "±%", "resp/s", "req/s"),
+    *("TTFT p50", "p90", "p99", "ITL p50", "p90", "p99", "TPOT p50", "e2e p50", "p99", "goodput"),
 )
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
     """One line per row: the median repeat; latencies in ms."""
-    lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + " --- |" * 2 + " ---: |" * (len(_COLUMNS) - 2)]
-    for row in rows:
-        run = median_run(row.summaries)
-        between = spread(row.summaries)
-        goodput = run.get("goodput")
-        cells = [
-            row.model,
-            row.load,
-            str(run["requests"]),
-            str(run["requests"] - run["completed"]),
-            _number(run.get("tokens_per_s")),
-            "-" if between is None else f"{between * 50:.0f}",
-            _number(run.get("responses_per_s")),
-            _number(run.get("requests_per_s")),
-            *(_milliseconds(run, "ttft_s", q) for q in ("p50", "p90", "p99")),
-            *(_milliseconds(run, "itl_s", q) for q in ("p50", "p90", "p99")),
-            _milliseconds(run, "tpot_s", "p50"),
-            *(_milliseconds(run, "latency_s", q) for q in ("p50", "p99")),
-            "-" if goodput is None else f"{goodput['share'] * 100:.0f}%",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return table(_COLUMNS, map(_cells, rows))
+
+
+def _cells(row: Row) -> list[str]:
+    run = median_run(row.summaries)
+    between = spread(row.summaries)
+    goodput = run.get("goodput")
+    return [
+        row.model,
+        row.load,
+        str(run["requests"]),
+        str(run["requests"] - run["completed"]),
+        _number(run.get("tokens_per_s")),
+        "-" if between is None else f"{between * 50:.0f}",
+        _number(run.get("responses_per_s")),
+        _number(run.get("requests_per_s")),
+        *(_milliseconds(run, "ttft_s", q) for q in ("p50", "p90", "p99")),
+        *(_milliseconds(run, "itl_s", q) for q in ("p50", "p90", "p99")),
+        _milliseconds(run, "tpot_s", "p50"),
+        *(_milliseconds(run, "latency_s", q) for q in ("p50", "p99")),
+        "-" if goodput is None else f"{goodput['share'] * 100:.0f}%",
+    ]
 
 
 def _number(value: float | None) -> str:
@@ -216,76 +203,6 @@ def _number(value: float | None) -> str:
 def _milliseconds(run: Mapping[str, Any], key: str, quantile: str) -> str:
     values = run.get(key)
     return "-" if not values else _number(values[quantile] * 1e3)
-
-
-def environment() -> dict[str, Any]:
-    """What the figures depend on: machine, load by others, versions, commit."""
-    packages = ("torch", "transformers", "numpy", "tritonclient", "nvidia-pytriton")
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "host": platform.node(),
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "loadavg": [round(x, 2) for x in os.getloadavg()],
-        "gpu": _gpu(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "versions": {name: version for name in packages if (version := _version(name)) is not None},
-    }
-
-
-def hardware_note(env: Mapping[str, Any]) -> str:
-    """Two lines for the end of a table."""
-    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
-    commit = f"{(env['commit'] or 'unknown')[:12]}{' (changed)' if env['dirty'] else ''}"
-    load = "/".join(f"{x:g}" for x in env["loadavg"])
-    return (
-        f"{env['cpu']}, {env['usable_cores']} of {env['cores']} cores, {env['memory_gib']} GiB, "
-        f"GPU: {env['gpu'] or 'none'}, load average before: {load}.\n"
-        f"Commit {commit}, {env['date']}, Python {env['python']}, {versions}. "
-        "Clients run on the same machine; latencies in ms; ± is half the spread of the repeats."
-    )
-
-
-def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Name of the processor."""
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text("utf-8", "replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
-
-
-def _gpu() -> str | None:
-    # The driver's own file: nvidia-smi may be missing, and importing torch for this takes seconds.
-    names = []
-    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        for line in path.read_text("utf-8", "replace").splitlines():
-            if line.startswith("Model:"):
-                names.append(line.partition(":")[2].strip())
-    return ", ".join(names) or None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def output_directory(parent: Path | None = None) -> Path:
@@ -304,6 +221,9 @@ def save(folder: Path, rows: Sequence[Row], env: Mapping[str, Any], extra: Mappi
     """Writes summary.json and table.md into the folder; returns the text of table.md."""
     document = {"environment": dict(env), **extra, "rows": [row.as_json() for row in rows]}
     (folder / "summary.json").write_text(json.dumps(document, indent=1) + "\n", "utf-8")
-    text = f"{markdown_table(rows)}\n\n{hardware_note(env)}\n"
+    text = (
+        f"{markdown_table(rows)}\n\n{hardware_note(env)} Clients run on the same machine; latencies in ms; "
+        "± is half the spread of the repeats.\n"
+    )
     (folder / "table.md").write_text(text, "utf-8")
     return text

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-if __package__ in (None, ""):
-    # Run by path: python then has this folder on its path, not the one above it.
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from benchmarks import history, host_cost, load, perf_analyzer, report
-from benchmarks.report import ROOT, SLO
+from benchmarks import history, host_cost, load, machine, perf_analyzer, report
+from benchmarks.report import SLO
 from benchmarks.served import Served, served, wait_ready
+
+TOOLS = ("perf_analyzer", "load", "host_cost")
 
 
 def _say(line: str) -> None:
     click.echo(f"bench: {line}", err=True)
+
+
+def _integers(_: click.Context, parameter: click.Parameter, value: str) -> list[int]:
+    """A list like 1,4,16."""
+    try:
+        numbers = [int(part) for part in value.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise click.BadParameter(f"positive integers like 1,4,16 expected, got {value!r}", param=parameter)
+    return numbers
 
 
 @click.command()
@@ -26,19 +35,26 @@ def _say(line: str) -> None:
 @click.option(
     "--model-repository",
     "repository",
-    default=ROOT / "model_repository",
+    default=machine.ROOT / "model_repository",
     type=click.Path(file_okay=False, path_type=Path),
     help="Default: the demo.",
 )
 @click.option("--models", default="generator,chat", show_default=True)
-@click.option("--concurrency", default="1,4,16,64", show_default=True, callback=perf_analyzer.integers)
+@click.option("--tool", "tools", multiple=True, type=click.Choice(TOOLS), default=TOOLS, show_default=True)
+@click.option("--concurrency", default="1,4,16,64", show_default=True, callback=_integers)
 @click.option("--max-tokens", default=32, show_default=True, help="Tokens per request under perf_analyzer.")
 @click.option("--rate", default=8.0, show_default=True, help="Load generator: Poisson requests per second.")
+@click.option("--closed", default=16, show_default=True, help="And with so many running all the time.")
 @click.option("--requests", default=80, show_default=True, help="Load generator: requests per run.")
+@click.option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Load generator: instead of both, the requests of this file (see load.py).",
+)
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))
 @click.option("--requests-per-stream", default=4, show_default=True, help="perf_analyzer: per run.")
 @click.option("--slo-ttft", default=0.5, show_default=True, help="Seconds.")
-@click.option("--slo-itl", default=0.1, show_default=True, help="Seconds.")
+@click.option("--slo-itl", default=0.1, show_default=True, help="Seconds, for the p99 of a request.")
 @click.option("--quick", is_flag=True, help="Two concurrencies, one repeat: does it run at all?")
 @click.option("--history/--no-history", "keep", default=True, help="Append to benchmarks/history.jsonl.")
 @click.option("--threshold", default=10.0, show_default=True, help="Percent from which a change is told.")
@@ -46,10 +62,13 @@ def main(
     url: str | None,
     repository: Path,
     models: str,
+    tools: tuple[str, ...],
     concurrency: list[int],
     max_tokens: int,
     rate: float,
+    closed: int,
     requests: int,
+    trace: Path | None,
     repeats: int,
     requests_per_stream: int,
     slo_ttft: float,
@@ -61,10 +80,17 @@ def main(
     """Measures a served model repository and prints one table."""
     if quick:
         concurrency, repeats, requests, keep = concurrency[:2], 1, min(requests, 16), False
-    version = perf_analyzer.check_binary(perf_analyzer.find_binary(), perf_analyzer.library_path())
-    env = report.environment()
+    arrivals = tuple(load.read_trace(trace)) if trace is not None else None
+    keep = keep and arrivals is None and set(tools) == set(TOOLS)
+    settings = {"max_tokens": max_tokens, "repeats": repeats}
+    if "perf_analyzer" in tools:
+        binary, libraries = perf_analyzer.find_binary(), perf_analyzer.library_path()
+        settings["perf_analyzer"] = perf_analyzer.check_binary(binary, libraries)
+    env = machine.environment()
     folder = report.output_directory()
     names = models.split(",")
+    rows: list[report.Row] = []
+    costs: list[host_cost.HostCost] = []
     server: Served | None = None
     with contextlib.ExitStack() as stack:
         if url is None:
@@ -74,39 +100,36 @@ def main(
         else:
             wait_ready(url, 10.0)
         _say(f"measuring {url}")
-        rows = perf_analyzer.matrix(
-            url,
-            names,
-            concurrency,
-            folder,
-            workload=perf_analyzer.Workload(max_tokens),
-            requests_per_stream=requests_per_stream,
-            repeats=repeats,
-            progress=_say,
-        )
+        if "perf_analyzer" in tools:
+            rows += perf_analyzer.matrix(
+                url,
+                names,
+                concurrency,
+                folder,
+                workload=perf_analyzer.Workload(max_tokens),
+                requests_per_stream=requests_per_stream,
+                repeats=repeats,
+                progress=_say,
+            )
         slo = SLO(slo_ttft, slo_itl)
-        for name in names:
-            for plan in (
-                load.Plan(name, rate=rate, requests=requests, slo=slo),
-                load.Plan(name, concurrency=16, requests=requests, slo=slo),
-            ):
-                row = load.run(url, plan, folder, repeats=repeats)
-                _say(f"{row.load} {row.model}: done")
-                rows.append(row)
-        costs = []
-        if server is not None:
+        for name in names if "load" in tools else ():
+            plans = [load.Plan(name, trace=arrivals, slo=slo)]
+            if arrivals is None:
+                plans = [
+                    load.Plan(name, rate=rate, requests=requests, slo=slo),
+                    load.Plan(name, concurrency=closed, requests=requests, slo=slo),
+                ]
+            for plan in plans:
+                rows += load.run(url, plan, folder, repeats=repeats)
+                _say(f"{plan.load} {name}: done")
+        if server is not None and "host_cost" in tools:
             _say("host cost per streamed token")
             costs = [
                 host_cost.measure(url, server.pid, name, streams=streams, max_tokens=256)
                 for name in names
-                for streams in ((16,) if quick else (1, 16, 64))
+                for streams in concurrency
             ]
-    settings = {
-        "perf_analyzer": version,
-        "max_tokens": max_tokens,
-        "repeats": repeats,
-        "host_cost": [cost.as_dict() for cost in costs],
-    }
+    settings["host_cost"] = [asdict(cost) for cost in costs]
     click.echo(report.save(folder, rows, env, settings))
     if costs:
         click.echo(f"CPU time beside the model, all processes' own clocks:\n\n{host_cost.table(costs)}\n")
@@ -116,9 +139,8 @@ def main(
         for change in history.changes(history.read(), threshold):
             word = "worse" if change.is_worse else "better"
             click.echo(f"{word} than before: {change.scenario} {change.figure} {change.percent:+.0f}%")
-    failed = sum(s["requests"] - s["completed"] for row in rows for s in row.summaries)
-    if failed:
-        raise click.ClickException(f"{failed} requests failed; see the column err and {folder}/summary.json")
+    if any(summary["completed"] < summary["requests"] for row in rows for summary in row.summaries):
+        raise click.ClickException(f"requests failed; see the column err and {folder}/summary.json")
 
 
 if __name__ == "__main__":

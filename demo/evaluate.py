@@ -105,16 +105,34 @@ def print_table(rows: Sequence[KindResult], show_wrong: int = 0) -> None:
     print(f"{'all':10} {right:5d} / {total:<5d} {right / total:8.2%}", flush=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=DEFAULT_CHECKPOINT)
-    parser.add_argument("--prompts", type=int, default=2200, help="held-out prompts, all kinds in turn")
+def accuracy_of_all(rows: Sequence[KindResult]) -> float:
+    return sum(row.right for row in rows) / sum(row.total for row in rows)
+
+
+def exit_status(rows: Sequence[KindResult], show_wrong: int) -> int:
+    """Prints the table; 0 when it is as good as is required, else 1."""
+    print_table(rows, show_wrong)
+    is_good = accuracy_of_all(rows) >= REQUIRED and all(row.share >= REQUIRED_PER_KIND for row in rows)
+    return 0 if is_good else 1
+
+
+def arguments(description: str | None, **checkpoint: Any) -> argparse.ArgumentParser:
+    """What both evaluations take; `checkpoint`: whether it has a default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, **checkpoint)
+    parser.add_argument("--prompts", type=int, help="held-out ones, all kinds in turn")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--turns", type=int, default=1, help="conversations of up to this many turns instead")
-    parser.add_argument("--bare", action="store_true", help="without the chat template")
     parser.add_argument("--show-wrong", type=int, default=3, help="wrong answers to print per kind")
     parser.add_argument("--threads", type=int, default=2)
+    return parser
+
+
+def main() -> int:
+    parser = arguments(__doc__, default=DEFAULT_CHECKPOINT)
+    parser.set_defaults(prompts=2200)
+    parser.add_argument("--turns", type=int, default=1, help="conversations of up to this many turns instead")
+    parser.add_argument("--bare", action="store_true", help="without the chat template")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
@@ -123,10 +141,7 @@ def main() -> int:
         asked: Sequence = tasks.conversations(args.prompts, seed=args.seed, max_turns=args.turns)
     else:
         asked = tasks.held_out(args.prompts, seed=args.seed)
-    rows = accuracy(model, tokenizer, asked, bare=args.bare)
-    print_table(rows, args.show_wrong)
-    total = sum(row.right for row in rows) / sum(row.total for row in rows)
-    return 0 if total >= REQUIRED and all(row.share >= REQUIRED_PER_KIND for row in rows) else 1
+    return exit_status(accuracy(model, tokenizer, asked, bare=args.bare), args.show_wrong)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ greedily through the chat template, and prints the accuracy of each kind.
 
 from __future__ import annotations
 
-import argparse
 import io
 import sys
 from collections import defaultdict
@@ -20,7 +19,7 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import pictures
-from evaluate import REQUIRED, REQUIRED_PER_KIND, KindResult, print_table
+from evaluate import KindResult, arguments, exit_status
 
 
 @torch.inference_mode()
@@ -88,23 +87,16 @@ def accuracy(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--questions", type=int, default=1600, help="held-out ones, all kinds in turn")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser = arguments(__doc__, required=True)
+    parser.set_defaults(prompts=1600)
     parser.add_argument("--text-first", action="store_true", help="the question before the pictures")
-    parser.add_argument("--show-wrong", type=int, default=3, help="wrong answers to print per kind")
-    parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     processor = AutoProcessor.from_pretrained(args.checkpoint, backend="pil")
     model = LlavaForConditionalGeneration.from_pretrained(args.checkpoint, dtype=getattr(torch, args.dtype))
-    questions = pictures.held_out(args.questions, seed=args.seed)
+    questions = pictures.held_out(args.prompts, seed=args.seed)
     rows = accuracy(model.eval(), processor, questions, image_first=not args.text_first)
-    print_table(rows, args.show_wrong)
-    total = sum(row.right for row in rows) / sum(row.total for row in rows)
-    return 0 if total >= REQUIRED and all(row.share >= REQUIRED_PER_KIND for row in rows) else 1
+    return exit_status(rows, args.show_wrong)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -27,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import tasks
-from evaluate import accuracy, print_table
+from evaluate import accuracy, accuracy_of_all, print_table
 
 SPECIAL_TOKENS = (
     "<|begin|>",
@@ -45,6 +47,7 @@ BEGIN, END, PAD = TOKEN_ID["<|begin|>"], TOKEN_ID["<|end|>"], TOKEN_ID["<|pad|>"
 SYSTEM, USER, ASSISTANT = TOKEN_ID["<|system|>"], TOKEN_ID["<|user|>"], TOKEN_ID["<|assistant|>"]
 
 MAX_POSITIONS = 2048
+HIDDEN = 128
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}
@@ -78,6 +81,15 @@ KIND_WEIGHTS = {
     "greet": 1.2,
     "other": 1.5,
 }
+
+
+RATE = 2.5e-3
+REPLICAS = 2
+"""Worker threads, one batch each per step."""
+BATCH_TOKENS = 2048
+"""Tokens of one replica's batch."""
+CHECK_EVERY = 1000
+"""Steps between accuracy tables."""
 
 
 @dataclass(frozen=True)
@@ -133,15 +145,15 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def build_config(hidden: int, layers: int, intermediate: int) -> LlamaConfig:
+def build_config(intermediate: int = 384) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=256 + len(SPECIAL_TOKENS),
-        hidden_size=hidden,
+        hidden_size=HIDDEN,
         intermediate_size=intermediate,
-        num_hidden_layers=layers,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=hidden // 4,
+        head_dim=HIDDEN // 4,
         max_position_embeddings=MAX_POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         rms_norm_eps=1e-5,
@@ -246,14 +258,22 @@ class ConversationSampler:
         weights.extend([weight] * len(new))
 
 
-def batches(sampler: ConversationSampler, mix: Mix, batch_tokens: int) -> Iterator[list]:
-    """Endless shuffled batches of about `batch_tokens` tokens, of rows of similar length."""
+def batches(
+    sample: Callable[[], Any], pool_size: int, batch_tokens: int, length: Callable[[Any], int]
+) -> Iterator[list]:
+    """Endless shuffled batches of about `batch_tokens` tokens, of rows of similar length.
+
+    Args:
+        sample: gives the next row.
+        pool_size: rows that are grouped at a time.
+        length: tokens of a row.
+    """
     rng = random.Random(0)
     while True:
-        pool = sorted((sampler.sample(mix) for _ in range(2048)), key=lambda item: len(item[0]))
+        pool = sorted((sample() for _ in range(pool_size)), key=length)
         grouped: list[list] = [[]]
         for item in pool:
-            if (len(grouped[-1]) + 1) * len(item[0]) > batch_tokens and grouped[-1]:
+            if (len(grouped[-1]) + 1) * length(item) > batch_tokens and grouped[-1]:
                 grouped.append([])
             grouped[-1].append(item)
         rng.shuffle(grouped)
@@ -293,17 +313,16 @@ class ReplicaGradients:
     which crawls on a machine that others use too.
     """
 
-    def __init__(self, model: LlamaForCausalLM, replicas: int, autocast: bool) -> None:
-        self._models = [model, *(copy.deepcopy(model) for _ in range(replicas - 1))]
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self._models = [model, *(copy.deepcopy(model) for _ in range(REPLICAS - 1))]
         for replica in self._models[1:]:
             for mine, shared in zip(replica.parameters(), model.parameters(), strict=True):
                 mine.data = shared.data
-        self._autocast = autocast
-        self._pool = ThreadPoolExecutor(replicas, initializer=torch.set_num_threads, initargs=(1,))
+        self._pool = ThreadPoolExecutor(REPLICAS, initializer=torch.set_num_threads, initargs=(1,))
 
     def _backward(self, index: int, batch: list, total_weight: float) -> float:
         # bfloat16 products are faster on many CPUs and make the weights robust to bfloat16 serving.
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._autocast):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = answer_loss(self._models[index], *collate(batch)) / total_weight
         loss.backward()
         return loss.item()
@@ -340,61 +359,67 @@ def schedule(step: int, steps: int) -> float:
     return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def update(model: Any, opts: Sequence[torch.optim.Optimizer], rate: float) -> None:
+    """One step of all optimizers at this rate; gradients are gone then."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for opt in opts:
+        for group in opt.param_groups:
+            group["lr"] = rate
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+
+
 def train(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> tuple[LlamaForCausalLM, dict]:
     torch.manual_seed(args.seed)
-    model = LlamaForCausalLM(build_config(args.hidden, args.layers, args.intermediate))
+    model = LlamaForCausalLM(build_config())
     print(f"{model.num_parameters():,} parameters", flush=True)
-    opts = optimizers(model, args.rate)
+    opts = optimizers(model, RATE)
     sampler = ConversationSampler(args.seed)
-    phases = [(end, batches(sampler, mix, args.batch_tokens)) for end, mix in PHASES]
-    gradients = ReplicaGradients(model, args.replicas, autocast=not args.float32)
+    phases = [
+        (end, batches(partial(sampler.sample, mix), 2048, BATCH_TOKENS, lambda row: len(row[0])))
+        for end, mix in PHASES
+    ]
+    gradients = ReplicaGradients(model)
     started, seen, mean_loss = time.monotonic(), 0, 0.0
     for step in range(args.steps):
         current = next(stream for end, stream in phases if step < end * args.steps)
-        parts = [next(current) for _ in range(args.replicas)]
+        parts = [next(current) for _ in range(REPLICAS)]
         loss = gradients.accumulate(parts)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for opt in opts:
-            for group in opt.param_groups:
-                group["lr"] = args.rate * schedule(step, args.steps)
-            opt.step()
-            opt.zero_grad(set_to_none=True)
+        update(model, opts, RATE * schedule(step, args.steps))
         seen += sum(len(ids) for part in parts for ids, _ in part)
         mean_loss = loss if step == 0 else 0.98 * mean_loss + 0.02 * loss
         if step % 50 == 0 or step == args.steps - 1:
             spent = time.monotonic() - started
             print(f"step {step:5d}  loss {mean_loss:.4f}  {seen / 1e6:.2f} Mtok  {spent:.0f} s", flush=True)
-        if args.check_every and (step + 1) % args.check_every == 0:
+        if (step + 1) % CHECK_EVERY == 0:
             model.eval()
             print_table(accuracy(model, tokenizer, tasks.held_out(330, seed=99)))
-            if args.checkpoints:
-                save(model, tokenizer, args.out)
             model.train()
     minutes = (time.monotonic() - started) / 60
     return model.eval(), {"steps": args.steps, "minutes": round(minutes, 1), "loss": round(mean_loss, 5)}
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the Hugging Face directory, replacing `out` in one move."""
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.generation_config.update(
-        bos_token_id=BEGIN,
-        eos_token_id=[END, TOKEN_ID["<|endoftext|>"]],
-        pad_token_id=PAD,
-        do_sample=False,
-    )
+def save(model: Any, tokenizer: PreTrainedTokenizerFast, out: Path, processor: Any = None) -> None:
+    """Write the Hugging Face directory, with its processor if it has one, replacing `out` in one move."""
+    unfinished = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    ends = [END, TOKEN_ID["<|endoftext|>"]]
+    model.generation_config.update(bos_token_id=BEGIN, eos_token_id=ends, pad_token_id=PAD, do_sample=False)
     # Padding while measuring leaves its mark on the tokenizer; it is no part of the checkpoint.
     tokenizer.backend_tokenizer.no_padding()
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    roles = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}
-    roles["additional_special_tokens"] = list(SPECIAL_TOKENS[2:3] + SPECIAL_TOKENS[4:7])
-    (partial / "special_tokens_map.json").write_text(json.dumps(roles, indent=2) + "\n")
-    for file in partial.iterdir():
+    model.save_pretrained(unfinished)
+    if processor is None:
+        tokenizer.save_pretrained(unfinished)
+        roles = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}
+        roles["additional_special_tokens"] = list(SPECIAL_TOKENS[2:3] + SPECIAL_TOKENS[4:7])
+        (unfinished / "special_tokens_map.json").write_text(json.dumps(roles, indent=2) + "\n")
+    else:
+        for part in (processor, tokenizer, processor.image_processor):
+            part.save_pretrained(unfinished)
+    for file in unfinished.iterdir():
         file.chmod(0o644)
     shutil.rmtree(out, ignore_errors=True)
-    partial.rename(out)
+    unfinished.rename(out)
 
 
 def main() -> int:
@@ -402,15 +427,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory to write; replaced when it exists")
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--replicas", type=int, default=2, help="worker threads, one batch each per step")
-    parser.add_argument("--batch-tokens", type=int, default=2048, help="of one replica")
-    parser.add_argument("--rate", type=float, default=2.5e-3)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--intermediate", type=int, default=384)
-    parser.add_argument("--float32", action="store_true", help="no bfloat16 products while training")
-    parser.add_argument("--check-every", type=int, default=1000, help="steps between accuracy tables")
-    parser.add_argument("--checkpoints", action="store_true", help="also write --out at every check")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -419,7 +435,7 @@ def main() -> int:
     save(model, tokenizer, args.out)
     rows = accuracy(model, tokenizer, tasks.held_out(2200, seed=1))
     print_table(rows)
-    print(json.dumps({**summary, "accuracy": sum(r.right for r in rows) / sum(r.total for r in rows)}))
+    print(json.dumps({**summary, "accuracy": accuracy_of_all(rows)}))
     return 0
 
 

@@ -10,13 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,13 +30,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import pictures
 import tasks
 import train as text_demo
-from evaluate import print_table
+from evaluate import accuracy_of_all, print_table
 from evaluate_vision import accuracy
-from train import ASSISTANT, BEGIN, END, PAD, SYSTEM, TOKEN_ID, USER
+from train import ASSISTANT, BEGIN, END, SYSTEM, USER
 
 IMAGE_TOKEN = "<image>"
 IMAGE = 256 + len(text_demo.SPECIAL_TOKENS)
 SIDE, PATCH = 64, 8
+VISION_HIDDEN = 96
+VISION_BATCH = 40
+"""Pictures of a step of the vision tower alone."""
+BATCH_TOKENS = 3072
+CHECK_EVERY = 500
+"""Steps between accuracy tables."""
 GRID = SIDE // PATCH
 PATCHES = GRID * GRID
 MEAN, STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
@@ -95,17 +98,17 @@ def build_processor() -> LlavaProcessor:
     )
 
 
-def build_config(args: argparse.Namespace) -> LlavaConfig:
+def build_config() -> LlavaConfig:
     vision = CLIPVisionConfig(
-        hidden_size=args.vision_hidden,
-        intermediate_size=args.vision_intermediate,
-        num_hidden_layers=args.vision_layers,
-        num_attention_heads=args.vision_hidden // 32,
-        projection_dim=args.vision_hidden,
+        hidden_size=VISION_HIDDEN,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=VISION_HIDDEN // 32,
+        projection_dim=VISION_HIDDEN,
         image_size=SIDE,
         patch_size=PATCH,
     )
-    text = text_demo.build_config(args.hidden, args.layers, args.intermediate)
+    text = text_demo.build_config(256)
     text.vocab_size = IMAGE + 1
     return LlavaConfig(
         vision_config=vision,
@@ -221,20 +224,6 @@ class RowSampler:
             self._turn(row, prompt, (), 0)
 
 
-def batches(sampler: RowSampler, batch_tokens: int) -> Iterator[list[Row]]:
-    """Endless shuffled batches of about `batch_tokens` tokens, of rows of similar length."""
-    rng = random.Random(0)
-    while True:
-        pool = sorted((sampler.sample() for _ in range(512)), key=lambda row: len(row.ids))
-        grouped: list[list[Row]] = [[]]
-        for row in pool:
-            if (len(grouped[-1]) + 1) * len(row.ids) > batch_tokens and grouped[-1]:
-                grouped.append([])
-            grouped[-1].append(row)
-        rng.shuffle(grouped)
-        yield from grouped
-
-
 # --- training ----------------------------------------------------------------------------------------
 
 
@@ -301,30 +290,24 @@ def train(args: argparse.Namespace, processor: LlavaProcessor) -> tuple[LlavaFor
     if args.start:
         model = LlavaForConditionalGeneration.from_pretrained(args.start, dtype=torch.float32).train()
     else:
-        model = LlavaForConditionalGeneration(build_config(args))
+        model = LlavaForConditionalGeneration(build_config())
     print(f"{model.num_parameters():,} parameters", flush=True)
     if args.steps == 0:
         return model.eval(), {"steps": 0}
-    probe = Probe(args.hidden)
+    probe = Probe(text_demo.HIDDEN)
     opts = text_demo.optimizers(model, args.rate)
     opts.append(torch.optim.AdamW(probe.parameters(), lr=args.rate, weight_decay=0.0))
-    stream = batches(RowSampler(args.seed, args.pairs), args.batch_tokens)
+    sampler = RowSampler(args.seed, args.pairs)
+    stream = text_demo.batches(sampler.sample, 512, BATCH_TOKENS, lambda row: len(row.ids))
     rng = random.Random(f"vision|{args.seed}")
     started, means = time.monotonic(), [0.0, 0.0]
     for step in range(-args.vision_steps, args.steps):
-        # bfloat16 products are faster on many CPUs and make the weights robust to bfloat16 serving.
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.bfloat16):
-            if step < 0:
-                answer_loss, probe_loss = torch.zeros(()), vision_loss(model, probe, rng, args.vision_batch)
-            else:
-                answer_loss, probe_loss = losses(model, probe, next(stream))
+        if step < 0:
+            answer_loss, probe_loss = torch.zeros(()), vision_loss(model, probe, rng, VISION_BATCH)
+        else:
+            answer_loss, probe_loss = losses(model, probe, next(stream))
         (answer_loss + args.probe_weight * probe_loss).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for opt in opts:
-            for group in opt.param_groups:
-                group["lr"] = args.rate * (1 if step < 0 else text_demo.schedule(step, args.steps))
-            opt.step()
-            opt.zero_grad(set_to_none=True)
+        text_demo.update(model, opts, args.rate * (1 if step < 0 else text_demo.schedule(step, args.steps)))
         for i, loss in enumerate((answer_loss, probe_loss)):
             means[i] = (
                 loss.item() if step in (0, -args.vision_steps) else 0.98 * means[i] + 0.02 * loss.item()
@@ -332,33 +315,12 @@ def train(args: argparse.Namespace, processor: LlavaProcessor) -> tuple[LlavaFor
         if step % 50 == 0 or step == args.steps - 1:
             spent = time.monotonic() - started
             print(f"step {step:5d}  loss {means[0]:.4f}  probe {means[1]:.4f}  {spent:.0f} s", flush=True)
-        if args.check_every and step > 0 and step % args.check_every == 0:
+        if step > 0 and step % CHECK_EVERY == 0:
             model.eval()
             print_table(accuracy(model, processor, pictures.held_out(240, seed=99)), show_wrong=2)
-            if args.checkpoints:
-                save(model, processor, args.out)
             model.train()
     minutes = (time.monotonic() - started) / 60
     return model.eval(), {"steps": args.steps, "minutes": round(minutes, 1), "loss": round(means[0], 5)}
-
-
-def save(model: LlavaForConditionalGeneration, processor: LlavaProcessor, out: Path) -> None:
-    """Write the Hugging Face directory, replacing `out` in one move."""
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    ends = [END, TOKEN_ID["<|endoftext|>"]]
-    model.generation_config.update(bos_token_id=BEGIN, eos_token_id=ends, pad_token_id=PAD, do_sample=False)
-    tokenizer: Any = processor.tokenizer
-    # Padding while measuring leaves its mark on the tokenizer; it is no part of the checkpoint.
-    tokenizer.backend_tokenizer.no_padding()
-    model.save_pretrained(partial)
-    processor.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    processor.image_processor.save_pretrained(partial)
-    for file in partial.iterdir():
-        file.chmod(0o644)
-    shutil.rmtree(out, ignore_errors=True)
-    partial.rename(out)
 
 
 def main() -> int:
@@ -367,30 +329,19 @@ def main() -> int:
     parser.add_argument("--start", type=Path, help="go on from this checkpoint's weights")
     parser.add_argument("--pairs", type=float, default=0.22, help="share of rows about two pictures")
     parser.add_argument("--vision-steps", type=int, default=250, help="of the vision tower alone, first")
-    parser.add_argument("--vision-batch", type=int, default=40, help="pictures of such a step")
     parser.add_argument("--steps", type=int, default=2600)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch-tokens", type=int, default=3072)
     parser.add_argument("--rate", type=float, default=2.5e-3)
     parser.add_argument("--probe-weight", type=float, default=0.5, help="of the probe's loss")
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--intermediate", type=int, default=256)
-    parser.add_argument("--vision-hidden", type=int, default=96)
-    parser.add_argument("--vision-layers", type=int, default=3)
-    parser.add_argument("--vision-intermediate", type=int, default=256)
-    parser.add_argument("--bfloat16", action="store_true", help="bfloat16 products while training")
-    parser.add_argument("--check-every", type=int, default=500, help="steps between accuracy tables")
-    parser.add_argument("--checkpoints", action="store_true", help="also write --out at every check")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     processor = build_processor()
     model, summary = train(args, processor)
-    save(model, processor, args.out)
+    text_demo.save(model, processor.tokenizer, args.out, processor)
     rows = accuracy(model, processor, pictures.held_out(1600, seed=1))
     print_table(rows, show_wrong=3)
-    print(json.dumps({**summary, "accuracy": sum(r.right for r in rows) / sum(r.total for r in rows)}))
+    print(json.dumps({**summary, "accuracy": accuracy_of_all(rows)}))
     return 0
 
 

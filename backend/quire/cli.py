@@ -44,12 +44,6 @@ def main() -> None:
     """Quire: text generation on NVIDIA Triton Inference Server."""
 
 
-@main.command()
-def version() -> None:
-    """Print the version."""
-    click.echo(__version__)
-
-
 @main.group()
 def backend() -> None:
     """Prepare the backend for another tritonserver."""

@@ -3,153 +3,49 @@
 from __future__ import annotations
 
 import bisect
-import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import growth
+from benchmarks.peers.limits import Roofline
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.executor import RunnerExecutor
 from quire.sampling_params import SamplingParams
 from quire.worker.input_batch import StepInputs
-from quire.worker.model_runner import ModelRunner
 from quire.worker.timeline import Timeline, idle_fraction
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 16384,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 2,
-    "bos_token_id": 1,
-}
-SMALL = LLAMA_8B | {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-    "max_position_embeddings": 1024,
-}
 GREEDY_TOKENS = 32
+NUM_STEPS = 24
 
 
-@contextmanager
-def engine(folder: Path, device: torch.device, small: bool, **options: Any) -> Iterator[EngineCore]:
-    """An engine with random weights of the 8B shape."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SMALL if small else LLAMA_8B), encoding="utf-8")
-    values = {
-        "model": str(folder),
-        "load_format": "dummy",
-        "device": device.type,
-        "max_num_seqs": 256,
-        "max_num_batched_tokens": 2048,
-        "enable_prefix_caching": False,
-        **options,
-    }
-    if small:
-        values |= {"max_num_seqs": 8, "num_blocks": 600, "async_scheduling": True}
-    core = EngineCore(EngineConfig.from_mapping(values))
-    core.warm_up()
-    try:
-        yield core
-    finally:
-        core.close()
-        del core
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def _runner(core: EngineCore) -> ModelRunner:
-    assert isinstance(core.executor, RunnerExecutor) and isinstance(core.executor.runner, ModelRunner)
-    return core.executor.runner
-
-
-def decode_steps(
-    core: EngineCore, limits: dict[str, float], points: list[tuple[int, int]]
-) -> list[dict[str, Any]]:
+def decode(core: EngineCore, limits: Roofline, points: list[tuple[int, int]]) -> list[dict[str, Any]]:
     """Times of decode steps by (requests, context), against reading weights and KV once."""
-    runner = _runner(core)
-    config = runner.model_config
-    weights = sum(p.nbytes for p in runner.model.parameters()) + _packed_bytes(runner)
-    kv = runner.block_bytes / core.config.cache.block_size * len(runner.kv_groups)
-    records = []
+    runner, watch, records = growth.runner_of(core), growth.Stopwatch(core), []
     for running, context in points:
-        needed = running * (context + 64) / core.config.cache.block_size
-        if needed > runner.num_blocks:
+        if growth.room([(running, context)], NUM_STEPS)["num_blocks"] > runner.num_blocks:
             records.append({"running": running, "context": context, "skipped": "the KV cache is too small"})
             continue
-        times, steps = _decode(core, runner, running, context)
-        floor = (weights + running * context * kv) / limits["read_bytes_per_s"]
-        flop = 2.0 * weights / config.dtype.itemsize * running / limits["bf16_flop_per_s"]
+        runner.timeline = Timeline(runner.device, enabled=True)
+        point = growth.measure(core, watch, running, context, NUM_STEPS, runner.timeline.take)
+        steps = runner.timeline.take()
         records.append(
-            {
-                "running": running,
-                "context": context,
-                "step_ms": 1000 * statistics.median(times),
-                "floor_ms": 1000 * max(floor, flop),
-                "of_floor": max(floor, flop) / statistics.median(times),
+            asdict(point)
+            | {
+                "floor_ms": point.floor_ms(limits),
+                "of_floor": point.floor_ms(limits) / point.step_ms,
                 "idle_fraction": idle_fraction(steps),
                 "idle_ms": statistics.median(step.idle_ms for step in steps) if steps else None,
             }
         )
     return records
-
-
-def _packed_bytes(runner: ModelRunner) -> int:
-    """Bytes of the matrices that a decode step reads, the table of embeddings excluded."""
-    from quire.layers.linear import Linear
-
-    packed = [m.packed for m in runner.model.modules() if isinstance(m, Linear) and m.packed is not None]
-    head = runner.model.config.vocab_size * runner.model.config.hidden_size * runner.dtype.itemsize
-    return sum(one.nbytes for one in packed) + head - (0 if runner.model.config.tie_word_embeddings else head)
-
-
-def _decode(core: EngineCore, runner: ModelRunner, running: int, context: int) -> tuple[list[float], Any]:
-    rng = random.Random(running * 100_003 + context)
-    names = [f"{running}-{context}-{index}" for index in range(running)]
-    for name in names:
-        prompt = [rng.randrange(3, core.info.vocab_size) for _ in range(context)]
-        core.add_request(name, prompt, SamplingParams(max_tokens=64, ignore_eos=True))
-    decoding: set[str] = set()
-    while len(decoding) < running:
-        decoding |= {output.request_id for output in core.step()}
-    for _ in range(4):
-        core.step()
-    runner.timeline = Timeline(runner.device, enabled=True)
-    times = []
-    for _ in range(24):
-        begin = time.perf_counter()
-        core.step()
-        times.append(time.perf_counter() - begin)
-    steps = runner.timeline.take()
-    core.abort(names)
-    while core.has_work:
-        core.step()
-    return times, steps
 
 
 def mix(core: EngineCore, count: int) -> dict[str, Any]:
@@ -230,7 +126,7 @@ def agreement(folder: Path, device: torch.device, families: list[str]) -> list[d
 def difference_of_replays(path: Path, device: torch.device, prompts: list[list[int]]) -> float | None:
     """The most by which a replayed step differs from the same one computed; None: nothing is recorded."""
     core = _small_engine(path, device, async_scheduling=False, max_num_batched_tokens=100)
-    runner = _runner(core)
+    runner = growth.runner_of(core)
     graphs, pieces = runner.graphs, runner.prompt_graphs
     differences: list[float] = []
 

@@ -23,10 +23,14 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.gpu import device as machine
-from benchmarks.gpu import engine, kernels
+from benchmarks import device as devices
+from benchmarks import growth, kernels
+from benchmarks.device import REPEATS
+from benchmarks.gpu import engine
+from benchmarks.machine import ROOT
+from benchmarks.peers.checkpoints import SHAPES
+from benchmarks.peers.limits import Roofline
 
-ROOT = Path(__file__).resolve().parents[2]
 POINTS = [(1, 1024), (16, 1024), (64, 1024), (256, 1024), (1, 8192), (16, 8192), (64, 8192)]
 
 
@@ -75,15 +79,26 @@ def parity_tests(run: Run) -> dict[str, Any]:
     return {"exit": done.returncode, "output": done.stdout[-4000:]}
 
 
-def engine_steps(
-    run: Run, folder: Path, limits: dict[str, float], quantization: str | None
-) -> dict[str, Any]:
+def kernel_records(run: Run, limits: Roofline) -> list[dict[str, Any]]:
+    """Every operator on each of its implementations."""
+    shape = SHAPES["tiny" if run.small else "llama-8b"]
+    records = kernels.measure(run.device, kernels.cases(run.device, shape), 1 if run.small else REPEATS)
+    kernels.judge(records, limits)
+    return records
+
+
+def engine_steps(run: Run, limits: Roofline, quantization: str | None) -> dict[str, Any]:
     """Decode steps and a mix of requests, on one engine."""
-    options = {} if quantization is None else {"quantization": quantization}
+    options: dict[str, Any] = {"device": run.device.type, "quantization": quantization, "max_num_seqs": 256}
     points = [(1, 64), (4, 64)] if run.small else POINTS
-    with engine.engine(folder, run.device, run.small, **options) as core:
-        found: dict[str, Any] = {"decode": engine.decode_steps(core, limits, points)}
+    if run.small:
+        options |= {"max_num_seqs": 8, "num_blocks": 600, "max_model_len": 1024, "async_scheduling": True}
+    with growth.engine(SHAPES["tiny" if run.small else "llama-8b"], **options) as core:
+        found: dict[str, Any] = {"decode": engine.decode(core, limits, points)}
         found["mix"] = engine.mix(core, 6 if run.small else 400)
+    del core
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()
     return found
 
 
@@ -97,19 +112,20 @@ def main(out: Path, device_name: str, seconds: float, only: tuple[str, ...], sma
     """Runs all sections; exits with 1 if one failed."""
     device = torch.device(device_name)
     run = Run(device, small, seconds, out, ("limits", *only) if only else ())
-    run.section("machine", lambda: machine.describe(device))
+    run.section("machine", lambda: devices.describe(device))
     size = (1 << 22, 64) if small else (4 << 30, 8192)
-    limits = run.section("limits", lambda: machine.rates(device, *size))
-    if "failed" in limits:
+    measured = run.section("limits", lambda: devices.rates(device, *size))
+    if "failed" in measured:
         raise SystemExit("gpu: nothing can be measured without the device's rates")
+    limits = Roofline.best([measured])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         families = ["llama"] if small else ["llama", "qwen3", "gemma3"]
         run.section("agreement", lambda: engine.agreement(folder, device, families))
         run.section("parity", lambda: parity_tests(run))
-        run.section("kernels", lambda: kernels.measure(device, limits, small))
-        run.section("engine bf16", lambda: engine_steps(run, folder / "8b", limits, None))
-        run.section("engine fp8", lambda: engine_steps(run, folder / "8b", limits, "fp8"))
+        run.section("kernels", lambda: kernel_records(run, limits))
+        run.section("engine bf16", lambda: engine_steps(run, limits, None))
+        run.section("engine fp8", lambda: engine_steps(run, limits, "fp8"))
     failed = [key for key, value in run.document["sections"].items() if "failed" in value]
     click.echo(json.dumps(run.document["seconds"]), err=True)
     click.echo(f"gpu: {out}" + (f"; failed: {', '.join(failed)}" if failed else ""), err=True)

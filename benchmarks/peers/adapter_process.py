@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.peers.machine import CpuShare
+from benchmarks.machine import CpuShare
 from benchmarks.peers.protocol import RunResult
 from benchmarks.peers.workloads import Request
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT
+from benchmarks.machine import ROOT
 
 DIRECTORY = ROOT / "benchmarks" / "out" / "checkpoints"
 BITS_PER_WEIGHT = {"bf16": 16.0, "int8": 8.5, "int4": 4.5}
@@ -99,6 +99,19 @@ SHAPES = {
                 "max_position_embeddings": 40960,
             },
         ),
+        # For what needs no weights of its own (`write_config`).
+        Shape(
+            "llama-8b",
+            "llama3",
+            num_layers=32,
+            hidden=4096,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            inner=14336,
+            vocab_size=128256,
+            extra={"rms_norm_eps": 1e-5, "max_position_embeddings": 16384, "tie_word_embeddings": False},
+        ),
         # No model's: for trying the harness out.
         Shape(
             "tiny",
@@ -115,6 +128,39 @@ SHAPES = {
 }
 
 
+def write_config(shape: Shape, folder: Path) -> Path:
+    """A directory with the config.json of a model of this shape alone, for `load_format: dummy`."""
+    kind = "Qwen3" if shape.family == "qwen3" else "Llama"
+    values = {
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 16384,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **_dimensions(shape),
+        **shape.extra,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return folder
+
+
+def _dimensions(shape: Shape) -> dict[str, int]:
+    return {
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.inner,
+        "vocab_size": shape.vocab_size,
+    }
+
+
 def huggingface(shape: Shape) -> Path:
     """The bfloat16 checkpoint directory; made in a minute or two where it does not exist."""
 
@@ -126,13 +172,7 @@ def huggingface(shape: Shape) -> Path:
             path,
             dtype="bfloat16",
             tokenizer=False,
-            num_hidden_layers=shape.num_layers,
-            hidden_size=shape.hidden,
-            num_attention_heads=shape.num_heads,
-            num_key_value_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            intermediate_size=shape.inner,
-            vocab_size=shape.vocab_size,
+            **_dimensions(shape),
             **shape.extra,
         )
         _write_tokenizer(path, shape.vocab_size)

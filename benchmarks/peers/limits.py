@@ -25,6 +25,10 @@ class Roofline:
     matrix_gflop_s: float
     """bf16 matrix product, 1e9 operations per second (a multiply-add is two)."""
 
+    def seconds(self, num_bytes: float, flop: float) -> float:
+        """The longer of reading so many bytes and computing so many operations."""
+        return max(num_bytes / (self.read_gb_s * 1e9), flop / (self.matrix_gflop_s * 1e9))
+
     @classmethod
     def best(cls, measurements: Sequence[Mapping[str, Any]]) -> Roofline:
         """The highest rates of several measurements (`roofline.measure`)."""
@@ -52,8 +56,7 @@ def decode_rows(num_outputs: Sequence[int], running: int) -> list[int]:
 
 def step_seconds(shape: Shape, rows: int, roofline: Roofline, precision: str = "bf16") -> float:
     """The limit of one decode step of n rows."""
-    read = shape.weight_bytes(precision) / (roofline.read_gb_s * 1e9)
-    return max(read, rows * 2 * shape.params / (roofline.matrix_gflop_s * 1e9))
+    return roofline.seconds(shape.weight_bytes(precision), rows * 2 * shape.params)
 
 
 def limit_seconds(workload: Workload, shape: Shape, roofline: Roofline, precision: str = "bf16") -> float:

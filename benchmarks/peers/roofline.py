@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import ROOT
+from benchmarks.machine import ROOT
 from quire_kernels.host_memory import aligned_bytes
 
 _SOURCE = """

@@ -1,4 +1,4 @@
-"""Rounds over all engines, interleaved; result file, tables and plot.
+"""Rounds over all engines, interleaved; result file and tables.
 
 For each shape and precision the engines are loaded together as far as memory allows; ours is in every such
 group. All but the one that is measured are stopped. Each round goes through the workloads, and within a
@@ -21,18 +21,16 @@ from typing import Any
 
 import click
 
-from benchmarks import history
-from benchmarks.peers import checkpoints, machine, roofline, venvs
+from benchmarks import history, machine
+from benchmarks.peers import checkpoints, roofline, venvs
 from benchmarks.peers.adapter_process import AdapterError, AdapterProcess
 from benchmarks.peers.checkpoints import SHAPES, Shape
-from benchmarks.peers.plot import save_plot
 from benchmarks.peers.registry import PEERS, Peer
 from benchmarks.peers.table import figures, markdown
 from benchmarks.peers.venvs import PeerUnavailable
 from benchmarks.peers.workloads import KV_TOKENS, WARM_UP, WORKLOADS, Workload
 from benchmarks.report import output_directory
 
-ROOT = Path(__file__).resolve().parents[2]
 ADAPTERS = Path(__file__).resolve().parent / "adapters"
 PACKAGE_FOLDERS = ("backend", "kernels", "ensemble", "client")
 MEMORY_SHARE = 0.85
@@ -57,7 +55,7 @@ class Session:
         self.overrides = overrides
         self.before = before
         self.document: dict[str, Any] = {
-            "environment": machine.describe(),
+            "environment": machine.environment(),
             "settings": settings,
             "shapes": {},
             "engines": {},
@@ -73,11 +71,10 @@ class Session:
         self.document["skipped"][name] = reason
 
     def save(self) -> str:
-        """Writes result.json, table.md and plot.png; returns the table."""
+        """Writes result.json and table.md; returns the table."""
         (self.folder / "result.json").write_text(json.dumps(self.document, indent=1) + "\n", "utf-8")
         text = markdown(self.document)
         (self.folder / "table.md").write_text(text, "utf-8")
-        save_plot(self.document, self.folder / "plot.png")
         return text
 
     def measure_roofline(self) -> None:
@@ -98,7 +95,7 @@ class Session:
             env = {key: value.format(venv=python.parents[1], cores=cores) for key, value in peer.env.items()}
             adapter = ADAPTERS / peer.adapter
             if peer.before and self.before is not None:
-                adapter = self.before / ADAPTERS.relative_to(ROOT) / peer.adapter
+                adapter = self.before / ADAPTERS.relative_to(machine.ROOT) / peer.adapter
                 env["PYTHONPATH"] = os.pathsep.join(str(self.before / folder) for folder in PACKAGE_FOLDERS)
             command = [str(python), str(adapter), "--weights", str(weights), "--options", json.dumps(options)]
             process = AdapterProcess(command, log, env=env)

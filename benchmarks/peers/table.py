@@ -16,6 +16,7 @@ from benchmarks.peers.checkpoints import SHAPES
 from benchmarks.peers.limits import Roofline, limit_seconds
 from benchmarks.peers.registry import EDGE_TARGETS, PEERS, TARGETS
 from benchmarks.peers.workloads import WORKLOADS
+from benchmarks.report import table
 
 CLEAN = 0.10
 
@@ -105,19 +106,8 @@ def limit(document: Document, shape: str, workload: str, precision: str) -> floa
 
 
 _COLUMNS = (
-    "case",
-    "peer",
-    "weights",
-    "out tok/s",
-    "min..max",
-    "total tok/s",
-    "TTFT s",
-    "TPOT ms",
-    "GiB",
-    "runs (clean)",
-    "others' CPU %",
-    "% of limit",
-    "ours / this",
+    *("case", "peer", "weights", "out tok/s", "min..max", "total tok/s", "TTFT s", "TPOT ms"),
+    *("GiB", "runs (clean)", "others' CPU %", "% of limit", "ours / this"),
 )
 
 
@@ -292,9 +282,3 @@ def notes(document: Document) -> str:
     if scale != 1.0:
         lines.append(f"- **all lengths x {scale:g}**: a trial, no result")
     return "\n".join(lines)
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

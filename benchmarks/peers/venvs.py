@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks import machine
 from benchmarks.peers.registry import Venv
-from benchmarks.report import ROOT
 
-DIRECTORY = ROOT / "benchmarks" / "out" / "venvs"
+DIRECTORY = machine.ROOT / "benchmarks" / "out" / "venvs"
 _CHECK_TORCH = """
 import importlib.util
 if importlib.util.find_spec("torch"):
@@ -46,7 +46,7 @@ def ensure(
     python = python_of(venv)
     if venv is None:
         return python
-    if venv.only_on and venv.only_on != cpu_vendor():
+    if venv.only_on and venv.only_on != machine.cpuinfo().get("vendor_id"):
         raise PeerUnavailable(f"for processors of {venv.only_on} only")
     folder = DIRECTORY / venv.name
     stamp = folder / ".installed"
@@ -79,13 +79,3 @@ def ensure(
                 )
     stamp.write_text(recipe)
     return python
-
-
-def cpu_vendor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """GenuineIntel, AuthenticAMD ...; empty where there is no such line."""
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text("utf-8", "replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "vendor_id":
-                return value.strip()
-    return ""

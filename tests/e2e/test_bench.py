@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.mark.row("G24", clauses=("command",))
 def test_one_command_prints_the_table(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/run.py", "--quick"]
+    command = [sys.executable, "-m", "benchmarks.run", "--quick"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert run.returncode == 0, run.stdout + run.stderr
     rows = [line for line in run.stdout.splitlines() if line.startswith("|")]

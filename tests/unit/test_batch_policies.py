@@ -166,17 +166,16 @@ def test_what_the_policies_trade() -> None:
 
 
 @pytest.mark.row("B5", clauses=("table",))
-def test_the_benchmark_has_a_line_of_each_policy_at_each_load(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_benchmark_has_a_line_of_each_policy_at_each_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_sim, "LOADS", (0.5, 0.7))
-    curves = scheduler_sim.trade_off(60, PRESETS["h100-8b"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [policy for policy in BATCH_POLICIES for _ in range(2)]
-    points = {policy: curve[1] for policy, curve in curves.items()}
-    for point, line in zip(points.values(), lines[1::2], strict=True):
-        assert f"TPOT p50 {1000 * point['tpot_p50_s']:7.2f} " in line
-        assert f"TTFT p50 {1000 * point['ttft_p50_s']:9.2f} " in line
+    listed = scheduler_sim.trade_off(60, PRESETS["h100-8b"])
+    lines = scheduler_sim.table(listed).splitlines()[2:]
+    assert [line.split()[1] for line in lines] == [policy for policy in BATCH_POLICIES for _ in range(2)]
+    for point, line in zip(listed, lines, strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        latencies = [point[name] for name in ("tpot_p50_s", "itl_p99_s", "ttft_p50_s", "ttft_p99_s")]
+        assert cells[1:2] + cells[3:] == [f"{point['load']}", *(f"{1000 * one:.2f}" for one in latencies)]
+    points = {point["policy"]: point for point in listed[1::2]}
     assert points["mixed"]["ttft_p50_s"] < points["decode_first"]["ttft_p50_s"]
     assert points["mixed"]["tpot_p50_s"] < points["prefill_first"]["tpot_p50_s"]
 

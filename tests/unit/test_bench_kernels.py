@@ -1,4 +1,4 @@
-"""The report on kernels: what it computes from times, and that its cases are whole."""
+"""The report on kernels and on growth: what they compute from times, and that their cases are whole."""
 
 from __future__ import annotations
 
@@ -9,61 +9,81 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import growth, kernels
+from benchmarks import device, growth, kernels
 from benchmarks.kernels import Case
+from benchmarks.peers.checkpoints import SHAPES
+from benchmarks.peers.limits import Roofline
+from quire_kernels import registry
 
 
 @pytest.mark.row("D27", clauses=("report",))
 def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small cases of every kind, ours and eager's results alike; rates add up."""
-    monkeypatch.setattr(kernels, "CYCLE_BYTES", 13e6)
+    """Small cases of every kind, each implementation near the reference; rates add up."""
+    monkeypatch.setattr(device, "FLUSHED_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr(device, "_flushing", {})
     limits = {"read_gb_s": {"1": 10.0, "2": 20.0}, "matrix_gflop_s": 500.0}
     monkeypatch.setattr(kernels.roofline, "measure", lambda: limits)
-    monkeypatch.setattr(kernels, "output_directory", lambda: tmp_path)
-    few = ("bf16, 1 rows", "w8a8, 16 rows", "16 x 1024", "8 x 512", "RMSNorm", "argmax")
-    cases = [
-        case
-        for make in (kernels.linear_cases, kernels.attention_cases, kernels.elementwise_cases)
-        for case in make()
-        if any(name in case.name for name in few)
-    ]
-    assert len(cases) == len(few)
-    for case in cases:
-        ours, eager = case.run(), case.eager() if case.eager is not None else None
-        ours = ours[0] if isinstance(ours, tuple) else ours
-        assert eager is not None and ours.shape == eager.shape
-        if ours.is_floating_point():
-            error = float((ours.float() - eager.float()).norm() / eager.float().norm())
-            assert error < (0.02 if "w8a8" in case.name else 0.01), (case.name, error)
-        else:
-            assert torch.equal(ours, eager)
-    for name in ("linear_cases", "attention_cases"):
-        monkeypatch.setattr(kernels, name, lambda: iter(()))
-    monkeypatch.setattr(kernels, "elementwise_cases", lambda: iter(cases))
-    result = CliRunner().invoke(
-        kernels.main, ["--turns", "1", "--threads", str(torch.get_num_threads())], catch_exceptions=False
+    monkeypatch.setattr(kernels.report, "output_directory", lambda: tmp_path)
+    options = ["--shape", "tiny", "--turns", "1", "--threads", str(torch.get_num_threads())]
+    done = CliRunner().invoke(kernels.main, options, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    records = json.loads((tmp_path / "kernels.json").read_text("utf-8"))["records"]
+    cases = {(one.name, one.detail): one for one in kernels.cases(torch.device("cpu"), SHAPES["tiny"])}
+    assert {(one["case"], one["detail"]) for one in records} == cases.keys()
+    assert {case.operator for case in cases.values()} == {
+        *("paged_attention", "linear", "rms_norm", "gate_mul", "argmax", "sample")
+    }
+    for record in records:
+        assert "failed" not in record, record
+        case, seconds = cases[record["case"], record["detail"]], record["us"] / 1e6
+        assert record["error"] < 0.02, record
+        assert record["gb_s"] * 1e9 * seconds == pytest.approx(case.num_bytes)
+        assert record["gflop_s"] * 1e9 * seconds == pytest.approx(case.flop)
+        assert record["of_limit"] == pytest.approx(max(case.num_bytes / 20e9, case.flop / 500e9) / seconds)
+        assert f"| {f'{case.name} {case.detail}'.strip()} | {record['implementation']} |" in done.output
+    assert registry.choices() == {}, "no choice is left behind"
+
+
+def test_the_share_and_eager_are_of_the_case() -> None:
+    def record(implementation: str, detail: str, us: float) -> dict[str, object]:
+        rates = {"us": us, "gb_s": 10.0, "gflop_s": 100.0}
+        return {"case": "x", "implementation": implementation, "detail": detail, **rates}
+
+    records = [record("reference", "", 8.0), record("ours", "", 4.0), record("reference", "int8", 9.0)]
+    failed = {"case": "x", "implementation": "theirs", "detail": "", "failed": "no"}
+    kernels.judge([*records, failed], Roofline(40.0, 200.0))
+    assert [one["eager"] for one in records] == [1.0, 2.0, pytest.approx(8 / 9)]
+    assert records[0]["of_limit"] == 0.5
+    assert "| x | theirs | no |" in kernels.table(
+        [record("y", "", 1.0) | {"of_limit": 1, "eager": None, "error": 0}, failed]
     )
-    assert result.exit_code == 0, result.output
-    rates = json.loads((tmp_path / "kernels.json").read_text("utf-8"))["rates"]
-    assert [rate["name"] for rate in rates] == [case.name for case in cases]
-    for rate, case in zip(rates, cases, strict=True):
-        seconds = rate["us"] / 1e6
-        assert rate["gb_s"] * 1e9 * seconds == pytest.approx(case.num_bytes)
-        assert rate["gflop_s"] * 1e9 * seconds == pytest.approx(case.num_flops)
-        least = max(case.num_bytes / 20e9, case.num_flops / 500e9)
-        assert rate["share"] == pytest.approx(least / seconds)
-        assert case.name in result.output
 
 
-def test_a_case_without_counterpart_is_timed_alone() -> None:
-    ours, eager = kernels.best_times(Case("x", lambda: None, None, 1.0, 0.0), 3)
-    assert ours < 1.0 and eager is None
+def test_a_case_that_fails_says_how() -> None:
+    case = Case("x", "argmax", lambda: lambda: torch.zeros(1) / torch.zeros(2, 3).sum(dim=5), 1.0)
+    records = kernels.measure(torch.device("cpu"), [case], 1)
+    assert records and all("IndexError" in one["failed"] and "us" not in one for one in records)
 
 
 def test_points_of_growth() -> None:
-    point = growth.Point(4, 128, 50.0, 40.0, {"layers": 30.0, "head": 15.0}, 1.0)
+    parts = {"plan": 1.0, "prepare": 2.0, "layers": 30.0, "head": 15.0, "account": 2.0}
+    point = growth.Point(4, 128, 50.0, 40.0, parts, 1.0, 1e9)
     assert point.tokens_per_s == pytest.approx(80.0)
     assert point.read_share(2**30 / 0.04 / 1e9) == pytest.approx(1.0)
-    assert "| 4 | 128 | 50.0 | 40.0 | 80.0 | 1.00 | 100 % | 5.00 |" in growth.table(
-        [point], 2**30 / 0.04 / 1e9
-    )
+    assert point.floor_ms(Roofline(2**30 / 0.04 / 1e9, 100.0)) == pytest.approx(40.0)
+    assert point.floor_ms(Roofline(1e9, 10.0)) == pytest.approx(100.0)
+    line = "| 4 | 128 | 50.0 | 40.0 | 80.0 | 1.00 | 100 % | 1.00 | 2.00 | 30.00 | 15.00 | 2.00 | 5.00 |"
+    assert line in growth.table([point], 2**30 / 0.04 / 1e9)
+
+
+def test_all_requests_of_a_point_decode_in_every_timed_step() -> None:
+    """Those that begin first once ended before the last prompt was computed: few were left to be timed."""
+    steps, prompt = 3, 3 * growth.BUDGET
+    with growth.engine(SHAPES["tiny"], device="cpu", **growth.room([(4, prompt)], steps)) as core:
+        point = growth.measure(core, growth.Stopwatch(core), 4, prompt, steps)
+        weights = SHAPES["tiny"].weight_bytes()
+        kv = SHAPES["tiny"].kv_bytes_per_token * 4 * prompt
+        assert point.read_gib * 2**30 == pytest.approx(weights + kv)
+        assert point.flop == 2 * 4 * SHAPES["tiny"].params
+        assert all(value > 0 for value in point.parts_ms.values()), point
+        assert not core.has_work

@@ -10,10 +10,10 @@ from typing import Any
 import click
 import pytest
 
-from benchmarks import history, load, perf_analyzer, report
+from benchmarks import history, load, machine, perf_analyzer, report
 from benchmarks.perf_analyzer import parse_export
 from benchmarks.report import SLO, RequestRecord, Row, percentile, summarize
-from tests.unit.fake_kserve import FakeKServe
+from tests.unit.fake_kserve import FakeKServe, read_inputs
 
 MS = 1_000_000
 T0 = 1_795_187_335_337_698_478
@@ -128,7 +128,7 @@ def test_table_of_a_run_in_which_everything_failed() -> None:
 
 
 def test_saved_files(tmp_path: Path) -> None:
-    env = report.environment()
+    env = machine.environment()
     text = report.save(tmp_path, [Row("x1", "m", [summarize(parse_export(DOCUMENT))])], env, {"tool": "t"})
     document = json.loads((tmp_path / "summary.json").read_text())
     assert document["rows"][0]["median"]["output_tokens"] == 7
@@ -171,6 +171,23 @@ def test_binary_that_does_not_start_says_why(tmp_path: Path) -> None:
         perf_analyzer.check_binary(broken, "")
 
 
+def test_an_empty_export_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """perf_analyzer refuses a file that exists, so the attempt after an empty export once failed at that."""
+    (tmp_path / "full.json").write_text(json.dumps(DOCUMENT))
+    binary = tmp_path / "perf_analyzer"
+    binary.write_text(
+        '#!/bin/sh\ncd "$(dirname "$0")"\n'
+        'if [ -e out.json ]; then echo "Path must not already exist"; exit 1; fi\n'
+        "if [ -e tried ]; then cp full.json out.json; else touch tried out.json; fi\n"
+    )
+    binary.chmod(0o755)
+    monkeypatch.setattr(perf_analyzer, "find_binary", lambda: binary)
+    monkeypatch.setattr(perf_analyzer, "library_path", lambda: "")
+    workload = perf_analyzer.Workload()
+    records = perf_analyzer.run("", "m", 1, 2, workload, export=tmp_path / "out.json")
+    assert (tmp_path / "tried").exists() and len(records) == 2
+
+
 def test_input_data_has_fixed_lengths_and_different_prompts() -> None:
     entries = perf_analyzer.Workload(max_tokens=12, num_prompts=20).input_data()["data"]
     assert all(e["max_tokens"] == [12] and e["ignore_eos"] == [True] for e in entries)
@@ -210,13 +227,30 @@ def test_load_over_the_client(tmp_path: Path, kind: dict[str, Any]) -> None:
     bad = load.Arrival(0.06, "error UNAVAILABLE queue full", 9)
     with FakeKServe() as server:
         plan = load.Plan("generator", trace=(*trace, bad), slo=SLO(10, 10), **kind)
-        row = load.run(server.url, plan, tmp_path, repeats=2, warmup=0)
+        (row,) = load.run(server.url, plan, tmp_path, repeats=2, warmup=0)
     assert len(row.summaries) == 2
     for summary in row.summaries:
         assert summary["requests"] == 7 and summary["errors"] == {"UNAVAILABLE": 1}
         assert summary["output_tokens"] == 21
         assert summary["goodput"]["share"] == pytest.approx(6 / 7)
     assert len(list(tmp_path.glob("load-*.json"))) == 1
+
+
+def test_each_tenant_and_priority_of_a_trace_has_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = {"at": 0, "prompt": "tokens 4", "max_tokens": 9}
+    bad = {**line, "prompt": "error UNAVAILABLE queue full", "tenant": "light", "priority": -3}
+    lines = [line, line, {**line, "tenant": "light", "priority": -3}, bad]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
+    with FakeKServe() as server:
+        plan = load.Plan("generator", trace=tuple(load.read_trace(path)))
+        rows = load.run(server.url, plan, tmp_path, repeats=1, warmup=0)
+    sent = [read_inputs(request) for request in server.requests]
+    classes = [(one.get("tenant"), one.get("request_priority")) for one in sent]
+    assert classes.count(([b"light"], [-3])) == classes.count((None, None)) == 2
+    assert [row.load for row in rows] == ["trace", "trace, others", "trace, tenant light, priority -3"]
+    counts = [(row.summaries[0]["requests"], row.summaries[0]["completed"]) for row in rows]
+    assert counts == [(4, 3), (2, 2), (2, 1)]
 
 
 # --- history ---
@@ -248,7 +282,7 @@ def test_history_flags_what_moved_on_the_same_machine() -> None:
 def test_history_file(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     assert history.read(path) == []
-    env = report.environment()
+    env = machine.environment()
     for _ in range(2):
         history.append(
             history.entry([Row("x1", "generator", [summarize(parse_export(DOCUMENT))])], env), path

@@ -18,7 +18,7 @@ from quire.cli import main
 from quire.config import EngineConfig
 from quire.errors import InvalidArgumentError
 from quire.simulator.cost import PRESETS, CostModel
-from quire.simulator.plot import plot_timeline, plot_trade_off, timeline
+from quire.simulator.plot import plot_timeline, timeline
 from quire.simulator.replay import replay
 from quire.simulator.simulate import Report, Simulator
 from quire.simulator.workload import Arrival, Lengths, Workload, arrivals_of_trace, read_mooncake
@@ -233,13 +233,6 @@ def test_plots(tmp_path: Path) -> None:
         plot_timeline(records, tmp_path / "a.svg")
     with pytest.raises(InvalidArgumentError, match="no requests"):
         plot_timeline([], tmp_path / "a.png")
-
-    curves = {"mixed": [(0.01, 0.1), (0.02, 0.5)], "decode_first": [(0.008, 0.3), (0.01, 2.0)]}
-    plot_trade_off(curves, tmp_path / "pareto.png", title="policies")
-    drawn = np.asarray(Image.open(tmp_path / "pareto.png").convert("RGB"))
-    assert all(
-        (drawn == colour).all(axis=2).sum() > 20 for colour in ((0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E))
-    )
 
 
 def test_command_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Plots: what each request of a trace did in every step, and what policies trade for one another."""
+"""Plots: what each request of a trace did in every step."""
 
 from __future__ import annotations
 
@@ -115,7 +115,13 @@ def plot_timeline(
 
 
 def _png(bars: list[Bar], path: Path, *, by_step: bool) -> None:
-    pyplot = _pyplot()
+    try:
+        import matplotlib
+    except ImportError:
+        raise QuireError("plots as .png need matplotlib: pip install 'quire[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(14, min(100, 1.5 + 0.14 * len(bars))))
     for state, colour in COLOURS.items():
         axes.broken_barh([(0, 0)], (0, 0), color=colour, label=state)  # for the legend
@@ -170,38 +176,3 @@ def _html(bars: list[Bar], num_left_out: int, *, by_step: bool) -> str:
         f'<svg width="{_LABEL_WIDTH + _PLOT_WIDTH + 10}" height="{height}">{"".join(parts)}</svg>'
         "</body></html>\n"
     )
-
-
-def plot_trade_off(curves: dict[str, Sequence[tuple[float, float]]], path: Path, *, title: str = "") -> None:
-    """Writes a .png of TTFT over TPOT: one curve per policy, one point per load.
-
-    Args:
-        curves: label to (TPOT, TTFT) in seconds, in the order of the loads.
-
-    Raises:
-        QuireError: matplotlib is not installed.
-    """
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(7, 5))
-    for label, points in curves.items():
-        axes.plot([1000 * x for x, _ in points], [1000 * y for _, y in points], "o-", label=label)
-    axes.set_xlabel("TPOT, ms")
-    axes.set_ylabel("TTFT, ms")
-    axes.set_yscale("log")
-    axes.grid(alpha=0.3)
-    axes.set_title(title)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise QuireError("plots as .png need matplotlib: pip install 'quire[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
