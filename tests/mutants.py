@@ -739,8 +739,8 @@ _ENSEMBLE = (
     Mutant(
         "text parts run into each other",
         "ensemble/quire_ensemble/messages.py",
-        'content = "\\n".join(part["text"] for part in content)',
-        'content = "".join(part["text"] for part in content)',
+        'return "\\n".join(part["text"] for part in parts)',
+        'return "".join(part["text"] for part in parts)',
         (
             "tests/unit/test_ensemble_tokenizer.py"
             "::test_parts_reach_templates_that_know_them_and_are_joined_for_others",

@@ -175,10 +175,9 @@ def build_repository(
         ensembles, ("generator", "generator_unary"), (True, False), strict=True
     ):
         home = out / name[role]
-        before = {role.removeprefix("vision_"): name[role] for role in members}
-        write = pbtxt.vision_ensemble_config if has_vision else pbtxt.ensemble_config
-        files[home / "config.pbtxt"] = write(
-            name[role], **before, generator=name[member], decoupled=decoupled
+        before = {role: name[role] for role in members}
+        files[home / "config.pbtxt"] = pbtxt.ensemble_config(
+            name[role], before=before, generator=name[member], decoupled=decoupled
         )
         # Triton wants a version directory of every model, and git keeps no empty one.
         files[home / VERSION / ".gitkeep"] = ""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from quire_ensemble import messages as chat
-from quire_ensemble.errors import InputError, VisionError
+from quire_ensemble.errors import InputError, VisionError, one_line
 from quire_ensemble.images import (
     EncodedImage,
     ImageLimits,
@@ -139,14 +139,10 @@ class VisionProcessor:
             InputError: wrong input; a wrong image is of field `image[i]`, where i counts the prompt's images.
         """
         sources = self._given_images(images, pixels)
-        if messages is not None and text is not None:
-            raise InputError("text_input, messages", "exactly one is allowed, both are given")
-        if messages is not None:
+        if messages is not None and text is None:
             token_ids, sources = self._encode_messages(messages, sources)
-        elif text is not None:
-            token_ids = self.texts.encode(self.tokenizer, text, None)
         else:
-            raise InputError("text_input, messages", "exactly one is needed, none is given")
+            token_ids = self.texts.encode(self.tokenizer, text, messages)
         check_count(len(sources), self.limits)
         found = token_ids.count(self.placeholder_id)
         if found != len(sources):
@@ -356,9 +352,7 @@ class VisionProcessor:
             out = self._image_processor(images=[pil.new("RGB", (96, 64))], return_tensors="np")
             shape = np.asarray(out["pixel_values"]).shape
         except Exception as error:  # its settings come from a file
-            raise VisionError(
-                f"{self.path}: the image processor does not work: {' '.join(str(error).split())[:300]}"
-            ) from error
+            raise VisionError(f"{self.path}: the image processor does not work: {one_line(error)}") from error
         if self.family != "llava":
             return int(shape[1])
         size = int(self._vision_value("image_size"))
@@ -392,9 +386,7 @@ def _load_image_processor(path: Path) -> Any:
             str(path), backend="pil", local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # the loaders of transformers raise whatever their files make them raise
-        raise VisionError(
-            f"{path}: image processor cannot be loaded: {' '.join(str(error).split())[:300]}"
-        ) from error
+        raise VisionError(f"{path}: image processor cannot be loaded: {one_line(error)}") from error
 
 
 def _to_rgb(image: Image) -> Image:

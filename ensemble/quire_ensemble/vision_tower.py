@@ -13,12 +13,11 @@ from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
 from quire_ensemble.errors import InputError, VisionError, one_line
-from quire_ensemble.vision_families import FAMILIES, GRID, Grid, UnsupportedConfig, VisionFamily
+from quire_ensemble.vision_families import FAMILIES, GRID, UnsupportedConfig, VisionFamily
 from quire_ensemble.vision_weights import fill_weights
 from quire_kernels.machine import num_cpus
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-DEFAULT_MAX_PATCHES = 16384
 MAX_IMAGES = 4096
 """Images of one request."""
 PIXELS = "pixel_values"
@@ -40,7 +39,7 @@ class VisionTower:
         device: str = "auto",
         dtype: str = "float32",
         num_threads: int | None = None,
-        max_patches: int = DEFAULT_MAX_PATCHES,
+        max_patches: int = 16384,
         allow_pickle: bool = False,
     ) -> None:
         """Loads the vision part; the language model's tensors are not read.
@@ -57,10 +56,6 @@ class VisionTower:
             VisionError: missing, broken or unsupported; one line that names the file.
         """
         self.path = Path(path)
-        if max_patches < 1:
-            raise VisionError(f"max_patches must be at least 1, got {max_patches}")
-        if num_threads is not None and num_threads < 1:
-            raise VisionError(f"num_threads must be at least 1, got {num_threads}")
         self.max_patches = max_patches
         self.device = choose_device(device)
         if self.device.type == "cpu":
@@ -86,7 +81,7 @@ class VisionTower:
         return [self._family.tokens(*image) for image in _images(grid)]
 
     def check(self, pixel_values: np.ndarray, grid: np.ndarray) -> None:
-        """Whether `encode` can take these.
+        """Passes what `encode` can take.
 
         Raises:
             InputError: a wrong shape or grid, or a number of rows that is not the grid's.
@@ -124,38 +119,29 @@ class VisionTower:
         return [*parts, slice(start, len(grid))] if len(grid) else []
 
     def encode(self, pixel_values: np.ndarray, grid: np.ndarray) -> list[np.ndarray]:
-        """Rows for the language model, by as few forwards as `split` allows.
+        """Rows for the language model, by one forward; both arguments must have passed `check`.
 
         Args:
             pixel_values: float32 [rows of all images, row_size].
-            grid: integers [n, 3]: (t, h, w) of each image in patches, before merging.
+            grid: integers [n, 3], at least one: (t, h, w) of each image in patches, before merging.
 
         Returns:
-            One float32 [tokens, hidden_size] per image; those of one forward share memory.
+            One float32 [tokens, hidden_size] per image; they share memory.
 
         Raises:
-            InputError: see `check`.
             RuntimeError: of torch, out of memory among them.
         """
-        self.check(pixel_values, grid)
-        ends = np.cumsum([0, *self.rows(grid)])
-        features: list[np.ndarray] = []
-        for part in self.split(grid):
-            features += self._forward(pixel_values[ends[part.start] : ends[part.stop]], _images(grid[part]))
-        return features
-
-    def _forward(self, pixel_values: np.ndarray, grid: Grid) -> list[np.ndarray]:
         # Triton's arrays are read-only views of shared memory, which torch warns of, and must not be kept.
         pixels = torch.from_numpy(np.array(pixel_values, dtype=np.float32, order="C"))
         try:
             with torch.inference_mode():
-                outputs = self._family.features(pixels.to(self.device), grid)
+                outputs = self._family.features(pixels.to(self.device), _images(grid))
                 # One copy from the device instead of one for each image.
                 joined = torch.cat(list(outputs)).to("cpu", torch.float32).numpy()
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()  # or the next forward finds the memory in pieces
             raise
-        tokens = [self._family.tokens(*image) for image in grid]
+        tokens = self.tokens(grid)
         assert joined.shape == (sum(tokens), self.hidden_size), f"tower gave {joined.shape}"
         return np.split(joined, np.cumsum(tokens)[:-1])
 

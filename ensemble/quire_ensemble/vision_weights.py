@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quire_ensemble.errors import VisionError
+from quire_ensemble.errors import VisionError, one_line
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """What a weight may be stored as; anything else is quantised and means nothing without its scales."""
@@ -85,7 +85,7 @@ def _shards(index: Path, wanted: Wanted) -> list[Path]:
     try:
         weight_map = json.loads(index.read_text("utf-8")).get("weight_map")
     except (OSError, ValueError, AttributeError) as error:
-        raise VisionError(f"{index}: not a JSON object: {_one_line(error)}") from None
+        raise VisionError(f"{index}: not a JSON object: {one_line(error)}") from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise VisionError(f"{index}: must hold a weight_map of tensor names to files")
     shards = []
@@ -108,7 +108,7 @@ def _read(file: Path, wanted: Wanted) -> Iterator[tuple[str, str, torch.Tensor]]
                     if name is not None:
                         yield stored, name, reader.get_tensor(stored)
         except (SafetensorError, OSError) as error:
-            raise VisionError(f"{file}: broken safetensors file: {_one_line(error)}") from None
+            raise VisionError(f"{file}: broken safetensors file: {one_line(error)}") from None
         return
     for stored, tensor in _load_pickle(file).items():
         name = wanted(stored)
@@ -126,9 +126,9 @@ def _load_pickle(file: Path) -> dict[str, object]:
             mapped = stream.read(2) == b"PK"
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        raise VisionError(f"{file}: not a pickle of tensors only: {_one_line(error)}") from None
+        raise VisionError(f"{file}: not a pickle of tensors only: {one_line(error)}") from None
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise VisionError(f"{file}: broken checkpoint file: {_one_line(error)}") from None
+        raise VisionError(f"{file}: broken checkpoint file: {one_line(error)}") from None
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise VisionError(f"{file}: holds a {type(state).__name__}, not a dictionary of named tensors")
     return state
@@ -138,8 +138,3 @@ def _listed(names: Collection[str]) -> str:
     shown = sorted(names)[:_MAX_LISTED]
     rest = len(names) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
-
-
-def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:400] if lines else type(error).__name__

@@ -321,8 +321,7 @@ def test_options_are_those_of_the_tower_and_their_defaults() -> None:
         "allow_pickle": "true",
         "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
     }
-    config = {"parameters": {key: {"string_value": value} for key, value in stated.items()}}
-    assert EncoderOptions.of(config) == EncoderOptions(
+    assert EncoderOptions.of(stated) == EncoderOptions(
         device="cpu",
         dtype="bfloat16",
         cache_bytes=0,
