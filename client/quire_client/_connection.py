@@ -17,8 +17,6 @@ from quire_client.errors import (
     PermissionDenied,
     QuireClientError,
 )
-from quire_client.protocol import ModelSchema
-from quire_client.types import Message, ModelInfo
 
 DEFAULT_URL = "localhost:8001"
 CANCEL_TIMEOUT = 2.0
@@ -50,7 +48,6 @@ class Settings:
     headers: Mapping[str, str] = field(default_factory=dict)
     credentials: grpc.ChannelCredentials | None = None
     channel_options: tuple[tuple[str, Any], ...] = ()
-    error_codes: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.url or "://" in self.url:
@@ -103,12 +100,6 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
-def chat_messages(messages: str | list[Message], system: str | None) -> list[Message]:
-    """The conversation as a list; a string is one message of the user."""
-    listed: list[Message] = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    return listed if system is None else [{"role": "system", "content": system}, *listed]
-
-
 def is_restricted(error: QuireClientError) -> bool:
     """True when the server keeps this call to itself, or lacks it."""
     return isinstance(error, PermissionDenied) or error.code == "UNIMPLEMENTED"
@@ -129,16 +120,3 @@ def gives_error_codes(metadata: Any) -> bool:
     """
     match = re.match(r"(\d+)\.(\d+)", metadata.version)
     return match is not None and (int(match[1]), int(match[2])) >= ERROR_CODES_SINCE
-
-
-def model_info(entry: Any, ready: bool, schema: ModelSchema | None) -> ModelInfo:
-    """The model that an entry of the repository index names."""
-    return ModelInfo(
-        entry.name,
-        entry.version,
-        entry.state or ("READY" if ready else "UNAVAILABLE"),
-        entry.reason,
-        ready,
-        schema.kind if schema else "",
-        schema.decoupled if schema else None,
-    )

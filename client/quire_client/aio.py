@@ -6,6 +6,7 @@ awaited here is a coroutine of this module or of the client's `IO`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import threading
@@ -42,9 +43,8 @@ from quire_client.protocol import (
     schema_from_config,
     schema_from_metadata,
     tenant_of,
-    unpin_command,
 )
-from quire_client.types import Chunk, Collector, Message, ModelInfo, Result
+from quire_client.types import Chunk, Message, ModelInfo, Result, collect
 
 
 class AsyncStream(AsyncIterator[Chunk]):
@@ -153,7 +153,7 @@ class AsyncStream(AsyncIterator[Chunk]):
             response = await self._call.receive()
         except grpc.RpcError as error:
             self._over = True
-            failure = error_from_rpc(error, url=self._client._settings.url)
+            failure = error_from_rpc(error, self._client._settings.url)
         else:
             if response is None:
                 self._over = True
@@ -237,7 +237,7 @@ class AsyncStream(AsyncIterator[Chunk]):
     async def result(self) -> Result:
         """Reads the stream to its end and returns all of it; for a stream that was not iterated yet."""
         chunks = [chunk async for chunk in self]
-        return Collector(self.request_id, self.model, self.started_at, chunks).result()
+        return collect(self.request_id, self.model, self.started_at, chunks)
 
     async def __aenter__(self) -> AsyncStream:
         await self.start()
@@ -258,7 +258,17 @@ class AsyncStream(AsyncIterator[Chunk]):
 
 
 class AsyncClient:
-    """Asyncio client of a Quire (or any KServe) server; arguments as of `Client`. Lives in one event loop."""
+    """Asyncio client of a Quire (or any KServe) server. Lives in one event loop.
+
+    Args:
+        url: HOST:PORT of the gRPC endpoint.
+        timeout: default for requests, seconds from call to last token; None: no limit.
+        headers: gRPC metadata of every call (authorization, restricted protocols).
+        credentials: TLS; None: plain text.
+        channel_options: further gRPC channel arguments.
+        error_codes: ask for the exact status code of errors in streams (`triton_grpc_error`). None: if the
+            server's version is known to survive that; else codes are inferred from the wording.
+    """
 
     _io_type: type[AsyncioIO] | type[BlockingIO] = AsyncioIO
 
@@ -272,9 +282,7 @@ class AsyncClient:
         channel_options: Iterable[tuple[str, Any]] = (),
         error_codes: bool | None = None,
     ) -> None:
-        self._settings = conn.Settings(
-            url, timeout, dict(headers or {}), credentials, tuple(channel_options), error_codes
-        )
+        self._settings = conn.Settings(url, timeout, dict(headers or {}), credentials, tuple(channel_options))
         self._error_codes = error_codes
         self._io = self._io_type(self._settings)
         self._schemas: dict[str, ModelSchema] = {}
@@ -287,7 +295,9 @@ class AsyncClient:
         self, messages: str | list[Message], *, system: str | None = None, **arguments: Any
     ) -> Result:
         """The answer to a conversation (or to one message of the user); arguments as of `stream`."""
-        return await self.generate(messages=conn.chat_messages(messages, system), **arguments)
+        told: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        told += [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        return await self.generate(messages=told, **arguments)
 
     def stream(self, prompt: str | bytes | None = None, **arguments: Any) -> AsyncStream:
         """A request whose chunks come as they are generated; arguments as of `Client.stream`.
@@ -324,7 +334,9 @@ class AsyncClient:
         self, session: str | None = None, *, tenant: str = "", **arguments: Any
     ) -> dict[str, Any]:
         """Unpins what a session (None: everybody) has pinned. Arguments as of `cache_control`."""
-        return await self.cache_control(unpin_command(session, tenant), **arguments)
+        whose = {"all": True} if session is None else {"session": session}
+        stated = {"tenant": tenant} if tenant and session is not None else {}
+        return await self.cache_control({"command": "unpin", **whose, **stated}, **arguments)
 
     async def cancel(self, request_id: str, *, model: str = "chat", tenant: str = "") -> bool:
         """Ends a tenant's running request by its id, whichever client started it.
@@ -345,7 +357,11 @@ class AsyncClient:
             self._schemas.pop(entry.name, None)
             deadline = conn.Deadline(conn.CONTROL_TIMEOUT)
             schema = await self._schema(entry.name, deadline) if ready else None
-            infos.append(conn.model_info(entry, ready, schema))
+            state = entry.state or ("READY" if ready else "UNAVAILABLE")
+            info = ModelInfo(entry.name, entry.version, state, entry.reason, ready)
+            if schema is not None:
+                info = dataclasses.replace(info, kind=schema.kind, decoupled=schema.decoupled)
+            infos.append(info)
         return infos
 
     async def _model_ready(self, name: str, version: str) -> bool:
@@ -386,7 +402,7 @@ class AsyncClient:
         try:
             return await self._io.ask(method, request, timeout=timeout, metadata=self._settings.metadata())
         except grpc.RpcError as rpc:
-            error = error_from_rpc(rpc, url=self._settings.url)
+            error = error_from_rpc(rpc, self._settings.url)
         raise conn.timeout_error(deadline.timeout, error)
 
     async def _learn_server(self, deadline: conn.Deadline) -> None:
@@ -465,5 +481,5 @@ class AsyncClient:
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT):
                 return False
-            raise error_from_rpc(error, url=self._settings.url, request_id=request_id) from None
+            raise error_from_rpc(error, self._settings.url) from None
         return known

@@ -237,13 +237,6 @@ def build_cancel(schema: ModelSchema, request_id: str, tenant: str) -> Any:
     return request
 
 
-def unpin_command(session: str | None, tenant: str) -> dict[str, Any]:
-    """The cache command that unpins one session's blocks, or (None) all that are pinned."""
-    if session is None:
-        return {"command": "unpin", "all": True}
-    return {"command": "unpin", "session": session, **({"tenant": tenant} if tenant else {})}
-
-
 def cache_answer(text: str) -> dict[str, Any]:
     """The object a generator answers a cache command with.
 

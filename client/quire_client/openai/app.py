@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,7 +19,7 @@ from starlette.routing import Route
 from quire_client import _connection as conn
 from quire_client.aio import AsyncClient, AsyncStream
 from quire_client.errors import NotFound, QuireClientError
-from quire_client.openai.errors import ClientGone, RequestError, describe, error_object, retry_after
+from quire_client.openai.errors import RequestError, describe, error_object, retry_after
 from quire_client.openai.images import ImageFetcher, ImagePolicy
 from quire_client.openai.intake import (
     Hold,
@@ -70,13 +71,12 @@ def create_app(
         Route("/health", gateway.health),
         Route("/v1/models", gateway.models),
         Route("/v1/models/{name:path}", gateway.model),
-        Route("/v1/chat/completions", gateway.chat, methods=["POST"]),
-        Route("/v1/completions", gateway.completions, methods=["POST"]),
+        Route("/v1/chat/completions", partial(gateway.answer, parse=parse_chat), methods=["POST"]),
+        Route("/v1/completions", partial(gateway.answer, parse=parse_completion), methods=["POST"]),
     ]
     handlers: Mapping[Any, Any] = {
         RequestError: _failed,
         QuireClientError: _failed,
-        ClientGone: _gone,
         ClientDisconnect: _gone,
         HTTPException: _http_error,
         Exception: _crashed,
@@ -114,13 +114,7 @@ class _Gateway:
     def _model(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "quire"}
 
-    async def chat(self, request: Request) -> Any:
-        return await self._answer(request, parse_chat)
-
-    async def completions(self, request: Request) -> Any:
-        return await self._answer(request, parse_completion)
-
-    async def _answer(self, request: Request, parse: Callable[[Mapping[str, Any]], TextRequest]) -> Any:
+    async def answer(self, request: Request, parse: Callable[[Mapping[str, Any]], TextRequest]) -> Any:
         with self.intake.open() as hold:
             # No name here for what was parsed: it may be large, and goes when the server has it.
             work = self._generate(await _parsed(request, parse, hold), hold)

@@ -47,10 +47,6 @@ class RequestError(Exception):
         """Seconds after which another attempt has a chance."""
 
 
-class ClientGone(Exception):
-    """The HTTP client has closed its connection; nobody reads an answer."""
-
-
 def error_object(
     message: str, status: int, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
+
 from quire_client.aio import AsyncStream
 from quire_client.errors import QuireClientError
-from quire_client.openai.errors import ClientGone, describe
+from quire_client.openai.errors import describe
 from quire_client.openai.replies import ReplyFormat
 from quire_client.types import Chunk
 
@@ -38,7 +41,7 @@ class Exchanges:
             receive: ASGI's; the request's body has been read.
 
         Raises:
-            ClientGone: the client left first.
+            ClientDisconnect: the client left first.
         """
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -48,7 +51,7 @@ class Exchanges:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            raise ClientGone
+            raise ClientDisconnect
         finally:
             gone.cancel()
             if not task.done():
@@ -92,10 +95,8 @@ class EventStream:
         self._num_choices = num_choices
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
+        with contextlib.suppress(ClientDisconnect):
             await self._exchanges.run(receive, self._send(send))
-        except ClientGone:
-            pass
 
     async def _send(self, send: Any) -> None:
         async with self._stream:
