@@ -783,9 +783,9 @@ _ENSEMBLE = (
     ),
     Mutant(
         "a LLaVA of full features has a row less",
-        "ensemble/quire_ensemble/vision.py",
-        'TOWER_CLS_ROWS[tower] - (strategy == "default")',
-        "TOWER_CLS_ROWS[tower] - 1",
+        "ensemble/quire_ensemble/vision_config.py",
+        "extra_rows=_CLASS_ROWS[vision.model_type] - dropped",
+        "extra_rows=_CLASS_ROWS[vision.model_type] - 1",
         ("tests/unit/test_vision_processor.py::test_whole_prompts_equal_those_of_transformers",),
     ),
     Mutant(

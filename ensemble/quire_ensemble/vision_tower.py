@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
 from quire_ensemble.errors import InputError, VisionError, one_line
-from quire_ensemble.vision_families import FAMILIES, GRID, UnsupportedConfig, VisionFamily
+from quire_ensemble.vision_config import VisionConfig, read_vision_config
+from quire_ensemble.vision_families import GRID, LlavaVision, QwenVision, UnsupportedConfig, VisionFamily
 from quire_ensemble.vision_weights import fill_weights
 from quire_kernels.machine import num_cpus
 
@@ -60,8 +60,9 @@ class VisionTower:
         self.device = choose_device(device)
         if self.device.type == "cpu":
             torch.set_num_threads(num_threads or default_num_threads())
-        config = _read_config(self.path)
-        self._family = _build(self.path, config, _choose_dtype(dtype, config, self.path), self.device)
+        self._config = read_vision_config(self.path)
+        weights = _choose_dtype(dtype, self._config.hf, self.path)
+        self._family = _build(self.path, self._config, weights, self.device)
         fill_weights(_targets(self._family), self.path, self._family.name_of, allow_pickle=allow_pickle)
 
     @property
@@ -78,7 +79,7 @@ class VisionTower:
 
     def tokens(self, grid: np.ndarray) -> list[int]:
         """Output rows of each image; `grid` [n, 3] must have passed `check`."""
-        return [self._family.tokens(*image) for image in _images(grid)]
+        return [self._config.tokens(*image) for image in _images(grid)]
 
     def check(self, pixel_values: np.ndarray, grid: np.ndarray) -> None:
         """Passes what `encode` can take.
@@ -170,22 +171,6 @@ def default_num_threads() -> int:
     return max(1, num_cpus() // 2)
 
 
-def _read_config(path: Path) -> Any:
-    file = path / "config.json"
-    if not file.is_file():
-        raise VisionError(f"{file}: not found")
-    try:
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever the file makes it raise
-        raise VisionError(f"{file}: cannot be read: {one_line(error)}") from None
-    if config.model_type not in FAMILIES:
-        raise VisionError(
-            f"{file}: model_type {config.model_type!r} has no vision encoder here; "
-            f"supported: {', '.join(FAMILIES)}"
-        )
-    return config
-
-
 def _choose_dtype(asked: str, config: Any, path: Path) -> torch.dtype:
     if asked == "auto":
         stated = config.dtype or config.vision_config.dtype or torch.float32
@@ -197,10 +182,10 @@ def _choose_dtype(asked: str, config: Any, path: Path) -> torch.dtype:
     return DTYPES[asked]
 
 
-def _build(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> VisionFamily:
+def _build(path: Path, config: VisionConfig, dtype: torch.dtype, device: torch.device) -> VisionFamily:
     try:
         with _default_dtype(dtype), no_init_weights():
-            family = FAMILIES[config.model_type](config)
+            family = LlavaVision(config) if config.is_llava else QwenVision(config)
     except UnsupportedConfig as error:
         raise VisionError(f"{path / 'config.json'}: {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:

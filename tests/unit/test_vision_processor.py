@@ -721,7 +721,7 @@ def test_neither_torch_nor_torchvision_is_needed(
             lambda c: c.update(model_type="gemma3"),
             "model_type 'gemma3' has no known vision part; known",
         ),
-        ("llava", lambda c: c.pop("model_type"), "model_type None has no known vision part"),
+        ("llava", lambda c: c.pop("model_type"), "config.json: cannot be read: Unrecognized model"),
         (
             "llava",
             lambda c: c["vision_config"].update(model_type="pixtral"),
@@ -771,8 +771,8 @@ def test_missing_and_broken_files_are_one_clear_line(checkpoints: dict[str, Path
         assert message.startswith(str(path)) and "\n" not in message
         return message
 
-    assert "config.json: cannot be read as JSON" in refusal("config.json", None)
-    assert "config.json: cannot be read as JSON" in refusal("config.json", "{")
+    assert "config.json: not found" in refusal("config.json", None)
+    assert "config.json: cannot be read: " in refusal("config.json", "{")
     assert "image processor cannot be loaded" in refusal("preprocessor_config.json", None)
     assert "image processor cannot be loaded" in refusal("preprocessor_config.json", "{")
     broken = json.dumps(

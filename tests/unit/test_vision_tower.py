@@ -352,7 +352,7 @@ def test_one_line_for_each_way_a_configuration_can_be_wrong(copy: Callable[[str]
         f"{file}: vision tower 'pixtral' is not supported; supported: clip_vision_model, siglip_vision_model"
     )
     text_only = after(lambda c: (c.clear(), c.update(model_type="llama")))
-    assert text_only.startswith(f"{file}: model_type 'llama' has no vision encoder here; supported: llava")
+    assert text_only.startswith(f"{file}: model_type 'llama' has no known vision part; known are llava")
     assert after(lambda c: c.update(model_type="nonsense")).startswith(f"{file}: cannot be read: ")
     file.write_text("{", "utf-8")
     assert complaint(path).startswith(f"{file}: cannot be read: ")
