@@ -142,45 +142,39 @@ def build_repository(
     """
     checkpoint, out = checkpoint.absolute(), out.absolute()
     options = dict(engine_options or {})
-    check_checkpoint(checkpoint)
-    _check_arguments(name_prefix, instance_count, placement, options)
+    has_vision = "vision_config" in _checkpoint_config(checkpoint)
+    if name_prefix and not all(c.isalnum() or c in "_-." for c in name_prefix):
+        raise BuildError(f"name prefix {name_prefix!r} may hold letters, digits, '_', '-' and '.' only")
+    if "model" in options:
+        raise BuildError("engine option 'model' is set by the checkpoint")
 
     generator = name_prefix + generator_name
-    name = {"generator": generator, "generator_unary": f"{generator}_unary"}
-    has_vision = is_vision_checkpoint(checkpoint)
     members = ("vision_preprocessor", "vision_encoder") if has_vision else ("tokenizer",)
-    ensembles = ("vision_chat", "vision_chat_unary") if has_vision else ("chat", "chat_unary")
-    name |= {role: name_prefix + role for role in (*members, *ensembles)}
-    place = out / name["generator"] / VERSION / checkpoint.name
+    before = {role: name_prefix + role for role in members}
+    place = out / generator / VERSION / checkpoint.name
     in_place = place.exists() and place.resolve() == checkpoint.resolve()
+    own, shared = checkpoint.name, f"../{generator}/{VERSION}/{checkpoint.name}"
+    unary = f"../{shared}"
     if placement == "path" and not in_place:
-        location = {role: str(checkpoint) for role in name}
-    else:
-        shared = f"../{name['generator']}/{VERSION}/{checkpoint.name}"
-        location = dict.fromkeys(members, shared)
-        location |= {"generator": checkpoint.name, "generator_unary": f"../{shared}"}
+        own = shared = unary = str(checkpoint)
 
     files: dict[Path, str] = {}
-    for role, decoupled in (("generator", True), ("generator_unary", False)):
-        home = out / name[role]
-        files[home / "config.pbtxt"] = pbtxt.generator_config(
-            name[role], decoupled=decoupled, instance_count=instance_count if decoupled else 1
+    for role, model in before.items():
+        render, program = _MEMBERS[role]
+        files[out / model / "config.pbtxt"] = render(model, checkpoint=shared)
+        files[out / model / VERSION / "model.py"] = program
+    for suffix, decoupled, location in (("", True, own), ("_unary", False, unary)):
+        model = generator + suffix
+        files[out / model / "config.pbtxt"] = pbtxt.generator_config(
+            model, decoupled=decoupled, instance_count=instance_count if decoupled else 1
         )
-        files[home / VERSION / "quire.json"] = engine_file(location[role], options)
-    for role in members:
-        render, model = _MEMBERS[role]
-        files[out / name[role] / "config.pbtxt"] = render(name[role], checkpoint=location[role])
-        files[out / name[role] / VERSION / "model.py"] = model
-    for role, member, decoupled in zip(
-        ensembles, ("generator", "generator_unary"), (True, False), strict=True
-    ):
-        home = out / name[role]
-        before = {role: name[role] for role in members}
-        files[home / "config.pbtxt"] = pbtxt.ensemble_config(
-            name[role], before=before, generator=name[member], decoupled=decoupled
+        files[out / model / VERSION / "quire.json"] = engine_file(location, options)
+        ensemble = f"{name_prefix}{'vision_chat' if has_vision else 'chat'}{suffix}"
+        files[out / ensemble / "config.pbtxt"] = pbtxt.ensemble_config(
+            ensemble, before=before, generator=model, decoupled=decoupled
         )
         # Triton wants a version directory of every model, and git keeps no empty one.
-        files[home / VERSION / ".gitkeep"] = ""
+        files[out / ensemble / VERSION / ".gitkeep"] = ""
 
     existing = sorted(str(path) for path in files if path.exists())
     if existing and not force:
@@ -201,8 +195,8 @@ def build_repository(
     return written
 
 
-def check_checkpoint(checkpoint: Path) -> None:
-    """Refuses what no repository can be built for.
+def _checkpoint_config(checkpoint: Path) -> dict[str, Any]:
+    """config.json of a checkpoint that a repository can be built for.
 
     Raises:
         BuildError: not a directory, config.json missing or broken, no tokenizer files.
@@ -220,11 +214,7 @@ def check_checkpoint(checkpoint: Path) -> None:
         raise BuildError(f"{config}: states no 'architectures'; a model's config.json is expected")
     if not Tokenizer.exists(checkpoint):
         raise BuildError(f"{checkpoint}: no tokenizer files; expected one of {', '.join(TOKENIZER_FILES)}")
-
-
-def is_vision_checkpoint(checkpoint: Path) -> bool:
-    """Whether config.json tells of a vision tower."""
-    return "vision_config" in json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    return values
 
 
 def has_chat_template(checkpoint: Path) -> bool:
@@ -247,19 +237,6 @@ def engine_file(model: str, options: Mapping[str, Any]) -> str:
         lines[key] = options.get(key, default)
     lines |= {key: value for key, value in options.items() if key not in ENGINE_DEFAULTS}
     return json.dumps(lines, indent=2, ensure_ascii=False) + "\n"
-
-
-def _check_arguments(
-    name_prefix: str, instance_count: int, placement: str, options: Mapping[str, Any]
-) -> None:
-    if name_prefix and not all(c.isalnum() or c in "_-." for c in name_prefix):
-        raise BuildError(f"name prefix {name_prefix!r} may hold letters, digits, '_', '-' and '.' only")
-    if instance_count < 1:
-        raise BuildError(f"instance count must be at least 1, got {instance_count}")
-    if placement not in PLACEMENTS:
-        raise BuildError(f"placement must be one of {', '.join(PLACEMENTS)}, got {placement!r}")
-    if "model" in options:
-        raise BuildError("engine option 'model' is set by the checkpoint")
 
 
 def _place_checkpoint(checkpoint: Path, place: Path, placement: Placement) -> None:
