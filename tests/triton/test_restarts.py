@@ -18,9 +18,9 @@ fake_pb_utils.install()
 from quire.config import EngineConfig  # noqa: E402
 from quire.engine.connection import EngineConnection  # noqa: E402
 from quire.engine.messages import EngineInfo  # noqa: E402
+from quire.engine.processes import start_time_of  # noqa: E402
 from quire.engine.supervisor import EngineAddress  # noqa: E402
 from quire.errors import CheckpointError, EngineStoppedError  # noqa: E402
-from quire.processes import start_time_of  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton import responder  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402

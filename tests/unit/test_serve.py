@@ -25,8 +25,8 @@ import tritonclient.grpc as grpcclient
 from click.testing import CliRunner
 
 from quire.cli import main
+from quire.engine.processes import start_time_of
 from quire.errors import ConfigError
-from quire.processes import start_time_of
 from quire.server import http_stack, run_files, serve, tritonserver
 from quire.server.model_links import link_models
 from quire.server.serve import FORWARDED_HEADERS, MAX_HTTP_BODY, ServeConfig, bind_port, server_arguments

@@ -29,8 +29,8 @@ from typing import Any
 import click
 import psutil
 
+from quire.engine.processes import open_verified_pidfd
 from quire.errors import ConfigError, QuireError
-from quire.processes import open_verified_pidfd
 from quire.scheduling_params import HEADERS
 from quire.server import http_stack, run_files, tritonserver
 from quire.server.model_links import link_models
