@@ -540,7 +540,7 @@ _MODELS = (
     ),
     Mutant(
         "an index names files outside the checkpoint",
-        "backend/quire/loader/files.py",
+        "ensemble/quire_ensemble/weight_files.py",
         "or Path(shard).name != shard:",
         "or not shard:",
         ("tests/unit/test_loader.py::test_broken_index",),

@@ -247,7 +247,7 @@ def test_code_of_a_checkpoint_is_never_run(checkpoint: Path, tmp_path: Path) -> 
 
 def test_importing_the_package_is_light_and_never_reaches_quire() -> None:
     """Triton's auto-complete stub imports these before every load; only loading a checkpoint may be heavy."""
-    of_the_encoder = {"vision_tower", "vision_families", "vision_weights"}  # imported to load weights
+    of_the_encoder = {"vision_tower", "vision_families", "vision_weights", "weight_files"}
     modules = sorted(
         f"quire_ensemble.{file.stem}"
         for file in PACKAGE.glob("*.py")

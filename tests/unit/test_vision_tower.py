@@ -262,7 +262,7 @@ def test_shards_of_the_language_model_are_not_opened(copy: Callable[[str], Path]
     index.write_text(json.dumps({"weight_map": {"visual.x": "../b.safetensors"}}), "utf-8")
     assert "'../b.safetensors' is not the name of a file beside the index" in complaint(path)
     index.write_text("{", "utf-8")
-    assert complaint(path).startswith(f"{index}: not a JSON object")
+    assert complaint(path).startswith(f"{index}: cannot be read as JSON: ")
 
 
 def test_pickles_only_when_they_are_allowed(copy: Callable[[str], Path]) -> None:
