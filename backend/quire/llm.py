@@ -75,10 +75,8 @@ class LLM:
             params = parse_sampling_params(sampling, defaults=self.default_params)
         each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
         images = [None] * len(batch) if embeds is None else list(embeds)
-        if scheduling is None or isinstance(scheduling, SchedulingParams):
-            plans = [scheduling or SchedulingParams()] * len(batch)
-        else:
-            plans = list(scheduling)
+        scheduling = scheduling or SchedulingParams()
+        plans = [scheduling] * len(batch) if isinstance(scheduling, SchedulingParams) else list(scheduling)
         assert len(each) == len(images) == len(plans) == len(batch), "one of each per prompt"
         processors: dict[str, RequestProcessor] = {}
         try:

@@ -289,7 +289,7 @@ class AsyncClient:
 
     async def generate(self, prompt: str | bytes | None = None, **arguments: Any) -> Result:
         """The whole answer in one response; arguments as of `stream`."""
-        return await self._open(prompt, stream=False, **arguments).result()
+        return await AsyncStream(self, prompt, stream=False, **arguments).result()
 
     async def chat(
         self, messages: str | list[Message], *, system: str | None = None, **arguments: Any
@@ -304,10 +304,7 @@ class AsyncClient:
 
         Nothing is sent before the stream is started or iterated; all errors are raised there.
         """
-        return self._open(prompt, stream=True, **arguments)
-
-    def _open(self, prompt: str | bytes | None, **arguments: Any) -> AsyncStream:
-        return AsyncStream(self, prompt, **arguments)
+        return AsyncStream(self, prompt, stream=True, **arguments)
 
     async def cache_control(
         self, command: Mapping[str, Any], *, model: str = GENERATOR_MODEL, timeout: float | None = None
@@ -344,8 +341,7 @@ class AsyncClient:
         Returns:
             True when the server had such a request; False when not, or when the model cannot cancel by id.
         """
-        schema = await self._schema(model, conn.Deadline(conn.CONTROL_TIMEOUT))
-        return await self._cancel_by_id(schema, request_id, tenant)
+        return await self._cancel_by_id(await self._schema(model), request_id, tenant)
 
     async def models(self) -> list[ModelInfo]:
         """Every model of the repository, ready or not."""
@@ -355,8 +351,7 @@ class AsyncClient:
             ready = await self._model_ready(entry.name, entry.version)
             # Fresh, not from the cache: this is how a caller learns that a model has changed.
             self._schemas.pop(entry.name, None)
-            deadline = conn.Deadline(conn.CONTROL_TIMEOUT)
-            schema = await self._schema(entry.name, deadline) if ready else None
+            schema = await self._schema(entry.name) if ready else None
             state = entry.state or ("READY" if ready else "UNAVAILABLE")
             info = ModelInfo(entry.name, entry.version, state, entry.reason, ready)
             if schema is not None:
@@ -418,14 +413,14 @@ class AsyncClient:
         else:
             self._error_codes = conn.gives_error_codes(answer)
 
-    async def _schema(self, model: str, deadline: conn.Deadline) -> ModelSchema:
+    async def _schema(self, model: str, deadline: conn.Deadline | None = None) -> ModelSchema:
         schema = self._schemas.get(model)
         if schema is None:
             schema = await self._fetch_schema(model, deadline)
             self._schemas[model] = schema
         return schema
 
-    async def _fetch_schema(self, model: str, deadline: conn.Deadline) -> ModelSchema:
+    async def _fetch_schema(self, model: str, deadline: conn.Deadline | None) -> ModelSchema:
         for method, request, schema_from in (
             ("ModelConfig", service_pb2.ModelConfigRequest(name=model), schema_from_config),
             ("ModelMetadata", service_pb2.ModelMetadataRequest(name=model), schema_from_metadata),

@@ -7,12 +7,11 @@ Qwen models too, so that the generator gets a prompt it only has to put the imag
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -57,8 +56,7 @@ class VisionPrompt:
     """int32 [3, tokens]: time, height, width; [0, 0] for models without M-RoPE."""
 
 
-@dataclass(frozen=True)
-class _ProcessedImage:
+class _ProcessedImage(NamedTuple):
     pixels: np.ndarray
     """float32 [rows, row_size]."""
     grid: tuple[int, int, int]
@@ -97,6 +95,7 @@ class VisionProcessor:
         if not self.config.is_llava:
             self._check_processor()
         self.placeholder_id, self._placeholder, self._placeholder_line = self._find_placeholder()
+        self._template_takes_images = tokenizer.takes_images(self._placeholder)
         self.row_size = self._try_processor()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="images")
         self._gate = MemoryGate(self.limits.max_image_pixels)
@@ -125,7 +124,11 @@ class VisionProcessor:
         Raises:
             InputError: wrong input; a wrong image is of field `image[i]`, where i counts the prompt's images.
         """
-        sources = self._given_images(images, pixels)
+        if images and pixels is not None:
+            raise InputError("image, image_pixels", "at most one is allowed, both are given")
+        sources: list[bytes | str | Image] = list(images or [])
+        if pixels is not None:
+            sources = list(split_pixels(pixels, self.limits))
         if messages is not None and text is None:
             token_ids, sources = self._encode_messages(messages, sources)
         else:
@@ -141,15 +144,6 @@ class VisionProcessor:
         read = self._read_images(sources)
         run: Callable[..., Any] = map if len(read) < 2 else self._pool.map
         return self._assemble(token_ids, list(run(self._process_image, range(len(read)), read)))
-
-    def _given_images(
-        self, images: Sequence[bytes | str] | None, pixels: np.ndarray | None
-    ) -> list[bytes | str | Image]:
-        if images and pixels is not None:
-            raise InputError("image, image_pixels", "at most one is allowed, both are given")
-        if pixels is not None:
-            return list(split_pixels(pixels, self.limits))
-        return list(images or [])
 
     def _encode_messages(
         self, raw: bytes, given: list[bytes | str | Image]
@@ -179,10 +173,6 @@ class VisionProcessor:
         )
         rest = iter(given)
         return token_ids, [next(rest) if data is None else data for data in found]
-
-    @functools.cached_property
-    def _template_takes_images(self) -> bool:
-        return self.tokenizer.takes_images(self._placeholder)
 
     def _read_images(self, sources: Sequence[bytes | str | Image]) -> list[EncodedImage | Image]:
         """The images, none of them decoded, once it is known that all of them together are within limits."""

@@ -101,13 +101,13 @@ class _Gateway:
         """The ready models that take text or messages and answer with text."""
         names = []
         for info in await self.client.models():
-            if info.ready and _is_text_model(await self._schema(info.name)):
+            if info.ready and _is_text_model(await self.client._schema(info.name)):
                 names.append(info.name)
         return JSONResponse({"object": "list", "data": [self._model(n) for n in dict.fromkeys(names)]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if not _is_text_model(await self._schema(name)):
+        if not _is_text_model(await self.client._schema(name)):
             raise NotFound(f"the model {name!r} does not generate text")
         return JSONResponse(self._model(name))
 
@@ -135,7 +135,7 @@ class _Gateway:
 
     async def _start(self, parsed: TextRequest, hold: Hold) -> AsyncStream:
         """Sends the request to the server."""
-        schema = await self._schema(parsed.model)
+        schema = await self.client._schema(parsed.model)
         if parsed.source not in schema.inputs:
             field = "messages" if parsed.source == "messages" else "prompt"
             raise RequestError(f"{field}: the model {parsed.model!r} has no {parsed.source}", param=field)
@@ -143,7 +143,8 @@ class _Gateway:
         if parsed.messages is not None:
             fetched = await self.fetcher.with_images(parsed.messages, hold)
             messages = await hold.work(write_json, fetched)
-        request = self.client._open(
+        request = AsyncStream(
+            self.client,
             parsed.prompt,
             stream=parsed.stream,
             messages=messages,
@@ -154,10 +155,6 @@ class _Gateway:
         )
         await request.start()
         return request
-
-    async def _schema(self, model: str) -> ModelSchema:
-        # Without a timeout of its own: the client bounds calls about models.
-        return await self.client._schema(model, conn.Deadline(None))
 
 
 def _is_text_model(schema: ModelSchema) -> bool:

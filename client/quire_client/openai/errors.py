@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from quire_client.errors import (
@@ -26,25 +27,16 @@ MAX_MESSAGE = 2000
 _FIELD = re.compile(r"([a-z_][a-z0-9_.\[\]]*): ")
 
 
+@dataclass(eq=False)
 class RequestError(Exception):
-    """An HTTP request that this gateway itself refuses; `param` is the path of the wrong value."""
+    """An HTTP request that this gateway itself refuses."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        status: int = 400,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.status = status
-        self.code = code
-        self.retry_after = retry_after
-        """Seconds after which another attempt has a chance."""
+    message: str
+    param: str | None = None
+    """Path of the wrong value."""
+    status: int = 400
+    retry_after: int | None = None
+    """Seconds after which another attempt has a chance."""
 
 
 def error_object(
@@ -63,7 +55,7 @@ def _text(text: str) -> str:
 def describe(error: QuireClientError | RequestError) -> tuple[int, dict[str, Any]]:
     """HTTP status and body of a failure."""
     if isinstance(error, RequestError):
-        body = error_object(error.message, error.status, param=error.param, code=error.code)
+        body = error_object(error.message, error.status, param=error.param)
         return error.status, body
     if retry_after(error) is not None:
         return 429, error_object(error.message, 429, code="rate_limit_exceeded")
