@@ -822,7 +822,7 @@ _CLIENT = (
     Mutant(
         "a stream that is left is not cancelled",
         "client/quire_client/client.py",
-        "run_blocking(self._async.__aexit__(kind, value, trace))",
+        "run_blocking(self._async.__aexit__(*raised))",
         "pass",
         ("tests/unit/test_client.py::test_leaving_a_stream_cancels_on_the_server",),
     ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,6 @@ import grpc
 from quire_client.errors import (
     DeadlineExceeded,
     InvalidArgument,
-    PermissionDenied,
     QuireClientError,
 )
 
@@ -55,10 +53,6 @@ class Settings:
         if self.timeout is not None:
             check_timeout(self.timeout)
 
-    @property
-    def options(self) -> list[tuple[str, Any]]:
-        return [*CHANNEL_OPTIONS, *self.channel_options]
-
     def metadata(self, *, error_codes: bool = False) -> tuple[tuple[str, str], ...]:
         """gRPC metadata of a call. With `triton_grpc_error` an error ends the stream with its status code;
         without it only a text comes. It would end the other requests of a stream too, so every request
@@ -93,16 +87,6 @@ class Deadline:
         if left <= 0:
             raise DeadlineExceeded(f"the request did not end within {self.timeout:g} s")
         return left
-
-
-def new_request_id() -> str:
-    """Unguessable: whoever knows the id of a request can cancel it."""
-    return uuid.uuid4().hex
-
-
-def is_restricted(error: QuireClientError) -> bool:
-    """True when the server keeps this call to itself, or lacks it."""
-    return isinstance(error, PermissionDenied) or error.code == "UNIMPLEMENTED"
 
 
 def timeout_error(timeout: float | None, error: QuireClientError) -> QuireClientError:

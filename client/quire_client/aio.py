@@ -11,8 +11,8 @@ import functools
 import os
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -26,6 +26,7 @@ from quire_client.errors import (
     DeadlineExceeded,
     InvalidArgument,
     NotFound,
+    PermissionDenied,
     ProtocolError,
     QuireClientError,
     error_from_rpc,
@@ -75,7 +76,8 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._client = client
         self._io = client._io
         self._prompt = Prompt(prompt, messages, input_ids, images)
-        self.request_id = request_id or conn.new_request_id()
+        # Unguessable: whoever knows the id of a request can cancel it.
+        self.request_id = request_id or uuid.uuid4().hex
         self.model = model or self._prompt.default_model
         self._timeout = client._settings.timeout if timeout is None else timeout
         self._tenant = tenant_of(sampling, parameters)
@@ -181,15 +183,11 @@ class AsyncStream(AsyncIterator[Chunk]):
         error.request_id = self.request_id
         if isinstance(error, DeadlineExceeded):
             # The call is gone. Triton tells a model about that, but not the members of an ensemble.
-            self._cancel_in_background()
+            self._io.spawn(self._cancel_by_id(late=True))
         elif isinstance(error, InvalidArgument | NotFound):
             # The model may have been replaced by one with other tensors.
             self._client._schemas.pop(self.model, None)
         return conn.timeout_error(self._timeout, error)
-
-    def _cancel_in_background(self) -> None:
-        """Has the server told of a call that is gone already; `AsyncClient.close` waits for it."""
-        self._io.spawn(self._cancel_by_id(late=True))
 
     async def _cancel_by_id(self, *, late: bool = False) -> bool:
         assert self._schema is not None
@@ -243,9 +241,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __del__(self) -> None:
@@ -254,7 +250,7 @@ class AsyncStream(AsyncIterator[Chunk]):
             return
         # No waiting in a destructor.
         call.cancel()
-        self._cancel_in_background()
+        self._io.spawn(self._cancel_by_id(late=True))
 
 
 class AsyncClient:
@@ -381,9 +377,7 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _send(self, request: Any, timeout: float | None) -> AsyncioCall | BlockingCall:
@@ -400,18 +394,24 @@ class AsyncClient:
             error = error_from_rpc(rpc, self._settings.url)
         raise conn.timeout_error(deadline.timeout, error)
 
+    async def _control_unless_restricted(
+        self, method: str, request: Any, deadline: conn.Deadline | None
+    ) -> Any | None:
+        """None where the server keeps this call to itself, or lacks it."""
+        try:
+            return await self._control(method, request, deadline)
+        except QuireClientError as error:
+            if isinstance(error, PermissionDenied) or error.code == "UNIMPLEMENTED":
+                return None
+            raise
+
     async def _learn_server(self, deadline: conn.Deadline) -> None:
         """Finds out, once, whether streams of this server may ask for error codes."""
         if self._error_codes is not None:
             return
-        try:
-            answer = await self._control("ServerMetadata", service_pb2.ServerMetadataRequest(), deadline)
-        except QuireClientError as error:
-            if not conn.is_restricted(error):
-                raise
-            self._error_codes = False
-        else:
-            self._error_codes = conn.gives_error_codes(answer)
+        request = service_pb2.ServerMetadataRequest()
+        answer = await self._control_unless_restricted("ServerMetadata", request, deadline)
+        self._error_codes = answer is not None and conn.gives_error_codes(answer)
 
     async def _schema(self, model: str, deadline: conn.Deadline | None = None) -> ModelSchema:
         schema = self._schemas.get(model)
@@ -425,17 +425,16 @@ class AsyncClient:
             ("ModelConfig", service_pb2.ModelConfigRequest(name=model), schema_from_config),
             ("ModelMetadata", service_pb2.ModelMetadataRequest(name=model), schema_from_metadata),
         ):
-            try:
-                return schema_from(await self._control(method, request, deadline))
-            except QuireClientError as error:
-                if not conn.is_restricted(error):
-                    raise
+            answer = await self._control_unless_restricted(method, request, deadline)
+            if answer is not None:
+                return schema_from(answer)
         return assumed_schema(model)
 
     async def _cancel_model(self, schema: ModelSchema) -> ModelSchema | None:
-        """The model that takes cancel requests: this one, or the last member of the ensemble that does."""
+        """The model that ends a request on a second one with its id and `cancel` true: this one, or the last
+        member of the ensemble that does."""
         if not schema.steps:
-            return schema if schema.takes_cancel else None
+            return schema if "cancel" in schema.inputs else None
         for step in reversed(schema.steps):
             deadline = conn.Deadline(conn.CANCEL_TIMEOUT)
             found = await self._cancel_model(await self._schema(step, deadline))

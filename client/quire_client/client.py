@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Coroutine, Iterator
-from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from quire_client._io import BlockingIO, run_blocking
@@ -34,10 +33,8 @@ class _Blocking(Generic[A]):
     def __enter__(self: B) -> B:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        run_blocking(self._async.__aexit__(kind, value, trace))
+    def __exit__(self, *raised: object) -> None:
+        run_blocking(self._async.__aexit__(*raised))
 
 
 def _blocking(

@@ -86,11 +86,6 @@ class ModelSchema:
     steps: tuple[str, ...] = ()
     """Members of an ensemble, first to last; empty for any other model."""
 
-    @property
-    def takes_cancel(self) -> bool:
-        """True when the model ends a request on a second request with the same id and `cancel` true."""
-        return "cancel" in self.inputs
-
 
 def schema_from_config(response: Any) -> ModelSchema:
     """The schema that a `ModelConfigResponse` states."""

@@ -73,40 +73,28 @@ class TritonPythonModel({base}):
 '''
 
 
-def _python_model(about: str, module: str, base: str, *, needs_torch: bool = False) -> str:
-    """Text of a Triton Python model's model.py, a subclass of ours."""
-    lines = [f"from quire_ensemble.{module} import {base}  # noqa: E402"]
-    if not needs_torch:
-        lines = [
-            "from quire_ensemble.tokenizer import forbid_torch  # noqa: E402",
-            *lines,
-            "",
-            "forbid_torch()",
-        ]
-    return _PYTHON_MODEL.format(about=about, module=module, base=base, imports="\n".join(lines))
-
-
-_MEMBERS: Mapping[str, tuple[Callable[..., str], str]] = {
-    "tokenizer": (
-        pbtxt.tokenizer_config,
-        _python_model("Text or chat messages to token ids", "triton_tokenizer", "TokenizerModel"),
-    ),
+_MEMBERS: Mapping[str, tuple[Callable[..., str], str, str]] = {
+    "tokenizer": (pbtxt.tokenizer_config, "Text or chat messages to token ids", "TokenizerModel"),
     "vision_preprocessor": (
         pbtxt.vision_preprocessor_config,
-        _python_model(
-            "Messages with images to token ids and pixels",
-            "triton_vision_preprocessor",
-            "VisionPreprocessorModel",
-        ),
+        "Messages with images to token ids and pixels",
+        "VisionPreprocessorModel",
     ),
-    "vision_encoder": (
-        pbtxt.vision_encoder_config,
-        _python_model(
-            "Pixels to embeddings", "triton_vision_encoder", "VisionEncoderModel", needs_torch=True
-        ),
-    ),
+    "vision_encoder": (pbtxt.vision_encoder_config, "Pixels to embeddings", "VisionEncoderModel"),
 }
-"""What stands before the generator: how its config.pbtxt is rendered, and its model.py."""
+"""What may stand before the generator, by role: the renderer of its config.pbtxt, what it does and its class,
+which is in `quire_ensemble.triton_<role>`."""
+
+
+def _python_model(role: str) -> str:
+    """Text of the model.py of a member, a subclass of ours."""
+    _, about, base = _MEMBERS[role]
+    module = f"triton_{role}"
+    lines = [f"from quire_ensemble.{module} import {base}  # noqa: E402"]
+    if role != "vision_encoder":
+        forbid = "from quire_ensemble.tokenizer import forbid_torch  # noqa: E402"
+        lines = [forbid, *lines, "", "forbid_torch()"]
+    return _PYTHON_MODEL.format(about=about, module=module, base=base, imports="\n".join(lines))
 
 
 def build_repository(
@@ -160,9 +148,8 @@ def build_repository(
 
     files: dict[Path, str] = {}
     for role, model in before.items():
-        render, program = _MEMBERS[role]
-        files[out / model / "config.pbtxt"] = render(model, checkpoint=shared)
-        files[out / model / VERSION / "model.py"] = program
+        files[out / model / "config.pbtxt"] = _MEMBERS[role][0](model, checkpoint=shared)
+        files[out / model / VERSION / "model.py"] = _python_model(role)
     for suffix, decoupled, location in (("", True, own), ("_unary", False, unary)):
         model = generator + suffix
         files[out / model / "config.pbtxt"] = pbtxt.generator_config(

@@ -56,8 +56,3 @@ class EncoderCache:
         stored.flags.writeable = False
         self._entries[key] = stored
         self.bytes += stored.nbytes
-
-    def check_integrity(self) -> None:
-        """AssertionError where the books do not match the entries; for tests."""
-        assert self.bytes == sum(array.nbytes for array in self._entries.values()), "bytes miscounted"
-        assert self.bytes <= self.max_bytes, "over the bound"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quire_ensemble import messages as chat
 from quire_ensemble.client_json import check_bytes
 from quire_ensemble.errors import InputError
-from quire_ensemble.triton_model import integer_parameter
+from quire_ensemble.triton_model import integer_parameters
 
 if TYPE_CHECKING:
     from quire_ensemble.tokenizer import Tokenizer
@@ -46,11 +46,8 @@ def text_limits(parameters: Mapping[str, str], checkpoint: Path) -> TextLimits:
     Raises:
         ParameterError: a value is no integer of at least 1.
     """
-    stated: dict[str, Any] = {"max_model_len": _longest_sequence(checkpoint)}
-    for name in ("max_prompt_bytes", "max_model_len"):
-        if parameters.get(name):
-            stated[name] = integer_parameter(name, parameters[name])
-    return TextLimits(**stated)
+    stated: dict[str, Any] = integer_parameters(parameters, ("max_prompt_bytes", "max_model_len"))
+    return TextLimits(**{"max_model_len": _longest_sequence(checkpoint), **stated})
 
 
 def _longest_sequence(checkpoint: Path) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -88,6 +88,11 @@ def checkpoint_path(parameters: Mapping[str, str], model_directory: Path) -> Pat
         file = model_directory / "config.pbtxt"
         raise ParameterError(f"{file}: parameter 'checkpoint' must name the checkpoint directory")
     return (model_directory / stated).resolve()
+
+
+def integer_parameters(parameters: Mapping[str, str], names: Iterable[str]) -> dict[str, int]:
+    """Those of the named parameters that are stated, each an integer of at least 1; raises ParameterError."""
+    return {name: integer_parameter(name, parameters[name]) for name in names if parameters.get(name)}
 
 
 def integer_parameter(name: str, text: str, minimum: int = 1) -> int:

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 
 class TokenizerModel(EnsembleModel):
-    """Inputs, exactly one: `text_input` STRING [1], `messages` STRING [1]. Output: `input_ids` INT32 [n].
+    """The tokenizer of an ensemble.
 
+    Inputs, exactly one: `text_input` STRING [1], `messages` STRING [1]. Output: `input_ids` INT32 [n].
     Parameters named like the fields of `TextLimits` set these.
     """
 

@@ -73,7 +73,7 @@ class _Image(NamedTuple):
     """An image of a request."""
 
     key: str
-    """Under which the cache has its rows."""
+    """The cache's key of its rows."""
     pixels: np.ndarray
     """float32 [rows of the image, row_size]."""
     grid: np.ndarray
@@ -81,9 +81,11 @@ class _Image(NamedTuple):
 
 
 class VisionEncoderModel(EnsembleModel):
-    """Inputs of a request, each with a batch dimension of 1: `pixel_values` FP32 [rows, row_size],
-    `image_grid` INT32 [images, 3]. Output: `image_embeds` FP32 [rows of all its images, hidden], without a
-    batch dimension; [0, hidden] for a request without images.
+    """The encoder of images.
+
+    Inputs of a request, each with a batch dimension of 1: `pixel_values` FP32 [rows, row_size], `image_grid`
+    INT32 [images, 3]. Output: `image_embeds` FP32 [rows of all its images, hidden], without a batch
+    dimension; [0, hidden] for a request without images.
 
     Of the arguments of `initialize` the instance's name, kind and device, the model's name and version are
     read too. Parameters: the fields of `EncoderOptions`.
@@ -213,7 +215,6 @@ class _EncoderMetrics:
         self._families: list[Any] = []
         self._counters: dict[str, Any] = {}
         self._gauge: Any = None
-        self._cache_bytes = 0
         kind = getattr(pb_utils, "MetricFamily", None)
         if kind is None:
             return
@@ -239,9 +240,8 @@ class _EncoderMetrics:
                 self._counters[key].increment(amount)
 
     def set_cache_bytes(self, value: int) -> None:
-        if self._gauge is not None and value != self._cache_bytes:
+        if self._gauge is not None:
             self._gauge.set(value)
-            self._cache_bytes = value
 
     def close(self) -> None:
         """A family must outlive its metrics."""

@@ -13,7 +13,7 @@ import numpy as np
 from quire_ensemble.errors import InputError
 from quire_ensemble.images import ImageLimits
 from quire_ensemble.text_limits import text_limits
-from quire_ensemble.triton_model import EnsembleModel, element, given_inputs, integer_parameter
+from quire_ensemble.triton_model import EnsembleModel, element, given_inputs, integer_parameters
 
 if TYPE_CHECKING:
     from quire_ensemble.vision import VisionProcessor, VisionPrompt
@@ -23,7 +23,9 @@ REQUEST_THREADS = 4
 
 
 class VisionPreprocessorModel(EnsembleModel):
-    """Inputs: exactly one of `text_input` STRING [1] and `messages` STRING [1]; at most one of `image` STRING
+    """The preprocessor of prompts with images.
+
+    Inputs: exactly one of `text_input` STRING [1] and `messages` STRING [1]; at most one of `image` STRING
     [n] and `image_pixels` UINT8 [n, height, width, 3]. Outputs: the fields of `VisionPrompt`.
 
     Parameters named like the fields of `ImageLimits` and `TextLimits` set these.
@@ -76,8 +78,8 @@ class VisionPreprocessorModel(EnsembleModel):
 
 def image_limits(parameters: Mapping[str, str]) -> ImageLimits:
     """The limits that a model's parameters state; raises ParameterError."""
-    names = [field.name for field in dataclasses.fields(ImageLimits) if parameters.get(field.name)]
-    return ImageLimits(**{name: integer_parameter(name, parameters[name]) for name in names})
+    names = [field.name for field in dataclasses.fields(ImageLimits)]
+    return ImageLimits(**integer_parameters(parameters, names))
 
 
 def _elements(given: dict[str, np.ndarray], name: str) -> list[bytes | str] | None:

@@ -15,6 +15,11 @@ def rows(number: int, count: int = 4) -> np.ndarray:
     return np.full((count, 2), number, np.float32)
 
 
+def check_integrity(cache: EncoderCache) -> None:
+    assert cache.bytes == sum(array.nbytes for array in cache._entries.values()), "bytes miscounted"
+    assert cache.bytes <= cache.max_bytes, "over the bound"
+
+
 @pytest.mark.row("H11")
 def test_the_least_recently_used_goes_first() -> None:
     cache = EncoderCache(3 * 32)
@@ -29,7 +34,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert len(cache) == 3
     cache.put("4", rows(4, count=8))
     assert [key in cache for key in "01234"] == [False, False, False, True, True]
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_putting_again_replaces_and_counts_once() -> None:
@@ -42,7 +47,7 @@ def test_putting_again_replaces_and_counts_once() -> None:
     assert cache.bytes == 48 and len(cache) == 2
     cache.put("c", rows(4, count=3))
     assert "b" not in cache and "a" in cache, "the replaced entry is the newer one"
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_an_entry_over_the_bound_is_not_kept_and_evicts_nothing() -> None:
@@ -88,5 +93,5 @@ def test_random_use_never_breaks_the_books() -> None:
             found = cache.get(key)
             hits, misses = hits + (found is not None), misses + (found is None)
             assert found is None or np.array_equal(found, rows(int(key), count=sizes[key]))
-        cache.check_integrity()
+        check_integrity(cache)
     assert hits > 100 and misses > 100

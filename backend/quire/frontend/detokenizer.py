@@ -342,7 +342,7 @@ class IncrementalDetokenizer:
             return
 
     def _count_tokens(self, text: str) -> int:
-        """How few of the tokens have a whole decode that begins with `text`.
+        """The least number of leading tokens whose whole decode begins with `text`.
 
         Searched upwards: within a byte run more tokens can make a whole decode worse.
         """

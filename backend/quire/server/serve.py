@@ -91,7 +91,7 @@ class ServeConfig:
 
 
 def _check_extra_args(extra_args: Sequence[str]) -> None:
-    """Raises ConfigError where they would let every client load code into the server."""
+    """Raises ConfigError where the arguments would let every client load code into the server."""
 
     def values(flag: str) -> list[str]:
         # As getopt_long takes them: shortened, and with the value behind = or as the next word.
@@ -232,7 +232,7 @@ class ServerRun:
         return status if status >= 0 else 128 - status
 
     def _remove_ready_file(self) -> None:
-        """Unless a newer server has put its own there."""
+        """Removes the ready file, unless a newer server has put its own there."""
         path = self._config.ready_file
         if path is not None and path.is_file() and path.read_text("utf-8") == self._ready_text:
             path.unlink()

@@ -291,13 +291,11 @@ def install_backend(out: Path) -> list[Path]:
     Returns what was written. `out` may exist; the parts are replaced, other files are left alone.
     """
     out.mkdir(parents=True, exist_ok=True)
-    written = []
     source = backend_source()
-    model = out / "model.py"
-    model.write_text(
+    written = [out / "model.py"]
+    written[0].write_text(
         (source / "model.py").read_text("utf-8") if source is not None else _INSTALLED_MODEL_PY, "utf-8"
     )
-    written.append(model)
     for package in ("quire", "quire_kernels", "quire_ensemble"):
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:

@@ -21,7 +21,6 @@ _STATUS: tuple[tuple[type[QuireClientError], int], ...] = (
     (Unavailable, 503),
     (DeadlineExceeded, 504),
 )
-_KINDS = {429: "rate_limit_error"}
 MAX_MESSAGE = 2000
 """Characters of an error's text: what it repeats of a request may be of any length."""
 _FIELD = re.compile(r"([a-z_][a-z0-9_.\[\]]*): ")
@@ -44,7 +43,8 @@ def error_object(
 ) -> dict[str, Any]:
     """The body of an error answer; what has no UTF-8 form (lone surrogates) is replaced."""
     message, param = _text(message), None if param is None else _text(param)
-    kind = "server_error" if status >= 500 else _KINDS.get(status, "invalid_request_error")
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
+    kind = "server_error" if status >= 500 else kind
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
