@@ -540,7 +540,7 @@ _MODELS = (
     ),
     Mutant(
         "an index names files outside the checkpoint",
-        "backend/quire/loader/files.py",
+        "ensemble/quire_ensemble/weight_files.py",
         "or Path(shard).name != shard:",
         "or not shard:",
         ("tests/unit/test_loader.py::test_broken_index",),
@@ -739,8 +739,8 @@ _ENSEMBLE = (
     Mutant(
         "text parts run into each other",
         "ensemble/quire_ensemble/messages.py",
-        'content = "\\n".join(part["text"] for part in content)',
-        'content = "".join(part["text"] for part in content)',
+        'return "\\n".join(part["text"] for part in parts)',
+        'return "".join(part["text"] for part in parts)',
         (
             "tests/unit/test_ensemble_tokenizer.py"
             "::test_parts_reach_templates_that_know_them_and_are_joined_for_others",
@@ -783,9 +783,9 @@ _ENSEMBLE = (
     ),
     Mutant(
         "a LLaVA of full features has a row less",
-        "ensemble/quire_ensemble/vision.py",
-        'TOWER_CLS_ROWS[tower] - (strategy == "default")',
-        "TOWER_CLS_ROWS[tower] - 1",
+        "ensemble/quire_ensemble/vision_config.py",
+        "extra_rows=_CLASS_ROWS[vision.model_type] - dropped",
+        "extra_rows=_CLASS_ROWS[vision.model_type] - 1",
         ("tests/unit/test_vision_processor.py::test_whole_prompts_equal_those_of_transformers",),
     ),
     Mutant(
@@ -822,7 +822,7 @@ _CLIENT = (
     Mutant(
         "a stream that is left is not cancelled",
         "client/quire_client/client.py",
-        "run_blocking(self._async.__aexit__(kind, value, trace))",
+        "run_blocking(self._async.__aexit__(*raised))",
         "pass",
         ("tests/unit/test_client.py::test_leaving_a_stream_cancels_on_the_server",),
     ),

@@ -36,12 +36,14 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         from quire.loader.info import read_checkpoint_info
+        from quire_ensemble.tokenizer import Tokenizer
 
         self.config = EngineConfig.from_mapping({"model": str(model), **options})
         info = read_checkpoint_info(model)
         self.core = EngineCore(self.config)
         self.default_params = defaults_from_generation_config(info.generation_config)
-        self.tokenizer = _load_tokenizer(self.config.frontend.tokenizer or str(model))
+        path = self.config.frontend.tokenizer or str(model)
+        self.tokenizer = Tokenizer(path) if Tokenizer.exists(path) else None
         self._ids = itertools.count()
 
     def generate(
@@ -75,10 +77,8 @@ class LLM:
             params = parse_sampling_params(sampling, defaults=self.default_params)
         each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
         images = [None] * len(batch) if embeds is None else list(embeds)
-        if scheduling is None or isinstance(scheduling, SchedulingParams):
-            plans = [scheduling or SchedulingParams()] * len(batch)
-        else:
-            plans = list(scheduling)
+        scheduling = scheduling or SchedulingParams()
+        plans = [scheduling] * len(batch) if isinstance(scheduling, SchedulingParams) else list(scheduling)
         assert len(each) == len(images) == len(plans) == len(batch), "one of each per prompt"
         processors: dict[str, RequestProcessor] = {}
         try:
@@ -125,9 +125,3 @@ class LLM:
         if self.tokenizer is None:
             raise EngineError(f"{self.config.model.model}: no tokenizer, so prompts must be token ids")
         return list(self.tokenizer.encode(text))
-
-
-def _load_tokenizer(path: str) -> Any | None:
-    from quire_ensemble.tokenizer import Tokenizer
-
-    return Tokenizer(path) if Tokenizer.exists(path) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +13,8 @@ import grpc
 from quire_client.errors import (
     DeadlineExceeded,
     InvalidArgument,
-    PermissionDenied,
     QuireClientError,
 )
-from quire_client.protocol import ModelSchema
-from quire_client.types import Message, ModelInfo
 
 DEFAULT_URL = "localhost:8001"
 CANCEL_TIMEOUT = 2.0
@@ -50,17 +46,12 @@ class Settings:
     headers: Mapping[str, str] = field(default_factory=dict)
     credentials: grpc.ChannelCredentials | None = None
     channel_options: tuple[tuple[str, Any], ...] = ()
-    error_codes: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.url or "://" in self.url:
             raise InvalidArgument(f"url: must be HOST:PORT of the gRPC endpoint, got {self.url!r}")
         if self.timeout is not None:
             check_timeout(self.timeout)
-
-    @property
-    def options(self) -> list[tuple[str, Any]]:
-        return [*CHANNEL_OPTIONS, *self.channel_options]
 
     def metadata(self, *, error_codes: bool = False) -> tuple[tuple[str, str], ...]:
         """gRPC metadata of a call. With `triton_grpc_error` an error ends the stream with its status code;
@@ -98,22 +89,6 @@ class Deadline:
         return left
 
 
-def new_request_id() -> str:
-    """Unguessable: whoever knows the id of a request can cancel it."""
-    return uuid.uuid4().hex
-
-
-def chat_messages(messages: str | list[Message], system: str | None) -> list[Message]:
-    """The conversation as a list; a string is one message of the user."""
-    listed: list[Message] = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    return listed if system is None else [{"role": "system", "content": system}, *listed]
-
-
-def is_restricted(error: QuireClientError) -> bool:
-    """True when the server keeps this call to itself, or lacks it."""
-    return isinstance(error, PermissionDenied) or error.code == "UNIMPLEMENTED"
-
-
 def timeout_error(timeout: float | None, error: QuireClientError) -> QuireClientError:
     """Says which timeout it was; gRPC's own text is only "Deadline Exceeded"."""
     if timeout is not None and isinstance(error, DeadlineExceeded):
@@ -129,16 +104,3 @@ def gives_error_codes(metadata: Any) -> bool:
     """
     match = re.match(r"(\d+)\.(\d+)", metadata.version)
     return match is not None and (int(match[1]), int(match[2])) >= ERROR_CODES_SINCE
-
-
-def model_info(entry: Any, ready: bool, schema: ModelSchema | None) -> ModelInfo:
-    """The model that an entry of the repository index names."""
-    return ModelInfo(
-        entry.name,
-        entry.version,
-        entry.state or ("READY" if ready else "UNAVAILABLE"),
-        entry.reason,
-        ready,
-        schema.kind if schema else "",
-        schema.decoupled if schema else None,
-    )

@@ -6,12 +6,13 @@ awaited here is a coroutine of this module or of the client's `IO`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -25,6 +26,7 @@ from quire_client.errors import (
     DeadlineExceeded,
     InvalidArgument,
     NotFound,
+    PermissionDenied,
     ProtocolError,
     QuireClientError,
     error_from_rpc,
@@ -42,9 +44,8 @@ from quire_client.protocol import (
     schema_from_config,
     schema_from_metadata,
     tenant_of,
-    unpin_command,
 )
-from quire_client.types import Chunk, Collector, Message, ModelInfo, Result
+from quire_client.types import Chunk, Message, ModelInfo, Result, collect
 
 
 class AsyncStream(AsyncIterator[Chunk]):
@@ -75,7 +76,8 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._client = client
         self._io = client._io
         self._prompt = Prompt(prompt, messages, input_ids, images)
-        self.request_id = request_id or conn.new_request_id()
+        # Unguessable: whoever knows the id of a request can cancel it.
+        self.request_id = request_id or uuid.uuid4().hex
         self.model = model or self._prompt.default_model
         self._timeout = client._settings.timeout if timeout is None else timeout
         self._tenant = tenant_of(sampling, parameters)
@@ -153,7 +155,7 @@ class AsyncStream(AsyncIterator[Chunk]):
             response = await self._call.receive()
         except grpc.RpcError as error:
             self._over = True
-            failure = error_from_rpc(error, url=self._client._settings.url)
+            failure = error_from_rpc(error, self._client._settings.url)
         else:
             if response is None:
                 self._over = True
@@ -181,15 +183,11 @@ class AsyncStream(AsyncIterator[Chunk]):
         error.request_id = self.request_id
         if isinstance(error, DeadlineExceeded):
             # The call is gone. Triton tells a model about that, but not the members of an ensemble.
-            self._cancel_in_background()
+            self._io.spawn(self._cancel_by_id(late=True))
         elif isinstance(error, InvalidArgument | NotFound):
             # The model may have been replaced by one with other tensors.
             self._client._schemas.pop(self.model, None)
         return conn.timeout_error(self._timeout, error)
-
-    def _cancel_in_background(self) -> None:
-        """Has the server told of a call that is gone already; `AsyncClient.close` waits for it."""
-        self._io.spawn(self._cancel_by_id(late=True))
 
     async def _cancel_by_id(self, *, late: bool = False) -> bool:
         assert self._schema is not None
@@ -237,15 +235,13 @@ class AsyncStream(AsyncIterator[Chunk]):
     async def result(self) -> Result:
         """Reads the stream to its end and returns all of it; for a stream that was not iterated yet."""
         chunks = [chunk async for chunk in self]
-        return Collector(self.request_id, self.model, self.started_at, chunks).result()
+        return collect(self.request_id, self.model, self.started_at, chunks)
 
     async def __aenter__(self) -> AsyncStream:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __del__(self) -> None:
@@ -254,11 +250,21 @@ class AsyncStream(AsyncIterator[Chunk]):
             return
         # No waiting in a destructor.
         call.cancel()
-        self._cancel_in_background()
+        self._io.spawn(self._cancel_by_id(late=True))
 
 
 class AsyncClient:
-    """Asyncio client of a Quire (or any KServe) server; arguments as of `Client`. Lives in one event loop."""
+    """Asyncio client of a Quire (or any KServe) server. Lives in one event loop.
+
+    Args:
+        url: HOST:PORT of the gRPC endpoint.
+        timeout: default for requests, seconds from call to last token; None: no limit.
+        headers: gRPC metadata of every call (authorization, restricted protocols).
+        credentials: TLS; None: plain text.
+        channel_options: further gRPC channel arguments.
+        error_codes: ask for the exact status code of errors in streams (`triton_grpc_error`). None: if the
+            server's version is known to survive that; else codes are inferred from the wording.
+    """
 
     _io_type: type[AsyncioIO] | type[BlockingIO] = AsyncioIO
 
@@ -272,32 +278,29 @@ class AsyncClient:
         channel_options: Iterable[tuple[str, Any]] = (),
         error_codes: bool | None = None,
     ) -> None:
-        self._settings = conn.Settings(
-            url, timeout, dict(headers or {}), credentials, tuple(channel_options), error_codes
-        )
+        self._settings = conn.Settings(url, timeout, dict(headers or {}), credentials, tuple(channel_options))
         self._error_codes = error_codes
         self._io = self._io_type(self._settings)
         self._schemas: dict[str, ModelSchema] = {}
 
     async def generate(self, prompt: str | bytes | None = None, **arguments: Any) -> Result:
         """The whole answer in one response; arguments as of `stream`."""
-        return await self._open(prompt, stream=False, **arguments).result()
+        return await AsyncStream(self, prompt, stream=False, **arguments).result()
 
     async def chat(
         self, messages: str | list[Message], *, system: str | None = None, **arguments: Any
     ) -> Result:
         """The answer to a conversation (or to one message of the user); arguments as of `stream`."""
-        return await self.generate(messages=conn.chat_messages(messages, system), **arguments)
+        told: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        told += [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        return await self.generate(messages=told, **arguments)
 
     def stream(self, prompt: str | bytes | None = None, **arguments: Any) -> AsyncStream:
         """A request whose chunks come as they are generated; arguments as of `Client.stream`.
 
         Nothing is sent before the stream is started or iterated; all errors are raised there.
         """
-        return self._open(prompt, stream=True, **arguments)
-
-    def _open(self, prompt: str | bytes | None, **arguments: Any) -> AsyncStream:
-        return AsyncStream(self, prompt, **arguments)
+        return AsyncStream(self, prompt, stream=True, **arguments)
 
     async def cache_control(
         self, command: Mapping[str, Any], *, model: str = GENERATOR_MODEL, timeout: float | None = None
@@ -324,7 +327,9 @@ class AsyncClient:
         self, session: str | None = None, *, tenant: str = "", **arguments: Any
     ) -> dict[str, Any]:
         """Unpins what a session (None: everybody) has pinned. Arguments as of `cache_control`."""
-        return await self.cache_control(unpin_command(session, tenant), **arguments)
+        whose = {"all": True} if session is None else {"session": session}
+        stated = {"tenant": tenant} if tenant and session is not None else {}
+        return await self.cache_control({"command": "unpin", **whose, **stated}, **arguments)
 
     async def cancel(self, request_id: str, *, model: str = "chat", tenant: str = "") -> bool:
         """Ends a tenant's running request by its id, whichever client started it.
@@ -332,8 +337,7 @@ class AsyncClient:
         Returns:
             True when the server had such a request; False when not, or when the model cannot cancel by id.
         """
-        schema = await self._schema(model, conn.Deadline(conn.CONTROL_TIMEOUT))
-        return await self._cancel_by_id(schema, request_id, tenant)
+        return await self._cancel_by_id(await self._schema(model), request_id, tenant)
 
     async def models(self) -> list[ModelInfo]:
         """Every model of the repository, ready or not."""
@@ -343,9 +347,12 @@ class AsyncClient:
             ready = await self._model_ready(entry.name, entry.version)
             # Fresh, not from the cache: this is how a caller learns that a model has changed.
             self._schemas.pop(entry.name, None)
-            deadline = conn.Deadline(conn.CONTROL_TIMEOUT)
-            schema = await self._schema(entry.name, deadline) if ready else None
-            infos.append(conn.model_info(entry, ready, schema))
+            schema = await self._schema(entry.name) if ready else None
+            state = entry.state or ("READY" if ready else "UNAVAILABLE")
+            info = ModelInfo(entry.name, entry.version, state, entry.reason, ready)
+            if schema is not None:
+                info = dataclasses.replace(info, kind=schema.kind, decoupled=schema.decoupled)
+            infos.append(info)
         return infos
 
     async def _model_ready(self, name: str, version: str) -> bool:
@@ -370,9 +377,7 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _send(self, request: Any, timeout: float | None) -> AsyncioCall | BlockingCall:
@@ -386,45 +391,50 @@ class AsyncClient:
         try:
             return await self._io.ask(method, request, timeout=timeout, metadata=self._settings.metadata())
         except grpc.RpcError as rpc:
-            error = error_from_rpc(rpc, url=self._settings.url)
+            error = error_from_rpc(rpc, self._settings.url)
         raise conn.timeout_error(deadline.timeout, error)
+
+    async def _control_unless_restricted(
+        self, method: str, request: Any, deadline: conn.Deadline | None
+    ) -> Any | None:
+        """None where the server keeps this call to itself, or lacks it."""
+        try:
+            return await self._control(method, request, deadline)
+        except QuireClientError as error:
+            if isinstance(error, PermissionDenied) or error.code == "UNIMPLEMENTED":
+                return None
+            raise
 
     async def _learn_server(self, deadline: conn.Deadline) -> None:
         """Finds out, once, whether streams of this server may ask for error codes."""
         if self._error_codes is not None:
             return
-        try:
-            answer = await self._control("ServerMetadata", service_pb2.ServerMetadataRequest(), deadline)
-        except QuireClientError as error:
-            if not conn.is_restricted(error):
-                raise
-            self._error_codes = False
-        else:
-            self._error_codes = conn.gives_error_codes(answer)
+        request = service_pb2.ServerMetadataRequest()
+        answer = await self._control_unless_restricted("ServerMetadata", request, deadline)
+        self._error_codes = answer is not None and conn.gives_error_codes(answer)
 
-    async def _schema(self, model: str, deadline: conn.Deadline) -> ModelSchema:
+    async def _schema(self, model: str, deadline: conn.Deadline | None = None) -> ModelSchema:
         schema = self._schemas.get(model)
         if schema is None:
             schema = await self._fetch_schema(model, deadline)
             self._schemas[model] = schema
         return schema
 
-    async def _fetch_schema(self, model: str, deadline: conn.Deadline) -> ModelSchema:
+    async def _fetch_schema(self, model: str, deadline: conn.Deadline | None) -> ModelSchema:
         for method, request, schema_from in (
             ("ModelConfig", service_pb2.ModelConfigRequest(name=model), schema_from_config),
             ("ModelMetadata", service_pb2.ModelMetadataRequest(name=model), schema_from_metadata),
         ):
-            try:
-                return schema_from(await self._control(method, request, deadline))
-            except QuireClientError as error:
-                if not conn.is_restricted(error):
-                    raise
+            answer = await self._control_unless_restricted(method, request, deadline)
+            if answer is not None:
+                return schema_from(answer)
         return assumed_schema(model)
 
     async def _cancel_model(self, schema: ModelSchema) -> ModelSchema | None:
-        """The model that takes cancel requests: this one, or the last member of the ensemble that does."""
+        """The model that ends a request on a second one with its id and `cancel` true: this one, or the last
+        member of the ensemble that does."""
         if not schema.steps:
-            return schema if schema.takes_cancel else None
+            return schema if "cancel" in schema.inputs else None
         for step in reversed(schema.steps):
             deadline = conn.Deadline(conn.CANCEL_TIMEOUT)
             found = await self._cancel_model(await self._schema(step, deadline))
@@ -465,5 +475,5 @@ class AsyncClient:
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT):
                 return False
-            raise error_from_rpc(error, url=self._settings.url, request_id=request_id) from None
+            raise error_from_rpc(error, self._settings.url) from None
         return known

@@ -14,10 +14,10 @@ from typing import Any
 
 import click
 
-from quire_client.client import Client, Stream
+from quire_client.client import Client
 from quire_client.errors import QuireClientError
 from quire_client.protocol import GENERATOR_MODEL
-from quire_client.types import Collector, Message, Result, Timing
+from quire_client.types import Message, Result, Timing, collect
 
 INTERRUPTED = 130
 
@@ -241,10 +241,13 @@ class _Run:
                     self._write(result.text)
             else:
                 stream = self.client.stream(prompt, **arguments)
-                collector = Collector(stream.request_id, stream.model, stream.started_at)
+                chunks = []
                 with stream:
-                    self._print(stream, collector)
-                result = collector.result()
+                    for chunk in stream:
+                        chunks.append(chunk)
+                        if chunk.text and not self.as_json and not chunk.index:
+                            self._write(chunk.text)
+                result = collect(stream.request_id, stream.model, stream.started_at, chunks)
         except KeyboardInterrupt:
             if not self.as_json:
                 click.echo()
@@ -260,13 +263,6 @@ class _Run:
         if self.stats:
             click.echo(_stats_line(result.timing, result.finish_reason), err=True)
         return result.text
-
-    def _print(self, stream: Stream, collector: Collector) -> None:
-        for chunk in stream:
-            collector.add(chunk)
-            if self.as_json or not chunk.text or chunk.index:
-                continue
-            self._write(chunk.text)
 
     def _write(self, text: str) -> None:
         sys.stdout.write(_without_controls(text) if self._safe_for_terminal else text)

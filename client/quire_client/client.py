@@ -6,13 +6,9 @@ What they do is written once, in `aio.py`; here its coroutines run over I/O that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from types import TracebackType
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-import grpc
-
-from quire_client import _connection as conn
 from quire_client._io import BlockingIO, run_blocking
 from quire_client.aio import AsyncClient, AsyncStream
 from quire_client.types import Chunk
@@ -37,10 +33,8 @@ class _Blocking(Generic[A]):
     def __enter__(self: B) -> B:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        run_blocking(self._async.__aexit__(kind, value, trace))
+    def __exit__(self, *raised: object) -> None:
+        run_blocking(self._async.__aexit__(*raised))
 
 
 def _blocking(
@@ -53,6 +47,16 @@ def _blocking(
         return run_blocking(method(self._async, *args, **kwargs))
 
     return call
+
+
+def _made_by(make: Callable[P, _Calls]) -> Callable[Concatenate[Client, P], None]:
+    """A constructor with the arguments of the asynchronous client's."""
+
+    @functools.wraps(_Calls.__init__)
+    def init(self: Client, *args: P.args, **kwargs: P.kwargs) -> None:
+        self._async = make(*args, **kwargs)
+
+    return init
 
 
 class Stream(_Blocking[AsyncStream], Iterator[Chunk]):
@@ -90,36 +94,9 @@ class Stream(_Blocking[AsyncStream], Iterator[Chunk]):
 
 
 class Client(_Blocking[AsyncClient]):
-    """Blocking client of a Quire (or any KServe) server.
+    """Blocking client of a Quire (or any KServe) server; arguments as of `AsyncClient`."""
 
-    Args:
-        url: HOST:PORT of the gRPC endpoint.
-        timeout: default for requests, seconds from call to last token; None: no limit.
-        headers: gRPC metadata of every call (authorization, restricted protocols).
-        credentials: TLS; None: plain text.
-        channel_options: further gRPC channel arguments.
-        error_codes: ask for the exact status code of errors in streams (`triton_grpc_error`). None: if the
-            server's version is known to survive that; else codes are inferred from the wording.
-    """
-
-    def __init__(
-        self,
-        url: str = conn.DEFAULT_URL,
-        *,
-        timeout: float | None = None,
-        headers: Mapping[str, str] | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        channel_options: Iterable[tuple[str, Any]] = (),
-        error_codes: bool | None = None,
-    ) -> None:
-        self._async = _Calls(
-            url,
-            timeout=timeout,
-            headers=headers,
-            credentials=credentials,
-            channel_options=channel_options,
-            error_codes=error_codes,
-        )
+    __init__ = _made_by(_Calls)
 
     def stream(self, prompt: str | bytes | None = None, **arguments: Any) -> Stream:
         """Starts a request and returns its chunks as they come.

@@ -113,29 +113,18 @@ _TRANSPORT_TEXTS = (
 )
 
 
-def error_from_status(
-    code: grpc.StatusCode | None, details: str | None, *, url: str = "", request_id: str = ""
-) -> QuireClientError:
-    """The exception for a gRPC status.
-
-    Args:
-        code: status code; None counts as UNKNOWN.
-        details: the server's (or gRPC's) text.
-        url: address of the server, for the message of a failed connection.
-    """
+def error_from_rpc(error: grpc.RpcError, url: str) -> QuireClientError:
+    """The exception for a failed call to the server at `url`; blocking and asyncio calls both carry `code()`,
+    None of which counts as UNKNOWN, and `details()`."""
+    code = error.code()
     name = code.name if code is not None else "UNKNOWN"
-    text = details or f"the server answered {name} without a message"
+    text = error.details() or f"the server answered {name} without a message"
     if name == "UNAVAILABLE" and any(mark in text.lower() for mark in _TRANSPORT_TEXTS):
-        return ConnectError(f"no connection to {url or 'the server'}: {text}", request_id=request_id)
+        return ConnectError(f"no connection to {url}: {text}")
     if name == "UNAVAILABLE" and "protocol is restricted" in text.lower():
         # Triton's answer where --grpc-restricted-protocol keeps a group of calls to holders of a key.
-        return PermissionDenied(text, request_id=request_id)
-    return _BY_CODE.get(name, ServerError)(text, code=name, request_id=request_id)
-
-
-def error_from_rpc(error: grpc.RpcError, *, url: str = "", request_id: str = "") -> QuireClientError:
-    """The exception for a failed call; sync and asyncio calls both carry `code()` and `details()`."""
-    return error_from_status(error.code(), error.details(), url=url, request_id=request_id)
+        return PermissionDenied(text)
+    return _BY_CODE.get(name, ServerError)(text, code=name)
 
 
 # An error inside a stream is a text only. The code is read from it: a code in brackets, else the wording of
@@ -164,7 +153,7 @@ _WORDINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 
 
-def error_from_text(text: str, *, request_id: str = "") -> QuireClientError:
+def error_from_text(text: str) -> QuireClientError:
     """The exception for an error that came as a text in a stream, its code inferred from the wording.
 
     Exact codes need `triton_grpc_error`, which is unsafe on older servers (see `error_codes` of the clients).
@@ -176,4 +165,4 @@ def error_from_text(text: str, *, request_id: str = "") -> QuireClientError:
         message = message[marked.end() :]
     else:
         code = next((code for pattern, code in _WORDINGS if pattern.search(message)), "UNKNOWN")
-    return _BY_CODE.get(code, ServerError)(message, code=code, request_id=request_id)
+    return _BY_CODE.get(code, ServerError)(message, code=code)

@@ -86,11 +86,6 @@ class ModelSchema:
     steps: tuple[str, ...] = ()
     """Members of an ensemble, first to last; empty for any other model."""
 
-    @property
-    def takes_cancel(self) -> bool:
-        """True when the model ends a request on a second request with the same id and `cancel` true."""
-        return "cancel" in self.inputs
-
 
 def schema_from_config(response: Any) -> ModelSchema:
     """The schema that a `ModelConfigResponse` states."""
@@ -235,13 +230,6 @@ def build_cancel(schema: ModelSchema, request_id: str, tenant: str) -> Any:
     _add_sampling(request, schema, {"tenant": tenant or None}, request_id)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     return request
-
-
-def unpin_command(session: str | None, tenant: str) -> dict[str, Any]:
-    """The cache command that unpins one session's blocks, or (None) all that are pinned."""
-    if session is None:
-        return {"command": "unpin", "all": True}
-    return {"command": "unpin", "session": session, **({"tenant": tenant} if tenant else {})}
 
 
 def cache_answer(text: str) -> dict[str, Any]:

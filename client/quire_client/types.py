@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 Message = dict[str, Any]
@@ -121,39 +121,25 @@ class ModelInfo:
     """True: may stream; None: unknown."""
 
 
-@dataclass(slots=True)
-class Collector:
-    """Adds up the chunks of a request into a `Result`."""
+def collect(request_id: str, model: str, started_at: float, chunks: Sequence[Chunk]) -> Result:
+    """The result that a request's chunks add up to; without any it is one empty choice.
 
-    request_id: str
-    model: str
-    started_at: float
-    """`time.perf_counter()` at sending."""
-    chunks: list[Chunk] = field(default_factory=list)
-
-    def add(self, chunk: Chunk) -> None:
-        self.chunks.append(chunk)
-
-    def timing(self) -> Timing:
-        """Times up to the last chunk; the transport's own end after it is not the answer's time."""
-        end = self.chunks[-1].received_at if self.chunks else time.perf_counter()
-        first = next((c.received_at for c in self.chunks if c.text or c.num_tokens), None)
-        ttft = None if first is None else first - self.started_at
-        return Timing(ttft, end - self.started_at, sum(c.num_tokens for c in self.chunks))
-
-    def result(self) -> Result:
-        """The result. A request without any chunk is one empty choice."""
-        indices = sorted({c.index for c in self.chunks}) or [0]
-        prompt = next((c.num_input_tokens for c in self.chunks if c.num_input_tokens is not None), None)
-        cached = next((c.num_cached_tokens for c in self.chunks if c.num_cached_tokens is not None), None)
-        return Result(
-            self.request_id,
-            self.model,
-            tuple(_choice(i, [c for c in self.chunks if c.index == i]) for i in indices),
-            self.timing(),
-            prompt,
-            cached,
-        )
+    Args:
+        started_at: `time.perf_counter()` at sending. The answer's time ends with the last chunk, not with the
+            transport's own end after it.
+    """
+    end = chunks[-1].received_at if chunks else time.perf_counter()
+    first = next((c.received_at for c in chunks if c.text or c.num_tokens), None)
+    ttft = None if first is None else first - started_at
+    indices = sorted({c.index for c in chunks}) or [0]
+    return Result(
+        request_id,
+        model,
+        tuple(_choice(i, [c for c in chunks if c.index == i]) for i in indices),
+        Timing(ttft, end - started_at, sum(c.num_tokens for c in chunks)),
+        next((c.num_input_tokens for c in chunks if c.num_input_tokens is not None), None),
+        next((c.num_cached_tokens for c in chunks if c.num_cached_tokens is not None), None),
+    )
 
 
 def _choice(index: int, chunks: Sequence[Chunk]) -> Choice:

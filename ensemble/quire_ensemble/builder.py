@@ -73,40 +73,28 @@ class TritonPythonModel({base}):
 '''
 
 
-def _python_model(about: str, module: str, base: str, *, needs_torch: bool = False) -> str:
-    """Text of a Triton Python model's model.py, a subclass of ours."""
-    lines = [f"from quire_ensemble.{module} import {base}  # noqa: E402"]
-    if not needs_torch:
-        lines = [
-            "from quire_ensemble.tokenizer import forbid_torch  # noqa: E402",
-            *lines,
-            "",
-            "forbid_torch()",
-        ]
-    return _PYTHON_MODEL.format(about=about, module=module, base=base, imports="\n".join(lines))
-
-
-_MEMBERS: Mapping[str, tuple[Callable[..., str], str]] = {
-    "tokenizer": (
-        pbtxt.tokenizer_config,
-        _python_model("Text or chat messages to token ids", "triton_tokenizer", "TokenizerModel"),
-    ),
+_MEMBERS: Mapping[str, tuple[Callable[..., str], str, str]] = {
+    "tokenizer": (pbtxt.tokenizer_config, "Text or chat messages to token ids", "TokenizerModel"),
     "vision_preprocessor": (
         pbtxt.vision_preprocessor_config,
-        _python_model(
-            "Messages with images to token ids and pixels",
-            "triton_vision_preprocessor",
-            "VisionPreprocessorModel",
-        ),
+        "Messages with images to token ids and pixels",
+        "VisionPreprocessorModel",
     ),
-    "vision_encoder": (
-        pbtxt.vision_encoder_config,
-        _python_model(
-            "Pixels to embeddings", "triton_vision_encoder", "VisionEncoderModel", needs_torch=True
-        ),
-    ),
+    "vision_encoder": (pbtxt.vision_encoder_config, "Pixels to embeddings", "VisionEncoderModel"),
 }
-"""What stands before the generator: how its config.pbtxt is rendered, and its model.py."""
+"""What may stand before the generator, by role: the renderer of its config.pbtxt, what it does and its class,
+which is in `quire_ensemble.triton_<role>`."""
+
+
+def _python_model(role: str) -> str:
+    """Text of the model.py of a member, a subclass of ours."""
+    _, about, base = _MEMBERS[role]
+    module = f"triton_{role}"
+    lines = [f"from quire_ensemble.{module} import {base}  # noqa: E402"]
+    if role != "vision_encoder":
+        forbid = "from quire_ensemble.tokenizer import forbid_torch  # noqa: E402"
+        lines = [forbid, *lines, "", "forbid_torch()"]
+    return _PYTHON_MODEL.format(about=about, module=module, base=base, imports="\n".join(lines))
 
 
 def build_repository(
@@ -142,46 +130,38 @@ def build_repository(
     """
     checkpoint, out = checkpoint.absolute(), out.absolute()
     options = dict(engine_options or {})
-    check_checkpoint(checkpoint)
-    _check_arguments(name_prefix, instance_count, placement, options)
+    has_vision = "vision_config" in _checkpoint_config(checkpoint)
+    if name_prefix and not all(c.isalnum() or c in "_-." for c in name_prefix):
+        raise BuildError(f"name prefix {name_prefix!r} may hold letters, digits, '_', '-' and '.' only")
+    if "model" in options:
+        raise BuildError("engine option 'model' is set by the checkpoint")
 
     generator = name_prefix + generator_name
-    name = {"generator": generator, "generator_unary": f"{generator}_unary"}
-    has_vision = is_vision_checkpoint(checkpoint)
     members = ("vision_preprocessor", "vision_encoder") if has_vision else ("tokenizer",)
-    ensembles = ("vision_chat", "vision_chat_unary") if has_vision else ("chat", "chat_unary")
-    name |= {role: name_prefix + role for role in (*members, *ensembles)}
-    place = out / name["generator"] / VERSION / checkpoint.name
+    before = {role: name_prefix + role for role in members}
+    place = out / generator / VERSION / checkpoint.name
     in_place = place.exists() and place.resolve() == checkpoint.resolve()
+    own, shared = checkpoint.name, f"../{generator}/{VERSION}/{checkpoint.name}"
+    unary = f"../{shared}"
     if placement == "path" and not in_place:
-        location = {role: str(checkpoint) for role in name}
-    else:
-        shared = f"../{name['generator']}/{VERSION}/{checkpoint.name}"
-        location = dict.fromkeys(members, shared)
-        location |= {"generator": checkpoint.name, "generator_unary": f"../{shared}"}
+        own = shared = unary = str(checkpoint)
 
     files: dict[Path, str] = {}
-    for role, decoupled in (("generator", True), ("generator_unary", False)):
-        home = out / name[role]
-        files[home / "config.pbtxt"] = pbtxt.generator_config(
-            name[role], decoupled=decoupled, instance_count=instance_count if decoupled else 1
+    for role, model in before.items():
+        files[out / model / "config.pbtxt"] = _MEMBERS[role][0](model, checkpoint=shared)
+        files[out / model / VERSION / "model.py"] = _python_model(role)
+    for suffix, decoupled, location in (("", True, own), ("_unary", False, unary)):
+        model = generator + suffix
+        files[out / model / "config.pbtxt"] = pbtxt.generator_config(
+            model, decoupled=decoupled, instance_count=instance_count if decoupled else 1
         )
-        files[home / VERSION / "quire.json"] = engine_file(location[role], options)
-    for role in members:
-        render, model = _MEMBERS[role]
-        files[out / name[role] / "config.pbtxt"] = render(name[role], checkpoint=location[role])
-        files[out / name[role] / VERSION / "model.py"] = model
-    for role, member, decoupled in zip(
-        ensembles, ("generator", "generator_unary"), (True, False), strict=True
-    ):
-        home = out / name[role]
-        before = {role.removeprefix("vision_"): name[role] for role in members}
-        write = pbtxt.vision_ensemble_config if has_vision else pbtxt.ensemble_config
-        files[home / "config.pbtxt"] = write(
-            name[role], **before, generator=name[member], decoupled=decoupled
+        files[out / model / VERSION / "quire.json"] = engine_file(location, options)
+        ensemble = f"{name_prefix}{'vision_chat' if has_vision else 'chat'}{suffix}"
+        files[out / ensemble / "config.pbtxt"] = pbtxt.ensemble_config(
+            ensemble, before=before, generator=model, decoupled=decoupled
         )
         # Triton wants a version directory of every model, and git keeps no empty one.
-        files[home / VERSION / ".gitkeep"] = ""
+        files[out / ensemble / VERSION / ".gitkeep"] = ""
 
     existing = sorted(str(path) for path in files if path.exists())
     if existing and not force:
@@ -202,8 +182,8 @@ def build_repository(
     return written
 
 
-def check_checkpoint(checkpoint: Path) -> None:
-    """Refuses what no repository can be built for.
+def _checkpoint_config(checkpoint: Path) -> dict[str, Any]:
+    """config.json of a checkpoint that a repository can be built for.
 
     Raises:
         BuildError: not a directory, config.json missing or broken, no tokenizer files.
@@ -221,11 +201,7 @@ def check_checkpoint(checkpoint: Path) -> None:
         raise BuildError(f"{config}: states no 'architectures'; a model's config.json is expected")
     if not Tokenizer.exists(checkpoint):
         raise BuildError(f"{checkpoint}: no tokenizer files; expected one of {', '.join(TOKENIZER_FILES)}")
-
-
-def is_vision_checkpoint(checkpoint: Path) -> bool:
-    """Whether config.json tells of a vision tower."""
-    return "vision_config" in json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    return values
 
 
 def has_chat_template(checkpoint: Path) -> bool:
@@ -248,19 +224,6 @@ def engine_file(model: str, options: Mapping[str, Any]) -> str:
         lines[key] = options.get(key, default)
     lines |= {key: value for key, value in options.items() if key not in ENGINE_DEFAULTS}
     return json.dumps(lines, indent=2, ensure_ascii=False) + "\n"
-
-
-def _check_arguments(
-    name_prefix: str, instance_count: int, placement: str, options: Mapping[str, Any]
-) -> None:
-    if name_prefix and not all(c.isalnum() or c in "_-." for c in name_prefix):
-        raise BuildError(f"name prefix {name_prefix!r} may hold letters, digits, '_', '-' and '.' only")
-    if instance_count < 1:
-        raise BuildError(f"instance count must be at least 1, got {instance_count}")
-    if placement not in PLACEMENTS:
-        raise BuildError(f"placement must be one of {', '.join(PLACEMENTS)}, got {placement!r}")
-    if "model" in options:
-        raise BuildError("engine option 'model' is set by the checkpoint")
 
 
 def _place_checkpoint(checkpoint: Path, place: Path, placement: Placement) -> None:

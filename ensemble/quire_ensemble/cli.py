@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from quire_ensemble.builder import PLACEMENTS, Placement, build_repository, has_chat_template
+from quire_ensemble.builder import PLACEMENTS, build_repository, has_chat_template
 from quire_ensemble.errors import BuildError
 
 
@@ -28,6 +28,7 @@ def repository() -> None:
 @click.option("--name-prefix", default="", help="Put before every model's name.")
 @click.option(
     "--instances",
+    "instance_count",
     default=1,
     show_default=True,
     type=click.IntRange(min=1),
@@ -49,28 +50,11 @@ def repository() -> None:
 )
 @click.option("--generator-name", default="generator", show_default=True, help="Name of the generator.")
 @click.option("--force", is_flag=True, help="Overwrite models that exist.")
-def build(
-    checkpoint: Path,
-    out: Path,
-    name_prefix: str,
-    instances: int,
-    placement: Placement,
-    options: tuple[str, ...],
-    generator_name: str,
-    force: bool,
-) -> None:
+def build(checkpoint: Path, out: Path, options: tuple[str, ...], **arguments: Any) -> None:
     """Write a complete model repository for a checkpoint."""
     try:
-        written = build_repository(
-            checkpoint,
-            out,
-            name_prefix=name_prefix,
-            instance_count=instances,
-            placement=placement,
-            engine_options=dict(_parse_option(option) for option in options),
-            generator_name=generator_name,
-            force=force,
-        )
+        engine_options = dict(_parse_option(option) for option in options)
+        written = build_repository(checkpoint, out, engine_options=engine_options, **arguments)
     except BuildError as error:
         raise click.ClickException(str(error)) from None
     for path in written:

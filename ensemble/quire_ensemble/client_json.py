@@ -8,7 +8,7 @@ from typing import Any
 from quire_ensemble.errors import InputError
 
 MAX_BYTES = 2**20
-"""Most bytes of parameters; messages have a limit of their own."""
+"""Bytes of the longest JSON text of parameters; messages have a limit of their own."""
 MAX_DEPTH = 64
 """Lists and objects within each other."""
 MAX_VALUES = 2**19

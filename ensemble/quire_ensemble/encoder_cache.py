@@ -14,8 +14,6 @@ class EncoderCache:
     would keep the whole batch in memory.
 
     Attributes:
-        hits, misses: calls of `get` with and without a result.
-        evictions: entries dropped to make room.
         bytes: sum of the stored arrays' sizes; at most `max_bytes`.
     """
 
@@ -25,26 +23,20 @@ class EncoderCache:
             raise ValueError(f"max_bytes must be at least 0, got {max_bytes}")
         self.max_bytes = max_bytes
         self.bytes = 0
-        self.hits = 0
-        self.misses = 0
-        self.evictions = 0
         self._entries: OrderedDict[str, np.ndarray] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __contains__(self, key: str) -> bool:
-        """Whether the key is stored; counts as neither hit nor miss, and not as use."""
+        """Whether the key is stored; that is no use of it."""
         return key in self._entries
 
     def get(self, key: str) -> np.ndarray | None:
         """The stored array (read-only), now the most recently used; None where there is none."""
         found = self._entries.get(key)
-        if found is None:
-            self.misses += 1
-            return None
-        self.hits += 1
-        self._entries.move_to_end(key)
+        if found is not None:
+            self._entries.move_to_end(key)
         return found
 
     def put(self, key: str, value: np.ndarray) -> None:
@@ -60,13 +52,7 @@ class EncoderCache:
         while self.bytes + value.nbytes > self.max_bytes:
             _, evicted = self._entries.popitem(last=False)
             self.bytes -= evicted.nbytes
-            self.evictions += 1
         stored = np.array(value, copy=True, order="C")
         stored.flags.writeable = False
         self._entries[key] = stored
         self.bytes += stored.nbytes
-
-    def check_integrity(self) -> None:
-        """AssertionError where the books do not match the entries; for tests."""
-        assert self.bytes == sum(array.nbytes for array in self._entries.values()), "bytes miscounted"
-        assert self.bytes <= self.max_bytes, "over the bound"

@@ -24,6 +24,10 @@ class InputError(EnsembleError):
         self.reason = reason
 
 
+class ParameterError(EnsembleError, ValueError):
+    """A parameter of a model, or a limit, is missing or wrong; one line that names it."""
+
+
 class TokenizerError(EnsembleError):
     """A checkpoint's tokenizer is missing or broken; one line that names the file or directory."""
 

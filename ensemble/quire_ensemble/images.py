@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quire_ensemble.errors import InputError
+from quire_ensemble.errors import InputError, ParameterError, one_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -79,9 +79,9 @@ class ImageLimits:
     def __post_init__(self) -> None:
         for field in fields(self):
             if getattr(self, field.name) < 1:
-                raise ValueError(f"{field.name} must be at least 1, got {getattr(self, field.name)}")
+                raise ParameterError(f"{field.name} must be at least 1, got {getattr(self, field.name)}")
         if self.max_image_pixels > PILLOW_MAX_PIXELS:
-            raise ValueError(
+            raise ParameterError(
                 f"max_image_pixels must be at most {PILLOW_MAX_PIXELS}, got {self.max_image_pixels}"
             )
 
@@ -323,5 +323,4 @@ def _too_long(size: int, limits: ImageLimits) -> str:
 
 def _one_line(error: Exception) -> str:
     # Pillow's messages show the BytesIO object with its address.
-    text = re.sub(r"<_io\.BytesIO[^>]*>", "the data", " ".join(str(error).split()))
-    return (text or type(error).__name__)[:200]
+    return re.sub(r"<_io\.BytesIO[^>]*>", "the data", one_line(error))

@@ -7,7 +7,7 @@ so that one STRING tensor carries all a chat template can use.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,8 @@ class Conversation:
     messages: list[dict[str, Any]]
     """Each has a `role`; `content` is a string, a list of text parts (and image parts), or None."""
     tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    """Whether the template is to begin an answer; None: not stated."""
+    add_generation_prompt: bool = True
+    """Whether the template is to begin an answer."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -68,7 +68,7 @@ def parse_conversation(
     return Conversation(
         messages=check_messages(value["messages"], allow_images=allow_images),
         tools=check_tools(value.get("tools")),
-        add_generation_prompt=prompt,
+        add_generation_prompt=True if prompt is None else prompt,
         template_kwargs=template_kwargs or {},
     )
 
@@ -130,26 +130,19 @@ def check_tools(value: Any) -> list[dict[str, Any]] | None:
 def join_text_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Copies of checked messages with lists of text parts joined by a line feed, for templates that expect
     strings only. Lists with image parts stay as they are."""
-    joined = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list) and all(part["type"] == "text" for part in content):
-            content = "\n".join(part["text"] for part in content)
-            joined.append({**message, "content": content})
-        else:
-            joined.append(dict(message))
-    return joined
+
+    def join(parts: list[Any]) -> Any:
+        if any(part["type"] != "text" for part in parts):
+            return parts
+        return "\n".join(part["text"] for part in parts)
+
+    return _with_contents(messages, list, join)
 
 
 def wrap_strings(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Copies of checked messages with every string as a list of one text part, for templates that read lists
     only."""
-    return [
-        {**message, "content": [{"type": "text", "text": message["content"]}]}
-        if isinstance(message.get("content"), str)
-        else dict(message)
-        for message in messages
-    ]
+    return _with_contents(messages, str, lambda text: [{"type": "text", "text": text}])
 
 
 def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str | None]]:
@@ -165,37 +158,35 @@ def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, 
         None where a part carries none: it stands for the next image of the request's tensor.
     """
     found: list[str | None] = []
-    copies = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            parts = []
-            for part in content:
-                if part["type"] == "text":
-                    parts.append(part)
-                else:
-                    found.append(_image_data(part))
-                    parts.append({"type": "image"})
-            content = parts
-            copies.append({**message, "content": content})
-        else:
-            copies.append(dict(message))
-    return copies, found
+
+    def split(parts: list[Any]) -> list[Any]:
+        found.extend(_image_data(part) for part in parts if part["type"] != "text")
+        return [part if part["type"] == "text" else {"type": "image"} for part in parts]
+
+    return _with_contents(messages, list, split), found
 
 
 def join_images(messages: Sequence[Mapping[str, Any]], placeholder: str) -> list[dict[str, Any]]:
     """Copies of `split_images`' messages with a line of placeholder text for each image before the text of
     its message, for templates that do not know image parts."""
-    joined = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list) and any(part["type"] == "image" for part in content):
-            text = "\n".join(part["text"] for part in content if part["type"] == "text")
-            images = sum(part["type"] == "image" for part in content)
-            joined.append({**message, "content": f"{placeholder}\n" * images + text})
-        else:
-            joined.append(dict(message))
-    return joined
+
+    def join(parts: list[Any]) -> Any:
+        texts = [part["text"] for part in parts if part["type"] == "text"]
+        images = len(parts) - len(texts)
+        return f"{placeholder}\n" * images + "\n".join(texts) if images else parts
+
+    return _with_contents(messages, list, join)
+
+
+def _with_contents(
+    messages: Sequence[Mapping[str, Any]], of_type: type, change: Callable[[Any], Any]
+) -> list[dict[str, Any]]:
+    """Copies of messages in which each content of a type is changed."""
+    copies = [dict(message) for message in messages]
+    for copy in copies:
+        if isinstance(copy.get("content"), of_type):
+            copy["content"] = change(copy["content"])
+    return copies
 
 
 def _check_parts(where: str, parts: list[Any], allow_images: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from quire_ensemble.generator_schema import IMAGE_INPUTS, INPUTS, OUTPUTS, PROMPT_INPUTS, TensorSpec
 from quire_ensemble.vision_schema import (
@@ -13,24 +13,23 @@ from quire_ensemble.vision_schema import (
     PREPROCESSOR_OUTPUTS,
 )
 
-TOKEN_IDS_TENSOR = "prompt_token_ids"
-"""Name inside an ensemble of what the tokenizer gives to the generator."""
+_TOKENIZER_INPUTS = tuple(s for s in PROMPT_INPUTS if s.datatype == "TYPE_STRING")
+_TOKEN_IDS = TensorSpec("input_ids", "TYPE_INT32", (-1,), doc="Token ids of the prompt.")
+TENSORS: Mapping[str, tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]] = {
+    "tokenizer": (_TOKENIZER_INPUTS, (_TOKEN_IDS,)),
+    "vision_preprocessor": (PREPROCESSOR_INPUTS, PREPROCESSOR_OUTPUTS),
+    "vision_encoder": (ENCODER_INPUTS, ENCODER_OUTPUTS),
+}
+"""Inputs and outputs of the models before a generator, by their role in an ensemble."""
 
-TOKENIZER_INPUTS: tuple[TensorSpec, ...] = tuple(s for s in PROMPT_INPUTS if s.datatype == "TYPE_STRING")
-TOKENIZER_OUTPUTS: tuple[TensorSpec, ...] = tuple(
-    TensorSpec(s.name, s.datatype, s.dims, doc="Token ids of the prompt.")
-    for s in PROMPT_INPUTS
-    if s.name == "input_ids"
-)
-
-_NOT_ON_ENSEMBLES = {
-    "input_ids",  # a client that has token ids needs no ensemble
+_TAKEN_BEFORE = {
+    *(spec.name for spec in PROMPT_INPUTS),  # a client that has token ids needs no ensemble
     *(spec.name for spec in IMAGE_INPUTS),  # likewise embeddings; the vision models make them
     "cancel",  # goes to the generator itself, as it has no prompt to tokenize
     "cache_control",  # likewise
 }
-ENSEMBLE_INPUTS: tuple[TensorSpec, ...] = tuple(s for s in INPUTS if s.name not in _NOT_ON_ENSEMBLES)
-ENSEMBLE_OUTPUTS: tuple[TensorSpec, ...] = OUTPUTS
+_PASSED_INPUTS: tuple[TensorSpec, ...] = tuple(s for s in INPUTS if s.name not in _TAKEN_BEFORE)
+"""Inputs of an ensemble that go to its generator as they are."""
 
 
 def quote(text: str) -> str:
@@ -73,82 +72,49 @@ def generator_config(name: str, *, decoupled: bool, instance_count: int) -> str:
 
 def tokenizer_config(name: str, *, checkpoint: str) -> str:
     """config.pbtxt of the tokenizer; `checkpoint` is absolute or relative to the model's directory."""
-    return _join(
-        _comment("Turns a text, or chat messages by the checkpoint's chat template, into token ids."),
-        f"name: {quote(name)}",
-        'backend: "python"',
-        "max_batch_size: 0",
-        "instance_group [ { count: 1, kind: KIND_CPU } ]",
-        "",
-        _comment("Checkpoint directory; a relative path starts at the directory of this file."),
-        _parameter("checkpoint", checkpoint),
-        "",
-        _comment("Exactly one of " + ", ".join(s.name for s in TOKENIZER_INPUTS) + "."),
-        _tensors("input", TOKENIZER_INPUTS),
-        "",
-        _tensors("output", TOKENIZER_OUTPUTS),
-    )
-
-
-def ensemble_config(name: str, *, tokenizer: str, generator: str, decoupled: bool) -> str:
-    """config.pbtxt of an ensemble tokenizer -> generator."""
-    about = [f"{tokenizer} -> {generator}. The generator is the last step: it turns tokens into text itself."]
-    if decoupled:
-        about += _cancel_note(generator)
-    about += _renamed_note()
-    passed = [s for s in ENSEMBLE_INPUTS if s not in TOKENIZER_INPUTS]
-    return _join(
-        _comment(*about),
-        f"name: {quote(name)}",
-        'platform: "ensemble"',
-        "max_batch_size: 0",
-        "",
-        _comment("Exactly one of " + ", ".join(s.name for s in TOKENIZER_INPUTS) + "."),
-        _tensors("input", ENSEMBLE_INPUTS, ensemble=True),
-        "",
-        _tensors("output", ENSEMBLE_OUTPUTS, ensemble=True),
-        "",
-        "ensemble_scheduling {",
-        _step(
-            tokenizer,
-            [(s.name, s.on_ensemble) for s in TOKENIZER_INPUTS],
-            [(s.name, TOKEN_IDS_TENSOR) for s in TOKENIZER_OUTPUTS],
-        ),
-        _step(
-            generator,
-            [("input_ids", TOKEN_IDS_TENSOR), *((s.name, s.on_ensemble) for s in passed)],
-            [(s.name, s.on_ensemble) for s in ENSEMBLE_OUTPUTS],
-        ),
-        "}",
-    )
+    about = "Turns a text, or chat messages by the checkpoint's chat template, into token ids."
+    return _prompt_config("tokenizer", name, checkpoint, (about,))
 
 
 def vision_preprocessor_config(name: str, *, checkpoint: str) -> str:
     """config.pbtxt of the vision preprocessor; `checkpoint` as for the tokenizer."""
-    return _join(
-        _comment(
-            "Turns chat messages with images (or a text with placeholders) into token ids and pixels, by the",
-            "checkpoint's chat template and image processor. Images come in `image` or `image_pixels`, or",
-            "inside the messages as data URLs; nothing is ever fetched.",
-        ),
-        f"name: {quote(name)}",
-        'backend: "python"',
-        "max_batch_size: 0",
-        "instance_group [ { count: 1, kind: KIND_CPU } ]",
-        "",
-        _comment("Checkpoint directory; a relative path starts at the directory of this file."),
-        _parameter("checkpoint", checkpoint),
+    about = (
+        "Turns chat messages with images (or a text with placeholders) into token ids and pixels, by the",
+        "checkpoint's chat template and image processor. Images come in `image` or `image_pixels`, or",
+        "inside the messages as data URLs; nothing is ever fetched.",
+    )
+    return _prompt_config(
+        "vision_preprocessor",
+        name,
+        checkpoint,
+        about,
         _comment(
             "Limits of one request; pixels and bytes are those of one image, before anything is decoded."
         ),
         _parameter("max_images", "16"),
         _parameter("max_image_pixels", "33554432"),
         _parameter("max_image_bytes", "20971520"),
+    )
+
+
+def _prompt_config(role: str, name: str, checkpoint: str, about: Sequence[str], *parameters: str) -> str:
+    """config.pbtxt of the model that an ensemble begins with."""
+    inputs, outputs = TENSORS[role]
+    return _join(
+        _comment(*about),
+        f"name: {quote(name)}",
+        'backend: "python"',
+        "max_batch_size: 0",
+        "instance_group [ { count: 1, kind: KIND_CPU } ]",
         "",
-        _comment("Exactly one of " + ", ".join(s.name for s in TOKENIZER_INPUTS) + "."),
-        _tensors("input", PREPROCESSOR_INPUTS),
+        _comment("Checkpoint directory; a relative path starts at the directory of this file."),
+        _parameter("checkpoint", checkpoint),
+        *parameters,
         "",
-        _tensors("output", PREPROCESSOR_OUTPUTS),
+        _EXACTLY_ONE,
+        _tensors("input", inputs),
+        "",
+        _tensors("output", outputs),
     )
 
 
@@ -180,68 +146,64 @@ def vision_encoder_config(name: str, *, checkpoint: str) -> str:
     )
 
 
-def vision_ensemble_config(
-    name: str, *, preprocessor: str, encoder: str, generator: str, decoupled: bool
-) -> str:
-    """config.pbtxt of an ensemble preprocessor -> encoder -> generator."""
-    about = [
-        f"{preprocessor} -> {encoder} -> {generator}: chat messages with images in, text out.",
-        "The generator is the last step: it turns tokens into text itself.",
+def ensemble_config(name: str, *, before: Mapping[str, str], generator: str, decoupled: bool) -> str:
+    """config.pbtxt of an ensemble.
+
+    Args:
+        name: of the ensemble.
+        before: names of the models before the generator, in their order, by role (see `TENSORS`).
+        generator: name of the last step.
+        decoupled: whether the generator streams.
+    """
+    cancel = (
+        "Triton does not tell an ensemble's step that its client has gone: cancel by a request of the",
+        f'same id with input "cancel" to {quote(generator)}; quire_client does so by itself.',
+    )
+    renamed = (
+        f'Here the input "{s.name}" is called "{s.ensemble_name}": an output has its name already.'
+        for s in _PASSED_INPUTS
+        if s.ensemble_name
+    )
+    steps = [
+        _step(
+            model,
+            [(s.name, s.on_ensemble) for s in TENSORS[role][0]],
+            [(s.name, _inside(s.name)) for s in TENSORS[role][1]],
+        )
+        for role, model in before.items()
     ]
-    if decoupled:
-        about += _cancel_note(generator)
-    about += _renamed_note()
-    passed = [s for s in ENSEMBLE_INPUTS if s not in TOKENIZER_INPUTS]
-    given = [s for s in PREPROCESSOR_OUTPUTS if s.name != "input_ids"]
-    inside = {s.name for s in IMAGE_INPUTS}
+    made = {s.name for role in before for s in TENSORS[role][1]}
+    taken = [s.name for s in (*PROMPT_INPUTS, *IMAGE_INPUTS) if s.name in made]
     return _join(
-        _comment(*about),
+        _comment(
+            f"{' -> '.join([*before.values(), generator])}.",
+            "The generator is the last step: it turns tokens into text itself.",
+            *(cancel if decoupled else ()),
+            *renamed,
+        ),
         f"name: {quote(name)}",
         'platform: "ensemble"',
         "max_batch_size: 0",
         "",
-        _comment("Exactly one of " + ", ".join(s.name for s in TOKENIZER_INPUTS) + "."),
-        _tensors("input", (*PREPROCESSOR_INPUTS, *passed), ensemble=True),
+        _EXACTLY_ONE,
+        _tensors("input", (*TENSORS[next(iter(before))][0], *_PASSED_INPUTS), ensemble=True),
         "",
-        _tensors("output", ENSEMBLE_OUTPUTS, ensemble=True),
+        _tensors("output", OUTPUTS, ensemble=True),
         "",
         "ensemble_scheduling {",
-        _step(
-            preprocessor,
-            [(s.name, s.on_ensemble) for s in PREPROCESSOR_INPUTS],
-            [("input_ids", TOKEN_IDS_TENSOR), *((s.name, s.name) for s in given)],
-        ),
-        _step(
-            encoder,
-            [(s.name, s.name) for s in ENCODER_INPUTS],
-            [(s.name, s.name) for s in ENCODER_OUTPUTS],
-        ),
+        *steps,
         _step(
             generator,
-            [
-                ("input_ids", TOKEN_IDS_TENSOR),
-                *((n, n) for n in sorted(inside)),
-                *((s.name, s.on_ensemble) for s in passed),
-            ],
-            [(s.name, s.on_ensemble) for s in ENSEMBLE_OUTPUTS],
+            [*((n, _inside(n)) for n in taken), *((s.name, s.on_ensemble) for s in _PASSED_INPUTS)],
+            [(s.name, s.on_ensemble) for s in OUTPUTS],
         ),
         "}",
     )
 
 
-def _cancel_note(generator: str) -> list[str]:
-    return [
-        "Triton does not tell an ensemble's step that its client has gone: cancel by a request of the",
-        f'same id with input "cancel" to {quote(generator)}; quire_client does so by itself.',
-    ]
-
-
-def _renamed_note() -> list[str]:
-    return [
-        f'Here the input "{s.name}" is called "{s.ensemble_name}": an output has its name already.'
-        for s in ENSEMBLE_INPUTS
-        if s.ensemble_name
-    ]
+def _inside(name: str) -> str:
+    """What an ensemble calls a tensor that one of its models gives to the next."""
+    return "prompt_token_ids" if name == "input_ids" else name
 
 
 def _parameter(key: str, value: str) -> str:
@@ -277,3 +239,6 @@ def _comment(*lines: str) -> str:
 
 def _join(*parts: str) -> str:
     return "\n".join(parts) + "\n"
+
+
+_EXACTLY_ONE = _comment("Exactly one of " + ", ".join(s.name for s in _TOKENIZER_INPUTS) + ".")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire_ensemble import messages as chat
 from quire_ensemble.client_json import check_bytes
-from quire_ensemble.errors import InputError, TokenizerError, shown
+from quire_ensemble.errors import InputError
+from quire_ensemble.triton_model import integer_parameters
 
 if TYPE_CHECKING:
     from quire_ensemble.tokenizer import Tokenizer
@@ -38,23 +40,14 @@ class TextLimits:
         raise InputError("text_input, messages", "exactly one is needed, none is given")
 
 
-def text_limits(model_config: dict[str, Any], checkpoint: Path) -> TextLimits:
-    """The limits that a model configuration's parameters state; `max_model_len` is the checkpoint's own where
-    none does.
+def text_limits(parameters: Mapping[str, str], checkpoint: Path) -> TextLimits:
+    """The limits that a model's parameters state; `max_model_len` is the checkpoint's own where none does.
 
     Raises:
-        TokenizerError: a value is no integer of at least 1; names the parameter.
+        ParameterError: a value is no integer of at least 1.
     """
-    stated: dict[str, Any] = {"max_model_len": _longest_sequence(checkpoint)}
-    for name in ("max_prompt_bytes", "max_model_len"):
-        text = model_config.get("parameters", {}).get(name, {}).get("string_value", "")
-        if text:
-            if not text.isascii() or not text.isdigit() or int(text) < 1:
-                raise TokenizerError(
-                    f"parameter {name!r} must be an integer of at least 1, got {shown(text)}"
-                )
-            stated[name] = int(text)
-    return TextLimits(**stated)
+    stated: dict[str, Any] = integer_parameters(parameters, ("max_prompt_bytes", "max_model_len"))
+    return TextLimits(**{"max_model_len": _longest_sequence(checkpoint), **stated})
 
 
 def _longest_sequence(checkpoint: Path) -> int | None:

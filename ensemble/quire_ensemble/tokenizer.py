@@ -13,7 +13,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,50 +78,23 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._hf: Any = AutoTokenizer.from_pretrained(
+            self.hf: Any = AutoTokenizer.from_pretrained(
                 str(self.path), local_files_only=True, trust_remote_code=False
             )
+            """The tokenizer of transformers. Calls that pad or truncate must not be made on it."""
         except Exception as error:  # the loaders of transformers raise whatever their files make them raise
             raise TokenizerError(f"{self.path}: tokenizer cannot be loaded: {one_line(error)}") from error
-        rust = getattr(self._hf, "backend_tokenizer", None)
+        rust = getattr(self.hf, "backend_tokenizer", None)
         if rust is not None:
             rust.no_truncation()
             rust.no_padding()
-        if not self._hf.chat_template:
-            self._hf.chat_template = _processor_template(self.path)
+        if not self.hf.chat_template:
+            self.hf.chat_template = _processor_template(self.path)
 
     @staticmethod
     def exists(path: str | Path) -> bool:
         """Whether the directory holds tokenizer files; without them a generator serves token ids only."""
         return any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
-
-    @property
-    def hf(self) -> Any:
-        """The tokenizer of transformers. Calls that pad or truncate must not be made on it."""
-        return self._hf
-
-    @functools.cached_property
-    def vocab_size(self) -> int:
-        """Number of token ids, added tokens included. The model's may be larger: embeddings are padded."""
-        return len(self._hf)
-
-    @functools.cached_property
-    def all_special_ids(self) -> frozenset[int]:
-        """Ids that `skip_special_tokens` leaves out of decoded text."""
-        added = self._hf.added_tokens_decoder
-        return frozenset(self._hf.all_special_ids) | {i for i, token in added.items() if token.special}
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._hf.bos_token_id
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._hf.eos_token_id
-
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._hf.chat_template)
 
     def encode(
         self,
@@ -175,18 +147,18 @@ class Tokenizer:
     def _longest_token(self) -> int:
         """Bytes of the longest token, or more: a name may spell a byte with two. At least the 100 characters
         of the longest word that BERT's tokenizers know: a longer one is one token."""
-        return max(100, max(len(name.encode("utf-8", "replace")) for name in self._hf.get_vocab()))
+        return max(100, max(len(name.encode("utf-8", "replace")) for name in self.hf.get_vocab()))
 
     @functools.cached_property
     def _stripping(self) -> re.Pattern[str] | None:
         """Finds the added tokens that swallow spaces; None: there are none."""
-        added = self._hf.added_tokens_decoder.values()
+        added = self.hf.added_tokens_decoder.values()
         names = [re.escape(token.content) for token in added if token.lstrip or token.rstrip]
         return re.compile(f"({'|'.join(names)})", re.IGNORECASE) if names else None
 
     def _ids(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            encoded = self._hf(
+            encoded = self.hf(
                 text,
                 add_special_tokens=add_special_tokens,
                 return_attention_mask=False,
@@ -209,59 +181,28 @@ class Tokenizer:
             raise InputError(field, "must not be empty")
         return self.encode(text, field=field, max_tokens=max_tokens)
 
-    def render_messages(
-        self,
-        raw_json: str | bytes,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_bytes: int = chat.MAX_BYTES,
-    ) -> str:
+    def render(self, conversation: chat.Conversation, max_bytes: int = chat.MAX_BYTES) -> str:
         """The prompt text that the checkpoint's chat template makes of messages.
 
         Args:
-            raw_json: a JSON list of messages, or an object (see `quire_ensemble.messages`), whose own
-                `tools`, `add_generation_prompt` and `chat_template_kwargs` override the arguments.
-            tools: tool descriptions for the template.
-            add_generation_prompt: whether the text ends with the beginning of an assistant's turn.
-            chat_template_kwargs: further variables of the template.
-            max_bytes: longest JSON text, and longest text that the template makes of it.
+            conversation: its lists with image parts reach the template as they are; give them only to a
+                template that `takes_images`.
+            max_bytes: longest text that the template may make.
 
         Raises:
-            InputError: of field `messages`: too long, bad JSON, wrong shape, no chat template, or refused
-                by it.
+            InputError: the checkpoint has no chat template, the template refused the messages or wrote too
+                much, or `chat_template_kwargs` name what is not a client's to set.
         """
-        return self.render(
-            chat.parse_conversation(raw_json, max_bytes=max_bytes),
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            chat_template_kwargs=chat_template_kwargs,
-            max_bytes=max_bytes,
-        )
-
-    def render(
-        self,
-        conversation: chat.Conversation,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_bytes: int = chat.MAX_BYTES,
-    ) -> str:
-        """Renders a parsed conversation, as `render_messages` does. Lists with image parts reach the template
-        as they are: give them only to a template that `takes_images`."""
-        if not self.has_chat_template:
+        if not self.hf.chat_template:
             raise InputError(
                 chat.FIELD, "the checkpoint has no chat template; send text_input or input_ids instead"
             )
-        kwargs = {**(chat_template_kwargs or {}), **conversation.template_kwargs}
+        kwargs = conversation.template_kwargs
         # Templates write special tokens with every message: a long text for one would be there 4 096 times.
-        names = _reserved_template_names() | set(self._hf.SPECIAL_TOKENS_ATTRIBUTES)
+        names = _reserved_template_names() | set(self.hf.SPECIAL_TOKENS_ATTRIBUTES)
         reserved = sorted(names & set(kwargs))
         if reserved:
             raise InputError(chat.FIELD, f"chat_template_kwargs must not set {reserved[0]!r}")
-        stated = conversation.add_generation_prompt
         messages = conversation.messages
         if self._content_form == "strings":
             messages = chat.join_text_parts(messages)
@@ -271,8 +212,8 @@ class Tokenizer:
             return self._render(
                 messages,
                 max_bytes,
-                tools=conversation.tools if conversation.tools is not None else tools,
-                add_generation_prompt=add_generation_prompt if stated is None else stated,
+                tools=conversation.tools,
+                add_generation_prompt=conversation.add_generation_prompt,
                 **kwargs,
             )
         except InputError:
@@ -281,38 +222,25 @@ class Tokenizer:
             raise InputError(chat.FIELD, f"refused by the chat template: {one_line(error)}") from error
 
     def encode_messages(
-        self,
-        raw_json: str | bytes,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_bytes: int = chat.MAX_BYTES,
-        max_tokens: int | None = None,
+        self, raw_json: str | bytes, *, max_bytes: int = chat.MAX_BYTES, max_tokens: int | None = None
     ) -> list[int]:
-        """Token ids of `render_messages`' text, refused as by `encode`. The template writes BOS itself, so
-        none is added."""
-        text = self.render_messages(
-            raw_json,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            chat_template_kwargs=chat_template_kwargs,
-            max_bytes=max_bytes,
-        )
-        return self.encode(text, add_special_tokens=False, field=chat.FIELD, max_tokens=max_tokens)
+        """Token ids of chat messages: of what `render` makes of them, refused as by `encode`. The template
+        writes BOS itself, so none is added.
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids. Spaces are never cleaned up: a stream could not take back what it sent."""
-        return self._hf.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        Args:
+            raw_json: a JSON list of messages, or an object (see `quire_ensemble.messages`).
+            max_bytes: of the JSON text and of the rendered one.
+            max_tokens: see `encode`.
+        """
+        text = self.render(chat.parse_conversation(raw_json, max_bytes=max_bytes), max_bytes)
+        return self.encode(text, add_special_tokens=False, field=chat.FIELD, max_tokens=max_tokens)
 
     def _render(self, messages: list[dict[str, Any]], max_bytes: int = chat.MAX_BYTES, **kwargs: Any) -> str:
         from quire_ensemble.template_bounds import bounded
 
-        template = self._hf.get_chat_template(None, kwargs.get("tools"))
+        template = self.hf.get_chat_template(None, kwargs.get("tools"))
         with bounded(template, chat.FIELD, max_bytes):
-            return self._hf.apply_chat_template(messages, tokenize=False, **kwargs)
+            return self.hf.apply_chat_template(messages, tokenize=False, **kwargs)
 
     def takes_images(self, placeholder: str) -> bool:
         """Whether the template writes the placeholder, once, for an image part, and the text beside it."""

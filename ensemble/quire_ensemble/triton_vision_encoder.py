@@ -1,28 +1,22 @@
-"""The `vision_encoder` model of an ensemble: processed pixels in, rows for the language model out.
-
-A model repository's `vision_encoder/1/model.py` subclasses `VisionEncoderModel` and gives it Triton's Python
-utilities, which exist only inside a stub process. torch and transformers are not imported before
-`initialize`: Triton starts a second interpreter before each load.
-"""
+"""The `vision_encoder` model of an ensemble: processed pixels in, rows for the language model out."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import logging
 import os
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from quire_ensemble.encoder_cache import EncoderCache
-from quire_ensemble.errors import EnsembleError, InputError, VisionError, one_line
-from quire_ensemble.triton_tokenizer import checkpoint_path
+from quire_ensemble.errors import InputError, ParameterError, VisionError, one_line
+from quire_ensemble.triton_model import EnsembleModel, given_inputs, integer_parameter
 
 if TYPE_CHECKING:
     from quire_ensemble.vision_tower import VisionTower
@@ -50,97 +44,63 @@ class EncoderOptions:
     allow_pickle: bool = False
 
     @staticmethod
-    def of(model_config: Mapping[str, Any]) -> EncoderOptions:
-        """Reads the parameters of a model's configuration.
+    def of(parameters: Mapping[str, str]) -> EncoderOptions:
+        """The options that a model's parameters state.
 
         Raises:
-            VisionError: an unknown parameter, or a value out of range. Names in capitals are Triton's own.
+            ParameterError: unknown, or out of range. Names in capitals are Triton's own.
         """
-        stated = {key: value["string_value"] for key, value in model_config.get("parameters", {}).items()}
-        stated.pop("checkpoint", None)
-        readers: dict[str, Callable[[str, str], Any]] = {
-            "cache_bytes": _integer(0),
-            "max_patches": _integer(1),
-            "num_threads": _integer(1),
-            "output_device": _one_of({"cpu": "cpu", "gpu": "gpu"}),
-            "allow_pickle": _one_of({"true": True, "false": False}),
+        readers: Mapping[str, Any] = {
+            "cache_bytes": partial(integer_parameter, minimum=0),
+            "max_patches": integer_parameter,
+            "num_threads": integer_parameter,
+            "output_device": partial(_choice, {"cpu": "cpu", "gpu": "gpu"}),
+            "allow_pickle": partial(_choice, {"true": True, "false": False}),
         }
         values: dict[str, Any] = {}
         known = {option.name for option in dataclasses.fields(EncoderOptions)}
-        for name, text in stated.items():
+        for name, text in parameters.items():
             if name in known:
                 values[name] = readers[name](name, text) if name in readers else text
-            elif not name.isupper():
-                raise VisionError(
+            elif name != "checkpoint" and not name.isupper():
+                raise ParameterError(
                     f"parameter {name!r} is unknown; known: checkpoint, {', '.join(sorted(known))}"
                 )
         return EncoderOptions(**values)
 
 
-@dataclass
-class _Job:
-    """What one request asks for."""
+class _Image(NamedTuple):
+    """An image of a request."""
 
-    images: list[np.ndarray]
-    """float32 [rows of the image, row_size] each."""
+    key: str
+    """The cache's key of its rows."""
+    pixels: np.ndarray
+    """float32 [rows of the image, row_size]."""
     grid: np.ndarray
-    """int32 [images, 3]."""
-    keys: list[str]
-    """Cache key of each image."""
+    """int32 [3]."""
 
 
-@dataclass
-class _Pending:
-    """Images that are not in the cache, each once."""
-
-    pixel_values: list[np.ndarray] = field(default_factory=list)
-    """float32 [rows of the image, row_size] each."""
-    grid: list[np.ndarray] = field(default_factory=list)
-    """int32 [3] each."""
-    keys: list[str] = field(default_factory=list)
-
-
-class VisionEncoderModel:
-    """Triton Python model (not decoupled: each request gets one response, in the returned list).
+class VisionEncoderModel(EnsembleModel):
+    """The encoder of images.
 
     Inputs of a request, each with a batch dimension of 1: `pixel_values` FP32 [rows, row_size], `image_grid`
     INT32 [images, 3]. Output: `image_embeds` FP32 [rows of all its images, hidden], without a batch
     dimension; [0, hidden] for a request without images.
-    """
 
-    pb_utils: ClassVar[Any]
-    """The module triton_python_backend_utils; set by the subclass."""
+    Of the arguments of `initialize` the instance's name, kind and device, the model's name and version are
+    read too. Parameters: the fields of `EncoderOptions`.
+    """
 
     tower: VisionTower
     cache: EncoderCache
 
-    def initialize(self, args: dict[str, str]) -> None:
-        """Loads the vision part of the checkpoint named by parameter `checkpoint`.
-
-        Args:
-            args: Triton's; `model_config` (JSON), `model_repository` (the model's own directory), the
-                instance's name, kind and device, the model's name and version are read.
-
-        Raises:
-            TritonModelException: a wrong parameter, or no usable checkpoint there; one line.
-        """
-        try:
-            config = json.loads(args["model_config"])
-            path = checkpoint_path(config, Path(args["model_repository"]))
-            options = EncoderOptions.of(config)
-            self._load(path, options, _device(options, args))
-        except EnsembleError as error:
-            raise self.pb_utils.TritonModelException(str(error)) from None
-        self.cache = EncoderCache(options.cache_bytes)
-        self._output_on_gpu = options.output_device == "gpu"
-        self._metrics = _EncoderMetrics(self.pb_utils, args)
-
-    def _load(self, path: Path, options: EncoderOptions, stated_device: str) -> None:
+    def _load(self, checkpoint: Path, parameters: Mapping[str, str], args: Mapping[str, str]) -> None:
+        options = EncoderOptions.of(parameters)
         # Before torch is imported: threads that spin for long take the cores that decoding needs.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         from quire_ensemble.vision_tower import VisionTower, choose_device
 
-        device = choose_device(stated_device)
+        device = choose_device(_device(options, args))
         if options.output_device == "gpu" and device.type != "cuda":
             raise VisionError(f"output_device 'gpu' needs the encoder on a GPU, it is on {device}")
         if device.type == "cpu":
@@ -148,13 +108,16 @@ class VisionEncoderModel:
             # where both want a core, decoding goes first. Before loading, because threads inherit it.
             os.nice(NICENESS)
         self.tower = VisionTower(
-            path,
+            checkpoint,
             device=str(device),
             dtype=options.dtype,
             num_threads=options.num_threads,
             max_patches=options.max_patches,
             allow_pickle=options.allow_pickle,
         )
+        self.cache = EncoderCache(options.cache_bytes)
+        self._output_on_gpu = options.output_device == "gpu"
+        self._metrics = _EncoderMetrics(self.pb_utils, args)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """One response per request, in order.
@@ -162,11 +125,14 @@ class VisionEncoderModel:
         Every image that is not cached is encoded once, those of all requests together. A wrong request fails
         alone with INVALID_ARG; requests with an image of a forward that failed, with INTERNAL.
         """
-        jobs = [self._job(request) for request in requests]
-        found, pending = self._look_up([job for job in jobs if isinstance(job, _Job)])
+        jobs = [self._images(request) for request in requests]
+        asked = [image for job in jobs if isinstance(job, list) for image in job]
+        images = {image.key: image for image in asked}
+        cached = {key: self.cache.get(key) for key in images}
+        found = {key: rows for key, rows in cached.items() if rows is not None}
+        pending = [image for key, image in images.items() if key not in found]
         failures = self._encode(pending, found)
-        images = sum(len(job.keys) for job in jobs if isinstance(job, _Job))
-        self._metrics.count(hits=images - len(pending.keys), misses=len(pending.keys))
+        self._metrics.count(hits=len(asked) - len(pending), misses=len(pending))
         self._metrics.set_cache_bytes(self.cache.bytes)
         return [self._respond(job, found, failures) for job in jobs]
 
@@ -174,46 +140,23 @@ class VisionEncoderModel:
         """Removes the instance's metrics from the server."""
         self._metrics.close()
 
-    def _job(self, request: Any) -> _Job | InputError:
+    def _images(self, request: Any) -> list[_Image] | InputError:
         try:
-            given = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            given = given_inputs(request)
             pixel_values, grid = (_unbatched(given, name, 2) for name in (PIXELS, GRID))
             self.tower.check(pixel_values, grid)
         except InputError as error:
             return error
-        images = np.split(pixel_values, np.cumsum(self.tower.rows(grid))[:-1]) if len(grid) else []
-        return _Job(images, grid, [_cache_key(*image) for image in zip(images, grid, strict=True)])
+        pixels = np.split(pixel_values, np.cumsum(self.tower.rows(grid)))[: len(grid)]
+        return [_Image(_cache_key(*image), *image) for image in zip(pixels, grid, strict=True)]
 
-    def _look_up(self, jobs: list[_Job]) -> tuple[dict[str, np.ndarray], _Pending]:
-        """Cached outputs by key, and the images that have none. Each distinct key is looked up once."""
-        found: dict[str, np.ndarray] = {}
-        pending = _Pending()
-        seen: set[str] = set()
-        for job in jobs:
-            for key, pixels, grid in zip(job.keys, job.images, job.grid, strict=True):
-                if key in seen:
-                    continue
-                seen.add(key)
-                cached = self.cache.get(key)
-                if cached is not None:
-                    found[key] = cached
-                    continue
-                pending.pixel_values.append(pixels)
-                pending.grid.append(grid)
-                pending.keys.append(key)
-        return found, pending
-
-    def _encode(self, pending: _Pending, found: dict[str, np.ndarray]) -> dict[str, str]:
-        """Adds the pending images' outputs to `found` and to the cache; reasons of failure by key."""
+    def _encode(self, pending: Sequence[_Image], found: dict[str, np.ndarray]) -> dict[str, str]:
+        """Adds the pending images' rows to `found` and to the cache; reasons of failure by key."""
         failures: dict[str, str] = {}
-        if not pending.keys:
-            return failures
-        for part in self.tower.split(np.stack(pending.grid)):
-            keys = pending.keys[part]
+        for part in self.tower.split(np.array([image.grid for image in pending])):
+            keys, pixels, grids = zip(*pending[part], strict=True)
             try:
-                outputs = self.tower.encode(
-                    np.concatenate(pending.pixel_values[part]), np.stack(pending.grid[part])
-                )
+                outputs = self.tower.encode(np.concatenate(pixels), np.stack(grids))
             except Exception as error:  # whatever torch raises must not end the model
                 _log.exception("quire vision encoder: a forward of %d images failed", len(keys))
                 failures |= dict.fromkeys(keys, one_line(error))
@@ -226,18 +169,21 @@ class VisionEncoderModel:
         return failures
 
     def _respond(
-        self, job: _Job | InputError, found: Mapping[str, np.ndarray], failures: Mapping[str, str]
+        self,
+        images: Sequence[_Image] | InputError,
+        found: Mapping[str, np.ndarray],
+        failures: Mapping[str, str],
     ) -> Any:
         pb = self.pb_utils
-        if isinstance(job, InputError):
-            return pb.InferenceResponse(error=pb.TritonError(str(job), pb.TritonError.INVALID_ARG))
-        failed = [(i, failures[key]) for i, key in enumerate(job.keys) if key in failures]
+        if isinstance(images, InputError):
+            return self._refusal(images)
+        failed = [(i, failures[image.key]) for i, image in enumerate(images) if image.key in failures]
         if failed:
             index, reason = failed[0]
             message = f"image[{index}]: the vision encoder failed: {reason}"
             return pb.InferenceResponse(error=pb.TritonError(message, pb.TritonError.INTERNAL))
         empty = np.zeros((0, self.tower.hidden_size), np.float32)
-        embeds = np.concatenate([empty, *(found[key] for key in job.keys)])
+        embeds = np.concatenate([empty, *(found[image.key] for image in images)])
         return pb.InferenceResponse([self._output(embeds)])
 
     def _output(self, embeds: np.ndarray) -> Any:
@@ -269,7 +215,6 @@ class _EncoderMetrics:
         self._families: list[Any] = []
         self._counters: dict[str, Any] = {}
         self._gauge: Any = None
-        self._cache_bytes = 0
         kind = getattr(pb_utils, "MetricFamily", None)
         if kind is None:
             return
@@ -295,9 +240,8 @@ class _EncoderMetrics:
                 self._counters[key].increment(amount)
 
     def set_cache_bytes(self, value: int) -> None:
-        if self._gauge is not None and value != self._cache_bytes:
+        if self._gauge is not None:
             self._gauge.set(value)
-            self._cache_bytes = value
 
     def close(self) -> None:
         """A family must outlive its metrics."""
@@ -330,19 +274,7 @@ def _cache_key(pixels: np.ndarray, grid: np.ndarray) -> str:
     return content.hexdigest()
 
 
-def _integer(minimum: int) -> Callable[[str, str], int]:
-    def read(name: str, text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < minimum:
-            raise VisionError(f"parameter {name!r} must be an integer of at least {minimum}, got {text!r}")
-        return int(text)
-
-    return read
-
-
-def _one_of(choices: Mapping[str, Any]) -> Callable[[str, str], Any]:
-    def read(name: str, text: str) -> Any:
-        if text not in choices:
-            raise VisionError(f"parameter {name!r} must be one of {', '.join(choices)}, got {text!r}")
-        return choices[text]
-
-    return read
+def _choice(choices: Mapping[str, Any], name: str, text: str) -> Any:
+    if text not in choices:
+        raise ParameterError(f"parameter {name!r} must be one of {', '.join(choices)}, got {text!r}")
+    return choices[text]

@@ -7,18 +7,16 @@ Qwen models too, so that the generator gets a prompt it only has to put the imag
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from quire_ensemble import messages as chat
-from quire_ensemble.errors import InputError, VisionError
+from quire_ensemble.errors import InputError, VisionError, one_line
 from quire_ensemble.images import (
     EncodedImage,
     ImageLimits,
@@ -31,14 +29,11 @@ from quire_ensemble.memory_gate import MemoryGate
 from quire_ensemble.mrope import mrope_positions
 from quire_ensemble.text_limits import TextLimits
 from quire_ensemble.tokenizer import Tokenizer
+from quire_ensemble.vision_config import read_vision_config
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl")
-"""Values of `model_type` in config.json that are known."""
-TOWER_CLS_ROWS = {"clip_vision_model": 1, "siglip_vision_model": 0}
-"""Vision towers of LLaVA, and how many rows they put before those of the patches."""
 MAX_SCALED_PIXELS = 2**26
 """Pixels of an image while a processor scales or pads it: a square as long as an image of 1:2 may be."""
 THREADS = 4
@@ -61,8 +56,7 @@ class VisionPrompt:
     """int32 [3, tokens]: time, height, width; [0, 0] for models without M-RoPE."""
 
 
-@dataclass(frozen=True)
-class _ProcessedImage:
+class _ProcessedImage(NamedTuple):
     pixels: np.ndarray
     """float32 [rows, row_size]."""
     grid: tuple[int, int, int]
@@ -96,23 +90,15 @@ class VisionProcessor:
         self.tokenizer = tokenizer
         self.limits = limits or ImageLimits()
         self.texts = texts or TextLimits()
-        config = _read_config(self.path)
-        self.family: str = config["model_type"]
-        self._vision: dict[str, Any] = config.get("vision_config") or {}
+        self.config = read_vision_config(self.path)
         self._image_processor = _load_image_processor(self.path)
-        if self.family == "llava":
-            self._init_llava(config)
-        else:
-            self._init_qwen(config)
-        self.placeholder_id, self._placeholder, self._placeholder_line = self._find_placeholder(config)
+        if not self.config.is_llava:
+            self._check_processor()
+        self.placeholder_id, self._placeholder, self._placeholder_line = self._find_placeholder()
+        self._template_takes_images = tokenizer.takes_images(self._placeholder)
         self.row_size = self._try_processor()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="images")
         self._gate = MemoryGate(self.limits.max_image_pixels)
-
-    @property
-    def uses_mrope(self) -> bool:
-        """Whether positions are triples."""
-        return self.family != "llava"
 
     def close(self) -> None:
         """Ends the threads."""
@@ -138,15 +124,15 @@ class VisionProcessor:
         Raises:
             InputError: wrong input; a wrong image is of field `image[i]`, where i counts the prompt's images.
         """
-        sources = self._given_images(images, pixels)
-        if messages is not None and text is not None:
-            raise InputError("text_input, messages", "exactly one is allowed, both are given")
-        if messages is not None:
+        if images and pixels is not None:
+            raise InputError("image, image_pixels", "at most one is allowed, both are given")
+        sources: list[bytes | str | Image] = list(images or [])
+        if pixels is not None:
+            sources = list(split_pixels(pixels, self.limits))
+        if messages is not None and text is None:
             token_ids, sources = self._encode_messages(messages, sources)
-        elif text is not None:
-            token_ids = self.texts.encode(self.tokenizer, text, None)
         else:
-            raise InputError("text_input, messages", "exactly one is needed, none is given")
+            token_ids = self.texts.encode(self.tokenizer, text, messages)
         check_count(len(sources), self.limits)
         found = token_ids.count(self.placeholder_id)
         if found != len(sources):
@@ -158,15 +144,6 @@ class VisionProcessor:
         read = self._read_images(sources)
         run: Callable[..., Any] = map if len(read) < 2 else self._pool.map
         return self._assemble(token_ids, list(run(self._process_image, range(len(read)), read)))
-
-    def _given_images(
-        self, images: Sequence[bytes | str] | None, pixels: np.ndarray | None
-    ) -> list[bytes | str | Image]:
-        if images and pixels is not None:
-            raise InputError("image, image_pixels", "at most one is allowed, both are given")
-        if pixels is not None:
-            return list(split_pixels(pixels, self.limits))
-        return list(images or [])
 
     def _encode_messages(
         self, raw: bytes, given: list[bytes | str | Image]
@@ -197,10 +174,6 @@ class VisionProcessor:
         rest = iter(given)
         return token_ids, [next(rest) if data is None else data for data in found]
 
-    @functools.cached_property
-    def _template_takes_images(self) -> bool:
-        return self.tokenizer.takes_images(self._placeholder)
-
     def _read_images(self, sources: Sequence[bytes | str | Image]) -> list[EncodedImage | Image]:
         """The images, none of them decoded, once it is known that all of them together are within limits."""
         images: list[EncodedImage | Image] = []
@@ -225,9 +198,9 @@ class VisionProcessor:
             except ValueError as error:
                 raise _refused(index, error) from None
         pixels = np.asarray(out["pixel_values"], dtype=np.float32)
-        if self.family == "llava":
+        if self.config.is_llava:
             _, _, height, width = pixels.shape
-            grid = (1, height // self._patch, width // self._patch)
+            grid = (1, height // self.config.patch, width // self.config.patch)
             pixels = pixels.reshape(1, -1)
         else:
             grid = cast("tuple[int, int, int]", tuple(int(n) for n in out["image_grid_thw"][0]))
@@ -235,8 +208,8 @@ class VisionProcessor:
 
     def _num_patches(self, size: tuple[int, int], index: int) -> int:
         """Patches that the image processor makes of an image."""
-        if self.family == "llava":
-            return self.row_size // (3 * self._patch**2)
+        if self.config.is_llava:
+            return self.row_size // (3 * self.config.patch**2)
         try:
             return int(self._image_processor.get_number_of_image_patches(size[1], size[0]))
         except ValueError as error:  # an aspect ratio above 200
@@ -254,7 +227,7 @@ class VisionProcessor:
         scaled = (short, long)
         if getattr(processor, "do_pad", False):
             scaled = (long, long)
-        elif self.family == "llava" and processor.do_resize and edge:
+        elif self.config.is_llava and processor.do_resize and edge:
             scaled = (edge, edge * long // short)
         if scaled[0] * scaled[1] > max(MAX_SCALED_PIXELS, short * long):
             raise InputError(
@@ -270,7 +243,7 @@ class VisionProcessor:
         rest = iter(images)
         for token_id in token_ids:
             if token_id == self.placeholder_id:
-                rows = self._rows(next(rest).grid)
+                rows = self.config.tokens(*next(rest).grid)
                 spans.append((len(expanded), rows))
                 expanded.extend([token_id] * rows)
             else:
@@ -283,64 +256,27 @@ class VisionProcessor:
             )[None],
             image_grid=np.asarray(grids, dtype=np.int32).reshape(1, -1, 3),
             image_spans=np.asarray(spans, dtype=np.int32).reshape(-1, 2),
-            position_ids=mrope_positions(len(expanded), spans, grids, self._merge)
-            if self.uses_mrope
+            position_ids=mrope_positions(len(expanded), spans, grids, self.config.merge)
+            if not self.config.is_llava
             else np.zeros((0, 0), dtype=np.int32),
         )
 
-    def _rows(self, grid: tuple[int, int, int]) -> int:
-        """Rows of embeddings that the encoder makes of an image."""
-        t, h, w = grid
-        return t * h * w // self._merge**2 + self._extra_rows
-
-    def _init_llava(self, config: dict[str, Any]) -> None:
-        tower = self._vision.get("model_type", "clip_vision_model")
-        if tower not in TOWER_CLS_ROWS:
-            raise VisionError(
-                f"{self.path / 'config.json'}: vision tower {tower!r} is not supported; known are "
-                f"{', '.join(TOWER_CLS_ROWS)}"
-            )
-        strategy = config.get("vision_feature_select_strategy", "default")
-        if strategy not in ("default", "full"):
-            raise VisionError(
-                f"{self.path / 'config.json'}: vision_feature_select_strategy must be default or full, got "
-                f"{strategy!r}"
-            )
-        # "default" drops the first row, whatever it is.
-        self._extra_rows = TOWER_CLS_ROWS[tower] - (strategy == "default")
-        self._merge = 1
-        self._patch = int(self._vision_value("patch_size"))
-
-    def _init_qwen(self, config: dict[str, Any]) -> None:
-        self._extra_rows = 0
-        self._merge = int(self._vision_value("spatial_merge_size"))
-        self._patch = int(self._vision_value("patch_size"))
-        for name, ours in (("merge_size", self._merge), ("patch_size", self._patch)):
+    def _check_processor(self) -> None:
+        for name, ours in (("merge_size", self.config.merge), ("patch_size", self.config.patch)):
             theirs = getattr(self._image_processor, name, None)
             if theirs != ours:
                 raise VisionError(
                     f"{self.path}: {name} is {theirs} in the image processor and {ours} in config.json"
                 )
 
-    def _vision_value(self, name: str) -> Any:
-        """A value of vision_config, or its class's default: published files may leave values out."""
-        if name in self._vision:
-            return self._vision[name]
-        from transformers import AutoConfig
-
-        return getattr(AutoConfig.from_pretrained(str(self.path), local_files_only=True).vision_config, name)
-
-    def _find_placeholder(self, config: dict[str, Any]) -> tuple[int, str, str]:
+    def _find_placeholder(self) -> tuple[int, str, str]:
         """The placeholder's id, its text, and what stands for an image in a text: that text, between the
         markers of the checkpoint if there are any."""
-        keys = ("image_token_id", "image_token_index") if self.family == "llava" else ("image_token_id",)
-        found = next((config[key] for key in keys if config.get(key) is not None), None)
-        if found is None:
-            found = 32000 if self.family == "llava" else 151655  # the defaults of transformers
+        config = self.config.hf
+        found = config.image_token_id
         ids = [found]
-        if self.uses_mrope:
-            ids.insert(0, config.get("vision_start_token_id", 151652))
-            ids.append(config.get("vision_end_token_id", 151653))
+        if not self.config.is_llava:
+            ids = [config.vision_start_token_id, found, config.vision_end_token_id]
         hf = self.tokenizer.hf
         line = "".join(hf.convert_ids_to_tokens(int(i)) or "" for i in ids)
         added = set(ids) <= set(hf.added_tokens_decoder)
@@ -356,32 +292,16 @@ class VisionProcessor:
             out = self._image_processor(images=[pil.new("RGB", (96, 64))], return_tensors="np")
             shape = np.asarray(out["pixel_values"]).shape
         except Exception as error:  # its settings come from a file
-            raise VisionError(
-                f"{self.path}: the image processor does not work: {' '.join(str(error).split())[:300]}"
-            ) from error
-        if self.family != "llava":
+            raise VisionError(f"{self.path}: the image processor does not work: {one_line(error)}") from error
+        if not self.config.is_llava:
             return int(shape[1])
-        size = int(self._vision_value("image_size"))
+        size = self.config.hf.vision_config.image_size
         if shape != (1, 3, size, size):
             raise VisionError(
                 f"{self.path}: the image processor gives {list(shape[1:])}, the vision tower takes "
                 f"[3, {size}, {size}]"
             )
         return 3 * size * size
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise VisionError(f"{file}: cannot be read as JSON: {error}") from None
-    family = config.get("model_type") if isinstance(config, dict) else None
-    if family not in FAMILIES:
-        raise VisionError(
-            f"{file}: model_type {family!r} has no known vision part; known are {', '.join(FAMILIES)}"
-        )
-    return config
 
 
 def _load_image_processor(path: Path) -> Any:
@@ -392,9 +312,7 @@ def _load_image_processor(path: Path) -> Any:
             str(path), backend="pil", local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # the loaders of transformers raise whatever their files make them raise
-        raise VisionError(
-            f"{path}: image processor cannot be loaded: {' '.join(str(error).split())[:300]}"
-        ) from error
+        raise VisionError(f"{path}: image processor cannot be loaded: {one_line(error)}") from error
 
 
 def _to_rgb(image: Image) -> Image:

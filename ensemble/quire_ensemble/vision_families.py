@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import AutoModel
@@ -18,6 +18,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from quire_ensemble.errors import InputError
+from quire_ensemble.vision_config import VisionConfig
 
 GRID = "image_grid"
 
@@ -38,14 +39,13 @@ class VisionFamily(ABC):
         hidden_size: values in one row of the output.
     """
 
-    model_types: ClassVar[tuple[str, ...]]
     module: Any
     row_size: int
     hidden_size: int
 
     @abstractmethod
-    def __init__(self, config: Any) -> None:
-        """Builds the module in torch's default dtype.
+    def __init__(self, config: VisionConfig) -> None:
+        """Builds the module in torch's default dtype; changes `config.hf`.
 
         Raises:
             UnsupportedConfig: of this configuration's vision part.
@@ -67,10 +67,6 @@ class VisionFamily(ABC):
         """Rows of `pixel_values` that an image takes."""
 
     @abstractmethod
-    def tokens(self, t: int, h: int, w: int) -> int:
-        """Rows of the output that an image gives."""
-
-    @abstractmethod
     def features(self, pixel_values: torch.Tensor, grid: Grid) -> Sequence[torch.Tensor]:
         """One [tokens, hidden_size] tensor per image, of the module's dtype.
 
@@ -83,28 +79,17 @@ class VisionFamily(ABC):
 class LlavaVision(VisionFamily):
     """CLIP or SigLIP tower and projector. Images of one size; one row is a whole image, [C, H, W]."""
 
-    model_types = ("llava",)
-    TOWERS: ClassVar[tuple[str, ...]] = ("clip_vision_model", "siglip_vision_model")
-
-    def __init__(self, config: Any) -> None:
-        vision = config.vision_config
-        if vision.model_type not in self.TOWERS:
-            raise UnsupportedConfig(
-                f"vision tower {vision.model_type!r} is not supported; supported: {', '.join(self.TOWERS)}"
-            )
-        if not isinstance(vision.image_size, int) or not isinstance(vision.patch_size, int):
-            raise UnsupportedConfig("image_size and patch_size of the vision tower must be integers")
-        self.layers = _stop_at_features(config)
+    def __init__(self, config: VisionConfig) -> None:
+        vision = config.hf.vision_config
+        self.layers = _stop_at_features(config.hf)
         if vision.model_type == "siglip_vision_model":
             vision.vision_use_head = False  # pools the image to one row, which LLaVA does not use
-        self.module = _LlavaModel(config)
+        self.module = _LlavaModel(config.hf)
         self.image_size, self.channels = vision.image_size, vision.num_channels
         # A size that the patches do not divide (SigLIP: 384 by 14) leaves a border that is in no patch.
-        self.side = vision.image_size // vision.patch_size
+        self.side = vision.image_size // config.patch
         self.row_size = self.channels * self.image_size**2
-        self.hidden_size = config.text_config.hidden_size
-        cls_row = int(vision.model_type == "clip_vision_model")
-        self.extra_rows = cls_row - int(config.vision_feature_select_strategy == "default")
+        self.hidden_size = config.hf.text_config.hidden_size
 
     def name_of(self, stored: str) -> str | None:
         name = stored.removeprefix("model.")
@@ -126,9 +111,6 @@ class LlavaVision(VisionFamily):
     def rows(self, t: int, h: int, w: int) -> int:
         return 1
 
-    def tokens(self, t: int, h: int, w: int) -> int:
-        return h * w + self.extra_rows
-
     def features(self, pixel_values: torch.Tensor, grid: Grid) -> Sequence[torch.Tensor]:
         pixels = pixel_values.view(len(grid), self.channels, self.image_size, self.image_size)
         return self.module.get_image_features(pixels).pooler_output
@@ -137,15 +119,13 @@ class LlavaVision(VisionFamily):
 class QwenVision(VisionFamily):
     """`visual` of Qwen2-VL and Qwen2.5-VL. Images of any size; one row is one patch."""
 
-    model_types = ("qwen2_vl", "qwen2_5_vl")
-
-    def __init__(self, config: Any) -> None:
-        vision = config.vision_config
-        if config.model_type == "qwen2_vl":
-            self.module, self.hidden_size = _Qwen2VLModel(config), vision.hidden_size
+    def __init__(self, config: VisionConfig) -> None:
+        vision = config.hf.vision_config
+        if config.hf.model_type == "qwen2_vl":
+            self.module, self.hidden_size = _Qwen2VLModel(config.hf), vision.hidden_size
         else:
-            self.module, self.hidden_size = _Qwen2_5_VLModel(config), vision.out_hidden_size
-        self.merge = vision.spatial_merge_size
+            self.module, self.hidden_size = _Qwen2_5_VLModel(config.hf), vision.out_hidden_size
+        self.merge = config.merge
         self.row_size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
 
     def name_of(self, stored: str) -> str | None:
@@ -160,9 +140,6 @@ class QwenVision(VisionFamily):
 
     def rows(self, t: int, h: int, w: int) -> int:
         return t * h * w
-
-    def tokens(self, t: int, h: int, w: int) -> int:
-        return t * h * w // self.merge**2
 
     def features(self, pixel_values: torch.Tensor, grid: Grid) -> Sequence[torch.Tensor]:
         grid_thw = torch.tensor(list(grid), dtype=torch.int64, device=pixel_values.device)
@@ -210,8 +187,3 @@ def _stop_at_features(config: Any) -> int:
     indices = [i - kept - 1 for i in indices]
     config.vision_feature_layer = indices[0] if isinstance(stated, int) else indices
     return kept
-
-
-FAMILIES: dict[str, type[VisionFamily]] = {
-    name: family for family in (LlavaVision, QwenVision) for name in family.model_types
-}

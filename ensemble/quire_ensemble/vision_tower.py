@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
 from quire_ensemble.errors import InputError, VisionError, one_line
-from quire_ensemble.vision_families import FAMILIES, GRID, Grid, UnsupportedConfig, VisionFamily
+from quire_ensemble.vision_config import VisionConfig, read_vision_config
+from quire_ensemble.vision_families import GRID, LlavaVision, QwenVision, UnsupportedConfig, VisionFamily
 from quire_ensemble.vision_weights import fill_weights
 from quire_kernels.machine import num_cpus
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-DEFAULT_MAX_PATCHES = 16384
 MAX_IMAGES = 4096
 """Images of one request."""
 PIXELS = "pixel_values"
@@ -40,7 +39,7 @@ class VisionTower:
         device: str = "auto",
         dtype: str = "float32",
         num_threads: int | None = None,
-        max_patches: int = DEFAULT_MAX_PATCHES,
+        max_patches: int = 16384,
         allow_pickle: bool = False,
     ) -> None:
         """Loads the vision part; the language model's tensors are not read.
@@ -57,16 +56,13 @@ class VisionTower:
             VisionError: missing, broken or unsupported; one line that names the file.
         """
         self.path = Path(path)
-        if max_patches < 1:
-            raise VisionError(f"max_patches must be at least 1, got {max_patches}")
-        if num_threads is not None and num_threads < 1:
-            raise VisionError(f"num_threads must be at least 1, got {num_threads}")
         self.max_patches = max_patches
         self.device = choose_device(device)
         if self.device.type == "cpu":
             torch.set_num_threads(num_threads or default_num_threads())
-        config = _read_config(self.path)
-        self._family = _build(self.path, config, _choose_dtype(dtype, config, self.path), self.device)
+        self._config = read_vision_config(self.path)
+        weights = _choose_dtype(dtype, self._config.hf, self.path)
+        self._family = _build(self.path, self._config, weights, self.device)
         fill_weights(_targets(self._family), self.path, self._family.name_of, allow_pickle=allow_pickle)
 
     @property
@@ -83,10 +79,10 @@ class VisionTower:
 
     def tokens(self, grid: np.ndarray) -> list[int]:
         """Output rows of each image; `grid` [n, 3] must have passed `check`."""
-        return [self._family.tokens(*image) for image in _images(grid)]
+        return [self._config.tokens(*image) for image in _images(grid)]
 
     def check(self, pixel_values: np.ndarray, grid: np.ndarray) -> None:
-        """Whether `encode` can take these.
+        """Passes what `encode` can take.
 
         Raises:
             InputError: a wrong shape or grid, or a number of rows that is not the grid's.
@@ -124,38 +120,29 @@ class VisionTower:
         return [*parts, slice(start, len(grid))] if len(grid) else []
 
     def encode(self, pixel_values: np.ndarray, grid: np.ndarray) -> list[np.ndarray]:
-        """Rows for the language model, by as few forwards as `split` allows.
+        """Rows for the language model, by one forward; both arguments must have passed `check`.
 
         Args:
             pixel_values: float32 [rows of all images, row_size].
-            grid: integers [n, 3]: (t, h, w) of each image in patches, before merging.
+            grid: integers [n, 3], at least one: (t, h, w) of each image in patches, before merging.
 
         Returns:
-            One float32 [tokens, hidden_size] per image; those of one forward share memory.
+            One float32 [tokens, hidden_size] per image; they share memory.
 
         Raises:
-            InputError: see `check`.
             RuntimeError: of torch, out of memory among them.
         """
-        self.check(pixel_values, grid)
-        ends = np.cumsum([0, *self.rows(grid)])
-        features: list[np.ndarray] = []
-        for part in self.split(grid):
-            features += self._forward(pixel_values[ends[part.start] : ends[part.stop]], _images(grid[part]))
-        return features
-
-    def _forward(self, pixel_values: np.ndarray, grid: Grid) -> list[np.ndarray]:
         # Triton's arrays are read-only views of shared memory, which torch warns of, and must not be kept.
         pixels = torch.from_numpy(np.array(pixel_values, dtype=np.float32, order="C"))
         try:
             with torch.inference_mode():
-                outputs = self._family.features(pixels.to(self.device), grid)
+                outputs = self._family.features(pixels.to(self.device), _images(grid))
                 # One copy from the device instead of one for each image.
                 joined = torch.cat(list(outputs)).to("cpu", torch.float32).numpy()
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()  # or the next forward finds the memory in pieces
             raise
-        tokens = [self._family.tokens(*image) for image in grid]
+        tokens = self.tokens(grid)
         assert joined.shape == (sum(tokens), self.hidden_size), f"tower gave {joined.shape}"
         return np.split(joined, np.cumsum(tokens)[:-1])
 
@@ -184,22 +171,6 @@ def default_num_threads() -> int:
     return max(1, num_cpus() // 2)
 
 
-def _read_config(path: Path) -> Any:
-    file = path / "config.json"
-    if not file.is_file():
-        raise VisionError(f"{file}: not found")
-    try:
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever the file makes it raise
-        raise VisionError(f"{file}: cannot be read: {one_line(error)}") from None
-    if config.model_type not in FAMILIES:
-        raise VisionError(
-            f"{file}: model_type {config.model_type!r} has no vision encoder here; "
-            f"supported: {', '.join(FAMILIES)}"
-        )
-    return config
-
-
 def _choose_dtype(asked: str, config: Any, path: Path) -> torch.dtype:
     if asked == "auto":
         stated = config.dtype or config.vision_config.dtype or torch.float32
@@ -211,10 +182,10 @@ def _choose_dtype(asked: str, config: Any, path: Path) -> torch.dtype:
     return DTYPES[asked]
 
 
-def _build(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> VisionFamily:
+def _build(path: Path, config: VisionConfig, dtype: torch.dtype, device: torch.device) -> VisionFamily:
     try:
         with _default_dtype(dtype), no_init_weights():
-            family = FAMILIES[config.model_type](config)
+            family = LlavaVision(config) if config.is_llava else QwenVision(config)
     except UnsupportedConfig as error:
         raise VisionError(f"{path / 'config.json'}: {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:

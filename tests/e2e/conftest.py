@@ -49,7 +49,7 @@ class TritonPythonModel:
         responses = []
         for request in requests:
             ids = pb_utils.get_input_tensor_by_name(request, "ids").as_numpy()
-            text = self.tokenizer.decode(ids.tolist())
+            text = self.tokenizer.hf.decode(ids.tolist())
             array = np.array([text.encode()], dtype=np.object_)
             responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("text", array)]))
         return responses

@@ -68,13 +68,8 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VisionServer]:
         (chunked / "1" / "quire.json").write_text(json.dumps(options))
         ensemble = repository / f"{kind}_chunked_chat"
         (ensemble / "1").mkdir(parents=True)
-        text = pbtxt.vision_ensemble_config(
-            ensemble.name,
-            preprocessor=f"{kind}_vision_preprocessor",
-            encoder=f"{kind}_vision_encoder",
-            generator=chunked.name,
-            decoupled=True,
-        )
+        before = {role: f"{kind}_{role}" for role in ("vision_preprocessor", "vision_encoder")}
+        text = pbtxt.ensemble_config(ensemble.name, before=before, generator=chunked.name, decoupled=True)
         (ensemble / "config.pbtxt").write_text(text)
         names += [f"{kind}_{role}" for role in ("vision_chat", "chunked_chat")]
         names += [

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from quire.processes import start_time_of
+from quire.engine.processes import start_time_of
 from quire_ensemble.builder import build_repository
 from tests.e2e.conftest import OPTIONS
 from tests.e2e.triton_calls import Reply, TritonStream, infer, stream

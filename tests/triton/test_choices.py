@@ -18,8 +18,8 @@ from tests.fixtures import fake_pb_utils
 
 fake_pb_utils.install()
 
-from quire.cache_commands import CacheCommand, Inspect, Reset  # noqa: E402
 from quire.config import EngineConfig  # noqa: E402
+from quire.engine.cache_commands import CacheCommand, Inspect, Reset  # noqa: E402
 from quire.errors import InvalidArgumentError, UnavailableError  # noqa: E402
 from quire.outputs import EngineCoreOutput, RunnerInfo, TokenLogprobs  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402

@@ -10,12 +10,12 @@ from tests.fixtures import fake_pb_utils
 
 fake_pb_utils.install()
 
-from quire.cache_commands import Inspect  # noqa: E402
+from quire.engine.cache_commands import Inspect  # noqa: E402
 from quire.engine.client import EngineClient  # noqa: E402
 from quire.engine.connection import EngineConnection  # noqa: E402
+from quire.engine.processes import start_time_of  # noqa: E402
 from quire.engine.supervisor import EngineAddress  # noqa: E402
 from quire.errors import UnavailableError  # noqa: E402
-from quire.processes import start_time_of  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.responder import Responder  # noqa: E402
 from tests.triton.test_choices import WAIT_S, Harness  # noqa: E402

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from quire.cache_commands import Health, Reset, Unpin
 from quire.config import FrontendConfig
+from quire.engine.cache_commands import Health, Reset, Unpin
 from quire.engine.messages import EngineInfo
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.frontend.output_processor import RequestProcessor

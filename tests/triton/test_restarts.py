@@ -20,9 +20,9 @@ from quire.engine import client  # noqa: E402
 from quire.engine.client import EngineClient  # noqa: E402
 from quire.engine.connection import EngineConnection  # noqa: E402
 from quire.engine.messages import EngineInfo, Goodbye, frontend_message_decoder  # noqa: E402
+from quire.engine.processes import start_time_of  # noqa: E402
 from quire.engine.supervisor import EngineAddress  # noqa: E402
 from quire.errors import CheckpointError, EngineStoppedError  # noqa: E402
-from quire.processes import start_time_of  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_parser import ParsedRequest  # noqa: E402

@@ -20,7 +20,7 @@ from tests.fixtures import fake_pb_utils
 
 fake_pb_utils.install()
 
-from quire.cache_commands import Reset  # noqa: E402
+from quire.engine.cache_commands import Reset  # noqa: E402
 from quire.outputs import EngineCoreOutput  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton import request_handle, responder  # noqa: E402

@@ -106,7 +106,7 @@ def test_text_and_messages_become_int32_ids(model: Model) -> None:
     assert text.tensors["input_ids"].tolist() == tokenizer.encode("Grüße")
     assert as_str.tensors["input_ids"].tolist() == tokenizer.encode("Grüße")
     rendered = "<|im_start|>user\nGrüße, 日本<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(chat.tensors["input_ids"].tolist()) == rendered
+    assert tokenizer.hf.decode(chat.tensors["input_ids"].tolist()) == rendered
 
 
 def test_wrong_requests_fail_alone_with_invalid_arg(model: Model) -> None:

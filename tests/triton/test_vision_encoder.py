@@ -28,6 +28,7 @@ from tests.fixtures import fake_pb_utils
 from tests.fixtures.fake_metrics import FakeMetricFamily
 from tests.fixtures.server import ServeRepository
 from tests.fixtures.vision_checkpoints import make_vision_checkpoint
+from tests.unit.test_encoder_cache import check_integrity
 
 ROOT = Path(__file__).resolve().parents[2]
 GRIDS = [(1, 4, 6), (1, 10, 8), (1, 2, 12)]
@@ -209,7 +210,7 @@ def test_the_cache_stays_within_its_bytes(
     for _ in range(2):
         (response,) = model.execute([request(*images)])
         assert_close(embeds(response), expected(*images))
-        model.cache.check_integrity()
+        check_integrity(model.cache)
     assert forwards.images == [3, 2]
     assert model.cache.bytes == 20 * HIDDEN * 4
 
@@ -321,8 +322,7 @@ def test_options_are_those_of_the_tower_and_their_defaults() -> None:
         "allow_pickle": "true",
         "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
     }
-    config = {"parameters": {key: {"string_value": value} for key, value in stated.items()}}
-    assert EncoderOptions.of(config) == EncoderOptions(
+    assert EncoderOptions.of(stated) == EncoderOptions(
         device="cpu",
         dtype="bfloat16",
         cache_bytes=0,

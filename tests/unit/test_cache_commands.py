@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.cache_commands import (
+from quire.engine.cache_commands import (
     MAX_COMMAND_BYTES,
     CacheCommand,
     Health,

@@ -507,18 +507,13 @@ def test_tail_is_released_when_the_request_ends_without_the_stop() -> None:
 
 
 @pytest.mark.row("A13")
-@pytest.mark.parametrize("by_flush", [False, True])
-def test_stop_in_a_tail_that_only_the_end_decides(by_flush: bool) -> None:
+def test_stop_in_a_tail_that_only_the_end_decides() -> None:
     """Bytes of 😀 are held until their run ends: the stop is found in the flush, and still cuts the text."""
     tokenizer = tokenizer_of("llama2")
     token_ids = tokenizer.encode("a😀", add_special_tokens=False)
     detokenizer = IncrementalDetokenizer(tokenizer, stop=("😀",))
-    if by_flush:
-        assert detokenizer.append(token_ids) is None
-        assert detokenizer.take_delta(flush=True) == "a"
-    else:
-        assert detokenizer.append(token_ids, final=True) == "😀"
-        assert detokenizer.take_delta(flush=True) == "a"
+    assert detokenizer.append(token_ids) is None
+    assert detokenizer.take_delta(flush=True) == "a"
     assert detokenizer.matched_stop == "😀"
     assert detokenizer.num_tokens_used == len(token_ids)
 
@@ -562,13 +557,15 @@ def test_stop_found_late_is_counted_by_its_own_tokens() -> None:
     assert detokenizer.num_tokens_used == 5 and detokenizer.text == "a"
     # The byte tokens of the stop are the 2nd to 5th, so with min_tokens 6 they are ignored.
     detokenizer = IncrementalDetokenizer(tokenizer, stop=("😀",), min_tokens=6)
-    assert detokenizer.append(token_ids, final=True) is None
+    assert detokenizer.append(token_ids) is None
     assert detokenizer.take_delta(flush=True) == "a😀龘b"
+    assert detokenizer.matched_stop is None
 
     tokenizer = tokenizer_of("word_piece")
     token_ids = tokenizer.convert_tokens_to_ids(["do", "it", "##n", "a", "'", "n", "the"])
     detokenizer = IncrementalDetokenizer(tokenizer, stop=("itn",))
-    assert detokenizer.append(token_ids, final=True) == "itn"
+    detokenizer.append(token_ids)
+    assert detokenizer.take_delta(flush=True) == "do " and detokenizer.matched_stop == "itn"
     assert detokenizer.num_tokens_used == 3 and detokenizer.text == "do "
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.cache_commands import Inspect, Reset
+from quire.engine.cache_commands import Inspect, Reset
 from quire.errors import ConfigError, InvalidArgumentError, UnavailableError
 from quire.models.kv_spec import AttentionKV
 from quire.outputs import RequestOutput

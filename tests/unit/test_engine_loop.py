@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import zmq
 
-from quire.cache_commands import CacheCommand, Health, Inspect, Reset, Unpin
 from quire.config import EngineConfig
+from quire.engine.cache_commands import CacheCommand, Health, Inspect, Reset, Unpin
 from quire.engine.core import MAX_FAILED_STEPS, EngineCore
 from quire.engine.executor import RunnerExecutor
 from quire.engine.loop import EngineLoop

@@ -28,7 +28,7 @@ from quire_ensemble.generator_schema import (
     SCHEDULING_INPUTS,
     TensorSpec,
 )
-from quire_ensemble.triton_tokenizer import checkpoint_path
+from quire_ensemble.triton_model import checkpoint_path
 from tests.fixtures.vision_checkpoints import make_vision_checkpoint
 
 MODEL_REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
@@ -231,8 +231,8 @@ def test_all_models_find_the_one_checkpoint(
         version = out / f"{prefix}{name}" / "1"
         found.add((version / load_config_file(version / "quire.json")["model"]).resolve())
     config = parse(out / f"{prefix}tokenizer" / "config.pbtxt")
-    as_json = {"parameters": {k: {"string_value": v.string_value} for k, v in config.parameters.items()}}
-    found.add(checkpoint_path(as_json, out / f"{prefix}tokenizer"))
+    parameters = {k: v.string_value for k, v in config.parameters.items()}
+    found.add(checkpoint_path(parameters, out / f"{prefix}tokenizer"))
     assert found == {place.resolve() if placement == "copy" else checkpoint.resolve()}
     assert place.is_symlink() == (placement == "link")
     assert place.exists() == (placement != "path")
@@ -295,8 +295,6 @@ def test_incomplete_checkpoints_are_refused_before_anything_is_written(
     ("arguments", "reason"),
     [
         ({"name_prefix": "../x"}, "name prefix '../x' may hold letters"),
-        ({"instance_count": 0}, "instance count must be at least 1, got 0"),
-        ({"placement": "move"}, "placement must be one of link, copy, path, got 'move'"),
         ({"engine_options": {"model": "x"}}, "engine option 'model' is set by the checkpoint"),
     ],
 )

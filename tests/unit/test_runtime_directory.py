@@ -23,6 +23,7 @@ from quire.config import EngineConfig
 from quire.engine import supervisor as supervisor_module
 from quire.engine.connection import EngineConnection, EngineEndedError, connect
 from quire.engine.messages import EngineInfo
+from quire.engine.processes import open_verified_pidfd, start_time_of
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
 from quire.engine.supervisor import (
     RUN_MODULE,
@@ -32,7 +33,6 @@ from quire.engine.supervisor import (
     runtime_base,
 )
 from quire.errors import CheckpointError, ConfigError, EngineStoppedError, UnavailableError
-from quire.processes import open_verified_pidfd, start_time_of
 
 WAIT_S = 30.0
 INFO = EngineInfo(1, 2048, 100, 8, False, 16, 16, 4096, "float32", "cpu")
@@ -41,7 +41,7 @@ FAKE_ENGINE = """#!{python}
 import os, signal, sys, time
 from pathlib import Path
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
-from quire.processes import start_time_of
+from quire.engine.processes import start_time_of
 arguments = dict(zip(sys.argv[3::2], sys.argv[4::2]))
 if not sys.stdin.buffer.read(1):
     raise SystemExit(1)

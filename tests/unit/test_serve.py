@@ -25,8 +25,8 @@ import tritonclient.grpc as grpcclient
 from click.testing import CliRunner
 
 from quire.cli import main
+from quire.engine.processes import start_time_of
 from quire.errors import ConfigError
-from quire.processes import start_time_of
 from quire.server import http_stack, run_files, serve, tritonserver
 from quire.server.model_links import link_models
 from quire.server.serve import FORWARDED_HEADERS, MAX_HTTP_BODY, ServeConfig, bind_port, server_arguments
@@ -622,7 +622,7 @@ def test_a_link_in_place_of_the_ready_file_is_not_written_through(tmp_path: Path
     config = ServeConfig(repositories=(tmp_path,), ready_file=ready)
     run = serve.ServerRun(config, TritonServer(*[tmp_path] * 4, is_wheel=True), tmp_path)
     try:
-        run._announce((1, 2, 3), "quire-x-")
+        run._announce((1, 2, 3))
         assert target.read_text() == "precious"
         assert json.loads(ready.read_text())["pid"] == os.getpid()
         run._remove_ready_file()

@@ -99,7 +99,7 @@ TOKENIZERS = {
 
 def wrapped(tokenizer: Tokenizer) -> module.Tokenizer:
     made = module.Tokenizer.__new__(module.Tokenizer)
-    made._hf = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    made.hf = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     return made
 
 

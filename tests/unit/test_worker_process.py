@@ -19,8 +19,8 @@ WAIT_S = 8.0
 
 ENGINE = """
 import os, subprocess, sys
-from quire.processes import start_time_of
-from quire.run_module import RUN_MODULE
+from quire.engine.processes import start_time_of
+from quire.engine.run_module import RUN_MODULE
 fd = int(sys.argv[1])
 command = [sys.executable, str(RUN_MODULE), "quire.worker.process", "--fd", str(fd)]
 command += ["--engine-pid", str(os.getpid()), "--engine-start-time", str(start_time_of(os.getpid()))]

@@ -16,9 +16,9 @@ from quire.engine.messages import (
     encoder,
     engine_message_decoder,
 )
+from quire.engine.processes import open_verified_pidfd
 from quire.engine.supervisor import EngineAddress, EngineSupervisor
 from quire.errors import UnavailableError
-from quire.processes import open_verified_pidfd
 
 HELLO_TIMEOUT_S = 30.0
 CONNECT_ATTEMPTS = 3

@@ -19,13 +19,13 @@ from typing import Any
 
 import msgspec
 
-from quire.cache_commands import CacheCommand, Health, Inspect, Reset, Unpin
 from quire.config import CacheConfig, EngineConfig
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_events import KVEventCollector
 from quire.core.roster import session_name
 from quire.core.scheduler import Scheduler
 from quire.core.trace import SchedulerTrace
+from quire.engine.cache_commands import CacheCommand, Health, Inspect, Reset, Unpin
 from quire.engine.executor import Executor, Runner, RunnerExecutor
 from quire.engine.kv_event_publisher import KVEventPublisher
 from quire.errors import EngineError, QuireError, WorkerLostError, describe

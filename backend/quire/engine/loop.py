@@ -32,8 +32,8 @@ import msgspec
 import numpy as np
 import zmq
 
-from quire.cache_commands import Health
 from quire.config import EngineConfig
+from quire.engine.cache_commands import Health
 from quire.engine.core import EngineCore, error_output, make_executor
 from quire.engine.messages import (
     COMMANDS,
@@ -53,6 +53,7 @@ from quire.engine.messages import (
     frontend_message_decoder,
     named_decoder,
 )
+from quire.engine.processes import open_verified_pidfd, start_time_of
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
 from quire.errors import (
     EngineError,
@@ -64,7 +65,6 @@ from quire.errors import (
 )
 from quire.multimodal import PromptEmbeds, check_spans
 from quire.outputs import EngineCoreOutput
-from quire.processes import open_verified_pidfd, start_time_of
 from quire.request import FinishReason
 from quire.sampling_params import SamplingParams, check_together
 from quire.scheduling_params import SchedulingParams

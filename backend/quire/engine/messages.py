@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from quire.cache_commands import CacheCommand
+from quire.engine.cache_commands import CacheCommand
 from quire.engine.device_array import DeviceArray
 from quire.engine.shared_array import SharedArray
 from quire.outputs import EngineCoreOutput

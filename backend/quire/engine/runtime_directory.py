@@ -21,8 +21,8 @@ from typing import Literal
 
 import msgspec
 
+from quire.engine.processes import start_time_of
 from quire.errors import ConfigError
-from quire.processes import start_time_of
 
 POLL_S = 0.02
 MAX_STATE_BYTES = 64 * 1024

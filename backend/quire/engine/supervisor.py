@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.config import EngineConfig
+from quire.engine.processes import open_verified_pidfd, start_time_of
+from quire.engine.run_module import RUN_MODULE
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
 from quire.errors import CheckpointError, ConfigError, EngineStoppedError, UnavailableError
-from quire.processes import open_verified_pidfd, start_time_of
-from quire.run_module import RUN_MODULE
 
 logger = logging.getLogger("quire")
 

@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.config import EngineConfig
+from quire.engine.processes import start_time_of
+from quire.engine.run_module import RUN_MODULE
 from quire.errors import ConfigError, EngineError, WorkerLostError
 from quire.kv_tiers import KVTiers
 from quire.kv_tiers.moves import move_blocks, read_rows, write_rows
 from quire.outputs import ModelRunnerOutput, SchedulerOutput
-from quire.processes import start_time_of
-from quire.run_module import RUN_MODULE
 from quire.worker.messages import WARM_UP, Failed, Ready
 
 CLOSE_WAIT_S = 10.0

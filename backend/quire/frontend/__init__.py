@@ -1,1 +1,1 @@
-"""Between token ids and what callers see: text, stop strings, outputs."""
+"""What lies between token ids and what callers see: text, stop strings, outputs."""

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from quire.frontend.stop_matcher import StopAutomaton, StopMatcher
@@ -49,21 +51,30 @@ class TokenDecoder:
         rust = getattr(tokenizer, "backend_tokenizer", None)
         if rust is None and hasattr(tokenizer, "get_added_tokens_decoder"):
             rust = tokenizer
-        self._rust = rust
-        self._python = None if rust is not None else tokenizer
+        self._name: Callable[[int], str | None]
+        self._decode: Callable[[list[int]], str]
         if rust is not None:
             added = rust.get_added_tokens_decoder()
             self._special_ids = frozenset(i for i, token in added.items() if token.special)
+            self._name, self._id = rust.id_to_token, rust.token_to_id
+            self._decode = partial(rust.decode, skip_special_tokens=False)
         else:
             self._special_ids = frozenset(tokenizer.all_special_ids)
-        self._clean_up = None
+            size = len(tokenizer)
+            self._name = lambda i: tokenizer.convert_ids_to_tokens(i) if i < size else None
+            self._id = tokenizer.get_vocab().get
+            self._decode = partial(
+                tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        self.clean_up: Callable[[str], str] | None = None
+        """Cleans up the spaces of a text, where the tokenizer asks for it."""
         if getattr(tokenizer, "clean_up_tokenization_spaces", False):
             forced = getattr(
                 tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False
             )
             # transformers ignores the flag for BPE, where it would remove spaces of the text itself.
             if rust is None or type(rust.model).__name__ != "BPE" or forced:
-                self._clean_up = tokenizer.clean_up_tokenization
+                self.clean_up = tokenizer.clean_up_tokenization
         self.byte_fallback = self._has_byte_fallback()
         self.sentinel = self._find_sentinel() if self.byte_fallback else None
 
@@ -85,53 +96,31 @@ class TokenDecoder:
         """
         if skip_special_tokens and token_id in self._special_ids:
             return None
-        if self._rust is not None:
-            return self._rust.id_to_token(token_id)
-        assert self._python is not None
-        if token_id >= len(self._python):
-            return None
-        return self._python.convert_ids_to_tokens(token_id)
+        return self._name(token_id)
 
     def decode(self, visible_ids: list[int]) -> str:
         """Text of tokens that are all visible, not cleaned up."""
-        if self._rust is not None:
-            return self._rust.decode(visible_ids, skip_special_tokens=False)
-        assert self._python is not None
-        return self._python.decode(visible_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._decode(visible_ids)
 
     def decode_all(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         """Text of any tokens, as `tokenizer.decode` gives it."""
         visible = [i for i in token_ids if self.visible_token(i, skip_special_tokens) is not None]
         text = self.decode(visible)
-        return text if self._clean_up is None else self._clean_up(text)
-
-    @property
-    def cleans_up(self) -> bool:
-        return self._clean_up is not None
-
-    def clean_up(self, text: str) -> str:
-        assert self._clean_up is not None
-        return self._clean_up(text)
+        return text if self.clean_up is None else self.clean_up(text)
 
     def byte_of(self, token: str) -> int | None:
         """The byte a byte-fallback token stands for; None for other tokens."""
         match = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
         return None if match is None else int(match[1], 16)
 
-    def _token_to_id(self, token: str) -> int | None:
-        if self._rust is not None:
-            return self._rust.token_to_id(token)
-        assert self._python is not None
-        return self._python.get_vocab().get(token)
-
     def _has_byte_fallback(self) -> bool:
-        ids = [self._token_to_id(token) for token in ("<0xE4>", "<0xB8>", "<0xAD>")]
+        ids = [self._id(token) for token in ("<0xE4>", "<0xB8>", "<0xAD>")]
         return None not in ids and self.decode([i for i in ids if i is not None]).strip() == "中"
 
     def _find_sentinel(self) -> tuple[int, str] | None:
         """An ordinary token and its text, to stand in for the tokens before a window."""
         for token in ("a", "▁a", "e", "▁the", "0", "A"):
-            token_id = self._token_to_id(token)
+            token_id = self._id(token)
             if token_id is not None and token_id not in self._special_ids and self.decode([token_id]).strip():
                 return token_id, self.decode([token_id])
         for token_id in range(2048):
@@ -216,12 +205,8 @@ class IncrementalDetokenizer:
         """Tokens up to the one that completes the stop string; all that were fed when there is none."""
         return len(self._token_ids)
 
-    def append(self, token_ids: list[int], *, final: bool = False) -> str | None:
-        """Feeds new tokens; those after a stop string are dropped.
-
-        Args:
-            token_ids: output tokens in order.
-            final: no more will come, so that what is held back is decided now. A stop string can hide in it.
+    def append(self, token_ids: list[int]) -> str | None:
+        """Feeds new output tokens in order; those after a stop string are dropped.
 
         Returns:
             The stop string that ended the text, or None.
@@ -237,9 +222,7 @@ class IncrementalDetokenizer:
             if raw:
                 self._accept(self._clean(raw, last=False))
                 if self.matched_stop is not None:
-                    return self.matched_stop
-        if final:
-            self._finish()
+                    break
         return self.matched_stop
 
     def take_delta(self, *, flush: bool = False) -> str:
@@ -250,7 +233,9 @@ class IncrementalDetokenizer:
                 UTF-8 sequence as in the whole decode. May find a stop string: see `matched_stop`.
         """
         if flush and not self._finished:
-            self._finish()
+            raw = self._decoder.decode(self._window)[self._emitted :]
+            self._accept(self._clean(raw, last=True))
+            self._finished = True
         held = 0
         if self._matcher is not None and not self._finished and not self._include_stop:
             held = self._matcher.held
@@ -259,12 +244,6 @@ class IncrementalDetokenizer:
         if delta:
             self._taken.append(delta)
         return delta
-
-    def _finish(self) -> None:
-        if self.matched_stop is None:
-            raw = self._decoder.decode(self._window)[self._emitted :]
-            self._accept(self._clean(raw, last=True))
-        self._finished = True
 
     # Stage 1: decoding.
 
@@ -331,7 +310,7 @@ class IncrementalDetokenizer:
     # Stage 2: clean-up of spaces.
 
     def _clean(self, raw: str, last: bool) -> str:
-        if not self._decoder.cleans_up:
+        if self._decoder.clean_up is None:
             return raw
         self._uncleaned += raw
         cut = len(self._uncleaned) if last else _safe_cut(self._uncleaned)
@@ -363,7 +342,7 @@ class IncrementalDetokenizer:
             return
 
     def _count_tokens(self, text: str) -> int:
-        """How few of the tokens have a whole decode that begins with `text`.
+        """The least number of leading tokens whose whole decode begins with `text`.
 
         Searched upwards: within a byte run more tokens can make a whole decode worse.
         """

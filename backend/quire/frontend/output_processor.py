@@ -75,9 +75,10 @@ class OutputProcessor:
         new_ids = output.new_token_ids
         stopped = False
         if self._detokenizer is not None:
+            self._detokenizer.append(self._visible(new_ids, output))
             # At the end held-back text is decided, and a stop string may be found in it.
-            ended = output.finish_reason is not None
-            matched = self._detokenizer.append(self._visible(new_ids, output), final=ended)
+            self._text += self._detokenizer.take_delta(flush=output.finish_reason is not None)
+            matched = self._detokenizer.matched_stop
             if matched is not None:
                 used = self._detokenizer.num_tokens_used - self.num_output_tokens
                 new_ids = new_ids[: max(used, 0)]
@@ -93,8 +94,6 @@ class OutputProcessor:
             self.cumulative_logprob = output.cumulative_logprob
         if self.finish_reason is None and output.finish_reason is not None:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
-        if self._detokenizer is not None:
-            self._text += self._detokenizer.take_delta(flush=self.finished)
         return stopped
 
     @property

@@ -10,8 +10,8 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor, quants
 
 from quire.errors import CheckpointError
-from quire.loader.files import NamedTensor
 from quire.loader.gguf_metadata import ROPE_FACTORS, field, open_gguf
+from quire_ensemble.weight_files import NamedTensor
 
 _TOP = {
     "token_embd": "model.embed_tokens",

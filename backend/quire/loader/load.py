@@ -13,12 +13,13 @@ import xxhash
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError, ConfigError
-from quire.loader.files import NamedTensor, find_weights
+from quire.loader.files import find_weights
 from quire.loader.info import read_generation_config, read_hf_config
 from quire.models.config import DTYPES, DecoderConfig
 from quire.models.decoder import DecoderModel
 from quire.models.hf_config import HFConfig, as_token_ids
 from quire.models.registry import model_class
+from quire_ensemble.weight_files import NamedTensor
 from quire_kernels.weights import INT4_GROUP, W8A8_GROUP
 
 _MAX_LISTED = 16

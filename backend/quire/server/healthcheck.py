@@ -52,15 +52,15 @@ def _engine(url: str, model: str, deadline: float) -> dict[str, Any]:
     """What the engine says of its steps."""
     while True:
         try:
-            return dict(json.loads(_ask(url, model, '{"command": "health"}', deadline)))
+            return dict(json.loads(_ask(url, model, deadline)))
         except ProbeError as error:
             if FULL not in str(error) or time.monotonic() + PAUSE_S > deadline:
                 raise
             time.sleep(PAUSE_S)
 
 
-def _ask(url: str, model: str, command: str, deadline: float) -> str:
-    """The model's answer to a cache command.
+def _ask(url: str, model: str, deadline: float) -> str:
+    """The model's answer to the cache command `health`.
 
     Raises:
         ProbeError: an error came, or no answer by the deadline.
@@ -72,8 +72,7 @@ def _ask(url: str, model: str, command: str, deadline: float) -> str:
     timeout_s = max(0.001, deadline - time.monotonic())
     responses: queue.Queue[tuple[Any, Any]] = queue.Queue()
     tensor = grpcclient.InferInput("cache_control", [1], "BYTES")
-    tensor.set_data_from_numpy(np.array([command], dtype=np.object_))
-    output = "text_output"
+    tensor.set_data_from_numpy(np.array(['{"command": "health"}'], dtype=np.object_))
     text = ""
     client = grpcclient.InferenceServerClient(url)
     finished = False
@@ -82,14 +81,14 @@ def _ask(url: str, model: str, command: str, deadline: float) -> str:
         client.async_stream_infer(
             model,
             [tensor],
-            outputs=[grpcclient.InferRequestedOutput(output)],
+            outputs=[grpcclient.InferRequestedOutput("text_output")],
             enable_empty_final_response=True,
         )
         while not finished:
             result, error = responses.get(timeout=max(0.0, deadline - time.monotonic()))
             if error is not None:
                 raise error
-            part = result.as_numpy(output)
+            part = result.as_numpy("text_output")
             text += "" if part is None or not part.size else part[0].decode()
             finished = result.get_response().parameters["triton_final_response"].bool_param
     except queue.Empty:

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import http.client
 import json
+import math
 import os
 import resource
 import signal
@@ -21,14 +22,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import psutil
 
+from quire.engine.processes import open_verified_pidfd
 from quire.errors import ConfigError, QuireError
-from quire.processes import open_verified_pidfd
 from quire.server import http_stack, run_files, tritonserver
 from quire.server.model_links import link_models
 from quire.server.run_files import RunFiles
@@ -54,6 +56,8 @@ UNLOAD_S = 2.5
 STOP_GRACE_S = 1.0
 LEFTOVER_GRACE_S = 0.5
 READY_POLL_S = 0.1
+IDLE_S = 3600.0
+"""Seconds of a wait for signals where nothing else is to be done."""
 
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 PORT = click.IntRange(0, 65535)
@@ -75,7 +79,7 @@ class ServeConfig:
     verbose: bool = False
     ready_file: Path | None = None
     tritonserver: str | None = None
-    extra_args: tuple[str, ...] = field(default=())
+    extra_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for repository in self.repositories:
@@ -87,7 +91,7 @@ class ServeConfig:
 
 
 def _check_extra_args(extra_args: Sequence[str]) -> None:
-    """Raises ConfigError where they would let every client load code into the server."""
+    """Raises ConfigError where the arguments would let every client load code into the server."""
 
     def values(flag: str) -> list[str]:
         # As getopt_long takes them: shortened, and with the value behind = or as the next word.
@@ -189,8 +193,8 @@ class ServerRun:
         self._config = config
         self._server = server
         self._backends = backends
-        self._deadline: float | None = None  # set by the first stop signal; then everything is killed
-        self._drain_until: float | None = None  # set with it; then the engines end what is in flight
+        self._deadline = math.inf  # set by the first stop signal; then everything is killed
+        self._drain_until = math.inf  # set with it; then the engines end what is in flight
         self._files = RunFiles()
         self._ready_text = ""  # of the ready file, once there is one
         self._began = time.monotonic()
@@ -207,33 +211,34 @@ class ServerRun:
             (config.metrics_port, "--metrics-port"),
         )
         holders: list[socket.socket] = []
-        files = self._files
         try:
             for port, option in wanted:
                 holders.append(bind_port(config.address, port, option))
             http_port, grpc_port, metrics_port = (holder.getsockname()[1] for holder in holders)
-            process = self._start((http_port, grpc_port, metrics_port), files)
+            ports = (http_port, grpc_port, metrics_port)
+            process = self._start(ports)
             if self._wait_ready(process, http_port):
-                self._announce((http_port, grpc_port, metrics_port), files.shm_prefix)
+                self._announce(ports)
             elif process.returncode is not None:
                 click.echo("quire: tritonserver ended before it was ready; its reasons are above", err=True)
-            while (status := self._handle_signal(process, None)) is None:
+            while (status := self._handle_signal(process, IDLE_S)) is None:
                 pass
         finally:
             for holder in holders:
                 holder.close()
             _end_leftovers()
-            files.remove()
+            self._files.remove()
             self._remove_ready_file()
         return status if status >= 0 else 128 - status
 
     def _remove_ready_file(self) -> None:
-        """Unless a newer server has put its own there."""
+        """Removes the ready file, unless a newer server has put its own there."""
         path = self._config.ready_file
         if path is not None and path.is_file() and path.read_text("utf-8") == self._ready_text:
             path.unlink()
 
-    def _start(self, ports: tuple[int, int, int], files: RunFiles) -> subprocess.Popen[bytes]:
+    def _start(self, ports: tuple[int, int, int]) -> subprocess.Popen[bytes]:
+        files = self._files
         environment = self._server.environment()
         environment["QUIRE_RUNTIME_DIR"] = str(files.directory)
         flags = self._server.flags(self._backends)
@@ -262,32 +267,24 @@ class ServerRun:
             http_stack.restore_limits(process, limits)
         return process
 
-    def _handle_signal(self, process: subprocess.Popen[bytes], timeout_s: float | None) -> int | None:
+    def _handle_signal(self, process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
         """Waits at most `timeout_s` for the next signal and acts on it; the status of a server that ended."""
         if process.returncode is not None:
             return process.returncode
-        if self._drain_until is not None:
-            remaining = self._drain_until - time.monotonic()
-            if remaining <= 0:
-                self._drain_until = None
-                _stop_engines(self._files.directory)
-            else:
-                timeout_s = remaining if timeout_s is None else min(timeout_s, remaining)
-        if self._deadline is not None:
-            remaining = self._deadline - time.monotonic()
-            timeout_s = remaining if timeout_s is None else min(timeout_s, remaining)
-            if remaining <= 0:
-                process.kill()
-                return process.wait()
-        if timeout_s is None:
-            received = signal.sigwaitinfo(_SIGNALS)
-        elif (awaited := signal.sigtimedwait(_SIGNALS, timeout_s)) is not None:
-            received = awaited
-        else:
+        now = time.monotonic()
+        if now >= self._drain_until:
+            self._drain_until = math.inf
+            _stop_engines(self._files.directory)
+        if now >= self._deadline:
+            process.kill()
+            return process.wait()
+        next_s = min(self._drain_until, self._deadline) - now
+        received = signal.sigtimedwait(_SIGNALS, min(timeout_s, next_s))
+        if received is None:
             return None
         if received.si_signo == signal.SIGCHLD:
             return _reap(process)
-        if self._deadline is None:
+        if not self._stopping:
             now, limit = time.monotonic(), self._config.exit_timeout_s
             self._deadline = now + limit + STOP_GRACE_S
             self._drain_until = now + max(0.0, limit - UNLOAD_S)
@@ -298,20 +295,21 @@ class ServerRun:
 
     def _wait_ready(self, process: subprocess.Popen[bytes], http_port: int) -> bool:
         """True once the server answers that it and all its models are ready; False when it will not be."""
-        while self._deadline is None:
+        while not self._stopping:
             if self._handle_signal(process, READY_POLL_S) is not None:
                 return False
-            if (
-                self._deadline is None
-                and _http_status(self._probe_address(), http_port, "/v2/health/ready") == 200
-            ):
+            if not self._stopping and _is_ready(self._probe_address(), http_port):
                 return True
         return False
+
+    @property
+    def _stopping(self) -> bool:
+        return self._deadline < math.inf
 
     def _probe_address(self) -> str:
         return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self._config.address, self._config.address)
 
-    def _announce(self, ports: tuple[int, int, int], shm_prefix: str) -> None:
+    def _announce(self, ports: tuple[int, int, int]) -> None:
         host = self._probe_address()
         host = f"[{host}]" if ":" in host else host
         urls = {name: f"{host}:{port}" for name, port in zip(("http", "grpc", "metrics"), ports, strict=True)}
@@ -321,7 +319,7 @@ class ServerRun:
         )
         sys.stdout.flush()
         if (path := self._config.ready_file) is not None:
-            document = {**urls, "pid": os.getpid(), "shm_prefix": shm_prefix}
+            document = {**urls, "pid": os.getpid(), "shm_prefix": self._files.shm_prefix}
             self._ready_text = json.dumps(document) + "\n"
             # Under a name that nobody could foresee and make a link of.
             handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -375,9 +373,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _in_child(parent: int, stack: tuple[int, int]) -> Callable[[], None]:
-    prctl = ctypes.CDLL(
-        None
-    ).prctl  # loaded before the fork: nothing may be imported or allocated much after it
+    # Loaded before the fork: nothing may be imported or allocated much after it.
+    prctl = ctypes.CDLL(None).prctl
 
     def prepare() -> None:
         # Tied to our main thread, which forks here and lives as long as we do: if we are killed, the server
@@ -391,14 +388,13 @@ def _in_child(parent: int, stack: tuple[int, int]) -> Callable[[], None]:
     return prepare
 
 
-def _http_status(address: str, port: int, path: str) -> int | None:
-    """Status of GET `path`; None while nobody answers."""
+def _is_ready(address: str, port: int) -> bool:
     connection = http.client.HTTPConnection(address, port, timeout=2)
     try:
-        connection.request("GET", path)
-        return connection.getresponse().status
+        connection.request("GET", "/v2/health/ready")
+        return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
-        return None
+        return False
     finally:
         connection.close()
 
@@ -410,6 +406,7 @@ def _http_status(address: str, port: int, path: str) -> int | None:
     required=True,
     multiple=True,
     type=click.Path(path_type=Path),
+    callback=lambda _context, _option, paths: tuple(path.absolute() for path in paths),
     metavar="DIR",
 )
 @click.option("--http-port", default=8000, show_default=True, type=PORT, help="0 takes a free port.")
@@ -418,12 +415,17 @@ def _http_status(address: str, port: int, path: str) -> int | None:
 @click.option("--address", default=LOOPBACK, show_default=True, help="Address all three listen on.")
 @click.option(
     "--load-model",
+    "load_models",
     multiple=True,
     metavar="NAME",
     help="Serve only this one and what it is made of (repeatable).",
 )
 @click.option(
-    "--exit-timeout", default=DEFAULT_EXIT_TIMEOUT_S, show_default=True, help="Seconds for running requests."
+    "--exit-timeout",
+    "exit_timeout_s",
+    default=DEFAULT_EXIT_TIMEOUT_S,
+    show_default=True,
+    help="Seconds for running requests.",
 )
 @click.option(
     "--forward-headers",
@@ -436,43 +438,12 @@ def _http_status(address: str, port: int, path: str) -> int | None:
 @click.option("--ready-file", type=click.Path(path_type=Path), help="Write addresses here (JSON) once ready.")
 @click.option("--tritonserver", envvar="QUIRE_TRITONSERVER", metavar="FILE", help="The server to run.")
 @click.argument("extra_args", nargs=-1, type=click.UNPROCESSED)
-def serve(
-    repositories: tuple[Path, ...],
-    http_port: int,
-    grpc_port: int,
-    metrics_port: int,
-    address: str,
-    load_model: tuple[str, ...],
-    exit_timeout: int,
-    forward_headers: str,
-    verbose: bool,
-    ready_file: Path | None,
-    tritonserver: str | None,
-    extra_args: tuple[str, ...],
-) -> None:
+def serve(**options: Any) -> None:
     """Serve model repositories with tritonserver; arguments after -- go to it unchanged."""
     try:
-        config = ServeConfig(
-            repositories=tuple(path.absolute() for path in repositories),
-            address=address,
-            http_port=http_port,
-            grpc_port=grpc_port,
-            metrics_port=metrics_port,
-            load_models=load_model,
-            exit_timeout_s=exit_timeout,
-            forward_headers=forward_headers,
-            verbose=verbose,
-            ready_file=ready_file,
-            tritonserver=tritonserver,
-            extra_args=extra_args,
-        )
-        status = run(config)
+        config = ServeConfig(**options)
+        server = tritonserver.find(config.tritonserver)
+        status = ServerRun(config, server, tritonserver.backend_directory(server)).run()
     except QuireError as error:
         raise click.ClickException(str(error)) from error
     sys.exit(status)
-
-
-def run(config: ServeConfig) -> int:
-    """Find a server, assemble its backend directory and serve; returns the exit status."""
-    server = tritonserver.find(config.tritonserver)
-    return ServerRun(config, server, tritonserver.backend_directory(server)).run()

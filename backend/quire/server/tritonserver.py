@@ -185,17 +185,16 @@ def backend_directory(server: TritonServer, cache: Path | None = None) -> Path:
     digest = hashlib.sha256("\0".join(map(str, identity)).encode()).hexdigest()[:16]
     final = parent / f"{PYTHON_VERSION}-{digest}"
     with locked(parent.with_suffix(".lock")):
-        if _is_whole(server, final):
-            _check_executable(server, final)
-            return final
-        try:
-            _make(server, source, final)
-        except OSError as error:
-            logger.warning("the backend directory cannot be kept in %s: %s", parent, error.strerror)
-            final = private_directory() / final.name
-            _make(server, source, final)
-            return final
-        _forget_removed_checkouts(parent)
+        if not _is_whole(server, final):
+            try:
+                _make(server, source, final)
+            except OSError as error:
+                logger.warning("the backend directory cannot be kept in %s: %s", parent, error.strerror)
+                final = private_directory() / final.name
+                _make(server, source, final)
+            else:
+                _forget_removed_checkouts(parent)
+    _check_executable(server, final)
     return final
 
 
@@ -220,12 +219,12 @@ def _make(server: TritonServer, source: Path | None, final: Path) -> None:
         _assemble(server, source, building)
         shutil.rmtree(final, ignore_errors=True)
         building.rename(final)
-        _check_executable(server, final)
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
 
 def _check_executable(server: TritonServer, directory: Path) -> None:
+    """Raises ConfigError where the stub in the directory may not be run."""
     if server.is_wheel and os.statvfs(directory).f_flag & os.ST_NOEXEC:
         raise ConfigError(
             f"{directory} is mounted noexec, and tritonserver's Python backend has to run there: set "
@@ -292,13 +291,11 @@ def install_backend(out: Path) -> list[Path]:
     Returns what was written. `out` may exist; the parts are replaced, other files are left alone.
     """
     out.mkdir(parents=True, exist_ok=True)
-    written = []
     source = backend_source()
-    model = out / "model.py"
-    model.write_text(
+    written = [out / "model.py"]
+    written[0].write_text(
         (source / "model.py").read_text("utf-8") if source is not None else _INSTALLED_MODEL_PY, "utf-8"
     )
-    written.append(model)
     for package in ("quire", "quire_kernels", "quire_ensemble"):
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from quire.cache_commands import CacheCommand, Health, parse_cache_command
 from quire.config import FrontendConfig
 from quire.converters import boolean, integer
+from quire.engine.cache_commands import CacheCommand, Health, parse_cache_command
 from quire.engine.device_array import DeviceBuffer
 from quire.engine.messages import EmbedsMessage, EngineInfo
 from quire.engine.shared_array import SharedBuffer

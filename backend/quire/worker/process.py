@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection
 import click
 
 from quire.config import EngineConfig
+from quire.engine.processes import open_verified_pidfd
 from quire.errors import ConfigError, QuireError, describe
 from quire.outputs import ModelRunnerOutput, SchedulerOutput
-from quire.processes import open_verified_pidfd
 from quire.worker.messages import WARM_UP, Failed, Ready
 from quire.worker.model_runner import ModelRunner
 

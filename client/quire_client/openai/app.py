@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,7 +19,7 @@ from starlette.routing import Route
 from quire_client import _connection as conn
 from quire_client.aio import AsyncClient, AsyncStream
 from quire_client.errors import NotFound, QuireClientError
-from quire_client.openai.errors import ClientGone, RequestError, describe, error_object, retry_after
+from quire_client.openai.errors import RequestError, describe, error_object, retry_after
 from quire_client.openai.images import ImageFetcher, ImagePolicy
 from quire_client.openai.intake import (
     Hold,
@@ -70,13 +71,12 @@ def create_app(
         Route("/health", gateway.health),
         Route("/v1/models", gateway.models),
         Route("/v1/models/{name:path}", gateway.model),
-        Route("/v1/chat/completions", gateway.chat, methods=["POST"]),
-        Route("/v1/completions", gateway.completions, methods=["POST"]),
+        Route("/v1/chat/completions", partial(gateway.answer, parse=parse_chat), methods=["POST"]),
+        Route("/v1/completions", partial(gateway.answer, parse=parse_completion), methods=["POST"]),
     ]
     handlers: Mapping[Any, Any] = {
         RequestError: _failed,
         QuireClientError: _failed,
-        ClientGone: _gone,
         ClientDisconnect: _gone,
         HTTPException: _http_error,
         Exception: _crashed,
@@ -101,26 +101,20 @@ class _Gateway:
         """The ready models that take text or messages and answer with text."""
         names = []
         for info in await self.client.models():
-            if info.ready and _is_text_model(await self._schema(info.name)):
+            if info.ready and _is_text_model(await self.client._schema(info.name)):
                 names.append(info.name)
         return JSONResponse({"object": "list", "data": [self._model(n) for n in dict.fromkeys(names)]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if not _is_text_model(await self._schema(name)):
+        if not _is_text_model(await self.client._schema(name)):
             raise NotFound(f"the model {name!r} does not generate text")
         return JSONResponse(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "quire"}
 
-    async def chat(self, request: Request) -> Any:
-        return await self._answer(request, parse_chat)
-
-    async def completions(self, request: Request) -> Any:
-        return await self._answer(request, parse_completion)
-
-    async def _answer(self, request: Request, parse: Callable[[Mapping[str, Any]], TextRequest]) -> Any:
+    async def answer(self, request: Request, parse: Callable[[Mapping[str, Any]], TextRequest]) -> Any:
         with self.intake.open() as hold:
             # No name here for what was parsed: it may be large, and goes when the server has it.
             work = self._generate(await _parsed(request, parse, hold), hold)
@@ -141,7 +135,7 @@ class _Gateway:
 
     async def _start(self, parsed: TextRequest, hold: Hold) -> AsyncStream:
         """Sends the request to the server."""
-        schema = await self._schema(parsed.model)
+        schema = await self.client._schema(parsed.model)
         if parsed.source not in schema.inputs:
             field = "messages" if parsed.source == "messages" else "prompt"
             raise RequestError(f"{field}: the model {parsed.model!r} has no {parsed.source}", param=field)
@@ -149,7 +143,8 @@ class _Gateway:
         if parsed.messages is not None:
             fetched = await self.fetcher.with_images(parsed.messages, hold)
             messages = await hold.work(write_json, fetched)
-        request = self.client._open(
+        request = AsyncStream(
+            self.client,
             parsed.prompt,
             stream=parsed.stream,
             messages=messages,
@@ -160,10 +155,6 @@ class _Gateway:
         )
         await request.start()
         return request
-
-    async def _schema(self, model: str) -> ModelSchema:
-        # Without a timeout of its own: the client bounds calls about models.
-        return await self.client._schema(model, conn.Deadline(None))
 
 
 def _is_text_model(schema: ModelSchema) -> bool:

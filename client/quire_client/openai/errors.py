@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from quire_client.errors import (
@@ -20,35 +21,21 @@ _STATUS: tuple[tuple[type[QuireClientError], int], ...] = (
     (Unavailable, 503),
     (DeadlineExceeded, 504),
 )
-_KINDS = {429: "rate_limit_error"}
 MAX_MESSAGE = 2000
 """Characters of an error's text: what it repeats of a request may be of any length."""
 _FIELD = re.compile(r"([a-z_][a-z0-9_.\[\]]*): ")
 
 
+@dataclass(eq=False)
 class RequestError(Exception):
-    """An HTTP request that this gateway itself refuses; `param` is the path of the wrong value."""
+    """An HTTP request that this gateway itself refuses."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        status: int = 400,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.status = status
-        self.code = code
-        self.retry_after = retry_after
-        """Seconds after which another attempt has a chance."""
-
-
-class ClientGone(Exception):
-    """The HTTP client has closed its connection; nobody reads an answer."""
+    message: str
+    param: str | None = None
+    """Path of the wrong value."""
+    status: int = 400
+    retry_after: int | None = None
+    """Seconds after which another attempt has a chance."""
 
 
 def error_object(
@@ -56,7 +43,8 @@ def error_object(
 ) -> dict[str, Any]:
     """The body of an error answer; what has no UTF-8 form (lone surrogates) is replaced."""
     message, param = _text(message), None if param is None else _text(param)
-    kind = "server_error" if status >= 500 else _KINDS.get(status, "invalid_request_error")
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
+    kind = "server_error" if status >= 500 else kind
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -67,7 +55,7 @@ def _text(text: str) -> str:
 def describe(error: QuireClientError | RequestError) -> tuple[int, dict[str, Any]]:
     """HTTP status and body of a failure."""
     if isinstance(error, RequestError):
-        body = error_object(error.message, error.status, param=error.param, code=error.code)
+        body = error_object(error.message, error.status, param=error.param)
         return error.status, body
     if retry_after(error) is not None:
         return 429, error_object(error.message, 429, code="rate_limit_exceeded")

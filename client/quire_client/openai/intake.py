@@ -13,7 +13,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from starlette.requests import Request
@@ -115,7 +114,7 @@ class Hold:
 
     @contextlib.contextmanager
     def coming(self, end: Callable[[], object]) -> Iterator[None]:
-        """While the body arrives. `end` is called when its room is given to others."""
+        """Context in which the body arrives. `end` is called when its room is given to others."""
         self._intake.coming[self] = time.monotonic(), end
         try:
             yield
@@ -145,9 +144,7 @@ class Hold:
     def __enter__(self) -> Hold:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -184,7 +181,7 @@ async def read_body(request: Request, hold: Hold) -> bytes:
 
 
 def count_values(body: bytes) -> int:
-    """At most so many values are in a JSON text; commas and brackets in strings count too."""
+    """Upper bound of the number of values in a JSON text; commas and brackets in strings count too."""
     return 1 + body.count(b",") + body.count(b"[") + body.count(b"{")
 
 

@@ -137,11 +137,8 @@ def parse_chat(body: Mapping[str, Any]) -> TextRequest:
 
 
 def parse_completion(body: Mapping[str, Any]) -> TextRequest:
-    """A body of /v1/completions. The prompt is one text or one list of token ids, possibly in a list.
-
-    Raises:
-        RequestError: an unknown or unsupported field, or a wrong type; names the field.
-    """
+    """A body of /v1/completions; raises as `parse_chat`. The prompt is one text or one list of token ids,
+    possibly in a list."""
     _check_fields(body, COMPLETION_FIELDS, _COMPLETION_FIXED)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and not _is_token(prompt[0]):

@@ -19,7 +19,7 @@ GRACE = 5
 HEADER_TIMEOUT = 20.0
 """Seconds from a connection's or a request's first byte to the end of its headers."""
 MAX_CONNECTIONS = 4096
-"""Beyond them uvicorn answers 503."""
+"""Connections at a time; beyond them uvicorn answers 503."""
 
 
 class _Protocol(H11Protocol):
@@ -41,7 +41,7 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """While a request is answered its time is the application's; else the time of the next one runs."""
+        """Starts the time of the next request, unless one is being answered: that takes the application's."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_watch()
         elif self._late is None:

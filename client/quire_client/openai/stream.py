@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
 
 from quire_client.aio import AsyncStream
 from quire_client.errors import QuireClientError
-from quire_client.openai.errors import ClientGone, describe
+from quire_client.openai.errors import describe
 from quire_client.openai.replies import ReplyFormat
 from quire_client.types import Chunk
 
@@ -38,7 +42,7 @@ class Exchanges:
             receive: ASGI's; the request's body has been read.
 
         Raises:
-            ClientGone: the client left first.
+            ClientDisconnect: the client left first.
         """
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -48,7 +52,7 @@ class Exchanges:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            raise ClientGone
+            raise ClientDisconnect
         finally:
             gone.cancel()
             if not task.done():
@@ -70,6 +74,7 @@ async def _disconnect(receive: Any) -> None:
         pass
 
 
+@dataclass(frozen=True)
 class EventStream:
     """ASGI response: the rest of a stream as `data: {...}` events, ended by `data: [DONE]`.
 
@@ -77,28 +82,19 @@ class EventStream:
     `[DONE]` behind it.
     """
 
-    def __init__(
-        self,
-        exchanges: Exchanges,
-        stream: AsyncStream,
-        first: Chunk | None,
-        reply: ReplyFormat,
-        num_choices: int,
-    ) -> None:
-        self._exchanges = exchanges
-        self._stream = stream
-        self._first = first
-        self._reply = reply
-        self._num_choices = num_choices
+    exchanges: Exchanges
+    stream: AsyncStream
+    first: Chunk | None
+    """Taken off the stream already."""
+    reply: ReplyFormat
+    num_choices: int
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await self._exchanges.run(receive, self._send(send))
-        except ClientGone:
-            pass
+        with contextlib.suppress(ClientDisconnect):
+            await self.exchanges.run(receive, self._send(send))
 
     async def _send(self, send: Any) -> None:
-        async with self._stream:
+        async with self.stream:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             async for event in self._events():
                 await send({"type": "http.response.body", "body": event, "more_body": True})
@@ -107,9 +103,9 @@ class EventStream:
     async def _events(self) -> AsyncIterator[bytes]:
         prompt_tokens = cached_tokens = None
         completion_tokens = 0
-        open_choices = set(range(self._num_choices))
+        open_choices = set(range(self.num_choices))
         for index in sorted(open_choices):
-            opening = self._reply.opening(index)
+            opening = self.reply.opening(index)
             if opening is not None:
                 yield _event(opening)
         try:
@@ -118,23 +114,23 @@ class EventStream:
                 prompt_tokens = chunk.num_input_tokens if prompt_tokens is None else prompt_tokens
                 cached_tokens = chunk.num_cached_tokens if cached_tokens is None else cached_tokens
                 if chunk.text:
-                    yield _event(self._reply.delta(chunk.index, chunk.text))
+                    yield _event(self.reply.delta(chunk.index, chunk.text))
                 if chunk.finish_reason:
                     open_choices.discard(chunk.index)
-                    yield _event(self._reply.closing(chunk.index, chunk.finish_reason))
+                    yield _event(self.reply.closing(chunk.index, chunk.finish_reason))
         except QuireClientError as error:
             yield _event(describe(error)[1])
             return
         for index in sorted(open_choices):
-            yield _event(self._reply.closing(index, None))
-        if self._reply.include_usage:
-            yield _event(self._reply.counts(prompt_tokens, completion_tokens, cached_tokens))
+            yield _event(self.reply.closing(index, None))
+        if self.reply.include_usage:
+            yield _event(self.reply.counts(prompt_tokens, completion_tokens, cached_tokens))
         yield b"data: [DONE]\n\n"
 
     async def _chunks(self) -> AsyncIterator[Chunk]:
-        if self._first is not None:
-            yield self._first
-        async for chunk in self._stream:
+        if self.first is not None:
+            yield self.first
+        async for chunk in self.stream:
             yield chunk
 
 

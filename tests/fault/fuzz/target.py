@@ -35,7 +35,9 @@ def write_repository(root: Path) -> Path:
         ("tokenizer", render("tokenizer", checkpoint=str(checkpoint))),
         (
             "chat",
-            pbtxt.ensemble_config("chat", tokenizer="tokenizer", generator="generator", decoupled=True),
+            pbtxt.ensemble_config(
+                "chat", before={"tokenizer": "tokenizer"}, generator="generator", decoupled=True
+            ),
         ),
     ):
         (repository / name / "1").mkdir(parents=True)

@@ -1,0 +1,108 @@
+"""EnsembleModel: what the Triton models before the generator have in common."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from quire_ensemble.errors import EnsembleError, InputError, ParameterError, shown
+
+
+class EnsembleModel(ABC):
+    """Triton Python model (not decoupled: each request gets one response, in the returned list).
+
+    A model repository's `model.py` subclasses one and gives it Triton's Python utilities, which exist only
+    inside a stub process. Nothing heavy is imported before `initialize`: Triton starts a second interpreter
+    before each load.
+    """
+
+    pb_utils: ClassVar[Any]
+    """The module triton_python_backend_utils; set by the subclass."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Loads the checkpoint that the parameter `checkpoint` names.
+
+        Args:
+            args: Triton's; `model_config` (JSON), `model_repository` (the model's own directory) are read.
+
+        Raises:
+            TritonModelException: a wrong parameter, or no usable checkpoint there; one line.
+        """
+        stated = json.loads(args["model_config"]).get("parameters", {})
+        parameters = {name: value["string_value"] for name, value in stated.items()}
+        try:
+            checkpoint = checkpoint_path(parameters, Path(args["model_repository"]))
+            self._load(checkpoint, parameters, args)
+        except EnsembleError as error:
+            raise self.pb_utils.TritonModelException(str(error)) from None
+
+    @abstractmethod
+    def _load(self, checkpoint: Path, parameters: Mapping[str, str], args: Mapping[str, str]) -> None:
+        """Makes the model ready.
+
+        Args:
+            checkpoint: directory.
+            parameters: of config.pbtxt, `checkpoint` among them.
+            args: see `initialize`.
+        """
+
+    @abstractmethod
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """One response per request, in order; a wrong input fails its own request with INVALID_ARG."""
+
+    def _refusal(self, error: InputError) -> Any:
+        pb = self.pb_utils
+        return pb.InferenceResponse(error=pb.TritonError(str(error), pb.TritonError.INVALID_ARG))
+
+
+def given_inputs(request: Any) -> dict[str, np.ndarray]:
+    """A request's input tensors by name."""
+    return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+
+
+def element(given: Mapping[str, np.ndarray], name: str) -> bytes | None:
+    """The one element of a STRING tensor; None where the request does not carry it."""
+    array = given.get(name)
+    if array is None:
+        return None
+    if array.size != 1:
+        raise InputError(name, f"must have shape [1], got {list(array.shape)}")
+    value = array.reshape(-1)[0]
+    return value.encode("utf-8") if isinstance(value, str) else bytes(value)
+
+
+def checkpoint_path(parameters: Mapping[str, str], model_directory: Path) -> Path:
+    """Directory named by the parameter `checkpoint`; relative paths start at the model's directory.
+
+    Raises:
+        ParameterError: the parameter is missing.
+    """
+    stated = parameters.get("checkpoint")
+    if not stated:
+        file = model_directory / "config.pbtxt"
+        raise ParameterError(f"{file}: parameter 'checkpoint' must name the checkpoint directory")
+    return (model_directory / stated).resolve()
+
+
+def integer_parameters(parameters: Mapping[str, str], names: Iterable[str]) -> dict[str, int]:
+    """Those of the named parameters that are stated, each an integer of at least 1; raises ParameterError."""
+    return {name: integer_parameter(name, parameters[name]) for name in names if parameters.get(name)}
+
+
+def integer_parameter(name: str, text: str, minimum: int = 1) -> int:
+    """The number that a parameter states.
+
+    Raises:
+        ParameterError: anything else, or less than `minimum`; names the parameter.
+    """
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < minimum:
+        raise ParameterError(
+            f"parameter {name!r} must be an integer of at least {minimum}, got {shown(text)}"
+        )
+    return int(text)
