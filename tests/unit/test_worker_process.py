@@ -14,7 +14,7 @@ from quire.config import EngineConfig
 from quire.engine.worker_process import WorkerProcess
 from tests.fixtures.checkpoints import make_checkpoint
 
-WAIT_S = 8.0
+WAIT_S = 60.0
 """Less than an engine waits before it kills."""
 
 ENGINE = """
