@@ -35,12 +35,12 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        from quire.loader.info import read_checkpoint_info
+        from quire.loader.info import read_configs
 
         self.config = EngineConfig.from_mapping({"model": str(model), **options})
-        info = read_checkpoint_info(model)
+        _, generation = read_configs(model)
         self.core = EngineCore(self.config)
-        self.default_params = defaults_from_generation_config(info.generation_config)
+        self.default_params = defaults_from_generation_config(generation)
         self.tokenizer = _load_tokenizer(self.config.frontend.tokenizer or str(model))
         self._ids = itertools.count()
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.layers.linear import empty_parameter
+from quire.layers.linear import Weight
 from quire_kernels import ops
 from quire_kernels.weights import PackedLinear
 
@@ -23,18 +23,10 @@ class Embedding(nn.Module):
     packed: PackedLinear | None = None
     """The table as output head, once the weights are loaded and if it is one."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        size: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        scale: float | None = None,
-    ) -> None:
+    def __init__(self, vocab_size: int, size: int, *, dtype: torch.dtype, scale: float | None = None) -> None:
         super().__init__()
         self.scale = None if scale is None else float(torch.tensor(scale, dtype=dtype))
-        self.weight = empty_parameter(vocab_size, size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(torch.empty(vocab_size, size, dtype=dtype), requires_grad=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [num_tokens] to [num_tokens, size]; ids are within the vocabulary (checked at admission)."""
@@ -61,13 +53,11 @@ class Embedding(nn.Module):
         Returns:
             The head's bytes.
         """
-        # Four bits are too few for the logits; eight cost a fraction of what they save elsewhere.
-        quantization = "int8" if quantization == "int4" else quantization
         self.packed = ops.pack_linear(self.weight.data, quantization=quantization)
         if quantization is None or not is_looked_up:
             del self.weight
         return self.packed.nbytes
 
-    def weights(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, memory it fills)."""
-        yield f"{prefix}.weight", self.weight
+    def weights(self, path: str) -> Iterator[Weight]:
+        """What the table fills, by its name in the checkpoint."""
+        yield Weight(f"{path}.weight", self.weight)

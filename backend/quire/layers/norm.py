@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from quire.layers.linear import empty_parameter
+from quire.layers.linear import Weight
+from quire.models.config import DecoderConfig
 from quire_kernels import ops
 
 
@@ -18,10 +19,10 @@ class RMSNorm(nn.Module):
     one of x's type after that (as Llama does it).
     """
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: DecoderConfig, size: int) -> None:
         super().__init__()
-        self.weight = empty_parameter(size, dtype=dtype, device=device)
-        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, dtype=config.norm_dtype), requires_grad=False)
+        self.eps = config.rms_norm_eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The normalised x, in its shape and type."""
@@ -36,6 +37,6 @@ class RMSNorm(nn.Module):
         total = x + residual
         return self.forward(total), total
 
-    def weights(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, memory it fills)."""
-        yield f"{prefix}.weight", self.weight
+    def weights(self, path: str) -> Iterator[Weight]:
+        """What the scale fills, by the norm's name in the checkpoint."""
+        yield Weight(f"{path}.weight", self.weight)

@@ -16,7 +16,7 @@ from quire.errors import ConfigError
 from quire.kv_groups import blocks_per_sequence, layers_per_group
 from quire.kv_tiers import needs_fingerprint
 from quire.kv_tiers.moves import move_blocks
-from quire.loader import load_model
+from quire.loader.load import load_model
 from quire.models.config import DecoderConfig
 from quire.models.kv_spec import QUANTIZED_DTYPES
 from quire.outputs import (
