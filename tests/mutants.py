@@ -539,8 +539,8 @@ _MODELS = (
         ("tests/unit/test_models.py::test_gemma3_files_of_transformers_4",),
     ),
     Mutant(
-        "Qwen2-VL: no windows",
-        "backend/quire/models/qwen2_vl.py",
+        "Qwen2 and Qwen2-VL: no windows",
+        "backend/quire/models/qwen2.py",
         "qkv_bias=True, sliding_windows=windows)",
         "qkv_bias=True)",
         ("tests/unit/test_models.py::test_windows_are_in_the_layers_that_transformers_says",),

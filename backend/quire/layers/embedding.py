@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.layers.linear import Weight
 from quire_kernels import ops
 from quire_kernels.weights import PackedLinear
 
@@ -57,7 +54,3 @@ class Embedding(nn.Module):
         if quantization is None or not is_looked_up:
             del self.weight
         return self.packed.nbytes
-
-    def weights(self, path: str) -> Iterator[Weight]:
-        """What the table fills, by its name in the checkpoint."""
-        yield Weight(f"{path}.weight", self.weight)

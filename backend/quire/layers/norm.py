@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
-from quire.layers.linear import Weight
 from quire.models.config import DecoderConfig
 from quire_kernels import ops
 
@@ -36,7 +33,3 @@ class RMSNorm(nn.Module):
             return ops.add_rms_norm(x, residual, self.weight, self.eps)
         total = x + residual
         return self.forward(total), total
-
-    def weights(self, path: str) -> Iterator[Weight]:
-        """What the scale fills, by the norm's name in the checkpoint."""
-        yield Weight(f"{path}.weight", self.weight)

@@ -55,6 +55,28 @@ class LinearScheme(Protocol):
 
 
 @dataclass(frozen=True)
+class DenseTensors:
+    """A matrix, and maybe a bias, in which the parts' rows lie behind each other."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    sizes: list[int]
+    quantization: str | None
+
+    def stored(self) -> Iterator[StoredTensor]:
+        """See LayerTensors."""
+        for part, rows in enumerate(self.weight.split(self.sizes)):
+            yield StoredTensor(part, "weight", rows, 0, 1)
+        if self.bias is not None:
+            for part, rows in enumerate(self.bias.split(self.sizes)):
+                yield StoredTensor(part, "bias", rows, 0, None)
+
+    def pack(self, activation: str | None) -> PackedLinear:
+        """See LayerTensors."""
+        return ops.pack_linear(self.weight, self.bias, activation=activation, quantization=self.quantization)
+
+
+@dataclass(frozen=True)
 class DenseScheme:
     """A plain matrix, quantised, if at all, when it is packed."""
 
@@ -71,7 +93,10 @@ class DenseScheme:
         self, in_features: int, sizes: Sequence[int], *, bias: bool, dtype: torch.dtype
     ) -> DenseTensors:
         """See LinearScheme."""
-        return DenseTensors(self.quantization, in_features, sizes, bias, dtype)
+        weight = torch.empty(sum(sizes), in_features, dtype=dtype)
+        return DenseTensors(
+            weight, weight.new_empty(sum(sizes)) if bias else None, list(sizes), self.quantization
+        )
 
 
 SCHEMES: dict[str | None, LinearScheme] = {
@@ -82,31 +107,3 @@ SCHEMES: dict[str | None, LinearScheme] = {
     "fp8": DenseScheme("fp8"),
 }
 """Schemes of checkpoints of plain matrices, by `quantization` (see ModelConfig)."""
-
-
-class DenseTensors:
-    """A matrix, and maybe a bias, in which the parts' rows lie behind each other."""
-
-    def __init__(
-        self,
-        quantization: str | None,
-        in_features: int,
-        sizes: Sequence[int],
-        bias: bool,
-        dtype: torch.dtype,
-    ) -> None:
-        self.quantization, self.sizes = quantization, list(sizes)
-        self.weight = torch.empty(sum(sizes), in_features, dtype=dtype)
-        self.bias = torch.empty(sum(sizes), dtype=dtype) if bias else None
-
-    def stored(self) -> Iterator[StoredTensor]:
-        """See LayerTensors."""
-        for part, rows in enumerate(self.weight.split(self.sizes)):
-            yield StoredTensor(part, "weight", rows, 0, 1)
-        if self.bias is not None:
-            for part, rows in enumerate(self.bias.split(self.sizes)):
-                yield StoredTensor(part, "bias", rows, 0, None)
-
-    def pack(self, activation: str | None) -> PackedLinear:
-        """See LayerTensors."""
-        return ops.pack_linear(self.weight, self.bias, activation=activation, quantization=self.quantization)

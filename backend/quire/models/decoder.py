@@ -245,10 +245,12 @@ class DecoderModel(nn.Module):
         return self.lm_head.best(hidden)
 
     def weights(self) -> Iterator[Weight]:
-        """What every tensor that the model needs fills: modules have the names of their tensors."""
+        """What every tensor that the model needs fills; modules have the names of their tensors."""
+        for path, parameter in self.named_parameters():
+            yield Weight(_stored_name(path), parameter)
         for path, module in self.named_modules():
-            if isinstance(module, Embedding | Linear | RMSNorm):
-                yield from module.weights(path if path == "lm_head" else f"model.{path}")
+            if isinstance(module, Linear):
+                yield from module.weights(_stored_name(path))
 
     def convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What is kept of a checkpoint's tensor; `name` is one of `weights()`."""
@@ -268,3 +270,7 @@ class DecoderModel(nn.Module):
         return name.endswith("rotary_emb.inv_freq") or (
             name == "lm_head.weight" and self.config.tie_word_embeddings
         )
+
+
+def _stored_name(path: str) -> str:
+    return path if path.startswith("lm_head.") else f"model.{path}"
