@@ -151,7 +151,7 @@ _POOL = (
     ),
     Mutant(
         "groups of windows need a block less than they hold",
-        "backend/quire/kv_groups.py",
+        "backend/quire/models/kv_groups.py",
         "math.ceil(positions / block_size) + 1)",
         "math.ceil(positions / block_size))",
         ("tests/unit/test_kv_groups.py::test_no_sequence_needs_more_blocks_than_stated",),

@@ -15,13 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
-from quire.kv_groups import blocks_per_sequence
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.loader.info import read_configs
 from quire.loader.load import load_model
 from quire.models.hf_config import HFConfig
+from quire.models.kv_groups import blocks_per_sequence
 from quire.models.registry import model_class
 from quire_kernels import registry
 from quire_kernels.quantized_kv import data_of

@@ -68,11 +68,6 @@ class DecoderConfig:
         """Type of the norms' scales."""
         return torch.float32 if self.unit_offset_norms else self.dtype
 
-    @property
-    def longest_model_len(self) -> int:
-        """The largest `max_model_len` that may be asked for: what the rope scaling was made for."""
-        return self.rope.longest_model_len
-
     @classmethod
     def from_hf(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """The part all families share; a family's `parse_config` replaces what differs.

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from quire.kv_groups import kv_groups
 from quire.layers.attention import Attention
 from quire.layers.context import LayerContext
 from quire.layers.embedding import Embedding
@@ -17,6 +16,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.config import DecoderConfig
 from quire.models.hf_config import HFConfig
+from quire.models.kv_groups import kv_groups
 from quire.models.kv_spec import AttentionKV, KVLayers, KVSpec
 from quire_kernels import ops
 from quire_kernels.cpu.decoder import DecoderLayerWeights, NativeDecoder, can_fuse
