@@ -17,8 +17,8 @@ class Embedding(nn.Module):
         scale: what looked-up rows (not logits) are multiplied by; rounded to `dtype` first.
     """
 
-    packed: PackedLinear | None = None
-    """The table as output head, once the weights are loaded and if it is one."""
+    packed: PackedLinear
+    """The table as output head; there is none before `pack`, nor of a table that is looked up only."""
 
     def __init__(self, vocab_size: int, size: int, *, dtype: torch.dtype, scale: float | None = None) -> None:
         super().__init__()
@@ -30,18 +30,15 @@ class Embedding(nn.Module):
         if hasattr(self, "weight"):
             rows = F.embedding(token_ids, self.weight)
         else:
-            assert self.packed is not None, "the table is in one of two forms"
             rows = self.packed.rows(token_ids)
         return rows if self.scale is None else rows * self.scale
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, size] to float32 [n, vocab_size]."""
-        assert self.packed is not None, "pack() comes first"
         return self.packed(hidden, torch.float32)
 
     def best(self, hidden: torch.Tensor) -> torch.Tensor:
         """int64 [n]: `ops.argmax` of the logits of hidden [n, size]."""
-        assert self.packed is not None, "pack() comes first"
         return self.packed.argmax(hidden)
 
     def pack(self, quantization: str | None, *, is_looked_up: bool) -> int:

@@ -39,8 +39,8 @@ class Linear(nn.Module):
             `ops.pack_linear`.
     """
 
-    packed: PackedLinear | None = None
-    """What computes, once the weights are loaded."""
+    packed: PackedLinear
+    """What computes; there is none before `pack`."""
 
     def __init__(
         self,
@@ -59,7 +59,6 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, in_features] to [num_tokens, sum of the parts], or half of it with an activation."""
-        assert self.packed is not None, "pack() comes first"
         return self.packed(x)
 
     def pack(self) -> int:

@@ -27,8 +27,10 @@ class RMSNorm(nn.Module):
             return ops.rms_norm(x, self.weight, self.eps)
         return ops.rms_norm(x.float(), self.weight, self.eps).to(x.dtype)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(normalised sum, sum) of x and the residual stream."""
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(normalised sum, sum) of x and the residual stream, which is None before the first layer."""
+        if residual is None:
+            return self(x), x
         if x.dtype == self.weight.dtype:
             return ops.add_rms_norm(x, residual, self.weight, self.eps)
         total = x + residual

@@ -41,10 +41,7 @@ class DecoderLayer(nn.Module):
 
         Each addition is done by the norm that follows it, in one operator.
         """
-        if residual is None:
-            normed, residual = self.input_layernorm(x), x
-        else:
-            normed, residual = self.input_layernorm.add(x, residual)
+        normed, residual = self.input_layernorm.add(x, residual)
         attended = self.self_attn(normed, context)
         normed, residual = self.post_attention_layernorm.add(attended, residual)
         return self.mlp(normed), residual
@@ -52,19 +49,16 @@ class DecoderLayer(nn.Module):
     def fused_weights(self, group: int) -> DecoderLayerWeights:
         """What computes the layer; `group` is the KV group it is in."""
         attention, mlp = self.self_attn, self.mlp
-        packed = [linear.packed for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
-        qkv, out, gate_up, down = (linear for linear in packed if linear is not None)
-        norms = (attention.q_norm, attention.k_norm)
-        query_norm, key_norm = (None if norm is None else norm.weight.data for norm in norms)
+        q_norm, k_norm = attention.q_norm, attention.k_norm
         return DecoderLayerWeights(
             input_norm=self.input_layernorm.weight.data,
-            qkv=qkv,
-            query_norm=query_norm,
-            key_norm=key_norm,
-            out=out,
+            qkv=attention.qkv.packed,
+            query_norm=None if q_norm is None else q_norm.weight.data,
+            key_norm=None if k_norm is None else k_norm.weight.data,
+            out=attention.out.packed,
             post_attention_norm=self.post_attention_layernorm.weight.data,
-            gate_up=gate_up,
-            down=down,
+            gate_up=mlp.gate_up.packed,
+            down=mlp.down.packed,
             attention_scale=attention.scale,
             softcap=attention.softcap,
             sliding_window=attention.sliding_window,
@@ -178,7 +172,6 @@ class DecoderModel(nn.Module):
             cos, sin = angles if self.kv_groups[group].window is None else sliding_angles
             context = LayerContext(cos, sin, kv_cache.layer(position), metas[group])
             x, residual = layer(x, residual, context)
-        assert residual is not None, "a decoder has at least one layer"
         hidden = self.norm.add(x, residual)[0]
         return hidden if rows is None else hidden[rows]
 
@@ -246,11 +239,12 @@ class DecoderModel(nn.Module):
 
     def weights(self) -> Iterator[Weight]:
         """What every tensor that the model needs fills; modules have the names of their tensors."""
-        for path, parameter in self.named_parameters():
-            yield Weight(_stored_name(path), parameter)
         for path, module in self.named_modules():
+            stored = path if path == "lm_head" else f"model.{path}"
             if isinstance(module, Linear):
-                yield from module.weights(_stored_name(path))
+                yield from module.weights(stored)
+            for name, parameter in module.named_parameters(recurse=False):
+                yield Weight(f"{stored}.{name}", parameter)
 
     def convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What is kept of a checkpoint's tensor; `name` is one of `weights()`."""
@@ -270,7 +264,3 @@ class DecoderModel(nn.Module):
         return name.endswith("rotary_emb.inv_freq") or (
             name == "lm_head.weight" and self.config.tie_word_embeddings
         )
-
-
-def _stored_name(path: str) -> str:
-    return path if path.startswith("lm_head.") else f"model.{path}"

@@ -26,10 +26,7 @@ class Gemma2Layer(DecoderLayer):
         self, x: torch.Tensor, residual: torch.Tensor | None, context: LayerContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See DecoderLayer."""
-        if residual is None:
-            normed, residual = self.input_layernorm(x), x
-        else:
-            normed, residual = self.input_layernorm.add(x, residual)
+        normed, residual = self.input_layernorm.add(x, residual)
         attended = self.post_attention_layernorm(self.self_attn(normed, context))
         normed, residual = self.pre_feedforward_layernorm.add(attended, residual)
         return self.post_feedforward_layernorm(self.mlp(normed)), residual
