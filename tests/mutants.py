@@ -151,7 +151,7 @@ _POOL = (
     ),
     Mutant(
         "groups of windows need a block less than they hold",
-        "backend/quire/kv_groups.py",
+        "backend/quire/models/kv_groups.py",
         "math.ceil(positions / block_size) + 1)",
         "math.ceil(positions / block_size))",
         ("tests/unit/test_kv_groups.py::test_no_sequence_needs_more_blocks_than_stated",),
@@ -512,10 +512,17 @@ _MODELS = (
     ),
     Mutant(
         "biases of keys and values are those of queries",
-        "backend/quire/layers/linear.py",
-        'yield f"{prefix}{name}.bias", self.bias[start : start + size]',
-        'yield f"{prefix}{name}.bias", self.bias[:size]',
+        "backend/quire/layers/scheme.py",
+        'StoredTensor(part, "bias", rows, 0, None)',
+        'StoredTensor(part, "bias", self.bias[: len(rows)], 0, None)',
         ("tests/unit/test_models.py::test_logits_equal_transformers",),
+    ),
+    Mutant(
+        "ranks divide the inputs of a layer whose inputs are whole",
+        "backend/quire/layers/linear.py",
+        'out_dim if self.parallel == "column" else in_dim',
+        'in_dim if self.parallel == "column" else out_dim',
+        ("tests/unit/test_schemes.py::test_ranks_compute_what_the_whole_model_does",),
     ),
     Mutant(
         "Gemma 2: windows in the odd layers",
@@ -532,8 +539,8 @@ _MODELS = (
         ("tests/unit/test_models.py::test_gemma3_files_of_transformers_4",),
     ),
     Mutant(
-        "Qwen2-VL: no windows",
-        "backend/quire/models/qwen2_vl.py",
+        "Qwen2 and Qwen2-VL: no windows",
+        "backend/quire/models/qwen2.py",
         "qkv_bias=True, sliding_windows=windows)",
         "qkv_bias=True)",
         ("tests/unit/test_models.py::test_windows_are_in_the_layers_that_transformers_says",),
@@ -554,16 +561,16 @@ _MODELS = (
     ),
     Mutant(
         "groups of eight bits may end in the middle of a row",
-        "backend/quire/loader/load.py",
-        '"w8a8": W8A8_GROUP}',
-        '"w8a8": 1}',
+        "backend/quire/layers/scheme.py",
+        'DenseScheme("w8a8", W8A8_GROUP)',
+        'DenseScheme("w8a8")',
         ("tests/unit/test_weight_quantization.py::test_sizes_that_do_not_divide_are_refused_by_name",),
     ),
     Mutant(
         "the generation configuration's ends are ignored",
         "backend/quire/loader/load.py",
-        'as_token_ids(generation.get("eos_token_id")) or parsed.eos_token_ids',
-        "parsed.eos_token_ids",
+        'as_token_ids(generation.get("eos_token_id")) or as_token_ids(hf.get("eos_token_id"))',
+        'as_token_ids(hf.get("eos_token_id"))',
         ("tests/unit/test_loader.py::test_eos_comes_from_generation_config_first",),
     ),
 )

@@ -35,13 +35,13 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        from quire.loader.info import read_checkpoint_info
+        from quire.loader.info import read_configs
         from quire_ensemble.tokenizer import Tokenizer
 
         self.config = EngineConfig.from_mapping({"model": str(model), **options})
-        info = read_checkpoint_info(model)
+        _, generation = read_configs(model)
         self.core = EngineCore(self.config)
-        self.default_params = defaults_from_generation_config(info.generation_config)
+        self.default_params = defaults_from_generation_config(generation)
         path = self.config.frontend.tokenizer or str(model)
         self.tokenizer = Tokenizer(path) if Tokenizer.exists(path) else None
         self._ids = itertools.count()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quire.kv_groups import KVGroup
+from quire.models.kv_groups import KVGroup
 from quire.multimodal import PromptEmbeds
 from quire.sampling_params import SamplingParams
 

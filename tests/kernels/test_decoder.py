@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire.config import ModelConfig
-from quire.loader import load_model
+from quire.loader.load import load_model
 from quire.models.decoder import DecoderModel
 from quire.worker.kv_cache import KVCache
 from quire_kernels import registry

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.errors import InvalidArgumentError
-from quire.kv_groups import KVGroup
+from quire.models.kv_groups import KVGroup
 from quire.outputs import EngineCoreOutput
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams

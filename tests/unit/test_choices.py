@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidArgumentError
-from quire.kv_groups import KVGroup
+from quire.models.kv_groups import KVGroup
 from quire.outputs import EngineCoreOutput, SchedulerOutput
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams, choice_seed

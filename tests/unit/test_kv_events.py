@@ -14,7 +14,7 @@ import zmq
 from quire.core.kv_events import BlockRemoved, BlockStored, KVEventCollector, external_hash
 from quire.engine.kv_event_publisher import KVEventPublisher
 from quire.errors import ConfigError
-from quire.kv_groups import KVGroup
+from quire.models.kv_groups import KVGroup
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import VOCAB_SIZE
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.kv_groups import KVGroup, blocks_per_sequence, kv_groups, layers_per_group
+from quire.models.kv_groups import KVGroup, blocks_per_sequence, kv_groups, layers_per_group
 
 
 def test_layers_of_one_window_are_one_group() -> None:

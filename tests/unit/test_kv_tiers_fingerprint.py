@@ -22,6 +22,7 @@ from quire import LLM, SamplingParams
 from quire.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from quire.kv_tiers import fingerprint, needs_fingerprint
 from quire.kv_tiers.fingerprint import HARMLESS_KEYS
+from quire.layers.linear import Weight
 from quire.loader.load import digest_weights
 from quire.worker import kv_identity as kv_identity_module
 from tests.fixtures.checkpoints import make_checkpoint
@@ -302,8 +303,8 @@ def test_a_bit_of_a_large_tensor() -> None:
         def __init__(self) -> None:
             self.tensor = torch.zeros(3000, 1000, dtype=torch.bfloat16)
 
-        def weights(self) -> list[tuple[str, torch.Tensor]]:
-            return [("a", self.tensor.t())]  # a view that is not contiguous
+        def weights(self) -> list[Weight]:
+            return [Weight("a", self.tensor.t())]  # a view that is not contiguous
 
     model: Any = OneTensor()
     found = {digest_weights(model)}

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
-from quire.loader import LoadedModel, load_model, read_checkpoint_info
-from quire.loader.info import read_hf_config
+from quire.loader.info import read_configs
+from quire.loader.load import LoadedModel, load_model
 from tests.fixtures.checkpoints import build_model, make_checkpoint
 from tests.fixtures.drive import Driver, hf_logits, hf_model
 from tests.fixtures.gguf_files import gguf_name, write_gguf
@@ -137,9 +137,9 @@ def test_gguf_linear_rope_tokens_and_dtype(tmp_path: Path) -> None:
     assert loaded.config.tie_word_embeddings
     assert loaded.eos_token_ids == {2, 4}
     assert loaded.config.rope.parameters["factor"] == 4.0
-    info = read_checkpoint_info(file)
-    assert (info.vocab_size, info.max_model_len) == (512, 2048)
-    assert info.architectures == ("LlamaForCausalLM",)
+    hf, _ = read_configs(file)
+    assert (hf.get("vocab_size"), hf.get("max_position_embeddings")) == (512, 2048)
+    assert hf.architecture == "LlamaForCausalLM"
 
 
 @pytest.mark.row("G16")
@@ -158,13 +158,13 @@ def test_a_directory_that_holds_one_gguf_file(
 
 
 def test_eos_comes_from_generation_config_first(copy: Path) -> None:
-    assert load(copy).eos_token_ids == {2, 4} == read_checkpoint_info(copy).eos_token_ids
-    assert load(copy).generation_config["eos_token_id"] == [2, 4]
+    assert load(copy).eos_token_ids == {2, 4}
+    assert read_configs(copy)[1]["eos_token_id"] == [2, 4]
     (copy / "generation_config.json").write_text('{"temperature": 0.5}')
-    assert load(copy).eos_token_ids == {2} == read_checkpoint_info(copy).eos_token_ids
+    assert load(copy).eos_token_ids == {2}
     (copy / "generation_config.json").unlink()
     assert load(copy).eos_token_ids == {2}
-    assert load(copy).generation_config == {}
+    assert read_configs(copy)[1] == {}
 
 
 @pytest.mark.parametrize("asked", ["float32", "bfloat16", "float16"])
@@ -181,7 +181,7 @@ def test_tied_embeddings_are_held_once(tmp_path: Path) -> None:
     tied = load(make_checkpoint("llama", tmp_path / "tied", tied=True))
     untied = load(make_checkpoint("llama", tmp_path / "untied", tied=False))
     assert untied.weight_bytes - tied.weight_bytes == 512 * 64 * 4
-    assert tied.model.head is tied.model.embedding
+    assert tied.model.lm_head is tied.model.embed_tokens
 
 
 def test_known_leftovers_are_ignored(copy: Path, expected: torch.Tensor) -> None:
@@ -201,7 +201,7 @@ def test_loading_needs_the_model_once(tmp_path: Path) -> None:
     code = """if True:
         import re, sys, torch
         from quire.config import ModelConfig
-        from quire.loader import load_model
+        from quire.loader.load import load_model
         def anonymous():
             return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1])
         before = anonymous()
@@ -220,8 +220,8 @@ def test_loading_needs_the_model_once(tmp_path: Path) -> None:
 def test_info_needs_no_torch(checkpoint: Path, tmp_path: Path) -> None:
     code = (
         "import sys\n"
-        "from quire.loader import read_checkpoint_info\n"
-        "print(read_checkpoint_info(sys.argv[1]).vocab_size)\n"
+        "from quire.loader.info import read_configs\n"
+        "print(read_configs(sys.argv[1])[0].get('vocab_size'))\n"
         "print(any(name in sys.modules for name in ('torch', 'transformers')))\n"
     )
     for path in (checkpoint, write_gguf(checkpoint, tmp_path / "model.gguf")):
@@ -364,7 +364,7 @@ def test_no_such_directory(tmp_path: Path) -> None:
     path = tmp_path / "nowhere"
     assert complaint(path) == f"{path}: no such checkpoint directory or file"
     with pytest.raises(CheckpointError, match="nowhere: no such checkpoint"):
-        read_checkpoint_info(path)
+        read_configs(path)
 
 
 def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
@@ -397,9 +397,8 @@ def test_a_text_config_takes_the_defaults_of_its_type(tmp_path: Path) -> None:
     text = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096}
     outer = {"architectures": ["LlavaForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps({**outer, "text_config": text}))
-    info = read_checkpoint_info(tmp_path)
-    assert (info.vocab_size, info.max_model_len) == (32064, 4096)
-    config = read_hf_config(tmp_path)
+    config, _ = read_configs(tmp_path)
+    assert (config.get("vocab_size"), config.get("max_position_embeddings")) == (32064, 4096)
     assert (config.require_int("hidden_size"), config.require_int("num_attention_heads")) == (4096, 32)
     assert config.architecture == "LlavaForConditionalGeneration"
 

@@ -12,7 +12,7 @@ from quire.config import EngineConfig
 from quire.core.trace import SchedulerTrace
 from quire.engine.core import EngineCore
 from quire.engine.executor import RunnerExecutor
-from quire.kv_groups import KVGroup
+from quire.models.kv_groups import KVGroup
 from quire.outputs import ModelRunnerOutput, SchedulerOutput
 from quire.sampling_params import SamplingParams
 from tests.fixtures.fake_engine import FakeEngine

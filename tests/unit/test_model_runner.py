@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from quire.config import EngineConfig
-from quire.kv_groups import blocks_per_sequence
+from quire.models.kv_groups import blocks_per_sequence
 from quire.outputs import (
     KVLoad,
     KVSave,

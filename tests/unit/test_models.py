@@ -15,13 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
-from quire.kv_groups import blocks_per_sequence
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.loader import load_model
-from quire.loader.info import read_hf_config
+from quire.loader.info import read_configs
+from quire.loader.load import load_model
 from quire.models.hf_config import HFConfig
+from quire.models.kv_groups import blocks_per_sequence
 from quire.models.registry import model_class
 from quire_kernels import registry
 from quire_kernels.quantized_kv import data_of
@@ -238,7 +238,7 @@ def test_switches_of_gemma(family: str, options: dict[str, Any], tmp_path: Path)
 def test_embeddings_are_scaled_by_a_number_of_their_own_type() -> None:
     """Gemma rounds the square root of the hidden size to the checkpoint's type, and then multiplies."""
     scale, dtype = 3072**0.5, torch.bfloat16
-    embedding = Embedding(64, 32, dtype=dtype, device=torch.device("cpu"), scale=scale)
+    embedding = Embedding(64, 32, dtype=dtype, scale=scale)
     embedding.weight.data.normal_(generator=torch.Generator().manual_seed(0))
     token_ids = torch.arange(64)
     expected = embedding.weight[token_ids] * torch.tensor(scale, dtype=dtype)
@@ -295,7 +295,7 @@ def test_the_config_of_gemma3_4b_states_only_what_differs_from_the_defaults(tmp_
     (tmp_path / "config.json").write_text(
         json.dumps({**outer, "text_config": text, "torch_dtype": "bfloat16"})
     )
-    hf = read_hf_config(tmp_path)
+    hf, _ = read_configs(tmp_path)
     config = model_class(hf).parse_config(hf, torch.bfloat16)
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
     assert config.sliding_windows[4:7] == (1024, None, 1024) and config.sliding_windows.count(None) == 5

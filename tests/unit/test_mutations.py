@@ -13,7 +13,7 @@ from tests.mutations import ROOT, Mutant, misplaced, survivors
 
 WINDOWS = Mutant(
     "windows need a block less",
-    "backend/quire/kv_groups.py",
+    "backend/quire/models/kv_groups.py",
     "total += min(whole, math.ceil(positions / block_size) + 1)",
     "total += min(whole, math.ceil(positions / block_size))",
     ("tests/unit/test_kv_groups.py::test_no_sequence_needs_more_blocks_than_stated",),

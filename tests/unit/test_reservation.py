@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from quire.kv_groups import KVGroup
+from quire.models.kv_groups import KVGroup
 from tests.fixtures.fake_engine import FULL, FakeEngine
 
 KINDS = ("no_evict", "predicted", "on_demand")

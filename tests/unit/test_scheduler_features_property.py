@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidArgumentError, UnavailableError
-from quire.kv_groups import KVGroup
+from quire.models.kv_groups import KVGroup
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.kv_groups import KVGroup
+from quire.models.kv_groups import KVGroup
 from tests.fixtures.fake_engine import FakeEngine
 
 WINDOW, BLOCK_SIZE = 32, 4

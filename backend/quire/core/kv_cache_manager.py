@@ -11,7 +11,7 @@ from quire.core.block_hash import extra_keys, group_key, hash_blocks
 from quire.core.block_pool import BlockPool
 from quire.core.pins import Pins
 from quire.core.prefix import ELSEWHERE, OUTSIDE, CachedPrefix, PrefixLookup
-from quire.kv_groups import KVGroup, blocks_per_sequence
+from quire.models.kv_groups import KVGroup, blocks_per_sequence
 from quire.request import Request
 
 
@@ -60,7 +60,7 @@ class KVCacheManager:
     its prefix shares it.
 
     Args:
-        groups: layers that need the same past; see `quire.kv_groups`.
+        groups: layers that need the same past; see `quire.models.kv_groups`.
         enable_prefix_caching: whether blocks can be found by their content.
         eviction_policy, cache_ttl_s, max_pinned_fraction: as in CacheConfig.
         max_step_tokens: most tokens of one request in a step; bounds what a group with a window needs.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from quire.core.block_hash import group_key, hash_blocks
 from quire.core.block_pool import BlockPool
-from quire.kv_groups import KVGroup
+from quire.models.kv_groups import KVGroup
 from quire.request import Request
 
 OUTSIDE = -1

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.layers.linear import empty_parameter
 from quire_kernels import ops
 from quire_kernels.weights import PackedLinear
 
@@ -20,39 +17,28 @@ class Embedding(nn.Module):
         scale: what looked-up rows (not logits) are multiplied by; rounded to `dtype` first.
     """
 
-    packed: PackedLinear | None = None
-    """The table as output head, once the weights are loaded and if it is one."""
+    packed: PackedLinear
+    """The table as output head; there is none before `pack`, nor of a table that is looked up only."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        size: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        scale: float | None = None,
-    ) -> None:
+    def __init__(self, vocab_size: int, size: int, *, dtype: torch.dtype, scale: float | None = None) -> None:
         super().__init__()
         self.scale = None if scale is None else float(torch.tensor(scale, dtype=dtype))
-        self.weight = empty_parameter(vocab_size, size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(torch.empty(vocab_size, size, dtype=dtype), requires_grad=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [num_tokens] to [num_tokens, size]; ids are within the vocabulary (checked at admission)."""
         if hasattr(self, "weight"):
             rows = F.embedding(token_ids, self.weight)
         else:
-            assert self.packed is not None, "the table is in one of two forms"
             rows = self.packed.rows(token_ids)
         return rows if self.scale is None else rows * self.scale
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, size] to float32 [n, vocab_size]."""
-        assert self.packed is not None, "pack() comes first"
         return self.packed(hidden, torch.float32)
 
     def best(self, hidden: torch.Tensor) -> torch.Tensor:
         """int64 [n]: `ops.argmax` of the logits of hidden [n, size]."""
-        assert self.packed is not None, "pack() comes first"
         return self.packed.argmax(hidden)
 
     def pack(self, quantization: str | None, *, is_looked_up: bool) -> int:
@@ -61,13 +47,7 @@ class Embedding(nn.Module):
         Returns:
             The head's bytes.
         """
-        # Four bits are too few for the logits; eight cost a fraction of what they save elsewhere.
-        quantization = "int8" if quantization == "int4" else quantization
         self.packed = ops.pack_linear(self.weight.data, quantization=quantization)
         if quantization is None or not is_looked_up:
             del self.weight
         return self.packed.nbytes
-
-    def weights(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, memory it fills)."""
-        yield f"{prefix}.weight", self.weight

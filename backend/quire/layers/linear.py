@@ -1,19 +1,24 @@
-"""Linear layers, whose weight may be several checkpoint tensors behind each other."""
+"""Linear layers, whose tensors may be those of several parts of a checkpoint, joined."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from quire_kernels import ops
+from quire.models.config import DecoderConfig
 from quire_kernels.weights import PackedLinear
 
 
-def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A parameter the loader fills: uninitialised memory, no gradient."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+class Weight(NamedTuple):
+    """Memory that one tensor of a checkpoint fills."""
+
+    name: str
+    memory: torch.Tensor
+    split_dim: int | None = None
+    """Dimension that tensor-parallel ranks divide among them; None: each has the whole."""
 
 
 class Linear(nn.Module):
@@ -23,52 +28,48 @@ class Linear(nn.Module):
     behind each other, in the order given.
 
     Args:
+        config: of the model: its scheme and type.
         in_features: size of the input.
-        parts: (checkpoint name relative to the layer's prefix, output features) of each part.
+        parts: output features of each part, by its name in the checkpoint.
+        parallel: what tensor-parallel ranks divide: the output features of each part ("column"), which the
+            next layer then takes divided, or the input features ("row"): the sum of what the ranks compute is
+            the result.
         bias: whether every part has a bias.
         activation: of two parts of one size, gate and up: the result is activation(gate) * up. See
             `ops.pack_linear`.
     """
 
-    packed: PackedLinear | None = None
-    """What computes, once the weights are loaded."""
+    packed: PackedLinear
+    """What computes; there is none before `pack`."""
 
     def __init__(
         self,
+        config: DecoderConfig,
         in_features: int,
-        parts: Sequence[tuple[str, int]],
+        parts: Mapping[str, int],
         *,
+        parallel: Literal["column", "row"],
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
         activation: str | None = None,
     ) -> None:
         super().__init__()
-        self.parts = tuple(parts)
-        self.activation = activation
-        out_features = sum(size for _, size in self.parts)
-        self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
-        self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
+        self.parts, self.parallel, self.activation = tuple(parts), parallel, activation
+        self.tensors = config.scheme.tensors(in_features, list(parts.values()), bias=bias, dtype=config.dtype)
+        """What the loader fills; gone when the layer is packed."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, in_features] to [num_tokens, sum of the parts], or half of it with an activation."""
-        assert self.packed is not None, "pack() comes first"
         return self.packed(x)
 
-    def pack(self, quantization: str | None) -> int:
-        """Brings the loaded weights into the form that computes; they are gone then. Returns their bytes."""
-        bias = None if self.bias is None else self.bias.data
-        self.packed = ops.pack_linear(
-            self.weight.data, bias, activation=self.activation, quantization=quantization
-        )
-        del self.weight, self.bias
+    def pack(self) -> int:
+        """Brings the loaded tensors into the form that computes. Returns the bytes of the weights."""
+        self.packed = self.tensors.pack(self.activation)
+        del self.tensors
         return self.packed.nbytes
 
-    def weights(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, view of the memory it fills), weight and bias of each part."""
-        start = 0
-        for name, size in self.parts:
-            yield f"{prefix}{name}.weight", self.weight[start : start + size]
-            if self.bias is not None:
-                yield f"{prefix}{name}.bias", self.bias[start : start + size]
-            start += size
+    def weights(self, path: str) -> Iterator[Weight]:
+        """What the parts' tensors fill; `path` is the layer's, in whose place they are."""
+        prefix = path.rpartition(".")[0]
+        for part, suffix, memory, out_dim, in_dim in self.tensors.stored():
+            name = f"{prefix}.{self.parts[part]}.{suffix}"
+            yield Weight(name, memory, out_dim if self.parallel == "column" else in_dim)

@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
 from quire.layers.linear import Linear
 from quire.models.config import DecoderConfig
 
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-"""Names of the operators' activations by those of config.json."""
-
 
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)), gate and up in one product."""
 
-    def __init__(self, config: DecoderConfig, device: torch.device) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        size, inner = config.hidden_size, config.intermediate_size
-        bias, dtype = config.mlp_bias, config.dtype
-        gate_up = [("gate_proj", inner), ("up_proj", inner)]
+        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up = Linear(
+            config,
             size,
-            gate_up,
+            {"gate_proj": inner, "up_proj": inner},
+            parallel="column",
             bias=bias,
-            dtype=dtype,
-            device=device,
-            activation=ACTIVATIONS[config.hidden_act],
+            activation=config.activation,
         )
-        self.down = Linear(inner, [("down_proj", size)], bias=bias, dtype=dtype, device=device)
+        self.down = Linear(config, inner, {"down_proj": size}, parallel="row", bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] to the same."""
         out: torch.Tensor = self.down(self.gate_up(x))
         return out
-
-    def weights(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, memory it fills)."""
-        yield from self.gate_up.weights(prefix)
-        yield from self.down.weights(prefix)

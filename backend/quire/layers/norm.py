@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
-from quire.layers.linear import empty_parameter
+from quire.models.config import DecoderConfig
 from quire_kernels import ops
 
 
@@ -18,10 +16,10 @@ class RMSNorm(nn.Module):
     one of x's type after that (as Llama does it).
     """
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: DecoderConfig, size: int) -> None:
         super().__init__()
-        self.weight = empty_parameter(size, dtype=dtype, device=device)
-        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, dtype=config.norm_dtype), requires_grad=False)
+        self.eps = config.rms_norm_eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The normalised x, in its shape and type."""
@@ -29,13 +27,11 @@ class RMSNorm(nn.Module):
             return ops.rms_norm(x, self.weight, self.eps)
         return ops.rms_norm(x.float(), self.weight, self.eps).to(x.dtype)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(normalised sum, sum) of x and the residual stream."""
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(normalised sum, sum) of x and the residual stream, which is None before the first layer."""
+        if residual is None:
+            return self(x), x
         if x.dtype == self.weight.dtype:
             return ops.add_rms_norm(x, residual, self.weight, self.eps)
         total = x + residual
         return self.forward(total), total
-
-    def weights(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, memory it fills)."""
-        yield f"{prefix}.weight", self.weight

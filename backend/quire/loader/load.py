@@ -6,21 +6,20 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError, ConfigError
+from quire.layers.scheme import SCHEMES
 from quire.loader.files import find_weights
-from quire.loader.info import read_generation_config, read_hf_config
+from quire.loader.info import read_configs
 from quire.models.config import DTYPES, DecoderConfig
 from quire.models.decoder import DecoderModel
 from quire.models.hf_config import HFConfig, as_token_ids
 from quire.models.registry import model_class
 from quire_ensemble.weight_files import NamedTensor
-from quire_kernels.weights import INT4_GROUP, W8A8_GROUP
 
 _MAX_LISTED = 16
 
@@ -33,7 +32,6 @@ class LoadedModel:
     config: DecoderConfig
     eos_token_ids: frozenset[int]
     """End tokens that generation_config.json names, if any, else those of config.json."""
-    generation_config: dict[str, Any]
     weight_bytes: int
     weights_digest: str = ""
     """`digest_weights`, if it was asked for."""
@@ -49,7 +47,8 @@ def load_model(
     """Builds the model a checkpoint names and fills it.
 
     Args:
-        config: `model` (directory or .gguf file), dtype, load_format, max_model_len and attention_backend.
+        config: `model` (directory or .gguf file), dtype, load_format, max_model_len, quantization and
+            attention_backend.
         device: of the weights.
         check: called before the weights are read; raises what the model's shape does not allow.
         with_digest: whether the weights are to be told from others.
@@ -58,12 +57,15 @@ def load_model(
         CheckpointError: missing, broken or unsupported; one line that names the file.
         ConfigError: the checkpoint's shapes do not allow the quantisation.
     """
-    path = Path(config.model)
-    hf = read_hf_config(path)
-    generation = read_generation_config(path)
+    hf, generation = read_configs(config.model)
     kind = model_class(hf)
     backend = None if config.attention_backend == "auto" else config.attention_backend
-    parsed = replace(kind.parse_config(hf, _dtype(config.dtype, hf)), attention_backend=backend)
+    parsed = replace(
+        kind.parse_config(hf, _dtype(config.dtype, hf)),
+        scheme=SCHEMES[config.quantization],
+        attention_backend=backend,
+    )
+    _check_input_sizes(parsed, config.quantization)
     if check is not None:
         check(parsed)
     files = None if config.load_format == "dummy" else find_weights(config)
@@ -72,15 +74,12 @@ def load_model(
         fill_randomly(model)
     else:
         fill_weights(model, files.tensors(), files.source)
-    if config.quantization is not None:
-        _check_quantization(parsed, config.quantization)
     weights_digest = digest_weights(model) if with_digest else ""
     return LoadedModel(
         model=model,
         config=parsed,
-        eos_token_ids=as_token_ids(generation.get("eos_token_id")) or parsed.eos_token_ids,
-        generation_config=generation,
-        weight_bytes=model.pack(config.quantization),
+        eos_token_ids=as_token_ids(generation.get("eos_token_id")) or as_token_ids(hf.get("eos_token_id")),
+        weight_bytes=model.pack(),
         weights_digest=weights_digest,
     )
 
@@ -91,7 +90,7 @@ def digest_weights(model: DecoderModel) -> str:
     XXH3 notices any accident; who may choose the weights needs no collision to change what is generated.
     """
     state = hashlib.blake2b(digest_size=16)
-    for name, weight in model.weights():
+    for name, weight, _ in model.weights():
         bits = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
         state.update(f"{name} {list(weight.shape)} {weight.dtype}\n".encode())
         state.update(xxhash.xxh3_128(bits.numpy().data).digest())
@@ -103,7 +102,7 @@ def fill_randomly(model: DecoderModel) -> None:
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
-        for _, weight in model.weights():
+        for _, weight, _ in model.weights():
             if weight.dim() == 1:
                 weight.fill_(1.0)
             else:
@@ -121,7 +120,7 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
     Raises:
         CheckpointError: a shape differs, tensors are missing, or there are some the model has no place for.
     """
-    targets = dict(model.weights())
+    targets = {name: memory for name, memory, _ in model.weights()}
     filled: set[str] = set()
     unexpected: dict[Path, list[str]] = {}
     with torch.no_grad():
@@ -136,8 +135,11 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
                 raise CheckpointError(
                     f"{file}: {name} has shape {list(tensor.shape)}, config.json means {list(target.shape)}"
                 )
-            if not tensor.is_floating_point():
-                raise CheckpointError(f"{file}: {name} has type {tensor.dtype}, expected floating point")
+            if tensor.dtype != target.dtype and not (
+                tensor.is_floating_point() and target.is_floating_point()
+            ):
+                wanted = "floating point" if target.is_floating_point() else target.dtype
+                raise CheckpointError(f"{file}: {name} has type {tensor.dtype}, expected {wanted}")
             target.copy_(model.convert(own, tensor))
             filled.add(own)
     missing = [name for name in targets if name not in filled]
@@ -149,13 +151,13 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
         raise CheckpointError("; ".join(complaints))
 
 
-def _check_quantization(config: DecoderConfig, quantization: str) -> None:
+def _check_input_sizes(config: DecoderConfig, quantization: str | None) -> None:
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_attention_heads * head_dim": config.num_heads * config.head_dim,
     }
-    group = {"int4": INT4_GROUP, "w8a8": W8A8_GROUP}.get(quantization, 1)
+    group = config.scheme.input_multiple
     for name, size in sizes.items():
         if size % group:
             raise ConfigError(

@@ -7,10 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from quire.layers.rotary import RopeConfig
+from quire.layers.scheme import SCHEMES, LinearScheme
 from quire.models.hf_config import HFConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ACTIVATION_NAMES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""Names of the operators' activations by those of config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +37,8 @@ class DecoderConfig:
     dtype: torch.dtype
     """Type of weights, activations and the KV cache."""
     rms_norm_eps: float
-    hidden_act: str
+    activation: str
+    """As the operators name it: one of ACTIVATIONS' values."""
     tie_word_embeddings: bool
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
@@ -49,7 +58,8 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm over each query and key head before the rotary embedding."""
-    eos_token_ids: frozenset[int] = frozenset()
+    scheme: LinearScheme = SCHEMES[None]
+    """That of the linear layers."""
     attention_backend: str | None = None
     """Implementation of attention that was asked for; None: the best one. No checkpoint states it."""
 
@@ -57,11 +67,6 @@ class DecoderConfig:
     def norm_dtype(self) -> torch.dtype:
         """Type of the norms' scales."""
         return torch.float32 if self.unit_offset_norms else self.dtype
-
-    @property
-    def longest_model_len(self) -> int:
-        """The largest `max_model_len` that may be asked for: what the rope scaling was made for."""
-        return self.rope.longest_model_len
 
     @classmethod
     def from_hf(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -79,10 +84,8 @@ class DecoderConfig:
                 f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}"
             )
         activation = hf.get("hidden_act", "silu")
-        if activation not in ACTIVATION_NAMES:
-            raise hf.error(
-                f"hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATION_NAMES)}"
-            )
+        if activation not in ACTIVATIONS:
+            raise hf.error(f"hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
         if hf.get("quantization_config") is not None:
             method = hf.values["quantization_config"].get("quant_method", "unknown")
             raise hf.error(f"quantization_config: weights quantised by {method!r} are not supported")
@@ -97,12 +100,11 @@ class DecoderConfig:
             max_position_embeddings=hf.require_int("max_position_embeddings"),
             dtype=dtype,
             rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
-            hidden_act=activation,
+            activation=ACTIVATIONS[activation],
             tie_word_embeddings=hf.get("tie_word_embeddings", False),
             rope=RopeConfig.from_hf(hf, head_dim),
             sliding_windows=(None,) * num_layers,
             attention_scale=head_dim**-0.5,
-            eos_token_ids=hf.eos_token_ids,
         )
 
 

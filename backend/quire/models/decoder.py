@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from quire.kv_groups import kv_groups
 from quire.layers.attention import Attention
 from quire.layers.context import LayerContext
 from quire.layers.embedding import Embedding
-from quire.layers.linear import Linear
+from quire.layers.linear import Linear, Weight
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.config import DecoderConfig
 from quire.models.hf_config import HFConfig
+from quire.models.kv_groups import kv_groups
 from quire.models.kv_spec import AttentionKV, KVLayers, KVSpec
 from quire_kernels import ops
 from quire_kernels.cpu.decoder import DecoderLayerWeights, NativeDecoder, can_fuse
@@ -27,13 +27,12 @@ from quire_kernels.quantized_kv import KVLayer
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, layer: int, device: torch.device) -> None:
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        size, eps, dtype = config.hidden_size, config.rms_norm_eps, config.norm_dtype
-        self.input_norm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.attention = Attention(config, layer, device)
-        self.post_attention_norm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.mlp = GatedMLP(config, device)
+        self.input_layernorm = RMSNorm(config, config.hidden_size)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config, config.hidden_size)
+        self.mlp = GatedMLP(config)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, context: LayerContext
@@ -42,42 +41,29 @@ class DecoderLayer(nn.Module):
 
         Each addition is done by the norm that follows it, in one operator.
         """
-        if residual is None:
-            normed, residual = self.input_norm(x), x
-        else:
-            normed, residual = self.input_norm.add(x, residual)
-        attended = self.attention(normed, context)
-        normed, residual = self.post_attention_norm.add(attended, residual)
+        normed, residual = self.input_layernorm.add(x, residual)
+        attended = self.self_attn(normed, context)
+        normed, residual = self.post_attention_layernorm.add(attended, residual)
         return self.mlp(normed), residual
 
     def fused_weights(self, group: int) -> DecoderLayerWeights:
         """What computes the layer; `group` is the KV group it is in."""
-        attention, mlp = self.attention, self.mlp
-        packed = [linear.packed for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
-        qkv, out, gate_up, down = (linear for linear in packed if linear is not None)
-        norms = (attention.query_norm, attention.key_norm)
-        query_norm, key_norm = (None if norm is None else norm.weight.data for norm in norms)
+        attention, mlp = self.self_attn, self.mlp
+        q_norm, k_norm = attention.q_norm, attention.k_norm
         return DecoderLayerWeights(
-            input_norm=self.input_norm.weight.data,
-            qkv=qkv,
-            query_norm=query_norm,
-            key_norm=key_norm,
-            out=out,
-            post_attention_norm=self.post_attention_norm.weight.data,
-            gate_up=gate_up,
-            down=down,
+            input_norm=self.input_layernorm.weight.data,
+            qkv=attention.qkv.packed,
+            query_norm=None if q_norm is None else q_norm.weight.data,
+            key_norm=None if k_norm is None else k_norm.weight.data,
+            out=attention.out.packed,
+            post_attention_norm=self.post_attention_layernorm.weight.data,
+            gate_up=mlp.gate_up.packed,
+            down=mlp.down.packed,
             attention_scale=attention.scale,
             softcap=attention.softcap,
             sliding_window=attention.sliding_window,
             group=group,
         )
-
-    def weights(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, memory it fills)."""
-        yield from self.input_norm.weights(f"{prefix}input_layernorm")
-        yield from self.attention.weights(f"{prefix}self_attn.")
-        yield from self.post_attention_norm.weights(f"{prefix}post_attention_layernorm")
-        yield from self.mlp.weights(f"{prefix}mlp.")
 
 
 class DecoderModel(nn.Module):
@@ -106,23 +92,16 @@ class DecoderModel(nn.Module):
         }
         self._native: NativeDecoder | None = None
         self._kv_layers: tuple[KVLayers, list[KVLayer]] | None = None
-        size, dtype = config.hidden_size, config.dtype
-        self.embedding = Embedding(
-            config.vocab_size, size, dtype=dtype, device=device, scale=config.embedding_scale
-        )
         self.rotary = RotaryEmbedding(config.rope, max_model_len, device)
-        self.sliding_rotary = (
-            None
-            if config.sliding_rope is None
-            else RotaryEmbedding(config.sliding_rope, max_model_len, device)
-        )
-        self.layers = nn.ModuleList(self.layer_class(config, i, device) for i in range(config.num_layers))
-        self.norm = RMSNorm(size, config.rms_norm_eps, dtype=config.norm_dtype, device=device)
-        self.head = (
-            self.embedding
-            if config.tie_word_embeddings
-            else Embedding(config.vocab_size, size, dtype=dtype, device=device)
-        )
+        sliding = config.sliding_rope
+        self.sliding_rotary = None if sliding is None else RotaryEmbedding(sliding, max_model_len, device)
+        vocab_size, size, dtype = config.vocab_size, config.hidden_size, config.dtype
+        with device:
+            self.embed_tokens = Embedding(vocab_size, size, dtype=dtype, scale=config.embedding_scale)
+            self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_layers))
+            self.norm = RMSNorm(config, size)
+            is_tied = config.tie_word_embeddings
+            self.lm_head = self.embed_tokens if is_tied else Embedding(vocab_size, size, dtype=dtype)
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -166,7 +145,7 @@ class DecoderModel(nn.Module):
         self, input_ids: torch.Tensor, embeds: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> torch.Tensor:
         """What the first layer gets, [num_tokens, hidden_size]; arguments as of `forward`."""
-        x = self.embedding(input_ids)
+        x = self.embed_tokens(input_ids)
         if embeds is not None:
             x.index_copy_(0, *embeds)
         return x
@@ -193,7 +172,6 @@ class DecoderModel(nn.Module):
             cos, sin = angles if self.kv_groups[group].window is None else sliding_angles
             context = LayerContext(cos, sin, kv_cache.layer(position), metas[group])
             x, residual = layer(x, residual, context)
-        assert residual is not None, "a decoder has at least one layer"
         hidden = self.norm.add(x, residual)[0]
         return hidden if rows is None else hidden[rows]
 
@@ -209,21 +187,16 @@ class DecoderModel(nn.Module):
             self._kv_layers = kv_cache, [kv_cache.layer(position) for _, position in places]
         return self._kv_layers[1]
 
-    def pack(self, quantization: str | None) -> int:
+    def pack(self) -> int:
         """Brings the loaded weights into the form that computes, layer by layer; to be called once.
-
-        Args:
-            quantization: None, "int8", "int4" or "w8a8", of all matrices but the table of embeddings; with
-                int4 the output head has eight bits.
 
         Returns:
             Bytes of all weights as they are kept.
         """
-        num_bytes = 0
-        for module in self.modules():
-            if isinstance(module, Linear):
-                num_bytes += module.pack(quantization)
-        num_bytes += self.head.pack(quantization, is_looked_up=self.head is self.embedding)
+        num_bytes = sum(module.pack() for module in self.modules() if isinstance(module, Linear))
+        num_bytes += self.lm_head.pack(
+            self.config.scheme.head_quantization, is_looked_up=self.lm_head is self.embed_tokens
+        )
         self._native = self._fuse()
         return num_bytes + sum(parameter.nbytes for parameter in self.parameters())
 
@@ -253,7 +226,7 @@ class DecoderModel(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] of `forward` to float32 [n, vocab_size]."""
-        logits = self.head.logits(hidden)
+        logits = self.lm_head.logits(hidden)
         cap = self.config.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -262,17 +235,16 @@ class DecoderModel(nn.Module):
         # A cap may round different logits to one number.
         if self.config.logits_softcap is not None:
             return ops.argmax(self.compute_logits(hidden))
-        return self.head.best(hidden)
+        return self.lm_head.best(hidden)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, view of the memory it fills) of every tensor the model needs."""
-        yield from self.embedding.weights("model.embed_tokens")
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            yield from layer.weights(f"model.layers.{index}.")
-        yield from self.norm.weights("model.norm")
-        if self.head is not self.embedding:
-            yield from self.head.weights("lm_head")
+    def weights(self) -> Iterator[Weight]:
+        """What every tensor that the model needs fills; modules have the names of their tensors."""
+        for path, module in self.named_modules():
+            stored = path if path == "lm_head" else f"model.{path}"
+            if isinstance(module, Linear):
+                yield from module.weights(stored)
+            for name, parameter in module.named_parameters(recurse=False):
+                yield Weight(f"{stored}.{name}", parameter)
 
     def convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What is kept of a checkpoint's tensor; `name` is one of `weights()`."""

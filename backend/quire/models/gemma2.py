@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 
@@ -18,29 +17,19 @@ from quire.models.hf_config import HFConfig
 class Gemma2Layer(DecoderLayer):
     """Attention and feed-forward, each between two norms: the second one applies before the addition."""
 
-    def __init__(self, config: DecoderConfig, layer: int, device: torch.device) -> None:
-        super().__init__(config, layer, device)
-        size, eps, dtype = config.hidden_size, config.rms_norm_eps, config.norm_dtype
-        self.pre_mlp_norm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.post_mlp_norm = RMSNorm(size, eps, dtype=dtype, device=device)
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.pre_feedforward_layernorm = RMSNorm(config, config.hidden_size)
+        self.post_feedforward_layernorm = RMSNorm(config, config.hidden_size)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, context: LayerContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See DecoderLayer."""
-        if residual is None:
-            normed, residual = self.input_norm(x), x
-        else:
-            normed, residual = self.input_norm.add(x, residual)
-        attended = self.post_attention_norm(self.attention(normed, context))
-        normed, residual = self.pre_mlp_norm.add(attended, residual)
-        return self.post_mlp_norm(self.mlp(normed)), residual
-
-    def weights(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, memory it fills)."""
-        yield from super().weights(prefix)
-        yield from self.pre_mlp_norm.weights(f"{prefix}pre_feedforward_layernorm")
-        yield from self.post_mlp_norm.weights(f"{prefix}post_feedforward_layernorm")
+        normed, residual = self.input_layernorm.add(x, residual)
+        attended = self.post_attention_layernorm(self.self_attn(normed, context))
+        normed, residual = self.pre_feedforward_layernorm.add(attended, residual)
+        return self.post_feedforward_layernorm(self.mlp(normed)), residual
 
 
 class Gemma2ForCausalLM(GemmaForCausalLM):

@@ -97,11 +97,6 @@ class HFConfig:
             raise self.error(f"architectures must name the model's class, got {names!r}")
         return names[0]
 
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """`eos_token_id`, which may be one id or a list; empty without."""
-        return as_token_ids(self.values.get("eos_token_id"))
-
 
 def as_token_ids(value: Any) -> frozenset[int]:
     """An id, a list of ids or None as a set."""

@@ -6,7 +6,15 @@ import torch
 
 from quire.models.config import DecoderConfig
 from quire.models.hf_config import HFConfig
-from quire.models.vision_language import VisionLanguageModel, parse_text_config
+from quire.models.registry import model_class
+from quire.models.vision_language import VisionLanguageModel
+
+_TEXT_FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 
 
 class LlavaForConditionalGeneration(VisionLanguageModel):
@@ -14,5 +22,10 @@ class LlavaForConditionalGeneration(VisionLanguageModel):
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
-        """See DecoderModel."""
-        return parse_text_config(hf, dtype)
+        """The text part read as its own family does; raises CheckpointError for one that is not supported."""
+        name = hf.get("model_type", "llama")
+        if name not in _TEXT_FAMILIES:
+            supported = ", ".join(_TEXT_FAMILIES)
+            raise hf.error(f"text_config of type {name!r} is not supported; supported: {supported}")
+        text = hf.replace(architectures=[_TEXT_FAMILIES[name]])
+        return model_class(text).parse_config(text, dtype)

@@ -21,3 +21,6 @@ class MistralForCausalLM(DecoderModel):
         window = hf.get("sliding_window")
         windows = windows_by_layer_type(hf, config.num_layers, window)
         return dataclasses.replace(config, sliding_windows=windows or (window,) * config.num_layers)
+
+
+MinistralForCausalLM = MistralForCausalLM

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from quire.models.config import DecoderConfig
 from quire.models.hf_config import HFConfig
-from quire.models.qwen2 import qwen_windows
+from quire.models.qwen2 import Qwen2ForCausalLM
 from quire.models.vision_language import VisionLanguageModel
 
 
-class Qwen2VLForConditionalGeneration(VisionLanguageModel):
-    """QKV bias as in Qwen2; time, height and width positions for image tokens."""
+class Qwen2VLForConditionalGeneration(VisionLanguageModel, Qwen2ForCausalLM):
+    """Time, height and width positions for image tokens."""
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -21,5 +19,7 @@ class Qwen2VLForConditionalGeneration(VisionLanguageModel):
         config = super().parse_config(hf, dtype)
         if config.rope.mrope_section is None:
             raise hf.error("rope parameters have no mrope_section")
-        windows = qwen_windows(hf, config.num_layers)
-        return dataclasses.replace(config, qkv_bias=True, sliding_windows=windows)
+        return config
+
+
+Qwen2_5_VLForConditionalGeneration = Qwen2VLForConditionalGeneration

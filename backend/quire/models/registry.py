@@ -22,10 +22,6 @@ ARCHITECTURES = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl",
 }
 """Architecture to the module of `quire.models` that holds it: a new family is one line and one file."""
-_CLASS_NAMES = {
-    "MinistralForCausalLM": "MistralForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration": "Qwen2VLForConditionalGeneration",
-}
 
 
 def model_class(hf: HFConfig) -> type[DecoderModel]:
@@ -38,6 +34,6 @@ def model_class(hf: HFConfig) -> type[DecoderModel]:
     if name not in ARCHITECTURES:
         raise hf.error(f"architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
     module = importlib.import_module(f"quire.models.{ARCHITECTURES[name]}")
-    found = getattr(module, _CLASS_NAMES.get(name, name))
+    found = getattr(module, name)
     assert issubclass(found, DecoderModel)
     return found

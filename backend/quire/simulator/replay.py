@@ -18,7 +18,7 @@ from quire.config import EngineConfig
 from quire.core.scheduler import Scheduler
 from quire.core.trace import VERSION
 from quire.errors import InvalidArgumentError
-from quire.kv_groups import KVGroup
+from quire.models.kv_groups import KVGroup
 from quire.outputs import SchedulerOutput
 from quire.request import FinishReason
 from quire.simulator.simulate import SampledTokens, VirtualClock, make_kv, make_request

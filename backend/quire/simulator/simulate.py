@@ -17,7 +17,7 @@ from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.scheduler import Scheduler
 from quire.core.trace import SchedulerTrace
 from quire.errors import UnavailableError
-from quire.kv_groups import KVGroup
+from quire.models.kv_groups import KVGroup
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, RowOutput, ScheduledRequest, SchedulerOutput
 from quire.request import Request
 from quire.simulator.cost import CostModel

@@ -68,7 +68,7 @@ class TritonPythonModel:
         from quire.engine.client import EngineClient
         from quire.engine.connection import connect
         from quire.engine.supervisor import EngineSupervisor
-        from quire.loader.info import read_checkpoint_info
+        from quire.loader.info import read_configs
         from quire.sampling_params import defaults_from_generation_config
         from quire.triton.intake import Intake
         from quire.triton.metrics import EngineMetrics
@@ -80,7 +80,7 @@ class TritonPythonModel:
         version_directory = Path(args["model_repository"]) / args["model_version"]
         config = config_completion.read_engine_config(model_config, version_directory)
         config = config_completion.with_instance_kind(config, args)
-        info = read_checkpoint_info(config.model.model)
+        _, generation = read_configs(config.model.model)
         try:
             tokenizer = _load_tokenizer(config)
         except EnsembleError as error:
@@ -96,7 +96,7 @@ class TritonPythonModel:
         self._metrics = EngineMetrics.claim(pb_utils, args, self._supervisor.directory)
         self._parser = RequestParser(
             tokenizer,
-            defaults_from_generation_config(info.generation_config),
+            defaults_from_generation_config(generation),
             lambda: engine.info,
             config.frontend,
             decoupled=config_completion.is_decoupled(model_config),

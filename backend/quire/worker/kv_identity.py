@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from quire.layers.rotary import RotaryEmbedding
-from quire.loader import LoadedModel
+from quire.loader.load import LoadedModel
 from quire_kernels import registry
 from quire_kernels.cpu.compiler import BuildError, library_name, supported_isas
 from quire_kernels.cpu.native import library
@@ -32,7 +32,6 @@ def kv_identity(loaded: LoadedModel, device: torch.device) -> dict[str, Any]:
     assert loaded.weights_digest, "the weights were not looked at before they were packed"
     model, config = loaded.model, dataclasses.asdict(loaded.config)
     config["dtype"] = str(loaded.config.dtype)
-    config["eos_token_ids"] = sorted(loaded.config.eos_token_ids)
     return {
         "weights": loaded.weights_digest,
         "model": type(model).__name__,

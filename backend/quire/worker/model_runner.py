@@ -13,11 +13,11 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.kv_groups import blocks_per_sequence, layers_per_group
 from quire.kv_tiers import needs_fingerprint
 from quire.kv_tiers.moves import move_blocks
-from quire.loader import load_model
+from quire.loader.load import load_model
 from quire.models.config import DecoderConfig
+from quire.models.kv_groups import blocks_per_sequence, layers_per_group
 from quire.models.kv_spec import QUANTIZED_DTYPES
 from quire.outputs import (
     NOTHING,
@@ -186,7 +186,7 @@ class ModelRunner:
         """Token rows the model computed since start; equal to those scheduled, as nothing is padded."""
 
     def _max_model_len(self) -> int:
-        limit = self.model_config.longest_model_len
+        limit = self.model_config.rope.longest_model_len
         asked = self.config.model.max_model_len
         if asked is not None and asked > limit:
             raise ConfigError(f"max_model_len={asked} exceeds the checkpoint's limit of {limit} tokens")

@@ -1,4 +1,4 @@
-"""KV groups: layers that need the same past share a block table."""
+"""KV groups: layers that need the same past share a block table. No torch in here."""
 
 from __future__ import annotations
 

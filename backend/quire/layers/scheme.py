@@ -1,0 +1,109 @@
+"""Schemes: which tensors a checkpoint has for a linear layer, and what they become to compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from quire_kernels import ops
+from quire_kernels.weights import INT4_GROUP, W8A8_GROUP, PackedLinear
+
+
+class StoredTensor(NamedTuple):
+    """A tensor that a checkpoint has for a part of a linear layer."""
+
+    part: int
+    suffix: str
+    """What its name ends with, behind the part's."""
+    memory: torch.Tensor
+    """What it fills."""
+    out_dim: int | None
+    """Dimension of the part's output features, which ranks divide in a column-parallel layer, if any."""
+    in_dim: int | None
+    """Dimension of the input features, which ranks divide in a row-parallel layer, if any: a bias is
+    added by one of them."""
+
+
+class LayerTensors(Protocol):
+    """The tensors of one linear layer, from its construction until they are packed."""
+
+    def stored(self) -> Iterator[StoredTensor]:
+        """What the loader must fill."""
+
+    def pack(self, activation: str | None) -> PackedLinear:
+        """What computes the layer, once all is filled; for `activation` see `ops.pack_linear`."""
+
+
+class LinearScheme(Protocol):
+    """How a checkpoint's linear layers are stored, and how they are computed."""
+
+    @property
+    def input_multiple(self) -> int:
+        """What the input features of every layer are a multiple of."""
+
+    @property
+    def head_quantization(self) -> str | None:
+        """How the output head, a plain table in every checkpoint, is quantised; see `ops.pack_linear`."""
+
+    def tensors(
+        self, in_features: int, sizes: Sequence[int], *, bias: bool, dtype: torch.dtype
+    ) -> LayerTensors:
+        """Uninitialised tensors of a layer whose parts have `sizes` output features; `dtype` is that of x."""
+
+
+@dataclass(frozen=True)
+class DenseTensors:
+    """A matrix, and maybe a bias, in which the parts' rows lie behind each other."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    sizes: list[int]
+    quantization: str | None
+
+    def stored(self) -> Iterator[StoredTensor]:
+        """See LayerTensors."""
+        for part, rows in enumerate(self.weight.split(self.sizes)):
+            yield StoredTensor(part, "weight", rows, 0, 1)
+        if self.bias is not None:
+            for part, rows in enumerate(self.bias.split(self.sizes)):
+                yield StoredTensor(part, "bias", rows, 0, None)
+
+    def pack(self, activation: str | None) -> PackedLinear:
+        """See LayerTensors."""
+        return ops.pack_linear(self.weight, self.bias, activation=activation, quantization=self.quantization)
+
+
+@dataclass(frozen=True)
+class DenseScheme:
+    """A plain matrix, quantised, if at all, when it is packed."""
+
+    quantization: str | None = None
+    """See `ops.pack_linear`."""
+    input_multiple: int = 1
+
+    @property
+    def head_quantization(self) -> str | None:
+        """Four bits are too few for the logits; eight cost a fraction of what they save elsewhere."""
+        return "int8" if self.quantization == "int4" else self.quantization
+
+    def tensors(
+        self, in_features: int, sizes: Sequence[int], *, bias: bool, dtype: torch.dtype
+    ) -> DenseTensors:
+        """See LinearScheme."""
+        weight = torch.empty(sum(sizes), in_features, dtype=dtype)
+        return DenseTensors(
+            weight, weight.new_empty(sum(sizes)) if bias else None, list(sizes), self.quantization
+        )
+
+
+SCHEMES: dict[str | None, LinearScheme] = {
+    None: DenseScheme(),
+    "int8": DenseScheme("int8"),
+    "int4": DenseScheme("int4", INT4_GROUP),
+    "w8a8": DenseScheme("w8a8", W8A8_GROUP),
+    "fp8": DenseScheme("fp8"),
+}
+"""Schemes of checkpoints of plain matrices, by `quantization` (see ModelConfig)."""
