@@ -335,16 +335,6 @@ _SCHEDULER = (
         ("tests/unit/test_transfers.py",),
     ),
     Mutant(
-        "a merged event grows after it was sent",
-        "backend/quire/core/kv_events.py",
-        "self._events, self._open = [], None",
-        "self._events = []",
-        (
-            "tests/unit/test_kv_events.py"
-            "::test_events_keep_their_order_and_blocks_of_other_chains_do_not_merge",
-        ),
-    ),
-    Mutant(
         "a trace forgets which arrivals came before an end",
         "backend/quire/core/trace.py",
         '            entry[3] += len(record["arrivals"])\n',

@@ -5,32 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from quire.core.block_hash import extra_keys, group_key, hash_blocks
 from quire.core.block_pool import BlockPool
+from quire.core.kv_events import KVEventCollector
 from quire.core.pins import Pins
 from quire.core.prefix import ELSEWHERE, OUTSIDE, CachedPrefix, PrefixLookup
 from quire.kv_groups import KVGroup, blocks_per_sequence
 from quire.request import Request
-
-
-class KVEvents(Protocol):
-    """Listener that is told what the prefix cache holds; see `core.kv_events`."""
-
-    def block_stored(
-        self,
-        content_hash: bytes,
-        parent_hash: bytes | None,
-        token_ids: list[int],
-        block_size: int,
-        *,
-        extra_keys: tuple[str, ...] | None,
-    ) -> None: ...
-
-    def block_removed(self, content_hash: bytes) -> None: ...
-
-    def all_cleared(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -78,7 +60,7 @@ class KVCacheManager:
         cache_ttl_s: float = 0.0,
         max_pinned_fraction: float = 0.5,
         max_step_tokens: int = 512,
-        events: KVEvents | None = None,
+        events: KVEventCollector | None = None,
     ) -> None:
         assert block_size >= 1, block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -292,7 +274,6 @@ class KVCacheManager:
                         key,
                         hashes[index - 1] if index else None,
                         request.token_ids[begin : begin + self.block_size],
-                        self.block_size,
                         extra_keys=extra_keys(request, begin, begin + self.block_size),
                     )
         return offered

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.config import SchedulerConfig
 from quire.core.families import Families
@@ -18,7 +18,7 @@ from quire.core.policies.reservation import make_reservation
 from quire.core.roster import Roster
 from quire.core.step import Step
 from quire.core.trace import SchedulerTrace
-from quire.core.transfers import BlockTransfers, Tiers
+from quire.core.transfers import BlockTransfers
 from quire.errors import EngineError, InvalidArgumentError, describe
 from quire.outputs import (
     EngineCoreOutput,
@@ -30,6 +30,9 @@ from quire.outputs import (
 )
 from quire.request import FinishReason, Request, RequestStatus
 from quire.validation import check_choices
+
+if TYPE_CHECKING:
+    from quire.kv_tiers import KVTiers
 
 logger = logging.getLogger("quire")
 
@@ -74,7 +77,7 @@ class Scheduler:
         trace: SchedulerTrace | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        tiers: Tiers | None = None,
+        tiers: KVTiers | None = None,
         block_bytes: int = 0,
         session_ttl_s: float = 300.0,
     ) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from quire.core.block_hash import group_key, request_hashes
 from quire.core.kv_cache_manager import KVCacheManager
@@ -12,29 +12,8 @@ from quire.core.prefix import ELSEWHERE, OUTSIDE, CachedPrefix
 from quire.outputs import KVLoad, KVSave
 from quire.request import Request, SwappedBlocks
 
-
-class Tiers(Protocol):
-    """The scheduler's half of `quire.kv_tiers.KVTiers`; nothing here blocks."""
-
-    save_bytes_per_s: float | None
-    load_bytes_per_s: float | None
-    num_clears: int
-
-    def contains(self, key: bytes) -> bool: ...
-
-    def can_pin(self, count: int) -> bool: ...
-
-    def is_loading(self, load_id: int) -> bool: ...
-
-    def prefetch(self, keys: Sequence[bytes]) -> None: ...
-
-    def touch(self, keys: Sequence[bytes]) -> None: ...
-
-    def drop(self, keys: Sequence[bytes]) -> None: ...
-
-    def clear(self) -> int: ...
-
-    def stats(self) -> dict[str, float]: ...
+if TYPE_CHECKING:
+    from quire.kv_tiers import KVTiers
 
 
 class BlockTransfers:
@@ -51,7 +30,7 @@ class BlockTransfers:
     def __init__(
         self,
         kv: KVCacheManager,
-        tiers: Tiers | None = None,
+        tiers: KVTiers | None = None,
         should_swap: Callable[[int, int], bool] = lambda num_blocks, num_tokens: False,
     ) -> None:
         self.kv = kv

@@ -112,8 +112,8 @@ class _Rate:
 class KVTiers:
     """Joins stores.
 
-    The scheduler's half (`contains`, `num_hits`, `touch`, `can_pin`, `is_loading`, `prefetch`, `drop`,
-    `clear`, `stats`) belongs to the engine's thread, the runner's half (`save`, `start_load`, `poll`,
+    The scheduler's half (`contains`, `touch`, `can_pin`, `is_loading`, `prefetch`, `drop`, `clear`,
+    `stats`) belongs to the engine's thread, the runner's half (`save`, `start_load`, `poll`,
     `num_loading`) to the runner's, which may be another one; neither waits for a disk or a network. A thread
     of ours moves what is loaded or fetched ahead.
 
@@ -170,15 +170,6 @@ class KVTiers:
             if tier.contains(key):
                 return True
         return False
-
-    def num_hits(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys some tier probably has; those are protected from being evicted next."""
-        count = 0
-        while count < len(keys) and self.contains(keys[count]):
-            count += 1
-        if count:
-            self.touch(keys[:count])
-        return count
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Protects blocks that are about to be loaded from being evicted next, by the saves before it."""
