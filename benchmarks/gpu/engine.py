@@ -93,13 +93,13 @@ def decode_steps(
 ) -> list[dict[str, Any]]:
     """Times of decode steps by (requests, context), against reading weights and KV once."""
     runner = _runner(core)
-    config = runner.model_config
+    config = runner.model.config
     weights = sum(p.nbytes for p in runner.model.parameters()) + _packed_bytes(runner)
-    kv = runner.block_bytes / core.config.cache.block_size * len(runner.kv_groups)
+    kv = runner.kv_cache.block_bytes / core.config.cache.block_size * len(runner.info.kv_groups)
     records = []
     for running, context in points:
         needed = running * (context + 64) / core.config.cache.block_size
-        if needed > runner.num_blocks:
+        if needed > runner.info.num_blocks:
             records.append({"running": running, "context": context, "skipped": "the KV cache is too small"})
             continue
         times, steps = _decode(core, runner, running, context)
@@ -124,7 +124,9 @@ def _packed_bytes(runner: ModelRunner) -> int:
     from quire.layers.linear import Linear
 
     packed = [m.packed for m in runner.model.modules() if isinstance(m, Linear) and m.packed is not None]
-    head = runner.model.config.vocab_size * runner.model.config.hidden_size * runner.dtype.itemsize
+    head = (
+        runner.model.config.vocab_size * runner.model.config.hidden_size * runner.model.config.dtype.itemsize
+    )
     return sum(one.nbytes for one in packed) + head - (0 if runner.model.config.tie_word_embeddings else head)
 
 

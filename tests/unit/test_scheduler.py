@@ -23,7 +23,7 @@ def test_exact_rows_and_blocks_of_prefill_and_decode_together() -> None:
     assert rows(plan) == [("a", 0, 6, [0, 1]), ("b", 0, 4, [2])]
     assert [row.samples for row in plan.scheduled] == [True, False]
     assert plan.scheduled[0].new is not None and plan.scheduled[0].new.num_prompt_tokens == 6
-    assert (plan.step, plan.total_num_scheduled_tokens) == (1, 10)
+    assert (plan.step, sum(row.num_scheduled_tokens for row in plan.scheduled)) == (1, 10)
 
     plan = engine.step()
     assert rows(plan) == [("a", 6, 1, []), ("b", 4, 3, [3])]
@@ -126,7 +126,7 @@ def test_the_pool_exhausted_by_one_sequence_ends_it_with_length() -> None:
 @pytest.mark.parametrize(("num_blocks", "max_model_len", "longest"), [(3, 1000, 12), (100, 9, 8)])
 def test_a_prompt_that_can_never_run_is_refused(num_blocks: int, max_model_len: int, longest: int) -> None:
     engine = FakeEngine(num_blocks=num_blocks, block_size=4, max_model_len=max_model_len)
-    assert engine.scheduler.max_prompt_tokens == longest
+    assert engine.scheduler.max_model_len - 1 == longest
     with pytest.raises(InvalidArgumentError, match=rf"prompt: {longest + 1} tokens, at most {longest}"):
         engine.add("a", longest + 1, 1)
     assert not engine.scheduler.has_unfinished()

@@ -82,7 +82,7 @@ def test_a_failed_step_ends_its_requests_and_the_rest_go_on() -> None:
     engine.step()
     plan = engine.scheduler.schedule()
     engine.runner.execute(plan)  # and raises, say
-    outputs = engine.scheduler.fail([row.request_id for row in plan.scheduled], "broken")
+    outputs = engine.scheduler.fail("broken")
     assert [(o.request_id, o.finish_reason, o.error, o.error_code) for o in outputs] == [
         ("a", "error", "broken", "INTERNAL"),
         ("b", "error", "broken", "INTERNAL"),
@@ -148,7 +148,7 @@ def test_a_request_that_loads_ends_whenever_its_step_fails(stage: str) -> None:
     engine.runner.fail_at = stage
     with pytest.raises(RuntimeError, match="made to fail"):
         engine.runner.execute(plan)
-    engine.collect(engine.scheduler.fail([], "broken"))
+    engine.collect(engine.scheduler.fail("broken"))
     engine.scheduler.check_integrity()
     engine.run(max_steps=20)
     assert engine.reasons == {"first": "length", "loads": "length"}
@@ -169,7 +169,7 @@ def test_what_a_failed_step_was_to_drop_is_dropped_by_the_next_one() -> None:
     engine.runner.fail_at = "before all"
     with pytest.raises(RuntimeError):
         engine.runner.execute(plan)
-    engine.collect(engine.scheduler.fail(["b", "c"], "broken"))
+    engine.collect(engine.scheduler.fail("broken"))
     engine.add("d", 4, 6)
     assert set(engine.step().dropped_request_ids) == {"a", "b", "c"}
     engine.run()
@@ -243,7 +243,7 @@ def test_choices_whose_blocks_a_failed_step_was_to_copy_are_computed_again() -> 
     engine.runner.fail_at = "before copies"
     with pytest.raises(RuntimeError):
         engine.runner.execute(plan)
-    (failed,) = engine.scheduler.fail(["new"], "broken")
+    (failed,) = engine.scheduler.fail("broken")
     assert failed.request_id == "new"
     engine.scheduler.check_integrity()
     del engine.requests["new"]

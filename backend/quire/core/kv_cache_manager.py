@@ -278,32 +278,21 @@ class KVCacheManager:
                     )
         return offered
 
-    def uncache_from(self, request: Request, num_tokens: int) -> set[int]:
+    def uncache_from(self, request: Request, num_tokens: int) -> None:
         """Makes the blocks behind the first `num_tokens` tokens unfindable: they were not computed after all.
 
-        Returns:
-            Their ids; other requests may hold them already.
+        Other requests may hold them already.
         """
         table = request.table
         if table is None or not self.enable_prefix_caching:
-            return set()
+            return
         first = num_tokens // self.block_size
-        block_ids = {
-            block_id for blocks in table.blocks for block_id in blocks[first:] if block_id != OUTSIDE
-        }
-        self.pool.forget(block_ids)
+        self.pool.forget(block_id for blocks in table.blocks for block_id in blocks[first:] if block_id >= 0)
         table.num_cached = min(table.num_cached, first)
-        return block_ids
 
-    def uncache(self, offers: Iterable[tuple[bytes, int]]) -> set[int]:
-        """Makes blocks that `cache_blocks` gave unfindable, in all requests: none has computed them.
-
-        Returns:
-            Their ids, without those that hold something else by now.
-        """
-        block_ids = {block_id for key, block_id in offers if self.pool.cached(key) == block_id}
-        self.pool.forget(block_ids)
-        return block_ids
+    def uncache(self, offers: Iterable[tuple[bytes, int]]) -> None:
+        """Makes blocks that `cache_blocks` gave unfindable, in all requests: none has computed them."""
+        self.pool.forget(block_id for key, block_id in offers if self.pool.cached(key) == block_id)
 
     def fork(self, parent: Request, child: Request) -> list[tuple[int, int]] | None:
         """Gives `child`, which has computed the same tokens, a table of its own.

@@ -7,15 +7,15 @@ import logging
 from collections.abc import Callable, Iterator
 
 from quire.config import SchedulerConfig
-from quire.core.choices import Choices, make_choices
+from quire.core.choices import Choices
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.policies.admission import DeadlineHeap
 from quire.core.policies.queue import make_queue
 from quire.core.policies.tenants import Tenants
 from quire.core.prefix import CachedPrefix
-from quire.core.step import Step
 from quire.core.trace import SchedulerTrace
 from quire.core.transfers import BlockTransfers
+from quire.outputs import SchedulerOutput
 from quire.request import FinishReason, Request, RequestStatus
 from quire.scheduling_params import MAX_PIN_TTL_S
 
@@ -68,12 +68,13 @@ class Roster:
         self._session_ttl_s = session_ttl_s
         self._dropped: list[str] = []
         self._copies: list[tuple[int, int]] = []
-        self._late_offers: list[tuple[bytes, int]] = []
+        self.late_offers: list[tuple[bytes, int]] = []
+        """(key, block id) of blocks of requests that have ended since the newest step was planned, which
+        others may find since then."""
 
     def add(self, request: Request) -> None:
         """Takes a new request into the queue; it was checked."""
         self.requests[request.request_id] = request
-        request.choices = make_choices(request)
         if request.choices is not None:
             self.families[request.request_id] = request.choices
         if request.external_id:
@@ -97,11 +98,11 @@ class Roster:
         missing = (request.num_missing for request in self.running)
         return sum(count - 1 for count in missing if count > 1)
 
-    def take_changes(self, step: Step) -> None:
+    def take_changes(self, output: SchedulerOutput) -> None:
         """Gives a step what the runner must be told of preempted, ended and forked requests, once."""
-        step.dropped_request_ids, self._dropped = self._dropped, []
-        step.block_copies, self._copies = self._copies, []
-        self._late_offers = step.late_offers
+        output.dropped_request_ids, self._dropped = self._dropped, []
+        output.block_copies, self._copies = self._copies, []
+        self.late_offers = []
 
     def drop_again(self, request_ids: list[str]) -> None:
         """Tells the runner with the next step, too, to drop rows: the step that told it has failed."""
@@ -142,16 +143,14 @@ class Roster:
         self.queue.push(request)
         self.tenants.on_waiting(request)
 
-    def restart(self, block_ids: set[int]) -> None:
-        """Requeues requests without a row that hold blocks, of these, which do not hold what they should.
+    def restart(self) -> None:
+        """Requeues running requests that have had no row: what they hold of others' blocks may not be there.
 
-        Such a request loads others, was admitted without a token left for it, or was to be a copy.
+        Such a request loads blocks, was admitted without a token left for it, or was to be a copy.
         """
-        for request in list(self.running) if block_ids else ():
-            if request.in_runner or all(block_ids.isdisjoint(ids) for ids in self.kv.block_ids(request)):
-                continue
+        for request in [request for request in self.running if not request.in_runner]:
             if request.load_id is not None:
-                self.transfers.distrust(request.load_id)
+                self.transfers.distrust(request)
                 continue
             self.requeue(request)
             request.num_preemptions += 1
@@ -249,7 +248,7 @@ class Roster:
         try:
             offers = self.kv.cache_blocks(request)
             self.transfers.save(offers)
-            self._late_offers += offers
+            self.late_offers += offers
             self._pin(request)
         except Exception:
             logger.exception("%s: what it has computed is not kept", request)

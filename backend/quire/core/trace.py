@@ -96,7 +96,7 @@ class SchedulerTrace:
             cache: what the scheduler's block manager was made from.
         """
         kv = scheduler.kv
-        trace = cls(path, block_size=kv.block_size, clock=scheduler.clock)
+        trace = cls(path, block_size=kv.block_size, clock=scheduler.roster.clock)
         trace.header = {
             "event": "engine",
             "version": VERSION,

@@ -45,7 +45,7 @@ class BlockTransfers:
         self._under_way: dict[int, tuple[Request, list[bytes], int]] = {}
         self._loading_keys: set[bytes] = set()
         self._void: set[int] = set()
-        """Loads whose requests have other blocks that do not hold what they should."""
+        """Loads whose requests have other blocks that may not hold what they should."""
         self._private_keys = itertools.count()
 
     @property
@@ -138,9 +138,12 @@ class BlockTransfers:
         self.drop(request)
         return request, complete
 
-    def distrust(self, load_id: int) -> None:
-        """The request's other blocks do not hold what they should: it will not be complete when this ends."""
-        self._void.add(load_id)
+    def distrust(self, request: Request) -> None:
+        """What a loading request found in the pool may not be there: if it did, it will not be complete."""
+        assert request.load_id is not None, request
+        _, keys, _ = self._under_way[request.load_id]
+        if self.kv.num_held_blocks(request) > len(keys):
+            self._void.add(request.load_id)
 
     def save(self, blocks: Iterable[tuple[bytes, int]]) -> None:
         """Writes computed blocks through, with the next step.
@@ -156,9 +159,9 @@ class BlockTransfers:
             KVSave(key, block, False, num_clears) for key, block in blocks if cached(key) == block
         ]
 
-    def forget_saves(self, block_ids: set[int]) -> None:
-        """Writes these blocks nowhere: they were not computed after all."""
-        self._saves = [save for save in self._saves if save.pinned or save.block_id not in block_ids]
+    def forget_saves(self) -> None:
+        """Writes through nothing that was to be: it may not have been computed after all."""
+        self._saves = [save for save in self._saves if save.pinned]
 
     def swap_out(self, request: Request) -> bool:
         """Keeps the request's blocks in the host tier, if that is cheaper than computing them again.

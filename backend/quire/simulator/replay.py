@@ -150,7 +150,7 @@ class _Replay:
         self.clock.now = record["end"]
         failed = {end["id"]: end["output"] for end in record["finished"] if end["reason"] == "error"}
         if failed and {row.request_id for row in plan.scheduled} <= failed.keys():
-            self.scheduler.fail(failed, "as recorded")
+            self.scheduler.fail("as recorded")
             return
         result = self.tokens.execute(plan)
         for row, output in zip(plan.scheduled, result.rows, strict=True):

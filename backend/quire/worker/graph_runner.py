@@ -113,18 +113,6 @@ def recording(what: str, sizes: Sequence[int]) -> Iterator[None]:
     logger.info("recorded %s: %s in %.1f s", what, list(sizes), time.monotonic() - begin)
 
 
-@dataclass
-class DecodeStep:
-    """Results of a replay, in memory that the next one overwrites."""
-
-    best: torch.Tensor
-    """int64 [n]: `ops.argmax` of the logits"""
-    logits: torch.Tensor
-    """float32 [n, vocab_size]"""
-    input_ids: torch.Tensor
-    """int64 [n]: the tokens that were computed, each request's newest one"""
-
-
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes that are recorded: 1, 2, 4, then multiples of 8, of 16 from 64 on, and the largest."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs, 16)]
@@ -198,8 +186,13 @@ class DecodeGraphs:
             return False
         return True
 
-    def run(self, scheduled: Sequence[ScheduledRequest]) -> DecodeStep:
-        """Computes one token of each request; their newest tokens are left in `batch.last_tokens`."""
+    def run(self, scheduled: Sequence[ScheduledRequest]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Computes one token of each request; the best next ones are left in `batch.last_tokens`.
+
+        Returns:
+            `ops.argmax` of the logits, int64 [n]; the logits, float32 [n, vocab_size]; the tokens that were
+            computed, int64 [n]. They lie in memory that the next replay overwrites.
+        """
         count = len(scheduled)
         size = self.sizes[bisect.bisect_left(self.sizes, count)]
         inputs = np.empty((len(_FIELDS), size), dtype=np.int64)
@@ -217,7 +210,7 @@ class DecodeGraphs:
         self._inputs[:, :size].copy_(to_device(inputs, self._device), non_blocking=True)
         replay()
         self.num_replays += 1
-        return DecodeStep(self._best[:count], self._logits[:count], self._input_ids[:count])
+        return self._best[:count], self._logits[:count], self._input_ids[:count]
 
     def _update_table(self) -> None:
         """Brings what was appended to the block table since the last replay to the device."""

@@ -18,7 +18,7 @@ from quire.outputs import NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.sampling_params import choice_seed
 from quire.worker.block_table import BlockTable
 from quire.worker.device import to_device, to_device_together
-from quire.worker.sampler import SamplingRow
+from quire.worker.sampling_batch import SamplingRow
 from quire_kernels.metadata import AttentionMetadata
 
 
