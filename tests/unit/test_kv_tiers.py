@@ -410,8 +410,43 @@ def disk_tier(path: Path, capacity: int = 64, **options: Any) -> DiskTier:
     return DiskTier(path, size, block_bytes=BLOCK_BYTES, fingerprint=FINGERPRINT, **options)
 
 
-def loopback(capacity: int = 64, **options: Any) -> LoopbackConnector:
-    return LoopbackConnector(
+class FaultyLoopback(LoopbackConnector):
+    """A store with failures and delays on demand."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.failing = False
+        """True makes `contains`, `save` and `load` raise ConnectionError."""
+        self.answering = threading.Event()
+        """Event that `load` waits for; clear: the network is slow."""
+        self.answering.set()
+        self.load_began = threading.Event()
+        """Event that is set when a `load` was asked for."""
+
+    def contains(self, key: bytes) -> bool:
+        self._check()
+        return super().contains(key)
+
+    def save(self, keys: Sequence[bytes], data: BlockArray) -> None:
+        self._check()
+        super().save(keys, data)
+
+    def load(self, keys: Sequence[bytes], out: BlockArray) -> int:
+        self.load_began.set()
+        self.answering.wait()
+        self._check()
+        return super().load(keys, out)
+
+    def close(self) -> None:
+        self.answering.set()
+
+    def _check(self) -> None:
+        if self.failing:
+            raise ConnectionError("the store does not answer")
+
+
+def loopback(capacity: int = 64, **options: Any) -> FaultyLoopback:
+    return FaultyLoopback(
         block_bytes=BLOCK_BYTES, fingerprint=FINGERPRINT, capacity_bytes=capacity * BLOCK_BYTES, **options
     )
 
@@ -460,7 +495,7 @@ class TestKVTiers:
         assert num_hits(tiers, [key(n) for n in (1, 2, 3, 4)]) == 3
         assert num_hits(tiers, [key(n) for n in (4, 1)]) == 0
         assert restore(tiers, pool, [1, 2, 3]) == 3
-        assert tiers.num_loading == 0
+        assert tiers.stats()["loads_under_way"] == 0
         assert tiers.save_bytes_per_s and tiers.load_bytes_per_s
         assert tiers.poll() == []
 
@@ -560,12 +595,12 @@ class TestKVTiers:
         assert remote.load_began.wait(WAIT_S)
         assert tiers.poll() == []
         assert tiers.poll(0.001) == []
-        assert tiers.num_loading == 3
+        assert tiers.stats()["loads_under_way"] == 3
         tiers.save([KVSave(key(9), 9)])
         assert tiers.contains(key(9))
         remote.answering.set()
         done: list[tuple[int, int]] = []
-        while tiers.num_loading:
+        while tiers.stats()["loads_under_way"]:
             done += tiers.poll(WAIT_S)
         assert done == [(1, 1), (2, 1), (3, 0)]
         assert np.array_equal(pool.pool[[50, 51]], blocks([1, 2]))

@@ -23,6 +23,7 @@ from quire.core.policies.queue import (
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
+from tests.fixtures.fair_queue import counter
 from tests.unit.test_scheduler_cost import Bytecodes
 
 
@@ -488,15 +489,15 @@ def test_idling_saves_nothing_up() -> None:
         queue.on_admitted(request)
         queue.on_tokens(request, 4, 50)
     assert isinstance(queue, FairQueue)
-    assert queue.counter("a") == 5 * (4 + 2 * 50)
+    assert counter(queue, "a") == 5 * (4 + 2 * 50)
     queue.push(make_request("b0", tenant="b"))
-    assert queue.counter("b") == queue.counter("a")  # lifted, not at 0
+    assert counter(queue, "b") == counter(queue, "a")  # lifted, not at 0
 
     for request in list(queue):
         queue.remove(request)
     queue.on_tokens(request, 0, 7)  # the last to leave was a tenant of this request
     queue.push(make_request("c0", tenant="c"))
-    assert queue.counter("c") == queue.counter(request.scheduling.tenant)
+    assert counter(queue, "c") == counter(queue, request.scheduling.tenant)
 
 
 @pytest.mark.row("B12", clauses=("weights",))
@@ -509,14 +510,14 @@ def test_a_prompt_is_charged_once_and_less_what_was_cached() -> None:
     request.num_cached_tokens = 64
     queue.on_admitted(request)
     queue.on_tokens(request, 36, 1)
-    assert queue.counter("a") == 36 + 3
+    assert counter(queue, "a") == 36 + 3
     request.num_preemptions += 1
     queue.on_left(request)
     queue.push(request)
     queue.remove(request)
     queue.on_admitted(request)
     queue.on_tokens(request, 101, 0)
-    assert queue.counter("a") == 36 + 3
+    assert counter(queue, "a") == 36 + 3
 
 
 def test_admissions_of_one_step_alternate_between_tenants() -> None:

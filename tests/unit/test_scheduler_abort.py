@@ -16,10 +16,11 @@ def test_abort_in_every_phase_frees_at_once() -> None:
     engine = FakeEngine(num_blocks=4, max_num_seqs=3, max_num_batched_tokens=8)
     engine.add("running", 7, 9)
     engine.add("preempted", 3, 9)
-    while engine.scheduler.num_preemptions == 0:
+    while engine.scheduler.roster.num_preemptions == 0:
         engine.step()
     engine.add("waiting", 2, 3)
-    assert engine.requests["preempted"].status is RequestStatus.PREEMPTED
+    assert engine.requests["preempted"].status is RequestStatus.WAITING
+    assert engine.requests["preempted"].num_preemptions == 1
 
     for name in ("preempted", "waiting"):
         (output,) = engine.abort(name)
@@ -114,12 +115,12 @@ def test_find_by_the_id_the_client_gave() -> None:
     engine = FakeEngine(max_num_seqs=1)
     for name, external_id in (("1", "x"), ("2", "x"), ("3", "y"), ("4", "")):
         engine.add(name, 2, 1, external_id=external_id)
-    assert engine.scheduler.find("x") == ["1", "2"]
-    assert engine.scheduler.find("") == engine.scheduler.find("z") == []
+    assert engine.scheduler.roster.find("x") == ["1", "2"]
+    assert engine.scheduler.roster.find("") == engine.scheduler.roster.find("z") == []
     engine.step()
-    assert engine.scheduler.find("x") == ["2"]
-    engine.abort(*engine.scheduler.find("x"))
-    assert engine.scheduler.find("x") == []
+    assert engine.scheduler.roster.find("x") == ["2"]
+    engine.abort(*engine.scheduler.roster.find("x"))
+    assert engine.scheduler.roster.find("x") == []
     engine.run()
     assert engine.scheduler.roster._by_external_id == {}
 

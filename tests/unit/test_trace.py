@@ -191,7 +191,7 @@ def test_a_replay_gives_the_same_batches(policy: str) -> None:
         records = trace_of(engine).records
         assert report.num_steps == len(records)
         assert report.num_requests == sum(len(record["arrivals"]) for record in records)
-        assert report.num_preemptions == engine.scheduler.num_preemptions
+        assert report.num_preemptions == engine.scheduler.roster.num_preemptions
         num_steps += report.num_steps
         num_requests += report.num_requests
         num_preemptions += report.num_preemptions

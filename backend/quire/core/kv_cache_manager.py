@@ -257,8 +257,7 @@ class KVCacheManager:
         table.num_cached = end
         scheduling = request.scheduling
         ttl = scheduling.cache_ttl_s if scheduling.cache_ttl_s is not None else self.cache_ttl_s or None
-        hash_blocks(request, end, self.block_size)
-        hashes = request.block_hashes
+        hashes = hash_blocks(request, end, self.block_size)
         offered = []
         for group, blocks in enumerate(table.blocks):
             for index in range(first, end):

@@ -84,7 +84,7 @@ class Roster:
         self.queue.push(request)
         self.tenants.on_arrival(request, self.clock())
 
-    def find(self, external_id: str, tenant: str) -> list[str]:
+    def find(self, external_id: str, tenant: str = "") -> list[str]:
         """Ids of the unfinished requests that a client of the tenant gave this id, oldest first."""
         return list(self._by_external_id.get((tenant, external_id), ()))
 
@@ -139,7 +139,7 @@ class Roster:
     def requeue(self, request: Request) -> None:
         """A running request waits again, at the place its rank gives it, and has no blocks."""
         self._unseat(request)
-        request.status = RequestStatus.PREEMPTED
+        request.status = RequestStatus.WAITING
         self.queue.push(request)
         self.tenants.on_waiting(request)
 
@@ -165,7 +165,6 @@ class Roster:
         copies = self.kv.fork(parent, child) if may_run else None
         if copies is None:
             child.num_computed_tokens = 0
-            child.status = RequestStatus.PREEMPTED
             self.queue.push(child)
             return
         self._copies += copies
@@ -180,8 +179,12 @@ class Roster:
 
     # Ends.
 
-    def finish(self, request: Request, reason: FinishReason) -> None:
-        """Ends a request wherever it is; what is to outlive it is kept."""
+    def finish(self, request: Request, reason: FinishReason, *, is_told: bool) -> None:
+        """Ends a request wherever it is; what is to outlive it is kept.
+
+        Args:
+            is_told: the scheduler was told to; for the trace.
+        """
         if request.status is RequestStatus.RUNNING:
             if request.load_id is None and request.num_computed_tokens:
                 self._keep(request)
@@ -190,7 +193,7 @@ class Roster:
         self.discard(request)
         request.finish_reason = reason
         if self.trace is not None:
-            self.trace.on_finish(request, reason)
+            self.trace.on_finish(request, reason, is_told=is_told)
 
     def discard(self, request: Request) -> None:
         """Ends a request, wherever it is, of which nothing is kept or told."""
@@ -281,7 +284,7 @@ class Roster:
         ranks = [request.rank for request in self.running]
         assert ranks == sorted(ranks) and len(set(ranks)) == len(ranks), ranks
         for request in waiting.values():
-            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), request
+            assert request.status is RequestStatus.WAITING, request
             assert request.num_computed_tokens == request.steady_until == 0, request
         for request in self.running:
             is_steady = request.num_computed_tokens < request.steady_until

@@ -103,11 +103,6 @@ class Scheduler:
         self._in_flight: deque[Step] = deque()  # the oldest first
         self._updated = 0.0
 
-    @property
-    def num_preemptions(self) -> int:
-        """Preemptions since start."""
-        return self.roster.num_preemptions
-
     def add_request(self, request: Request) -> None:
         """Queues a new request.
 
@@ -300,7 +295,7 @@ class Scheduler:
             if choices is not None and not choices.is_ranked and index.isdecimal():
                 one = choices.live.get(int(index))
                 if one is not None and choices.has_forked:
-                    self._finish(one, reason)
+                    self._finish(one, reason, is_told=True)
                     outputs.append(EngineCoreOutput(parent, finish_reason=str(reason), index=int(index)))
                 continue
             request = self.roster.requests.get(request_id)
@@ -365,17 +360,13 @@ class Scheduler:
         request.num_computed_tokens = min(request.num_computed_tokens, row.num_computed_tokens)
         self.kv.uncache_from(request, row.num_computed_tokens)
 
-    def find(self, external_id: str, tenant: str = "") -> list[str]:
-        """Ids of the unfinished requests that a client of the tenant gave this id, oldest first."""
-        return self.roster.find(external_id, tenant)
-
     def has_unfinished(self) -> bool:
         return bool(self.roster.requests)
 
     @property
     def has_work(self) -> bool:
         """Whether a step must be planned: for requests, or for blocks that are still to be moved."""
-        return bool(self.roster.requests or self.transfers.has_work or self.transfers.num_loading)
+        return bool(self.roster.requests) or self.transfers.has_work
 
     def reset_cache(self) -> int:
         """Empties prefix cache, pins and tiers; running requests are not disturbed.
@@ -416,7 +407,7 @@ class Scheduler:
             num_waiting_tokens=self.roster.queue.num_tokens,
             num_blocks=self.kv.num_blocks,
             num_free_blocks=self.kv.num_free_blocks,
-            num_preemptions=self.num_preemptions,
+            num_preemptions=self.roster.num_preemptions,
             num_scheduled_tokens=self.num_scheduled_tokens,
             num_cached_tokens=self.kv.num_cached_tokens,
             num_cached_blocks=self.kv.pool.num_cached,
@@ -443,7 +434,7 @@ class Scheduler:
             request_id, indices = choices.request_id, choices.open_indices
             requests = list(choices.live.values())
         for one in requests:
-            self._finish(one, reason)
+            self._finish(one, reason, is_told=error is None)
         if error is not None:
             code = EngineError.code
             return [EngineCoreOutput(request_id, finish_reason=str(reason), error=error, error_code=code)]
@@ -455,10 +446,10 @@ class Scheduler:
         self._reservation.on_finished(request)
         self._finish(request, reason)
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
+    def _finish(self, request: Request, reason: FinishReason, *, is_told: bool = False) -> None:
         if request.status is RequestStatus.RUNNING:
             self._admission.on_departure()
-        self.roster.finish(request, reason)
+        self.roster.finish(request, reason, is_told=is_told)
 
     def _end_step(self) -> None:
         if self.roster.trace is not None:

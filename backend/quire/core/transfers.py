@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from quire.core.block_hash import group_key, request_hashes
+from quire.core.block_hash import group_key, hash_blocks
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.prefix import ELSEWHERE, OUTSIDE, CachedPrefix
 from quire.outputs import KVLoad, KVSave
@@ -73,7 +73,7 @@ class BlockTransfers:
             return
         size = self.kv.block_size
         count = (request.num_tokens - 1) // size
-        hashes = request_hashes(request, count, size)
+        hashes = hash_blocks(request, count, size)[:count]
         keys = [
             key
             for number, group in enumerate(self.kv.groups)
@@ -92,12 +92,9 @@ class BlockTransfers:
             prefix = self._with_swapped(prefix, request.swapped)
         if self._loading_keys:
             for group, blocks in enumerate(prefix.block_ids):
-                for index, block_id in enumerate(blocks):
-                    if (
-                        block_id == ELSEWHERE
-                        and self._key(request, prefix, group, index) in self._loading_keys
-                    ):
-                        return None
+                places = (index for index, block_id in enumerate(blocks) if block_id == ELSEWHERE)
+                if any(self._key(request, prefix, group, index) in self._loading_keys for index in places):
+                    return None
         return prefix
 
     def begin(self, request: Request, prefix: CachedPrefix) -> None:
@@ -210,7 +207,8 @@ class BlockTransfers:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._saves or self._loads)
+        """Whether blocks are still to be moved, or on their way."""
+        return bool(self._saves or self._loads or self._under_way)
 
     def _with_swapped(self, prefix: CachedPrefix, swapped: SwappedBlocks) -> CachedPrefix:
         """What the pool still has of a swapped request, and the rest from the host tier."""

@@ -113,8 +113,8 @@ class KVTiers:
     """Joins stores.
 
     The scheduler's half (`contains`, `touch`, `can_pin`, `is_loading`, `prefetch`, `drop`, `clear`,
-    `stats`) belongs to the engine's thread, the runner's half (`save`, `start_load`, `poll`,
-    `num_loading`) to the runner's, which may be another one; neither waits for a disk or a network. A thread
+    `stats`) belongs to the engine's thread, the runner's half (`save`, `start_load`, `poll`)
+    to the runner's, which may be another one; neither waits for a disk or a network. A thread
     of ours moves what is loaded or fetched ahead.
 
     Pinned blocks (of swapped requests) live in the host tier alone, each under a key that is saved once and
@@ -281,11 +281,6 @@ class KVTiers:
             self._loading.add(load.load_id)
             self._loads.append(load)
             self._changed.notify_all()
-
-    @property
-    def num_loading(self) -> int:
-        """Loads begun that `poll` has not reported."""
-        return len(self._loading)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[int, int]]:
         """Loads that ended since the last call, as (load id, how many leading blocks are valid).

@@ -131,7 +131,7 @@ class _Replay:
             self.report.difference = self._compare(record, plan)
             if self.report.difference is not None:
                 break
-        self.report.num_preemptions = self.scheduler.num_preemptions
+        self.report.num_preemptions = self.scheduler.roster.num_preemptions
         return self.report
 
     def _calls(self, record: dict[str, Any], *, in_flight: bool) -> None:

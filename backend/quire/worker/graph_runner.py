@@ -68,33 +68,22 @@ class CudaGraphs:
         self._guard: Any = None
 
     def warm_up(self, work: Work) -> None:
-        """See GraphBackend."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()
         torch.cuda.synchronize()
 
     def begin(self) -> None:
-        """See GraphBackend."""
         torch.cuda.synchronize()
         self._graph, self._guard = torch.cuda.CUDAGraph(), torch.cuda.stream(self._stream)
         self._guard.__enter__()
         self._graph.capture_begin(pool=self._pool)
 
     def end(self) -> Work:
-        """See GraphBackend."""
         self._graph.capture_end()
         self._guard.__exit__(None, None, None)
         repeat: Work = self._graph.replay
         return repeat
-
-
-def capture(backend: GraphBackend, work: Work) -> Work:
-    """Records `work`; returns what repeats it."""
-    backend.warm_up(work)
-    backend.begin()
-    work()
-    return backend.end()
 
 
 @contextmanager
@@ -123,12 +112,9 @@ class DecodeGraphs:
     """Recorded decode steps of one model.
 
     Args:
-        model: computes.
         kv_cache: with a scratch block behind its pool.
         batch: its block table is mirrored on the device.
-        max_model_len: longest sequence.
         sizes: of batches, ascending.
-        backend: records.
     """
 
     def __init__(
@@ -149,7 +135,6 @@ class DecodeGraphs:
         self.num_misses = 0
         """Steps of single tokens that were not replayed, as no size is large enough."""
         device = batch.device
-        self._device = device
         host = batch.block_table.table
         groups, self._scratch_row, width = host.shape
         self._table = torch.zeros((groups, self._scratch_row + 1, width), dtype=torch.int32, device=device)
@@ -207,7 +192,7 @@ class DecodeGraphs:
             inputs[3, i] = state.position_delta
         replay = self._graph(size)
         self._update_table()
-        self._inputs[:, :size].copy_(to_device(inputs, self._device), non_blocking=True)
+        self._inputs[:, :size].copy_(to_device(inputs, self.batch.device), non_blocking=True)
         replay()
         self.num_replays += 1
         return self._best[:count], self._logits[:count], self._input_ids[:count]
@@ -216,7 +201,7 @@ class DecodeGraphs:
         """Brings what was appended to the block table since the last replay to the device."""
         changes = self.batch.block_table.take_changes()
         if len(changes):
-            places, blocks = to_device(changes, self._device).unbind()
+            places, blocks = to_device(changes, self.batch.device).unbind()
             _, rows, width = self.batch.block_table.table.shape
             # The mirror has one row more per group.
             places = places + places // (rows * width) * width
@@ -226,8 +211,11 @@ class DecodeGraphs:
         """What computes a step of this size, recorded on first use."""
         if size not in self._graphs:
             # Recording computes, and a step that is computed twice would take its own result for its input.
-            self._inputs[:, :size] = to_device(self._padding, self._device)
-            self._graphs[size] = capture(self.backend, partial(self._compute, size))
+            self._inputs[:, :size] = to_device(self._padding, self.batch.device)
+            self.backend.warm_up(partial(self._compute, size))
+            self.backend.begin()
+            self._compute(size)
+            self._graphs[size] = self.backend.end()
         return self._graphs[size]
 
     def _compute(self, size: int) -> None:
@@ -287,11 +275,9 @@ class PromptGraphs:
     """Recorded pieces of steps of any kind, between one attention and the next.
 
     Args:
-        model: computes.
         kv_cache: with a scratch block behind its pool.
         num_axes: of positions: 3 where requests may state them on three, else 1.
         sizes: of batches in tokens, ascending.
-        backend: records.
     """
 
     def __init__(

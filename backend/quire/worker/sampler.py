@@ -48,19 +48,14 @@ class Draw:
 
     token_ids: torch.Tensor
     """int64 [N]; -1 where the logits hold NaN or have no finite maximum."""
-    wanted: list[tuple[int, int]] = field(default_factory=list)
-    """(row, how many log-probabilities beside the chosen token's) of rows that asked for them."""
-    logprobs: tuple[torch.Tensor, torch.Tensor] | None = None
-    """(int64, float32) [len(wanted), most + 1]: ids and log-probabilities, the chosen token first."""
-    beams: list[tuple[int, int]] = field(default_factory=list)
-    """(row, number of candidates) of rows of beam search."""
-    candidates: tuple[torch.Tensor, torch.Tensor] | None = None
-    """(int64, float32) [len(beams), most]: ids and log-probabilities in descending order."""
+    logprobs: list[tuple[list[tuple[int, int]], torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """((row, how many to report beside the first) of n rows, ids int64 [n, most + 1], log-probabilities
+    float32 [n, most + 1]): of the chosen token, or a beam's best, then of the most likely, descending."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All of it."""
-        return [self.token_ids, *(self.logprobs or ()), *(self.candidates or ())]
+        return [self.token_ids, *(tensor for _, *pair in self.logprobs for tensor in pair)]
 
     def outputs(self, tensors: Sequence[torch.Tensor] | None = None) -> list[RowOutput]:
         """One per row, of one token or an error; `tensors`: copies of `self.tensors` on the host, if any."""
@@ -69,16 +64,10 @@ class Draw:
             RowOutput([token_id]) if token_id >= 0 else RowOutput(error=_BAD_LOGITS)
             for token_id in lists.pop(0)
         ]
-        if self.logprobs is not None:
-            for (row, count), ids, values in zip(self.wanted, lists.pop(0), lists.pop(0), strict=True):
+        for rows, _, _ in self.logprobs:
+            for (row, count), ids, values in zip(rows, lists.pop(0), lists.pop(0), strict=True):
                 if not outputs[row].error:
                     outputs[row].logprobs = [TokenLogprobs(ids[: count + 1], values[: count + 1])]
-        if self.candidates is not None:
-            for (row, count), ids, values in zip(self.beams, lists.pop(0), lists.pop(0), strict=True):
-                if not outputs[row].error:
-                    # The best one stands in front, as the chosen token does elsewhere.
-                    entry = TokenLogprobs(ids[:1] + ids[:count], values[:1] + values[:count])
-                    outputs[row].logprobs = [entry]
         return outputs
 
 
@@ -106,13 +95,13 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], newest: torch.Tensor
     assert newest is not None or "uncounted" not in (edits or {}), "the newest tokens are needed"
     drawn = Draw(_choose(logits, rows, edits, newest))
     if raw is not None:
-        drawn.wanted = [(i, rows[i].params.logprobs or 0) for i in wanted]
-        drawn.logprobs = _logprobs(raw, _take(drawn.token_ids, wanted))
+        counts = [(i, rows[i].params.logprobs or 0) for i in wanted]
+        drawn.logprobs.append((counts, *_logprobs(raw, _take(drawn.token_ids, wanted))))
     if beams:
-        drawn.beams = [(i, rows[i].num_candidates) for i in beams]
-        most = min(max(count for _, count in drawn.beams), logits.shape[1])
-        values, ids = _take(logits, beams).topk(most)
-        drawn.candidates = ids, values
+        counts = [(i, rows[i].num_candidates) for i in beams]
+        values, ids = _take(logits, beams).topk(min(max(count for _, count in counts), logits.shape[1]))
+        ids, values = (torch.cat([found[:, :1], found], dim=1) for found in (ids, values))
+        drawn.logprobs.append((counts, ids, values))
     return drawn
 
 

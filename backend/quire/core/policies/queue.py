@@ -52,9 +52,6 @@ class QueuePolicy(ABC):
         """The waiting requests, in no order worth relying on."""
         return (request for request, _ in self._requests.values())
 
-    def __contains__(self, request: Request) -> bool:
-        return request.request_id in self._requests
-
     @property
     def num_tokens(self) -> int:
         """Tokens of all requests here, as known when they were pushed."""
@@ -287,6 +284,7 @@ class _Account:
         self.tenant = tenant
         self.number = number
         self.counter = 0.0
+        """Service of the tenant in weighted tokens per weight."""
         self.queue = Line()
         self.in_heap = False
 
@@ -328,11 +326,6 @@ class FairQueue(QueuePolicy):
         self._by_counter: list[tuple[float, int, _Account]] = []  # of all waiting and of some idle ones
         self._last_left: _Account | None = None
         self._numbers = itertools.count()
-
-    def counter(self, tenant: str) -> float:
-        """Service of a tenant in weighted tokens per weight; 0 for one that is not known."""
-        account = self._waiting.get(tenant) or self._idle.get(tenant)
-        return 0.0 if account is None else account.counter
 
     def candidates(self, now: float) -> Generator[Request, None, None]:
         walks: dict[str, Iterator[Request]] = {}
