@@ -189,6 +189,22 @@ def test_nobody_finds_what_a_failed_step_was_to_compute_of_a_request_cancelled_m
     engine.check_outputs()
 
 
+def test_nobody_finds_what_a_row_without_finite_logits_has_filled() -> None:
+    """It alone has failed; whatever is in its blocks, others must not go on from it."""
+    engine = FakeEngine(**CACHED)
+    prompt = engine.add("a", 17, 4).token_ids
+    plan = engine.scheduler.schedule()
+    assert len(engine.kv.pool.cached_hashes()) == 4
+    result = engine.runner.execute(plan)
+    result.rows[0].error = "no finite logit"
+    (output,) = engine.scheduler.update(plan, result)
+    assert output.error == "no finite logit" and not engine.kv.pool.cached_hashes()
+    del engine.requests["a"]
+    engine.add("b", 0, 4, prompt=list(prompt))
+    engine.run()
+    engine.check_outputs()
+
+
 def test_nobody_finds_what_a_failed_step_was_to_compute_of_later_choices() -> None:
     """Choices end together: only the first one's blocks were taken back."""
     engine = FakeEngine(**CACHED)

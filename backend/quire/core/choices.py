@@ -37,6 +37,7 @@ class Choices:
         self.request_id = request.request_id
         self.external_id = request.external_id
         self.count = request.num_sequences
+        self._num_results = request.sampling_params.n
         self.has_forked = False
         self.live: dict[int, Request] = {0: request}
         """Unfinished choices by index."""
@@ -49,6 +50,8 @@ class Choices:
     @property
     def open_indices(self) -> list[int]:
         """Choices whose end was not reported yet."""
+        if self.is_ranked:
+            return list(range(self._num_results))
         return list(self.live) if self.has_forked else list(range(self.count))
 
     def is_paused(self, request: Request) -> bool:
@@ -121,16 +124,11 @@ class BestOf(Choices):
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         params = request.sampling_params
-        self._num_results = params.n
         self._sends_logprobs = params.logprobs is not None
         if not self._sends_logprobs:
             request.sampling_params = msgspec.structs.replace(params, logprobs=0)
         self._ended: list[EngineCoreOutput] = []
         self._kept = {index: EngineCoreOutput(self.request_id, logprobs=[]) for index in range(self.count)}
-
-    @property
-    def open_indices(self) -> list[int]:
-        return list(range(self._num_results))
 
     def _pass_on(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
         for output in outputs:
@@ -204,10 +202,6 @@ class BeamSearch(Choices):
         self._reports: dict[int, TokenLogprobs] = {}
         self._logprobs: dict[int, list[TokenLogprobs]] = {0: []}
         self._ended: list[_Ended] = []  # best first
-
-    @property
-    def open_indices(self) -> list[int]:
-        return list(range(self._params.n))
 
     def is_paused(self, request: Request) -> bool:
         return request.index in self._reports

@@ -69,11 +69,8 @@ class Planner:
 
     def _add_running(self, step: Step, *, decodes: bool = True, prefills: bool = True) -> None:
         running, no_blocks, is_running = list(self._roster.running), self._kv.no_blocks, RequestStatus.RUNNING
-        add_row, add_request, add_offers = (
-            step.output.scheduled.append,
-            step.requests.append,
-            step.offers.append,
-        )
+        add_row, add_request = step.output.scheduled.append, step.requests.append
+        add_offers = step.offers.append
         for index, request in enumerate(running):
             if step.budget == 0 or request.status is not is_running:
                 break  # victims are those of the highest ranks: none behind this one runs either
