@@ -148,7 +148,7 @@ def order_of_calls(llm: LLM) -> list[str]:
     settle = runner._settle
 
     def settled(step: Any) -> None:
-        if step._drawn is not None:
+        if step.drawn is not None:
             calls.append("settle")
         settle(step)
 
