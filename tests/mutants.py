@@ -191,14 +191,28 @@ _SCHEDULER = (
         ("tests/unit/test_priority_and_fairness.py::test_short_prompts_overtake_a_4k_prompt",),
     ),
     Mutant(
+        "what a failed row was to fill stays findable",
+        "backend/quire/core/scheduler.py",
+        "        self.kv.uncache_from(request, row.num_computed_tokens)",
+        "        pass",
+        ("tests/unit/test_failed_steps.py::test_nobody_finds_what_a_row_without_finite_logits_has_filled",),
+    ),
+    Mutant(
         "what a failed step was to fill stays findable",
         "backend/quire/core/scheduler.py",
-        "        return self.kv.uncache_from(request, row.num_computed_tokens)",
-        "        return set()",
+        "                self.kv.uncache(offers)\n",
+        "",
         (
-            "tests/unit/test_prefix_cache.py"
-            "::test_what_was_to_be_shared_and_was_not_computed_is_computed_by_the_others",
+            "tests/unit/test_failed_steps.py"
+            "::test_nobody_finds_what_a_failed_step_was_to_compute_of_a_request_cancelled_meanwhile",
         ),
+    ),
+    Mutant(
+        "a request without a row goes on from what a failed step was to fill",
+        "backend/quire/core/scheduler.py",
+        "        self.roster.restart()\n",
+        "",
+        ("tests/unit/test_failed_steps.py::test_copies_of_a_failed_step_are_not_trusted",),
     ),
     Mutant(
         "a request that gives way loses its place",
@@ -333,16 +347,6 @@ _SCHEDULER = (
         "self.tiers.can_pin(num_pinned + count)",
         "self.tiers.can_pin(count)",
         ("tests/unit/test_transfers.py",),
-    ),
-    Mutant(
-        "a merged event grows after it was sent",
-        "backend/quire/core/kv_events.py",
-        "self._events, self._open = [], None",
-        "self._events = []",
-        (
-            "tests/unit/test_kv_events.py"
-            "::test_events_keep_their_order_and_blocks_of_other_chains_do_not_merge",
-        ),
     ),
     Mutant(
         "a trace forgets which arrivals came before an end",

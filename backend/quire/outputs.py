@@ -72,10 +72,9 @@ class SchedulerOutput:
     compute `scheduled`."""
 
     step: int
-    scheduled: list[ScheduledRequest]
-    dropped_request_ids: list[str]
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    dropped_request_ids: list[str] = field(default_factory=list)
     """Finished, aborted or preempted since the previous step: the runner forgets them."""
-    total_num_scheduled_tokens: int
     kv_saves: list[KVSave] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(from, to) inside the pool; all sources are read before any target is written."""

@@ -20,8 +20,7 @@ class RequestStatus(enum.IntEnum):
 
     WAITING = 0
     RUNNING = 1
-    PREEMPTED = 2
-    FINISHED = 3
+    FINISHED = 2
 
 
 class FinishReason(str, enum.Enum):

@@ -30,7 +30,7 @@ def decode(core: EngineCore, limits: Roofline, points: list[tuple[int, int]]) ->
     """Times of decode steps by (requests, context), against reading weights and KV once."""
     runner, watch, records = growth.runner_of(core), growth.Stopwatch(core), []
     for running, context in points:
-        if growth.room([(running, context)], NUM_STEPS)["num_blocks"] > runner.num_blocks:
+        if growth.room([(running, context)], NUM_STEPS)["num_blocks"] > runner.info.num_blocks:
             records.append({"running": running, "context": context, "skipped": "the KV cache is too small"})
             continue
         runner.timeline = Timeline(runner.device, enabled=True)

@@ -16,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quire.sampling_params import SamplingParams
 from quire.worker import sampler as sampler_module
-from quire.worker.sampler import Sampler, SamplerOutput, sampling_tensors
+from quire.worker.sampler import sampling_tensors
 from quire.worker.sampling_batch import SamplingRow, collect_edits
 from quire_kernels import ops
 from quire_kernels.reference.sampling import MIN_TEMPERATURE, edit_logits, philox_uniform
 from quire_kernels.sampling import SamplingTensors
+from tests.fixtures import sampling
 from tests.kernels.common import every_implementation, forced, is_interpreted, with_cases
 from tests.kernels.test_triton_lang import ARCHITECTURES, compile_kernels
 
@@ -130,7 +131,7 @@ def test_reference_and_sampler_draw_what_is_defined(kind: str) -> None:
         history = [0] * i
         params = SamplingParams(**{"temperature": 1.0, **FILTERS[i % len(FILTERS)]})
         rows.append(SamplingRow(params, history, 0, frozenset(), int(seeds[i])))
-    expected = torch.tensor(Sampler(vocab_size)(logits.clone(), rows).token_ids)
+    expected = torch.tensor(sampling.tokens(logits.clone(), rows))
     assert int((tokens != expected).sum()) <= 1
 
 
@@ -444,10 +445,6 @@ def test_a_token_counts_that_only_the_device_knows(
     assert tokens.tolist() == defined(logits.clone(), known).tolist()
 
 
-def results(logits: torch.Tensor, rows: list[SamplingRow]) -> SamplerOutput:
-    return Sampler(logits.shape[1])(logits, rows)
-
-
 @pytest.mark.row("D10", clauses=("greedy",))
 @pytest.mark.parametrize(("name", "device"), IMPLEMENTATIONS)
 def test_the_sampler_gives_what_it_gives_by_the_reference(name: str, device: str) -> None:
@@ -463,21 +460,21 @@ def test_the_sampler_gives_what_it_gives_by_the_reference(name: str, device: str
     assert any(row.params.is_greedy and row.has_penalties and not row.is_beam for row in rows)
     logits = ragged_logits(rows, vocab_size, seed=2)
     with forced("sample", "reference"):
-        expected = results(logits.clone(), rows)
+        expected = sampling.outputs(logits.clone(), rows)
     greedy = [row for row in rows if row.params.is_greedy]
     greedy_logits = logits[[i for i, row in enumerate(rows) if row.params.is_greedy]]
     with forced("sample", "reference"):
-        expected_greedy = results(greedy_logits.clone(), greedy)
+        expected_greedy = sampling.outputs(greedy_logits.clone(), greedy)
     with forced("sample", name):
-        got = results(logits.to(device, copy=True), rows)
-        got_greedy = results(greedy_logits.to(device, copy=True), greedy)
+        got = sampling.outputs(logits.to(device, copy=True), rows)
+        got_greedy = sampling.outputs(greedy_logits.to(device, copy=True), greedy)
     for one, other in ((got, expected), (got_greedy, expected_greedy)):
-        assert one.token_ids == other.token_ids and one.errors == other.errors
-        for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
-            assert (mine is None) == (theirs is None)
-            if mine is not None and theirs is not None:
-                assert mine.token_ids == theirs.token_ids
-                np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=1e-5)
+        for mine, theirs in zip(one, other, strict=True):
+            assert mine.token_ids == theirs.token_ids and mine.error == theirs.error
+            assert (mine.logprobs is None) == (theirs.logprobs is None)
+            if mine.logprobs is not None and theirs.logprobs is not None:
+                assert mine.logprobs[0].token_ids == theirs.logprobs[0].token_ids
+                np.testing.assert_allclose(mine.logprobs[0].logprobs, theirs.logprobs[0].logprobs, rtol=1e-5)
 
 
 @pytest.mark.row("D10")
@@ -495,10 +492,10 @@ def test_what_rows_ask_for_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "to_device_together", counted)
     monkeypatch.setattr(sampler_module, "to_device", never)
     rows = ragged_rows(40, 40, seed=3)
-    results(ragged_logits(rows, 40, seed=3), rows)
+    sampling.outputs(ragged_logits(rows, 40, seed=3), rows)
     assert len(copies) == 1 and "penalty_ids" in copies[0]
     plain = [SamplingRow(SamplingParams(temperature=1.0), [1], 1, frozenset(), 0)] * 2
-    results(torch.zeros(2, 40), plain)
+    sampling.outputs(torch.zeros(2, 40), plain)
     assert copies[1:] == [["words", "floats"]], "nothing more than before for rows without edits"
 
 

@@ -129,7 +129,7 @@ def test_recorded_steps_know_the_blocks_of_every_group_of_layers(tmp_path: Path)
     plain, _ = everything(engine(path).generate(PROMPTS[:5], PARAMS["greedy"]))
     with recorded_steps():
         llm = engine(path, async_scheduling=True)
-        assert len(runner_of(llm).kv_groups) > 1
+        assert len(runner_of(llm).info.kv_groups) > 1
         assert everything(llm.generate(PROMPTS[:5], PARAMS["greedy"]))[0] == plain
     graphs = runner_of(llm).graphs
     assert graphs is not None and graphs.num_replays > 5
@@ -148,7 +148,7 @@ def order_of_calls(llm: LLM) -> list[str]:
     settle = runner._settle
 
     def settled(step: Any) -> None:
-        if step._drawn is not None:
+        if step.drawn is not None:
             calls.append("settle")
         settle(step)
 
@@ -228,7 +228,7 @@ def test_an_aborted_request_gives_its_blocks_back_at_once(checkpoint: Path) -> N
 def test_a_deadline_ends_its_request_alone(checkpoint: Path, ahead: bool) -> None:
     llm = engine(checkpoint, async_scheduling=ahead)
     core, now = llm.core, 100.0
-    core.scheduler.clock = lambda: now
+    core.scheduler.roster.clock = lambda: now
     params = SamplingParams(max_tokens=50, ignore_eos=True)
     core.add_request("endless", PROMPTS[0], params, arrival_time=now)
     for name, scheduling in {
@@ -334,7 +334,7 @@ def test_padding_reads_and_writes_nothing_of_a_request(
     runner.kv_cache.blocks.fill_(0xFF)
     assert [output.token_ids for output in llm.generate(PROMPTS[:5], params)] == expected
     scratch = runner.kv_cache.scratch_block
-    assert scratch == runner.num_blocks == len(runner.kv_cache.blocks) - 1
+    assert scratch == runner.info.num_blocks == len(runner.kv_cache.blocks) - 1
     assert runner.graphs is not None and runner.graphs.num_replays > 2
     assert runner.prompt_graphs is not None and runner.prompt_graphs.num_replays > 2
 

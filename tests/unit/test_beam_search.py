@@ -151,7 +151,7 @@ def test_preempted_beams_compute_again_and_change_nothing(
         engine.add(f"s{number}", 5 + number, 10)
     engine.run()
     check(engine)
-    assert engine.scheduler.num_preemptions > 3
+    assert engine.scheduler.roster.num_preemptions > 3
     if tiers:
         assert engine.scheduler.stats().num_swaps > 0
         engine.runner.tiers.close()  # type: ignore[union-attr]
@@ -176,7 +176,7 @@ def test_beams_that_do_not_fit_together_come_one_after_the_other() -> None:
     add(engine, "b", 16, beam_width=3, n=1, ignore_eos=True)
     engine.run()
     check(engine)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.roster.num_preemptions > 0
 
 
 def test_beams_that_can_never_fit_are_refused_by_name() -> None:
@@ -191,7 +191,7 @@ def test_beams_that_can_never_fit_are_refused_by_name() -> None:
     add(engine, "a", 12, beam_width=4, ignore_eos=True)
     engine.run()
     check(engine)
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.scheduler.roster.num_preemptions == 0
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
@@ -202,13 +202,13 @@ def test_an_abort_ends_all_beams_with_one_output_per_result(num_steps: int, look
     add(engine, "b", 9)
     for _ in range(num_steps):
         engine.step()
-    assert engine.scheduler.find("x") == ["a"]
+    assert engine.scheduler.roster.find("x") == ["a"]
     outputs = engine.abort("a")
     assert [(o.request_id, o.index, o.finish_reason, o.new_token_ids) for o in outputs] == [
         ("a", 0, "cancelled", []),
         ("a", 1, "cancelled", []),
     ]
-    assert engine.scheduler.find("x") == []
+    assert engine.scheduler.roster.find("x") == []
     del engine.requests["a"]
     engine.run()
     check(engine)
@@ -340,7 +340,7 @@ def test_sequences_and_scores_are_those_of_transformers(checkpoint: Path, option
     finally:
         core.close()
     if "num_blocks" in options:
-        assert core.scheduler.num_preemptions > 0
+        assert core.scheduler.roster.num_preemptions > 0
     reasons = set()
     for name, (prompt, params) in requests.items():
         expected = beams_of_transformers(model, prompt, params)
@@ -377,8 +377,8 @@ def test_a_failing_step_ends_the_search_with_an_error() -> None:
     engine = FakeEngine()
     add(engine, "a", 30, n=2, ignore_eos=True)
     engine.step()
-    plan = engine.scheduler.schedule()
-    (output,) = engine.scheduler.fail([row.request_id for row in plan.scheduled], "broken")
+    engine.scheduler.schedule()
+    (output,) = engine.scheduler.fail("broken")
     assert output.error == "broken" and output.finish_reason == str(FinishReason.ERROR)
     assert not engine.scheduler.has_unfinished()
     engine.scheduler.check_integrity()

@@ -203,7 +203,7 @@ def test_best_of_survives_preemption_chunks_and_a_tiny_pool(lookahead: bool, cac
         add(engine, f"r{seed}", 20, n=2, best_of=4, seed=seed, ignore_eos=False, min_tokens=5)
     engine.run()
     engine.check_outputs()
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.roster.num_preemptions > 0
     assert engine.kv.num_free_blocks == engine.kv.num_blocks
 
 
@@ -214,13 +214,13 @@ def test_an_abort_ends_each_result_once(num_steps: int) -> None:
     for _ in range(num_steps):
         engine.step()
     if num_steps:
-        assert engine.scheduler.find("x") == ["a"]
+        assert engine.scheduler.roster.find("x") == ["a"]
     outputs = engine.abort("a")
     assert [(o.index, o.finish_reason, o.new_token_ids) for o in outputs] == [
         (0, "cancelled", []),
         (1, "cancelled", []),
     ]
-    assert not engine.scheduler.has_unfinished() and engine.scheduler.find("x") == []
+    assert not engine.scheduler.has_unfinished() and engine.scheduler.roster.find("x") == []
     engine.step()
     assert not engine.runner.rows and engine.kv.num_free_blocks == engine.kv.num_blocks
 

@@ -19,6 +19,7 @@ from quire.engine.cache_commands import Inspect, Reset
 from quire.errors import ConfigError, InvalidArgumentError, UnavailableError
 from quire.models.kv_spec import AttentionKV
 from quire.outputs import RequestOutput
+from quire.worker import model_runner
 from tests.fixtures.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, make_throughput_checkpoint
 from tests.fixtures.runner_of import runner_of
 
@@ -290,8 +291,8 @@ def test_the_pool_is_as_large_as_it_says(kv_cache_dtype: str, checkpoints: dict[
         checkpoints["llama"], num_blocks=None, kv_cache_memory="64MiB", kv_cache_dtype=kv_cache_dtype
     )
     runner = runner_of(llm.core)
-    assert runner.num_blocks == 64 * 2**20 // runner.block_bytes
-    assert runner.num_blocks * runner.block_bytes == runner.info.kv_cache_bytes
+    assert runner.info.num_blocks == 64 * 2**20 // runner.kv_cache.block_bytes
+    assert runner.info.num_blocks * runner.kv_cache.block_bytes == runner.info.kv_cache_bytes
     size = 256 * 2**20
     num_blocks = size // (2 * AttentionKV(2, 16, torch.float32, kv_cache_dtype).layer_bytes(16))
     # In a process of its own: this one may hold freed memory that an allocation takes without growing it.
@@ -352,27 +353,31 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
     assert llm.generate([PROMPTS[1]], GREEDY)[0].token_ids == expected["llama"][1]
 
 
-@pytest.mark.parametrize("method", ["_move_blocks", "_settle"])
+@pytest.mark.parametrize("method", ["move_blocks", "_settle"])
 @pytest.mark.parametrize("mode", ["", "async"])
 def test_a_step_that_fails_outside_of_the_model_is_forgotten(
-    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], mode: str, method: str
+    checkpoints: dict[str, Path],
+    expected: dict[str, list[list[int]]],
+    mode: str,
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before its loads begin: their requests waited for ever. While the tokens are taken in: the runner held
     the step for the next one, so every later one failed."""
     options: dict[str, Any] = {"host_cache_memory": "64MiB", "block_size": 8}
     options |= {"async_scheduling": True} if mode else {}
     llm = engine(checkpoints["llama"], **options)
-    core, runner = llm.core, runner_of(llm.core)
+    core, owner = llm.core, model_runner if method == "move_blocks" else runner_of(llm.core)
     assert ids(llm.generate(PROMPTS, GREEDY)) == expected["llama"]
     core.kv.reset()
     failed: list[Any] = []
 
-    def fails(argument: Any) -> None:
-        failed.append(argument)
-        delattr(runner, method)  # once
+    def fails(*arguments: Any) -> None:
+        failed.append(arguments[0])
+        monkeypatch.undo()  # once
         raise RuntimeError("made to fail")
 
-    setattr(runner, method, fails)
+    monkeypatch.setattr(owner, method, fails)
     for index, prompt in enumerate(PROMPTS):
         core.add_request(f"r{index}", prompt, GREEDY)
     ends = []

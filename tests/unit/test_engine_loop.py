@@ -327,10 +327,10 @@ def test_the_warm_up_is_charged_to_nobody() -> None:
     """The anonymous tenant began in debt."""
     config = EngineConfig.from_mapping({"model": "fake", **REFUSING["quota"], **REFUSING["deadline"]})
     core = EngineCore(config, RunnerExecutor(Runner()))
-    core.scheduler.clock = lambda: time.monotonic() + 1.0
+    core.scheduler.roster.clock = lambda: time.monotonic() + 1.0
     core.warm_up()
     assert core.num_finished_steps == 2
-    assert core.scheduler.roster.tenants.tokens_left("", core.scheduler.clock()) == 1.0
+    assert core.scheduler.roster.tenants.tokens_left("", core.scheduler.roster.clock()) == 1.0
 
 
 @pytest.mark.parametrize("answer", [2**70, "\ud800", object()], ids=["beyond 64 bits", "surrogate", "object"])

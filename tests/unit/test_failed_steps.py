@@ -15,6 +15,7 @@ from quire.kv_tiers import HostTier, KVTiers
 from quire.kv_tiers.loopback import LoopbackConnector
 from quire.outputs import SchedulerOutput
 from quire.scheduling_params import SchedulingParams
+from quire.worker import model_runner
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import STAGES, FakeKVCache
@@ -55,16 +56,15 @@ def test_a_step_that_fails_before_its_loads_begin_does_not_keep_their_requests(
     llm = engine(checkpoint, host_cache_memory="16MiB", async_scheduling=is_async)
     expected = run(llm, "first")
     llm.core.kv.reset()
-    runner = runner_of(llm.core)
-    move, failed = runner._move_blocks, list[int]()
+    move, failed = model_runner.move_blocks, list[int]()
 
-    def moves(output: SchedulerOutput) -> None:
+    def moves(output: SchedulerOutput, *pool_and_tiers: Any) -> None:
         if output.kv_loads and not failed:
             failed.append(output.step)
             raise RuntimeError("the blocks cannot be moved")
-        move(output)
+        move(output, *pool_and_tiers)
 
-    monkeypatch.setattr(runner, "_move_blocks", moves)
+    monkeypatch.setattr(model_runner, "move_blocks", moves)
     assert run(llm, "second") == expected
     assert failed, "nothing was to be loaded"
     llm.core.scheduler.check_integrity()
@@ -79,16 +79,15 @@ def test_a_load_that_had_begun_when_the_step_failed_is_waited_for(
     llm = engine(checkpoint, host_cache_memory="16MiB")
     expected = run(llm, "first")
     llm.core.kv.reset()
-    runner = runner_of(llm.core)
-    move, failed = runner._move_blocks, list[int]()
+    move, failed = model_runner.move_blocks, list[int]()
 
-    def moves(output: SchedulerOutput) -> None:
-        move(output)
+    def moves(output: SchedulerOutput, *pool_and_tiers: Any) -> None:
+        move(output, *pool_and_tiers)
         if output.kv_loads and not failed:
             failed.append(output.step)
             raise RuntimeError("too late")
 
-    monkeypatch.setattr(runner, "_move_blocks", moves)
+    monkeypatch.setattr(model_runner, "move_blocks", moves)
     assert run(llm, "second") == expected
     assert failed and llm.core.scheduler.transfers.num_loaded_tokens > 0, "the load was to count"
     llm.core.close()
@@ -119,7 +118,7 @@ def test_copies_of_a_failed_step_are_not_trusted() -> None:
     engine.add("b", 12, 8, scheduling=SchedulingParams(priority=-5))
     plan = scheduler.schedule()
     assert plan.block_copies and [row.request_id for row in plan.scheduled] == ["b"]
-    outputs = scheduler.fail(["b"], "broken")
+    outputs = scheduler.fail("broken")
     assert [(output.request_id, output.finish_reason) for output in outputs] == [("b", "error")]
     scheduler.check_integrity()
     del engine.requests["b"]
@@ -134,8 +133,8 @@ def test_a_trace_that_cannot_be_written_ends_and_nothing_else(tmp_path: Path) ->
     engine.add("a", 6, 8)
     engine.run()
     engine.check_outputs()
-    assert engine.scheduler.trace is not None
-    engine.scheduler.trace.event("anything")
+    assert engine.scheduler.roster.trace is not None
+    engine.scheduler.roster.trace.event("anything")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ def fail_step(engine: FakeEngine, stage: str, *, meanwhile: str = "") -> None:
         engine.runner.execute(plan)
     if meanwhile:
         engine.abort(meanwhile)
-    engine.collect(engine.scheduler.fail([row.request_id for row in plan.scheduled], "broken"))
+    engine.collect(engine.scheduler.fail("broken"))
     engine.scheduler.check_integrity()
 
 
@@ -185,6 +184,22 @@ def test_nobody_finds_what_a_failed_step_was_to_compute_of_a_request_cancelled_m
     prompt = engine.add("a", 17, 4).token_ids
     fail_step(engine, "before all", meanwhile="a")
     assert not engine.kv.pool.cached_hashes()
+    engine.add("b", 0, 4, prompt=list(prompt))
+    engine.run()
+    engine.check_outputs()
+
+
+def test_nobody_finds_what_a_row_without_finite_logits_has_filled() -> None:
+    """It alone has failed; whatever is in its blocks, others must not go on from it."""
+    engine = FakeEngine(**CACHED)
+    prompt = engine.add("a", 17, 4).token_ids
+    plan = engine.scheduler.schedule()
+    assert len(engine.kv.pool.cached_hashes()) == 4
+    result = engine.runner.execute(plan)
+    result.rows[0].error = "no finite logit"
+    (output,) = engine.scheduler.update(plan, result)
+    assert output.error == "no finite logit" and not engine.kv.pool.cached_hashes()
+    del engine.requests["a"]
     engine.add("b", 0, 4, prompt=list(prompt))
     engine.run()
     engine.check_outputs()
@@ -286,7 +301,7 @@ def test_random_failures_and_cancellations_change_no_tokens(seed: int) -> None:
         if rng.random() < 0.3:
             abort()
         engine.in_flight.clear()
-        outputs = scheduler.fail([row.request_id for row in plan.scheduled], "broken")
+        outputs = scheduler.fail("broken")
         failed |= {output.request_id for output in outputs if output.error is not None}
         engine.collect([output for output in outputs if output.error is None])
         scheduler.check_integrity()

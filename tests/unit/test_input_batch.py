@@ -37,8 +37,7 @@ def row(
 
 
 def step(inputs: InputBatch, *rows: ScheduledRequest, drop: Sequence[str] = ()) -> StepInputs:
-    total = sum(item.num_scheduled_tokens for item in rows)
-    inputs.update(SchedulerOutput(0, list(rows), list(drop), total))
+    inputs.update(SchedulerOutput(0, list(rows), list(drop)))
     return inputs.prepare(list(rows))
 
 

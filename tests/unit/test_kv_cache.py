@@ -156,8 +156,10 @@ def test_the_same_memory_holds_more_tokens(
     def num_blocks(**options: Any) -> int:
         values = {"model": str(path), "kv_cache_memory": "16MiB", "max_model_len": 128, "num_threads": 1}
         runner = ModelRunner(EngineConfig.from_mapping({**values, **options}))
-        assert runner.num_blocks * runner.block_bytes == runner.info.kv_cache_bytes <= 16 * 2**20
-        return runner.num_blocks
+        assert (
+            runner.info.num_blocks * runner.kv_cache.block_bytes == runner.info.kv_cache_bytes <= 16 * 2**20
+        )
+        return runner.info.num_blocks
 
     assert num_blocks(kv_cache_dtype=kv_cache_dtype) >= factor * num_blocks()
 

@@ -117,12 +117,11 @@ def publisher() -> Iterator[KVEventPublisher]:
 def test_layout_is_that_of_vllm() -> None:
     events = KVEventCollector()
     first, second, other = b"\xff" * 16, b"\x00" * 15 + b"\x05", b"\x01" * 16
-    events.block_stored(first, None, [1, 2], 2)
-    events.block_stored(second, first, [3, 4], 2, extra_keys=("salt",))
-    events.block_stored(other, first, [5, 6], 2, medium="CPU")
+    events.block_stored(first, None, [1, 2])
+    events.block_stored(second, first, [3, 4], extra_keys=("salt",))
+    events.block_stored(other, first, [5, 6])
     events.block_removed(second)
     events.block_removed(first)
-    events.block_removed(other, medium="CPU")
     batch = events.take()
     assert batch is not None and events.take() is None
     batch.data_parallel_rank = 3
@@ -133,9 +132,8 @@ def test_layout_is_that_of_vllm() -> None:
         ["AllBlocksCleared"],
         # tag, block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, extra_keys
         ["BlockStored", [2**64 - 1, 5], None, [1, 2, 3, 4], 2, None, "GPU", None, [None, ["salt"]]],
-        ["BlockStored", [ones], 2**64 - 1, [5, 6], 2, None, "CPU", None, None],
+        ["BlockStored", [ones], 2**64 - 1, [5, 6], 2, None, "GPU", None, None],
         ["BlockRemoved", [5, 2**64 - 1], "GPU"],
-        ["BlockRemoved", [ones], "CPU"],
     ]
 
 
@@ -143,11 +141,11 @@ def test_events_keep_their_order_and_blocks_of_other_chains_do_not_merge() -> No
     events = KVEventCollector()
     assert events.take() is not None
     a, b, c = map(content_hash, range(3))
-    events.block_stored(a, None, [1], 1)
-    events.block_stored(b, None, [2], 1)
+    events.block_stored(a, None, [1])
+    events.block_stored(b, None, [2])
     events.block_removed(a)
-    events.block_stored(a, None, [1], 1)
-    events.block_stored(c, a, [3], 1)
+    events.block_stored(a, None, [1])
+    events.block_stored(c, a, [3])
     batch = events.take()
     assert batch is not None
     listed = [(type(event).__name__, getattr(event, "block_hashes", None)) for event in batch.events]
@@ -158,7 +156,7 @@ def test_events_keep_their_order_and_blocks_of_other_chains_do_not_merge() -> No
         ("BlockStored", [external_hash(a), external_hash(c)]),
     ]
     # A batch that was taken does not grow any more.
-    events.block_stored(content_hash(4), c, [4], 1)
+    events.block_stored(content_hash(4), c, [4])
     assert len(batch.events) == 4 and batch.events[-1].block_hashes == [external_hash(a), external_hash(c)]  # type: ignore[union-attr]
     events.all_cleared()
     cleared = events.take()
@@ -188,7 +186,7 @@ def test_a_subscriber_that_loses_messages_knows_every_block(publisher: KVEventPu
             for _ in range(rng.randint(1, 4)):
                 number = next(numbers)
                 parents[content_hash(number)] = parent
-                events.block_stored(content_hash(number), parent, [number, 7], 2)
+                events.block_stored(content_hash(number), parent, [number, 7])
                 parent = content_hash(number)
         if rng.random() < 0.5:
             published += publish(publisher, events)
@@ -225,7 +223,7 @@ def test_replay_gives_what_is_still_kept() -> None:
         return numbers
 
     for number in range(5):
-        events.block_stored(content_hash(number), None, [1], 1)
+        events.block_stored(content_hash(number), None, [1])
         assert publish(publisher, events)
         assert ask(number)[0] == number  # so none piles up, which may be lost
     assert ask(0) == [2, 3, 4, -1]
@@ -247,7 +245,7 @@ def test_close_sends_what_is_pending() -> None:
         last += publish(publisher, events)
         subscriber.follow(last)
     for number in range(50):
-        events.block_stored(content_hash(number), None, [1], 1)
+        events.block_stored(content_hash(number), None, [1])
         last += publish(publisher, events)
     publisher.close()
     subscriber.follow(last)

@@ -42,7 +42,7 @@ def make_runner(checkpoint: Path, **options: Any) -> ModelRunner:
 
 
 def plan(*rows: ScheduledRequest, drop: Sequence[str] = (), **moves: Any) -> SchedulerOutput:
-    return SchedulerOutput(0, list(rows), list(drop), sum(row.num_scheduled_tokens for row in rows), **moves)
+    return SchedulerOutput(0, list(rows), list(drop), **moves)
 
 
 def prompt_row(
@@ -218,10 +218,10 @@ def test_the_pool_is_sized_by_groups_and_windows(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path, tokenizer=False, **overrides)
     options = {"num_blocks": None, "max_model_len": 128, "max_num_batched_tokens": 16, "max_num_seqs": 3}
     runner = make_runner(path, **options)
-    assert [group.window for group in runner.kv_groups] == [None, 8, 8, 8]
+    assert [group.window for group in runner.info.kv_groups] == [None, 8, 8, 8]
     per_sequence = 128 // 4 + 3 * (6 + 1)
-    assert blocks_per_sequence(runner.kv_groups, 128, 4, 16) == per_sequence
-    assert runner.num_blocks == 3 * per_sequence
+    assert blocks_per_sequence(runner.info.kv_groups, 128, 4, 16) == per_sequence
+    assert runner.info.num_blocks == 3 * per_sequence
     # One layer of 2 heads of 32 dimensions, keys and values in float32.
-    assert runner.block_bytes == runner.kv_cache.block_bytes == 1 * 2 * 2 * 4 * 32 * 4
-    assert runner.info.kv_cache_bytes == runner.num_blocks * runner.block_bytes
+    assert runner.kv_cache.block_bytes == 1 * 2 * 2 * 4 * 32 * 4
+    assert runner.info.kv_cache_bytes == runner.info.num_blocks * runner.kv_cache.block_bytes

@@ -108,7 +108,7 @@ def test_caps_on_running_and_waiting_requests() -> None:
     tenants.on_admitted(requests[2])
     tenants.on_left(requests[1])
     tenants.on_left(requests[2])
-    assert tenants.num_accounts == 0
+    assert len(tenants._accounts) + len(tenants._idle) == 0
 
 
 def test_without_limits_nothing_is_remembered() -> None:
@@ -120,7 +120,7 @@ def test_without_limits_nothing_is_remembered() -> None:
         assert tenants.may_run(request)
         tenants.on_admitted(request)
         tenants.on_tokens(request, 10**9, 0.0)
-    assert tenants.num_accounts == 0
+    assert len(tenants._accounts) + len(tenants._idle) == 0
 
 
 def test_a_long_invented_name_is_cut_in_the_message() -> None:
@@ -151,7 +151,7 @@ def test_invented_tenants_are_forgotten() -> None:
             tenants.on_admitted(request)
             tenants.on_tokens(request, 1, now)
             tenants.on_left(request)
-            most = max(most, tenants.num_accounts)
+            most = max(most, len(tenants._accounts) + len(tenants._idle))
         return most, tenants
 
     most, _ = flood(100.0)  # 6 tokens refill in 6 s
@@ -174,4 +174,4 @@ def test_a_tenant_with_requests_here_is_never_forgotten() -> None:
         tenants.on_not_waiting(request)
     assert not tenants.may_run(running)
     assert tenants.tokens_left("busy", 0.0) == 1
-    assert tenants.num_accounts == MAX_IDLE_TENANTS + 1
+    assert len(tenants._accounts) + len(tenants._idle) == MAX_IDLE_TENANTS + 1

@@ -81,7 +81,7 @@ def test_no_evict_keeps_its_word_whatever_else_is_on(options: dict[str, Any]) ->
         if rng.random() < 0.1:
             engine.abort(f"r{rng.randint(0, index)}")
     engine.run()
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.scheduler.roster.num_preemptions == 0
     assert most_running >= 3
     engine.check_outputs()
 
@@ -93,5 +93,5 @@ def test_the_same_load_on_demand_does_preempt() -> None:
     for index in range(40):
         engine.add(f"r{index}", 10, 40)
     engine.run()
-    assert engine.scheduler.num_preemptions > 10
+    assert engine.scheduler.roster.num_preemptions > 10
     engine.check_outputs()

@@ -14,13 +14,15 @@ import torch
 from scipy import stats
 from transformers.generation import logits_process as hf
 
+from quire.outputs import RowOutput
 from quire.request import Request
 from quire.sampling_params import SamplingParams
-from quire.worker.sampler import NO_TOKEN, Sampler, SamplingRow, sampling_tensors
-from quire.worker.sampling_batch import collect_edits
+from quire.worker.sampler import sampling_tensors
+from quire.worker.sampling_batch import SamplingRow, collect_edits
 from quire.worker.token_history import _Prompt
 from quire_kernels import ops
 from quire_kernels.reference.sampling import edit_logits, filter_scores, philox4x32, philox_uniform
+from tests.fixtures.sampling import outputs, tokens
 
 Array = npt.NDArray[np.float64]
 VOCAB = 40
@@ -262,7 +264,7 @@ def test_draws_pass_chi_square(name: str, device: str) -> None:
     logits = fixed_logits()
     rows = [make_row(seed=seed, **params) for seed in range(DRAWS)]
     batch = torch.tensor(logits, dtype=torch.float32, device=device).repeat(DRAWS, 1)
-    drawn = Sampler(VOCAB)(batch, rows).token_ids
+    drawn = tokens(batch, rows)
     chi_square(drawn, softmax(reference(logits)))
 
 
@@ -308,7 +310,7 @@ def test_draws_over_several_chunks_pass_chi_square(vocab: int, device: str) -> N
     logits[vocab - 1] = logits.max()
     rows = [make_row(seed=seed, temperature=1.0) for seed in range(DRAWS)]
     batch = torch.tensor(logits, dtype=torch.float32, device=device).repeat(DRAWS, 1)
-    chi_square(Sampler(vocab)(batch, rows).token_ids, softmax(logits))
+    chi_square(tokens(batch, rows), softmax(logits))
 
 
 @pytest.mark.row("A9")
@@ -319,7 +321,7 @@ def test_draws_of_one_seed_over_positions_pass_chi_square() -> None:
     params = SamplingParams(temperature=1.0)
     rows = [SamplingRow(params, [0], 1 - position, EOS, 12345) for position in range(DRAWS)]
     assert rows[7].num_output_tokens == 7
-    drawn = Sampler(VOCAB)(torch.tensor(logits, dtype=torch.float32).repeat(DRAWS, 1), rows).token_ids
+    drawn = tokens(torch.tensor(logits, dtype=torch.float32).repeat(DRAWS, 1), rows)
     chi_square(drawn, softmax(logits))
     # Neighbouring draws do not depend on each other: the table of pairs of 8 groups factorises.
     group = np.searchsorted(np.cumsum(softmax(logits)), np.linspace(0, 1, 9)[1:-1])
@@ -495,7 +497,6 @@ def test_same_seed_alone_and_among_15_random_requests(trial: int) -> None:
     params, seed = random_params(rng), rng.getrandbits(64)
     if params.is_greedy:
         params = SamplingParams(temperature=1.0, top_p=0.95)
-    sampler = Sampler(MODEL_VOCAB)
     prompt = [1, 2, 3]
 
     def run(num_others: int) -> list[int]:
@@ -508,7 +509,7 @@ def test_same_seed_alone_and_among_15_random_requests(trial: int) -> None:
             rng.shuffle(batch)
             logits = torch.stack([next_logits(member) for member in batch])
             place = next(i for i, member in enumerate(batch) if member is row)
-            row.token_ids.append(sampler(logits, batch).token_ids[place])
+            row.token_ids.append(tokens(logits, batch)[place])
         return row.token_ids[len(prompt) :]
 
     alone = run(0)
@@ -520,14 +521,13 @@ def test_same_seed_alone_and_among_15_random_requests(trial: int) -> None:
 def test_resumed_request_continues_the_same() -> None:
     """After preemption the row is made anew from prompt and output: same position, same random numbers."""
     params = SamplingParams(temperature=1.0, repetition_penalty=1.1, no_repeat_ngram_size=3)
-    sampler = Sampler(MODEL_VOCAB)
 
     def run(resume_every: int) -> list[int]:
         row = SamplingRow(params, [1, 2, 3], 3, EOS, 77)
         for step in range(40):
             if step % resume_every == 0:
                 row = SamplingRow(params, list(row.token_ids), 3, EOS, 77)
-            row.token_ids.append(sampler(next_logits(row)[None].clone(), [row]).token_ids[0])
+            row.token_ids.append(tokens(next_logits(row)[None].clone(), [row])[0])
         return row.token_ids
 
     assert run(1) == run(7) == run(1000)
@@ -537,7 +537,7 @@ def test_seeds_and_positions_give_different_draws() -> None:
     logits = torch.zeros(1, MODEL_VOCAB)
     rows = [make_row(temperature=1.0, seed=seed) for seed in (0, 1, 2**32, 2**63, 2**64 - 1)]
     rows += [make_row(output=[0] * count, temperature=1.0) for count in (0, 1, 2)]
-    drawn = Sampler(MODEL_VOCAB)(logits.repeat(len(rows), 1), rows).token_ids
+    drawn = tokens(logits.repeat(len(rows), 1), rows)
     assert len(set(drawn)) == len(rows)
 
 
@@ -768,9 +768,8 @@ def test_ids_without_a_logit_are_ignored() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_greedy_is_argmax_with_the_lowest_id_of_equals(device: str) -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0], [-torch.inf, -2.0, -1.0, -torch.inf]])
-    output = Sampler(4)(logits.to(device), [make_row() for _ in range(3)])
-    assert output.token_ids == [1, 0, 2]
-    assert output.logprobs == [None] * 3 and output.errors == {}
+    drawn = outputs(logits.to(device), [make_row() for _ in range(3)])
+    assert drawn == [RowOutput([1]), RowOutput([0]), RowOutput([2])]
 
 
 def test_greedy_fast_path_is_one_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -793,7 +792,7 @@ def test_greedy_fast_path_is_one_argmax(monkeypatch: pytest.MonkeyPatch) -> None
     logits = torch.randn(8, 1000)
     rows = [make_row(top_k=5, top_p=0.5) for _ in range(8)]
     with Recorder():
-        Sampler(1000)(logits, rows)
+        outputs(logits, rows)
     assert touched == ["argmax"]
 
 
@@ -802,8 +801,8 @@ def test_greedy_applies_the_transforms_but_not_the_filters() -> None:
     best = int(logits.argmax())
     assert best not in EOS
     banned = make_row(bad_words_ids=((best,),), top_k=1)
-    output = Sampler(VOCAB)(torch.tensor(logits, dtype=torch.float32)[None], [banned])
-    assert output.token_ids == [int(ref_ban(logits, [best]).argmax())]
+    drawn = tokens(torch.tensor(logits, dtype=torch.float32)[None], [banned])
+    assert drawn == [int(ref_ban(logits, [best]).argmax())]
 
 
 def test_mixed_batch_equals_its_rows_alone() -> None:
@@ -814,16 +813,13 @@ def test_mixed_batch_equals_its_rows_alone() -> None:
     ]
     assert 5 < sum(row.params.is_greedy for row in rows) < 59
     logits = torch.stack([next_logits(row) for row in rows])
-    sampler = Sampler(MODEL_VOCAB)
-    together = sampler(logits.clone(), rows)
+    together = outputs(logits.clone(), rows)
     for i, row in enumerate(rows):
-        alone = sampler(logits[i : i + 1].clone(), [row])
-        assert alone.token_ids[0] == together.token_ids[i]
-        assert alone.logprobs[0] == together.logprobs[i]
+        assert outputs(logits[i : i + 1].clone(), [row]) == [together[i]]
 
 
 def test_empty_batch() -> None:
-    assert Sampler(VOCAB)(torch.empty(0, VOCAB), []).token_ids == []
+    assert tokens(torch.empty(0, VOCAB), []) == []
 
 
 # Rows without a distribution
@@ -847,13 +843,13 @@ def test_bad_logits_are_an_error_of_their_row_only(params: dict[str, Any], devic
     bad_rows[2][:] = -torch.inf
     batch = torch.stack([good, *bad_rows, good]).to(device)
     rows = [make_row(seed=3, **params) for _ in range(5)]
-    output = Sampler(VOCAB)(batch, rows)
-    assert [token_id == NO_TOKEN for token_id in output.token_ids] == [False, True, True, True, False]
-    assert sorted(output.errors) == [1, 2, 3] and all("finite" in text for text in output.errors.values())
-    alone = Sampler(VOCAB)(good[None].clone().to(device), rows[:1])
-    assert output.token_ids[0] == output.token_ids[4] == alone.token_ids[0]
-    assert [entry is None for entry in output.logprobs] == [
-        "logprobs" not in params or token_id == NO_TOKEN for token_id in output.token_ids
+    drawn = outputs(batch, rows)
+    assert [len(output.token_ids) for output in drawn] == [1, 0, 0, 0, 1]
+    assert ["finite" in output.error for output in drawn] == [False, True, True, True, False]
+    alone = outputs(good[None].clone().to(device), rows[:1])
+    assert drawn[0].token_ids == drawn[4].token_ids == alone[0].token_ids
+    assert [output.logprobs is None for output in drawn] == [
+        "logprobs" not in params or bool(output.error) for output in drawn
     ]
 
 
@@ -872,7 +868,7 @@ def test_bans_that_leave_nothing_are_lifted(temperature: float) -> None:
     possible = make_row(temperature=temperature, bad_words_ids=everything[1:], min_tokens=99)
     plain = make_row(temperature=temperature, presence_penalty=2.0)
     batch = torch.tensor(logits, dtype=torch.float32).repeat(3, 1)
-    token_ids = Sampler(VOCAB)(batch, [impossible, possible, plain]).token_ids
+    token_ids = tokens(batch, [impossible, possible, plain])
     assert token_ids[0] == token_ids[2]
     assert token_ids[1] == 0
 
@@ -900,14 +896,13 @@ def test_extreme_parameters_always_give_a_token(params: dict[str, Any]) -> None:
         torch.tensor([largest, -largest] * (VOCAB // 2)),
         torch.tensor([0.0, *[-torch.inf] * (VOCAB - 1)]),
     ):
-        output = Sampler(VOCAB)(logits.repeat(20, 1), rows)
-        assert all(0 <= token_id < VOCAB for token_id in output.token_ids)
+        assert all(0 <= token_id < VOCAB for token_id in tokens(logits.repeat(20, 1), rows))
 
 
 def test_low_temperature_becomes_greedy() -> None:
     logits = fixed_logits()
     rows = [make_row(seed=seed, temperature=1e-4) for seed in range(200)]
-    assert set(Sampler(VOCAB)(torch.tensor(logits, dtype=torch.float32).repeat(200, 1), rows).token_ids) == {
+    assert set(tokens(torch.tensor(logits, dtype=torch.float32).repeat(200, 1), rows)) == {
         int(logits.argmax())
     }
 
@@ -926,11 +921,11 @@ def test_logprobs_are_the_models_before_any_transform() -> None:
         make_row(),
         make_row(logprobs=64, bad_words_ids=((int(order[0]),),)),
     ]
-    output = Sampler(VOCAB)(torch.tensor(logits, dtype=torch.float32).repeat(4, 1), rows)
-    assert output.logprobs[2] is None
+    drawn = outputs(torch.tensor(logits, dtype=torch.float32).repeat(4, 1), rows)
+    assert drawn[2].logprobs is None
     for i, count in ((0, 0), (1, 3), (3, VOCAB)):
-        entry = output.logprobs[i]
+        (entry,) = drawn[i].logprobs or ()
         assert entry is not None
-        assert entry.token_ids == [output.token_ids[i], *order[:count].tolist()]
+        assert entry.token_ids == [*drawn[i].token_ids, *order[:count].tolist()]
         np.testing.assert_allclose(entry.logprobs, expected[entry.token_ids], rtol=1e-5, atol=1e-6)
-    assert output.token_ids[3] == order[1]
+    assert drawn[3].token_ids == [order[1]]

@@ -23,7 +23,7 @@ def test_exact_rows_and_blocks_of_prefill_and_decode_together() -> None:
     assert rows(plan) == [("a", 0, 6, [0, 1]), ("b", 0, 4, [2])]
     assert [row.samples for row in plan.scheduled] == [True, False]
     assert plan.scheduled[0].new is not None and plan.scheduled[0].new.num_prompt_tokens == 6
-    assert (plan.step, plan.total_num_scheduled_tokens) == (1, 10)
+    assert (plan.step, sum(row.num_scheduled_tokens for row in plan.scheduled)) == (1, 10)
 
     plan = engine.step()
     assert rows(plan) == [("a", 6, 1, []), ("b", 4, 3, [3])]
@@ -69,10 +69,11 @@ def test_preemption_takes_the_youngest_and_puts_it_first_in_the_queue() -> None:
     assert plan.dropped_request_ids == ["c", "b"]
     assert [engine.requests[name].status for name in "abcd"] == [
         RequestStatus.RUNNING,
-        RequestStatus.PREEMPTED,
-        RequestStatus.PREEMPTED,
+        RequestStatus.WAITING,
+        RequestStatus.WAITING,
         RequestStatus.WAITING,
     ]
+    assert [engine.requests[name].num_preemptions for name in "abcd"] == [0, 1, 1, 0]
     assert (engine.requests["b"].num_computed_tokens, engine.requests["b"].num_output_tokens) == (0, 2)
     assert [r.request_id for r in engine.scheduler.roster.queue.candidates(0.0)] == ["b", "c", "d"]
     assert engine.scheduler.stats().num_preemptions == 2
@@ -105,7 +106,7 @@ def test_a_long_prompt_is_not_undone_by_one_admitted_behind_it() -> None:
     engine.add("long", 27, 3)
     engine.add("short", 5, 3)
     plans = engine.run()
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.scheduler.roster.num_preemptions == 0
     first = [row.request_id for plan in plans for row in plan.scheduled if row.new is not None]
     assert first == ["long", "short"]
     assert not any(len(plan.scheduled) > 1 for plan in plans)
@@ -126,7 +127,7 @@ def test_the_pool_exhausted_by_one_sequence_ends_it_with_length() -> None:
 @pytest.mark.parametrize(("num_blocks", "max_model_len", "longest"), [(3, 1000, 12), (100, 9, 8)])
 def test_a_prompt_that_can_never_run_is_refused(num_blocks: int, max_model_len: int, longest: int) -> None:
     engine = FakeEngine(num_blocks=num_blocks, block_size=4, max_model_len=max_model_len)
-    assert engine.scheduler.max_prompt_tokens == longest
+    assert engine.scheduler.max_model_len - 1 == longest
     with pytest.raises(InvalidArgumentError, match=rf"prompt: {longest + 1} tokens, at most {longest}"):
         engine.add("a", longest + 1, 1)
     assert not engine.scheduler.has_unfinished()
@@ -171,7 +172,7 @@ def test_preemption_does_not_fail_on_a_full_queue() -> None:
     engine.add("b", 4, 9)
     engine.step()
     engine.add("c", 1, 1)
-    while engine.scheduler.num_preemptions == 0:
+    while engine.scheduler.roster.num_preemptions == 0:
         engine.step()
     assert engine.scheduler.stats().num_waiting == 2
     with pytest.raises(UnavailableError):
@@ -186,7 +187,7 @@ def test_the_oldest_is_never_preempted() -> None:
         engine.add(f"r{index}", 3, 18)
     plans = engine.run()
     assert engine.requests["r0"].num_preemptions == 0
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.roster.num_preemptions > 0
     # Admission for the first time is in order of arrival.
     admitted = dict.fromkeys(row.request_id for plan in plans for row in plan.scheduled)
     assert list(admitted) == [f"r{index}" for index in range(12)]

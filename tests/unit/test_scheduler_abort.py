@@ -16,10 +16,11 @@ def test_abort_in_every_phase_frees_at_once() -> None:
     engine = FakeEngine(num_blocks=4, max_num_seqs=3, max_num_batched_tokens=8)
     engine.add("running", 7, 9)
     engine.add("preempted", 3, 9)
-    while engine.scheduler.num_preemptions == 0:
+    while engine.scheduler.roster.num_preemptions == 0:
         engine.step()
     engine.add("waiting", 2, 3)
-    assert engine.requests["preempted"].status is RequestStatus.PREEMPTED
+    assert engine.requests["preempted"].status is RequestStatus.WAITING
+    assert engine.requests["preempted"].num_preemptions == 1
 
     for name in ("preempted", "waiting"):
         (output,) = engine.abort(name)
@@ -82,7 +83,7 @@ def test_a_failed_step_ends_its_requests_and_the_rest_go_on() -> None:
     engine.step()
     plan = engine.scheduler.schedule()
     engine.runner.execute(plan)  # and raises, say
-    outputs = engine.scheduler.fail([row.request_id for row in plan.scheduled], "broken")
+    outputs = engine.scheduler.fail("broken")
     assert [(o.request_id, o.finish_reason, o.error, o.error_code) for o in outputs] == [
         ("a", "error", "broken", "INTERNAL"),
         ("b", "error", "broken", "INTERNAL"),
@@ -114,12 +115,12 @@ def test_find_by_the_id_the_client_gave() -> None:
     engine = FakeEngine(max_num_seqs=1)
     for name, external_id in (("1", "x"), ("2", "x"), ("3", "y"), ("4", "")):
         engine.add(name, 2, 1, external_id=external_id)
-    assert engine.scheduler.find("x") == ["1", "2"]
-    assert engine.scheduler.find("") == engine.scheduler.find("z") == []
+    assert engine.scheduler.roster.find("x") == ["1", "2"]
+    assert engine.scheduler.roster.find("") == engine.scheduler.roster.find("z") == []
     engine.step()
-    assert engine.scheduler.find("x") == ["2"]
-    engine.abort(*engine.scheduler.find("x"))
-    assert engine.scheduler.find("x") == []
+    assert engine.scheduler.roster.find("x") == ["2"]
+    engine.abort(*engine.scheduler.roster.find("x"))
+    assert engine.scheduler.roster.find("x") == []
     engine.run()
     assert engine.scheduler.roster._by_external_id == {}
 
@@ -148,7 +149,7 @@ def test_a_request_that_loads_ends_whenever_its_step_fails(stage: str) -> None:
     engine.runner.fail_at = stage
     with pytest.raises(RuntimeError, match="made to fail"):
         engine.runner.execute(plan)
-    engine.collect(engine.scheduler.fail([], "broken"))
+    engine.collect(engine.scheduler.fail("broken"))
     engine.scheduler.check_integrity()
     engine.run(max_steps=20)
     assert engine.reasons == {"first": "length", "loads": "length"}
@@ -169,7 +170,7 @@ def test_what_a_failed_step_was_to_drop_is_dropped_by_the_next_one() -> None:
     engine.runner.fail_at = "before all"
     with pytest.raises(RuntimeError):
         engine.runner.execute(plan)
-    engine.collect(engine.scheduler.fail(["b", "c"], "broken"))
+    engine.collect(engine.scheduler.fail("broken"))
     engine.add("d", 4, 6)
     assert set(engine.step().dropped_request_ids) == {"a", "b", "c"}
     engine.run()
@@ -243,7 +244,7 @@ def test_choices_whose_blocks_a_failed_step_was_to_copy_are_computed_again() -> 
     engine.runner.fail_at = "before copies"
     with pytest.raises(RuntimeError):
         engine.runner.execute(plan)
-    (failed,) = engine.scheduler.fail(["new"], "broken")
+    (failed,) = engine.scheduler.fail("broken")
     assert failed.request_id == "new"
     engine.scheduler.check_integrity()
     del engine.requests["new"]

@@ -45,7 +45,7 @@ class World:
 
     def add(self) -> None:
         rng, engine = self.rng, self.engine
-        longest = min(self.scheduler.max_prompt_tokens, 48)
+        longest = min(self.scheduler.max_model_len - 1, 48)
         length = rng.choice((1, rng.randint(1, 12), rng.randint(1, longest), rng.randint(1, longest)))
         prompt = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
         common = rng.randint(0, length)
@@ -97,7 +97,7 @@ class World:
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         config = self.scheduler.config
-        assert plan.total_num_scheduled_tokens <= config.max_num_batched_tokens
+        assert sum(row.num_scheduled_tokens for row in plan.scheduled) <= config.max_num_batched_tokens
         assert len(plan.scheduled) <= config.max_num_seqs
         if self.rng.random() < 0.004:
             self.engine.runner.fail_at = self.rng.choice(STAGES)
@@ -143,7 +143,7 @@ class World:
         """What was computed is lost, and with it which loads have ended."""
         self.engine.runner.was_told_of_failure = True
         self.steps.clear()
-        self.take(self.scheduler.fail([row.request_id for row in plan.scheduled], reason))
+        self.take(self.scheduler.fail(reason))
         self.seen["failed steps"] += 1
         self.seen["loads in failed steps"] += len(plan.kv_loads)
         self.scheduler.check_integrity()

@@ -71,7 +71,7 @@ class World:
 
     def add(self) -> None:
         rng = self.rng
-        longest = self.scheduler.max_prompt_tokens
+        longest = self.scheduler.max_model_len - 1
         length = rng.choice((1, rng.randint(1, 12), rng.randint(1, 12), rng.randint(1, 40), longest))
         prompt = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
         if self.kv.enable_prefix_caching:
@@ -115,15 +115,17 @@ class World:
             self.alive[request.request_id] = Expected(request, token_ids, reason, latest_step)
 
     def schedule(self) -> None:
-        preemptions = self.scheduler.num_preemptions
+        preemptions = self.scheduler.roster.num_preemptions
         self.plan = plan = self.scheduler.schedule()
         self.num_steps += 1
         assert plan.is_empty == (not self.alive), "stalled"
-        assert plan.total_num_scheduled_tokens == sum(row.num_scheduled_tokens for row in plan.scheduled)
-        assert plan.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
+        assert sum(row.num_scheduled_tokens for row in plan.scheduled) == sum(
+            row.num_scheduled_tokens for row in plan.scheduled
+        )
+        assert sum(row.num_scheduled_tokens for row in plan.scheduled) <= self.config.max_num_batched_tokens
         assert len(plan.scheduled) <= self.config.max_num_seqs
         new = [row for row in plan.scheduled if row.new is not None]
-        if self.scheduler.num_preemptions > preemptions:
+        if self.scheduler.roster.num_preemptions > preemptions:
             assert not new, "something was admitted in a step that preempted"
         running = [
             e.request.request_id for e in self.alive.values() if e.request.status == RequestStatus.RUNNING
@@ -133,7 +135,7 @@ class World:
         )
         chunk = self.config.max_prefill_tokens_per_request
         assert all(row.num_scheduled_tokens <= (chunk or 1 << 30) for row in plan.scheduled)
-        self.seen["steps with preemption"] += self.scheduler.num_preemptions > preemptions
+        self.seen["steps with preemption"] += self.scheduler.roster.num_preemptions > preemptions
         self.seen["mixed steps"] += len({row.samples for row in plan.scheduled}) == 2
 
         # Rows are in order of arrival, and nobody overtakes: neither into the batch nor in it.
@@ -148,7 +150,7 @@ class World:
         choice = self.rng.random()
         if choice < 0.004 and plan.scheduled:
             self.runner.was_told_of_failure = True
-            self.end(self.scheduler.fail([row.request_id for row in plan.scheduled], "broken"), "error")
+            self.end(self.scheduler.fail("broken"), "error")
             self.seen["failed steps"] += 1
             return
         failed = self.rng.choice(plan.scheduled) if choice < 0.02 and plan.scheduled else None
@@ -185,7 +187,9 @@ class World:
             return
         ids = self.rng.sample(list(self.alive), min(len(self.alive), self.rng.choice((1, 1, 1, 2, 5))))
         for request_id in ids:
-            self.seen[f"aborted {self.alive[request_id].request.status.name}"] += 1
+            request = self.alive[request_id].request
+            is_preempted = request.status is RequestStatus.WAITING and request.num_preemptions
+            self.seen[f"aborted {'PREEMPTED' if is_preempted else request.status.name}"] += 1
         self.seen["aborted in flight"] += self.plan is not None
         references = Counter(
             block_id

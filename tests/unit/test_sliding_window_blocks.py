@@ -74,7 +74,7 @@ def test_a_pool_that_one_sequence_would_fill_holds_many_with_windows() -> None:
         most = 0
         while engine.scheduler.has_unfinished():
             most = max(most, len(engine.step().scheduled))
-        runs[name] = engine.scheduler.num_preemptions, engine.runner.num_steps
+        runs[name] = engine.scheduler.roster.num_preemptions, engine.runner.num_steps
         assert engine.kv.pool.num_in_use == 0
         engine.check_outputs()
     assert runs["window"][0] == 0 and runs["full"][0] > 0
@@ -87,7 +87,7 @@ def test_a_sequence_longer_than_the_pool_runs_if_all_layers_have_windows() -> No
     engine.add("long", 200, 1000)  # 300 blocks without a window
     engine.run()
     assert engine.reasons == {"long": "length"} and len(engine.outputs["long"]) == 1000
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.scheduler.roster.num_preemptions == 0
     engine.check_outputs()
 
 

@@ -32,7 +32,7 @@ def traced_engine(path: Path | None = None, *, num_blocks: int = 64, **options: 
 
 
 def trace_of(engine: FakeEngine) -> SchedulerTrace:
-    trace = engine.scheduler.trace
+    trace = engine.scheduler.roster.trace
     assert trace is not None
     return trace
 
@@ -146,8 +146,7 @@ def random_load(engine: FakeEngine, *, seed: int, count: int, choices: bool = Tr
                 engine.collect(scheduler.abort([rng.choice(open_ids)], FinishReason.CANCELLED))
             if rng.random() < 0.1:
                 engine.runner.was_told_of_failure = True
-                names = [row.request_id for row in plan.scheduled]
-                outputs = scheduler.fail(names, "made to fail")
+                outputs = scheduler.fail("made to fail")
             else:
                 if plan.scheduled and rng.random() < 0.3:
                     rng.choice(result.rows).error = "one row failed"
@@ -192,7 +191,7 @@ def test_a_replay_gives_the_same_batches(policy: str) -> None:
         records = trace_of(engine).records
         assert report.num_steps == len(records)
         assert report.num_requests == sum(len(record["arrivals"]) for record in records)
-        assert report.num_preemptions == engine.scheduler.num_preemptions
+        assert report.num_preemptions == engine.scheduler.roster.num_preemptions
         num_steps += report.num_steps
         num_requests += report.num_requests
         num_preemptions += report.num_preemptions

@@ -18,20 +18,15 @@ def root_hash(cache_salt: str) -> bytes:
     return hashlib.blake2b(cache_salt.encode("utf-8"), digest_size=DIGEST_SIZE, person=b"salt").digest()
 
 
-def hash_blocks(request: Request, count: int, block_size: int) -> None:
-    """Sees to it that `request.block_hashes` has the first `count` blocks, which must be full.
+def hash_blocks(request: Request, count: int, block_size: int) -> list[bytes]:
+    """`request.block_hashes`, with at least those of the first `count` blocks, which must be full.
 
     They are kept there, as tokens that are known never change.
     """
     hashes = request.block_hashes
     for index in range(len(hashes), count):
         hashes.append(_hash(request, index * block_size, (index + 1) * block_size))
-
-
-def request_hashes(request: Request, count: int, block_size: int) -> list[bytes]:
-    """Hashes of the first `count` blocks of a request, which must be full."""
-    hash_blocks(request, count, block_size)
-    return request.block_hashes[:count]
+    return hashes
 
 
 def group_key(content_hash: bytes, group: int) -> bytes:

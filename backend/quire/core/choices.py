@@ -1,14 +1,23 @@
-"""Choices: what the sequences that come of one request share, and how they compete."""
+"""Choices: the sequences that come of one request, what they share, and how they compete."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from quire.outputs import EngineCoreOutput, TokenLogprobs
-from quire.request import FinishReason, Request
+from quire.outputs import EngineCoreOutput, RowOutput, TokenLogprobs
+from quire.request import FinishReason, Request, RequestStatus
 from quire.sampling_params import SamplingParams, choice_seed
+
+if TYPE_CHECKING:
+    from quire.core.roster import Roster
+
+Take = Callable[[Request, RowOutput], EngineCoreOutput]
+"""Appends what a row has sampled to its request, ends that where it is due, and says so."""
+Complete = Callable[[Request, FinishReason], None]
+"""Ends a request that has all its tokens."""
 
 
 class Choices:
@@ -28,6 +37,7 @@ class Choices:
         self.request_id = request.request_id
         self.external_id = request.external_id
         self.count = request.num_sequences
+        self._num_results = request.sampling_params.n
         self.has_forked = False
         self.live: dict[int, Request] = {0: request}
         """Unfinished choices by index."""
@@ -40,24 +50,41 @@ class Choices:
     @property
     def open_indices(self) -> list[int]:
         """Choices whose end was not reported yet."""
+        if self.is_ranked:
+            return list(range(self._num_results))
         return list(self.live) if self.has_forked else list(range(self.count))
 
     def is_paused(self, request: Request) -> bool:
         """Whether there is nothing to compute for it before something is known of the others."""
         return False
 
-    def fork(self) -> list[Request]:
-        """The other choices, which have the prompt alone; none has blocks yet."""
-        parent = self.live[0]
+    def take(
+        self, request: Request, result: RowOutput, roster: Roster, take: Take, complete: Complete
+    ) -> list[EngineCoreOutput]:
+        """What the caller is to see of the result of a row that has sampled.
+
+        Args:
+            take, complete: the scheduler's; no engine is to be kept alive by a cycle.
+        """
+        others = [] if self.has_forked else self._fork(request, result.choices, roster, take)
+        return self._pass_on([take(request, result), *others])
+
+    def _fork(
+        self, parent: Request, drawn: list[RowOutput], roster: Roster, take: Take
+    ) -> list[EngineCoreOutput]:
+        """Makes each choice but the first, which the parent becomes, a request that has the prompt alone."""
         self.has_forked = True
-        params = parent.sampling_params
-        children = []
-        for index in range(1, self.count):
+        roster.take_one_seat(parent)
+        params, outputs = parent.sampling_params, []
+        for index, first in enumerate(drawn, 1):
             seed = None if params.seed is None else choice_seed(params.seed, index)
             own = msgspec.structs.replace(params, seed=seed, n=1, best_of=None)
             prompt = parent.token_ids[: parent.num_prompt_tokens]
-            children.append(self._continue(parent, index, prompt, own))
-        return children
+            child = self._continue(parent, index, prompt, own)
+            # Not by what the parent has computed: its next row may be in flight.
+            roster.fork(parent, child, parent.num_prompt_tokens)
+            outputs.append(take(child, first))
+        return outputs
 
     def _continue(self, parent: Request, index: int, token_ids: list[int], params: SamplingParams) -> Request:
         """A request beside `parent`, with other tokens behind those that both have computed."""
@@ -79,7 +106,7 @@ class Choices:
         self.live[index] = child
         return child
 
-    def pass_on(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+    def _pass_on(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
         """What the caller is to see now of what a step brought for these choices."""
         return outputs
 
@@ -97,18 +124,13 @@ class BestOf(Choices):
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         params = request.sampling_params
-        self._num_results = params.n
         self._sends_logprobs = params.logprobs is not None
         if not self._sends_logprobs:
             request.sampling_params = msgspec.structs.replace(params, logprobs=0)
         self._ended: list[EngineCoreOutput] = []
         self._kept = {index: EngineCoreOutput(self.request_id, logprobs=[]) for index in range(self.count)}
 
-    @property
-    def open_indices(self) -> list[int]:
-        return list(range(self._num_results))
-
-    def pass_on(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+    def _pass_on(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
         for output in outputs:
             kept = self._kept[output.index]
             assert kept.logprobs is not None and output.logprobs is not None
@@ -132,16 +154,6 @@ class BestOf(Choices):
             if not self._sends_logprobs:
                 result.logprobs = None
         return results
-
-
-class BeamStep(NamedTuple):
-    """What becomes of the beams when all have reported."""
-
-    dropped: list[Request]
-    continued: list[tuple[Request, int]]
-    """Beams that go on, each with the token to append."""
-    forks: list[tuple[Request, Request]]
-    """(parent, child): the child has the parent's tokens and one of its own; it has no blocks yet."""
 
 
 class _Ended(NamedTuple):
@@ -180,8 +192,9 @@ class BeamSearch(Choices):
     is_ranked = True
     num_draws = 1
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, max_model_len: int) -> None:
         super().__init__(request)
+        self._max_model_len = max_model_len
         self._params = request.sampling_params
         self._num_cached_tokens = 0
         self._num_beams = 1  # ever made
@@ -189,46 +202,52 @@ class BeamSearch(Choices):
         self._reports: dict[int, TokenLogprobs] = {}
         self._logprobs: dict[int, list[TokenLogprobs]] = {0: []}
         self._ended: list[_Ended] = []  # best first
-        self.is_over = False
-
-    @property
-    def open_indices(self) -> list[int]:
-        return list(range(self._params.n))
 
     def is_paused(self, request: Request) -> bool:
         return request.index in self._reports
 
-    def report(self, request: Request, candidates: TokenLogprobs) -> bool:
+    def take(
+        self, request: Request, result: RowOutput, roster: Roster, take: Take, complete: Complete
+    ) -> list[EngineCoreOutput]:
         """Takes the candidates of a beam, best first behind one that stands for the sampled token.
 
-        Returns:
-            Whether all beams have reported, so that advance() is due.
+        When all beams have reported they become those of the next step, or the request ends.
         """
+        assert result.logprobs, f"{request}: no candidates"
         if request.num_output_tokens == 0:
             self._num_cached_tokens = request.num_cached_tokens
-        self._reports[request.index] = candidates
-        return len(self._reports) == len(self.live)
-
-    def advance(self, max_model_len: int) -> BeamStep:
-        """Chooses the next beams; none if it `is_over`: then there are results()."""
+        self._reports[request.index] = result.logprobs[0]
+        if len(self._reports) < len(self.live):
+            return []
+        roster.take_one_seat(request)
         self.has_forked = True
+        going_on = self._choose(request)
+        if going_on:
+            self._replace(going_on, roster)
+            return []
+        outputs = self._results()
+        for beam in list(self.live.values()):
+            complete(beam, FinishReason.LENGTH)  # of what the search has still in hand
+        return outputs
+
+    def _choose(self, request: Request) -> list[_Candidate]:
+        """The next beams, best first; none if the search is over. `request`: any of the present ones."""
         width = self._params.beam_width
-        request = next(iter(self.live.values()))
         num_output = request.num_output_tokens + 1
         going_on: list[_Candidate] = []
         for place, candidate in enumerate(self._ranked()):
-            end = request.end_by(candidate.token_id, num_output, max_model_len)
+            end = request.end_by(candidate.token_id, num_output, self._max_model_len)
             if end is None and len(going_on) < width:
                 going_on.append(candidate)
             elif end is not None and place < width:
                 self._keep(candidate, *end)
         del self._ended[width:]
-        self.is_over = not going_on or self._is_settled(
-            going_on[0].cumulative_logprob, num_output, request.max_output_tokens(max_model_len)
-        )
-        return BeamStep([], [], []) if self.is_over else self._replace(going_on)
+        max_output = request.max_output_tokens(self._max_model_len)
+        if going_on and self._is_settled(going_on[0].cumulative_logprob, num_output, max_output):
+            return []
+        return going_on
 
-    def results(self) -> list[EngineCoreOutput]:
+    def _results(self) -> list[EngineCoreOutput]:
         """The `n` best sequences, best first; empty ones where bans left fewer than there should be."""
         wanted = self._params.logprobs
         outputs = []
@@ -275,30 +294,32 @@ class BeamSearch(Choices):
         length = max_output if at_end else num_output
         return best / length**params.length_penalty <= self._ended[-1].score
 
-    def _replace(self, going_on: list[_Candidate]) -> BeamStep:
+    def _replace(self, going_on: list[_Candidate], roster: Roster) -> None:
         """Lets the beams become those of the next step."""
+        # What is freed here may be the target of a copy at once: copies come before all that is computed.
         parents = {candidate.beam for candidate in going_on}
-        dropped = [request for index, request in self.live.items() if index not in parents]
+        for beam in [beam for index, beam in self.live.items() if index not in parents]:
+            del self._sums[beam.index], self._logprobs[beam.index]
+            roster.discard(beam)
         continued: dict[int, _Candidate] = {}
-        forks = []
         for candidate in going_on:
             if continued.setdefault(candidate.beam, candidate) is candidate:
                 continue
             parent, index = self.live[candidate.beam], self._num_beams
             self._num_beams += 1
-            token_ids = [*parent.token_ids, candidate.token_id]
-            forks.append((parent, self._continue(parent, index, token_ids, parent.sampling_params)))
             self._sums[index] = candidate.cumulative_logprob
             self._logprobs[index] = self._extended(candidate)
+            token_ids = [*parent.token_ids, candidate.token_id]
+            child = self._continue(parent, index, token_ids, parent.sampling_params)
+            roster.fork(parent, child, parent.num_computed_tokens)
         for index, candidate in continued.items():
             self._sums[index] = candidate.cumulative_logprob
             self._logprobs[index] = self._extended(candidate)
-        for request in dropped:
-            del self._sums[request.index], self._logprobs[request.index]
+            beam = self.live[index]
+            beam.token_ids.append(candidate.token_id)
+            if beam.status is RequestStatus.RUNNING:
+                beam.num_given_tokens = 1
         self._reports.clear()
-        return BeamStep(
-            dropped, [(self.live[index], one.token_id) for index, one in continued.items()], forks
-        )
 
     def _extended(self, candidate: _Candidate) -> list[TokenLogprobs]:
         """Log-probabilities of the beam's tokens and the candidate's, if they are asked for."""
@@ -312,11 +333,11 @@ class BeamSearch(Choices):
         return [*self._logprobs[candidate.beam], entry]
 
 
-def make_choices(request: Request) -> Choices | None:
+def make_choices(request: Request, max_model_len: int) -> Choices | None:
     """What a request with several sequences needs; None: it has one."""
     params = request.sampling_params
     if params.num_sequences == 1:
         return None
     if params.beam_width > 1:
-        return BeamSearch(request)
+        return BeamSearch(request, max_model_len)
     return BestOf(request) if params.is_ranked else Choices(request)

@@ -5,32 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from quire.core.block_hash import extra_keys, group_key, hash_blocks
 from quire.core.block_pool import BlockPool
+from quire.core.kv_events import KVEventCollector
 from quire.core.pins import Pins
 from quire.core.prefix import ELSEWHERE, OUTSIDE, CachedPrefix, PrefixLookup
 from quire.models.kv_groups import KVGroup, blocks_per_sequence
 from quire.request import Request
-
-
-class KVEvents(Protocol):
-    """Listener that is told what the prefix cache holds; see `core.kv_events`."""
-
-    def block_stored(
-        self,
-        content_hash: bytes,
-        parent_hash: bytes | None,
-        token_ids: list[int],
-        block_size: int,
-        *,
-        extra_keys: tuple[str, ...] | None,
-    ) -> None: ...
-
-    def block_removed(self, content_hash: bytes) -> None: ...
-
-    def all_cleared(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -78,7 +60,7 @@ class KVCacheManager:
         cache_ttl_s: float = 0.0,
         max_pinned_fraction: float = 0.5,
         max_step_tokens: int = 512,
-        events: KVEvents | None = None,
+        events: KVEventCollector | None = None,
     ) -> None:
         assert block_size >= 1, block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -275,8 +257,7 @@ class KVCacheManager:
         table.num_cached = end
         scheduling = request.scheduling
         ttl = scheduling.cache_ttl_s if scheduling.cache_ttl_s is not None else self.cache_ttl_s or None
-        hash_blocks(request, end, self.block_size)
-        hashes = request.block_hashes
+        hashes = hash_blocks(request, end, self.block_size)
         offered = []
         for group, blocks in enumerate(table.blocks):
             for index in range(first, end):
@@ -292,37 +273,25 @@ class KVCacheManager:
                         key,
                         hashes[index - 1] if index else None,
                         request.token_ids[begin : begin + self.block_size],
-                        self.block_size,
                         extra_keys=extra_keys(request, begin, begin + self.block_size),
                     )
         return offered
 
-    def uncache_from(self, request: Request, num_tokens: int) -> set[int]:
+    def uncache_from(self, request: Request, num_tokens: int) -> None:
         """Makes the blocks behind the first `num_tokens` tokens unfindable: they were not computed after all.
 
-        Returns:
-            Their ids; other requests may hold them already.
+        Other requests may hold them already.
         """
         table = request.table
         if table is None or not self.enable_prefix_caching:
-            return set()
+            return
         first = num_tokens // self.block_size
-        block_ids = {
-            block_id for blocks in table.blocks for block_id in blocks[first:] if block_id != OUTSIDE
-        }
-        self.pool.forget(block_ids)
+        self.pool.forget(block_id for blocks in table.blocks for block_id in blocks[first:] if block_id >= 0)
         table.num_cached = min(table.num_cached, first)
-        return block_ids
 
-    def uncache(self, offers: Iterable[tuple[bytes, int]]) -> set[int]:
-        """Makes blocks that `cache_blocks` gave unfindable, in all requests: none has computed them.
-
-        Returns:
-            Their ids, without those that hold something else by now.
-        """
-        block_ids = {block_id for key, block_id in offers if self.pool.cached(key) == block_id}
-        self.pool.forget(block_ids)
-        return block_ids
+    def uncache(self, offers: Iterable[tuple[bytes, int]]) -> None:
+        """Makes blocks that `cache_blocks` gave unfindable, in all requests: none has computed them."""
+        self.pool.forget(block_id for key, block_id in offers if self.pool.cached(key) == block_id)
 
     def fork(self, parent: Request, child: Request) -> list[tuple[int, int]] | None:
         """Gives `child`, which has computed the same tokens, a table of its own.

@@ -71,36 +71,29 @@ class KVEventCollector:
 
     def __init__(self) -> None:
         self._events: list[KVEvent] = [AllBlocksCleared()]
-        self._open: KVEvent | None = None  # the last event, while it may grow
 
     def block_stored(
         self,
         content_hash: bytes,
         parent_hash: bytes | None,
         token_ids: list[int],
-        block_size: int,
-        medium: str = MEDIUM_POOL,
+        *,
         extra_keys: ExtraKeys | None = None,
     ) -> None:
         """A block can be found from now on.
 
         Args:
             parent_hash: of the block before it; None: it is the first of its sequence.
-            token_ids: its `block_size` tokens.
+            token_ids: as many as every block has.
         """
         name = external_hash(content_hash)
         parent = None if parent_hash is None else external_hash(parent_hash)
-        event = self._open
-        if not (
-            isinstance(event, BlockStored)
-            and event.block_hashes[-1] == parent
-            and event.medium == medium
-            and event.block_size == block_size
-        ):
-            event = BlockStored([name], parent, list(token_ids), block_size, medium=medium)
+        event = self._newest
+        if not (isinstance(event, BlockStored) and event.block_hashes[-1] == parent):
+            event = BlockStored([name], parent, list(token_ids), len(token_ids))
             if extra_keys is not None:
                 event.extra_keys = [extra_keys]
-            self._append(event)
+            self._events.append(event)
             return
         if extra_keys is not None and event.extra_keys is None:
             event.extra_keys = [None] * len(event.block_hashes)
@@ -109,28 +102,27 @@ class KVEventCollector:
         event.block_hashes.append(name)
         event.token_ids += token_ids
 
-    def block_removed(self, content_hash: bytes, medium: str = MEDIUM_POOL) -> None:
+    def block_removed(self, content_hash: bytes) -> None:
         """A block can no longer be found."""
         name = external_hash(content_hash)
-        event = self._open
-        if isinstance(event, BlockRemoved) and event.medium == medium:
+        event = self._newest
+        if isinstance(event, BlockRemoved):
             event.block_hashes.append(name)
         else:
-            self._append(BlockRemoved([name], medium))
+            self._events.append(BlockRemoved([name]))
 
     def all_cleared(self) -> None:
         """Nothing can be found any more; what is pending is moot."""
-        self._events = []
-        self._append(AllBlocksCleared())
+        self._events = [AllBlocksCleared()]
 
     def take(self) -> KVEventBatch | None:
         """What happened since the last call; None: nothing."""
         if not self._events:
             return None
         batch = KVEventBatch(time.time(), self._events)
-        self._events, self._open = [], None
+        self._events = []
         return batch
 
-    def _append(self, event: KVEvent) -> None:
-        self._events.append(event)
-        self._open = event
+    @property
+    def _newest(self) -> KVEvent | None:
+        return self._events[-1] if self._events else None

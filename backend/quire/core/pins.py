@@ -25,8 +25,6 @@ class Pins:
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
         self.max_blocks = max_blocks
-        self.num_broken = 0
-        """Pins released as a request needed their blocks to run at all, since start."""
         self._pool = pool
         self._pins: dict[Hashable, _Pin] = {}  # least recently used first
         self._counts: Counter[int] = Counter()  # blocks of all pins, with the number of these
@@ -92,12 +90,8 @@ class Pins:
         return count
 
     def release_oldest(self) -> bool:
-        """Releases the least recently used pin for a request that could not run otherwise; False if there is
-        none."""
-        if not self._pins:
-            return False
-        self.num_broken += 1
-        return self.release(next(iter(self._pins)))
+        """Releases the least recently used pin; False if there is none."""
+        return bool(self._pins) and self.release(next(iter(self._pins)))
 
     def expire(self, now: float) -> None:
         """Releases pins whose time is over."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 
 from quire.config import SchedulerConfig
@@ -53,7 +52,6 @@ class Planner:
         Args:
             is_ahead: another step is in flight, which may free what this one finds no room for.
         """
-        begin = time.perf_counter()
         step, roster = Step(number, self._config.max_num_batched_tokens), self._roster
         self._kv.expire(roster.clock())
         num_preemptions = roster.num_preemptions
@@ -63,16 +61,16 @@ class Planner:
         self._add_running(step, decodes=decodes, prefills=prefills)
         if admits and roster.num_preemptions == num_preemptions:
             self._add_waiting(step)
-        if not step.rows and not (decodes and prefills):
+        if not step.requests and not (decodes and prefills):
             self._add_running(step)
-        if not step.rows and not is_ahead and not self._transfers.num_loading:
+        if not step.requests and not is_ahead and not self._transfers.num_loading:
             self._add_stalled(step)
-        step.plan_s = time.perf_counter() - begin
         return step
 
     def _add_running(self, step: Step, *, decodes: bool = True, prefills: bool = True) -> None:
         running, no_blocks, is_running = list(self._roster.running), self._kv.no_blocks, RequestStatus.RUNNING
-        add_row, add_request, add_offers = step.rows.append, step.requests.append, step.offers.append
+        add_row, add_request = step.output.scheduled.append, step.requests.append
+        add_offers = step.offers.append
         for index, request in enumerate(running):
             if step.budget == 0 or request.status is not is_running:
                 break  # victims are those of the highest ranks: none behind this one runs either
@@ -140,7 +138,7 @@ class Planner:
     def _add_stalled(self, step: Step) -> None:
         """Something waits and nothing runs: what is in the way is preempted or unpinned."""
         roster = self._roster
-        while not step.rows and len(self._queue) and not self._transfers.num_loading:
+        while not step.requests and len(self._queue) and not self._transfers.num_loading:
             if roster.running:
                 roster.preempt(roster.running[-1])  # of those that wait for others to be computed
             elif not self._kv.pins.release_oldest():
@@ -149,7 +147,7 @@ class Planner:
 
     def _admit(self, step: Step, request: Request, prefix: CachedPrefix) -> None:
         self._roster.admit(request, prefix)
-        self._batch_policy.on_admitted(step.number - 1)
+        self._batch_policy.on_admitted(step.output.step - 1)
 
     def _admit_urgent(self, step: Step) -> None:
         """Requests of a more urgent class take the places of less urgent ones, and stand before them."""

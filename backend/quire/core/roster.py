@@ -7,15 +7,15 @@ import logging
 from collections.abc import Callable, Iterator
 
 from quire.config import SchedulerConfig
-from quire.core.choices import Choices, make_choices
+from quire.core.choices import Choices
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.policies.admission import DeadlineHeap
 from quire.core.policies.queue import make_queue
 from quire.core.policies.tenants import Tenants
 from quire.core.prefix import CachedPrefix
-from quire.core.step import Step
 from quire.core.trace import SchedulerTrace
 from quire.core.transfers import BlockTransfers
+from quire.outputs import SchedulerOutput
 from quire.request import FinishReason, Request, RequestStatus
 from quire.scheduling_params import MAX_PIN_TTL_S
 
@@ -68,12 +68,13 @@ class Roster:
         self._session_ttl_s = session_ttl_s
         self._dropped: list[str] = []
         self._copies: list[tuple[int, int]] = []
-        self._late_offers: list[tuple[bytes, int]] = []
+        self.late_offers: list[tuple[bytes, int]] = []
+        """(key, block id) of blocks of requests that have ended since the newest step was planned, which
+        others may find since then."""
 
     def add(self, request: Request) -> None:
         """Takes a new request into the queue; it was checked."""
         self.requests[request.request_id] = request
-        request.choices = make_choices(request)
         if request.choices is not None:
             self.families[request.request_id] = request.choices
         if request.external_id:
@@ -83,7 +84,7 @@ class Roster:
         self.queue.push(request)
         self.tenants.on_arrival(request, self.clock())
 
-    def find(self, external_id: str, tenant: str) -> list[str]:
+    def find(self, external_id: str, tenant: str = "") -> list[str]:
         """Ids of the unfinished requests that a client of the tenant gave this id, oldest first."""
         return list(self._by_external_id.get((tenant, external_id), ()))
 
@@ -97,11 +98,11 @@ class Roster:
         missing = (request.num_missing for request in self.running)
         return sum(count - 1 for count in missing if count > 1)
 
-    def take_changes(self, step: Step) -> None:
+    def take_changes(self, output: SchedulerOutput) -> None:
         """Gives a step what the runner must be told of preempted, ended and forked requests, once."""
-        step.dropped_request_ids, self._dropped = self._dropped, []
-        step.block_copies, self._copies = self._copies, []
-        self._late_offers = step.late_offers
+        output.dropped_request_ids, self._dropped = self._dropped, []
+        output.block_copies, self._copies = self._copies, []
+        self.late_offers = []
 
     def drop_again(self, request_ids: list[str]) -> None:
         """Tells the runner with the next step, too, to drop rows: the step that told it has failed."""
@@ -138,20 +139,18 @@ class Roster:
     def requeue(self, request: Request) -> None:
         """A running request waits again, at the place its rank gives it, and has no blocks."""
         self._unseat(request)
-        request.status = RequestStatus.PREEMPTED
+        request.status = RequestStatus.WAITING
         self.queue.push(request)
         self.tenants.on_waiting(request)
 
-    def restart(self, block_ids: set[int]) -> None:
-        """Requeues requests without a row that hold blocks, of these, which do not hold what they should.
+    def restart(self) -> None:
+        """Requeues running requests that have had no row: what they hold of others' blocks may not be there.
 
-        Such a request loads others, was admitted without a token left for it, or was to be a copy.
+        Such a request loads blocks, was admitted without a token left for it, or was to be a copy.
         """
-        for request in list(self.running) if block_ids else ():
-            if request.in_runner or all(block_ids.isdisjoint(ids) for ids in self.kv.block_ids(request)):
-                continue
+        for request in [request for request in self.running if not request.in_runner]:
             if request.load_id is not None:
-                self.transfers.distrust(request.load_id)
+                self.transfers.distrust(request)
                 continue
             self.requeue(request)
             request.num_preemptions += 1
@@ -166,7 +165,6 @@ class Roster:
         copies = self.kv.fork(parent, child) if may_run else None
         if copies is None:
             child.num_computed_tokens = 0
-            child.status = RequestStatus.PREEMPTED
             self.queue.push(child)
             return
         self._copies += copies
@@ -181,8 +179,12 @@ class Roster:
 
     # Ends.
 
-    def finish(self, request: Request, reason: FinishReason) -> None:
-        """Ends a request wherever it is; what is to outlive it is kept."""
+    def finish(self, request: Request, reason: FinishReason, *, is_told: bool) -> None:
+        """Ends a request wherever it is; what is to outlive it is kept.
+
+        Args:
+            is_told: the scheduler was told to; for the trace.
+        """
         if request.status is RequestStatus.RUNNING:
             if request.load_id is None and request.num_computed_tokens:
                 self._keep(request)
@@ -191,7 +193,7 @@ class Roster:
         self.discard(request)
         request.finish_reason = reason
         if self.trace is not None:
-            self.trace.on_finish(request, reason)
+            self.trace.on_finish(request, reason, is_told=is_told)
 
     def discard(self, request: Request) -> None:
         """Ends a request, wherever it is, of which nothing is kept or told."""
@@ -249,7 +251,7 @@ class Roster:
         try:
             offers = self.kv.cache_blocks(request)
             self.transfers.save(offers)
-            self._late_offers += offers
+            self.late_offers += offers
             self._pin(request)
         except Exception:
             logger.exception("%s: what it has computed is not kept", request)
@@ -282,7 +284,7 @@ class Roster:
         ranks = [request.rank for request in self.running]
         assert ranks == sorted(ranks) and len(set(ranks)) == len(ranks), ranks
         for request in waiting.values():
-            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), request
+            assert request.status is RequestStatus.WAITING, request
             assert request.num_computed_tokens == request.steady_until == 0, request
         for request in self.running:
             is_steady = request.num_computed_tokens < request.steady_until

@@ -6,10 +6,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.config import SchedulerConfig
-from quire.core.families import Families
+from quire.core.choices import make_choices
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.planner import Planner
 from quire.core.policies.admission import AdmissionControl
@@ -18,7 +18,7 @@ from quire.core.policies.reservation import make_reservation
 from quire.core.roster import Roster
 from quire.core.step import Step
 from quire.core.trace import SchedulerTrace
-from quire.core.transfers import BlockTransfers, Tiers
+from quire.core.transfers import BlockTransfers
 from quire.errors import EngineError, InvalidArgumentError, describe
 from quire.outputs import (
     EngineCoreOutput,
@@ -30,6 +30,9 @@ from quire.outputs import (
 )
 from quire.request import FinishReason, Request, RequestStatus
 from quire.validation import check_choices
+
+if TYPE_CHECKING:
+    from quire.kv_tiers import KVTiers
 
 logger = logging.getLogger("quire")
 
@@ -57,8 +60,8 @@ class Scheduler:
     request that turns out to have ended is computed in vain. One thread owns the scheduler; nothing here
     locks.
 
-    The work is divided: `Planner` plans steps, `Roster` keeps who waits and runs, `Families` handles requests
-    with several sequences; here is what becomes of a step.
+    The work is divided: `Planner` plans steps, `Roster` keeps who waits and runs, `Choices` are the sequences
+    of a request that has several; here is what becomes of a step.
 
     Args:
         clock: seconds, monotonic; the simulator brings its own.
@@ -74,7 +77,7 @@ class Scheduler:
         trace: SchedulerTrace | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        tiers: Tiers | None = None,
+        tiers: KVTiers | None = None,
         block_bytes: int = 0,
         session_ttl_s: float = 300.0,
     ) -> None:
@@ -95,34 +98,10 @@ class Scheduler:
         self._admission = AdmissionControl(config)
         self._reservation = make_reservation(config, self.max_model_len, len(kv.groups))
         self._planner = Planner(config, self.roster, self._reservation, self.max_model_len)
-        self._families = Families(self.roster, self.max_model_len)
         self._has_accounts = bool(config.tenants) or config.queue_policy == "fair"
         self._num_steps = 0
         self._in_flight: deque[Step] = deque()  # the oldest first
         self._updated = 0.0
-
-    @property
-    def clock(self) -> Callable[[], float]:
-        """Seconds, monotonic."""
-        return self.roster.clock
-
-    @clock.setter
-    def clock(self, clock: Callable[[], float]) -> None:
-        self.roster.clock = clock
-
-    @property
-    def trace(self) -> SchedulerTrace | None:
-        return self.roster.trace
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """Longest prompt that is accepted: it leaves room for one token of output."""
-        return self.max_model_len - 1
-
-    @property
-    def num_preemptions(self) -> int:
-        """Preemptions since start."""
-        return self.roster.num_preemptions
 
     def add_request(self, request: Request) -> None:
         """Queues a new request.
@@ -136,15 +115,15 @@ class Scheduler:
         request_id, roster = request.request_id, self.roster
         if "#" in request_id or request_id in roster.requests or request_id in roster.families:
             raise InvalidArgumentError("request_id", f"{request_id!r:.80} is in use, or holds a '#'")
-        if request.num_prompt_tokens > self.max_prompt_tokens:
+        if request.num_prompt_tokens >= self.max_model_len:  # there is no room for one token of output
             raise InvalidArgumentError(
                 "prompt",
-                f"{request.num_prompt_tokens} tokens, at most {self.max_prompt_tokens} are allowed "
+                f"{request.num_prompt_tokens} tokens, at most {self.max_model_len - 1} are allowed "
                 f"(max_model_len {self.max_model_len}, KV cache of {self.kv.capacity} tokens)",
             )
         check_choices(request.sampling_params, self.config.max_num_seqs)
         self._check_beams(request)
-        now = self.clock()
+        now = roster.clock()
         self._admission.set_default_deadlines(request)
         has_room = self.kv.num_free_blocks >= self.kv.num_blocks_for(request.num_tokens)
         self._admission.check(
@@ -157,10 +136,11 @@ class Scheduler:
             ahead=roster.queue.ahead(request),
         )
         roster.tenants.check_arrival(request, now)
+        request.choices = make_choices(request, self.max_model_len)
         roster.add(request)
         self.transfers.prefetch(request)
-        if self.trace is not None:
-            self.trace.on_arrival(request)
+        if roster.trace is not None:
+            roster.trace.on_arrival(request)
 
     def _check_beams(self, request: Request) -> None:
         """Refuses a beam search whose beams would compute each other's past again and again."""
@@ -190,28 +170,21 @@ class Scheduler:
 
         Without KV tiers there are rows in the plan whenever there is an unfinished request.
         """
-        if self._in_flight and not self._in_flight[-1].rows:
+        if self._in_flight and not self._in_flight[-1].requests:
             self._in_flight.pop()  # nobody executes a plan without rows while another one is made
         is_ahead = bool(self._in_flight)
         self._num_steps += 1
+        begin = time.perf_counter()
         step = self._planner.plan(self._num_steps, is_ahead=is_ahead)
-        num_tokens = self.config.max_num_batched_tokens - step.budget
-        self.num_scheduled_tokens += num_tokens
-        self.roster.take_changes(step)
-        saves, loads = self.transfers.take()
-        output = SchedulerOutput(
-            step.number,
-            step.rows,
-            step.dropped_request_ids,
-            num_tokens,
-            kv_saves=saves,
-            block_copies=step.block_copies,
-            kv_loads=loads,
-        )
-        step.begun = self.clock()
+        plan_s = time.perf_counter() - begin
+        self.num_scheduled_tokens += self.config.max_num_batched_tokens - step.budget
+        output = step.output
+        self.roster.take_changes(output)
+        output.kv_saves, output.kv_loads = self.transfers.take()
+        step.begun = self.roster.clock()
         self._in_flight.append(step)
-        if self.trace is not None:
-            self.trace.begin_step(output, plan_s=step.plan_s, overlapped=is_ahead)
+        if self.roster.trace is not None:
+            self.roster.trace.begin_step(output, plan_s=plan_s, overlapped=is_ahead)
         return output
 
     def update(
@@ -225,11 +198,11 @@ class Scheduler:
             while a row is taken in ends its request alone, with all its choices.
         """
         step = self._in_flight.popleft()
-        assert scheduler_output.step == step.number, (scheduler_output.step, step.number)
-        now = self.clock()
+        assert scheduler_output is step.output, (scheduler_output.step, step.output.step)
+        now = self.roster.clock()
         outputs: list[EngineCoreOutput] = []
         for row, request, offers, result in zip(
-            step.rows, step.requests, step.offers, runner_output.rows, strict=True
+            step.output.scheduled, step.requests, step.offers, runner_output.rows, strict=True
         ):
             if row.samples:
                 request.num_pending_tokens -= 1
@@ -249,7 +222,7 @@ class Scheduler:
                 if not result.token_ids:
                     raise EngineError("no token was drawn for it")
                 if request.choices is not None:
-                    outputs += self._families.take(request, result, self._take, self._complete)
+                    outputs += request.choices.take(request, result, self.roster, self._take, self._complete)
                 else:
                     outputs.append(self._take(request, result))
             except Exception as error:
@@ -258,7 +231,7 @@ class Scheduler:
         # A step that was launched ahead has waited for the one before.
         seconds = now - max(step.begun, self._updated)
         self._updated = now
-        self._admission.on_step(seconds, step.num_prefill_tokens, len(step.rows))
+        self._admission.on_step(seconds, step.num_prefill_tokens, len(step.requests))
         self.preemption_cost.on_prefill(step.num_prefill_tokens, seconds)
         self._end_step()
         return outputs
@@ -299,7 +272,7 @@ class Scheduler:
         for load_id, num_valid in loads_done:
             request, complete = self.transfers.finish_load(load_id, num_valid)
             if request.is_finished:
-                self.kv.free(request, self.clock())
+                self.kv.free(request, self.roster.clock())
             elif not complete:
                 self.kv.num_cached_tokens -= request.num_cached_tokens
                 request.num_cached_tokens = 0
@@ -315,47 +288,54 @@ class Scheduler:
             The last output of each of their choices; ids that are unknown or have finished already are
             skipped, since an abort and the end of a request may cross.
         """
-        return self._end(request_ids, reason)
+        outputs = []
+        for request_id in request_ids:
+            parent, _, index = request_id.rpartition("#")
+            choices = self.roster.families.get(parent)
+            if choices is not None and not choices.is_ranked and index.isdecimal():
+                one = choices.live.get(int(index))
+                if one is not None and choices.has_forked:
+                    self._finish(one, reason, is_told=True)
+                    outputs.append(EngineCoreOutput(parent, finish_reason=str(reason), index=int(index)))
+                continue
+            request = self.roster.requests.get(request_id)
+            if request is None and request_id in self.roster.families:
+                request = next(iter(self.roster.families[request_id].live.values()))
+            if request is not None:
+                outputs += self._end_all(request, reason)
+        return outputs
 
-    def fail(self, request_ids: Iterable[str], error: str) -> list[EngineCoreOutput]:
+    def fail(self, error: str) -> list[EngineCoreOutput]:
         """Takes the place of update() when a step failed: ends its requests, as abort() does, with `error`.
 
-        All steps in flight have failed then, as a later one rests on what an earlier one computes.
-
-        Args:
-            request_ids: at least those of the rows of the step; how far these were computed is unknown, and
-                what else the runner has done of the step: its blocks are not copied, its drops are told
-                again, and loads that it has not begun are missed.
+        All steps in flight have failed then, as a later one rests on what an earlier one computes. How far
+        their rows were computed is unknown, and what else the runner has done of them: blocks are not copied,
+        drops are told again, and loads that have not begun are missed.
         """
         steps = list(self._in_flight)
         self._in_flight.clear()
         outputs: list[EngineCoreOutput] = []
         # Before any is ended: choices end together. What was offered stays so when its request ends or is
         # preempted while the step is under way, and nobody has computed it.
-        stale = self.kv.uncache(
-            offer for step in steps for offers in (step.late_offers, *step.offers) for offer in offers
-        )
-        self.transfers.forget_saves(stale)
+        self.kv.uncache(self.roster.late_offers)
+        self.transfers.forget_saves()
         for step in steps:
-            for row, request in zip(step.rows, step.requests, strict=True):
+            for row, request, offers in zip(step.output.scheduled, step.requests, step.offers, strict=True):
+                self.kv.uncache(offers)
                 if not request.is_finished:
-                    stale |= self._take_back(request, row)
+                    self._take_back(request, row)
         for step in steps:
             for request in step.requests:
                 if not request.is_finished:
                     outputs += self._end_all(request, FinishReason.ERROR, error)
+            self.roster.drop_again(step.output.dropped_request_ids)
         if len(steps) > 1:
             # Requests that ended with the step before left blocks which a failed row was to fill.
             self.kv.reset()
-        for _ in steps[1:]:
-            self._end_step()
-        outputs += self._end(request_ids, FinishReason.ERROR, error)
-        for step in steps:
-            self.roster.drop_again(step.dropped_request_ids)
-            stale |= {target for _, target in step.block_copies}
-        self.roster.restart(stale)
+        self.roster.restart()
         self.finish_loads((load_id, 0) for load_id in self.transfers.lost_loads)
-        self._end_step()
+        for _ in steps:
+            self._end_step()
         return outputs
 
     def _give_up(self, request: Request, row: ScheduledRequest, error: Exception) -> EngineCoreOutput:
@@ -375,14 +355,10 @@ class Scheduler:
             error_code=EngineError.code,
         )
 
-    def _take_back(self, request: Request, row: ScheduledRequest) -> set[int]:
-        """The row was not computed after all; returns the blocks that it was to fill."""
+    def _take_back(self, request: Request, row: ScheduledRequest) -> None:
+        """The row was not computed after all."""
         request.num_computed_tokens = min(request.num_computed_tokens, row.num_computed_tokens)
-        return self.kv.uncache_from(request, row.num_computed_tokens)
-
-    def find(self, external_id: str, tenant: str = "") -> list[str]:
-        """Ids of the unfinished requests that a client of the tenant gave this id, oldest first."""
-        return self.roster.find(external_id, tenant)
+        self.kv.uncache_from(request, row.num_computed_tokens)
 
     def has_unfinished(self) -> bool:
         return bool(self.roster.requests)
@@ -390,7 +366,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step must be planned: for requests, or for blocks that are still to be moved."""
-        return bool(self.roster.requests or self.transfers.has_work or self.transfers.num_loading)
+        return bool(self.roster.requests) or self.transfers.has_work
 
     def reset_cache(self) -> int:
         """Empties prefix cache, pins and tiers; running requests are not disturbed.
@@ -405,8 +381,7 @@ class Scheduler:
 
     def inspect(self) -> dict[str, Any]:
         """What the cache holds, for people."""
-        pool, tiers = self.kv.pool, self.transfers.tiers
-        now = self.clock()
+        pool, tiers, now = self.kv.pool, self.transfers.tiers, self.roster.clock()
         self.kv.expire(now)
         return {
             "block_size": self.kv.block_size,
@@ -432,7 +407,7 @@ class Scheduler:
             num_waiting_tokens=self.roster.queue.num_tokens,
             num_blocks=self.kv.num_blocks,
             num_free_blocks=self.kv.num_free_blocks,
-            num_preemptions=self.num_preemptions,
+            num_preemptions=self.roster.num_preemptions,
             num_scheduled_tokens=self.num_scheduled_tokens,
             num_cached_tokens=self.kv.num_cached_tokens,
             num_cached_blocks=self.kv.pool.num_cached,
@@ -448,26 +423,6 @@ class Scheduler:
 
     # Ends.
 
-    def _end(
-        self, request_ids: Iterable[str], reason: FinishReason, error: str | None = None
-    ) -> list[EngineCoreOutput]:
-        outputs = []
-        for request_id in request_ids:
-            parent, _, index = request_id.rpartition("#")
-            choices = self.roster.families.get(parent)
-            if error is None and choices is not None and not choices.is_ranked and index.isdecimal():
-                one = choices.live.get(int(index))
-                if one is not None and choices.has_forked:
-                    self._finish(one, reason)
-                    outputs.append(EngineCoreOutput(parent, finish_reason=str(reason), index=int(index)))
-                continue
-            request = self.roster.requests.get(request_id)
-            if request is None and request_id in self.roster.families:
-                request = next(iter(self.roster.families[request_id].live.values()))
-            if request is not None:
-                outputs += self._end_all(request, reason, error)
-        return outputs
-
     def _end_all(
         self, request: Request, reason: FinishReason, error: str | None = None
     ) -> list[EngineCoreOutput]:
@@ -479,7 +434,7 @@ class Scheduler:
             request_id, indices = choices.request_id, choices.open_indices
             requests = list(choices.live.values())
         for one in requests:
-            self._finish(one, reason)
+            self._finish(one, reason, is_told=error is None)
         if error is not None:
             code = EngineError.code
             return [EngineCoreOutput(request_id, finish_reason=str(reason), error=error, error_code=code)]
@@ -491,11 +446,11 @@ class Scheduler:
         self._reservation.on_finished(request)
         self._finish(request, reason)
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
+    def _finish(self, request: Request, reason: FinishReason, *, is_told: bool = False) -> None:
         if request.status is RequestStatus.RUNNING:
             self._admission.on_departure()
-        self.roster.finish(request, reason)
+        self.roster.finish(request, reason, is_told=is_told)
 
     def _end_step(self) -> None:
-        if self.trace is not None:
-            self.trace.end_step(self.stats())
+        if self.roster.trace is not None:
+            self.roster.trace.end_step(self.stats())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 
 from quire.config import CacheConfig
-from quire.core.block_hash import request_hashes
+from quire.core.block_hash import hash_blocks
 from quire.outputs import SchedulerOutput, SchedulerStats
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
@@ -96,7 +96,7 @@ class SchedulerTrace:
             cache: what the scheduler's block manager was made from.
         """
         kv = scheduler.kv
-        trace = cls(path, block_size=kv.block_size, clock=scheduler.clock)
+        trace = cls(path, block_size=kv.block_size, clock=scheduler.roster.clock)
         trace.header = {
             "event": "engine",
             "version": VERSION,
@@ -137,8 +137,9 @@ class SchedulerTrace:
     def on_preemption(self, request: Request) -> None:
         self._preempted.append(request.request_id)
 
-    def on_finish(self, request: Request, reason: FinishReason) -> None:
-        if _is_from_outside(request, reason):
+    def on_finish(self, request: Request, reason: FinishReason, *, is_told: bool) -> None:
+        """A request has ended; `is_told`: the scheduler was told so, rather than finding out by itself."""
+        if is_told:
             in_flight, request_id, choices = bool(self._records), request.request_id, request.choices
             if choices is not None and choices.has_forked and not choices.is_ranked and request.index == 0:
                 request_id += "#0"  # this choice alone
@@ -206,7 +207,7 @@ class SchedulerTrace:
     def _content(self, request: Request, begin: int, end: int) -> list[int]:
         """Numbers of 52 bits for the full blocks that end in tokens (begin, end]."""
         first, count = begin // self.block_size, end // self.block_size
-        hashes = request_hashes(request, count, self.block_size)[first:]
+        hashes = hash_blocks(request, count, self.block_size)[first:count]
         return [int.from_bytes(content_hash[:8], "big") >> 12 for content_hash in hashes]
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -220,14 +221,3 @@ class SchedulerTrace:
         except OSError as error:
             self._is_writing = False
             logger.warning("trace: %s ends here, as it cannot be written: %s", self._file.name, error)
-
-
-def _is_from_outside(request: Request, reason: FinishReason) -> bool:
-    """Whether the scheduler was told to end the request, rather than finding out by itself."""
-    if reason is FinishReason.STOP:  # a stop string is the frontend's, a token is found in update()
-        params, token_id = request.sampling_params, request.token_ids[-1]
-        ends = token_id in params.stop_token_ids
-        ends = ends or (token_id in request.eos_token_ids and not params.ignore_eos)
-        return not ends or request.num_output_tokens < max(1, params.min_tokens)
-    # A deadline that has passed is found in expire(), which is a call of its own.
-    return reason in (FinishReason.CANCELLED, FinishReason.SHUTDOWN, FinishReason.TIMEOUT)

@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
-from quire.core.block_hash import group_key, request_hashes
+from quire.core.block_hash import group_key, hash_blocks
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.prefix import ELSEWHERE, OUTSIDE, CachedPrefix
 from quire.outputs import KVLoad, KVSave
 from quire.request import Request, SwappedBlocks
 
-
-class Tiers(Protocol):
-    """The scheduler's half of `quire.kv_tiers.KVTiers`; nothing here blocks."""
-
-    save_bytes_per_s: float | None
-    load_bytes_per_s: float | None
-    num_clears: int
-
-    def contains(self, key: bytes) -> bool: ...
-
-    def can_pin(self, count: int) -> bool: ...
-
-    def is_loading(self, load_id: int) -> bool: ...
-
-    def prefetch(self, keys: Sequence[bytes]) -> None: ...
-
-    def touch(self, keys: Sequence[bytes]) -> None: ...
-
-    def drop(self, keys: Sequence[bytes]) -> None: ...
-
-    def clear(self) -> int: ...
-
-    def stats(self) -> dict[str, float]: ...
+if TYPE_CHECKING:
+    from quire.kv_tiers import KVTiers
 
 
 class BlockTransfers:
@@ -51,7 +30,7 @@ class BlockTransfers:
     def __init__(
         self,
         kv: KVCacheManager,
-        tiers: Tiers | None = None,
+        tiers: KVTiers | None = None,
         should_swap: Callable[[int, int], bool] = lambda num_blocks, num_tokens: False,
     ) -> None:
         self.kv = kv
@@ -66,7 +45,7 @@ class BlockTransfers:
         self._under_way: dict[int, tuple[Request, list[bytes], int]] = {}
         self._loading_keys: set[bytes] = set()
         self._void: set[int] = set()
-        """Loads whose requests have other blocks that do not hold what they should."""
+        """Loads whose requests have other blocks that may not hold what they should."""
         self._private_keys = itertools.count()
 
     @property
@@ -94,7 +73,7 @@ class BlockTransfers:
             return
         size = self.kv.block_size
         count = (request.num_tokens - 1) // size
-        hashes = request_hashes(request, count, size)
+        hashes = hash_blocks(request, count, size)[:count]
         keys = [
             key
             for number, group in enumerate(self.kv.groups)
@@ -113,12 +92,9 @@ class BlockTransfers:
             prefix = self._with_swapped(prefix, request.swapped)
         if self._loading_keys:
             for group, blocks in enumerate(prefix.block_ids):
-                for index, block_id in enumerate(blocks):
-                    if (
-                        block_id == ELSEWHERE
-                        and self._key(request, prefix, group, index) in self._loading_keys
-                    ):
-                        return None
+                places = (index for index, block_id in enumerate(blocks) if block_id == ELSEWHERE)
+                if any(self._key(request, prefix, group, index) in self._loading_keys for index in places):
+                    return None
         return prefix
 
     def begin(self, request: Request, prefix: CachedPrefix) -> None:
@@ -159,9 +135,12 @@ class BlockTransfers:
         self.drop(request)
         return request, complete
 
-    def distrust(self, load_id: int) -> None:
-        """The request's other blocks do not hold what they should: it will not be complete when this ends."""
-        self._void.add(load_id)
+    def distrust(self, request: Request) -> None:
+        """What a loading request found in the pool may not be there: if it did, it will not be complete."""
+        assert request.load_id is not None, request
+        _, keys, _ = self._under_way[request.load_id]
+        if self.kv.num_held_blocks(request) > len(keys):
+            self._void.add(request.load_id)
 
     def save(self, blocks: Iterable[tuple[bytes, int]]) -> None:
         """Writes computed blocks through, with the next step.
@@ -177,9 +156,9 @@ class BlockTransfers:
             KVSave(key, block, False, num_clears) for key, block in blocks if cached(key) == block
         ]
 
-    def forget_saves(self, block_ids: set[int]) -> None:
-        """Writes these blocks nowhere: they were not computed after all."""
-        self._saves = [save for save in self._saves if save.pinned or save.block_id not in block_ids]
+    def forget_saves(self) -> None:
+        """Writes through nothing that was to be: it may not have been computed after all."""
+        self._saves = [save for save in self._saves if save.pinned]
 
     def swap_out(self, request: Request) -> bool:
         """Keeps the request's blocks in the host tier, if that is cheaper than computing them again.
@@ -228,7 +207,8 @@ class BlockTransfers:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._saves or self._loads)
+        """Whether blocks are still to be moved, or on their way."""
+        return bool(self._saves or self._loads or self._under_way)
 
     def _with_swapped(self, prefix: CachedPrefix, swapped: SwappedBlocks) -> CachedPrefix:
         """What the pool still has of a swapped request, and the rest from the host tier."""

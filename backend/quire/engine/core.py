@@ -215,7 +215,7 @@ class EngineCore:
         self._in_flight.clear()
         self.executor.reset()
         message = f"the engine failed while computing the request: {describe(error)}"
-        return self.scheduler.fail([row.request_id for row in oldest.scheduled], message)
+        return self.scheduler.fail(message)
 
     def control(self, command: CacheCommand) -> dict[str, Any]:
         """Looks into the cache, or empties it; running requests are not disturbed.
@@ -256,7 +256,7 @@ class EngineCore:
 
     @property
     def trace(self) -> SchedulerTrace | None:
-        return self.scheduler.trace
+        return self.scheduler.roster.trace
 
     def enable_trace(self, path: Path | None = None) -> SchedulerTrace:
         """Records every step from now on, in a file or (None) in memory."""
@@ -286,7 +286,7 @@ class EngineCore:
 
     def _expire(self) -> None:
         """Ends pins and cached blocks whose time is over: without steps nothing else looks at the clock."""
-        self.kv.expire(self.scheduler.clock())
+        self.kv.expire(self.scheduler.roster.clock())
 
 
 def make_executor(config: EngineConfig, *, threaded: bool = False) -> Executor:

@@ -219,7 +219,7 @@ class EngineLoop:
                 self._trace_abort(message.request_ids, message.learned_at)
                 self._send_outputs(outputs)
             case CancelByExternalId():
-                request_ids = self.core.scheduler.find(message.external_id, message.tenant)
+                request_ids = self.core.scheduler.roster.find(message.external_id, message.tenant)
                 self._send_outputs(self.core.abort(request_ids, FinishReason.CANCELLED))
                 self._trace_abort(request_ids, message.learned_at)
                 if not request_ids:

@@ -55,7 +55,7 @@ class MappedBlocks:
         write_rows(self._blocks, block_ids, data)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See `BlockCopier`."""
+        """See `BlockAccess`."""
         sources, targets = zip(*pairs, strict=True)
         self._blocks[list(targets)] = self._blocks[list(sources)]
 

@@ -18,8 +18,8 @@ MAX_KEY_BYTES = 32
 class BlockAccess(Protocol):
     """The pool's blocks as bytes.
 
-    `read` is called by the runner's thread alone. `write` is called by the transfer thread alone, also while
-    a step computes on other blocks.
+    `read` and `copy_blocks` are called by the runner's thread alone. `write` is called by the transfer thread
+    alone, also while a step computes on other blocks.
     """
 
     @property
@@ -31,6 +31,9 @@ class BlockAccess(Protocol):
 
     def write(self, block_ids: list[int], data: BlockArray) -> None:
         """Copies `data` [len(block_ids), block_bytes] in: a step that begins after this returns sees it."""
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies (source, target) inside the pool; all sources are read before any target is written."""
 
 
 class KVConnector(ABC):

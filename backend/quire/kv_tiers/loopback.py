@@ -25,7 +25,7 @@ class _Store:
 
 
 class LoopbackConnector(KVConnector):
-    """Blocks in a dictionary of this process, with failures and delays on demand.
+    """Blocks in a dictionary of this process.
 
     Connectors with the same `store` share their blocks, as two engines share a server; the bound of the one
     that saves counts.
@@ -38,24 +38,15 @@ class LoopbackConnector(KVConnector):
         self, *, block_bytes: int, fingerprint: str, capacity_bytes: int = 2**26, store: str = ""
     ) -> None:
         self.block_bytes = block_bytes
-        self.failing = False
-        """True makes `contains`, `save` and `load` raise ConnectionError."""
-        self.answering = threading.Event()
-        """Event that `load` waits for; clear: the network is slow."""
-        self.answering.set()
-        self.load_began = threading.Event()
-        """Event that is set when a `load` was asked for."""
         self._fingerprint = fingerprint
         self._capacity = capacity_bytes // block_bytes
         self._store = self._stores.setdefault(store, _Store()) if store else _Store()
         self._num_saved = self._num_loaded = 0
 
     def contains(self, key: bytes) -> bool:
-        self._check()
         return (self._fingerprint, key) in self._store.blocks
 
     def save(self, keys: Sequence[bytes], data: BlockArray) -> None:
-        self._check()
         for key, row in zip(keys, data, strict=True):
             block = np.copy(row)
             with self._store.lock:
@@ -66,9 +57,6 @@ class LoopbackConnector(KVConnector):
                 self._num_saved += 1
 
     def load(self, keys: Sequence[bytes], out: BlockArray) -> int:
-        self.load_began.set()
-        self.answering.wait()
-        self._check()
         for index, key in enumerate(keys):
             with self._store.lock:
                 block = self._store.blocks.get((self._fingerprint, key))
@@ -92,7 +80,7 @@ class LoopbackConnector(KVConnector):
             return len(mine)
 
     def close(self) -> None:
-        self.answering.set()
+        """Nothing of it outlives its process."""
 
     def stats(self) -> dict[str, float]:
         with self._store.lock:
@@ -103,7 +91,3 @@ class LoopbackConnector(KVConnector):
             "saved_blocks": self._num_saved,
             "loaded_blocks": self._num_loaded,
         }
-
-    def _check(self) -> None:
-        if self.failing:
-            raise ConnectionError("the store does not answer")

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from quire.kv_tiers.connector import BlockArray
+from quire.kv_tiers.connector import BlockAccess, BlockArray
 from quire.kv_tiers.tiers import KVTiers
 from quire.outputs import SchedulerOutput
 
 
-class BlockCopier(Protocol):
-    """A pool that copies blocks inside itself."""
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies (source, target); all sources are read before any target is written."""
-
-
-def move_blocks(output: SchedulerOutput, pool: BlockCopier, tiers: KVTiers | None) -> None:
+def move_blocks(output: SchedulerOutput, pool: BlockAccess, tiers: KVTiers | None) -> None:
     """Does what a step says of blocks, in this order: saves, copies, begins loads."""
     if tiers is None:
         assert not output.kv_saves and not output.kv_loads, "there is no KV tier to save to or load from"

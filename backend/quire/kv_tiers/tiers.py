@@ -111,9 +111,9 @@ class _Rate:
 class KVTiers:
     """Joins stores.
 
-    The scheduler's half (`contains`, `num_hits`, `touch`, `can_pin`, `is_loading`, `prefetch`, `drop`,
-    `clear`, `stats`) belongs to the engine's thread, the runner's half (`save`, `start_load`, `poll`,
-    `num_loading`) to the runner's, which may be another one; neither waits for a disk or a network. A thread
+    The scheduler's half (`contains`, `touch`, `can_pin`, `is_loading`, `prefetch`, `drop`, `clear`,
+    `stats`) belongs to the engine's thread, the runner's half (`save`, `start_load`, `poll`)
+    to the runner's, which may be another one; neither waits for a disk or a network. A thread
     of ours moves what is loaded or fetched ahead.
 
     Pinned blocks (of swapped requests) live in the host tier alone, each under a key that is saved once and
@@ -169,15 +169,6 @@ class KVTiers:
             if tier.contains(key):
                 return True
         return False
-
-    def num_hits(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys some tier probably has; those are protected from being evicted next."""
-        count = 0
-        while count < len(keys) and self.contains(keys[count]):
-            count += 1
-        if count:
-            self.touch(keys[:count])
-        return count
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Protects blocks that are about to be loaded from being evicted next, by the saves before it."""
@@ -289,11 +280,6 @@ class KVTiers:
             self._loading.add(load.load_id)
             self._loads.append(load)
             self._changed.notify_all()
-
-    @property
-    def num_loading(self) -> int:
-        """Loads begun that `poll` has not reported."""
-        return len(self._loading)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[int, int]]:
         """Loads that ended since the last call, as (load id, how many leading blocks are valid).

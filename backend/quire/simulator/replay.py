@@ -132,7 +132,7 @@ class _Replay:
             self.report.difference = self._compare(record, plan)
             if self.report.difference is not None:
                 break
-        self.report.num_preemptions = self.scheduler.num_preemptions
+        self.report.num_preemptions = self.scheduler.roster.num_preemptions
         return self.report
 
     def _calls(self, record: dict[str, Any], *, in_flight: bool) -> None:
@@ -151,7 +151,7 @@ class _Replay:
         self.clock.now = record["end"]
         failed = {end["id"]: end["output"] for end in record["finished"] if end["reason"] == "error"}
         if failed and {row.request_id for row in plan.scheduled} <= failed.keys():
-            self.scheduler.fail(failed, "as recorded")
+            self.scheduler.fail("as recorded")
             return
         result = self.tokens.execute(plan)
         for row, output in zip(plan.scheduled, result.rows, strict=True):

@@ -68,33 +68,22 @@ class CudaGraphs:
         self._guard: Any = None
 
     def warm_up(self, work: Work) -> None:
-        """See GraphBackend."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()
         torch.cuda.synchronize()
 
     def begin(self) -> None:
-        """See GraphBackend."""
         torch.cuda.synchronize()
         self._graph, self._guard = torch.cuda.CUDAGraph(), torch.cuda.stream(self._stream)
         self._guard.__enter__()
         self._graph.capture_begin(pool=self._pool)
 
     def end(self) -> Work:
-        """See GraphBackend."""
         self._graph.capture_end()
         self._guard.__exit__(None, None, None)
         repeat: Work = self._graph.replay
         return repeat
-
-
-def capture(backend: GraphBackend, work: Work) -> Work:
-    """Records `work`; returns what repeats it."""
-    backend.warm_up(work)
-    backend.begin()
-    work()
-    return backend.end()
 
 
 @contextmanager
@@ -113,18 +102,6 @@ def recording(what: str, sizes: Sequence[int]) -> Iterator[None]:
     logger.info("recorded %s: %s in %.1f s", what, list(sizes), time.monotonic() - begin)
 
 
-@dataclass
-class DecodeStep:
-    """Results of a replay, in memory that the next one overwrites."""
-
-    best: torch.Tensor
-    """int64 [n]: `ops.argmax` of the logits"""
-    logits: torch.Tensor
-    """float32 [n, vocab_size]"""
-    input_ids: torch.Tensor
-    """int64 [n]: the tokens that were computed, each request's newest one"""
-
-
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes that are recorded: 1, 2, 4, then multiples of 8, of 16 from 64 on, and the largest."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs, 16)]
@@ -135,12 +112,9 @@ class DecodeGraphs:
     """Recorded decode steps of one model.
 
     Args:
-        model: computes.
         kv_cache: with a scratch block behind its pool.
         batch: its block table is mirrored on the device.
-        max_model_len: longest sequence.
         sizes: of batches, ascending.
-        backend: records.
     """
 
     def __init__(
@@ -161,7 +135,6 @@ class DecodeGraphs:
         self.num_misses = 0
         """Steps of single tokens that were not replayed, as no size is large enough."""
         device = batch.device
-        self._device = device
         host = batch.block_table.table
         groups, self._scratch_row, width = host.shape
         self._table = torch.zeros((groups, self._scratch_row + 1, width), dtype=torch.int32, device=device)
@@ -198,8 +171,13 @@ class DecodeGraphs:
             return False
         return True
 
-    def run(self, scheduled: Sequence[ScheduledRequest]) -> DecodeStep:
-        """Computes one token of each request; their newest tokens are left in `batch.last_tokens`."""
+    def run(self, scheduled: Sequence[ScheduledRequest]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Computes one token of each request; the best next ones are left in `batch.last_tokens`.
+
+        Returns:
+            `ops.argmax` of the logits, int64 [n]; the logits, float32 [n, vocab_size]; the tokens that were
+            computed, int64 [n]. They lie in memory that the next replay overwrites.
+        """
         count = len(scheduled)
         size = self.sizes[bisect.bisect_left(self.sizes, count)]
         inputs = np.empty((len(_FIELDS), size), dtype=np.int64)
@@ -214,16 +192,16 @@ class DecodeGraphs:
             inputs[3, i] = state.position_delta
         replay = self._graph(size)
         self._update_table()
-        self._inputs[:, :size].copy_(to_device(inputs, self._device), non_blocking=True)
+        self._inputs[:, :size].copy_(to_device(inputs, self.batch.device), non_blocking=True)
         replay()
         self.num_replays += 1
-        return DecodeStep(self._best[:count], self._logits[:count], self._input_ids[:count])
+        return self._best[:count], self._logits[:count], self._input_ids[:count]
 
     def _update_table(self) -> None:
         """Brings what was appended to the block table since the last replay to the device."""
         changes = self.batch.block_table.take_changes()
         if len(changes):
-            places, blocks = to_device(changes, self._device).unbind()
+            places, blocks = to_device(changes, self.batch.device).unbind()
             _, rows, width = self.batch.block_table.table.shape
             # The mirror has one row more per group.
             places = places + places // (rows * width) * width
@@ -233,8 +211,11 @@ class DecodeGraphs:
         """What computes a step of this size, recorded on first use."""
         if size not in self._graphs:
             # Recording computes, and a step that is computed twice would take its own result for its input.
-            self._inputs[:, :size] = to_device(self._padding, self._device)
-            self._graphs[size] = capture(self.backend, partial(self._compute, size))
+            self._inputs[:, :size] = to_device(self._padding, self.batch.device)
+            self.backend.warm_up(partial(self._compute, size))
+            self.backend.begin()
+            self._compute(size)
+            self._graphs[size] = self.backend.end()
         return self._graphs[size]
 
     def _compute(self, size: int) -> None:
@@ -294,11 +275,9 @@ class PromptGraphs:
     """Recorded pieces of steps of any kind, between one attention and the next.
 
     Args:
-        model: computes.
         kv_cache: with a scratch block behind its pool.
         num_axes: of positions: 3 where requests may state them on three, else 1.
         sizes: of batches in tokens, ascending.
-        backend: records.
     """
 
     def __init__(

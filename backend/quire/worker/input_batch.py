@@ -18,7 +18,7 @@ from quire.outputs import NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.sampling_params import choice_seed
 from quire.worker.block_table import BlockTable
 from quire.worker.device import to_device, to_device_together
-from quire.worker.sampler import SamplingRow
+from quire.worker.sampling_batch import SamplingRow
 from quire_kernels.metadata import AttentionMetadata
 
 
@@ -32,11 +32,8 @@ class CachedRequest:
     embeds: PromptEmbeds | None = None
     choices: list[SamplingRow] = field(default_factory=list)
     """Rows of choices 1, 2, ... until the first tokens are drawn."""
-    position_delta: int = field(init=False)
+    position_delta: int = 0
     """What positions behind the prompt differ by from the number of tokens before them."""
-
-    def __post_init__(self) -> None:
-        self.position_delta = 0 if self.embeds is None else self.embeds.position_delta
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -137,8 +134,9 @@ class InputBatch:
             )
             for index in range(new.num_choices)
         )
+        delta = 0 if new.embeds is None else new.embeds.position_delta
         self.requests[request_id] = CachedRequest(
-            self.block_table.assign(), token_ids, sampling, new.embeds, choices
+            self.block_table.assign(), token_ids, sampling, new.embeds, choices, delta
         )
 
     def prepare(self, scheduled: list[ScheduledRequest]) -> StepInputs:

@@ -40,12 +40,7 @@ def num_blocks_for(
     of the memory now available.
 
     Args:
-        cache: the configuration.
-        scheduler: the configuration.
-        bytes_per_block: see `block_bytes`.
         blocks_per_sequence: what one sequence of `max_model_len` needs at most, over all KV groups.
-        max_model_len: longest sequence in tokens.
-        device: where the pool will be.
 
     Raises:
         ConfigError: the pool could not hold one sequence of `max_model_len`.
@@ -89,11 +84,9 @@ class KVCache:
     too small fails at start and not under load.
 
     Args:
-        num_blocks: blocks in the pool.
         spec: what a layer keeps of a token.
         layers_per_group: layers that a block has room for.
         block_size: tokens per block.
-        device: where it lies.
         has_scratch: whether there is a block more, `scratch_block`, which the scheduler does not know of.
         is_shared: whether other processes map it (host memory alone), by `fd`.
 
@@ -146,21 +139,12 @@ class KVCache:
         return self._layers[index]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks inside the pool; all sources are read before any target is written.
-
-        Args:
-            pairs: (source, target); the targets are distinct.
-        """
+        """Copies (source, target) pairs of distinct targets; all sources are read before any is written."""
         source, target = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.to(self.blocks.device)
         ops.copy_blocks(self._words, source, target)
 
     def read(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
-        """Copies blocks out of the pool, after all that has been queued on the device.
-
-        Args:
-            block_ids: n blocks.
-            out: [n, block_bytes], in host memory.
-        """
+        """Copies n blocks to `out` [n, block_bytes], after all that has been queued on the device."""
         if self.blocks.device.type == "cpu":
             read_rows(self.blocks.numpy(), block_ids, out)
             return
@@ -169,12 +153,7 @@ class KVCache:
         out[...] = staging.numpy()
 
     def write(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Copies blocks into the pool; they are there on return.
-
-        Args:
-            block_ids: n distinct blocks, which nothing else uses meanwhile.
-            data: [n, block_bytes], in host memory.
-        """
+        """Copies `data` [n, block_bytes] to n distinct blocks that nothing else uses; there on return."""
         if self.blocks.device.type == "cpu":
             write_rows(self.blocks.numpy(), block_ids, data)
             return

@@ -22,7 +22,6 @@ from quire.models.kv_spec import QUANTIZED_DTYPES
 from quire.outputs import (
     NOTHING,
     ModelRunnerOutput,
-    RowOutput,
     RunnerInfo,
     ScheduledRequest,
     SchedulerOutput,
@@ -39,7 +38,7 @@ from quire.worker.graph_runner import (
 from quire.worker.input_batch import CachedRequest, InputBatch, StepInputs
 from quire.worker.kv_cache import KVCache, num_blocks_for
 from quire.worker.kv_identity import kv_identity
-from quire.worker.sampler import Draw, Sampler, SamplerOutput
+from quire.worker.sampler import Draw, draw
 from quire.worker.timeline import Timeline
 from quire_kernels import registry
 from quire_kernels.cpu.native import set_num_threads
@@ -82,7 +81,6 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, *, shares_blocks: bool = False) -> None:
-        self.config = config
         self.device = resolve_device(config.model.device)
         if self.device.type == "cpu":
             set_num_threads(config.model.num_threads or _default_threads())
@@ -95,38 +93,30 @@ class ModelRunner:
             check=lambda shape: check_attention_backend(config, shape, self.device),
             with_digest=is_shared,
         )
-        self.model = loaded.model
-        self.model_config = loaded.config
-        self.dtype: torch.dtype = loaded.config.dtype
-        self.max_model_len = self._max_model_len()
+        self.model, shape = loaded.model, loaded.config
+        max_model_len = _max_model_len(config, shape)
         logger.info(
             "loaded %s: %.1f MiB of %s weights in %.2f s",
             config.model.model,
             loaded.weight_bytes / 2**20,
-            self.dtype,
+            shape.dtype,
             time.monotonic() - start,
         )
-        shape = loaded.config
-        cache = config.cache
-        self.kv_groups = self.model.kv_groups
-        block_layers = layers_per_group(self.kv_groups)
+        cache, limits, groups = config.cache, config.scheduler, self.model.kv_groups
+        block_layers = layers_per_group(groups)
         spec = self.model.kv_spec(cache.kv_cache_dtype)
-        self.block_bytes = block_layers * spec.layer_bytes(cache.block_size)
-        self.num_blocks = num_blocks_for(
+        num_blocks = num_blocks_for(
             cache,
-            config.scheduler,
-            bytes_per_block=self.block_bytes,
+            limits,
+            bytes_per_block=block_layers * spec.layer_bytes(cache.block_size),
             blocks_per_sequence=blocks_per_sequence(
-                self.kv_groups,
-                self.max_model_len,
-                cache.block_size,
-                config.scheduler.max_num_batched_tokens,
+                groups, max_model_len, cache.block_size, limits.max_num_batched_tokens
             ),
-            max_model_len=self.max_model_len,
+            max_model_len=max_model_len,
             device=self.device,
         )
         self.kv_cache = KVCache(
-            self.num_blocks,
+            num_blocks,
             spec,
             block_layers,
             cache.block_size,
@@ -135,25 +125,21 @@ class ModelRunner:
             is_shared=shares_blocks,
         )
         self.info = RunnerInfo(
-            num_blocks=self.num_blocks,
-            max_model_len=self.max_model_len,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
             vocab_size=shape.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
-            kv_groups=self.kv_groups,
+            kv_groups=groups,
             kv_cache_bytes=self.kv_cache.nbytes,
             kv_identity=kv_identity(loaded, self.device) if is_shared else {},
             hidden_size=shape.hidden_size,
             takes_position_ids=shape.rope.mrope_section is not None,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=str(shape.dtype).removeprefix("torch."),
             device=str(self.device),
         )
         self.tiers: KVTiers | None = None
         self.batch = InputBatch(
-            config.scheduler.max_num_seqs,
-            self.max_model_len,
-            cache.block_size,
-            self.device,
-            len(self.kv_groups),
+            limits.max_num_seqs, max_model_len, cache.block_size, self.device, len(groups)
         )
         self.graphs: DecodeGraphs | None = None
         whole = graph_backend is not None and attention_is_recordable(config, shape, self.device)
@@ -163,12 +149,12 @@ class ModelRunner:
                 self.model,
                 self.kv_cache,
                 self.batch,
-                self.max_model_len,
-                graph_sizes(config.scheduler.max_num_seqs),
+                max_model_len,
+                graph_sizes(limits.max_num_seqs),
                 graph_backend,
             )
         self.prompt_graphs: PromptGraphs | None = None
-        most_tokens = min(MAX_GRAPH_TOKENS, config.scheduler.max_num_batched_tokens)
+        most_tokens = min(MAX_GRAPH_TOKENS, limits.max_num_batched_tokens)
         # Layers that are one call have nothing between one attention and the next.
         if graph_backend is not None and not self.model.is_fused:
             self.prompt_graphs = PromptGraphs(
@@ -178,19 +164,11 @@ class ModelRunner:
                 token_sizes(most_tokens, few=not whole),
                 graph_backend,
             )
-        self.sampler = Sampler(shape.vocab_size)
         self._launched: deque[LaunchedStep] = deque()
         """Steps whose tokens the host does not know yet, the oldest first."""
         self.timeline = Timeline(self.device, enabled=bool(os.environ.get("QUIRE_TIMELINE")))
         self.num_computed_tokens = 0
         """Token rows the model computed since start; equal to those scheduled, as nothing is padded."""
-
-    def _max_model_len(self) -> int:
-        limit = self.model_config.rope.longest_model_len
-        asked = self.config.model.max_model_len
-        if asked is not None and asked > limit:
-            raise ConfigError(f"max_model_len={asked} exceeds the checkpoint's limit of {limit} tokens")
-        return asked or self.model_config.max_position_embeddings
 
     def attach(self, tiers: KVTiers | None) -> None:
         """Says where blocks go beside the pool, before the first step."""
@@ -207,7 +185,7 @@ class ModelRunner:
             for step in self._launched:
                 self._settle(step)
         self.batch.update(output)
-        self._move_blocks(output)
+        move_blocks(output, self.kv_cache, self.tiers)
         step = LaunchedStep(len(output.scheduled))
         if not output.is_empty:
             with torch.inference_mode(), self.timeline.step(len(output.scheduled)):
@@ -246,29 +224,23 @@ class ModelRunner:
             return False
         return state.sampling.num_pending > 0 and state.sampling.needs_tokens
 
-    def _move_blocks(self, output: SchedulerOutput) -> None:
-        move_blocks(output, self.kv_cache, self.tiers)
-
     def _compute(self, scheduled: list[ScheduledRequest], step: LaunchedStep) -> None:
         """Writes KV of the scheduled tokens and samples."""
         self.num_computed_tokens += sum(item.num_scheduled_tokens for item in scheduled)
         if self.graphs is not None and self.graphs.can_run(scheduled):
-            decoded = self.graphs.run(scheduled)
+            best, logits, input_ids = self.graphs.run(scheduled)
             states = [self.batch.requests[item.request_id] for item in scheduled]
-            step.samples = list(enumerate(states))
-            rows = [state.sampling for state in states]
-            if all(row.wants_best_only for row in rows):
-                step.set_drawn(Draw(decoded.best))
-                return
-            drawn = self.sampler.draw(decoded.logits, rows, decoded.input_ids)
-            table_rows = np.array([state.row for state in states])
-            self.batch.last_tokens[to_device(table_rows, self.device)] = drawn.token_ids
-            step.set_drawn(drawn)
+            rows, drawn = [state.sampling for state in states], Draw(best)
+            if not all(row.wants_best_only for row in rows):
+                drawn = draw(logits, rows, input_ids)
+                table_rows = np.array([state.row for state in states])
+                self.batch.last_tokens[to_device(table_rows, self.device)] = drawn.token_ids
+            step.set_drawn(list(enumerate(states)), drawn)
             return
         inputs = self.batch.prepare(scheduled)
         embeds = inputs.embeds
         if embeds is not None:
-            embeds = (embeds[0], embeds[1].to(self.dtype))
+            embeds = (embeds[0], embeds[1].to(self.model.config.dtype))
         if self.prompt_graphs is not None and self.prompt_graphs.can_run(inputs.metas[0].num_tokens):
             hidden = self.prompt_graphs.run(inputs, embeds)[inputs.sample_indices]
         else:
@@ -287,27 +259,21 @@ class ModelRunner:
         self.batch.last_tokens[inputs.sample_rows] = (
             drawn.token_ids if first is None else drawn.token_ids[first]
         )
-        step.samples = inputs.samples
-        step.set_drawn(drawn)
+        step.set_drawn(inputs.samples, drawn)
 
     def _settle(self, step: LaunchedStep) -> None:
         """Lets the host know what a step has drawn, once."""
-        sampled = step.wait()
-        if sampled is None:
+        if step.drawn is None:
             return
+        (drawn, copy), step.drawn = step.drawn, None
         rows = step.output.rows
-        for (row, state), token_id, logprobs in zip(
-            step.samples, sampled.token_ids, sampled.logprobs, strict=True
-        ):
-            if token_id < 0:
-                rows[row] = RowOutput(error="the model's logits for this request hold no finite number")
-                continue
-            drawn = RowOutput([token_id], None if logprobs is None else [logprobs])
-            if rows[row] is NOTHING:
-                state.accept(token_id)
-                rows[row] = drawn
+        for (row, state), output in zip(step.samples, drawn.outputs(copy.wait()), strict=True):
+            if rows[row] is NOTHING and not output.error:
+                state.accept(output.token_ids[0])
+            if rows[row] is NOTHING or output.error:
+                rows[row] = output
             else:
-                rows[row].choices.append(drawn)
+                rows[row].choices.append(output)
 
     def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> Draw:
         """One token per sampling row, of hidden states [num_logits, hidden_size]."""
@@ -321,7 +287,7 @@ class ModelRunner:
             newest = inputs.input_ids[inputs.sample_indices]
         if choices is not None:
             logits, newest = logits[choices], None if newest is None else newest[choices]
-        return self.sampler.draw(logits, rows, newest)
+        return draw(logits, rows, newest)
 
 
 class LaunchedStep:
@@ -331,20 +297,21 @@ class LaunchedStep:
         self.output = ModelRunnerOutput([NOTHING] * num_rows)
         self.samples: list[tuple[int, CachedRequest]] = []
         """Row and request of each draw, as in `StepInputs`."""
-        self._drawn: tuple[Draw, HostCopy] | None = None
+        self.drawn: tuple[Draw, HostCopy] | None = None
+        """What was drawn for `samples`, on its way to the host; None: nothing, or the host knows it."""
 
-    def set_drawn(self, drawn: Draw) -> None:
-        """What was drawn for `samples`; begins its way to the host."""
-        self._drawn = drawn, HostCopy(drawn.tensors)
-        for state in {id(state): state for _, state in self.samples}.values():
+    def set_drawn(self, samples: list[tuple[int, CachedRequest]], drawn: Draw) -> None:
+        """Takes what was drawn for `samples`, and begins its way to the host."""
+        self.samples, self.drawn = samples, (drawn, HostCopy(drawn.tensors))
+        for state in {id(state): state for _, state in samples}.values():
             state.draw()
 
-    def wait(self) -> SamplerOutput | None:
-        """What was drawn, once; None where nothing was, or it was asked for already."""
-        if self._drawn is None:
-            return None
-        (drawn, copy), self._drawn = self._drawn, None
-        return drawn.output(copy.wait())
+
+def _max_model_len(config: EngineConfig, shape: DecoderConfig) -> int:
+    limit, asked = shape.rope.longest_model_len, config.model.max_model_len
+    if asked is not None and asked > limit:
+        raise ConfigError(f"max_model_len={asked} exceeds the checkpoint's limit of {limit} tokens")
+    return asked or shape.max_position_embeddings
 
 
 def check_attention_backend(config: EngineConfig, shape: DecoderConfig, device: torch.device) -> None:

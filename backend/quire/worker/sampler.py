@@ -1,8 +1,22 @@
-"""Sampler: logits in, one token per row out.
+"""Sampling: logits in, one token per row out.
 
 Every row is computed by operations that look at that row only, and its random number is a pure function
 of (seed, output position), so that a request's tokens do not depend on the batch around it, on preemption
 or on a restart.
+
+Order of the transforms: repetition penalty, presence and frequency penalties, logit bias, bans
+(n-grams, bad words, min-tokens masks), then for rows that sample temperature, top-k, top-p, min-p,
+typical-p. A bias cannot revive a banned token. Ties: greedy takes the lowest id; a filter keeps every
+token tied with the last one it keeps, so that the outcome does not depend on the order of a sort.
+
+When the bans leave a row no token at all, the row's bans are lifted for that step: a request that
+asked for the impossible gets its most plausible violation instead of an error in mid-stream.
+
+Log-probabilities are those of the model: log-softmax of the logits before any transform.
+
+Rows of beam search get their best candidates instead. As in transformers, penalties and bans apply to
+their log-probabilities, which are not normalised again: `TokenLogprobs` then holds the best token, and
+behind it the row's `num_candidates` best ones in descending order, that first one among them.
 
 Why inverse-CDF with one Philox number per draw, and not Gumbel-max: Gumbel-max needs a random number per
 vocabulary entry (10 million for 64 rows of 150k), while one number per row is drawn by the same integers on
@@ -17,145 +31,90 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import torch
 
-from quire.outputs import TokenLogprobs
+from quire.outputs import RowOutput, TokenLogprobs
 from quire.sampling_params import MAX_LOGPROBS
 from quire.worker.device import to_device, to_device_together
 from quire.worker.sampling_batch import EditArrays, SamplingRow, collect_edits
 from quire_kernels import ops
 from quire_kernels.sampling import LogitEdits, SamplingTensors
 
-__all__ = ["NO_TOKEN", "Sampler", "SamplerOutput", "SamplingRow"]
-
-NO_TOKEN = -1
-"""Stands for the token of a row that could not be sampled."""
-
 _EDITS = [field.name for field in fields(LogitEdits) if field.name != "newest"]
-_BAD_LOGITS = "the model produced logits that are NaN or have no finite maximum"
-
-
-@dataclass(slots=True)
-class SamplerOutput:
-    """One entry per row, in the order of the rows."""
-
-    token_ids: list[int]
-    """`NO_TOKEN` for rows in `errors`."""
-    logprobs: list[TokenLogprobs | None]
-    errors: dict[int, str] = field(default_factory=dict)
-    """Row index to message, for rows whose logits hold NaN or have no finite maximum."""
+_BAD_LOGITS = "the model's logits for this request are NaN or have no finite maximum"
 
 
 @dataclass(slots=True)
 class Draw:
-    """What was drawn, still on the device of the logits: only `output` needs it on the host."""
+    """What was drawn, still on the device of the logits: only `outputs` needs it on the host."""
 
     token_ids: torch.Tensor
-    """int64 [N]"""
-    wanted: list[tuple[int, int]] = field(default_factory=list)
-    """(row, how many log-probabilities beside the chosen token's) of rows that asked for them."""
-    logprobs: tuple[torch.Tensor, torch.Tensor] | None = None
-    """(int64, float32) [len(wanted), most + 1]: ids and log-probabilities, the chosen token first."""
-    beams: list[tuple[int, int]] = field(default_factory=list)
-    """(row, number of candidates) of rows of beam search."""
-    candidates: tuple[torch.Tensor, torch.Tensor] | None = None
-    """(int64, float32) [len(beams), most]: ids and log-probabilities in descending order."""
+    """int64 [N]; -1 where the logits hold NaN or have no finite maximum."""
+    logprobs: list[tuple[list[tuple[int, int]], torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """((row, how many to report beside the first) of n rows, ids int64 [n, most + 1], log-probabilities
+    float32 [n, most + 1]): of the chosen token, or a beam's best, then of the most likely, descending."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All of it."""
-        return [self.token_ids, *(self.logprobs or ()), *(self.candidates or ())]
+        return [self.token_ids, *(tensor for _, *pair in self.logprobs for tensor in pair)]
 
-    def output(self, tensors: Sequence[torch.Tensor] | None = None) -> SamplerOutput:
-        """The draw on the host; `tensors`: copies of `self.tensors` there, if there are any already."""
+    def outputs(self, tensors: Sequence[torch.Tensor] | None = None) -> list[RowOutput]:
+        """One per row, of one token or an error; `tensors`: copies of `self.tensors` on the host, if any."""
         lists = [tensor.tolist() for tensor in (self.tensors if tensors is None else tensors)]
-        chosen: list[int] = lists.pop(0)
-        logprobs: list[TokenLogprobs | None] = [None] * len(chosen)
-        if self.logprobs is not None:
-            ids, values = lists.pop(0), lists.pop(0)
-            for place, (row, count) in enumerate(self.wanted):
-                if chosen[row] != NO_TOKEN:
-                    logprobs[row] = TokenLogprobs(ids[place][: count + 1], values[place][: count + 1])
-        if self.candidates is not None:
-            ids, values = lists.pop(0), lists.pop(0)
-            for place, (row, count) in enumerate(self.beams):
-                if chosen[row] != NO_TOKEN:
-                    # The best one stands in front, as the chosen token does elsewhere.
-                    logprobs[row] = TokenLogprobs(
-                        ids[place][:1] + ids[place][:count], values[place][:1] + values[place][:count]
-                    )
-        return SamplerOutput(chosen, logprobs, _errors(chosen))
+        outputs = [
+            RowOutput([token_id]) if token_id >= 0 else RowOutput(error=_BAD_LOGITS)
+            for token_id in lists.pop(0)
+        ]
+        for rows, _, _ in self.logprobs:
+            for (row, count), ids, values in zip(rows, lists.pop(0), lists.pop(0), strict=True):
+                if not outputs[row].error:
+                    outputs[row].logprobs = [TokenLogprobs(ids[: count + 1], values[: count + 1])]
+        return outputs
 
 
-class Sampler:
-    """Chooses the next token of each row.
+def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], newest: torch.Tensor | None = None) -> Draw:
+    """Samples one token per row.
 
-    Order of the transforms: repetition penalty, presence and frequency penalties, logit bias, bans
-    (n-grams, bad words, min-tokens masks), then for rows that sample temperature, top-k, top-p, min-p,
-    typical-p. A bias cannot revive a banned token. Ties: greedy takes the lowest id; a filter keeps every
-    token tied with the last one it keeps, so that the outcome does not depend on the order of a sort.
-
-    When the bans leave a row no token at all, the row's bans are lifted for that step: a request that
-    asked for the impossible gets its most plausible violation instead of an error in mid-stream.
-
-    Log-probabilities are those of the model: log-softmax of the logits before any transform.
-
-    Rows of beam search get their best candidates instead. As in transformers, penalties and bans apply to
-    their log-probabilities, which are not normalised again: `TokenLogprobs` then holds the best token, and
-    behind it the row's `num_candidates` best ones in descending order, that first one among them.
+    Args:
+        logits: [N, vocab_size] float32, any device; may be changed in place.
+        rows: N rows.
+        newest: int64 [N], on the device of the logits: the token before the one to be drawn, of rows
+            that are `is_uncounted`; None: there are no such rows.
     """
+    assert logits.shape[0] == len(rows), (logits.shape, len(rows))
+    assert logits.dtype == torch.float32, logits.dtype
+    if not rows:
+        return Draw(torch.empty(0, dtype=torch.int64))
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    beams = [i for i, row in enumerate(rows) if row.is_beam]
+    if beams:
+        logits[_index(beams, logits)] = torch.log_softmax(_take(logits, beams), dim=-1)
+    wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and not row.is_beam]
+    raw = torch.log_softmax(_take(logits, wanted), dim=-1) if wanted else None
 
-    def __call__(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
-        """Draws as `draw`, with the result on the host."""
-        return self.draw(logits, rows).output()
+    edits = collect_edits(rows, logits.shape[1])
+    assert newest is not None or "uncounted" not in (edits or {}), "the newest tokens are needed"
+    drawn = Draw(_choose(logits, rows, edits, newest))
+    if raw is not None:
+        counts = [(i, rows[i].params.logprobs or 0) for i in wanted]
+        drawn.logprobs.append((counts, *_logprobs(raw, _take(drawn.token_ids, wanted))))
+    if beams:
+        counts = [(i, rows[i].num_candidates) for i in beams]
+        values, ids = _take(logits, beams).topk(min(max(count for _, count in counts), logits.shape[1]))
+        ids, values = (torch.cat([found[:, :1], found], dim=1) for found in (ids, values))
+        drawn.logprobs.append((counts, ids, values))
+    return drawn
 
-    def draw(
-        self, logits: torch.Tensor, rows: Sequence[SamplingRow], newest: torch.Tensor | None = None
-    ) -> Draw:
-        """Samples one token per row.
 
-        Args:
-            logits: [N, vocab_size] float32, any device; may be changed in place.
-            rows: N rows.
-            newest: int64 [N], on the device of the logits: the token before the one to be drawn, of rows
-                that are `is_uncounted`; None: there are no such rows.
-        """
-        assert logits.shape == (len(rows), self.vocab_size), (logits.shape, len(rows), self.vocab_size)
-        assert logits.dtype == torch.float32, logits.dtype
-        if not rows:
-            return Draw(torch.empty(0, dtype=torch.int64))
-
-        beams = [i for i, row in enumerate(rows) if row.is_beam]
-        if beams:
-            logits[_index(beams, logits)] = torch.log_softmax(_take(logits, beams), dim=-1)
-        wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and not row.is_beam]
-        raw = torch.log_softmax(_take(logits, wanted), dim=-1) if wanted else None
-
-        edits = collect_edits(rows, self.vocab_size)
-        assert newest is not None or "uncounted" not in (edits or {}), "the newest tokens are needed"
-        drawn = Draw(self._choose(logits, rows, edits, newest))
-        if raw is not None:
-            drawn.wanted = [(i, rows[i].params.logprobs or 0) for i in wanted]
-            drawn.logprobs = _logprobs(raw, _take(drawn.token_ids, wanted))
-        if beams:
-            drawn.beams = [(i, rows[i].num_candidates) for i in beams]
-            most = min(max(count for _, count in drawn.beams), self.vocab_size)
-            values, ids = _take(logits, beams).topk(most)
-            drawn.candidates = ids, values
-        return drawn
-
-    def _choose(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[SamplingRow],
-        edits: EditArrays | None,
-        newest: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """[N, V] -> int64 [N]; makes the edits, too."""
-        if edits is None and all(row.params.is_greedy or row.is_beam for row in rows):
-            return ops.argmax(logits)
-        return ops.sample(logits, sampling_tensors(rows, edits, newest, logits.device))
+def _choose(
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    edits: EditArrays | None,
+    newest: torch.Tensor | None,
+) -> torch.Tensor:
+    """[N, V] -> int64 [N]; makes the edits, too."""
+    if edits is None and all(row.params.is_greedy or row.is_beam for row in rows):
+        return ops.argmax(logits)
+    return ops.sample(logits, sampling_tensors(rows, edits, newest, logits.device))
 
 
 def sampling_tensors(
@@ -166,7 +125,7 @@ def sampling_tensors(
     Args:
         rows: N rows.
         edits: of these rows, from `collect_edits`.
-        newest: see `Sampler.draw`.
+        newest: see `draw`.
         device: of the logits.
     """
     floats = np.array([row.filters for row in rows], dtype=np.float32).T
@@ -184,10 +143,6 @@ def sampling_tensors(
         positions=positions,
         edits=None if edits is None else _logit_edits(there, newest),
     )
-
-
-def _errors(token_ids: list[int]) -> dict[int, str]:
-    return {i: _BAD_LOGITS for i, token_id in enumerate(token_ids) if token_id == NO_TOKEN}
 
 
 def _logit_edits(there: Mapping[str, torch.Tensor], newest: torch.Tensor | None) -> LogitEdits:

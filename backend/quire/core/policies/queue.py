@@ -7,9 +7,10 @@ import itertools
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 from quire.config import SchedulerConfig
-from quire.core.policies.rank_heap import RankHeap
+from quire.core.policies.line import Line
 from quire.request import Request
 
 TOKENS_PER_AGEING = 1000
@@ -52,9 +53,6 @@ class QueuePolicy(ABC):
     def __iter__(self) -> Iterator[Request]:
         """The waiting requests, in no order worth relying on."""
         return (request for request, _ in self._requests.values())
-
-    def __contains__(self, request: Request) -> bool:
-        return request.request_id in self._requests
 
     @property
     def num_tokens(self) -> int:
@@ -121,17 +119,22 @@ class FCFSQueue(QueuePolicy):
     running requests leave: however many it has waiting, they cost the others nothing. So a tenant with
     parked requests either may not run another one, or has as many requests in line as it may start.
 
-    candidates(): O(k log k) for k requests looked at.
+    candidates(): O(k log n) for k requests looked at.
 
     Args:
-        may_run: whether the tenant of a request may have one more running.
+        may_run, cached_tokens: as of make_queue.
+        ageing_s: seconds of waiting that the subclass weighs; 0: no ageing.
     """
 
-    def __init__(self, may_run: Callable[[Request], bool]) -> None:
+    def __init__(
+        self, may_run: Callable[[Request], bool], ageing_s: float, cached_tokens: Callable[[Request], int]
+    ) -> None:
         super().__init__()
         self._may_run = may_run
-        self._line = RankHeap()
-        self._parked: dict[str, RankHeap] = {}  # by tenant
+        self._ageing_s = ageing_s
+        self._cached_tokens = cached_tokens
+        self._line = Line()
+        self._parked: dict[str, Line] = {}  # by tenant
         self._to_unpark: list[str] = []  # tenants, each time for one request
 
     def candidates(self, now: float) -> Generator[Request, None, None]:
@@ -149,7 +152,7 @@ class FCFSQueue(QueuePolicy):
                     self._unpark_later(request)
             else:
                 self._line.remove(request)
-                self._parked.setdefault(request.scheduling.tenant, RankHeap()).push(request)
+                self._parked.setdefault(request.scheduling.tenant, Line()).push(request)
 
     def on_left(self, request: Request) -> None:
         self._unpark_later(request)
@@ -191,9 +194,8 @@ class PriorityQueue(FCFSQueue):
 
     preempts = True
 
-    def __init__(self, may_run: Callable[[Request], bool], ageing_s: float) -> None:
-        super().__init__(may_run)
-        self._ageing_s = ageing_s
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._classes: dict[int, list[int]] = {}  # class to number of requests and of tokens
 
     def may_preempt(self, waiting: Request, running: Request) -> bool:
@@ -230,13 +232,6 @@ class ShortestFirstQueue(FCFSQueue):
     `ageing_s` seconds of waiting outweigh TOKENS_PER_AGEING tokens, so none starves; 0: some may.
     """
 
-    def __init__(
-        self, may_run: Callable[[Request], bool], ageing_s: float, cached_tokens: Callable[[Request], int]
-    ) -> None:
-        super().__init__(may_run)
-        self._ageing_s = ageing_s
-        self._cached_tokens = cached_tokens
-
     def _key(self, request: Request) -> float:
         max_tokens = request.sampling_params.max_tokens
         output = MAX_EXPECTED_OUTPUT if max_tokens is None else min(max_tokens, MAX_EXPECTED_OUTPUT)
@@ -255,12 +250,8 @@ class LongestPrefixQueue(FCFSQueue):
     is looked up first, so in the first window, where it matters, no length is older than two calls.
     """
 
-    def __init__(
-        self, may_run: Callable[[Request], bool], ageing_s: float, cached_tokens: Callable[[Request], int]
-    ) -> None:
-        super().__init__(may_run)
-        self._ageing_s = ageing_s
-        self._cached_tokens = cached_tokens
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._lengths: dict[str, tuple[int, int]] = {}  # request id to (number of the look-up, cached tokens)
         self._num_lookups = 0
 
@@ -295,7 +286,8 @@ class _Account:
         self.tenant = tenant
         self.number = number
         self.counter = 0.0
-        self.queue = RankHeap()
+        """Service of the tenant in weighted tokens per weight."""
+        self.queue = Line()
         self.in_heap = False
 
 
@@ -328,11 +320,6 @@ class FairQueue(QueuePolicy):
         self._by_counter: list[tuple[float, int, _Account]] = []  # of all waiting and of some idle ones
         self._last_left: _Account | None = None
         self._numbers = itertools.count()
-
-    def counter(self, tenant: str) -> float:
-        """Service of a tenant in weighted tokens per weight; 0 for one that is not known."""
-        account = self._waiting.get(tenant) or self._idle.get(tenant)
-        return 0.0 if account is None else account.counter
 
     def candidates(self, now: float) -> Generator[Request, None, None]:
         walks: dict[str, Iterator[Request]] = {}
@@ -438,13 +425,12 @@ def make_queue(
         may_run: whether the tenant of a request may have one more running.
         weight: share of a tenant, above 0.
     """
-    if config.queue_policy == "priority":
-        return PriorityQueue(may_run, config.ageing_s)
-    if config.queue_policy == "shortest_first":
-        return ShortestFirstQueue(may_run, config.ageing_s, cached_tokens)
-    if config.queue_policy == "longest_prefix":
-        return LongestPrefixQueue(may_run, config.ageing_s, cached_tokens)
     if config.queue_policy == "fair":
         return FairQueue(may_run, weight)
-    assert config.queue_policy == "fcfs", config.queue_policy
-    return FCFSQueue(may_run)
+    kinds: dict[str, type[FCFSQueue]] = {
+        "fcfs": FCFSQueue,
+        "priority": PriorityQueue,
+        "shortest_first": ShortestFirstQueue,
+        "longest_prefix": LongestPrefixQueue,
+    }
+    return kinds[config.queue_policy](may_run, config.ageing_s, cached_tokens)

@@ -56,11 +56,6 @@ class Tenants:
         self._accounts: dict[str, _Account] = {}  # of named tenants, and of those with requests here
         self._idle: OrderedDict[str, _Account] = OrderedDict()  # of the other ones, latest used last
 
-    @property
-    def num_accounts(self) -> int:
-        """Tenants something is remembered of."""
-        return len(self._accounts) + len(self._idle)
-
     def limits(self, tenant: str) -> TenantLimits:
         return self._named.get(tenant, self._default)
 
