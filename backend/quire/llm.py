@@ -81,12 +81,14 @@ class LLM:
         plans = [scheduling] * len(batch) if isinstance(scheduling, SchedulingParams) else list(scheduling)
         assert len(each) == len(images) == len(plans) == len(batch), "one of each per prompt"
         processors: dict[str, RequestProcessor] = {}
+        request_ids: list[str] = []
         try:
             for prompt, one, image, plan in zip(batch, each, images, plans, strict=True):
                 token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 request_id = f"llm-{next(self._ids)}"
                 if one.bad_words and self.tokenizer is not None:
                     one = with_bad_words_ids(one, self.tokenizer)
+                request_ids.append(request_id)
                 self.core.add_request(request_id, token_ids, one, scheduling=plan, embeds=image)
                 processors[request_id] = RequestProcessor(
                     request_id,
@@ -94,15 +96,15 @@ class LLM:
                     one,
                     None if self.tokenizer is None else self.tokenizer.hf,
                 )
+            while self.core.has_work:
+                for output in self.core.step():
+                    processor = processors.get(output.request_id)
+                    stopped = None if processor is None else processor.process(output)
+                    if stopped is not None:
+                        self.core.abort([stopped])
         except BaseException:
-            self.core.abort(list(processors))
+            self.core.abort(request_ids)
             raise
-        while self.core.has_work:
-            for output in self.core.step():
-                processor = processors.get(output.request_id)
-                stopped = None if processor is None else processor.process(output)
-                if stopped is not None:
-                    self.core.abort([stopped])
         results = []
         for processor in processors.values():
             first, *others = (choice.take() for choice in processor.choices)

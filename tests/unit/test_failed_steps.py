@@ -314,3 +314,29 @@ def test_random_failures_and_cancellations_change_no_tokens(seed: int) -> None:
     assert engine.kv.pool.num_in_use == 0
     if tiers is not None:
         tiers.close()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("half", ["launch", "collect"])
+def test_an_interrupt_ends_the_requests_it_strikes_and_no_others(
+    checkpoint: Path, half: str, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in `generate` left its requests running, and the step that it struck in the engine's hands: the
+    next call failed, as what its first step brought was taken for what that one should have."""
+    llm = engine(checkpoint, async_scheduling=is_async)
+    expected = llm.generate([PROMPT], GREEDY)[0].token_ids
+    runner = runner_of(llm.core)
+    computes, calls = getattr(runner, half), itertools.count(1)
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return computes(*args)
+
+    monkeypatch.setattr(runner, half, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT[:20], PROMPT[10:]], GREEDY)
+    assert not llm.core.scheduler.has_unfinished()
+    assert llm.generate([PROMPT], GREEDY)[0].token_ids == expected
+    assert llm.core.kv.num_free_blocks == llm.core.kv.num_blocks
+    llm.core.close()

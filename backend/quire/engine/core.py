@@ -177,8 +177,11 @@ class EngineCore:
                 result = self._collect(meanwhile)
             except WorkerLostError:
                 raise
-            except Exception as error:
-                return outputs + self._fail(error)
+            except BaseException as error:
+                failed = self._fail(error)
+                if not isinstance(error, Exception):
+                    raise  # an interrupt; what was under way must not be taken for what comes next
+                return outputs + failed
             outputs += self._update(self._in_flight.popleft(), result)
         self._publish()
         return outputs
@@ -204,7 +207,7 @@ class EngineCore:
             self.num_finished_steps += 1
         return self.scheduler.update(planned, result)
 
-    def _fail(self, error: Exception) -> list[EngineCoreOutput]:
+    def _fail(self, error: BaseException) -> list[EngineCoreOutput]:
         """A step has failed, and with it all that are in flight: each rests on those before it."""
         self._num_failures += 1
         steps, oldest = len(self._in_flight), self._in_flight[0]

@@ -155,8 +155,8 @@ class WorkerProcess:
         self._connection.close()
 
     def _result(self) -> ModelRunnerOutput | Failed:
-        self._num_computing -= 1
         result: ModelRunnerOutput | Failed = self._receive()
+        self._num_computing -= 1
         return result
 
     def _send(self, message: object) -> None:

@@ -30,9 +30,8 @@ def write_repository(root: Path) -> Path:
     """
     checkpoint, repository = make_vision_checkpoint("llava_siglip", root / "checkpoint"), root / "repository"
     builder.build_repository(checkpoint, repository, placement="path", engine_options=OPTIONS)
-    render, code = builder._MEMBERS["tokenizer"]
     for name, config in (
-        ("tokenizer", render("tokenizer", checkpoint=str(checkpoint))),
+        ("tokenizer", pbtxt.tokenizer_config("tokenizer", checkpoint=str(checkpoint))),
         (
             "chat",
             pbtxt.ensemble_config(
@@ -42,7 +41,7 @@ def write_repository(root: Path) -> Path:
     ):
         (repository / name / "1").mkdir(parents=True)
         (repository / name / "config.pbtxt").write_text(config)
-    (repository / "tokenizer" / "1" / "model.py").write_text(code)
+    (repository / "tokenizer" / "1" / "model.py").write_text(builder._python_model("tokenizer"))
     return repository
 
 
