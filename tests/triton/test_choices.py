@@ -46,9 +46,8 @@ class ScriptedCore:
         self.config = config
         self.info = RunnerInfo(8, 64, 600, frozenset(), (), hidden_size=8)
         self.executor = SimpleNamespace(check=lambda: None)
-        self.scheduler = SimpleNamespace(
-            find=lambda external_id, tenant: ["t-1"] if external_id == "known" else []
-        )
+        roster = SimpleNamespace(find=lambda name, tenant: ["t-1"] if name == "known" else [])
+        self.scheduler = SimpleNamespace(roster=roster)
         self.steps: queue.SimpleQueue[list[EngineCoreOutput]] = queue.SimpleQueue()
         self.seen: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.refusal: Exception | None = None

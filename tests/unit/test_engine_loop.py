@@ -308,7 +308,7 @@ def test_an_idle_engine_computes_a_token_for_the_probe_whatever_its_limits(
         peer.add("first")
         peer.final("first")
         monkeypatch.setattr(scheduler._admission, "predicted_ttft_s", lambda *given: 60.0)
-        monkeypatch.setattr(scheduler, "clock", lambda: time.monotonic() + 1.0)
+        monkeypatch.setattr(scheduler.roster, "clock", lambda: time.monotonic() + 1.0)
         peer.add("second")
         assert peer.final("second")[1] in ("error", "timeout")
         limits = scheduler.roster.tenants.limits("")
