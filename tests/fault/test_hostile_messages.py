@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -110,10 +112,11 @@ def test_the_probe_tells_a_busy_engine_from_one_that_stands_still(server: Server
             calls.append(TritonStream(server.grpc_url, "generator", LONG, request_id=name))
             if len(calls) <= RUNNING:
                 calls[-1].next()
-        # The last ones of the queue have arrived when one more finds it full.
-        with ThreadPoolExecutor(1) as pool:
-            refused = pool.submit(_until_refused, server)
-            assert "max_waiting_requests" in refused.result(60)
+        deadline = time.monotonic() + 60
+        while _num_waiting(server) < WAITING:
+            assert time.monotonic() < deadline, "not all have arrived"
+        refused = str(stream(server.grpc_url, "generator", SHORT).error)
+        assert "max_waiting_requests" in refused
         status, said = health(server)
         assert status == 0 and "steps get done" in said, said
         engine.send_signal(signal.SIGSTOP)
@@ -131,7 +134,8 @@ def test_the_probe_tells_a_busy_engine_from_one_that_stands_still(server: Server
     assert engines(server) == [engine]
 
 
-def _until_refused(server: ServerProcess) -> str:
-    while (error := stream(server.grpc_url, "generator", {**SHORT, "deadline_ms": 1000}).error) is None:
-        pass
-    return str(error)
+def _num_waiting(server: ServerProcess) -> float:
+    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=60) as response:
+        text = response.read().decode()
+    values = re.findall(r"^quire_requests_waiting\{[^}]*\} (\S+)$", text, re.MULTILINE)
+    return max(map(float, values), default=0.0)
