@@ -250,8 +250,8 @@ def test_a_frontend_that_leaves_does_not_wait_for_an_engine_that_starts(site: Si
 
 
 def test_a_frontend_that_has_left_starts_no_engine(site: Site) -> None:
-    """Its thread that replaces a dead engine may wait for the lock while it leaves: then it made the directory
-    anew, with an engine that nobody ended."""
+    """Its thread that replaces a dead engine may wait for the lock while it leaves: it made the directory
+    anew then, with an engine that nobody ended."""
     supervisor = site.supervisor()
     supervisor.close(0.0)
     with pytest.raises(UnavailableError, match="being unloaded"):
