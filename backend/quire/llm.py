@@ -42,8 +42,8 @@ class LLM:
         _, generation = read_configs(model)
         self.core = EngineCore(self.config)
         self.default_params = defaults_from_generation_config(generation)
-        path = self.config.frontend.tokenizer or str(model)
-        self.tokenizer = Tokenizer(path) if Tokenizer.exists(path) else None
+        named = self.config.frontend.tokenizer
+        self.tokenizer = Tokenizer(named or model) if named or Tokenizer.exists(model) else None
         self._ids = itertools.count()
 
     def generate(

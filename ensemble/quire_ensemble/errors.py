@@ -42,21 +42,21 @@ class BuildError(EnsembleError):
 
 def shown(value: object) -> str:
     """A value of a client's, for a message of ours: some 80 characters at most, and at a cost that does not
-    depend on its size or depth."""
+    depend on its size or depth. What has no short text is told by its type and size."""
     if isinstance(value, str | bytes):
         return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}... ({len(value)} long)"
+    name = type(value).__name__
     if isinstance(value, int) and value.bit_length() > 256:
-        return f"of {value.bit_length()} bits"
+        return f"{name} of {value.bit_length()} bits"
     if value is None or isinstance(value, int | float):
         return repr(value)
-    if isinstance(value, list | tuple | dict):
-        return f"of {len(value)} entries"
-    return ""
+    return f"{name} of {len(value)} entries" if isinstance(value, list | tuple | dict) else name
 
 
 def kind(value: object) -> str:
     """Type and value of a client's value, as `shown`; "null" for None."""
-    return "null" if value is None else f"{type(value).__name__} {shown(value)}".rstrip()
+    name, text = type(value).__name__, shown(value)
+    return "null" if value is None else text if text.startswith(name) else f"{name} {text}"
 
 
 def one_line(error: Exception) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quire_ensemble.errors import one_line
+from quire_ensemble.errors import one_line, shown
 
 Fail = Callable[[str], Exception]
 """Makes the exception of a complaint, which is one line and names the file."""
@@ -50,18 +50,20 @@ def find_files(
         return (single, (single,)) if single.exists() else None
     try:
         content = json.loads(index.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise fail(f"{index}: cannot be read as JSON: {one_line(error)}") from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise fail(f"{index}: must hold a weight_map of tensor names to files")
-    shards = list(dict.fromkeys(shard for tensor, shard in weight_map.items() if wanted(tensor)))
-    for shard in shards:
+    files: dict[Path, None] = {}
+    for shard in (shard for tensor, shard in weight_map.items() if wanted(tensor)):
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise fail(f"{index}: {shard!r} is not the name of a file beside the index")
-        if not (directory / shard).exists():
-            raise fail(f"{directory / shard}: shard not found; {index.name} names it")
-    return index, tuple(directory / shard for shard in shards)
+            raise fail(f"{index}: {shown(shard)} is not the name of a file beside the index")
+        files[directory / shard] = None
+    for file in files:
+        if not file.exists():
+            raise fail(f"{file}: shard not found; {index.name} names it")
+    return index, tuple(files)
 
 
 def read_safetensors(file: Path, fail: Fail, wanted: Wanted = everything) -> Iterator[NamedTensor]:

@@ -73,6 +73,8 @@ def test_a_value_is_shown_at_a_cost_that_does_not_depend_on_its_size() -> None:
         assert time.perf_counter() - began < 5, "made as long as it is"
     assert kind(None) == "null" and kind("ab") == "str 'ab'" and kind(3) == "int 3"
     assert kind([1, 2]) == "list of 2 entries" and kind(2**300) == "int of 301 bits"
+    # It stands alone in messages, too: "must be in [1, 64], got of 301 bits".
+    assert shown([1, 2]) == "list of 2 entries" and shown(2**300) == "int of 301 bits" and shown({1}) == "set"
     while isinstance(value, list):  # else its own end recurses
         value = value.pop()
 

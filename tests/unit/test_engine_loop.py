@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -395,6 +396,31 @@ def test_a_frontend_that_says_hello_again_is_watched_once(peer: Peer) -> None:
         peer.receive(EngineInfo)
     assert len(os.listdir("/proc/self/fd")) <= before + 1  # noqa: PTH208
     peer.check_alive()
+
+
+def test_a_newcomer_is_not_taken_for_the_dead_whose_descriptor_it_inherits(tmp_path: Path) -> None:
+    """A frontend that had said goodbye and ended was looked for by the number of its closed descriptor, which
+    the next one had by then: the engine forgot that one, and ended with the next step for want of any."""
+    core = EngineCore(EngineConfig.from_mapping({"model": "fake", "block_size": 4}), RunnerExecutor(Runner()))
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
+        router.bind(f"ipc://{tmp_path}/engine.ipc")
+        dealer.connect(f"ipc://{tmp_path}/engine.ipc")
+        loop = EngineLoop(core, router)
+        with subprocess.Popen(["sleep", "600"]) as process:
+            loop._handle(b"old", Hello(process.pid))
+            process.kill()
+        descriptor = loop._frontend_pidfds[b"old"]
+
+        def drain() -> None:
+            loop._handle(b"old", Goodbye())
+            loop._handle(b"new", Hello(os.getpid()))
+
+        loop._drain_socket = drain  # type: ignore[method-assign]
+        dealer.send(b"both are there")
+        assert router.poll(WAIT_S * 1000)
+        loop._receive(0)
+        assert loop._frontend_pidfds == {b"new": descriptor}
+    core.close()
 
 
 def test_an_engine_whose_every_step_fails_ends(peer: Peer) -> None:

@@ -384,6 +384,7 @@ def test_no_config(copy: Path) -> None:
         ("{", "cannot be read as JSON: "),
         ("[1]", "must hold a JSON object"),
         ("\udc80", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
     ],
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
@@ -460,6 +461,8 @@ def test_truncated_shard(tmp_path: Path) -> None:
             "'../secret.safetensors' is not the name of a file",
         ),
         ('{"weight_map": {"a": 3}}', "3 is not the name of a file"),
+        ('{"weight_map": {"a": ["b"]}}', "list of 1 entries is not the name of a file"),
+        ('{"a":' * 100_000, "cannot be read as JSON"),
     ],
 )
 def test_broken_index(index: str, message: str, copy: Path) -> None:

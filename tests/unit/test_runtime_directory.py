@@ -249,6 +249,16 @@ def test_a_frontend_that_leaves_does_not_wait_for_an_engine_that_starts(site: Si
     until(lambda: all(start_time_of(pid) is None for pid in site.started))
 
 
+def test_a_frontend_that_has_left_starts_no_engine(site: Site) -> None:
+    """Its thread that replaces a dead engine may wait for the lock while it leaves: it made the directory
+    anew then, with an engine that nobody ended."""
+    supervisor = site.supervisor()
+    supervisor.close(0.0)
+    with pytest.raises(UnavailableError, match="being unloaded"):
+        supervisor.ensure()
+    assert supervisor._process is None and not supervisor.directory.joinpath("config.json").exists()
+
+
 def test_an_engine_that_was_told_to_stop_is_not_replaced_until_the_model_is_loaded_anew(site: Site) -> None:
     supervisor = site.supervisor()
     address = supervisor.ensure()

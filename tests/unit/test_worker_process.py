@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
+from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.engine.worker_process import WorkerProcess
 from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.runner_of import runner_of
 
 WAIT_S = 60.0
 """Less than an engine waits before it kills."""
@@ -80,3 +82,24 @@ def test_a_worker_ends_with_an_engine_that_is_killed_though_a_fork_lives() -> No
         engine.wait()
         gone, _ = psutil.wait_procs([worker], WAIT_S)
         assert gone or worker.status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_an_interrupted_step_brings_is_not_taken_for_the_next_ones(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the engine waited for its worker: the result came all the same, and each later step got
+    that of the step before. All later outputs were wrong, and none failed."""
+    llm = LLM(**config.to_mapping())
+    greedy, prompt = SamplingParams(max_tokens=6, ignore_eos=True), [5, 6, 7, 8]
+    expected = llm.generate([prompt], greedy)[0].token_ids
+    worker = runner_of(llm.core)
+
+    def interrupted() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "_receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[9, 10, 11]], greedy)
+    assert llm.generate([prompt], greedy)[0].token_ids == expected
+    llm.core.close()

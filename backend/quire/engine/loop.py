@@ -167,13 +167,15 @@ class EngineLoop:
         events = dict(self._poller.poll(timeout_ms))
         if self._step_done in events:
             os.eventfd_read(self._step_done)
+        # Before messages are read: a farewell closes a descriptor, and a newcomer's may get its number.
+        dead = [identity for identity, pidfd in self._frontend_pidfds.items() if pidfd in events]
         if self.socket in events:
             self._drain_socket()
         if self._server_pidfd is not None and self._server_pidfd in events:
             logger.warning("engine: tritonserver is gone, ending")
             self._stopping = True
-        for identity, pidfd in list(self._frontend_pidfds.items()):
-            if pidfd in events:
+        for identity in dead:
+            if identity in self._frontend_pidfds:
                 logger.warning("engine: a frontend died, its requests are dropped")
                 self._forget_frontend(identity)
 

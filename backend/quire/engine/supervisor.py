@@ -89,6 +89,8 @@ class EngineSupervisor:
         """
         try:
             with RuntimeDirectory.locked(self.directory) as directory:
+                if self._closing.is_set():  # what begins here now, nobody would end
+                    raise UnavailableError("the model is being unloaded")
                 directory.mark()
                 state = directory.read_state()
                 if state is not None and state.state == "stopped" and self._address is not None:

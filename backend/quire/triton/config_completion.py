@@ -74,8 +74,8 @@ def read_engine_config(model_config: Mapping[str, Any], version_directory: Path)
             )
         values[key] = text
     values["model"] = str(_checkpoint(str(values.get("model", "")), version_directory))
-    if values.get("tokenizer"):
-        values["tokenizer"] = str((version_directory / values["tokenizer"]).resolve())
+    if isinstance(tokenizer := values.get("tokenizer"), str) and tokenizer:
+        values["tokenizer"] = str((version_directory / tokenizer).resolve())
     return EngineConfig.from_mapping(values)
 
 

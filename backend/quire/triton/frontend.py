@@ -159,5 +159,5 @@ def _load_tokenizer(config: EngineConfig) -> Any | None:
     from quire_ensemble.tokenizer import Tokenizer, forbid_torch
 
     forbid_torch()
-    path = config.frontend.tokenizer or config.model.model
-    return Tokenizer(path) if Tokenizer.exists(path) else None
+    named, own = config.frontend.tokenizer, config.model.model
+    return Tokenizer(named or own) if named or Tokenizer.exists(own) else None
