@@ -314,6 +314,8 @@ def _convert(name: str, kind: Any, value: Any) -> Any:
             given = json.loads(value or "{}") if isinstance(value, str) else value
         elif parse_bytes in get_args(kind):
             given = parse_bytes(value)
+        elif isinstance(value, str) and kind is not str:
+            given = value.strip()
         given = msgspec.convert(given, dict[str, Any] if is_object else kind, strict=False)
     except (msgspec.ValidationError, ValueError, OverflowError, RecursionError):
         raise ConfigError(f"{name} must be {_described(kind)}, got {shown(value)}") from None

@@ -22,6 +22,19 @@ def test_values_may_be_text_as_in_triton_parameters() -> None:
     assert config.model.enforce_eager is True
 
 
+def test_spaces_around_a_text_mean_nothing() -> None:
+    """They were taken in sizes only, and " 8" ended the load of a model that it had been good for."""
+    text = {
+        "max_num_seqs": " 8",
+        "gpu_memory_utilization": "0.5 ",
+        "enforce_eager": " true ",
+        "dtype": "auto ",
+    }
+    values = {"max_num_seqs": 8, "gpu_memory_utilization": 0.5, "enforce_eager": True}
+    assert EngineConfig.from_mapping(text) == EngineConfig.from_mapping(values)
+    assert EngineConfig.from_mapping({"kv_events_topic": " a "}).cache.kv_events_topic == " a "
+
+
 def test_round_trip_keeps_what_differs_from_the_defaults() -> None:
     values = {"model": "m", "block_size": 8, "max_model_len": 128}
     config = EngineConfig.from_mapping(values)

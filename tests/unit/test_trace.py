@@ -303,3 +303,11 @@ def test_a_trace_with_tiers_loses_nothing(mode: str) -> None:
             computed[name] = begin + count
     assert num_found > 100, "nothing was found in pool or tier"
     assert engine.scheduler.transfers.num_loaded_tokens > 0
+
+
+def test_a_trace_with_the_keys_of_an_earlier_version_is_refused_for_its_version() -> None:
+    """It was taken for one of today's, and "long_prefill_threshold is unknown" said nothing of traces."""
+    scheduler = {"long_prefill_threshold": 1024, "fairness_input_weight": 1.0, "tenants": ""}
+    header = {"event": "engine", "version": 1, "tiers": False, "time": 0.0, "scheduler": scheduler}
+    with pytest.raises(InvalidArgumentError, match=r"version 1.* only version 2"):
+        replay([{**header, "cache": {"kv_events_buffer": 10_000}}])
