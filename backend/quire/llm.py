@@ -17,6 +17,7 @@ from quire.multimodal import PromptEmbeds
 from quire.outputs import RequestOutput
 from quire.sampling_params import (
     SamplingParams,
+    check_limits,
     defaults_from_generation_config,
     parse_sampling_params,
 )
@@ -80,6 +81,8 @@ class LLM:
         scheduling = scheduling or SchedulingParams()
         plans = [scheduling] * len(batch) if isinstance(scheduling, SchedulingParams) else list(scheduling)
         assert len(each) == len(images) == len(plans) == len(batch), "one of each per prompt"
+        for one in each:
+            check_limits(one)
         processors: dict[str, RequestProcessor] = {}
         request_ids: list[str] = []
         try:

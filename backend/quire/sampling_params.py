@@ -1,8 +1,8 @@
 """SamplingParams: what a request may say about how its tokens are chosen and when it ends.
 
 The same names reach us as typed tensors, as JSON, and as Triton request parameters, with numbers often
-written as strings (perf_analyzer cannot send floats). `parse_sampling_params` is the one place where all
-of these are checked; everything behind it may trust the values.
+written as strings (perf_analyzer cannot send floats). `parse_sampling_params` checks all of these;
+the engine checks the limits once more as it decodes a message, and everything behind it may trust the values.
 """
 
 from __future__ import annotations
@@ -249,6 +249,17 @@ def parse_sampling_params(
     params = msgspec.structs.replace(base, **given)
     check_together(params)
     return params
+
+
+def check_limits(params: SamplingParams) -> None:
+    """Raises InvalidArgumentError for values that parse_sampling_params would refuse."""
+    try:
+        msgspec.convert(msgspec.structs.asdict(params), SamplingParams)
+    except msgspec.ValidationError as error:
+        raise fail("sampling_parameters", str(error)) from None
+    if params.seed is not None:
+        integer(0, MAX_SEED)("seed", params.seed)
+    check_together(params)
 
 
 def check_together(params: SamplingParams) -> None:

@@ -456,3 +456,24 @@ def test_stop_string_ends_the_request_in_the_engine(checkpoints: dict[str, Path]
     assert output.text == full[: full.index(stop)]
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
     assert llm.core.stats().num_free_blocks == 256
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (SamplingParams(temperature=float("nan")), "temperature"),
+        (SamplingParams(logprobs=-1), "logprobs"),
+        (SamplingParams(n=0), "n"),
+        (SamplingParams(seed=2**70), "seed"),
+        (SamplingParams(n=3, best_of=2), "best_of"),
+        (SamplingParams(beam_width=2, temperature=1.0), "beam_width"),
+    ],
+)
+def test_parameters_made_by_hand_are_checked_too(
+    checkpoints: dict[str, Path], params: SamplingParams, words: str
+) -> None:
+    """They failed a step, and with it the requests beside them, or were taken as they were."""
+    llm = LLM(checkpoints["llama"], max_model_len=64, num_blocks=32)
+    with pytest.raises(InvalidArgumentError, match=words):
+        llm.generate([[5, 6, 7]], params)
+    assert not llm.core.has_work

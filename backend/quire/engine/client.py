@@ -154,7 +154,12 @@ class EngineClient:
         self._next_attempt = time.monotonic()
         if time.monotonic() - self._connected_at >= SOUND_S:
             self._num_restarts = 0
-        threading.Thread(target=self._restart, name="quire-restart", daemon=True).start()
+        try:
+            threading.Thread(target=self._restart, name="quire-restart", daemon=True).start()
+        except RuntimeError as error:  # what was in flight must be ended all the same
+            self._next_attempt = None
+            self._down_reason = f"the engine process died and no other can be started: {error}"
+            logger.error("frontend: %s", self._down_reason)
 
     def _restart(self) -> None:
         """Tries until there is an engine again, since what it lacks (a checkpoint, memory) may come back.
