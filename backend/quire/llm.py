@@ -76,13 +76,14 @@ class LLM:
         batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         if params is None:
             params = parse_sampling_params(sampling, defaults=self.default_params)
-        each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
+        stated = [params] if isinstance(params, SamplingParams) else list(params)
+        for one in stated:
+            check_limits(one)
+        each = stated * len(batch) if isinstance(params, SamplingParams) else stated
         images = [None] * len(batch) if embeds is None else list(embeds)
         scheduling = scheduling or SchedulingParams()
         plans = [scheduling] * len(batch) if isinstance(scheduling, SchedulingParams) else list(scheduling)
         assert len(each) == len(images) == len(plans) == len(batch), "one of each per prompt"
-        for one in each:
-            check_limits(one)
         processors: dict[str, RequestProcessor] = {}
         request_ids: list[str] = []
         try:
