@@ -73,7 +73,8 @@ def unless_none(kind: Any) -> Any:
 
 
 def converter(kind: Any) -> Callable[[str, Any], Any]:
-    """Of a boolean, or of a number with both its limits in a msgspec.Meta; None stands for no number."""
+    """Makes the converter of what an annotation wants: a boolean, or a number with both its limits in a
+    msgspec.Meta. None stands for no number."""
     kind = unless_none(kind)
     if kind is bool:
         return boolean

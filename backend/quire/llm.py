@@ -43,8 +43,7 @@ class LLM:
         _, generation = read_configs(model)
         self.core = EngineCore(self.config)
         self.default_params = defaults_from_generation_config(generation)
-        named = self.config.frontend.tokenizer
-        self.tokenizer = Tokenizer(named or model) if named or Tokenizer.exists(model) else None
+        self.tokenizer = Tokenizer.find(self.config.frontend.tokenizer, model)
         self._ids = itertools.count()
 
     def generate(

@@ -96,6 +96,15 @@ class Tokenizer:
         """Whether the directory holds tokenizer files; without them a generator serves token ids only."""
         return any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
 
+    @classmethod
+    def find(cls, named: str, own: str | Path) -> Tokenizer | None:
+        """The tokenizer in the directory `named`; where that is empty the checkpoint's own, if it has one.
+
+        Raises:
+            TokenizerError: there is none in `named`, or it cannot be loaded.
+        """
+        return cls(named or own) if named or cls.exists(own) else None
+
     def encode(
         self,
         text: str,

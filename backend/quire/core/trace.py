@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire")
 
 VERSION = 2
-"""Of what a record holds, and of the configuration's keys in the header."""
+"""Version of what a record holds, and of the configuration's keys in the header."""
 
 _SCHEDULING: msgspec.Struct = SchedulingParams()
 _SCHEDULING_KEYS = SchedulingParams.__struct_fields__

@@ -38,7 +38,7 @@ class DecoderConfig:
     """Type of weights, activations and the KV cache."""
     rms_norm_eps: float
     activation: str
-    """As the operators name it: one of ACTIVATIONS' values."""
+    """The gate's activation as the operators name it: one of ACTIVATIONS' values."""
     tie_word_embeddings: bool
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]

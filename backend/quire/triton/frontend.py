@@ -159,5 +159,4 @@ def _load_tokenizer(config: EngineConfig) -> Any | None:
     from quire_ensemble.tokenizer import Tokenizer, forbid_torch
 
     forbid_torch()
-    named, own = config.frontend.tokenizer, config.model.model
-    return Tokenizer(named or own) if named or Tokenizer.exists(own) else None
+    return Tokenizer.find(config.frontend.tokenizer, config.model.model)
