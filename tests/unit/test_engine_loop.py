@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -47,13 +48,16 @@ TEN = SamplingParams(max_tokens=10, ignore_eos=True)
 
 
 class Runner(FakeRunner):
-    """Fails when it is told to."""
+    """Waits, or fails, when it is told to."""
 
     def __init__(self) -> None:
         super().__init__(256, 4, max_model_len=512)
         self.is_broken = False
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
 
     def execute(self, output: Any) -> Any:
+        assert self.may_go_on.wait(WAIT_S)
         result = super().execute(output)
         if self.is_broken:
             self.was_told_of_failure = True
@@ -101,6 +105,13 @@ class Peer:
     def add(self, request_id: str, params: SamplingParams = TEN, **options: Any) -> None:
         self.send(AddRequest(request_id, PROMPT, params, **options))
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """No step ends in here, so requests sent first are still running when what is sent next is read."""
+        self.runner.may_go_on.clear()
+        yield
+        self.runner.may_go_on.set()
+
     def final(self, request_id: str) -> tuple[list[int], str, str, str]:
         """All of a request: tokens, finish reason, error and its code."""
         tokens: list[int] = []
@@ -127,6 +138,7 @@ class Peer:
 
     def close(self) -> None:
         self.loop.stop()
+        self.send(Goodbye())  # wakes it
         self.thread.join(WAIT_S)
         assert not self.thread.is_alive()
         self.core.close()
@@ -273,8 +285,9 @@ def test_a_request_that_fails_half_way_in_leaves_nothing(peer: Peer, monkeypatch
 
 
 def test_a_second_request_of_the_same_id_does_not_end_the_first(peer: Peer) -> None:
-    peer.add("good")
-    peer.add("good")
+    with peer.held():
+        peer.add("good")
+        peer.add("good")
     assert peer.final("good")[:2] == (generate_alone(PROMPT, TEN, 512)[0], "length")
     peer.check_alive()
 
@@ -357,15 +370,15 @@ def test_a_command_that_is_none_is_an_error(peer: Peer, command: Any) -> None:
 
 def test_a_cancellation_by_id_ends_requests_of_its_tenant_alone(peer: Peer) -> None:
     """Ids such as "1" are everybody's: one tenant's cancellation ended the others' requests."""
-    endless = SamplingParams(max_tokens=400, ignore_eos=True)
-    peer.add("a", endless, external_id="1", scheduling=SchedulingParams(tenant="a"))
-    peer.add("b", endless, external_id="1", scheduling=SchedulingParams(tenant="b"))
-    peer.send(CancelByExternalId("1", "t"))
+    with peer.held():
+        peer.add("a", external_id="1", scheduling=SchedulingParams(tenant="a"))
+        peer.add("b", external_id="1", scheduling=SchedulingParams(tenant="b"))
+        peer.send(CancelByExternalId("1", "t"))
+        peer.send(CancelByExternalId("1", ""))
+        peer.send(CancelByExternalId("1", "t", tenant="a"))
     refused = peer.receive(CommandResult)
     assert refused.error_code == "NOT_FOUND" and "'1'" in refused.error
-    peer.send(CancelByExternalId("1", ""))
     assert peer.receive(CommandResult).error_code == "NOT_FOUND", "a token may be empty"
-    peer.send(CancelByExternalId("1", "t", tenant="a"))
     ended: dict[str, str] = {}
     cancelled: list[dict[str, int]] = []
     while len(ended) < 2:
