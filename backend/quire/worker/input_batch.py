@@ -148,33 +148,28 @@ class InputBatch:
         unknown: list[tuple[int, int]] = []
         given: list[tuple[PromptEmbeds, ScheduledRequest, int]] = []
         sample_indices: list[int] = []
-        samples: list[tuple[int, CachedRequest]] = []
-        sample_rows: list[int] = []
-        first_draws: list[int] = []
-        sampling_rows: list[SamplingRow] = []
-        choice_indices: list[int] = []
+        sampled: list[tuple[int, CachedRequest]] = []
         for number, item in enumerate(scheduled):
             state = self.requests[item.request_id]
             begin, count = item.num_computed_tokens, item.num_scheduled_tokens
+            known = state.token_ids
             rows.append(state.row)
             computed.append(begin)
             lens.append(count)
             if state.embeds is not None:
                 given.append((state.embeds, item, len(tokens)))
-            tokens += state.token_ids[begin : begin + count]
-            if begin + count > len(state.token_ids):
-                # The newest token, drawn in a step whose result the host has not seen.
-                assert begin + count == state.num_tokens == len(state.token_ids) + 1, (item, state.num_tokens)
-                unknown.append((len(tokens), state.row))
-                tokens.append(0)
+            if count == 1 and begin < len(known):
+                tokens.append(known[begin])
+            else:
+                tokens += known[begin : begin + count]
+                if begin + count > len(known):
+                    # The newest token, drawn in a step whose result the host has not seen.
+                    assert begin + count == state.num_tokens == len(known) + 1, (item, state.num_tokens)
+                    unknown.append((len(tokens), state.row))
+                    tokens.append(0)
             if item.samples:
-                first_draws.append(len(samples))
-                for drawn in (state.sampling, *state.choices):
-                    choice_indices.append(len(sample_indices))
-                    samples.append((number, state))
-                    sampling_rows.append(drawn)
+                sampled.append((number, state))
                 sample_indices.append(len(tokens) - 1)
-                sample_rows.append(state.row)
         num_tokens = sum(lens)
         assert len(tokens) == num_tokens, "the scheduler asked for tokens that are not known yet"
 
@@ -186,7 +181,6 @@ class InputBatch:
         slots = self.block_table.slots(rows_of.repeat(counts), positions)
 
         device = self.device
-        several = len(choice_indices) > len(sample_indices)
         table = self.block_table.rows(rows_of)
         there = to_device_together(
             {
@@ -197,7 +191,7 @@ class InputBatch:
                 "tokens": np.array(tokens),
                 "positions": self._axes(positions, given),
                 "sample_indices": np.array(sample_indices, dtype=np.int64),
-                "sample_rows": np.array(sample_rows, dtype=np.int64),
+                "sample_rows": np.array([state.row for _, state in sampled], dtype=np.int64),
                 "unknown": np.array(unknown, dtype=np.int64).reshape(-1, 2).T,
             },
             device,
@@ -219,18 +213,32 @@ class InputBatch:
             places, owners = there["unknown"].unbind()
             # A row whose logits were not finite ends with an error; its next one computes any token.
             input_ids[places] = self.last_tokens[owners].clamp(min=0)
-        return StepInputs(
+        inputs = StepInputs(
             input_ids=input_ids,
             positions=there["positions"],
             metas=[meta, *map(meta.with_blocks, block_tables[1:], slot_mappings[1:])],
             sample_indices=there["sample_indices"],
-            samples=samples,
+            samples=sampled,
             sample_rows=there["sample_rows"],
-            sampling_rows=sampling_rows,
-            choice_indices=to_device(np.array(choice_indices), device) if several else None,
-            first_draws=to_device(np.array(first_draws), device) if several else None,
+            sampling_rows=[state.sampling for _, state in sampled],
             embeds=self._embeds(given),
         )
+        if any(state.choices for _, state in sampled):
+            self._draw_several(inputs)
+        return inputs
+
+    def _draw_several(self, inputs: StepInputs) -> None:
+        """Repeats the samples of requests whose choices all draw their first token from one row of logits."""
+        draws = [
+            (index, sample, row)
+            for index, sample in enumerate(inputs.samples)
+            for row in (sample[1].sampling, *sample[1].choices)
+        ]
+        choice_indices = np.array([index for index, _, _ in draws])
+        inputs.samples = [sample for _, sample, _ in draws]
+        inputs.sampling_rows = [row for _, _, row in draws]
+        inputs.choice_indices = to_device(choice_indices, self.device)
+        inputs.first_draws = to_device(np.unique(choice_indices, return_index=True)[1], self.device)
 
     @staticmethod
     def _axes(
