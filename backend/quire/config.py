@@ -35,6 +35,9 @@ def parse_bytes(value: Any) -> Any:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
+MAX_INTERVAL_MS = 60_000
+"""Longest time between two responses of a stream that a request or a model may ask for."""
+
 # Token positions and block ids are int32 in the kernels.
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Count = Annotated[int, Meta(ge=1, le=2**24)]
@@ -204,10 +207,11 @@ class FrontendConfig:
 
     tokenizer: str = ""
     """Directory of the tokenizer; empty: the checkpoint's own."""
-    coalesce_ms: Annotated[int, Meta(ge=0, le=60_000)] = 20
-    """Shortest time between two responses to a request under backlog."""
-    stream_interval: _Count = 1
-    """Tokens per streamed response after the first; 1: as they come."""
+    stream_interval: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    """Tokens per streamed response after the first, for requests that state neither this nor the next. 0 in
+    both: one while few streams are open, more where responses would take the time that tokens need."""
+    stream_interval_ms: Annotated[int, Meta(ge=0, le=MAX_INTERVAL_MS)] = 0
+    """Shortest time between two responses of a stream, unless `stream_interval` tokens came before."""
     startup_timeout_s: Annotated[float, Meta(gt=0, le=10**9)] = 600.0
     """How long a frontend waits for the engine to be ready."""
     max_prompt_bytes: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 16 * 1024 * 1024

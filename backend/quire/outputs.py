@@ -145,6 +145,8 @@ class RunnerInfo:
     """Whether positions of prompts may have three axes (M-RoPE)."""
     dtype: str = "float32"
     device: str = "cpu"
+    num_threads: int = 0
+    """Threads that compute steps on the CPU; 0: another device does."""
 
 
 class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):

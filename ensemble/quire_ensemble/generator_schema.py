@@ -64,6 +64,8 @@ no image."""
 
 CONTROL_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("stream", "TYPE_BOOL", doc="True: text deltas as they come; false: one response."),
+    TensorSpec("stream_interval", "TYPE_INT32", doc="Tokens per response; 0: as the load asks for."),
+    TensorSpec("stream_interval_ms", "TYPE_INT32", doc="Shortest time between two responses."),
     TensorSpec("cancel", "TYPE_BOOL", doc="True: end the running request that has this request's id."),
     TensorSpec("exclude_input_in_output", "TYPE_BOOL", doc="False: text_output begins with the prompt."),
     TensorSpec("return_num_input_tokens", "TYPE_BOOL", doc="Fill num_input_tokens."),

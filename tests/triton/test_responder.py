@@ -73,13 +73,22 @@ class Harness(Frontend):
         external_id: str = "",
         delay: Any = None,
         step_s: float = 0.0,
+        stream_interval: int = 0,
         **params: Any,
     ) -> fake_pb_utils.ResponseSender:
         sender = fake_pb_utils.ResponseSender()
         sender.send_delay = delay
         handle = RequestHandle(sender, f"t-{next(self._count)}", external_id)
         handle.step_s = step_s
-        parsed = ParsedRequest(prompt, SamplingParams(**params), external_id, OUTPUTS, OUTPUTS, stream=stream)
+        parsed = ParsedRequest(
+            prompt,
+            SamplingParams(**params),
+            external_id,
+            OUTPUTS,
+            OUTPUTS,
+            stream=stream,
+            stream_interval=stream_interval,
+        )
         self.responder.submit(handle, parsed)
         return sender
 
@@ -159,15 +168,11 @@ def test_a_slow_sender_gets_merged_deltas(harness: Harness) -> None:
     assert responses < 16 * 100 / 2, f"{responses} responses for 1600 tokens"
 
 
-def test_stream_interval(tmp_path: Path) -> None:
-    harness = Harness(tmp_path, stream_interval=8)
-    try:
-        sender = harness.submit([3, 4], max_tokens=65, ignore_eos=True)
-        assert len(ids_of(sender)) == 65
-        sizes = [len(response.tensors["output_ids"]) for response in sender.responses]
-        assert all(size >= 8 for size in sizes[1:-1])
-    finally:
-        harness.close()
+def test_stream_interval(harness: Harness) -> None:
+    sender = harness.submit([3, 4], stream_interval=8, max_tokens=65, ignore_eos=True)
+    assert len(ids_of(sender)) == 65
+    sizes = [len(response.tensors["output_ids"]) for response in sender.responses]
+    assert all(size >= 8 for size in sizes[1:-1])
 
 
 @pytest.mark.row("A20")

@@ -69,6 +69,7 @@ from quire.request import FinishReason
 from quire.sampling_params import SamplingParams, check_together
 from quire.scheduling_params import SchedulingParams
 from quire_ensemble.errors import shown
+from quire_kernels.machine import num_cpus
 
 logger = logging.getLogger("quire")
 
@@ -357,6 +358,8 @@ def _engine_info(core: EngineCore) -> EngineInfo:
         kv_cache_bytes=info.kv_cache_bytes,
         dtype=info.dtype,
         device=info.device,
+        num_threads=info.num_threads,
+        num_cpus=num_cpus(),
     )
 
 

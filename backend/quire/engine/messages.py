@@ -99,6 +99,10 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     kv_cache_bytes: int
     dtype: str
     device: str
+    num_threads: int = 0
+    """Threads that compute steps on the CPU; 0: another device does."""
+    num_cpus: int = 1
+    """Cores that the engine may use."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

@@ -4,8 +4,9 @@ The contract is equality with the whole: the deltas of a request concatenate to 
 `tokenizer.decode(output_ids)`, decoded without the prompt (so a SentencePiece tokenizer strips the first
 space, as it does there). Tokens pass three stages, each of which holds back what it cannot yet decide:
 
-1. decoding: a window of the newest tokens is decoded again with each token; what it adds to the text already
-   decided is new. Undecided is a U+FFFD at the end, which may be an incomplete UTF-8 sequence, and a run of
+1. decoding: a window of the newest tokens is decoded again with new ones (each by itself only where a stop
+   string may end the text behind it); what they add to the text already decided is new.
+   Undecided is a U+FFFD at the end, which may be an incomplete UTF-8 sequence, and a run of
    byte-fallback tokens (`<0xE4>`), which the decoders of SentencePiece models turn into U+FFFD as a whole
    when one byte of it is wrong;
 2. `clean_up_tokenization_spaces`, where the tokenizer asks for it;
@@ -214,11 +215,15 @@ class IncrementalDetokenizer:
         if self.matched_stop is not None:
             return self.matched_stop
         assert not self._finished, "tokens after the end"
+        if self._matcher is None:
+            self._token_ids += token_ids
+            self._accept(self._clean(self._decode(token_ids), last=False))
+            return None
         for token_id in token_ids:
             if not (self._undecided or self._run or self._uncleaned):
                 self._settled = len(self._token_ids)
             self._token_ids.append(token_id)
-            raw = self._decode(token_id)
+            raw = self._decode([token_id])
             if raw:
                 self._accept(self._clean(raw, last=False))
                 if self.matched_stop is not None:
@@ -247,22 +252,33 @@ class IncrementalDetokenizer:
 
     # Stage 1: decoding.
 
-    def _decode(self, token_id: int) -> str:
-        """Text that one more token decides."""
-        token = self._decoder.visible_token(token_id, self._skip_special_tokens)
-        if token is None:
-            return ""
-        byte = self._decoder.byte_of(token)
-        if byte is None:
-            self._run.clear()
-            self._broken_run = False
-            self._window.append(token_id)
-            return self._advance()
-        if self._broken_run:
-            return REPLACEMENT
-        self._window.append(token_id)
-        self._run.append(byte)
-        return self._split_run() if len(self._run) > _MAX_BYTE_RUN else ""
+    def _decode(self, token_ids: list[int]) -> str:
+        """Text that further tokens decide."""
+        parts: list[str] = []
+        is_ahead = False  # whether the window holds tokens whose text was not looked at
+        for token_id in token_ids:
+            token = self._decoder.visible_token(token_id, self._skip_special_tokens)
+            if token is None:
+                continue
+            byte = self._decoder.byte_of(token)
+            if byte is None:
+                self._run.clear()
+                self._broken_run = False
+                self._window.append(token_id)
+                is_ahead = True
+            elif self._broken_run:
+                parts.append(REPLACEMENT)
+            else:
+                if is_ahead:
+                    parts.append(self._advance())
+                    is_ahead = False
+                self._window.append(token_id)
+                self._run.append(byte)
+                if len(self._run) > _MAX_BYTE_RUN:
+                    parts.append(self._split_run())
+        if is_ahead:
+            parts.append(self._advance())
+        return "".join(parts)
 
     def _advance(self) -> str:
         full = self._decoder.decode(self._window)

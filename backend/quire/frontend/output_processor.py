@@ -14,12 +14,15 @@ from quire.outputs import EngineCoreOutput, RequestOutput, TokenLogprobs
 from quire.request import FinishReason
 from quire.sampling_params import SamplingParams
 
+MAX_UNDECODED = 256
+"""Tokens of a choice that wait to become text together: one call for a long answer would hold up others."""
+
 
 class OutputProcessor:
     """State of one choice of a request between engine outputs and responses.
 
     `process` takes what the engine sent, `take` gives what may be sent on; between two `take` calls any
-    number of outputs may be merged, which is how deltas of a slow reader coalesce.
+    number of outputs may be merged, and unless there are stop strings they become text only then, together.
 
     Args:
         tokenizer: anything IncrementalDetokenizer accepts; None: token ids only, no text.
@@ -55,7 +58,9 @@ class OutputProcessor:
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
+        self._has_stops = bool(params.stop)
         self._text = ""
+        self._undecoded: list[int] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
 
@@ -75,9 +80,10 @@ class OutputProcessor:
         new_ids = output.new_token_ids
         stopped = False
         if self._detokenizer is not None:
-            self._detokenizer.append(self._visible(new_ids, output))
-            # At the end held-back text is decided, and a stop string may be found in it.
-            self._text += self._detokenizer.take_delta(flush=output.finish_reason is not None)
+            self._undecoded += self._visible(new_ids, output)
+            if self._has_stops or len(self._undecoded) >= MAX_UNDECODED:
+                # At the end held-back text is decided, and a stop string may be found in it.
+                self._decode(flush=output.finish_reason is not None)
             matched = self._detokenizer.matched_stop
             if matched is not None:
                 used = self._detokenizer.num_tokens_used - self.num_output_tokens
@@ -96,15 +102,22 @@ class OutputProcessor:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         return stopped
 
-    @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether there is something to send: the end, text, or (without a tokenizer) token ids."""
+        self._decode(flush=self.finished)
         return self.finished or bool(self._text) or (self._detokenizer is None and bool(self._token_ids))
 
     @property
     def num_pending_tokens(self) -> int:
         """Tokens that `take` would give."""
         return len(self._token_ids)
+
+    def _decode(self, *, flush: bool) -> None:
+        if self._detokenizer is not None:
+            undecoded, self._undecoded = self._undecoded, []
+            if undecoded:
+                self._detokenizer.append(undecoded)
+            self._text += self._detokenizer.take_delta(flush=flush)
 
     def _visible(self, new_ids: list[int], output: EngineCoreOutput) -> list[int]:
         """Token ids that make text: a stop token id that ended the request is not part of the text."""
@@ -118,11 +131,10 @@ class OutputProcessor:
         if not self.finished:
             self.finish_reason = reason.value
             self.error, self.error_code = error, error_code
-            if self._detokenizer is not None:
-                self._text += self._detokenizer.take_delta(flush=True)
 
     def take(self) -> RequestOutput:
         """Returns everything that may be sent now, and forgets it."""
+        self._decode(flush=self.finished)
         text, self._text = self._text, ""
         token_ids, self._token_ids = self._token_ids, []
         logprobs, self._logprobs = self._logprobs, []

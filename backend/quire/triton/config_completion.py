@@ -49,6 +49,10 @@ def is_decoupled(model_config: Mapping[str, Any]) -> bool:
     return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
 
 
+def num_instances(model_config: Mapping[str, Any]) -> int:
+    return max(1, sum(group.get("count", 1) for group in model_config.get("instance_group", ())))
+
+
 def read_engine_config(model_config: Mapping[str, Any], version_directory: Path) -> EngineConfig:
     """The engine's configuration from the model directory.
 

@@ -92,7 +92,12 @@ class TritonPythonModel:
         )
 
         engine = EngineClient(lambda: connect(context, self._supervisor), self._publish)
-        self._responder = Responder(config.frontend, None if tokenizer is None else tokenizer.hf, engine)
+        self._responder = Responder(
+            config.frontend,
+            None if tokenizer is None else tokenizer.hf,
+            engine,
+            config_completion.num_instances(model_config),
+        )
         self._metrics = EngineMetrics.claim(pb_utils, args, self._supervisor.directory)
         self._parser = RequestParser(
             tokenizer,

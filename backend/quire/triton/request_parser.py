@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.config import FrontendConfig
-from quire.converters import boolean, integer
+from quire.config import MAX_INTERVAL_MS, FrontendConfig
+from quire.converters import INT32_MAX, boolean, integer
 from quire.engine.cache_commands import CacheCommand, Health, parse_cache_command
 from quire.engine.device_array import DeviceBuffer
 from quire.engine.messages import EmbedsMessage, EngineInfo
@@ -49,7 +49,13 @@ from quire_ensemble.generator_schema import (
 _SPECS = {spec.name: spec for spec in INPUTS}
 _SAMPLING_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS)
 _SCHEDULING_NAMES = frozenset(spec.name for spec in SCHEDULING_INPUTS)
-_CONTROL_NAMES = frozenset(spec.name for spec in CONTROL_INPUTS)
+_INTERVALS: dict[str, Callable[[str, Any], int]] = {
+    "stream_interval": integer(0, INT32_MAX),
+    "stream_interval_ms": integer(0, MAX_INTERVAL_MS),
+}
+_CONTROL: dict[str, Callable[[str, Any], Any]] = {
+    spec.name: _INTERVALS.get(spec.name, boolean) for spec in CONTROL_INPUTS
+}
 _OUTPUT_NAMES = frozenset(spec.name for spec in OUTPUTS)
 _PROMPT_NAMES = tuple(spec.name for spec in PROMPT_INPUTS)
 
@@ -113,6 +119,11 @@ class ParsedRequest:
     final_outputs: frozenset[str]
     """Outputs of the last response."""
     stream: bool = False
+    stream_interval: int = 0
+    """Tokens in which a response is due; 0: not by their number."""
+    stream_interval_ms: int = 0
+    """Milliseconds after a stream's response in which the next is due; 0: not by time. Without either the
+    load decides (`triton/pacing.py`)."""
     cancel: bool = False
     """Ends the running request with the same external id, and generates nothing."""
     cache_control: CacheCommand | None = None
@@ -216,8 +227,12 @@ class RequestParser:
     def parse(self, raw: RawRequest) -> ParsedRequest:
         """Raises InvalidArgumentError naming the field and the limit; has no effect then."""
         parameters, headers = _parameters(raw)
-        control = {name: boolean(name, parameters.pop(name)) for name in _CONTROL_NAMES & parameters.keys()}
-        control |= {name: bool(raw.tensors[name][0]) for name in _CONTROL_NAMES & raw.tensors.keys()}
+        control = {
+            name: _CONTROL[name](name, parameters.pop(name)) for name in _CONTROL.keys() & parameters.keys()
+        }
+        control |= {
+            name: _CONTROL[name](name, raw.tensors[name][0]) for name in _CONTROL.keys() & raw.tensors.keys()
+        }
 
         stream = control.get("stream", False)
         if stream and not self.decoupled:
@@ -274,6 +289,7 @@ class RequestParser:
         echo_wanted = not control.get("exclude_input_in_output", True)
         if echo_wanted and stream:
             raise InvalidArgumentError("exclude_input_in_output", "must be true when streaming")
+        interval, interval_ms = self._intervals(control)
         info = self.info()
         token_ids, text = self._prompt(raw, info.max_model_len - 1)
         check_prompt(token_ids, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
@@ -286,6 +302,8 @@ class RequestParser:
             outputs,
             final_outputs,
             stream=stream,
+            stream_interval=interval,
+            stream_interval_ms=interval_ms,
             scheduling=scheduling,
             arrived_at=raw.arrived_at,
             echo=text if echo_wanted else "",
@@ -293,6 +311,12 @@ class RequestParser:
             buffer=raw.embeds,
             stops=StopAutomaton(params.stop) if params.stop else None,
         )
+
+    def _intervals(self, control: Mapping[str, int]) -> tuple[int, int]:
+        """Tokens and milliseconds: the request's own, or the model's where it states neither."""
+        if _INTERVALS.keys().isdisjoint(control):
+            return self.config.stream_interval, self.config.stream_interval_ms
+        return control.get("stream_interval", 0), control.get("stream_interval_ms", 0)
 
     def _sampling(
         self, typed: Mapping[str, Any], from_json: Mapping[str, Any], parameters: Mapping[str, Any]

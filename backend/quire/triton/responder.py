@@ -1,8 +1,8 @@
 """Responder: the thread between the engine and Triton's response senders.
 
 It alone sends responses, polls for cancellation and sends FINAL. One `send` is a round trip to the server
-(about 150 us), so when deltas come faster than they can be sent, those of a request are merged: the first
-token and the end go out at once, anything else at most every `coalesce_ms` while there is a backlog.
+(about 150 us), so deltas are merged where there are many: the first token and the end go out at once,
+anything else when its stream is due (`Pace`, or what the request or the model states as `stream_interval`).
 
 A send may fail. A request that lost a delta ends with an error, and an end that failed is tried again from
 the thread's loop, beside everything else that is due, until Triton takes it.
@@ -34,6 +34,7 @@ from quire.errors import QuireError
 from quire.frontend.output_processor import OutputProcessor, RequestProcessor
 from quire.outputs import EngineCoreOutput, RequestOutput
 from quire.request import FinishReason
+from quire.triton.pacing import Pace
 from quire.triton.request_handle import RequestHandle
 from quire.triton.request_parser import ParsedRequest
 
@@ -42,13 +43,15 @@ logger = logging.getLogger("quire")
 SENDS_PER_PASS = 16
 """Responses sent before the engine's socket is looked at again: about 2.5 ms."""
 CANCEL_POLL_S = 0.05
-"""How often each open request is asked whether its client has gone."""
+"""Shortest time between two questions whether the client of a request has gone."""
 MAX_POLL_S = 0.25
 """Longest time between two polls of a request whose steps are long."""
-MAX_POLL_SHARE = 0.2
+MAX_POLL_SHARE = 0.05
 """Share of the thread's time that cancellation polls may take; beyond it the period stretches."""
 CAREFUL_S = 10.0
 """How long after a failed send every FINAL is asked room for (see `RequestHandle`)."""
+URGENT = 0.0
+"""When a first token or an end is due: before all else."""
 END_PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0)
 """Pauses before each further try of an end that failed."""
 
@@ -57,12 +60,15 @@ class Responder(threading.Thread):
     """Started by the frontend; ends with `stop`.
 
     Args:
-        config: coalescing and stream interval.
+        config: the model's stream interval.
         tokenizer: transformers tokenizer for detokenization, or None.
         engine: the responder's own from here on; closed with it.
+        num_frontends: how many share the engine's cores.
     """
 
-    def __init__(self, config: FrontendConfig, tokenizer: Any | None, engine: EngineClient) -> None:
+    def __init__(
+        self, config: FrontendConfig, tokenizer: Any | None, engine: EngineClient, num_frontends: int = 1
+    ) -> None:
         super().__init__(name="quire-responder", daemon=True)
         self.config = config
         self.tokenizer = tokenizer
@@ -71,11 +77,15 @@ class Responder(threading.Thread):
         self._stopped = threading.Event()
         self._open: dict[str, RequestHandle] = {}
         """Requests and commands whose end is not sent, by id."""
-        self._dirty: dict[tuple[str, int], tuple[RequestHandle, OutputProcessor]] = {}
-        """Choices, by request id and index, that may have something to send."""
+        self._pace = Pace(engine.info.num_threads, engine.info.num_cpus, num_frontends)
+        self._streams: set[tuple[str, int]] = set()
+        """Choices that have been sent something and go on."""
+        self._due: dict[tuple[str, int], tuple[float, RequestHandle, OutputProcessor]] = {}
+        """Choices, by request id and index, that may have something to send, and when that is to be."""
+        self._next_due = math.inf
+        """No choice is due before it."""
         self._poll_queue: list[tuple[float, str, RequestHandle]] = []
         """A heap by the time of the next poll."""
-        self._backlog = False
         self._poll_cost = 1e-4
         self._careful_until = 0.0
         self._ending: list[tuple[float, str, int, RequestHandle]] = []
@@ -108,7 +118,7 @@ class Responder(threading.Thread):
             while self._inbox:
                 self._guard(self._inbox.popleft())
             self._guard(self._receive)
-            self._guard(self._send_dirty)
+            self._guard(self._send_due)
             self._guard(self._poll_cancellations)
             if self._ending:
                 self._guard(self._retry_ends)
@@ -129,22 +139,13 @@ class Responder(threading.Thread):
     def _timeout_ms(self) -> int:
         if self._inbox or self._stopped.is_set():
             return 0
-        waits = [1.0]
         now = time.monotonic()
-        if self._dirty:
-            if not self._backlog:
-                return 0
-            sent = (h.last_sent.get(choice.index, 0.0) for h, choice in self._dirty.values())
-            waits.append(min(sent) + self._coalesce_s - now)
+        next_event = min(now + 1.0, self._next_due)
         if self._poll_queue:
-            waits.append(self._poll_queue[0][0] - now)
+            next_event = min(next_event, self._poll_queue[0][0])
         if self._ending:
-            waits.append(self._ending[0][0] - now)
-        return math.ceil(max(0.0, min(waits)) * 1000)
-
-    @property
-    def _coalesce_s(self) -> float:
-        return self.config.coalesce_ms / 1000
+            next_event = min(next_event, self._ending[0][0])
+        return math.ceil(max(0.0, next_event - now) * 1000)
 
     def _submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
         handle.parsed = parsed
@@ -213,45 +214,51 @@ class Responder(threading.Thread):
             logger.exception("frontend: an output of %s cannot be processed", handle.request_id)
             self._fail(handle, f"the output cannot be processed: {error}", "INTERNAL")
             return [handle.request_id]
-        if choice.ready:
-            self._dirty[handle.request_id, choice.index] = handle, choice
+        self._mark(handle, choice)
         return [] if stopped is None else [stopped]
 
-    def _send_dirty(self) -> None:
-        """Sends up to SENDS_PER_PASS responses: first tokens, then the rest as they became ready.
-
-        What is left over makes a backlog, and then only requests that are due are served: their number per
-        `coalesce_ms` is what one can send in that time, whatever the number of streams and their speed.
-        """
-        if not self._dirty:
-            self._backlog = False
+    def _mark(self, handle: RequestHandle, choice: OutputProcessor) -> None:
+        """Says when a choice that has got tokens, or has ended, is to be sent."""
+        parsed = handle.parsed
+        assert parsed is not None
+        last_sent = handle.last_sent.get(choice.index)
+        if choice.finished or (parsed.stream and last_sent is None):
+            due = URGENT
+        elif not parsed.stream:
             return
-        now = time.monotonic()
-        sent = 0
-        ready = list(self._dirty.items())
-        ready.sort(key=lambda item: item[0][1] in item[1][0].last_sent)  # stable
-        for key, (handle, choice) in ready:
-            if key not in self._dirty:
-                continue  # an error of another choice has ended the request
-            assert handle.parsed is not None
-            if not choice.finished:
-                if not handle.parsed.stream:
-                    del self._dirty[key]
-                    continue
-                last_sent = handle.last_sent.get(choice.index)
-                if last_sent is not None:
-                    if choice.num_pending_tokens < self.config.stream_interval:
-                        del self._dirty[key]
-                        continue
-                    if self._backlog and now - last_sent < self._coalesce_s:
-                        continue
-            if sent == SENDS_PER_PASS:
-                self._backlog = True
+        else:
+            assert last_sent is not None
+            if parsed.stream_interval and choice.num_pending_tokens >= parsed.stream_interval:
+                due = last_sent
+            elif parsed.stream_interval_ms:
+                due = last_sent + parsed.stream_interval_ms / 1000
+            elif parsed.stream_interval:
                 return
-            del self._dirty[key]
-            self._send(handle, choice.take())
-            sent += 1
-        self._backlog = self._backlog and bool(self._dirty)
+            else:
+                due = last_sent + self._pace.interval_s(len(self._streams))
+        self._due[handle.request_id, choice.index] = due, handle, choice
+        self._next_due = min(self._next_due, due)
+
+    def _send_due(self) -> None:
+        """Sends up to SENDS_PER_PASS responses: first tokens and ends, then what has been due for longest."""
+        now = time.monotonic()
+        if now < self._next_due:
+            return
+        cpu_start = time.thread_time()
+        num_sent = 0
+        for _, key in sorted((entry[0], key) for key, entry in self._due.items() if entry[0] <= now):
+            if num_sent == SENDS_PER_PASS:
+                break
+            entry = self._due.pop(key, None)
+            if entry is None:
+                continue  # an error of another choice has ended the request
+            handle, choice = entry[1:]
+            if choice.is_ready():
+                self._send(handle, choice.take())
+                num_sent += 1
+        self._next_due = min((due for due, _, _ in self._due.values()), default=math.inf)
+        if num_sent:
+            self._pace.charge(num_sent, time.monotonic() - now, time.thread_time() - cpu_start)
 
     def _send(self, handle: RequestHandle, output: RequestOutput) -> None:
         """Sends what `take` gave.
@@ -266,16 +273,25 @@ class Responder(threading.Thread):
             handle.send(output, careful=time.monotonic() < self._careful_until)
         except Exception as error:
             self._send_failed(handle, error)
+        if output.finished:
+            self._streams.discard((handle.request_id, output.index))
+        elif handle.request_id in self._open:
+            self._streams.add((handle.request_id, output.index))
         if not handle.is_open or handle.is_ending:
-            self._open.pop(handle.request_id, None)
+            self._forget(handle)
+
+    def _forget(self, handle: RequestHandle) -> None:
+        """Nothing more is to be sent of the request but, maybe, an end that failed."""
+        self._open.pop(handle.request_id, None)
+        for choice in handle.processor.choices if handle.processor is not None else ():
+            self._due.pop((handle.request_id, choice.index), None)
+            self._streams.discard((handle.request_id, choice.index))
 
     def _fail(
         self, handle: RequestHandle, message: str, code: str, retry_after_s: float | None = None
     ) -> None:
         """Ends the request, with all its choices, by an error."""
-        self._open.pop(handle.request_id, None)
-        for choice in handle.processor.choices if handle.processor is not None else ():
-            self._dirty.pop((handle.request_id, choice.index), None)
+        self._forget(handle)
         careful = time.monotonic() < self._careful_until
         try:
             handle.send_error(message, code, retry_after_s, careful=careful)
@@ -295,7 +311,7 @@ class Responder(threading.Thread):
             self._fail(handle, f"output was lost on its way to the server: {error}", "INTERNAL")
 
     def _retry_ends(self, *, final: bool = False) -> None:
-        """Tries again what is due, oldest first, and as little at a time as `_send_dirty`.
+        """Tries again what is due, oldest first, and as little at a time as `_send_due`.
 
         Args:
             final: the thread ends: all are tried, once and for the last time.
@@ -340,7 +356,7 @@ class Responder(threading.Thread):
         for handle in list(self._open.values()):
             if handle.processor is not None and handle.processor.finished:
                 for choice in handle.processor.choices:
-                    if self._dirty.pop((handle.request_id, choice.index), None) is not None:
+                    if self._due.pop((handle.request_id, choice.index), None) is not None:
                         self._send(handle, choice.take())
             else:
                 self._fail(handle, "the engine process died while it worked on the request", "UNAVAILABLE")

@@ -82,8 +82,10 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, *, shares_blocks: bool = False) -> None:
         self.device = resolve_device(config.model.device)
+        num_threads = 0
         if self.device.type == "cpu":
-            set_num_threads(config.model.num_threads or _default_threads())
+            num_threads = config.model.num_threads or _default_threads()
+            set_num_threads(num_threads)
         graph_backend = make_graph_backend(self.device, config.model.enforce_eager)
         start = time.monotonic()
         is_shared = needs_fingerprint(config.cache)
@@ -136,6 +138,7 @@ class ModelRunner:
             takes_position_ids=shape.rope.mrope_section is not None,
             dtype=str(shape.dtype).removeprefix("torch."),
             device=str(self.device),
+            num_threads=num_threads,
         )
         self.tiers: KVTiers | None = None
         self.batch = InputBatch(

@@ -1,0 +1,49 @@
+"""Pace: how often a stream is sent to, so that responses do not take what tokens are computed with.
+
+A response is a round trip to the server, whatever it holds. Two things bound how many there can be: the one
+thread of a frontend that sends them, and, where the engine computes on the CPU, the cores that it shares with
+the frontend, the server and often the client. From what responses have cost of late and the number of streams
+follows the shortest time between two responses of a stream; what comes in between is merged. One stream
+alone, or few slow ones, come out as one response per token.
+"""
+
+from __future__ import annotations
+
+SEND_SHARE = 0.4
+"""Share of the sending thread's time that responses may take: the rest is for messages, polls and ends."""
+CPU_SHARE = 0.05
+"""Share of the cores that compute which the path of responses may take, beside cores left idle."""
+PATH_FACTOR = 3.0
+"""CPU time of the whole path (server, stub, a client on the machine) for each second of this thread's."""
+MAX_INTERVAL_S = 0.5
+"""Longest pause of a stream that has something to send."""
+_WEIGHT = 0.1
+"""Of the latest pass in the running mean of what a response costs."""
+
+
+class Pace:
+    """The interval between two responses of a stream, from measured costs.
+
+    Args:
+        num_threads: threads that compute the engine's steps on the CPU; 0: another device does.
+        num_cpus: cores that the engine may use.
+        num_frontends: frontends that share these cores.
+    """
+
+    def __init__(self, num_threads: int, num_cpus: int, num_frontends: int = 1) -> None:
+        idle = max(num_cpus - num_threads, 0)
+        self._cores = (idle + CPU_SHARE * num_threads) / num_frontends if num_threads else float("inf")
+        self._seconds = 1.5e-4
+        self._cpu_seconds = 1e-4
+
+    def charge(self, num_responses: int, seconds: float, cpu_seconds: float) -> None:
+        """Takes in what `num_responses` took of the sending thread's time, by the clock and of CPU."""
+        self._seconds += _WEIGHT * (seconds / num_responses - self._seconds)
+        self._cpu_seconds += _WEIGHT * (cpu_seconds / num_responses - self._cpu_seconds)
+
+    def interval_s(self, num_streams: int) -> float:
+        """Shortest time between two responses of each of `num_streams` streams."""
+        if num_streams <= 1:
+            return 0.0
+        each = max(self._seconds / SEND_SHARE, self._cpu_seconds * PATH_FACTOR / self._cores)
+        return min(num_streams * each, MAX_INTERVAL_S)
