@@ -11,6 +11,7 @@ import contextlib
 import json
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ import click
 from benchmarks import history, machine, report
 from benchmarks.path.client import Job, Measured, measure
 from benchmarks.peers import checkpoints
-from benchmarks.peers.adapter_process import AdapterProcess
+from benchmarks.peers.adapter_process import AdapterError, AdapterProcess
 from benchmarks.peers.run import ADAPTERS, round_order
 from benchmarks.peers.workloads import FIRST_TOKEN_ID, Request
 from benchmarks.served import Served, package_path, served
@@ -267,17 +268,6 @@ def run(plan: Plan, rounds: int, before: Path | None, folder: Path) -> list[tupl
     return runs
 
 
-def _integers(_: click.Context, parameter: click.Parameter, value: str) -> list[int]:
-    """A list like 1,4,16."""
-    try:
-        numbers = [int(part) for part in value.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise click.BadParameter(f"positive integers like 1,4,16 expected, got {value!r}", param=parameter)
-    return numbers
-
-
 @click.command()
 @click.option(
     "--model",
@@ -287,7 +277,7 @@ def _integers(_: click.Context, parameter: click.Parameter, value: str) -> list[
     help="A fake device, the demo, or a random checkpoint of a shape.",
 )
 @click.option("--step-ms", default=10.0, show_default=True, help="Of the fake device.")
-@click.option("--streams", default="1,16,64,256", show_default=True, callback=_integers)
+@click.option("--streams", default="1,16,64,256", show_default=True, callback=report.integers)
 @click.option("--prompt-tokens", "num_prompt", default=64, show_default=True)
 @click.option("--tokens", "num_tokens", default=128, show_default=True, help="Of each stream.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1))
@@ -323,7 +313,10 @@ def main(
     folder = report.output_directory()
     values, vocab_size = _plan(model, step_ms, streams, num_prompt, num_tokens, options)
     plan = Plan(values, vocab_size, streams, num_prompt, num_tokens, frontends, library)
-    rows = medians(run(plan, rounds, before, folder))
+    try:
+        rows = medians(run(plan, rounds, before, folder))
+    except (AdapterError, subprocess.CalledProcessError) as error:
+        raise click.ClickException(f"{error} (logs: {folder})") from None
     name = f"fake {step_ms:g} ms" if model == "fake" else model
     text = (
         f"{name}, {num_prompt} tokens in and {num_tokens} out, {frontends} frontends, medians of {rounds} "
