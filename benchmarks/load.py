@@ -33,7 +33,8 @@ class Arrival:
 
     at: float
     """Seconds after the start; a closed loop ignores it."""
-    prompt: str
+    prompt: str | list[int]
+    """Text or token ids."""
     max_tokens: int
     tenant: str = ""
     priority: int = 0
@@ -112,8 +113,10 @@ async def send(
     counts: list[int] = []
     error = None
     scheduling = {name: value for name in ("tenant", "priority") if (value := getattr(arrival, name))}
+    text, ids = (arrival.prompt, None) if isinstance(arrival.prompt, str) else (None, arrival.prompt)
     stream = client.stream(
-        arrival.prompt,
+        text,
+        input_ids=ids,
         model=model,
         max_tokens=arrival.max_tokens,
         ignore_eos=True,

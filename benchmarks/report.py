@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 
 from benchmarks.machine import ROOT, hardware_note
@@ -203,6 +204,17 @@ def _number(value: float | None) -> str:
 def _milliseconds(run: Mapping[str, Any], key: str, quantile: str) -> str:
     values = run.get(key)
     return "-" if not values else _number(values[quantile] * 1e3)
+
+
+def integers(_: click.Context, parameter: click.Parameter, value: str) -> list[int]:
+    """The value of an option that is a list like 1,4,16."""
+    try:
+        numbers = [int(part) for part in value.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise click.BadParameter(f"positive integers like 1,4,16 expected, got {value!r}", param=parameter)
+    return numbers
 
 
 def output_directory(parent: Path | None = None) -> Path:

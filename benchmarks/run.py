@@ -8,26 +8,18 @@ from pathlib import Path
 
 import click
 
-from benchmarks import history, host_cost, load, machine, perf_analyzer, report
+from benchmarks import history, load, machine, perf_analyzer, report
+from benchmarks.path import run as path
 from benchmarks.report import SLO
 from benchmarks.served import Served, served, wait_ready
 
-TOOLS = ("perf_analyzer", "load", "host_cost")
+TOOLS = ("perf_analyzer", "load", "path")
+PATH_TOKENS = 256
+"""Tokens of a stream whose CPU time is told."""
 
 
 def _say(line: str) -> None:
     click.echo(f"bench: {line}", err=True)
-
-
-def _integers(_: click.Context, parameter: click.Parameter, value: str) -> list[int]:
-    """A list like 1,4,16."""
-    try:
-        numbers = [int(part) for part in value.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise click.BadParameter(f"positive integers like 1,4,16 expected, got {value!r}", param=parameter)
-    return numbers
 
 
 @click.command()
@@ -41,7 +33,7 @@ def _integers(_: click.Context, parameter: click.Parameter, value: str) -> list[
 )
 @click.option("--models", default="generator,chat", show_default=True)
 @click.option("--tool", "tools", multiple=True, type=click.Choice(TOOLS), default=TOOLS, show_default=True)
-@click.option("--concurrency", default="1,4,16,64", show_default=True, callback=_integers)
+@click.option("--concurrency", default="1,4,16,64", show_default=True, callback=report.integers)
 @click.option("--max-tokens", default=32, show_default=True, help="Tokens per request under perf_analyzer.")
 @click.option("--rate", default=8.0, show_default=True, help="Load generator: Poisson requests per second.")
 @click.option("--closed", default=16, show_default=True, help="And with so many running all the time.")
@@ -90,7 +82,7 @@ def main(
     folder = report.output_directory()
     names = models.split(",")
     rows: list[report.Row] = []
-    costs: list[host_cost.HostCost] = []
+    costs: list[path.Row] = []
     server: Served | None = None
     with contextlib.ExitStack() as stack:
         if url is None:
@@ -122,17 +114,16 @@ def main(
             for plan in plans:
                 rows += load.run(url, plan, folder, repeats=repeats)
                 _say(f"{plan.load} {name}: done")
-        if server is not None and "host_cost" in tools:
-            _say("host cost per streamed token")
-            costs = [
-                host_cost.measure(url, server.pid, name, streams=streams, max_tokens=256)
-                for name in names
-                for streams in concurrency
-            ]
-    settings["host_cost"] = [asdict(cost) for cost in costs]
+        if server is not None and "path" in tools:
+            _say("CPU time per streamed token")
+            for name in names:
+                for streams in concurrency:
+                    measured = path.measure_generator(server, name, load.prompts(streams), PATH_TOKENS)
+                    costs.append(path.Row(streams, name, path.figures(measured)))
+    settings["path"] = [asdict(cost) for cost in costs]
     click.echo(report.save(folder, rows, env, settings))
     if costs:
-        click.echo(f"CPU time beside the model, all processes' own clocks:\n\n{host_cost.table(costs)}\n")
+        click.echo(f"CPU time by process, all processes' own clocks:\n\n{path.table(costs)}\n")
     click.echo(f"raw data: {folder}")
     if keep:
         history.append(history.entry(rows, env))

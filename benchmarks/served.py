@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,11 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import psutil
 
 from quire_client import Client
 
 STOP_TIMEOUT = 20.0
 POLL = 0.1
+PACKAGE_FOLDERS = ("backend", "kernels", "ensemble", "client")
+ROLES = ("server", "stub", "engine")
+
+
+def package_path(checkout: Path) -> dict[str, str]:
+    """What a process's environment needs to run the code of another checkout."""
+    return {"PYTHONPATH": os.pathsep.join(str(checkout / folder) for folder in PACKAGE_FOLDERS)}
 
 
 @dataclass(frozen=True)
@@ -27,10 +36,28 @@ class Served:
     url: str
     pid: int
 
+    def processes(self) -> dict[str, list[int]]:
+        """Process ids of tritonserver, of the frontends (stubs) and of the engines."""
+        found: dict[str, list[int]] = {role: [] for role in ROLES}
+        for one in psutil.Process(self.pid).children(recursive=True):
+            command = one.cmdline()
+            if one.name() == "tritonserver":
+                found["server"].append(one.pid)
+            elif "quire.engine.loop" in command:
+                found["engine"].append(one.pid)
+            elif command and command[0].endswith("triton_python_backend_stub"):
+                found["stub"].append(one.pid)
+        return found
+
 
 @contextmanager
-def served(repository: Path, *, log: Path, timeout: float = 300.0) -> Iterator[Served]:
+def served(
+    repository: Path, *, log: Path, timeout: float = 300.0, checkout: Path | None = None
+) -> Iterator[Served]:
     """Serves a model repository; yields once it answers.
+
+    Args:
+        checkout: of Quire, whose code serves; None: the one that is installed.
 
     Raises:
         click.ClickException: it ended or was not ready in time, with the end of its log.
@@ -41,7 +68,8 @@ def served(repository: Path, *, log: Path, timeout: float = 300.0) -> Iterator[S
             *(sys.executable, "-m", "quire.cli", "serve", "--model-repository", str(repository)),
             *("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--ready-file", str(ready)),
         ]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        env = None if checkout is None else os.environ | package_path(checkout)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
         try:
             yield Served(_wait(process, ready, log, time.monotonic() + timeout), process.pid)
         finally:

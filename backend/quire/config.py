@@ -81,6 +81,9 @@ class ModelConfig:
     """Whether the model is computed in a process of its own below the engine's; on the CPU only."""
     enforce_eager: bool = False
     """Records no CUDA graphs; on cuda only."""
+    fake_step_ms: Annotated[float, Meta(ge=0, le=60_000)] = 0.0
+    """For benchmarks alone: no model is loaded or computed, a step takes so many milliseconds, and the tokens
+    mean nothing; of the checkpoint only its config.json and tokenizer are read. 0: off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +194,7 @@ class SchedulerConfig:
     """Deadline of the last token for requests that state none; 0: none."""
     async_scheduling: bool | None = None
     """Whether the next step is launched before the tokens of the present one are known to the host; None: on
-    cuda. A request that ends then has one row more, whose result is dropped."""
+    cuda, and with `fake_step_ms`. A request that ends then has one row more, whose result is dropped."""
     trace_file: str = ""
     """File to which the engine writes one JSON line per step; empty: none."""
 

@@ -99,6 +99,23 @@ SHAPES = {
                 "max_position_embeddings": 40960,
             },
         ),
+        # SmolLM2-135M.
+        Shape(
+            "smollm2",
+            "llama3",
+            num_layers=30,
+            hidden=576,
+            num_heads=9,
+            num_kv_heads=3,
+            head_dim=64,
+            inner=1536,
+            vocab_size=49152,
+            extra={
+                "rope_scaling": {"rope_type": "default", "rope_theta": 100000.0},
+                "rms_norm_eps": 1e-5,
+                "max_position_embeddings": 8192,
+            },
+        ),
         # For what needs no weights of its own (`write_config`).
         Shape(
             "llama-8b",
@@ -178,6 +195,16 @@ def huggingface(shape: Shape) -> Path:
         _write_tokenizer(path, shape.vocab_size)
 
     return _once(DIRECTORY / shape.name, make)
+
+
+def without_weights(shape: Shape) -> Path:
+    """A directory with config.json and the tokenizer of `huggingface`, for a fake device."""
+
+    def make(path: Path) -> None:
+        write_config(shape, path)
+        _write_tokenizer(path, shape.vocab_size)
+
+    return _once(DIRECTORY / f"{shape.name}-config", make)
 
 
 def gguf(shape: Shape, kind: str) -> Path:

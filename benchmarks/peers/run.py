@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -30,9 +29,9 @@ from benchmarks.peers.table import figures, markdown
 from benchmarks.peers.venvs import PeerUnavailable
 from benchmarks.peers.workloads import KV_TOKENS, WARM_UP, WORKLOADS, Workload
 from benchmarks.report import output_directory
+from benchmarks.served import package_path
 
 ADAPTERS = Path(__file__).resolve().parent / "adapters"
-PACKAGE_FOLDERS = ("backend", "kernels", "ensemble", "client")
 MEMORY_SHARE = 0.85
 """Share of the available memory that the engines of one group may need together."""
 
@@ -96,7 +95,7 @@ class Session:
             adapter = ADAPTERS / peer.adapter
             if peer.before and self.before is not None:
                 adapter = self.before / ADAPTERS.relative_to(machine.ROOT) / peer.adapter
-                env["PYTHONPATH"] = os.pathsep.join(str(self.before / folder) for folder in PACKAGE_FOLDERS)
+                env |= package_path(self.before)
             command = [str(python), str(adapter), "--weights", str(weights), "--options", json.dumps(options)]
             process = AdapterProcess(command, log, env=env)
         except (PeerUnavailable, AdapterError) as error:

@@ -299,7 +299,11 @@ def make_executor(config: EngineConfig, *, threaded: bool = False) -> Executor:
         threaded: steps are computed by a thread of their own, so that `step` can do something meanwhile.
     """
     runner: Runner
-    if config.model.worker_process:
+    if config.model.fake_step_ms:
+        from quire.worker.fake_device import FakeDevice
+
+        runner = FakeDevice(config)
+    elif config.model.worker_process:
         from quire.engine.worker_process import WorkerProcess
 
         runner = WorkerProcess(config)
@@ -309,7 +313,7 @@ def make_executor(config: EngineConfig, *, threaded: bool = False) -> Executor:
         runner = ModelRunner(config)
     is_async = config.scheduler.async_scheduling
     if is_async is None:
-        is_async = runner.info.device.startswith("cuda")
+        is_async = runner.info.device != "cpu"
     return RunnerExecutor(runner, depth=2 if is_async else 1, threaded=threaded)
 
 

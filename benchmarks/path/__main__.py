@@ -1,0 +1,3 @@
+from benchmarks.path.run import main
+
+main()

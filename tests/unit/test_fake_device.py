@@ -1,0 +1,88 @@
+"""FakeDevice: as many tokens as were asked for, at the pace of its clock."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.executor import RunnerExecutor
+from quire.errors import ConfigError, EngineError
+from quire.llm import LLM
+from quire.sampling_params import SamplingParams
+from quire.worker.fake_device import FakeDevice
+from tests.fixtures.checkpoints import EOS_TOKEN_IDS, VOCAB_SIZE, make_checkpoint
+
+STEP_MS = 10
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """config.json and a tokenizer: a fake device needs no weights."""
+    path = make_checkpoint("llama3", tmp_path_factory.mktemp("checkpoint") / "llama3")
+    for weights in path.glob("*.safetensors"):
+        weights.unlink()
+    return path
+
+
+class Time:
+    """A clock that only sleeping, and the host's own `work`, moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_generates_exactly_what_was_asked_for_without_weights(checkpoint: Path) -> None:
+    llm = LLM(checkpoint, fake_step_ms=0.001, max_num_seqs=16)
+    lengths = [1, 2, 30, 100, 7]
+    params = [SamplingParams(max_tokens=length) for length in lengths]
+    outputs = llm.generate([[5] * 40] * len(lengths), params)
+    assert [len(output.token_ids) for output in outputs] == lengths
+    assert all(output.text and output.finish_reason == "length" for output in outputs)
+    seen = {token_id for output in outputs for token_id in output.token_ids}
+    assert len(seen) > 10 and max(seen) < VOCAB_SIZE and not seen & set(EOS_TOKEN_IDS)
+
+
+@pytest.mark.parametrize(
+    ("depth", "host_ms", "expected_ms"),
+    [(2, 0, 10), (2, 9, 10), (1, 4, 14), (2, 13, 13)],
+    ids=["host free", "host hidden", "host not hidden", "host slower"],
+)
+def test_a_step_takes_its_time_whatever_its_rows_and_the_host_s_work_hides_behind_it(
+    checkpoint: Path, depth: int, host_ms: float, expected_ms: float
+) -> None:
+    time = Time()
+    config = EngineConfig.from_mapping({"model": str(checkpoint), "fake_step_ms": STEP_MS})
+    device = FakeDevice(config, clock=time.clock, sleep=time.work)
+    core = EngineCore(config, RunnerExecutor(device, depth=depth))
+    for number in range(50):
+        core.add_request(str(number), [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True))
+    arrivals, num_tokens = [], 0
+    while core.has_work:
+        time.work(host_ms / 1000)
+        outputs = core.step()
+        num_tokens += sum(len(output.new_token_ids) for output in outputs)
+        if outputs:
+            arrivals.append(time.now)
+    assert num_tokens == 50 * 20 and len(arrivals) == 20
+    gaps = [1000 * (after - before) for before, after in pairwise(arrivals)]
+    assert gaps == pytest.approx([expected_ms] * 19)
+
+
+def test_what_it_cannot_do_is_refused(checkpoint: Path) -> None:
+    llm = LLM(checkpoint, fake_step_ms=0.001)
+    for wish in ({"n": 2, "temperature": 1.0}, {"beam_width": 2}, {"logprobs": 1}):
+        with pytest.raises(EngineError, match="fake_step_ms"):
+            llm.generate(["hello"], max_tokens=4, **wish)
+    assert len(llm.generate(["hello"], max_tokens=4)[0].token_ids) == 4
+    with pytest.raises(ConfigError, match="fake_step_ms"):
+        LLM(checkpoint, fake_step_ms=1, host_cache_memory="1MiB")
