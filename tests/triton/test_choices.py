@@ -52,6 +52,7 @@ class ScriptedCore:
         self.seen: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.refusal: Exception | None = None
         self.open_choices: dict[str, int] = {}
+        self.ended: set[tuple[str, int]] = set()
 
     def add_request(self, request_id: str, ids: list[int], params: SamplingParams, **options: Any) -> None:
         if self.refusal is not None:
@@ -65,7 +66,9 @@ class ScriptedCore:
         for full_id in ids:
             request_id, _, index = full_id.partition("#")
             self.seen.put(("abort", full_id, str(reason)))
-            left = [int(index)] if index else range(self.open_choices.pop(request_id, 0))
+            named = [int(index)] if index else range(self.open_choices.pop(request_id, 0))
+            left = [i for i in named if (request_id, i) not in self.ended]
+            self.ended.update((request_id, i) for i in left)
             outputs += [EngineCoreOutput(request_id, finish_reason=str(reason), index=i) for i in left]
         return outputs
 
@@ -80,9 +83,12 @@ class ScriptedCore:
 
     def step(self, meanwhile: Any = None) -> list[EngineCoreOutput]:
         try:
-            return self.steps.get(timeout=0.005)
+            outputs = self.steps.get(timeout=0.005)
         except queue.Empty:
             return []
+        outputs = [output for output in outputs if (output.request_id, output.index) not in self.ended]
+        self.ended.update((output.request_id, output.index) for output in outputs if output.finish_reason)
+        return outputs
 
     def stats(self) -> Any:
         return SimpleNamespace(__slots__=())

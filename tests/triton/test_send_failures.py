@@ -118,7 +118,7 @@ def test_a_failed_send_at_every_position_ends_the_request_once_with_the_truth(
         assert all(response.error is None for response in data)
         assert last.error.code() == INTERNAL and "output was lost" in last.error.message()
         assert drain(harness)[-1] == ("abort", handle.request_id, "error")
-        assert not handle.is_open and not harness.responder._open and not harness.responder._dirty
+        assert not handle.is_open and not harness.responder._open and not harness.responder._due
 
 
 def drain(harness: Harness) -> list[Any]:

@@ -46,7 +46,7 @@ CANCEL_POLL_S = 0.05
 """Shortest time between two questions whether the client of a request has gone."""
 MAX_POLL_S = 0.25
 """Longest time between two polls of a request whose steps are long."""
-MAX_POLL_SHARE = 0.05
+MAX_POLL_SHARE = 0.02
 """Share of the thread's time that cancellation polls may take; beyond it the period stretches."""
 CAREFUL_S = 10.0
 """How long after a failed send every FINAL is asked room for (see `RequestHandle`)."""
