@@ -86,7 +86,7 @@ class ScriptedCore:
             outputs = self.steps.get(timeout=0.005)
         except queue.Empty:
             return []
-        outputs = [output for output in outputs if (output.request_id, output.index) not in self.ended]
+        outputs = [one for one in outputs if one.error or (one.request_id, one.index) not in self.ended]
         self.ended.update((output.request_id, output.index) for output in outputs if output.finish_reason)
         return outputs
 
