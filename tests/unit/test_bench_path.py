@@ -10,10 +10,10 @@ from tests.unit.fake_kserve import FakeKServe
 
 
 def test_the_cheap_client_counts_the_tokens_of_every_stream() -> None:
-    """The requests together are larger than what a server takes at first, and so wait for its consent."""
+    """Those of a batch together are larger than what a server takes at first, and so wait for its consent."""
     prompts = [f"tokens {count}{' ' * 3000}" for count in range(1, 61)]
     with FakeKServe() as server:
-        records = _receive(Job(server.url, "generator", {}, 1, prompts))
+        records = _receive(Job(server.url, "generator", {}, 25, 1, prompts))
     assert [record.num_tokens for record in records] == list(range(1, 61))
     for record in records:
         assert record.error is None
@@ -32,7 +32,7 @@ def test_the_cheap_client_counts_the_tokens_of_every_stream() -> None:
 )
 def test_the_cheap_client_tells_what_went_wrong(prompt: str, num_tokens: int, error: str | None) -> None:
     with FakeKServe() as server:
-        first, second = _receive(Job(server.url, "generator", {}, 1, [prompt, "tokens 4"]))
+        first, second = _receive(Job(server.url, "generator", {}, 2, 1, [prompt, "tokens 4"]))
     assert (first.num_tokens, first.error) == (num_tokens, error)
     assert (second.num_tokens, second.error) == (4, None)
 
@@ -40,7 +40,7 @@ def test_the_cheap_client_tells_what_went_wrong(prompt: str, num_tokens: int, er
 def test_the_cheap_client_puts_a_response_of_several_frames_together() -> None:
     """A frame has 16 KiB; the echo writes each of these letters with six."""
     with FakeKServe() as server:
-        records = _receive(Job(server.url, "generator", {}, 2, ["echo " + "é" * 7000] * 2))
+        records = _receive(Job(server.url, "generator", {}, 2, 2, ["echo " + "é" * 7000] * 2))
     assert [(record.num_tokens, record.error) for record in records] == [(2, None)] * 2
 
 
