@@ -186,7 +186,7 @@ class Plan:
         return folder
 
 
-def _plan(
+def engine_options(
     model: str,
     step_ms: float,
     streams: Sequence[int],
@@ -267,7 +267,7 @@ def run(plan: Plan, rounds: int, before: Path | None, folder: Path) -> list[tupl
                     result, conditions = engine.run([Request(one, plan.num_tokens) for one in other], streams)
                     inside = {
                         "tokens_per_s": result.num_output_tokens / result.wall_s,
-                        "ttft_p50_ms": 1e3 * statistics.median(result.first_token_s),
+                        "ttft_p50_ms": 1e3 * statistics.median(result.first_token_s[:streams]),
                         "others_cpu": conditions["others_cpu"],
                     }
                     found[name]["served_share"] = found[name]["tokens_per_s"] / inside["tokens_per_s"]
@@ -319,7 +319,7 @@ def main(
     """CPU time and latency of streamed tokens, by process, beside a model that only sends."""
     env = machine.environment()
     folder = report.output_directory()
-    values, vocab_size = _plan(model, step_ms, streams, num_prompt, num_tokens, options)
+    values, vocab_size = engine_options(model, step_ms, streams, num_prompt, num_tokens, options)
     plan = Plan(values, vocab_size, streams, num_prompt, num_tokens, frontends, library)
     try:
         rows = medians(run(plan, rounds, before, folder))
@@ -333,6 +333,6 @@ def main(
     (folder / "table.md").write_text(f"{text}\n", "utf-8")
     click.echo(f"{text}\nraw data: {folder}")
     if keep:
-        kept = {f"path {name} x{row.streams} {row.who}": row.figures for row in rows}
+        kept = {f"path {name} x{row.streams}": row.figures for row in rows if row.who == "now"}
         rounded = {key: {k: round(v, 2) for k, v in values.items()} for key, values in kept.items()}
         history.append(history.line(rounded, env))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.path.client import Job, Measured, _receive
-from benchmarks.path.run import Row, figures, medians, table
+from benchmarks.path.run import Plan, Row, engine_options, figures, medians, run, table
 from tests.unit.fake_kserve import FakeKServe
 
 
@@ -83,3 +85,19 @@ def test_a_row_is_the_median_of_each_figure_over_the_rounds() -> None:
         "| 4 | now in process | 40 | - |",
         "| 16 | now | 7 | 2.00 |",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_a_fake_device_and_the_floor_behind_the_server(tmp_path: Path) -> None:
+    """Every stream has the tokens and the one FINAL that were asked for, or the client complains."""
+    options, vocab_size = engine_options("fake", 20.0, [8], 16, 30, {})
+    rows = medians(run(Plan(options, vocab_size, [8], 16, 30), 1, None, tmp_path))
+    assert [row.who for row in rows] == ["floor of now", "floor, anew of now", "now in process", "now"]
+    found = {row.who: row.figures for row in rows}
+    for who in ("now", "now in process"):
+        assert found[who]["tokens_per_s"] <= 8 * 30 / (29 * 0.020), "more than the device gives"
+    for role in ("server", "stub", "engine", "client"):
+        assert found["now"][f"{role}_us_per_token"] > 0, role
+    assert found["floor of now"]["engine_us_per_token"] < found["now"]["engine_us_per_token"]
+    assert found["now"]["x floor"] > 0
