@@ -118,7 +118,9 @@ def main(
             _say("CPU time per streamed token")
             for name in names:
                 for streams in concurrency:
-                    measured = path.measure_generator(server, name, load.prompts(streams), PATH_TOKENS)
+                    measured = path.measure_generator(
+                        server, name, load.prompts(streams), PATH_TOKENS, streams
+                    )
                     costs.append(path.Row(streams, name, path.figures(measured)))
     settings["path"] = [asdict(cost) for cost in costs]
     click.echo(report.save(folder, rows, env, settings))

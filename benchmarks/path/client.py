@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,18 +35,20 @@ WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class Job:
-    """Streams that are sent at once and run to their ends."""
+    """Streams that run to their ends: so many at once, and the next as many when these have ended."""
 
     url: str
     model: str
     processes: dict[str, list[int]]
     """Process ids by role."""
+    streams: int
+    """At once."""
     num_tokens: int
     """Tokens of each stream."""
     prompts: list[Any] = dataclasses.field(default_factory=list)
-    """One text, or list of token ids, for each stream of a generator."""
+    """One text, or list of token ids, for each request to a generator."""
     floor: dict[str, float] | None = None
-    """Inputs of the floor model, and `streams`."""
+    """Inputs of the floor model."""
     library: bool = False
     """Whether quire_client's AsyncClient receives, not the cheaper connection of `http2`."""
 
@@ -83,7 +86,7 @@ def measure(job: Job) -> Measured:
 def _run(job: Job) -> Measured:
     receive = _receive_by_library if job.library else _receive
     # Other prompts: none must be found in the prefix cache.
-    others = [prompt[::-1] for prompt in job.prompts]
+    others = [prompt[::-1] for prompt in job.prompts[: job.streams]]
     short = dataclasses.replace(job, num_tokens=WARM_UP_TOKENS, prompts=others)
     if job.floor is not None:
         short = dataclasses.replace(short, floor={**job.floor, "responses": WARM_UP_TOKENS})
@@ -114,8 +117,16 @@ def _cpu_s(pid: int) -> float:
 
 
 def _receive(job: Job) -> list[RequestRecord]:
-    connection = Connection(job.url, METHOD, TIMEOUT_S)
     messages = _messages(job)
+    connection = Connection(job.url, METHOD, TIMEOUT_S)
+    records: list[RequestRecord] = []
+    for begin in range(0, len(messages), job.streams):
+        records += _receive_all(connection, messages[begin : begin + job.streams])
+    connection.close()
+    return records
+
+
+def _receive_all(connection: Connection, messages: Sequence[bytes]) -> list[RequestRecord]:
     times: list[list[float]] = [[] for _ in messages]
     counts: list[list[int]] = [[] for _ in messages]
     finals = [0] * len(messages)
@@ -136,12 +147,10 @@ def _receive(job: Job) -> list[RequestRecord]:
                     times[number].append(now)
                     counts[number].append(len(content) // 4)
             finals[number] += response.parameters[FINAL_PARAMETER].bool_param
-    connection.close()
+    failures = [errors.get(i) or (None if count == 1 else f"{count} FINAL") for i, count in enumerate(finals)]
     return [
-        RequestRecord(
-            start, tuple(times[i]), tuple(counts[i]), errors.get(i) or (None if n == 1 else f"{n} FINAL")
-        )
-        for i, n in enumerate(finals)
+        RequestRecord(start, tuple(at), tuple(sizes), failure)
+        for at, sizes, failure in zip(times, counts, failures, strict=True)
     ]
 
 
@@ -158,7 +167,7 @@ def _messages(job: Job) -> list[bytes]:
             request.inputs.add(name=name, datatype=datatype, shape=[1])
             request.raw_input_contents.append(kind(job.floor[name]).tobytes())
         request.parameters["triton_enable_empty_final_response"].bool_param = True
-        return [request.SerializeToString()] * int(job.floor["streams"])
+        return [request.SerializeToString()] * job.streams
     with grpc.insecure_channel(job.url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         schema = schema_from_config(stub.ModelConfig(service_pb2.ModelConfigRequest(name=job.model)))
@@ -179,7 +188,7 @@ def _receive_by_library(job: Job) -> list[RequestRecord]:
     async def run() -> list[RequestRecord]:
         async with AsyncClient(job.url) as client:
             arrivals = [load.Arrival(0.0, prompt, job.num_tokens) for prompt in job.prompts]
-            return await load.closed_loop(client, job.model, arrivals, len(arrivals), TIMEOUT_S)
+            return await load.closed_loop(client, job.model, arrivals, job.streams, TIMEOUT_S)
 
     return asyncio.run(run())
 

@@ -79,7 +79,8 @@ class Connection:
             if not part:
                 raise ConnectionError("the server has closed the connection")
             rest += part
-            at, arrived = 0, []
+            at = 0
+            arrived: list[tuple[int, bytes | None]] = []
             while len(rest) - at >= 9:
                 length = int.from_bytes(rest[at : at + 3], "big")
                 if len(rest) - at - 9 < length:

@@ -1,6 +1,6 @@
 """What a streamed token costs between the engine and its reader, by process, beside the least it can cost.
 
-Streams are sent at once and run to their ends. CPU time is that of the processes' own clocks, from the
+Streams are sent together and run to their ends. CPU time is that of the processes' own clocks, from the
 first request to the last response, so it has parsing and ending in it, too. The floor is a model that only
 sends (`floor/`): as many streams, responses and tokens in each, at the same pace. Our share is the ratio.
 """
@@ -35,6 +35,7 @@ MODEL = "generator"
 FAKE_SHAPE = "smollm2"
 FLOOR_S = 6.0
 """About the longest run of a floor."""
+LEAST_REQUESTS = 5
 FLOORS = {"floor": False, "floor, anew": True}
 """Of which kinds, and whether each response has tensors of its own."""
 Figures = dict[str, float]
@@ -60,11 +61,17 @@ def figures(measured: Measured) -> Figures:
 
 
 def measure_generator(
-    server: Served, model: str, prompts: Sequence[Any], num_tokens: int, *, library: bool = False
+    server: Served,
+    model: str,
+    prompts: Sequence[Any],
+    num_tokens: int,
+    streams: int,
+    *,
+    library: bool = False,
 ) -> Measured:
-    """One stream of `num_tokens` tokens for each prompt (text or token ids)."""
+    """`num_tokens` tokens for each prompt (text or token ids), so many streams at once."""
     processes = server.processes()
-    return measure(Job(server.url, model, processes, num_tokens, list(prompts), library=library))
+    return measure(Job(server.url, model, processes, streams, num_tokens, list(prompts), library=library))
 
 
 def measure_floor(server: Served, streams: int, like: Measured, *, anew: bool) -> Measured:
@@ -80,13 +87,12 @@ def measure_floor(server: Served, streams: int, like: Measured, *, anew: bool) -
     pace = summary["itl_s"]["mean"] if summary["itl_s"] else 0.0
     responses = summary["responses_per_s"] * min(summary["duration_s"], FLOOR_S) / streams
     inputs = {
-        "streams": streams,
         "responses": max(2, round(responses)),
         "tokens": max(1, round(summary["tokens_per_response"])),
         "step_ms": pace * 1e3,
         "anew": anew,
     }
-    return measure(Job(server.url, "floor", server.processes(), 0, floor=inputs))
+    return measure(Job(server.url, "floor", server.processes(), streams, 0, floor=inputs))
 
 
 @dataclass(frozen=True)
@@ -162,10 +168,12 @@ class Plan:
     library: bool = False
 
     def prompts(self, streams: int, number: int) -> list[list[int]]:
-        """Token ids; those of another round, or number of streams, are others."""
+        """Token ids; those of another round, or number of streams, are others. Few streams run several times,
+        so that there is more than one first token."""
         source = random.Random(f"{streams}/{number}")
         ids = range(FIRST_TOKEN_ID, self.vocab_size)
-        return [source.choices(ids, k=self.num_prompt) for _ in range(streams)]
+        count = streams * max(1, LEAST_REQUESTS // streams)
+        return [source.choices(ids, k=self.num_prompt) for _ in range(count)]
 
     def write_repository(self, folder: Path) -> Path:
         """A model repository with the generator and the floor."""
@@ -178,7 +186,7 @@ class Plan:
         return folder
 
 
-def _plan(
+def engine_options(
     model: str,
     step_ms: float,
     streams: Sequence[int],
@@ -247,7 +255,7 @@ def run(plan: Plan, rounds: int, before: Path | None, folder: Path) -> list[tupl
                 for name in round_order(list(sides), number):
                     server, engine = sides[name]
                     measured = measure_generator(
-                        server, MODEL, prompts, plan.num_tokens, library=plan.library
+                        server, MODEL, prompts, plan.num_tokens, streams, library=plan.library
                     )
                     found[name] = figures(measured)
                     for floor, anew in FLOORS.items():
@@ -259,7 +267,7 @@ def run(plan: Plan, rounds: int, before: Path | None, folder: Path) -> list[tupl
                     result, conditions = engine.run([Request(one, plan.num_tokens) for one in other], streams)
                     inside = {
                         "tokens_per_s": result.num_output_tokens / result.wall_s,
-                        "ttft_p50_ms": 1e3 * statistics.median(result.first_token_s),
+                        "ttft_p50_ms": 1e3 * statistics.median(result.first_token_s[:streams]),
                         "others_cpu": conditions["others_cpu"],
                     }
                     found[name]["served_share"] = found[name]["tokens_per_s"] / inside["tokens_per_s"]
@@ -311,7 +319,7 @@ def main(
     """CPU time and latency of streamed tokens, by process, beside a model that only sends."""
     env = machine.environment()
     folder = report.output_directory()
-    values, vocab_size = _plan(model, step_ms, streams, num_prompt, num_tokens, options)
+    values, vocab_size = engine_options(model, step_ms, streams, num_prompt, num_tokens, options)
     plan = Plan(values, vocab_size, streams, num_prompt, num_tokens, frontends, library)
     try:
         rows = medians(run(plan, rounds, before, folder))
@@ -325,6 +333,6 @@ def main(
     (folder / "table.md").write_text(f"{text}\n", "utf-8")
     click.echo(f"{text}\nraw data: {folder}")
     if keep:
-        kept = {f"path {name} x{row.streams} {row.who}": row.figures for row in rows}
+        kept = {f"path {name} x{row.streams}": row.figures for row in rows if row.who == "now"}
         rounded = {key: {k: round(v, 2) for k, v in values.items()} for key, values in kept.items()}
         history.append(history.line(rounded, env))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.path.client import Job, Measured, _receive
-from benchmarks.path.run import Row, figures, medians, table
+from benchmarks.path.run import Plan, Row, engine_options, figures, medians, run, table
 from tests.unit.fake_kserve import FakeKServe
 
 
 def test_the_cheap_client_counts_the_tokens_of_every_stream() -> None:
-    """The requests together are larger than what a server takes at first, and so wait for its consent."""
+    """Those of a batch together are larger than what a server takes at first, and so wait for its consent."""
     prompts = [f"tokens {count}{' ' * 3000}" for count in range(1, 61)]
     with FakeKServe() as server:
-        records = _receive(Job(server.url, "generator", {}, 1, prompts))
+        records = _receive(Job(server.url, "generator", {}, 25, 1, prompts))
     assert [record.num_tokens for record in records] == list(range(1, 61))
     for record in records:
         assert record.error is None
@@ -32,7 +34,7 @@ def test_the_cheap_client_counts_the_tokens_of_every_stream() -> None:
 )
 def test_the_cheap_client_tells_what_went_wrong(prompt: str, num_tokens: int, error: str | None) -> None:
     with FakeKServe() as server:
-        first, second = _receive(Job(server.url, "generator", {}, 1, [prompt, "tokens 4"]))
+        first, second = _receive(Job(server.url, "generator", {}, 2, 1, [prompt, "tokens 4"]))
     assert (first.num_tokens, first.error) == (num_tokens, error)
     assert (second.num_tokens, second.error) == (4, None)
 
@@ -40,7 +42,7 @@ def test_the_cheap_client_tells_what_went_wrong(prompt: str, num_tokens: int, er
 def test_the_cheap_client_puts_a_response_of_several_frames_together() -> None:
     """A frame has 16 KiB; the echo writes each of these letters with six."""
     with FakeKServe() as server:
-        records = _receive(Job(server.url, "generator", {}, 2, ["echo " + "é" * 7000] * 2))
+        records = _receive(Job(server.url, "generator", {}, 2, 2, ["echo " + "é" * 7000] * 2))
     assert [(record.num_tokens, record.error) for record in records] == [(2, None)] * 2
 
 
@@ -83,3 +85,19 @@ def test_a_row_is_the_median_of_each_figure_over_the_rounds() -> None:
         "| 4 | now in process | 40 | - |",
         "| 16 | now | 7 | 2.00 |",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_a_fake_device_and_the_floor_behind_the_server(tmp_path: Path) -> None:
+    """Every stream has the tokens and the one FINAL that were asked for, or the client complains."""
+    options, vocab_size = engine_options("fake", 20.0, [8], 16, 30, {})
+    rows = medians(run(Plan(options, vocab_size, [8], 16, 30), 1, None, tmp_path))
+    assert [row.who for row in rows] == ["floor of now", "floor, anew of now", "now in process", "now"]
+    found = {row.who: row.figures for row in rows}
+    for who in ("now", "now in process"):
+        assert found[who]["tokens_per_s"] <= 8 * 30 / (29 * 0.020), "more than the device gives"
+    for role in ("server", "stub", "engine", "client"):
+        assert found["now"][f"{role}_us_per_token"] > 0, role
+    assert found["floor of now"]["engine_us_per_token"] < found["now"]["engine_us_per_token"]
+    assert found["now"]["x floor"] > 0
