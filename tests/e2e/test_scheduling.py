@@ -315,6 +315,7 @@ def test_expired_requests_end_by_timeout_and_never_run_again(served: TinyServer)
 @pytest.mark.row("C8", whole=True)
 def test_the_cache_is_emptied_beside_a_running_request(served: TinyServer) -> None:
     url = served.server.grpc_url
+    (want,) = served.llm.generate([PROMPT], SamplingParams(max_tokens=1000, ignore_eos=True))
     asked = {"input_ids": list(range(100, 200)), "max_tokens": 2, "return_num_cached_tokens": True}
     with Client(url) as client:
         stream(url, "generator", asked)
@@ -332,7 +333,6 @@ def test_the_cache_is_emptied_beside_a_running_request(served: TinyServer) -> No
         cold = stream(url, "generator", asked)
         assert number(cold, "num_cached_tokens") == 0
         assert cold.token_ids == warm.token_ids
-        (want,) = served.llm.generate([PROMPT], SamplingParams(max_tokens=1000, ignore_eos=True))
         client.cancel("running", model="generator")
         reply = running.read_all()
         assert reply.finish_reasons[-1] == "cancelled", "the running request was to be there"
