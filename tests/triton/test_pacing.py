@@ -180,7 +180,7 @@ def test_merged_deltas_are_the_whole_answer(harness: Harness, monkeypatch: pytes
     assert num_merged > 20, "hardly any stream had merged deltas"
 
 
-@pytest.mark.row("A31")
+@pytest.mark.row("A31", clauses=("interval", "first"))
 def test_eight_tokens_a_response_are_an_eighth_of_the_responses(harness: Harness) -> None:
     """And the first token does not wait for seven others."""
     sender = fake_pb_utils.ResponseSender()
@@ -207,6 +207,28 @@ def wait_for_responses(sender: fake_pb_utils.ResponseSender, count: int) -> None
     while len(sender.responses) < count:
         assert time.monotonic() < deadline, f"{len(sender.responses)} responses instead of {count}"
         time.sleep(0.001)
+
+
+@pytest.mark.row("A31", clauses=("time",))
+def test_responses_keep_an_interval_of_time(harness: Harness) -> None:
+    """No response but the last comes earlier than 30 ms after the one before, however fast the tokens are."""
+    sender, times = fake_pb_utils.ResponseSender(), list[float]()
+    sender.send_delay = lambda: times.append(time.monotonic())
+    params = SamplingParams(max_tokens=400)
+    parsed = ParsedRequest([1], params, "x", OUTPUTS, OUTPUTS, stream=True, stream_interval_ms=30)
+    harness.responder.submit(RequestHandle(sender, "x", "x"), parsed)
+    assert harness.core.seen.get(timeout=WAIT_S)[0] == "add"
+    num_sent = 0
+    while len(times) < 5:
+        harness.core.steps.put([EngineCoreOutput("x", [LETTER])])
+        num_sent += 1
+        time.sleep(0.002)
+    harness.core.steps.put([EngineCoreOutput("x", [LETTER], "length")])
+    assert sender.final.wait(WAIT_S)
+    assert answers(sender)[0]["ids"] == [LETTER] * (num_sent + 1)
+    assert len(times) < num_sent / 4
+    # From the end of one send to the end of the next.
+    assert all(after - before > 0.029 for before, after in itertools.pairwise(times[:-1]))
 
 
 def test_a_stream_without_news_is_sent_what_waits_when_its_time_comes(harness: Harness) -> None:

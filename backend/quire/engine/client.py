@@ -82,7 +82,7 @@ class EngineClient:
         os.eventfd_write(self._wake_fd, 1)
 
     def wait(self, timeout_ms: int) -> None:
-        """Returns when there is something to receive, after `wake`, or when the time is over."""
+        """Returns when there is something to receive, after `wake`, or after the time; -1: no time."""
         events = dict(self._poller.poll(timeout_ms))
         if self._wake_fd in events:
             os.eventfd_read(self._wake_fd)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import resource
+import select
 import sys
 import threading
-import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from quire.triton import config_completion
 logger = logging.getLogger("quire")
 
 SHUTDOWN_S = 3.0
-WATCHDOG_S = 0.5
 MIN_INTAKE = 64
 """Requests that may wait for the intake beyond those that may wait in the engine, whose refusal is exact."""
 INTAKE_PROMPTS = 4
@@ -155,8 +155,11 @@ class TritonPythonModel:
         self._supervisor.close(SHUTDOWN_S)
 
     def _watchdog(self) -> None:
-        while os.getppid() == self._server_pid:
-            time.sleep(WATCHDOG_S)
+        with contextlib.suppress(ProcessLookupError):
+            server = select.poll()
+            server.register(os.pidfd_open(self._server_pid), select.POLLIN)
+            if os.getppid() == self._server_pid:
+                server.poll()
         os._exit(1)
 
 

@@ -9,13 +9,13 @@ alone, or few slow ones, come out as one response per token.
 
 from __future__ import annotations
 
-SEND_SHARE = 0.4
+SEND_SHARE = 0.6
 """Share of the sending thread's time that responses may take: the rest is for messages, polls and ends."""
 CPU_SHARE = 0.05
 """Share of the cores that compute which the path of responses may take, beside cores left idle."""
 PATH_FACTOR = 3.0
 """CPU time of the whole path (server, stub, a client on the machine) for each second of this thread's."""
-MAX_INTERVAL_S = 0.5
+MAX_INTERVAL_S = 0.25
 """Longest pause of a stream that has something to send."""
 _WEIGHT = 0.1
 """Of the latest pass in the running mean of what a response costs."""

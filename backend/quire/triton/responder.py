@@ -139,13 +139,14 @@ class Responder(threading.Thread):
     def _timeout_ms(self) -> int:
         if self._inbox or self._stopped.is_set():
             return 0
-        now = time.monotonic()
-        next_event = min(now + 1.0, self._next_due)
+        next_event = self._next_due
         if self._poll_queue:
             next_event = min(next_event, self._poll_queue[0][0])
         if self._ending:
             next_event = min(next_event, self._ending[0][0])
-        return math.ceil(max(0.0, next_event - now) * 1000)
+        if next_event == math.inf:
+            return -1
+        return math.ceil(max(0.0, next_event - time.monotonic()) * 1000)
 
     def _submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
         handle.parsed = parsed
