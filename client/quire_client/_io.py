@@ -60,8 +60,8 @@ class _Call:
 
 
 class AsyncioCall(_Call):
-    """A call that a task of its own reads, one response ahead: grpc cancels a call together with the task that
-    waits for it, and then the request could not be ended by its id first."""
+    """A call that a task of its own reads, two responses ahead: grpc cancels a call together with the task
+    that waits for it, and then the request could not be ended by its id first."""
 
     def __init__(self, call: Any) -> None:
         super().__init__(call)
@@ -86,7 +86,7 @@ class AsyncioCall(_Call):
         except grpc.RpcError as error:
             return error
         except asyncio.CancelledError:
-            # By `cancel`, or where the call ended with that status.
+            # Either side has cancelled the call, or the event loop is ending.
             self._call.cancel()
             return self._error(grpc.StatusCode.CANCELLED, await self._call.details())
         finally:
@@ -108,8 +108,7 @@ class AsyncioCall(_Call):
     async def receive(self) -> Any:
         while self._response is None:
             if self._reader.done():
-                error = self._reader.result()
-                if error is not None:
+                if (error := self._reader.result()) is not None:
                     raise error
                 return None
             await self._wait()
@@ -119,7 +118,8 @@ class AsyncioCall(_Call):
 
     def cancel(self) -> None:
         super().cancel()
-        self._reader.cancel()
+        self._response = None  # nobody wants it, and the reader may wait for its place
+        self._wake()
 
     async def exhaust(self, seconds: float) -> bool:
         """Reads the call to its end, however it ends; False: that took longer, and the call is cancelled."""

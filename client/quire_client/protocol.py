@@ -411,7 +411,7 @@ def parse_response(response: Any, received_at: float) -> tuple[list[Chunk], bool
     texts = values.get("text_output") or ("",)
     reasons, logprobs = values.get("finish_reason", ()), values.get("logprobs", ())
     indices, sums = values.get("index", ()), values.get("cumulative_logprob", ())
-    ids = values.get("output_ids", ()) if len(texts) == 1 else ()
+    ids = tuple(values.get("output_ids", ())) if len(texts) == 1 else ()
     num_output = values.get("num_output_tokens", ())
     num_input = _at(values.get("num_input_tokens", ()), 0)
     num_cached = _at(values.get("num_cached_tokens", ()), 0)
@@ -479,7 +479,7 @@ def _elements(name: str, kind: type, output: Any, raw: bytes | None) -> Sequence
         except struct.error:
             elements = None
     if elements is None or len(elements) != count:
-        raise ProtocolError(f"output {name}: the data do not fit the shape {list(output.shape)!r:.80}")
+        raise ProtocolError(f"output {name}: the data do not fit the shape {output.shape[:MAX_DIMS]!r:.80}")
     return [v.decode("utf-8", "replace") for v in elements] if kind is str else elements
 
 
