@@ -83,6 +83,7 @@ class AsyncioCall(_Call):
                     await self._wait()
                 self._response = response
                 self._wake()
+                await asyncio.sleep(0)  # who waits for it goes first: to begin the next read takes time
         except grpc.RpcError as error:
             return error
         except asyncio.CancelledError:
