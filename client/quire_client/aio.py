@@ -255,8 +255,10 @@ class AsyncStream(AsyncIterator[Chunk]):
         if call is None or self._over or not self._io.is_alive:
             return
         # No waiting in a destructor.
-        call.cancel()
-        if not self._final:
+        if self._final:
+            self._io.spawn(call.exhaust(conn.DRAIN_TIMEOUT))
+        else:
+            call.cancel()
             self._io.spawn(self._cancel_by_id(late=True))
 
 
