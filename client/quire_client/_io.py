@@ -60,30 +60,67 @@ class _Call:
 
 
 class AsyncioCall(_Call):
-    _receiving: asyncio.Future[Any] | None = None
+    """A call that a task of its own reads, two responses ahead: grpc cancels a call together with the task
+    that waits for it, and then the request could not be ended by its id first."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__(call)
+        self._loop = asyncio.get_running_loop()
+        self._response: Any = None
+        """What was read and not yet received."""
+        self._waiting: asyncio.Future[None] = self._loop.create_future()
+        """The wait of the reader for a place, or of a receiver for a response; never are there both."""
+        self._reader = self._loop.create_task(self._read())
+
+    async def _read(self) -> grpc.RpcError | None:
+        """Reads to the end; returns the error that the call ended with."""
+        try:
+            while (response := await self._call.read()) is not grpc.aio.EOF:
+                if response is None:  # grpc has logged why
+                    self._call.cancel()
+                    return self._error(grpc.StatusCode.INTERNAL, "Exception deserializing response!")
+                while self._response is not None:
+                    await self._wait()
+                self._response = response
+                self._wake()
+                await asyncio.sleep(0)  # who waits for it goes first: to begin the next read takes time
+        except grpc.RpcError as error:
+            return error
+        except asyncio.CancelledError:
+            # Either side has cancelled the call, or the event loop is ending.
+            self._call.cancel()
+            return self._error(grpc.StatusCode.CANCELLED, await self._call.details())
+        finally:
+            self._wake()
+        return None
+
+    @staticmethod
+    def _error(code: grpc.StatusCode, details: str) -> grpc.RpcError:
+        return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
+
+    async def _wait(self) -> None:
+        self._waiting = self._loop.create_future()
+        await self._waiting
+
+    def _wake(self) -> None:
+        if not self._waiting.done():
+            self._waiting.set_result(None)
 
     async def receive(self) -> Any:
-        # The read is a task of its own: grpc cancels a call together with the task that waits for it, and
-        # then the request could not be ended by its id first. A read that nobody waits for is taken up by the
-        # next `receive`, since a call has one read at a time.
-        receiving = self._receiving or asyncio.ensure_future(self._call.read())
-        self._receiving = receiving
-        try:
-            response = await asyncio.shield(receiving)
-        except asyncio.CancelledError:
-            if not receiving.cancelled():
-                raise  # this task is cancelled, not the call
-            # grpc.aio also raises CancelledError where the server ended the call with that status.
-            raise grpc.aio.AioRpcError(
-                grpc.StatusCode.CANCELLED,
-                await self._call.initial_metadata(),
-                await self._call.trailing_metadata(),
-                details=await self._call.details(),
-            ) from None
-        finally:
-            if receiving.done():
-                self._receiving = None
-        return None if response is grpc.aio.EOF else response
+        while self._response is None:
+            if self._reader.done():
+                if (error := self._reader.result()) is not None:
+                    raise error
+                return None
+            await self._wait()
+        response, self._response = self._response, None
+        self._wake()
+        return response
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._response = None  # nobody wants it, and the reader may wait for its place
+        self._wake()
 
     async def exhaust(self, seconds: float) -> bool:
         """Reads the call to its end, however it ends; False: that took longer, and the call is cancelled."""

@@ -141,11 +141,13 @@ class AsyncStream(AsyncIterator[Chunk]):
                 raise StopAsyncIteration
             finally:
                 self._reading.release()
-        except (QuireClientError, StopAsyncIteration):
+        except StopAsyncIteration:
             raise
-        except BaseException:
-            # The cancellation of this task must not stop that of the request.
-            await self._io.finish(self.cancel())
+        except BaseException as error:
+            # A request that was never sent may be tried again, and one that has ended needs no cancelling.
+            if not isinstance(error, QuireClientError) or (self._call is not None and not self._over):
+                # The cancellation of this task must not stop that of the request.
+                await self._io.finish(self.cancel())
             raise
 
     async def _read(self) -> None:
@@ -164,10 +166,14 @@ class AsyncStream(AsyncIterator[Chunk]):
                 await self._read_to_end(conn.DRAIN_TIMEOUT)
                 failure = error_from_text(response.error_message)
             else:
-                chunks, final = parse_response(response.infer_response, time.perf_counter())
-                self._pending.extend(chunks)
-                self._final = bool(final) or (final is None and self._schema.decoupled is False)
-                return
+                try:
+                    chunks, final = parse_response(response.infer_response, time.perf_counter())
+                except ProtocolError as error:
+                    failure = error
+                else:
+                    self._pending.extend(chunks)
+                    self._final = bool(final) or (final is None and self._schema.decoupled is False)
+                    return
         if not self._cancelling.locked():
             raise self._failed(failure)
 
@@ -246,11 +252,14 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     def __del__(self) -> None:
         call = getattr(self, "_call", None)
-        if call is None or self.done or not self._io.is_alive:
+        if call is None or self._over or not self._io.is_alive:
             return
         # No waiting in a destructor.
-        call.cancel()
-        self._io.spawn(self._cancel_by_id(late=True))
+        if self._final:
+            self._io.spawn(call.exhaust(conn.DRAIN_TIMEOUT))
+        else:
+            call.cancel()
+            self._io.spawn(self._cancel_by_id(late=True))
 
 
 class AsyncClient:

@@ -79,7 +79,7 @@ class ServerError(QuireClientError):
 
 
 class ProtocolError(ServerError):
-    """The server's answer breaks the protocol: a stream that ended without a final response."""
+    """The server's answer breaks the protocol: no final response, or tensors that are not what they state."""
 
 
 _BY_CODE: dict[str, type[QuireClientError]] = {

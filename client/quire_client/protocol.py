@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import struct
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tritonclient.grpc import InferInput, InferResult, model_config_pb2, service_pb2
+from tritonclient.grpc import InferInput, model_config_pb2, service_pb2
 from tritonclient.utils import triton_to_np_dtype
 
 from quire_client.errors import InvalidArgument, ProtocolError
@@ -33,6 +34,8 @@ LARGE_PROMPT = 2**16
 """Number of characters or token ids beyond which a prompt takes long to build."""
 JSON_INPUT = "sampling_parameters"
 FINAL_PARAMETER = "triton_final_response"
+MAX_DIMS = 32
+"""Dims of an output that are looked at; a hostile server's product of more would take long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,29 @@ KNOWN_INPUTS: dict[str, TensorInfo] = {
 # everybody else calls it; Triton has a parameter of that name.
 _INPUT_ALIASES = {"logprobs": "num_logprobs", "priority": "request_priority"}
 _CHOICES = ("n", "best_of", "beam_width")
+
+# What a `Chunk` is made of.
+_CHUNK_OUTPUTS: dict[str, type] = {
+    **dict.fromkeys(("text_output", "finish_reason", "logprobs"), str),
+    **dict.fromkeys(
+        ("output_ids", "index", "num_input_tokens", "num_output_tokens", "num_cached_tokens"), int
+    ),
+    "cumulative_logprob": float,
+}
+# Type of the elements, letter of `struct` and field of `InferTensorContents` of each datatype.
+_DATATYPES: dict[str, tuple[type, str, str]] = {
+    "BYTES": (str, "", "bytes_contents"),
+    "INT8": (int, "b", "int_contents"),
+    "INT16": (int, "h", "int_contents"),
+    "INT32": (int, "i", "int_contents"),
+    "INT64": (int, "q", "int64_contents"),
+    "UINT8": (int, "B", "uint_contents"),
+    "UINT16": (int, "H", "uint_contents"),
+    "UINT32": (int, "I", "uint_contents"),
+    "UINT64": (int, "Q", "uint64_contents"),
+    "FP32": (float, "f", "fp32_contents"),
+    "FP64": (float, "d", "fp64_contents"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,39 +398,40 @@ def parse_response(response: Any, received_at: float) -> tuple[list[Chunk], bool
 
     A response without outputs (a bare final flag) has no chunks. A response with k texts is k chunks; its
     token ids then cannot be told apart and are left out.
+
+    Raises:
+        ProtocolError: an output's data are not what its datatype and shape say, or `logprobs` is no JSON.
     """
-    final = (
-        response.parameters[FINAL_PARAMETER].bool_param if FINAL_PARAMETER in response.parameters else None
-    )
-    if not response.outputs:
+    parameters = response.parameters
+    final = parameters[FINAL_PARAMETER].bool_param if FINAL_PARAMETER in parameters else None
+    outputs = response.outputs
+    if not outputs:
         return [], final
-    result = InferResult(response)
-    texts = _texts(result, "text_output") or [""]
-    reasons = _texts(result, "finish_reason")
-    logprobs = _texts(result, "logprobs")
-    indices = _integers(result, "index")
-    ids = _integers(result, "output_ids") if len(texts) == 1 else ()
-    num_input = _integers(result, "num_input_tokens")
-    num_output = _integers(result, "num_output_tokens")
-    num_cached = _integers(result, "num_cached_tokens")
-    sums = result.as_numpy("cumulative_logprob")
-    chunks = []
-    for i, text in enumerate(texts):
-        chunks.append(
-            Chunk(
-                text,
-                ids,
-                (_at(reasons, i) or None),
-                indices[i] if i < len(indices) else i,
-                bool(final) and i == len(texts) - 1,
-                json.loads(lp) if (lp := _at(logprobs, i)) else None,
-                num_input[0] if num_input else None,
-                _at(num_output, i),
-                received_at,
-                num_cached[0] if num_cached else None,
-                None if sums is None or i >= sums.size else float(sums.reshape(-1)[i]),
-            )
+    values = _output_values(outputs, response.raw_output_contents)
+    texts = values.get("text_output") or ("",)
+    reasons, logprobs = values.get("finish_reason", ()), values.get("logprobs", ())
+    indices, sums = values.get("index", ()), values.get("cumulative_logprob", ())
+    ids = tuple(values.get("output_ids", ())) if len(texts) == 1 else ()
+    num_output = values.get("num_output_tokens", ())
+    num_input = _at(values.get("num_input_tokens", ()), 0)
+    num_cached = _at(values.get("num_cached_tokens", ()), 0)
+    last = len(texts) - 1
+    chunks = [
+        Chunk(
+            text,
+            ids,
+            _at(reasons, i) or None,
+            indices[i] if i < len(indices) else i,
+            bool(final) and i == last,
+            _parsed(lp) if (lp := _at(logprobs, i)) else None,
+            num_input,
+            _at(num_output, i),
+            received_at,
+            num_cached,
+            _at(sums, i),
         )
+        for i, text in enumerate(texts)
+    ]
     return chunks, final
 
 
@@ -412,13 +439,55 @@ def _at(values: Sequence[Any], i: int) -> Any:
     return values[i] if i < len(values) else None
 
 
-def _texts(result: InferResult, name: str) -> list[str]:
-    array = result.as_numpy(name)
-    if array is None:
-        return []
-    return [v.decode("utf-8", "replace") if isinstance(v, bytes) else str(v) for v in array.reshape(-1)]
+def _parsed(logprobs: str) -> Any:
+    try:
+        return json.loads(logprobs)
+    except (ValueError, RecursionError):
+        raise ProtocolError(f"output logprobs: not JSON: {logprobs!r:.80}") from None
 
 
-def _integers(result: InferResult, name: str) -> tuple[int, ...]:
-    array = result.as_numpy(name)
-    return () if array is None else tuple(int(v) for v in array.reshape(-1))
+def _output_values(outputs: Sequence[Any], raw_contents: Sequence[bytes]) -> dict[str, Sequence[Any]]:
+    """The elements of each output that a `Chunk` is made of, in row-major order.
+
+    Without numpy and `InferResult`, whose arrays take several times as long for so few elements.
+    """
+    if raw_contents and len(raw_contents) != len(outputs):
+        raise ProtocolError(f"a response has {len(outputs)} outputs and the raw data of {len(raw_contents)}")
+    values = {}
+    for i, output in enumerate(outputs):
+        name = output.name
+        kind = _CHUNK_OUTPUTS.get(name)
+        if kind is not None:
+            values[name] = _elements(name, kind, output, raw_contents[i] if raw_contents else None)
+    return values
+
+
+def _elements(name: str, kind: type, output: Any, raw: bytes | None) -> Sequence[Any]:
+    """The elements of an output: its raw data, or None where they are in its `contents`."""
+    stated, letter, field = _DATATYPES.get(output.datatype, (None, "", ""))
+    if stated is not kind:
+        raise ProtocolError(f"output {name}: must be of {kind.__name__}, is of {output.datatype!r:.20}")
+    count = math.prod(output.shape[:MAX_DIMS])
+    elements: Sequence[Any] | None
+    if raw is None:
+        elements = tuple(getattr(output.contents, field))
+    elif kind is str:
+        elements = _byte_strings(raw)
+    else:
+        try:
+            elements = struct.unpack(f"<{count}{letter}", raw)
+        except struct.error:
+            elements = None
+    if elements is None or len(elements) != count:
+        raise ProtocolError(f"output {name}: the data do not fit the shape {output.shape[:MAX_DIMS]!r:.80}")
+    return [v.decode("utf-8", "replace") for v in elements] if kind is str else elements
+
+
+def _byte_strings(raw: bytes) -> list[bytes] | None:
+    """The elements of a BYTES tensor, each after its length; None where the data end within one."""
+    strings, position, end = [], 0, len(raw)
+    while position < end:
+        start = position + 4
+        position = start + int.from_bytes(raw[position:start], "little")
+        strings.append(raw[start:position])
+    return strings if position == end else None

@@ -1,8 +1,9 @@
 """A KServe gRPC server in this process, which behaves like Triton where the client can tell the difference.
 
 What a request does is its prompt: `tokens 5`, `endless`, `error INVALID_ARGUMENT some text`, `midway 2`,
-`no final 3`, `flag final 2`, `silent`, `choices 3`. As in Triton, the members of an ensemble never learn that
-the client has gone: an `endless` request to `chat` runs until it is cancelled by its id on `generator`.
+`no final 3`, `flag final 2`, `silent`, `choices 3`, `malformed`, `lingering`. As in Triton, the members of an
+ensemble never learn that the client has gone: an `endless` request to `chat` runs until it is cancelled by
+its id on `generator`.
 """
 
 from __future__ import annotations
@@ -210,13 +211,16 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
             answer = service_pb2.ModelInferResponse(model_name=request.model_name, id=request.id)
             answer.parameters["triton_final_response"].bool_param = True
             yield service_pb2.ModelStreamInferResponse(infer_response=answer)
-        elif verb in ("endless", "silent"):
+        elif verb in ("endless", "silent", "malformed", "lingering"):
             self.tenants[request.id] = _tenant(inputs)
-            yield from self._endless(request, context, silent=verb == "silent")
+            first = self._response(request, "first ", [7], "", final=verb == "lingering")
+            if verb == "malformed":
+                first.infer_response.raw_output_contents[0] += b"more"
+            yield from self._endless(request, context, None if verb == "silent" else first)
         else:
             raise AssertionError(f"the fake does not know {text!r}")
 
-    def _endless(self, request: Any, context: Any, *, silent: bool) -> Iterator[Any]:
+    def _endless(self, request: Any, context: Any, first: Any | None) -> Iterator[Any]:
         event = threading.Event()
         self.running[request.id] = event
         self._events.append(event)
@@ -224,8 +228,8 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
             context.add_callback(event.set)
         # The engine is not the call: it goes on when gRPC has given up the call of a client that left.
         threading.Thread(target=self._engine, args=(request.id, event), daemon=True).start()
-        if not silent:
-            yield self._response(request, "first ", [7], "", final=False)
+        if first is not None:
+            yield first
         self.started.set()
         event.wait()
         if context.is_active():
