@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from quire import SamplingParams
 from tests.e2e.conftest import ENDLESS, TinyServer
-from tests.e2e.triton_calls import TritonStream, infer, stream
+from tests.e2e.triton_calls import Reply, TritonStream, infer, stream
 
 pytestmark = pytest.mark.server
 
@@ -57,6 +57,28 @@ def events(text: str) -> list[dict[str, Any]]:
     return [
         json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")
     ]
+
+
+@pytest.mark.row("A31")
+@pytest.mark.parametrize("model", ["generator", "chat"])
+@pytest.mark.parametrize("interval", [{}, {"stream_interval": 8}, {"stream_interval_ms": 40}], ids=str)
+def test_many_streams_at_every_interval_say_what_the_whole_answer_does(
+    tiny: TinyServer, model: str, interval: dict[str, int]
+) -> None:
+    asked = {"max_tokens": 120, "ignore_eos": True}
+    wanted = {prompt: engine_text(tiny, prompt, **asked) for prompt in UTF8_PROMPTS}
+
+    def run(prompt: str) -> Reply:
+        inputs = {"text_input": prompt, "stream": True, **asked, **interval}
+        return stream(tiny.server.grpc_url, model, inputs)
+
+    prompts = UTF8_PROMPTS * 4
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        for prompt, reply in zip(prompts, pool.map(run, prompts), strict=True):
+            assert reply.error is None and reply.finals == 1
+            assert reply.text == wanted[prompt] and len(reply.token_ids) == 120
+            if "stream_interval" in interval:
+                assert all(len(result.as_numpy("output_ids")) >= 8 for result in reply.results[1:-1])
 
 
 @pytest.mark.row("A1", clauses=("grpc", "one-line"))

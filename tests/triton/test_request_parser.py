@@ -60,7 +60,7 @@ def parse(
     *,
     request_id: str = "",
     decoupled: bool = True,
-    limits: dict[str, bool] | None = None,
+    limits: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     parser = RequestParser(
@@ -118,6 +118,21 @@ def test_a_string_is_no_list_where_a_list_can_be_told(tokenizer: Tokenizer, fiel
     assert getattr(parse(tokenizer, PROMPT, {field: string}).params, name) == spelled
 
 
+def test_a_request_states_how_often_it_is_sent_to_or_the_model_does(tokenizer: Tokenizer) -> None:
+    """A request that states one of the two is not bound by the model's other one."""
+
+    def intervals(inputs: dict[str, np.ndarray], parameters: dict[str, Any], **model: int) -> tuple[int, int]:
+        parsed = parse(tokenizer, {**PROMPT, **inputs}, parameters, limits=model)
+        return parsed.stream_interval, parsed.stream_interval_ms
+
+    model = {"stream_interval": 4, "stream_interval_ms": 20}
+    assert intervals({}, {}) == (0, 0)
+    assert intervals({}, {}, **model) == (4, 20)
+    assert intervals({}, {"stream_interval": "2"}, **model) == (2, 0)
+    assert intervals({"stream_interval_ms": np.array([9], np.int32)}, {}, **model) == (0, 9)
+    assert intervals({"stream_interval": np.array([0], np.int32)}, {}, **model) == (0, 0)
+
+
 def test_reserved_parameters_are_not_ours(tokenizer: Tokenizer) -> None:
     prompt = {"input_ids": np.array([1, 2], np.int32)}
     parse(tokenizer, prompt, {"priority": 1, "timeout": 5, "triton_enable_empty_final_response": True})
@@ -158,6 +173,13 @@ BAD = [
     ({"input_ids": np.ones(2, np.int32)}, {"temprature": 1}, "temprature", "unknown"),
     ({"input_ids": np.ones(2, np.int32)}, {"max_tokens": "ten"}, "max_tokens", "integer"),
     ({"input_ids": np.ones(2, np.int32)}, {"stream": "perhaps"}, "stream", "boolean"),
+    (
+        {"input_ids": np.ones(2, np.int32), "stream_interval": np.array([-1], np.int32)},
+        {},
+        "stream_interval",
+        "[0,",
+    ),
+    ({"input_ids": np.ones(2, np.int32)}, {"stream_interval_ms": 60_001}, "stream_interval_ms", "60000"),
     (
         {"input_ids": np.ones(2, np.int32), "sampling_parameters": text("{")},
         {},

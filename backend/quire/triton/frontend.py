@@ -145,6 +145,8 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Called after the last FINAL; bounded in time."""
+        from quire.triton.request_handle import finish_reason_tensor
+
         if not hasattr(self, "_intake"):
             return
         self._intake.stop(SHUTDOWN_S)
@@ -152,6 +154,7 @@ class TritonPythonModel:
         self._responder.join(SHUTDOWN_S)
         if self._metrics is not None:
             self._metrics.close()
+        finish_reason_tensor.cache_clear()
         self._supervisor.close(SHUTDOWN_S)
 
     def _watchdog(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from quire.frontend.output_processor import RequestProcessor
 from quire.outputs import RequestOutput, TokenLogprobs
 from quire.triton.request_parser import ParsedRequest
 
+_OBJECT = np.dtype(np.object_)
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -102,8 +104,8 @@ class RequestHandle:
         assert self._sender is not None and not self.is_ending, f"{self.request_id}: sent after FINAL"
         assert self.parsed is not None
         last_sent = self.last_sent.get(output.index)
-        arrays = _arrays(output, self.parsed, first=last_sent is None)
-        response = pb_utils.InferenceResponse([pb_utils.Tensor(*named) for named in arrays.items()])
+        num_bytes, tensors = _tensors(output, self.parsed, first=last_sent is None)
+        response = pb_utils.InferenceResponse(tensors)
         now = self.last_sent[output.index] = time.monotonic()
         if last_sent is not None:
             self.step_s = now - last_sent
@@ -111,7 +113,6 @@ class RequestHandle:
         if self.num_open_choices:
             self._sender.send(response)
             return
-        num_bytes = sum(map(_num_bytes, arrays.values()))
         if careful or num_bytes > _SMALL_BYTES:
             _ask_for_room(num_bytes)
         self._sender.send(response, flags=_FINAL)
@@ -164,19 +165,36 @@ def _ask_for_room(num_bytes: int) -> None:
         time.sleep(_PAUSE_S + num_bytes * _PAUSE_S_PER_BYTE)
 
 
-def _arrays(output: RequestOutput, parsed: ParsedRequest, *, first: bool) -> dict[str, Any]:
-    """What the tensors of one response hold, by name."""
-    wanted = parsed.final_outputs if output.finished else parsed.outputs
-    text = parsed.echo + output.text if first and parsed.echo else output.text
-    return {name: _bytes(text) if name == "text_output" else _ARRAYS[name](output) for name in wanted}
+def _tensors(output: RequestOutput, parsed: ParsedRequest, *, first: bool) -> tuple[int, list[Any]]:
+    """The tensors of one response, and how many bytes they hold at least."""
+    num_bytes = 0
+    tensors = []
+    for name in parsed.final_outputs if output.finished else parsed.outputs:
+        if name == "finish_reason":
+            tensors.append(finish_reason_tensor(output.finish_reason or ""))
+            continue
+        if name == "text_output":
+            array = _bytes(parsed.echo + output.text if first and parsed.echo else output.text)
+        else:
+            array = _ARRAYS[name](output)
+        num_bytes += len(array[0]) if array.dtype == _OBJECT else array.nbytes
+        tensors.append(pb_utils.Tensor(name, array))
+    return num_bytes, tensors
 
 
-def _num_bytes(array: Any) -> int:
-    return len(array[0]) if array.dtype == np.object_ else array.nbytes
+@cache
+def finish_reason_tensor(reason: str) -> Any:
+    """One for all responses: what was sent once is in shared memory and need not be copied there again.
+
+    Where Triton's utilities end before the interpreter does, the cache must be cleared before them.
+    """
+    return pb_utils.Tensor("finish_reason", _bytes(reason))
 
 
 def _bytes(text: str) -> Any:
-    return np.array([text.encode("utf-8")], dtype=np.object_)
+    array = np.empty(1, dtype=_OBJECT)
+    array[0] = text.encode("utf-8")
+    return array
 
 
 def _logprobs(entries: list[TokenLogprobs]) -> bytes:
@@ -198,7 +216,6 @@ def _logprobs(entries: list[TokenLogprobs]) -> bytes:
 
 _ARRAYS: dict[str, Callable[[RequestOutput], Any]] = {
     "output_ids": lambda output: np.array(output.token_ids, dtype=np.int32),
-    "finish_reason": lambda output: _bytes(output.finish_reason or ""),
     "index": lambda output: np.array([output.index], dtype=np.int32),
     "num_input_tokens": lambda output: np.array([output.num_prompt_tokens], dtype=np.uint32),
     "num_output_tokens": lambda output: np.array([len(output.token_ids)], dtype=np.uint32),
@@ -206,4 +223,4 @@ _ARRAYS: dict[str, Callable[[RequestOutput], Any]] = {
     "logprobs": lambda output: np.array([_logprobs(output.logprobs or [])], dtype=np.object_),
     "cumulative_logprob": lambda output: np.array([output.cumulative_logprob or 0.0], dtype=np.float32),
 }
-"""What an output's tensor holds, but for `text_output`."""
+"""What an output's tensor holds, but for `text_output` and `finish_reason`."""
