@@ -11,7 +11,6 @@ import contextlib
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -323,7 +322,7 @@ def main(
     plan = Plan(values, vocab_size, streams, num_prompt, num_tokens, frontends, library)
     try:
         rows = medians(run(plan, rounds, before, folder))
-    except (AdapterError, subprocess.CalledProcessError) as error:
+    except AdapterError as error:
         raise click.ClickException(f"{error} (logs: {folder})") from None
     name = f"fake {step_ms:g} ms" if model == "fake" else model
     text = (
