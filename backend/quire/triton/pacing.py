@@ -17,8 +17,10 @@ PATH_FACTOR = 3.0
 """CPU time of the whole path (server, stub, a client on the machine) for each second of this thread's."""
 MAX_INTERVAL_S = 0.25
 """Longest pause of a stream that has something to send."""
-_WEIGHT = 0.1
-"""Of the latest pass in the running mean of what a response costs."""
+MAX_PERIOD_S = 0.1
+"""Longest time between two steps that is waited for the next one's tokens."""
+_MEMORY = 0.98
+"""What is left of the weight of a measurement after the next one."""
 
 
 class Pace:
@@ -33,17 +35,28 @@ class Pace:
     def __init__(self, num_threads: int, num_cpus: int, num_frontends: int = 1) -> None:
         idle = max(num_cpus - num_threads, 0)
         self._cores = (idle + CPU_SHARE * num_threads) / num_frontends if num_threads else float("inf")
-        self._seconds = 1.5e-4
-        self._cpu_seconds = 1e-4
+        self._num_responses, self._seconds, self._cpu_seconds = 1.0, 1.5e-4, 1e-4
+        self._last_step = 0.0
+        self.period_s = 0.0
+        """About the time between the outputs of two steps."""
 
     def charge(self, num_responses: int, seconds: float, cpu_seconds: float) -> None:
         """Takes in what `num_responses` took of the sending thread's time, by the clock and of CPU."""
-        self._seconds += _WEIGHT * (seconds / num_responses - self._seconds)
-        self._cpu_seconds += _WEIGHT * (cpu_seconds / num_responses - self._cpu_seconds)
+        self._num_responses = _MEMORY * self._num_responses + num_responses
+        self._seconds = _MEMORY * self._seconds + seconds
+        self._cpu_seconds = _MEMORY * self._cpu_seconds + cpu_seconds
+
+    def step(self, now: float) -> None:
+        """Outputs of a step have come."""
+        self.period_s += (1 - _MEMORY) * (min(now - self._last_step, MAX_PERIOD_S) - self.period_s)
+        self._last_step = now
 
     def interval_s(self, num_streams: int) -> float:
-        """Shortest time between two responses of each of `num_streams` streams."""
+        """Shortest time between two responses of each of `num_streams` streams.
+
+        Half a step less than their share comes to: tokens come with steps, and responses with tokens.
+        """
         if num_streams <= 1:
             return 0.0
-        each = max(self._seconds / SEND_SHARE, self._cpu_seconds * PATH_FACTOR / self._cores)
-        return min(num_streams * each, MAX_INTERVAL_S)
+        seconds = max(self._seconds / SEND_SHARE, self._cpu_seconds * PATH_FACTOR / self._cores)
+        return max(min(num_streams * seconds / self._num_responses, MAX_INTERVAL_S) - self.period_s / 2, 0.0)

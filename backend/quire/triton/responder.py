@@ -84,6 +84,8 @@ class Responder(threading.Thread):
         """Choices, by request id and index, that may have something to send, and when that is to be."""
         self._next_due = math.inf
         """No choice is due before it."""
+        self._last_look = 0.0
+        """When it was last looked what is due."""
         self._poll_queue: list[tuple[float, str, RequestHandle]] = []
         """A heap by the time of the next poll."""
         self._poll_cost = 1e-4
@@ -140,6 +142,8 @@ class Responder(threading.Thread):
         if self._inbox or self._stopped.is_set():
             return 0
         next_event = self._next_due
+        if next_event > self._last_look:  # what is due while no step ends may come with the next one's tokens
+            next_event += self._pace.period_s
         if self._poll_queue:
             next_event = min(next_event, self._poll_queue[0][0])
         if self._ending:
@@ -187,6 +191,7 @@ class Responder(threading.Thread):
         for answer in self.engine.receive():
             match answer:
                 case Outputs():
+                    self._pace.step(time.monotonic())
                     for output in answer.outputs:
                         handle = self._open.get(output.request_id)
                         if handle is not None:
@@ -242,7 +247,7 @@ class Responder(threading.Thread):
 
     def _send_due(self) -> None:
         """Sends up to SENDS_PER_PASS responses: first tokens and ends, then what has been due for longest."""
-        now = time.monotonic()
+        now = self._last_look = time.monotonic()
         if now < self._next_due:
             return
         cpu_start = time.thread_time()
