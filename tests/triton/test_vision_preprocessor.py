@@ -179,6 +179,22 @@ def test_wrong_requests_fail_alone_with_invalid_arg(model: Model) -> None:
         assert response.tensors["image_spans"].shape == (1, 1, 2)
 
 
+def test_what_nobody_foresaw_ends_its_own_request_only(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception of a request's thread came out of `execute`, and its whole batch failed with it."""
+    process = model.processor.process
+
+    def broken(messages: bytes | None, text: bytes | None, *rest: Any) -> VisionPrompt:
+        if text == b"unknown":
+            raise RuntimeError("no such\nresampling filter")
+        return process(messages, text, *rest)
+
+    monkeypatch.setattr(model.processor, "process", broken)
+    good, bad = model.execute([request(text_input=b"good"), request(text_input=b"unknown")])
+    assert good.error is None
+    assert bad.error.message() == "no such resampling filter"
+    assert bad.error.code() == fake_pb_utils.TritonError.INTERNAL
+
+
 def test_limits_are_parameters(directory: Path) -> None:
     model = Model()
     model.initialize(

@@ -120,7 +120,6 @@ def test_every_config_parses_and_is_complete(checkpoint: Path, tmp_path: Path) -
     assert not tokenizer.model_transaction_policy.decoupled
     assert not tokenizer.dynamic_batching.max_queue_delay_microseconds, "a lone request waits for no others"
     assert not tokenizer.dynamic_batching.preserve_ordering, "short texts would wait for the long one before"
-    assert all(item.allow_ragged_batch for item in tokenizer.input), "texts and messages go together"
 
 
 def test_a_vision_checkpoint_gets_the_vision_models(tmp_path: Path) -> None:
