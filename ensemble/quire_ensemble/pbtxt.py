@@ -111,8 +111,8 @@ def _prompt_config(
         f"name: {quote(name)}",
         'backend: "python"',
         _comment(
-            "Most requests in one batch. None waits for others to come. No allow_ragged_batch on the inputs:",
-            "under load tritonserver 2.51 loses requests by it and ends with a damaged heap.",
+            "Most requests in one batch; none waits for others. Use ModelInfer: hundreds of requests on",
+            "one gRPC stream straight to a batching model end tritonserver 2.51. Ensembles stream well.",
         ),
         f"max_batch_size: {max_batch_size}",
         "dynamic_batching { }",

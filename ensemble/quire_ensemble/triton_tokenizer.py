@@ -33,8 +33,7 @@ class TokenizerModel(EnsembleModel):
     [1, n]. Parameters named like the fields of `TextLimits` set these.
 
     Short prompts are answered in the returned list. A long one holds up no other: it goes to a thread of its
-    own, which answers by the request's sender when the list is long returned. (Triton's own front writes the
-    answers of one gRPC stream in the order of its requests.)
+    own, which answers by the request's sender when the list is long returned.
     """
 
     tokenizer: Tokenizer

@@ -199,6 +199,7 @@ def test_every_way_to_give_an_image(vision: VisionServer, how: str) -> None:
 
 
 @pytest.mark.row("H2", clauses=("batch",))
+@pytest.mark.row("B23", clauses=("vision",))
 @pytest.mark.row("H1")
 def test_thirty_two_mixed_requests_at_once(vision: VisionServer) -> None:
     """Text and images together: all right, and both models before the generator work on several requests at
