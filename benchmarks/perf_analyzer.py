@@ -25,7 +25,10 @@ from quire_kernels.cache import cache_directory
 
 NEEDED_LIBRARIES = ("libb64.so.0d", "libcudart.so.12")
 ATTEMPTS = 3
-"""perf_analyzer 2.50 now and then ends well and leaves an empty export."""
+"""perf_analyzer 2.50 now and then ends well and leaves a cut export: for a number that a response lacks it
+shows what lay in memory, and at a float that is NaN its JSON writer stops without flushing its buffer of
+64 KiB. So a short export is empty, and a longer one ends at a multiple of that. What lies there depends on
+the process's random addresses: another run is another chance."""
 
 
 class PerfAnalyzerError(click.ClickException):
@@ -170,10 +173,21 @@ def run(
         if done.returncode != 0 or not export.is_file():
             words = (done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]
             raise PerfAnalyzerError(f"perf_analyzer: {model} x{concurrency} failed: {' / '.join(words)}")
-        text = export.read_text("utf-8")
-        if text:
-            return parse_export(json.loads(text), max_tokens=workload.max_tokens)
-    raise PerfAnalyzerError(f"perf_analyzer: {model} x{concurrency} wrote an empty export {ATTEMPTS} times")
+        try:
+            document = json.loads(export.read_bytes())
+        except ValueError:  # cut, perhaps within a character
+            continue
+        records = parse_export(document, max_tokens=workload.max_tokens)
+        if len(records) < request_count:
+            raise PerfAnalyzerError(
+                f"perf_analyzer: {model} x{concurrency} lost requests: its export has {len(records)} of "
+                f"{request_count}"
+            )
+        return records
+    raise PerfAnalyzerError(
+        f"perf_analyzer: {model} x{concurrency} wrote no whole export in {ATTEMPTS} attempts; the last has "
+        f"{export.stat().st_size} bytes"
+    )
 
 
 def matrix(

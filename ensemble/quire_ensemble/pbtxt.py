@@ -72,8 +72,11 @@ def generator_config(name: str, *, decoupled: bool, instance_count: int) -> str:
 
 def tokenizer_config(name: str, *, checkpoint: str) -> str:
     """config.pbtxt of the tokenizer; `checkpoint` is absolute or relative to the model's directory."""
-    about = "Turns a text, or chat messages by the checkpoint's chat template, into token ids."
-    return _prompt_config("tokenizer", name, checkpoint, (about,))
+    about = (
+        "Turns a text, or chat messages by the checkpoint's chat template, into token ids. Those that come",
+        "while others are worked on go together; a long one is worked on beside the short ones.",
+    )
+    return _prompt_config("tokenizer", name, checkpoint, about, max_batch_size=32)
 
 
 def vision_preprocessor_config(name: str, *, checkpoint: str) -> str:
@@ -94,17 +97,25 @@ def vision_preprocessor_config(name: str, *, checkpoint: str) -> str:
         _parameter("max_images", "16"),
         _parameter("max_image_pixels", "33554432"),
         _parameter("max_image_bytes", "20971520"),
+        max_batch_size=4,
     )
 
 
-def _prompt_config(role: str, name: str, checkpoint: str, about: Sequence[str], *parameters: str) -> str:
+def _prompt_config(
+    role: str, name: str, checkpoint: str, about: Sequence[str], *parameters: str, max_batch_size: int
+) -> str:
     """config.pbtxt of the model that an ensemble begins with."""
     inputs, outputs = TENSORS[role]
     return _join(
         _comment(*about),
         f"name: {quote(name)}",
         'backend: "python"',
-        "max_batch_size: 0",
+        _comment(
+            "Most requests in one batch; none waits for others. Use ModelInfer: hundreds of requests on",
+            "one gRPC stream straight to a batching model end tritonserver 2.51. Ensembles stream well.",
+        ),
+        f"max_batch_size: {max_batch_size}",
+        "dynamic_batching { }",
         "instance_group [ { count: 1, kind: KIND_CPU } ]",
         "",
         _comment("Checkpoint directory; a relative path starts at the directory of this file."),

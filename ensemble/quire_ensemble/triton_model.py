@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -11,11 +12,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from quire_ensemble.errors import EnsembleError, InputError, ParameterError, shown
+from quire_ensemble.errors import EnsembleError, InputError, ParameterError, one_line, shown
+
+_log = logging.getLogger(__name__)
 
 
 class EnsembleModel(ABC):
-    """Triton Python model (not decoupled: each request gets one response, in the returned list).
+    """Triton Python model (not decoupled: each request gets one response).
+
+    Triton's dynamic batcher hands it what has come in while it worked, as a list: one round trip for all.
+    Every tensor of a request has a batch dimension, of one.
 
     A model repository's `model.py` subclasses one and gives it Triton's Python utilities, which exist only
     inside a stub process. Nothing heavy is imported before `initialize`: Triton starts a second interpreter
@@ -54,16 +60,33 @@ class EnsembleModel(ABC):
 
     @abstractmethod
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One response per request, in order; a wrong input fails its own request with INVALID_ARG."""
+        """One response per request, in order; None for one that is answered by its sender.
 
-    def _refusal(self, error: InputError) -> Any:
+        A wrong input fails its own request with INVALID_ARG, and what cannot be foreseen with INTERNAL.
+        """
+
+    def _refusal(self, error: Exception) -> Any:
+        """The response to a request that failed."""
         pb = self.pb_utils
-        return pb.InferenceResponse(error=pb.TritonError(str(error), pb.TritonError.INVALID_ARG))
+        if isinstance(error, InputError):
+            return pb.InferenceResponse(error=pb.TritonError(str(error), pb.TritonError.INVALID_ARG))
+        _log.error("quire: a request of %s failed", type(self).__name__, exc_info=error)
+        return pb.InferenceResponse(error=pb.TritonError(one_line(error), pb.TritonError.INTERNAL))
 
 
 def given_inputs(request: Any) -> dict[str, np.ndarray]:
     """A request's input tensors by name."""
     return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+
+
+def unbatched(given: Mapping[str, np.ndarray], name: str, dims: int) -> np.ndarray:
+    """An input without its batch dimension, which must be 1: a request is one conversation."""
+    array = given.get(name)
+    if array is None:
+        raise InputError(name, "is missing")
+    if array.ndim != dims + 1 or array.shape[0] != 1:
+        raise InputError(name, f"must have a batch of 1 and {dims} more dimensions, got {list(array.shape)}")
+    return array[0]
 
 
 def element(given: Mapping[str, np.ndarray], name: str) -> bytes | None:
@@ -72,7 +95,7 @@ def element(given: Mapping[str, np.ndarray], name: str) -> bytes | None:
     if array is None:
         return None
     if array.size != 1:
-        raise InputError(name, f"must have shape [1], got {list(array.shape)}")
+        raise InputError(name, f"must have shape [1, 1], got {list(array.shape)}")
     value = array.reshape(-1)[0]
     return value.encode("utf-8") if isinstance(value, str) else bytes(value)
 

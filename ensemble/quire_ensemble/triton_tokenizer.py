@@ -2,45 +2,90 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from quire_ensemble.errors import InputError
+from quire_ensemble.shared_memory import ask_for_room
 from quire_ensemble.text_limits import TextLimits, text_limits
 from quire_ensemble.triton_model import EnsembleModel, element, given_inputs
 
 if TYPE_CHECKING:
     from quire_ensemble.tokenizer import Tokenizer
 
+LONG_BYTES = 4096
+"""A longer prompt is no matter of one millisecond: it is worked on beside the others."""
+LONG_THREADS = 4
+"""Long prompts that are worked on at a time; each takes its turn on the cores, and the short ones too."""
+
+_log = logging.getLogger(__name__)
+
 
 class TokenizerModel(EnsembleModel):
     """The tokenizer of an ensemble.
 
-    Inputs, exactly one: `text_input` STRING [1], `messages` STRING [1]. Output: `input_ids` INT32 [n].
-    Parameters named like the fields of `TextLimits` set these.
+    Inputs, exactly one: `text_input` STRING [1, 1], `messages` STRING [1, 1]. Output: `input_ids` INT32
+    [1, n]. Parameters named like the fields of `TextLimits` set these.
+
+    Short prompts are answered in the returned list. A long one holds up no other: it goes to a thread of its
+    own, which answers by the request's sender when the list is long returned.
     """
 
     tokenizer: Tokenizer
     limits: TextLimits
+    _long: ThreadPoolExecutor
 
     def _load(self, checkpoint: Path, parameters: Mapping[str, str], args: Mapping[str, str]) -> None:
         from quire_ensemble.tokenizer import Tokenizer
 
         self.limits = text_limits(parameters, checkpoint)
         self.tokenizer = Tokenizer(checkpoint)
+        self._long = ThreadPoolExecutor(LONG_THREADS, thread_name_prefix="long prompts")
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        return [self._respond(request) for request in requests]
+        return [self._begin(request) for request in requests]
 
-    def _respond(self, request: Any) -> Any:
-        pb = self.pb_utils
+    def finalize(self) -> None:
+        """Ends the threads."""
+        self._long.shutdown(wait=True)
+
+    def _begin(self, request: Any) -> Any:
+        """The response, or None where a thread will send it."""
         given = given_inputs(request)
         try:
-            text, messages = element(given, "text_input"), element(given, "messages")
-            token_ids = self.limits.encode(self.tokenizer, text, messages)
+            prompt = element(given, "text_input"), element(given, "messages")
         except InputError as error:
             return self._refusal(error)
-        return pb.InferenceResponse([pb.Tensor("input_ids", np.asarray(token_ids, dtype=np.int32))])
+        if max(len(part or b"") for part in prompt) <= LONG_BYTES:
+            return self._respond(*prompt)
+        self._long.submit(self._send, request.get_response_sender(), *prompt)
+        return None
+
+    def _respond(self, text: bytes | None, messages: bytes | None, *, ask: bool = False) -> Any:
+        """The response to a request of this prompt.
+
+        Args:
+            text: see the inputs.
+            messages: likewise.
+            ask: whether shared memory for it is asked for, so that there is an error to send where it lacks.
+        """
+        pb = self.pb_utils
+        try:
+            token_ids = np.array([self.limits.encode(self.tokenizer, text, messages)], dtype=np.int32)
+            if ask:
+                ask_for_room(pb, token_ids.nbytes)
+        except Exception as error:  # a tokenizer is the checkpoint's: it may raise anything
+            return self._refusal(error)
+        return pb.InferenceResponse([pb.Tensor("input_ids", token_ids)])
+
+    def _send(self, sender: Any, text: bytes | None, messages: bytes | None) -> None:
+        try:
+            response = self._respond(text, messages, ask=True)
+            sender.send(response, flags=self.pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        except Exception:  # nobody waits for this thread
+            _log.exception("quire tokenizer: a response could not be sent")

@@ -16,7 +16,7 @@ import numpy as np
 
 from quire_ensemble.encoder_cache import EncoderCache
 from quire_ensemble.errors import InputError, ParameterError, VisionError, one_line
-from quire_ensemble.triton_model import EnsembleModel, given_inputs, integer_parameter
+from quire_ensemble.triton_model import EnsembleModel, given_inputs, integer_parameter, unbatched
 
 if TYPE_CHECKING:
     from quire_ensemble.vision_tower import VisionTower
@@ -143,7 +143,7 @@ class VisionEncoderModel(EnsembleModel):
     def _images(self, request: Any) -> list[_Image] | InputError:
         try:
             given = given_inputs(request)
-            pixel_values, grid = (_unbatched(given, name, 2) for name in (PIXELS, GRID))
+            pixel_values, grid = (unbatched(given, name, 2) for name in (PIXELS, GRID))
             self.tower.check(pixel_values, grid)
         except InputError as error:
             return error
@@ -254,16 +254,6 @@ def _device(options: EncoderOptions, args: Mapping[str, str]) -> str:
     if options.device == "auto" and args.get("model_instance_kind") == "GPU":
         return f"cuda:{args.get('model_instance_device_id', '0')}"
     return options.device
-
-
-def _unbatched(given: Mapping[str, np.ndarray], name: str, dims: int) -> np.ndarray:
-    """An input without its batch dimension, which must be 1: a request is one conversation's images."""
-    array = given.get(name)
-    if array is None:
-        raise InputError(name, "is missing")
-    if array.ndim != dims + 1 or array.shape[0] != 1:
-        raise InputError(name, f"must have a batch of 1 and {dims} more dimensions, got {list(array.shape)}")
-    return array[0]
 
 
 def _cache_key(pixels: np.ndarray, grid: np.ndarray) -> str:

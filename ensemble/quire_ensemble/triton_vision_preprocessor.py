@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quire_ensemble.errors import InputError
 from quire_ensemble.images import ImageLimits
 from quire_ensemble.text_limits import text_limits
-from quire_ensemble.triton_model import EnsembleModel, element, given_inputs, integer_parameters
+from quire_ensemble.triton_model import EnsembleModel, element, given_inputs, integer_parameters, unbatched
 
 if TYPE_CHECKING:
     from quire_ensemble.vision import VisionProcessor, VisionPrompt
 
 REQUEST_THREADS = 4
-"""Requests of one batch that are worked on at a time."""
+"""Requests that are worked on at a time: as many as the builder lets into one batch."""
 
 
 class VisionPreprocessorModel(EnsembleModel):
     """The preprocessor of prompts with images.
 
-    Inputs: exactly one of `text_input` STRING [1] and `messages` STRING [1]; at most one of `image` STRING
-    [n] and `image_pixels` UINT8 [n, height, width, 3]. Outputs: the fields of `VisionPrompt`.
+    Inputs, each with a batch dimension of 1: exactly one of `text_input` STRING [1] and `messages` STRING
+    [1]; at most one of `image` STRING [n] and `image_pixels` UINT8 [n, height, width, 3]. Outputs: the fields
+    of `VisionPrompt`, with that dimension too.
 
     Parameters named like the fields of `ImageLimits` and `TextLimits` set these.
     """
@@ -53,24 +53,24 @@ class VisionPreprocessorModel(EnsembleModel):
         self._pool.shutdown(wait=True)
         self.processor.close()
 
-    def _process(self, given: dict[str, np.ndarray]) -> VisionPrompt | InputError:
+    def _process(self, given: dict[str, np.ndarray]) -> VisionPrompt | Exception:
         try:
             return self.processor.process(
                 element(given, "messages"),
                 element(given, "text_input"),
-                _elements(given, "image"),
-                given.get("image_pixels"),
+                unbatched(given, "image", 1).tolist() if "image" in given else None,
+                unbatched(given, "image_pixels", 4) if "image_pixels" in given else None,
             )
-        except InputError as error:
+        except Exception as error:  # a processor is the checkpoint's: it may raise anything
             return error
 
-    def _response(self, result: VisionPrompt | InputError) -> Any:
-        if isinstance(result, InputError):
+    def _response(self, result: VisionPrompt | Exception) -> Any:
+        if isinstance(result, Exception):
             return self._refusal(result)
         pb = self.pb_utils
         return pb.InferenceResponse(
             [
-                pb.Tensor(field.name, np.ascontiguousarray(getattr(result, field.name)))
+                pb.Tensor(field.name, np.ascontiguousarray(getattr(result, field.name)[None]))
                 for field in dataclasses.fields(result)
             ]
         )
@@ -80,13 +80,3 @@ def image_limits(parameters: Mapping[str, str]) -> ImageLimits:
     """The limits that a model's parameters state; raises ParameterError."""
     names = [field.name for field in dataclasses.fields(ImageLimits)]
     return ImageLimits(**integer_parameters(parameters, names))
-
-
-def _elements(given: dict[str, np.ndarray], name: str) -> list[bytes | str] | None:
-    """The elements of a STRING tensor; None where the request does not carry it."""
-    array = given.get(name)
-    if array is None:
-        return None
-    if array.ndim != 1:
-        raise InputError(name, f"must have shape [n], got {list(array.shape)}")
-    return array.tolist()

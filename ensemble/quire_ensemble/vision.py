@@ -42,14 +42,14 @@ THREADS = 4
 
 @dataclass(frozen=True)
 class VisionPrompt:
-    """What the model `vision_preprocessor` gives for one request, in the types and shapes it declares."""
+    """What the model `vision_preprocessor` gives for one request, in the types and `dims` it declares."""
 
     input_ids: np.ndarray
     """int32 [tokens]; every image's placeholder is there once for each of its rows."""
     pixel_values: np.ndarray
-    """float32 [1, rows, row_size]; llava: a row is an image (channels, height, width), else one patch."""
+    """float32 [rows, row_size]; llava: a row is an image (channels, height, width), else one patch."""
     image_grid: np.ndarray
-    """int32 [1, images, 3]: time, height, width in patches."""
+    """int32 [images, 3]: time, height, width in patches."""
     image_spans: np.ndarray
     """int32 [images, 2]: first token and number of tokens of the image's placeholders."""
     position_ids: np.ndarray
@@ -253,8 +253,8 @@ class VisionProcessor:
             input_ids=np.asarray(expanded, dtype=np.int32),
             pixel_values=np.concatenate(
                 [np.empty((0, self.row_size), dtype=np.float32), *(image.pixels for image in images)]
-            )[None],
-            image_grid=np.asarray(grids, dtype=np.int32).reshape(1, -1, 3),
+            ),
+            image_grid=np.asarray(grids, dtype=np.int32).reshape(-1, 3),
             image_spans=np.asarray(spans, dtype=np.int32).reshape(-1, 2),
             position_ids=mrope_positions(len(expanded), spans, grids, self.config.merge)
             if not self.config.is_llava

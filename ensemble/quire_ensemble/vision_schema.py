@@ -1,8 +1,8 @@
 """Tensors of the two vision models, stated once: the builder renders their config.pbtxt from these.
 
-The encoder has a batch dimension (Triton's dynamic batcher joins requests along it), so each of its inputs
-has one dimension more in a request than `dims` says; the preprocessor writes that dimension, of length one.
-What the encoder answers are plain rows, which Triton lets a batching model do.
+Both have a batch dimension (Triton's dynamic batcher joins requests along it), so each tensor has one
+dimension more in a request than `dims` says, of length one. What the encoder answers are plain rows, which
+Triton lets a batching model do.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ ENCODER_OUTPUTS: tuple[TensorSpec, ...] = (
 
 PREPROCESSOR_OUTPUTS: tuple[TensorSpec, ...] = (
     *(spec for spec in PROMPT_INPUTS if spec.name == "input_ids"),
-    *(TensorSpec(s.name, s.datatype, (-1, *s.dims), doc=s.doc) for s in ENCODER_INPUTS),
+    *(TensorSpec(s.name, s.datatype, s.dims, doc=s.doc) for s in ENCODER_INPUTS),
     *(spec for spec in IMAGE_INPUTS if spec.name in ("image_spans", "position_ids")),
 )

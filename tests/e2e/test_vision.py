@@ -199,25 +199,29 @@ def test_every_way_to_give_an_image(vision: VisionServer, how: str) -> None:
 
 
 @pytest.mark.row("H2", clauses=("batch",))
+@pytest.mark.row("B23", clauses=("vision",))
 @pytest.mark.row("H1")
 def test_thirty_two_mixed_requests_at_once(vision: VisionServer) -> None:
-    """Text and images together: all right, and the encoder works on several requests at a time."""
+    """Text and images together: all right, and both models before the generator work on several requests at
+    a time; every stream has the tokens of its own images, in their order."""
     whole = vision.whole["llava"]
     work = []
     for index in range(32):
         images = [] if index % 2 else [picture(400 + index, SIZES[index % 3])]
         messages = conversation(len(images), f"mixed {index}")
         work.append((messages, images, whole.answer(messages, images, MAX_TOKENS)))
-    before = batches(vision.statistics("llava_vision_encoder"))
+    steps = ("llava_vision_preprocessor", "llava_vision_encoder")
+    before = [batches(vision.statistics(step)) for step in steps]
     with ThreadPoolExecutor(32) as pool:
         got = list(pool.map(lambda item: ask(vision, "llava_vision_chat", item[0], item[1]), work))
     assert got == [expected for _, _, expected in work]
-    after = batches(vision.statistics("llava_vision_encoder"))
-    assert any(size > 1 and count > before.get(size, 0) for size, count in after.items()), (before, after)
+    for step, earlier in zip(steps, before, strict=True):
+        after = batches(vision.statistics(step))
+        assert any(size > 1 and count > earlier.get(size, 0) for size, count in after.items()), (step, after)
 
 
 def batches(statistics: Any) -> dict[int, int]:
-    """How many batches of each size an encoder has computed."""
+    """How many batches of each size a model has computed."""
     return {int(entry.batch_size): int(entry.compute_infer.count) for entry in statistics.batch_stats}
 
 

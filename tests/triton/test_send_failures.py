@@ -23,9 +23,10 @@ fake_pb_utils.install()
 from quire.engine.cache_commands import Reset  # noqa: E402
 from quire.outputs import EngineCoreOutput  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
-from quire.triton import request_handle, responder  # noqa: E402
+from quire.triton import responder  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_parser import ParsedRequest  # noqa: E402
+from quire_ensemble.shared_memory import SMALL_BYTES  # noqa: E402
 from tests.triton.test_choices import OUTPUTS, WAIT_S, Harness  # noqa: E402
 
 INTERNAL = fake_pb_utils.TritonError.INTERNAL
@@ -142,7 +143,7 @@ def test_the_error_is_sent_again_until_it_arrives(harness: Harness, count: int) 
 def test_a_large_last_response_is_asked_room_for(harness: Harness, decoupled: bool) -> None:
     """Where memory is short it is large responses that do not fit: their error arrives on the real sender,
     also from a model that answers once, whose one response must not be used up by the attempt."""
-    size = request_handle._SMALL_BYTES // 4 + 1
+    size = SMALL_BYTES // 4 + 1
     for fails in ((), (0,)):
         sender = sender_of(fails, decoupled=decoupled)
         harness.responder._careful_until = 0.0

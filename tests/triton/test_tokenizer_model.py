@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +19,8 @@ import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
 from quire_ensemble.pbtxt import tokenizer_config
-from quire_ensemble.triton_tokenizer import TokenizerModel
+from quire_ensemble.text_limits import TextLimits
+from quire_ensemble.triton_tokenizer import LONG_BYTES, TokenizerModel
 from tests.fixtures import fake_pb_utils
 from tests.fixtures.chat_templates import CONVERSATIONS, TEMPLATES
 from tests.fixtures.checkpoints import write_tokenizer
@@ -47,16 +50,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(directory: Path) -> Model:
+def model(directory: Path) -> Iterator[Model]:
     model = Model()
     model.initialize(arguments(directory, "../generator/1/tiny"))
-    return model
+    yield model
+    model.finalize()
 
 
 def request(**inputs: bytes | str | list[Any]) -> fake_pb_utils.InferenceRequest:
     return fake_pb_utils.InferenceRequest(
         {
-            name: np.array(value if isinstance(value, list) else [value], dtype=object)
+            name: np.array([value if isinstance(value, list) else [value]], dtype=object)
             for name, value in inputs.items()
         }
     )
@@ -82,7 +86,9 @@ def test_prompts_that_are_too_long_are_refused_unread(directory: Path) -> None:
         '{"text_config": {"max_position_embeddings": 10}}', "utf-8"
     )
     model.initialize(args)
-    (response,) = model.execute([request(text_input=b"x" * 2**20)])
+    long = request(text_input=b"x" * 2**20)
+    assert model.execute([long]) == [None] and long.sender.final.wait(60)
+    (response,) = long.sender.responses
     assert "1048576 bytes are more than 10 tokens can hold" in response.error.message()
     config["parameters"]["max_prompt_bytes"]["string_value"] = "many"
     with pytest.raises(fake_pb_utils.TritonModelException, match="'max_prompt_bytes' must be an integer"):
@@ -101,12 +107,12 @@ def test_text_and_messages_become_int32_ids(model: Model) -> None:
     for response in (text, chat, as_str):
         assert response.error is None
         assert response.tensors["input_ids"].dtype == np.int32
-        assert response.tensors["input_ids"].ndim == 1
+        assert response.tensors["input_ids"].shape[0] == 1
     tokenizer = model.tokenizer
-    assert text.tensors["input_ids"].tolist() == tokenizer.encode("Grüße")
-    assert as_str.tensors["input_ids"].tolist() == tokenizer.encode("Grüße")
+    assert text.tensors["input_ids"].tolist() == [tokenizer.encode("Grüße")]
+    assert as_str.tensors["input_ids"].tolist() == [tokenizer.encode("Grüße")]
     rendered = "<|im_start|>user\nGrüße, 日本<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.hf.decode(chat.tensors["input_ids"].tolist()) == rendered
+    assert tokenizer.hf.decode(chat.tensors["input_ids"][0].tolist()) == rendered
 
 
 def test_wrong_requests_fail_alone_with_invalid_arg(model: Model) -> None:
@@ -117,8 +123,8 @@ def test_wrong_requests_fail_alone_with_invalid_arg(model: Model) -> None:
         ),
         "text_input: must not be empty": request(text_input=b""),
         "text_input: invalid UTF-8 at byte 1 of 2": request(text_input=b"a\xff"),
-        "text_input: must have shape [1], got [2]": request(text_input=[b"a", b"b"]),
-        "messages: must have shape [1], got [0]": request(messages=[]),
+        "text_input: must have shape [1, 1], got [1, 2]": request(text_input=[b"a", b"b"]),
+        "messages: must have shape [1, 1], got [1, 0]": request(messages=[]),
         "messages: invalid JSON at line 1 column 2": request(messages=b"["),
         "messages: [0].role must be a non-empty string": request(messages=b"[{}]"),
     }
@@ -131,7 +137,77 @@ def test_wrong_requests_fail_alone_with_invalid_arg(model: Model) -> None:
         assert response.error.code() == fake_pb_utils.TritonError.INVALID_ARG
         assert response.tensors == {}
     for response in (responses[0], responses[-1]):
-        assert response.tensors["input_ids"].tolist() == model.tokenizer.encode("good")
+        assert response.tensors["input_ids"].tolist() == [model.tokenizer.encode("good")]
+
+
+LONG = "a text that is long " * 1000
+
+
+class Held:
+    """`TextLimits.encode` that waits with long texts until it is released."""
+
+    def __init__(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.release = threading.Event()
+        encode = TextLimits.encode
+
+        def held(limits: TextLimits, tokenizer: Any, text: bytes | None, messages: bytes | None) -> list[int]:
+            if len(text or messages or b"") > LONG_BYTES:
+                assert self.release.wait(60)
+            return encode(limits, tokenizer, text, messages)
+
+        monkeypatch.setattr(TextLimits, "encode", held)
+
+
+def test_a_long_text_does_not_hold_up_short_ones(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All who came while a text of megabytes was tokenized waited for it, in its batch or behind it."""
+    held = Held(model, monkeypatch)
+    long = [request(text_input=LONG), request(text_input=LONG.encode() + b"\xff")]
+    short = request(text_input=b"short")
+    first = model.execute([long[0], short, long[1]])
+    assert [response is None for response in first] == [True, False, True]
+    (again,) = model.execute([short])
+    for response in (first[1], again):
+        assert response.tensors["input_ids"].tolist() == [model.tokenizer.encode("short")]
+    assert not any(request.sender.final.is_set() for request in long)
+    held.release.set()
+    assert all(request.sender.final.wait(60) for request in long)
+    (right,), (wrong,) = (request.sender.responses for request in long)
+    assert right.tensors["input_ids"].tolist() == [model.tokenizer.encode(LONG)]
+    assert "text_input: invalid UTF-8 at byte 20000" in wrong.error.message()
+    assert wrong.error.code() == fake_pb_utils.TritonError.INVALID_ARG
+
+
+def test_a_long_text_for_whose_ids_memory_lacks_gets_an_error(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A response with FINAL that Triton has no shared memory for is lost, and its client would hang."""
+    long = request(text_input=LONG)
+
+    def full() -> None:
+        raise fake_pb_utils.SendError("Failed to increase the shared memory pool size")
+
+    monkeypatch.setattr(fake_pb_utils, "on_allocation", full)
+    assert model.execute([long]) == [None]
+    assert long.sender.final.wait(60)
+    (response,) = long.sender.responses
+    assert "shared memory" in response.error.message()
+    assert response.error.code() == fake_pb_utils.TritonError.INTERNAL
+
+
+def test_what_nobody_foresaw_ends_its_own_request_only(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception of `execute` would end all requests of its batch."""
+    encode = model.tokenizer.encode
+
+    def broken(text: str, *args: Any, **kwargs: Any) -> list[int]:
+        if text == "unknown":
+            raise RuntimeError("WordLevel error: Missing [UNK] token\nfrom the vocabulary")
+        return encode(text, *args, **kwargs)
+
+    monkeypatch.setattr(model.tokenizer, "encode", broken)
+    good, bad = model.execute([request(text_input=b"good"), request(text_input=b"unknown")])
+    assert good.tensors["input_ids"].tolist() == [encode("good")]
+    assert bad.error.message() == "WordLevel error: Missing [UNK] token from the vocabulary"
+    assert bad.error.code() == fake_pb_utils.TritonError.INTERNAL
 
 
 @pytest.mark.parametrize(
@@ -165,11 +241,11 @@ spec.loader.exec_module(module)
 assert "transformers" not in sys.modules, "the auto-complete stub would pay for it too"
 model = module.TritonPythonModel()
 model.initialize({arguments(directory, "../generator/1/tiny")!r})
-messages = np.array([{json.dumps(MESSAGES).encode()!r}], dtype=object)
+messages = np.array([[{json.dumps(MESSAGES).encode()!r}]], dtype=object)
 request = fake_pb_utils.InferenceRequest({{"messages": messages}})
 (response,) = model.execute([request])
 assert sys.modules.get("torch") is None
-print(json.dumps(response.tensors["input_ids"].tolist()))
+print(json.dumps(response.tensors["input_ids"][0].tolist()))
 """
     env = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHON"))}
     env |= {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
@@ -200,9 +276,9 @@ def test_messages_and_tools_through_grpc_equal_transformers(
     def infer(**inputs: bytes) -> list[int]:
         tensors = []
         for name, value in inputs.items():
-            tensors.append(grpc.InferInput(name, [1], "BYTES"))
-            tensors[-1].set_data_from_numpy(np.array([value], dtype=object))
-        return client.infer("tokenizer", tensors).as_numpy("input_ids").tolist()
+            tensors.append(grpc.InferInput(name, [1, 1], "BYTES"))
+            tensors[-1].set_data_from_numpy(np.array([[value]], dtype=object))
+        return client.infer("tokenizer", tensors).as_numpy("input_ids")[0].tolist()
 
     with grpc.InferenceServerClient(server.grpc_url) as client:
         for messages, tools in CONVERSATIONS["chatml_tools"]:
@@ -213,7 +289,8 @@ def test_messages_and_tools_through_grpc_equal_transformers(
             assert infer(messages=json.dumps(body, ensure_ascii=False).encode()) == expected
         assert infer(text_input="Grüße".encode()) == hf("Grüße")["input_ids"]
         for wrong, message in (
-            ({}, "exactly one is needed"),
+            ({}, "request has 0 inputs"),  # Triton's own words: it looks for the size of the batch there
+            ({"text_input": b"a", "messages": b"[]"}, "exactly one is allowed, both are given"),
             ({"text_input": b"a\xff"}, "text_input: invalid UTF-8 at byte 1 of 2"),
             ({"messages": b"[{}]"}, "messages: [0].role must be a non-empty string"),
         ):

@@ -65,7 +65,7 @@ def request(**inputs: Any) -> fake_pb_utils.InferenceRequest:
     for name, value in inputs.items():
         if not isinstance(value, np.ndarray):
             value = np.array([value] if isinstance(value, bytes) else value, dtype=object)
-        arrays[name] = value
+        arrays[name] = value[None]
     return fake_pb_utils.InferenceRequest(arrays)
 
 
@@ -122,8 +122,8 @@ def test_a_request_gets_the_prompt_of_the_processor_under_the_contracts_names(
         assert list(response.tensors) == FIELDS
         assert [array.dtype for array in response.tensors.values()] == dtypes
         for name, array in response.tensors.items():
-            assert array.shape == getattr(prompt, name).shape
-            assert np.array_equal(array, getattr(prompt, name))
+            assert array.shape == (1, *getattr(prompt, name).shape)
+            assert np.array_equal(array[0], getattr(prompt, name))
             assert array.flags.c_contiguous
 
 
@@ -141,8 +141,8 @@ def test_wrong_requests_fail_alone_with_invalid_arg(model: Model) -> None:
         "image, image_pixels: at most one is allowed, both are given": request(
             messages=user(IMAGE), image=[good], image_pixels=np.zeros((1, 4, 4, 3), np.uint8)
         ),
-        "messages: must have shape [1], got [2]": request(messages=[user("a"), user("b")]),
-        "image: must have shape [n], got [1, 1]": request(
+        "messages: must have shape [1, 1], got [1, 2]": request(messages=[user("a"), user("b")]),
+        "image: must have a batch of 1 and 1 more dimensions, got [1, 1, 1]": request(
             messages=user(IMAGE), image=np.array([[good]], dtype=object)
         ),
         "image_pixels: must have shape [n, height, width, 3], got [1, 4, 4, 1]": request(
@@ -176,7 +176,23 @@ def test_wrong_requests_fail_alone_with_invalid_arg(model: Model) -> None:
         assert response.error.code() == fake_pb_utils.TritonError.INVALID_ARG
         assert response.tensors == {}
     for response in (responses[0], responses[-1]):
-        assert response.tensors["image_spans"].shape == (1, 2)
+        assert response.tensors["image_spans"].shape == (1, 1, 2)
+
+
+def test_what_nobody_foresaw_ends_its_own_request_only(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception of a request's thread came out of `execute`, and its whole batch failed with it."""
+    process = model.processor.process
+
+    def broken(messages: bytes | None, text: bytes | None, *rest: Any) -> VisionPrompt:
+        if text == b"unknown":
+            raise RuntimeError("no such\nresampling filter")
+        return process(messages, text, *rest)
+
+    monkeypatch.setattr(model.processor, "process", broken)
+    good, bad = model.execute([request(text_input=b"good"), request(text_input=b"unknown")])
+    assert good.error is None
+    assert bad.error.message() == "no such resampling filter"
+    assert bad.error.code() == fake_pb_utils.TritonError.INTERNAL
 
 
 def test_limits_are_parameters(directory: Path) -> None:
@@ -258,7 +274,7 @@ def test_the_built_model_serves_prompts_through_grpc(
     def infer(**inputs: Any) -> dict[str, np.ndarray]:
         tensors = []
         for name, value in inputs.items():
-            array = value if isinstance(value, np.ndarray) else np.array(value, dtype=object)
+            array = (value if isinstance(value, np.ndarray) else np.array(value, dtype=object))[None]
             tensors.append(grpc.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
             tensors[-1].set_data_from_numpy(array)
         result = client.infer("vision_preprocessor", tensors)
@@ -279,8 +295,8 @@ def test_the_built_model_serves_prompts_through_grpc(
         ):
             got = infer(**inputs)
             for name, array in got.items():
-                assert array.shape == getattr(expected, name).shape
-                assert np.array_equal(array, getattr(expected, name))
+                assert array.shape == (1, *getattr(expected, name).shape)
+                assert np.array_equal(array[0], getattr(expected, name))
         for wrong, message in (
             ({"image": images}, "text_input, messages: exactly one is needed"),
             ({"messages": [openai], "image": images}, "1 image part without data, and 3 images"),

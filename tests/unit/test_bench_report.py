@@ -171,21 +171,43 @@ def test_binary_that_does_not_start_says_why(tmp_path: Path) -> None:
         perf_analyzer.check_binary(broken, "")
 
 
-def test_an_empty_export_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """perf_analyzer refuses a file that exists, so the attempt after an empty export once failed at that."""
-    (tmp_path / "full.json").write_text(json.dumps(DOCUMENT))
-    binary = tmp_path / "perf_analyzer"
+def run_with_exports(folder: Path, monkeypatch: pytest.MonkeyPatch, *exports: bytes) -> list[RequestRecord]:
+    """What `run` makes of two requests where perf_analyzer writes these exports, the last one ever again."""
+    for number, content in enumerate(exports):
+        (folder / f"{number}.json").write_bytes(content)
+    binary = folder / "perf_analyzer"
     binary.write_text(
         '#!/bin/sh\ncd "$(dirname "$0")"\n'
         'if [ -e out.json ]; then echo "Path must not already exist"; exit 1; fi\n'
-        "if [ -e tried ]; then cp full.json out.json; else touch tried out.json; fi\n"
+        f"echo x >> tries; n=$(($(wc -l < tries) - 1)); last={len(exports) - 1}\n"
+        'cp "$((n < last ? n : last)).json" out.json\n'
     )
     binary.chmod(0o755)
     monkeypatch.setattr(perf_analyzer, "find_binary", lambda: binary)
     monkeypatch.setattr(perf_analyzer, "library_path", lambda: "")
-    workload = perf_analyzer.Workload()
-    records = perf_analyzer.run("", "m", 1, 2, workload, export=tmp_path / "out.json")
-    assert (tmp_path / "tried").exists() and len(records) == 2
+    return perf_analyzer.run("", "m", 1, 2, perf_analyzer.Workload(), export=folder / "out.json")
+
+
+def test_a_cut_export_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """perf_analyzer refuses a file that exists, so the attempt after an empty export once failed at that; and
+    an export cut at 64 KiB ended `make bench` with a JSON error, since only empty ones were tried again."""
+    long = json.dumps({"version": "ü" * 2**16, **DOCUMENT}, ensure_ascii=False).encode()
+    assert len(run_with_exports(tmp_path, monkeypatch, b"", long[: 2**16], long)) == 2
+    assert (tmp_path / "tries").read_text().count("x") == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (json.dumps(DOCUMENT).encode()[:-1], "no whole export in 3 attempts; the last has [0-9]{3} bytes"),
+        (json.dumps(export(request(0, 10))).encode(), "lost requests: its export has 1 of 2"),
+    ],
+)
+def test_an_export_that_is_not_whole_is_an_error(
+    content: bytes, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(perf_analyzer.PerfAnalyzerError, match=words):
+        run_with_exports(tmp_path, monkeypatch, content)
 
 
 def test_input_data_has_fixed_lengths_and_different_prompts() -> None:

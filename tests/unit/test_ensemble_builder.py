@@ -29,6 +29,7 @@ from quire_ensemble.generator_schema import (
     TensorSpec,
 )
 from quire_ensemble.triton_model import checkpoint_path
+from quire_ensemble.triton_vision_preprocessor import REQUEST_THREADS
 from tests.fixtures.vision_checkpoints import make_vision_checkpoint
 
 MODEL_REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
@@ -99,7 +100,7 @@ def test_every_config_parses_and_is_complete(checkpoint: Path, tmp_path: Path) -
     assert set(found) == set(MODELS)
     for name, config in found.items():
         assert config.name == name
-        assert config.max_batch_size == 0
+        assert config.HasField("dynamic_batching") == (config.max_batch_size > 0) == (name == "tokenizer")
         assert config.input and config.output, "must load with --disable-auto-complete-config"
         assert list((tmp_path / "out" / name / "1").iterdir()), (
             "Triton wants the version directory, git a file"
@@ -117,6 +118,8 @@ def test_every_config_parses_and_is_complete(checkpoint: Path, tmp_path: Path) -
     assert tokenizer.backend == "python"
     assert [g.kind for g in tokenizer.instance_group] == [model_config_pb2.ModelInstanceGroup.KIND_CPU]
     assert not tokenizer.model_transaction_policy.decoupled
+    assert not tokenizer.dynamic_batching.max_queue_delay_microseconds, "a lone request waits for no others"
+    assert not tokenizer.dynamic_batching.preserve_ordering, "short texts would wait for the long one before"
 
 
 def test_a_vision_checkpoint_gets_the_vision_models(tmp_path: Path) -> None:
@@ -132,6 +135,8 @@ def test_a_vision_checkpoint_gets_the_vision_models(tmp_path: Path) -> None:
         assert "checkpoint" not in (tmp_path / "out" / name / "1" / "model.py").read_text()
     encoder = found["vision_encoder"]
     assert encoder.max_batch_size > 1 and encoder.HasField("dynamic_batching")
+    preprocessor = found["vision_preprocessor"]
+    assert preprocessor.max_batch_size == REQUEST_THREADS and preprocessor.HasField("dynamic_batching")
     assert all(item.allow_ragged_batch and not item.optional for item in encoder.input)
     for name, generator in (("vision_chat", "writer"), ("vision_chat_unary", "writer_unary")):
         steps = found[name].ensemble_scheduling.step
@@ -139,14 +144,19 @@ def test_a_vision_checkpoint_gets_the_vision_models(tmp_path: Path) -> None:
         made: dict[str, tuple[int, int]] = {
             spec.name: (spec.data_type, len(spec.dims)) for spec in found[name].input
         }
+        batching: set[str] = set()  # tensors that have a batch dimension beside these
         for step in steps:
             member = found[step.model_name]
-            batch = int(member.max_batch_size > 0)
-            inputs = {spec.name: (spec.data_type, len(spec.dims) + batch) for spec in member.input}
-            outputs = {spec.name: (spec.data_type, len(spec.dims) + batch) for spec in member.output}
+            inputs = {spec.name: (spec.data_type, len(spec.dims)) for spec in member.input}
+            outputs = {spec.name: (spec.data_type, len(spec.dims)) for spec in member.output}
             for theirs, ours in step.input_map.items():
-                assert inputs[theirs] == made[ours], f"{name}: {step.model_name}.{theirs} from {ours}"
+                # Between models of which one batches Triton adds or takes away a batch dimension of one; rows
+                # of embeddings are made without one, their number stands there.
+                datatype, rank = made[ours]
+                rank += ours == "image_embeds" and ours in batching
+                assert inputs[theirs] == (datatype, rank), f"{name}: {step.model_name}.{theirs} from {ours}"
             made |= {ours: outputs[theirs] for theirs, ours in step.output_map.items()}
+            batching |= set(step.output_map.values()) if member.max_batch_size else set()
             needed = {spec.name for spec in member.input if not spec.optional}
             assert needed <= set(step.input_map)
 

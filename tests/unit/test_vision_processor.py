@@ -163,10 +163,10 @@ def test_pixel_values_equal_those_of_transformers(
     pixels = expected["pixel_values"]
     rows = pixels if kind in QWEN else pixels.reshape(1, -1)
     assert prompt.pixel_values.dtype == np.float32
-    assert prompt.pixel_values.shape == (1, *rows.shape)
-    np.testing.assert_allclose(prompt.pixel_values[0], rows, rtol=0, atol=1e-5)
+    assert prompt.pixel_values.shape == rows.shape
+    np.testing.assert_allclose(prompt.pixel_values, rows, rtol=0, atol=1e-5)
     if kind in QWEN:
-        assert prompt.image_grid.tolist() == [expected["image_grid_thw"].tolist()]
+        assert prompt.image_grid.tolist() == expected["image_grid_thw"].tolist()
     assert prompt.image_grid.dtype == np.int32
     assert prompt.pixel_values.std() > 0 or "pixel" in name or "colour" in name
 
@@ -233,9 +233,9 @@ def test_whole_prompts_equal_those_of_transformers(
     row_size = processors[kind].row_size
     if images:
         rows = expected["pixel_values"].reshape(-1, row_size)
-        np.testing.assert_allclose(prompt.pixel_values[0], rows, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(prompt.pixel_values, rows, rtol=0, atol=1e-5)
     else:
-        assert prompt.pixel_values.shape == (1, 0, row_size)
+        assert prompt.pixel_values.shape == (0, row_size)
     _check_spans(prompt, processors[kind].placeholder_id, len(images))
     if kind in QWEN:
         positions, _ = models[kind].model.get_rope_index(
@@ -250,7 +250,7 @@ def test_whole_prompts_equal_those_of_transformers(
 def _check_spans(prompt: VisionPrompt, placeholder_id: int, images: int) -> None:
     assert prompt.image_spans.shape == (images, 2)
     assert prompt.image_spans.dtype == np.int32
-    assert prompt.image_grid.shape == (1, images, 3)
+    assert prompt.image_grid.shape == (images, 3)
     inside = np.zeros(len(prompt.input_ids), dtype=bool)
     for start, count in prompt.image_spans:
         assert count > 0 and not inside[start : start + count].any()
@@ -268,10 +268,10 @@ def test_an_image_has_as_many_tokens_as_the_model_makes_rows(
 
 
 def feature_rows(model: Any, kind: str, prompt: VisionPrompt) -> int:
-    pixels = torch.from_numpy(prompt.pixel_values[0])
+    pixels = torch.from_numpy(prompt.pixel_values)
     with torch.no_grad():
         if kind in QWEN:
-            out = model.get_image_features(pixels, torch.from_numpy(prompt.image_grid[0]).long())
+            out = model.get_image_features(pixels, torch.from_numpy(prompt.image_grid).long())
         else:
             size = model.config.vision_config.image_size
             out = model.get_image_features(pixels.reshape(-1, 3, size, size))
@@ -500,9 +500,7 @@ def test_an_image_padded_to_a_square_is_limited_too(checkpoints: dict[str, Path]
     image = picture(120, 30)
     oracle = hf_processor("llava", path).image_processor(images=[image], return_tensors="np")
     prompt = processor.process(None, b"<image>", [encode(image)])
-    np.testing.assert_allclose(
-        prompt.pixel_values[0], oracle["pixel_values"].reshape(1, -1), rtol=0, atol=1e-5
-    )
+    np.testing.assert_allclose(prompt.pixel_values, oracle["pixel_values"].reshape(1, -1), rtol=0, atol=1e-5)
     with pytest.raises(InputError, match=r"image\[0\]: 1 x 30000 pixels .* 30000 x 30000 of them"):
         processor.process(None, b"<image>", [encode(Image.new("L", (1, 30_000)))])
 
@@ -620,9 +618,9 @@ def test_what_the_fixtures_say_depends_on_the_image(
         raw = encode(picture(112, 84, seed=seed))
         prompt = processors[kind].process(dump(user(IMAGE, "What is in this picture?")), None, [raw])
         ids = torch.from_numpy(prompt.input_ids)[None].long()
-        inputs: dict[str, Any] = {"pixel_values": torch.from_numpy(prompt.pixel_values[0])}
+        inputs: dict[str, Any] = {"pixel_values": torch.from_numpy(prompt.pixel_values)}
         if kind in QWEN:
-            inputs["image_grid_thw"] = torch.from_numpy(prompt.image_grid[0]).long()
+            inputs["image_grid_thw"] = torch.from_numpy(prompt.image_grid).long()
             inputs["mm_token_type_ids"] = (ids == processors[kind].placeholder_id).int()
         else:
             size = models[kind].config.vision_config.image_size
@@ -641,8 +639,8 @@ def test_a_prompt_without_images_has_empty_tensors(kind: str, processors: dict[s
     shapes = {name: getattr(prompt, name).shape for name in vars(prompt)}
     assert shapes == {
         "input_ids": (length,),
-        "pixel_values": (1, 0, processors[kind].row_size),
-        "image_grid": (1, 0, 3),
+        "pixel_values": (0, processors[kind].row_size),
+        "image_grid": (0, 3),
         "image_spans": (0, 2),
         "position_ids": (3, length) if kind in QWEN else (0, 0),
     }
@@ -832,7 +830,7 @@ def test_all_images_of_a_request_are_added_up_before_one_is_decoded(
 def test_bytes_and_patches_of_a_request_are_added_up(checkpoints: dict[str, Path]) -> None:
     path = checkpoints["qwen2_vl"]
     raw = one_colour(112, 112)
-    patches = VisionProcessor(path, Tokenizer(path)).process(request_of(1), None, [raw]).pixel_values.shape[1]
+    patches = VisionProcessor(path, Tokenizer(path)).process(request_of(1), None, [raw]).pixel_values.shape[0]
     for name, most in (("max_request_patches", 3 * patches), ("max_request_bytes", 3 * len(raw))):
         processor = VisionProcessor(path, Tokenizer(path), ImageLimits(**{name: most}))
         processor.process(request_of(3), None, [raw] * 3)

@@ -15,6 +15,7 @@ import triton_python_backend_utils as pb_utils
 from quire.frontend.output_processor import RequestProcessor
 from quire.outputs import RequestOutput, TokenLogprobs
 from quire.triton.request_parser import ParsedRequest
+from quire_ensemble.shared_memory import SMALL_BYTES, ask_for_room
 
 _OBJECT = np.dtype(np.object_)
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -32,11 +33,6 @@ def _takes_parameters() -> bool:
 _HAS_PARAMETERS = _takes_parameters()
 
 
-_SMALL_BYTES = 256 * 1024
-"""Largest last response that is sent without asking whether there is room for it."""
-_MARGIN_BYTES = 8 * 1024
-"""What a response takes in shared memory beside its content, at most."""
-_PAUSE_S, _PAUSE_S_PER_BYTE = 0.005, 1e-8
 _MESSAGE_CHARACTERS = 2000
 """Most characters of an error's message."""
 
@@ -113,8 +109,8 @@ class RequestHandle:
         if self.num_open_choices:
             self._sender.send(response)
             return
-        if careful or num_bytes > _SMALL_BYTES:
-            _ask_for_room(num_bytes)
+        if careful or num_bytes > SMALL_BYTES:
+            ask_for_room(pb_utils, num_bytes)
         self._sender.send(response, flags=_FINAL)
         self._sender = None
 
@@ -144,25 +140,13 @@ class RequestHandle:
     def retry_end(self) -> None:
         """Sends an error that could not be sent before. Raises where that fails."""
         assert self._sender is not None and self._error is not None, f"{self.request_id}: is not ending"
-        _ask_for_room(_MESSAGE_CHARACTERS)
+        ask_for_room(pb_utils, _MESSAGE_CHARACTERS)
         self._sender.send(self._error, flags=_FINAL)
         self._sender = None
 
     def abandon(self) -> None:
         """Gives the sender back without FINAL, which it does not take."""
         self._sender = None
-
-
-def _ask_for_room(num_bytes: int) -> None:
-    """Raises where Triton has no shared memory for a response of `num_bytes` bytes.
-
-    There is no call for that. This one writes its argument into the memory that responses go through, and is
-    of no effect otherwise: there is no model of such a name.
-    """
-    pb_utils.is_model_ready("." * (num_bytes + _MARGIN_BYTES))
-    if num_bytes > _SMALL_BYTES:
-        # The server gives the memory back when it has already answered: a moment's work for each byte.
-        time.sleep(_PAUSE_S + num_bytes * _PAUSE_S_PER_BYTE)
 
 
 def _tensors(output: RequestOutput, parsed: ParsedRequest, *, first: bool) -> tuple[int, list[Any]]:

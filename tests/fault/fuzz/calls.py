@@ -147,6 +147,7 @@ VALID: dict[str, Draw] = {
 
 PROMPTS = ("text_input", "messages", "input_ids")
 TUNABLE = tuple(spec.name for spec in (*SAMPLING_INPUTS, *SCHEDULING_INPUTS))
+BATCHING = ("tokenizer", "vision_preprocessor")
 _LISTS = ("stop", "bad_words", "stop_token_ids")
 _TRITON_PARAMETERS = ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "headers", "id")
 _RESERVED = ("triton_enable_empty_final_response", "triton_final_response", "binary_data_output", "__proto__")
@@ -171,7 +172,9 @@ class Call:
     outputs: list[str] = field(default_factory=list)
 
     def tensors(self) -> dict[str, Any]:
-        """The inputs with what is stated in JSON."""
+        """The inputs with what is stated in JSON, for a batching model as a batch of one."""
+        if self.model in BATCHING:
+            return {k: [v if isinstance(v, list) else [v]] for k, v in self.inputs.items()}
         if not self.stated or "sampling_parameters" in self.inputs:
             return self.inputs
         return {**self.inputs, "sampling_parameters": hostile.to_json(self.stated)}
@@ -189,7 +192,7 @@ def valid_call(rng: Random, model: str, prompts: tuple[str, ...] = PROMPTS) -> C
         images = VALID["image"](rng)
         call.inputs |= {"image": images, "messages": json.dumps(messages(rng, images=len(images)))}
         call.inputs.pop("text_input", None)
-    if model in ("tokenizer", "vision_preprocessor"):
+    if model in BATCHING:
         return call
     for name in ("max_tokens", *rng.sample(TUNABLE, rng.choice((0, 1, 2, 4)))):
         place(rng, call, name, VALID[name](rng))

@@ -1,0 +1,25 @@
+"""Shared memory between a Python model of Triton and the server: whether it has room for a response."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+SMALL_BYTES = 256 * 1024
+"""Largest response that is sent without the question, where there was room before."""
+_MARGIN_BYTES = 8 * 1024
+"""What a response takes in shared memory beside its content, at most."""
+_PAUSE_S, _PAUSE_S_PER_BYTE = 0.005, 1e-8
+
+
+def ask_for_room(pb_utils: Any, num_bytes: int) -> None:
+    """Raises where Triton has no shared memory for a response of `num_bytes` bytes.
+
+    A `send` with FINAL that finds none closes the sender and delivers nothing, and its client waits for ever.
+    There is no call for that. This one writes its argument into the memory that responses go through, and is
+    of no effect otherwise: there is no model of such a name.
+    """
+    pb_utils.is_model_ready("." * (num_bytes + _MARGIN_BYTES))
+    if num_bytes > SMALL_BYTES:
+        # The server gives the memory back when it has already answered: a moment's work for each byte.
+        time.sleep(_PAUSE_S + num_bytes * _PAUSE_S_PER_BYTE)
