@@ -101,3 +101,15 @@ def test_a_fake_device_and_the_floor_behind_the_server(tmp_path: Path) -> None:
         assert found["now"][f"{role}_us_per_token"] > 0, role
     assert found["floor of now"]["engine_us_per_token"] < found["now"]["engine_us_per_token"]
     assert found["now"]["x floor"] > 0
+
+
+@pytest.mark.row("G33", clauses=("cpu", "batched"))
+@pytest.mark.slow
+@pytest.mark.server
+def test_what_a_token_costs_at_sixty_four_streams(tmp_path: Path) -> None:
+    """The row's bound on CPU time of server and stub; an idle machine of two cores needs two thirds of it."""
+    options, vocab_size = engine_options("fake", 10.0, [64], 64, 256, {})
+    rows = medians(run(Plan(options, vocab_size, [64], 64, 256), 1, None, tmp_path))
+    (ours,) = (row.figures for row in rows if row.who == "now")
+    assert ours["host_us_per_token"] < 150
+    assert ours["tokens_per_response"] > 2

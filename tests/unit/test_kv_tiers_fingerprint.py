@@ -112,10 +112,11 @@ VALUES: dict[str, list[Any]] = {
     "tenants": ['{"*": {"weight": 2}}'],
 }
 ELSEWHERE = {
-    "model", "disk_cache_directory", "kv_connector_options", "kv_events_endpoint",
+    "model", "disk_cache_directory", "fake_step_ms", "kv_connector_options", "kv_events_endpoint",
     "kv_events_replay_endpoint", "kv_events_topic", "trace_file",
 }  # fmt: skip
-"""Names of files and addresses: other tests move the checkpoint; the rest never reaches the model."""
+"""Names of files and addresses: other tests move the checkpoint; the rest never reaches the model. A fake
+device refuses tiers."""
 FINDS_NOTHING = {
     ("dtype", "bfloat16"), ("load_format", "dummy"), ("max_model_len", 100), ("max_model_len", 200),
     ("enable_prefix_caching", False),
