@@ -11,7 +11,7 @@ from __future__ import annotations
 
 SEND_SHARE = 0.6
 """Share of the sending thread's time that responses may take: the rest is for messages, polls and ends."""
-CPU_SHARE = 0.03
+CPU_SHARE = 0.05
 """Share of the cores that compute which the path of responses may take, beside cores left idle."""
 PATH_FACTOR = 3.0
 """CPU time of the whole path (server, stub, a client on the machine) for each second of this thread's."""
