@@ -10,6 +10,8 @@ SMALL_BYTES = 256 * 1024
 _MARGIN_BYTES = 8 * 1024
 """What a response takes in shared memory beside its content, at most."""
 _PAUSE_S, _PAUSE_S_PER_BYTE = 0.005, 1e-8
+_WAITS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0)
+"""Pauses of `wait_for_room`."""
 
 
 def ask_for_room(pb_utils: Any, num_bytes: int) -> None:
@@ -23,3 +25,13 @@ def ask_for_room(pb_utils: Any, num_bytes: int) -> None:
     if num_bytes > SMALL_BYTES:
         # The server gives the memory back when it has already answered: a moment's work for each byte.
         time.sleep(_PAUSE_S + num_bytes * _PAUSE_S_PER_BYTE)
+
+
+def wait_for_room(pb_utils: Any) -> None:
+    """Returns when there is shared memory for a response that is an error, or after about 24 seconds."""
+    for pause_s in _WAITS_S:
+        try:
+            ask_for_room(pb_utils, 0)
+            return
+        except Exception:  # whatever Triton raises
+            time.sleep(pause_s)

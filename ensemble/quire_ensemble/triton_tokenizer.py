@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quire_ensemble.errors import InputError
-from quire_ensemble.shared_memory import ask_for_room
+from quire_ensemble.shared_memory import ask_for_room, wait_for_room
 from quire_ensemble.text_limits import TextLimits, text_limits
 from quire_ensemble.triton_model import EnsembleModel, element, given_inputs
 
@@ -86,6 +86,7 @@ class TokenizerModel(EnsembleModel):
     def _send(self, sender: Any, text: bytes | None, messages: bytes | None) -> None:
         try:
             response = self._respond(text, messages, ask=True)
+            wait_for_room(self.pb_utils)  # an error needs some, too
             sender.send(response, flags=self.pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         except Exception:  # nobody waits for this thread
             _log.exception("quire tokenizer: a response could not be sent")

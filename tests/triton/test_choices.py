@@ -21,6 +21,7 @@ fake_pb_utils.install()
 from quire.config import EngineConfig  # noqa: E402
 from quire.engine.cache_commands import CacheCommand, Inspect, Reset  # noqa: E402
 from quire.errors import InvalidArgumentError, UnavailableError  # noqa: E402
+from quire.frontend.detokenizer import TokenDecoder  # noqa: E402
 from quire.outputs import EngineCoreOutput, RunnerInfo, TokenLogprobs  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.scheduling_params import SchedulingParams  # noqa: E402
@@ -227,6 +228,51 @@ def test_cancelling_ends_every_choice(harness: Harness, by: str) -> None:
         assert ends == {index: ["cancelled"] for index in range(3)}
     assert harness.core.seen.get(timeout=WAIT_S)[0] == "add"
     assert harness.core.seen.get(timeout=WAIT_S) == ("abort", "t-1", "cancelled")
+
+
+def test_tokens_that_become_no_text_end_their_request_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer written in Python may raise for a token it does not foresee. Text is made when a response
+    is due, and there nobody caught it: the request had no end, in the stream or behind its last token."""
+    decode = TokenDecoder.decode
+
+    def broken(decoder: TokenDecoder, ids: list[int]) -> str:
+        if 300 in ids:
+            raise KeyError("byte_decoder")
+        return decode(decoder, ids)
+
+    monkeypatch.setattr(TokenDecoder, "decode", broken)
+    write_tokenizer(tmp_path)
+    harness = Harness(tmp_path, Tokenizer(tmp_path).hf)
+    try:
+        senders = {name: harness.submit(SamplingParams(n=2), name=name) for name in ("first", "last", "good")}
+        for _ in senders:
+            assert harness.core.seen.get(timeout=WAIT_S)[0] == "add"
+        harness.core.steps.put(
+            [
+                EngineCoreOutput(name, [300 if name == "first" else 73], index=i)
+                for name in senders
+                for i in (0, 1)
+            ]
+        )
+        assert harness.core.seen.get(timeout=WAIT_S)[:2] == ("abort", "first")
+        harness.core.steps.put(
+            [
+                EngineCoreOutput(name, [300 if name == "last" else 73], "length", index=i)
+                for name in ("last", "good")
+                for i in (0, 1)
+            ]
+        )
+        for name, sender in senders.items():
+            assert sender.final.wait(WAIT_S), f"{name}: no FINAL"
+            errors = [one.error for one in sender.responses if one.error is not None]
+            assert len(errors) == (name != "good")
+            for error in errors:
+                assert error.message() == "the output cannot be processed: 'byte_decoder'"
+                assert error.code() == fake_pb_utils.TritonError.INTERNAL
+    finally:
+        harness.close()
 
 
 def test_an_error_ends_every_choice_once(harness: Harness) -> None:

@@ -177,18 +177,18 @@ def test_a_long_text_does_not_hold_up_short_ones(model: Model, monkeypatch: pyte
     assert wrong.error.code() == fake_pb_utils.TritonError.INVALID_ARG
 
 
+@pytest.mark.parametrize("num_lacking", [1, 3])
 def test_a_long_text_for_whose_ids_memory_lacks_gets_an_error(
-    model: Model, monkeypatch: pytest.MonkeyPatch
+    model: Model, monkeypatch: pytest.MonkeyPatch, num_lacking: int
 ) -> None:
-    """A response with FINAL that Triton has no shared memory for is lost, and its client would hang."""
+    """A response with FINAL that Triton has no shared memory for is lost, and its client would hang. So would
+    that of an error, which was sent unasked where there was no memory at all."""
     long = request(text_input=LONG)
-
-    def full() -> None:
-        raise fake_pb_utils.SendError("Failed to increase the shared memory pool size")
-
-    monkeypatch.setattr(fake_pb_utils, "on_allocation", full)
+    long.sender.fails = range(num_lacking)
+    monkeypatch.setattr(fake_pb_utils, "on_allocation", long.sender.allocate)
     assert model.execute([long]) == [None]
     assert long.sender.final.wait(60)
+    assert not long.sender.errors
     (response,) = long.sender.responses
     assert "shared memory" in response.error.message()
     assert response.error.code() == fake_pb_utils.TritonError.INTERNAL

@@ -217,9 +217,8 @@ class Responder(threading.Thread):
                 return []  # what was on its way when a stop string ended the choice here
             stopped = processor.process(output)
         except Exception as error:
-            logger.exception("frontend: an output of %s cannot be processed", handle.request_id)
-            self._fail(handle, f"the output cannot be processed: {error}", "INTERNAL")
-            return [handle.request_id]
+            self._cannot_process(handle, error)
+            return []
         self._mark(handle, choice)
         return [] if stopped is None else [stopped]
 
@@ -258,13 +257,26 @@ class Responder(threading.Thread):
             entry = self._due.pop(key, None)
             if entry is None:
                 continue  # an error of another choice has ended the request
-            handle, choice = entry[1:]
-            if choice.is_ready():
-                self._send(handle, choice.take())
-                num_sent += 1
+            num_sent += self._send_ready(*entry[1:])
         self._next_due = min((due for due, _, _ in self._due.values()), default=math.inf)
         if num_sent:
             self._pace.charge(num_sent, time.monotonic() - now, time.thread_time() - cpu_start)
+
+    def _send_ready(self, handle: RequestHandle, choice: OutputProcessor) -> bool:
+        """Makes text of a choice's tokens and sends what there is; whether there was something."""
+        try:
+            output = choice.take() if choice.is_ready() else None
+        except Exception as error:  # a tokenizer is the checkpoint's: it may raise anything
+            self._cannot_process(handle, error)
+            return True
+        if output is not None:
+            self._send(handle, output)
+        return output is not None
+
+    def _cannot_process(self, handle: RequestHandle, error: Exception) -> None:
+        logger.error("frontend: an output of %s cannot be processed", handle.request_id, exc_info=error)
+        self._fail(handle, f"the output cannot be processed: {error}", "INTERNAL")
+        self.engine.abort([handle.request_id], FinishReason.ERROR)
 
     def _send(self, handle: RequestHandle, output: RequestOutput) -> None:
         """Sends what `take` gave.
@@ -363,7 +375,7 @@ class Responder(threading.Thread):
             if handle.processor is not None and handle.processor.finished:
                 for choice in handle.processor.choices:
                     if self._due.pop((handle.request_id, choice.index), None) is not None:
-                        self._send(handle, choice.take())
+                        self._send_ready(handle, choice)
             else:
                 self._fail(handle, "the engine process died while it worked on the request", "UNAVAILABLE")
 
