@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire_ensemble.vision import VisionProcessor, VisionPrompt
 
 REQUEST_THREADS = 4
-"""Requests that are worked on at a time: as many as the builder lets into one batch."""
+"""Requests of one batch that are worked on at a time."""
 
 
 class VisionPreprocessorModel(EnsembleModel):

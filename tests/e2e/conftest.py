@@ -176,6 +176,14 @@ def write_model(repository: Path, name: str, config: str, code: str | None = Non
     return version
 
 
+def let_batch(model: Path, size: int) -> None:
+    """Lets Triton join requests to a model that the builder wrote."""
+    config = model / "config.pbtxt"
+    text = config.read_text("utf-8")
+    assert "max_batch_size: 1\n" in text
+    config.write_text(text.replace("max_batch_size: 1\n", f"max_batch_size: {size}\n"), "utf-8")
+
+
 def write_generator(repository: Path, name: str, checkpoint: Path, **options: object) -> None:
     """One model and nothing else, which starts soonest."""
     version = write_model(repository, name, 'backend: "quire"\n')
@@ -199,6 +207,7 @@ def tiny_session(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
     repository, trace = root / "repository", root / "trace.jsonl"
     options = {**TINY_OPTIONS, "trace_file": str(trace)}
     build_repository(tiny_checkpoint, repository, instance_count=2, placement="path", engine_options=options)
+    let_batch(repository / "tokenizer", 32)
     shutil.copytree(tiny_checkpoint, repository / "zero" / "1")
     (repository / "zero" / "config.pbtxt").write_text('backend: "quire"\n')
     config = (

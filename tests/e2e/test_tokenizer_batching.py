@@ -133,7 +133,7 @@ def test_batches_cut_the_cost_of_a_request(
     models = {"together": 32, "alone": 1}
     for name, size in models.items():
         config = tokenizer_config(name, checkpoint=str(tiny_checkpoint))
-        config = config.replace("max_batch_size: 32", f"max_batch_size: {size}")
+        config = config.replace("max_batch_size: 1\n", f"max_batch_size: {size}\n")
         write_model(tmp_path / "repository", name, config, _python_model("tokenizer"))
     server = serve_repository(tmp_path / "repository")
     inputs = [prompt("text_input", text) for text in SHORT * 16]

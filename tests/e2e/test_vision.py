@@ -19,6 +19,7 @@ from PIL import Image
 from quire_client import Client, InvalidArgument
 from quire_ensemble import pbtxt
 from quire_ensemble.builder import build_repository
+from tests.e2e.conftest import let_batch
 from tests.e2e.test_tokenizer_batching import ROUNDS
 from tests.e2e.triton_calls import stream
 from tests.e2e.vision import WholeModel, picture
@@ -61,6 +62,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VisionServer]:
         path = make_vision_checkpoint(kind, root / kind)
         whole[kind] = WholeModel(path)
         build_repository(path, repository, name_prefix=f"{kind}_", placement="path", engine_options=OPTIONS)
+        let_batch(repository / f"{kind}_vision_preprocessor", 4)
         chunked = repository / f"{kind}_chunked"
         (chunked / "1").mkdir(parents=True)
         text = pbtxt.generator_config(chunked.name, decoupled=True, instance_count=1)

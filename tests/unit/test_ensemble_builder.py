@@ -29,7 +29,6 @@ from quire_ensemble.generator_schema import (
     TensorSpec,
 )
 from quire_ensemble.triton_model import checkpoint_path
-from quire_ensemble.triton_vision_preprocessor import REQUEST_THREADS
 from tests.fixtures.vision_checkpoints import make_vision_checkpoint
 
 MODEL_REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
@@ -115,6 +114,7 @@ def test_every_config_parses_and_is_complete(checkpoint: Path, tmp_path: Path) -
         assert tensors(config.input) == declared(INPUTS, inputs=True)
         assert tensors(config.output) == declared(OUTPUTS, inputs=False)
     tokenizer = found["tokenizer"]
+    assert tokenizer.max_batch_size == 1, "a damaged text would fail the requests that came with it"
     assert tokenizer.backend == "python"
     assert [g.kind for g in tokenizer.instance_group] == [model_config_pb2.ModelInstanceGroup.KIND_CPU]
     assert not tokenizer.model_transaction_policy.decoupled
@@ -136,7 +136,7 @@ def test_a_vision_checkpoint_gets_the_vision_models(tmp_path: Path) -> None:
     encoder = found["vision_encoder"]
     assert encoder.max_batch_size > 1 and encoder.HasField("dynamic_batching")
     preprocessor = found["vision_preprocessor"]
-    assert preprocessor.max_batch_size == REQUEST_THREADS and preprocessor.HasField("dynamic_batching")
+    assert preprocessor.max_batch_size == 1 and preprocessor.HasField("dynamic_batching")
     assert all(item.allow_ragged_batch and not item.optional for item in encoder.input)
     for name, generator in (("vision_chat", "writer"), ("vision_chat_unary", "writer_unary")):
         steps = found[name].ensemble_scheduling.step
