@@ -10,8 +10,8 @@ SMALL_BYTES = 256 * 1024
 _MARGIN_BYTES = 8 * 1024
 """What a response takes in shared memory beside its content, at most."""
 _PAUSE_S, _PAUSE_S_PER_BYTE = 0.005, 1e-8
-_WAITS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0)
-"""Pauses of `wait_for_room`."""
+END_PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0)
+"""Pauses before each further try to end a request where there was no room for its end."""
 
 
 def ask_for_room(pb_utils: Any, num_bytes: int) -> None:
@@ -29,7 +29,7 @@ def ask_for_room(pb_utils: Any, num_bytes: int) -> None:
 
 def wait_for_room(pb_utils: Any) -> None:
     """Returns when there is shared memory for a response that is an error, or after about 24 seconds."""
-    for pause_s in _WAITS_S:
+    for pause_s in END_PAUSES_S:
         try:
             ask_for_room(pb_utils, 0)
             return

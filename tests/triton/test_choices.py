@@ -102,7 +102,7 @@ class Harness(Frontend):
 
     def __init__(self, directory: Path, tokenizer: Any = None, **options: Any) -> None:
         config = EngineConfig.from_mapping({"model": "fake", **options})
-        super().__init__(directory, config, ScriptedCore(config), tokenizer)
+        super().__init__(directory, ScriptedCore(config), tokenizer)
 
     def submit(
         self, params: SamplingParams, *, stream: bool = True, name: str = "t-1", **options: Any

@@ -36,7 +36,7 @@ def test_requests_of_an_engine_that_dies_are_unavailable_and_not_internal(tmp_pa
             return connection, connection.hello(10)
 
         own = harness.responder
-        harness.responder = Responder(harness.core.config.frontend, None, EngineClient(connect))
+        harness.responder = Responder(None, EngineClient(connect))
         own.stop()
         own.join(WAIT_S)
         harness.responder.start()

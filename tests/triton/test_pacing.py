@@ -204,17 +204,25 @@ def test_merged_deltas_are_the_whole_answer(harness: Harness, monkeypatch: pytes
     assert num_merged > 20, "hardly any stream had merged deltas"
 
 
+def begun(
+    harness: Harness, max_tokens: int, **options: int
+) -> tuple[fake_pb_utils.ResponseSender, RequestHandle]:
+    """A stream whose first token, a LETTER, has been sent."""
+    sender = fake_pb_utils.ResponseSender()
+    params = SamplingParams(max_tokens=max_tokens)
+    handle = RequestHandle(sender, "x", "x")
+    parsed = ParsedRequest([1], params, "x", OUTPUTS, OUTPUTS, stream=True, **options)
+    harness.responder.submit(handle, parsed)
+    assert harness.core.seen.get(timeout=WAIT_S)[0] == "add"
+    harness.core.steps.put([EngineCoreOutput("x", [LETTER])])
+    wait_for_responses(sender, 1)
+    return sender, handle
+
+
 @pytest.mark.row("A31", clauses=("interval", "first"))
 def test_eight_tokens_a_response_are_an_eighth_of_the_responses(harness: Harness) -> None:
     """And the first token does not wait for seven others."""
-    sender = fake_pb_utils.ResponseSender()
-    parsed = ParsedRequest(
-        [1], SamplingParams(max_tokens=65), "x", OUTPUTS, OUTPUTS, stream=True, stream_interval=8
-    )
-    harness.responder.submit(RequestHandle(sender, "x", "x"), parsed)
-    assert harness.core.seen.get(timeout=WAIT_S)[0] == "add"
-    harness.core.steps.put([EngineCoreOutput("x", [LETTER])])
-    assert sender.first.wait(WAIT_S)
+    sender = begun(harness, 65, stream_interval=8)[0]
     for number in range(1, 9):
         assert [len(response.tensors["output_ids"]) for response in sender.responses] == [1] + [8] * (
             number - 1
@@ -236,35 +244,25 @@ def wait_for_responses(sender: fake_pb_utils.ResponseSender, count: int) -> None
 @pytest.mark.row("A31", clauses=("time",))
 def test_responses_keep_an_interval_of_time(harness: Harness) -> None:
     """No response but the last comes earlier than 30 ms after the one before, however fast the tokens are."""
-    sender, times = fake_pb_utils.ResponseSender(), list[float]()
-    sender.send_delay = lambda: times.append(time.monotonic())
-    params = SamplingParams(max_tokens=400)
-    parsed = ParsedRequest([1], params, "x", OUTPUTS, OUTPUTS, stream=True, stream_interval_ms=30)
-    harness.responder.submit(RequestHandle(sender, "x", "x"), parsed)
-    assert harness.core.seen.get(timeout=WAIT_S)[0] == "add"
-    num_sent = 0
-    while len(times) < 5:
-        harness.core.steps.put([EngineCoreOutput("x", [LETTER])])
-        num_sent += 1
+    sender, handle = begun(harness, 100_000, stream_interval_ms=30)
+    times = [handle.last_sent[0]]
+    sender.send_delay = lambda: times.append(handle.last_sent[0])
+    num_sent = 1
+    while len(times) < 6:
+        for _ in range(10):
+            harness.core.steps.put([EngineCoreOutput("x", [LETTER])])
+        num_sent += 10
         time.sleep(0.002)
     harness.core.steps.put([EngineCoreOutput("x", [LETTER], "length")])
     assert sender.final.wait(WAIT_S)
     assert answers(sender)[0]["ids"] == [LETTER] * (num_sent + 1)
     assert len(times) < num_sent / 4
-    # From the end of one send to the end of the next.
     assert all(after - before > 0.029 for before, after in itertools.pairwise(times[:-1]))
 
 
 def test_a_stream_without_news_is_sent_what_waits_when_its_time_comes(harness: Harness) -> None:
     """What a pause holds back does not wait for another token: an engine busy with prompts may have none."""
-    sender = fake_pb_utils.ResponseSender()
-    parsed = ParsedRequest(
-        [1], SamplingParams(max_tokens=9), "x", OUTPUTS, OUTPUTS, stream=True, stream_interval_ms=30
-    )
-    harness.responder.submit(RequestHandle(sender, "x", "x"), parsed)
-    assert harness.core.seen.get(timeout=WAIT_S)[0] == "add"
-    harness.core.steps.put([EngineCoreOutput("x", [LETTER])])
-    assert sender.first.wait(WAIT_S)
+    sender = begun(harness, 9, stream_interval_ms=30)[0]
     harness.core.steps.put([EngineCoreOutput("x", [LETTER])])
     wait_for_responses(sender, 2)
     harness.core.steps.put([EngineCoreOutput("x", [LETTER], "length")])

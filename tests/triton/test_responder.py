@@ -62,7 +62,7 @@ class Harness(Frontend):
     def __init__(self, directory: Path, **options: Any) -> None:
         config = EngineConfig.from_mapping({"model": "fake", "block_size": 4, **options})
         self.runner = SteppedRunner(256, 4)
-        super().__init__(directory, config, EngineCore(config, RunnerExecutor(self.runner)))
+        super().__init__(directory, EngineCore(config, RunnerExecutor(self.runner)))
         self._count = itertools.count()
 
     def submit(

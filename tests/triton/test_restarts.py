@@ -15,7 +15,6 @@ from tests.fixtures import fake_pb_utils
 
 fake_pb_utils.install()
 
-from quire.config import EngineConfig  # noqa: E402
 from quire.engine import client  # noqa: E402
 from quire.engine.client import EngineClient  # noqa: E402
 from quire.engine.connection import EngineConnection  # noqa: E402
@@ -71,9 +70,7 @@ def make(tmp_path: Path) -> Iterator[Callable[[], tuple[Engines, Responder]]]:
 
     def start() -> tuple[Engines, Responder]:
         engines = Engines(tmp_path)
-        served = Responder(
-            EngineConfig.from_mapping({"model": "x"}).frontend, None, EngineClient(engines.connect)
-        )
+        served = Responder(None, EngineClient(engines.connect))
         served.start()
         made.append((engines, served))
         return engines, served

@@ -6,9 +6,9 @@ space, as it does there). Tokens pass three stages, each of which holds back wha
 
 1. decoding: a window of the newest tokens is decoded again with new ones (each by itself only where a stop
    string may end the text behind it); what they add to the text already decided is new.
-   Undecided is a U+FFFD at the end, which may be an incomplete UTF-8 sequence, and a run of
-   byte-fallback tokens (`<0xE4>`), which the decoders of SentencePiece models turn into U+FFFD as a whole
-   when one byte of it is wrong;
+   Undecided is a U+FFFD at the end, which may be an incomplete UTF-8 sequence, and a run of byte-fallback
+   tokens (`<0xE4>`), which the decoders of SentencePiece models turn into U+FFFD as a whole when one byte of
+   it is wrong;
 2. `clean_up_tokenization_spaces`, where the tokenizer asks for it;
 3. stop strings: a tail that may be the beginning of one is not sent.
 

@@ -50,6 +50,7 @@ def is_decoupled(model_config: Mapping[str, Any]) -> bool:
 
 
 def num_instances(model_config: Mapping[str, Any]) -> int:
+    """How many instances Triton starts of a model: at least one, and `count` of each of its groups."""
     return max(1, sum(group.get("count", 1) for group in model_config.get("instance_group", ())))
 
 

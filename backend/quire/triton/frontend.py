@@ -93,7 +93,6 @@ class TritonPythonModel:
 
         engine = EngineClient(lambda: connect(context, self._supervisor), self._publish)
         self._responder = Responder(
-            config.frontend,
             None if tokenizer is None else tokenizer.hf,
             engine,
             config_completion.num_instances(model_config),

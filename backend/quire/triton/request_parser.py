@@ -11,12 +11,12 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 
-from quire.config import MAX_INTERVAL_MS, FrontendConfig
-from quire.converters import INT32_MAX, boolean, integer
+from quire.config import FrontendConfig
+from quire.converters import boolean, converter, integer
 from quire.engine.cache_commands import CacheCommand, Health, parse_cache_command
 from quire.engine.device_array import DeviceBuffer
 from quire.engine.messages import EmbedsMessage, EngineInfo
@@ -49,9 +49,10 @@ from quire_ensemble.generator_schema import (
 _SPECS = {spec.name: spec for spec in INPUTS}
 _SAMPLING_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS)
 _SCHEDULING_NAMES = frozenset(spec.name for spec in SCHEDULING_INPUTS)
-_INTERVALS: dict[str, Callable[[str, Any], int]] = {
-    "stream_interval": integer(0, INT32_MAX),
-    "stream_interval_ms": integer(0, MAX_INTERVAL_MS),
+_INTERVALS = {
+    name: converter(kind)
+    for name, kind in get_type_hints(FrontendConfig, include_extras=True).items()
+    if name in ("stream_interval", "stream_interval_ms")
 }
 _CONTROL: dict[str, Callable[[str, Any], Any]] = {
     spec.name: _INTERVALS.get(spec.name, boolean) for spec in CONTROL_INPUTS

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from quire.config import FrontendConfig
 from quire.engine.client import EngineClient, EngineLost
 from quire.engine.messages import (
     AddRequest,
@@ -37,6 +36,7 @@ from quire.request import FinishReason
 from quire.triton.pacing import Pace
 from quire.triton.request_handle import RequestHandle
 from quire.triton.request_parser import ParsedRequest
+from quire_ensemble.shared_memory import END_PAUSES_S
 
 logger = logging.getLogger("quire")
 
@@ -52,25 +52,19 @@ CAREFUL_S = 10.0
 """How long after a failed send every FINAL is asked room for (see `RequestHandle`)."""
 URGENT = 0.0
 """When a first token or an end is due: before all else."""
-END_PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0)
-"""Pauses before each further try of an end that failed."""
 
 
 class Responder(threading.Thread):
     """Started by the frontend; ends with `stop`.
 
     Args:
-        config: the model's stream interval.
         tokenizer: transformers tokenizer for detokenization, or None.
         engine: the responder's own from here on; closed with it.
         num_frontends: how many share the engine's cores.
     """
 
-    def __init__(
-        self, config: FrontendConfig, tokenizer: Any | None, engine: EngineClient, num_frontends: int = 1
-    ) -> None:
+    def __init__(self, tokenizer: Any | None, engine: EngineClient, num_frontends: int = 1) -> None:
         super().__init__(name="quire-responder", daemon=True)
-        self.config = config
         self.tokenizer = tokenizer
         self.engine = engine
         self._inbox: deque[Callable[[], None]] = deque()
