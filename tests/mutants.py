@@ -642,7 +642,7 @@ _FRONTEND = (
     Mutant(
         "tokens behind a stop string are told",
         "backend/quire/frontend/output_processor.py",
-        "new_ids = new_ids[: max(used, 0)]",
+        "del self._token_ids[num_before + max(used, 0) :]",
         "pass",
         ("tests/unit/test_detokenizer.py::test_tokens_behind_a_stop_string_are_not_told",),
     ),

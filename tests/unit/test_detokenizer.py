@@ -605,8 +605,8 @@ def test_work_per_token_is_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -
     detokenizer = IncrementalDetokenizer(tokenizer)
     for token_id in token_ids:
         detokenizer.append([token_id])
-    assert max(sizes) <= 24 + 17
-    assert sum(sizes) <= 24 * len(token_ids)
+    assert max(sizes) <= 12 + 17
+    assert sum(sizes) <= 12 * len(token_ids)
 
 
 def test_tokens_behind_a_stop_string_are_not_told() -> None:

@@ -28,9 +28,9 @@ from quire.frontend.stop_matcher import StopAutomaton, StopMatcher
 
 REPLACEMENT = "\ufffd"
 
-_WINDOW = 24
+_WINDOW = 12
 """Tokens decoded with each new one at most, unless they decode to nothing."""
-_CONTEXT = 8
+_CONTEXT = 4
 """Tokens kept when the window is cut: more than the 3 bytes an incomplete UTF-8 sequence can have."""
 _MAX_BYTE_RUN = 16
 """Byte-fallback tokens held back at most. The one deviation from the whole decode: complete characters of a
@@ -39,7 +39,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenDecoder:
-    """What detokenization needs of a tokenizer; immutable, shared by all requests.
+    """What detokenization needs of a tokenizer; shared by all requests.
 
     Args:
         tokenizer: a tokenizer of transformers, or a `tokenizers.Tokenizer`.
@@ -76,6 +76,8 @@ class TokenDecoder:
             # transformers ignores the flag for BPE, where it would remove spaces of the text itself.
             if rust is None or type(rust.model).__name__ != "BPE" or forced:
                 self.clean_up = tokenizer.clean_up_tokenization
+        self._is_visible: tuple[dict[int, bool], dict[int, bool]] = ({}, {})
+        """By token id, without and with `skip_special_tokens`; of those that were asked for."""
         self.byte_fallback = self._has_byte_fallback()
         self.sentinel = self._find_sentinel() if self.byte_fallback else None
 
@@ -89,15 +91,18 @@ class TokenDecoder:
             decoder = cls._cache[tokenizer] = cls(tokenizer)
         return decoder
 
-    def visible_token(self, token_id: int, skip_special_tokens: bool) -> str | None:
-        """The token's name in the vocabulary, or None when it leaves no trace in the text.
+    def visible(self, token_ids: list[int], skip_special_tokens: bool) -> list[int]:
+        """The tokens without those that leave no trace in the text.
 
         Besides skipped special tokens these are ids beyond the tokenizer's vocabulary, which a model with
         padded embeddings can produce.
         """
-        if skip_special_tokens and token_id in self._special_ids:
-            return None
-        return self._name(token_id)
+        known = self._is_visible[skip_special_tokens]
+        for token_id in token_ids:
+            if token_id not in known:
+                is_skipped = skip_special_tokens and token_id in self._special_ids
+                known[token_id] = not is_skipped and self._name(token_id) is not None
+        return [token_id for token_id in token_ids if known[token_id]]
 
     def decode(self, visible_ids: list[int]) -> str:
         """Text of tokens that are all visible, not cleaned up."""
@@ -105,13 +110,12 @@ class TokenDecoder:
 
     def decode_all(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         """Text of any tokens, as `tokenizer.decode` gives it."""
-        visible = [i for i in token_ids if self.visible_token(i, skip_special_tokens) is not None]
-        text = self.decode(visible)
+        text = self.decode(self.visible(token_ids, skip_special_tokens))
         return text if self.clean_up is None else self.clean_up(text)
 
-    def byte_of(self, token: str) -> int | None:
+    def byte_of(self, token_id: int) -> int | None:
         """The byte a byte-fallback token stands for; None for other tokens."""
-        match = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
+        match = _BYTE_TOKEN.fullmatch(self._name(token_id) or "") if self.byte_fallback else None
         return None if match is None else int(match[1], 16)
 
     def _has_byte_fallback(self) -> bool:
@@ -125,8 +129,7 @@ class TokenDecoder:
             if token_id is not None and token_id not in self._special_ids and self.decode([token_id]).strip():
                 return token_id, self.decode([token_id])
         for token_id in range(2048):
-            name = self.visible_token(token_id, True)
-            if name is not None and self.byte_of(name) is None:
+            if self.visible([token_id], True) and self.byte_of(token_id) is None:
                 text = self.decode([token_id])
                 if text.strip() and REPLACEMENT not in text:
                     return token_id, text
@@ -254,13 +257,14 @@ class IncrementalDetokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         """Text that further tokens decide."""
+        visible = self._decoder.visible(token_ids, self._skip_special_tokens)
+        if not self._decoder.byte_fallback:
+            self._window += visible
+            return self._advance() if visible else ""
         parts: list[str] = []
         is_ahead = False  # whether the window holds tokens whose text was not looked at
-        for token_id in token_ids:
-            token = self._decoder.visible_token(token_id, self._skip_special_tokens)
-            if token is None:
-                continue
-            byte = self._decoder.byte_of(token)
+        for token_id in visible:
+            byte = self._decoder.byte_of(token_id)
             if byte is None:
                 self._run.clear()
                 self._broken_run = False

@@ -6,6 +6,7 @@ in the engine, and outputs that were already on their way are ignored.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from quire.frontend.detokenizer import IncrementalDetokenizer
@@ -23,11 +24,35 @@ class OutputProcessor:
 
     `process` takes what the engine sent, `take` gives what may be sent on; between two `take` calls any
     number of outputs may be merged, and unless there are stop strings they become text only then, together.
+    `append` is `process` for the many outputs that are nothing but tokens.
 
     Args:
         tokenizer: anything IncrementalDetokenizer accepts; None: token ids only, no text.
         stops: automaton of the request's stop strings, if it has any.
+        num_wanted: pending tokens from which on `append` takes no more, so that its caller looks at them.
     """
+
+    __slots__ = (
+        "_detokenizer",
+        "_has_stops",
+        "_logprobs",
+        "_num_decoded",
+        "_num_hidden",
+        "_num_wanted",
+        "_params",
+        "_text",
+        "_token_ids",
+        "cumulative_logprob",
+        "error",
+        "error_code",
+        "finish_reason",
+        "index",
+        "num_cached_tokens",
+        "num_output_tokens",
+        "num_prompt_tokens",
+        "request_id",
+        "stop_reason",
+    )
 
     def __init__(
         self,
@@ -37,6 +62,7 @@ class OutputProcessor:
         tokenizer: Any | None,
         index: int = 0,
         stops: StopAutomaton | None = None,
+        num_wanted: int = sys.maxsize,
     ) -> None:
         self.request_id = request_id
         self.index = index
@@ -60,13 +86,38 @@ class OutputProcessor:
             )
         self._has_stops = bool(params.stop)
         self._text = ""
-        self._undecoded: list[int] = []
+        self._num_wanted = num_wanted
         self._token_ids: list[int] = []
+        self._num_decoded = 0
+        # A stop token id that ended the choice is no part of the text: the last token, or none.
+        self._num_hidden = 0
         self._logprobs: list[TokenLogprobs] = []
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def append(self, output: EngineCoreOutput) -> bool:
+        """Takes a further output that is nothing but tokens, of which there are too few to look at them.
+
+        Returns:
+            False for any other output, which is not taken: it is one for `process`.
+        """
+        num_tokens = len(self._token_ids) + len(output.new_token_ids)
+        if (
+            output.finish_reason is not None
+            or output.logprobs is not None
+            or output.error is not None
+            or self._has_stops
+            or self.finish_reason is not None
+            or num_tokens >= self._num_wanted
+            or num_tokens - self._num_decoded >= MAX_UNDECODED
+            or not self.num_output_tokens
+        ):
+            return False
+        self._token_ids += output.new_token_ids
+        self.num_output_tokens += len(output.new_token_ids)
+        return True
 
     def process(self, output: EngineCoreOutput) -> bool:
         """Takes an output of the engine that is no error.
@@ -77,23 +128,24 @@ class OutputProcessor:
         if self.finished:
             return False
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
-        new_ids = output.new_token_ids
+        num_before = len(self._token_ids)
+        self._token_ids += output.new_token_ids
+        self._num_hidden = int(self._ends_unseen(output))
         stopped = False
         if self._detokenizer is not None:
-            self._undecoded += self._visible(new_ids, output)
-            if self._has_stops or len(self._undecoded) >= MAX_UNDECODED:
+            if self._has_stops or len(self._token_ids) - self._num_decoded >= MAX_UNDECODED:
                 # At the end held-back text is decided, and a stop string may be found in it.
                 self._decode(flush=output.finish_reason is not None)
             matched = self._detokenizer.matched_stop
             if matched is not None:
                 used = self._detokenizer.num_tokens_used - self.num_output_tokens
-                new_ids = new_ids[: max(used, 0)]
+                del self._token_ids[num_before + max(used, 0) :]
                 self.finish_reason, self.stop_reason = FinishReason.STOP.value, matched
                 stopped = output.finish_reason is None
-        self._token_ids.extend(new_ids)
-        self.num_output_tokens += len(new_ids)
+        num_new = len(self._token_ids) - num_before
+        self.num_output_tokens += num_new
         if output.logprobs:
-            logprobs = output.logprobs[: len(new_ids)]
+            logprobs = output.logprobs[:num_new]
             self._logprobs.extend(logprobs)
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(e.logprobs[0] for e in logprobs)
         if output.cumulative_logprob is not None:
@@ -102,29 +154,26 @@ class OutputProcessor:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         return stopped
 
-    def is_ready(self) -> bool:
-        """Whether there is something to send: the end, text, or (without a tokenizer) token ids."""
-        self._decode(flush=self.finished)
-        return self.finished or bool(self._text) or (self._detokenizer is None and bool(self._token_ids))
-
     @property
-    def num_pending_tokens(self) -> int:
-        """Tokens that `take` would give."""
-        return len(self._token_ids)
+    def has_wanted(self) -> bool:
+        """Whether there are `num_wanted` tokens to take."""
+        return len(self._token_ids) >= self._num_wanted
 
     def _decode(self, *, flush: bool) -> None:
         if self._detokenizer is not None:
-            undecoded, self._undecoded = self._undecoded, []
+            undecoded = self._token_ids[self._num_decoded : len(self._token_ids) - self._num_hidden]
+            self._num_decoded = len(self._token_ids)
             if undecoded:
                 self._detokenizer.append(undecoded)
-            self._text += self._detokenizer.take_delta(flush=flush)
+            if undecoded or flush:
+                self._text += self._detokenizer.take_delta(flush=flush)
 
-    def _visible(self, new_ids: list[int], output: EngineCoreOutput) -> list[int]:
-        """Token ids that make text: a stop token id that ended the request is not part of the text."""
-        ended_by_id = output.finish_reason == FinishReason.STOP.value and isinstance(output.stop_reason, int)
-        if ended_by_id and not self._params.include_stop_str_in_output:
-            return new_ids[:-1]
-        return new_ids
+    def _ends_unseen(self, output: EngineCoreOutput) -> bool:
+        return (
+            output.finish_reason == FinishReason.STOP.value
+            and isinstance(output.stop_reason, int)
+            and not self._params.include_stop_str_in_output
+        )
 
     def finish(self, reason: FinishReason, error: str | None = None, error_code: str = "") -> None:
         """Ends the request from outside (cancelled, engine gone); the first reason stays."""
@@ -132,11 +181,18 @@ class OutputProcessor:
             self.finish_reason = reason.value
             self.error, self.error_code = error, error_code
 
+    def take_ready(self) -> RequestOutput | None:
+        """As `take`; None where there is neither the end, nor text, nor (without a tokenizer) token ids."""
+        self._decode(flush=self.finished)
+        if self._text or self.finished or (self._detokenizer is None and self._token_ids):
+            return self.take()
+        return None
+
     def take(self) -> RequestOutput:
         """Returns everything that may be sent now, and forgets it."""
         self._decode(flush=self.finished)
         text, self._text = self._text, ""
-        token_ids, self._token_ids = self._token_ids, []
+        token_ids, self._token_ids, self._num_decoded = self._token_ids, [], 0
         logprobs, self._logprobs = self._logprobs, []
         return RequestOutput(
             request_id=self.request_id,
@@ -158,6 +214,8 @@ class OutputProcessor:
 class RequestProcessor:
     """The choices of one request; arguments as of `OutputProcessor`. Without `stops` it makes them itself."""
 
+    __slots__ = ("choices", "request_id")
+
     def __init__(
         self,
         request_id: str,
@@ -165,12 +223,13 @@ class RequestProcessor:
         params: SamplingParams,
         tokenizer: Any | None,
         stops: StopAutomaton | None = None,
+        num_wanted: int = sys.maxsize,
     ) -> None:
         self.request_id = request_id
         if stops is None and params.stop:
             stops = StopAutomaton(params.stop)
         self.choices = [
-            OutputProcessor(request_id, num_prompt_tokens, params, tokenizer, index, stops)
+            OutputProcessor(request_id, num_prompt_tokens, params, tokenizer, index, stops, num_wanted)
             for index in range(params.n)
         ]
 

@@ -14,6 +14,8 @@ import heapq
 import json
 import logging
 import math
+import operator
+import sys
 import threading
 import time
 from collections import deque
@@ -42,7 +44,7 @@ logger = logging.getLogger("quire")
 
 SENDS_PER_PASS = 16
 """Responses sent before the engine's socket is looked at again: about 2.5 ms."""
-CANCEL_POLL_S = 0.05
+CANCEL_POLL_S = 0.1
 """Shortest time between two questions whether the client of a request has gone."""
 MAX_POLL_S = 0.25
 """Longest time between two polls of a request whose steps are long."""
@@ -72,10 +74,10 @@ class Responder(threading.Thread):
         self._open: dict[str, RequestHandle] = {}
         """Requests and commands whose end is not sent, by id."""
         self._pace = Pace(engine.info.num_threads, engine.info.num_cpus, num_frontends)
-        self._streams: set[tuple[str, int]] = set()
+        self._streams: set[OutputProcessor] = set()
         """Choices that have been sent something and go on."""
-        self._due: dict[tuple[str, int], tuple[float, RequestHandle, OutputProcessor]] = {}
-        """Choices, by request id and index, that may have something to send, and when that is to be."""
+        self._due: dict[OutputProcessor, tuple[float, RequestHandle]] = {}
+        """Choices that may have something to send, and when that is to be."""
         self._next_due = math.inf
         """No choice is due before it."""
         self._last_look = 0.0
@@ -166,7 +168,12 @@ class Responder(threading.Thread):
         if parsed.cache_control is not None:
             return Control(parsed.cache_control, handle.request_id)
         handle.processor = RequestProcessor(
-            handle.request_id, len(parsed.prompt_token_ids), parsed.params, self.tokenizer, parsed.stops
+            handle.request_id,
+            len(parsed.prompt_token_ids),
+            parsed.params,
+            self.tokenizer,
+            parsed.stops,
+            parsed.stream_interval or sys.maxsize,
         )
         handle.num_open_choices = parsed.params.n
         self._poll_later(handle, now + CANCEL_POLL_S)
@@ -188,15 +195,19 @@ class Responder(threading.Thread):
                     self._pace.step(time.monotonic())
                     for output in answer.outputs:
                         handle = self._open.get(output.request_id)
-                        if handle is not None:
-                            stopped += self._process(handle, output)
+                        if handle is None:
+                            continue
+                        assert handle.processor is not None
+                        choice = handle.processor.choices[output.index]
+                        if choice not in self._due or not choice.append(output):
+                            stopped += self._process(handle, choice, output)
                 case CommandResult():
                     self._answer(answer)
                 case EngineLost():
                     self._end_all()
         self.engine.abort(stopped, FinishReason.STOP)
 
-    def _process(self, handle: RequestHandle, output: EngineCoreOutput) -> list[str]:
+    def _process(self, handle: RequestHandle, choice: OutputProcessor, output: EngineCoreOutput) -> list[str]:
         """Takes an output; returns the ids of what has ended here and is still to be ended in the engine."""
         processor = handle.processor
         assert processor is not None and handle.parsed is not None
@@ -206,7 +217,6 @@ class Responder(threading.Thread):
             if output.error is not None:
                 self._fail(handle, output.error, output.error_code, output.retry_after_s)
                 return []
-            choice = processor.choices[output.index]
             if choice.finished:
                 return []  # what was on its way when a stop string ended the choice here
             stopped = processor.process(output)
@@ -223,19 +233,17 @@ class Responder(threading.Thread):
         last_sent = handle.last_sent.get(choice.index)
         if choice.finished or (parsed.stream and last_sent is None):
             due = URGENT
-        elif not parsed.stream:
-            return
+        elif last_sent is None:
+            due = math.inf
+        elif choice.has_wanted:
+            due = last_sent
+        elif parsed.stream_interval_ms:
+            due = last_sent + parsed.stream_interval_ms / 1000
+        elif parsed.stream_interval:
+            due = math.inf
         else:
-            assert last_sent is not None
-            if parsed.stream_interval and choice.num_pending_tokens >= parsed.stream_interval:
-                due = last_sent
-            elif parsed.stream_interval_ms:
-                due = last_sent + parsed.stream_interval_ms / 1000
-            elif parsed.stream_interval:
-                return
-            else:
-                due = last_sent + self._pace.interval_s(len(self._streams))
-        self._due[handle.request_id, choice.index] = due, handle, choice
+            due = last_sent + self._pace.interval_s(len(self._streams))
+        self._due[choice] = due, handle
         self._next_due = min(self._next_due, due)
 
     def _send_due(self) -> None:
@@ -245,26 +253,27 @@ class Responder(threading.Thread):
             return
         cpu_start = time.thread_time()
         num_sent = 0
-        for _, key in sorted((entry[0], key) for key, entry in self._due.items() if entry[0] <= now):
+        ready = [(due, choice) for choice, (due, _) in self._due.items() if due <= now]
+        for _, choice in sorted(ready, key=operator.itemgetter(0)):
             if num_sent == SENDS_PER_PASS:
                 break
-            entry = self._due.pop(key, None)
+            entry = self._due.pop(choice, None)
             if entry is None:
                 continue  # an error of another choice has ended the request
-            num_sent += self._send_ready(*entry[1:])
-        self._next_due = min((due for due, _, _ in self._due.values()), default=math.inf)
+            num_sent += self._send_ready(entry[1], choice)
+        self._next_due = min((due for due, _ in self._due.values()), default=math.inf)
         if num_sent:
             self._pace.charge(num_sent, time.monotonic() - now, time.thread_time() - cpu_start)
 
     def _send_ready(self, handle: RequestHandle, choice: OutputProcessor) -> bool:
         """Makes text of a choice's tokens and sends what there is; whether there was something."""
         try:
-            output = choice.take() if choice.is_ready() else None
+            output = choice.take_ready()
         except Exception as error:  # a tokenizer is the checkpoint's: it may raise anything
             self._cannot_process(handle, error)
             return True
         if output is not None:
-            self._send(handle, output)
+            self._send(handle, output, choice)
         return output is not None
 
     def _cannot_process(self, handle: RequestHandle, error: Exception) -> None:
@@ -272,8 +281,10 @@ class Responder(threading.Thread):
         self._fail(handle, f"the output cannot be processed: {error}", "INTERNAL")
         self.engine.abort([handle.request_id], FinishReason.ERROR)
 
-    def _send(self, handle: RequestHandle, output: RequestOutput) -> None:
-        """Sends what `take` gave.
+    def _send(
+        self, handle: RequestHandle, output: RequestOutput, choice: OutputProcessor | None = None
+    ) -> None:
+        """Sends what `take` gave, or the answer to a command.
 
         A request cancelled by its id ends with a data response (finish_reason "cancelled"): it keeps what
         was generated, and an error after data is not delivered to a BLS caller by the 24.10 server.
@@ -285,10 +296,11 @@ class Responder(threading.Thread):
             handle.send(output, careful=time.monotonic() < self._careful_until)
         except Exception as error:
             self._send_failed(handle, error)
-        if output.finished:
-            self._streams.discard((handle.request_id, output.index))
-        elif handle.request_id in self._open:
-            self._streams.add((handle.request_id, output.index))
+        if choice is not None:
+            if output.finished:
+                self._streams.discard(choice)
+            elif handle.request_id in self._open:
+                self._streams.add(choice)
         if not handle.is_open or handle.is_ending:
             self._forget(handle)
 
@@ -296,8 +308,8 @@ class Responder(threading.Thread):
         """Nothing more is to be sent of the request but, maybe, an end that failed."""
         self._open.pop(handle.request_id, None)
         for choice in handle.processor.choices if handle.processor is not None else ():
-            self._due.pop((handle.request_id, choice.index), None)
-            self._streams.discard((handle.request_id, choice.index))
+            self._due.pop(choice, None)
+            self._streams.discard(choice)
 
     def _fail(
         self, handle: RequestHandle, message: str, code: str, retry_after_s: float | None = None
@@ -368,7 +380,7 @@ class Responder(threading.Thread):
         for handle in list(self._open.values()):
             if handle.processor is not None and handle.processor.finished:
                 for choice in handle.processor.choices:
-                    if self._due.pop((handle.request_id, choice.index), None) is not None:
+                    if self._due.pop(choice, None) is not None:
                         self._send_ready(handle, choice)
             else:
                 self._fail(handle, "the engine process died while it worked on the request", "UNAVAILABLE")
