@@ -68,7 +68,12 @@ def keep(path: Path, data: bytes) -> bool:
     In one step: readers see the old file or the new one, and of several writers the last one wins. False if
     it cannot be written, which is logged once per folder.
     """
-    return write(path, data + hashlib.sha256(data).digest())
+    return write(path, sealed(data))
+
+
+def sealed(data: bytes) -> bytes:
+    """Data with the digest that `kept` looks for."""
+    return data + hashlib.sha256(data).digest()
 
 
 def write(path: Path, data: bytes) -> bool:

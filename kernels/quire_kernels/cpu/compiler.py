@@ -1,7 +1,9 @@
-"""Compiles the C++ kernels for this machine, once, and keeps the result.
+"""Gives the C++ kernels for this machine: those that a wheel brings, else compiled once and kept.
 
-Nothing here is a hard dependency: without a compiler, or on a processor that has none of the instruction
-sets, `load` raises BuildError and the operators' PyTorch reference is used.
+A wheel's libraries lie in `prebuilt/`, named by the digest of the sources and flags they were made of: what has
+been changed since is compiled. Nothing here is a hard dependency: with neither of them nor a compiler, or on a
+processor that has none of the instruction sets, `load` raises BuildError and the operators' PyTorch reference
+is used. setup.py runs this module alone: it imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -15,19 +17,23 @@ import platform
 import shutil
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from quire_kernels.cache import cache_directory, keep, kept, locked, private_directory
+from quire_kernels.cache import cache_directory, keep, kept, locked, private_directory, sealed
 
 logger = logging.getLogger("quire_kernels")
 
 SOURCES = Path(__file__).with_name("src")
+PREBUILT = Path(__file__).with_name("prebuilt")
 ENVIRONMENT_ISA = "QUIRE_CPU_ISA"
 """Names the instruction set to use, or `none` for the PyTorch reference."""
 ENVIRONMENT_COMPILER = "CXX"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 
 _BASE = "-march=x86-64-v4"
+# All of x86-64-v3: on a processor without `abm`, lzcnt is no fault but another instruction.
+_V3 = "cx16 lahf_lm popcnt pni ssse3 sse4_1 sse4_2 avx avx2 fma bmi1 bmi2 f16c movbe abm xsave"
 _BF16 = ("-mavx512bf16", "-mavx512vnni")
 ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "amx": (
@@ -36,7 +42,7 @@ ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "avx512_bf16": (("avx512_bf16", "avx512_vnni"), (_BASE, *_BF16)),
     "avx512": (("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"), (_BASE,)),
-    "avx2": (("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"), ("-march=x86-64-v3",)),
+    "avx2": (tuple(_V3.split()), ("-march=x86-64-v3",)),
 }
 """Instruction sets, the best first: flags of /proc/cpuinfo each needs (and of all below it), and of g++."""
 
@@ -66,16 +72,13 @@ def supported_isas() -> tuple[str, ...]:
 
 
 def library_name(isa: str) -> str:
-    """File name of an instruction set's library: stands for its sources, the compiler and the flags.
-
-    Raises:
-        BuildError: there is no compiler.
-    """
-    return f"quire-{isa}-{_key(_compiler(), _flags(isa))}.so"
+    """File name of the library that `load` gave: stands for its sources, its flags and, unless it is prebuilt,
+    the compiler."""
+    return _names[isa]
 
 
 def load(isa: str) -> ctypes.CDLL:
-    """The shared library for an instruction set, compiled if it is not there yet, or damaged.
+    """The shared library for an instruction set: prebuilt, kept from an earlier start, or compiled.
 
     Where it cannot be kept, or what is kept cannot be loaded, it is compiled for this process alone.
 
@@ -83,19 +86,63 @@ def load(isa: str) -> ctypes.CDLL:
         BuildError: no compiler, or it failed.
         OSError: what was compiled just now cannot be loaded.
     """
-    path = cache_directory("kernels") / library_name(isa)
-    with locked(path.with_suffix(".lock")):
-        if kept(path) is not None:
-            try:
-                return _open(path)
-            except OSError as error:
-                logger.warning("%s is whole but cannot be loaded: %s", path, error)
-        made = _compile(_compiler(), _flags(isa), path.name)
+    path = PREBUILT / _file_name(isa, None)
+    if (library := _load_kept(path)) is None:
+        compiler = _compiler()
+        path = cache_directory("kernels") / _file_name(isa, compiler)
+        with locked(path.with_suffix(".lock")):
+            if (library := _load_kept(path)) is None:
+                made = _compile(compiler, _flags(isa), path.name)
+                try:
+                    keep(path, made.read_bytes())
+                    library = _open(made)
+                finally:
+                    made.unlink()  # what is loaded stays
+    _names[isa] = path.name
+    return library
+
+
+def can_prebuild() -> bool:
+    """Whether this machine can make libraries for x86-64, whichever instruction sets it has itself."""
+    try:
+        return platform.machine() == "x86_64" and bool(_compiler())
+    except BuildError:
+        return False
+
+
+def prebuild(folder: Path) -> list[Path]:
+    """Makes the libraries of all instruction sets in a folder, for the machines that a wheel is installed on.
+
+    One that this compiler cannot make is left out, which is logged.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def make(isa: str) -> Path | None:
+        path = folder / _file_name(isa, None)
         try:
-            keep(path, made.read_bytes())
-            return _open(made)
-        finally:
-            made.unlink()  # what is loaded stays
+            made = _compile(_compiler(), _flags(isa), path.name)
+        except BuildError as error:
+            logger.warning("no prebuilt kernels for %s: %s", isa, error)
+            return None
+        path.write_bytes(sealed(made.read_bytes()))
+        return path
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return [path for path in threads.map(make, ISAS) if path is not None]
+
+
+_names: dict[str, str] = {}
+
+
+def _load_kept(path: Path) -> ctypes.CDLL | None:
+    """None: there is nothing, or something damaged or of another system, which is logged."""
+    if kept(path) is None:
+        return None
+    try:
+        return _open(path)
+    except OSError as error:
+        logger.warning("%s is whole but cannot be loaded: %s", path, error)
+        return None
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -123,6 +170,10 @@ def _compiler() -> str:
     return compiler
 
 
+def _file_name(isa: str, compiler: str | None) -> str:
+    return f"quire-{isa}-{_key(compiler, _flags(isa))}.so"
+
+
 def _flags(isa: str) -> tuple[str, ...]:
     return (*FLAGS, *ISAS[isa][1])
 
@@ -140,9 +191,9 @@ def _compile(compiler: str, flags: tuple[str, ...], name: str) -> Path:
 
 
 @functools.cache
-def _key(compiler: str, flags: tuple[str, ...]) -> str:
-    """Digest of all that the library depends on."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+def _key(compiler: str | None, flags: tuple[str, ...]) -> str:
+    """Digest of the sources and flags of a library, and of the compiler unless that is None."""
+    version = compiler and subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     digest = hashlib.sha256(repr((compiler, version, flags)).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
