@@ -50,7 +50,7 @@ def _processor(device: torch.device) -> list[str]:
         found = [torch.cuda.get_device_name(device), str(capability), str(torch.version.cuda)]
         return found + [f"{name} {_version(name)}" for name in _GPU_LIBRARIES]
     try:
-        # Its name stands for the instruction set, the sources and the compiler; what is prebuilt is in `code`.
+        # Its name stands for the instruction set, the sources and the compiler; `code` holds prebuilt ones.
         # The best is the one that computes: those behind it need not be compiled.
         best = next((isa for isa in supported_isas() if library(isa) is not None), None)
         libraries = [] if best is None else [library_name(best)]

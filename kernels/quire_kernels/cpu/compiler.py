@@ -1,9 +1,9 @@
 """Gives the C++ kernels for this machine: those that a wheel brings, else compiled once and kept.
 
-A wheel's libraries lie in `prebuilt/`, named by the digest of the sources and flags they were made of: what has
-been changed since is compiled. Nothing here is a hard dependency: with neither of them nor a compiler, or on a
-processor that has none of the instruction sets, `load` raises BuildError and the operators' PyTorch reference
-is used. setup.py runs this module alone: it imports neither torch nor numpy.
+A wheel's libraries lie in `prebuilt/`, named by the digest of the sources and flags they were made of: what
+has been changed since is compiled. Nothing here is a hard dependency: with neither them nor a compiler, or on
+a processor that has none of the instruction sets, `load` raises BuildError and the operators' PyTorch
+reference is used. setup.py runs this module alone: it imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def supported_isas() -> tuple[str, ...]:
 
 
 def library_name(isa: str) -> str:
-    """File name of the library that `load` gave: stands for its sources, its flags and, unless it is prebuilt,
-    the compiler."""
+    """File name of the library that `load` gave: stands for its sources and flags, and for the compiler where
+    it is not prebuilt."""
     return _names[isa]
 
 
