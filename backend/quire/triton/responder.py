@@ -173,7 +173,7 @@ class Responder(threading.Thread):
             parsed.params,
             self.tokenizer,
             parsed.stops,
-            parsed.stream_interval or sys.maxsize,
+            (parsed.stream and parsed.stream_interval) or sys.maxsize,
         )
         handle.num_open_choices = parsed.params.n
         self._poll_later(handle, now + CANCEL_POLL_S)
