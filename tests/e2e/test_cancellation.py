@@ -26,8 +26,8 @@ pytestmark = pytest.mark.server
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4096
 MAX_MODEL_LEN = 16_384
-STEP_TOKENS = 8
-"""So few that the long prompt takes hundreds of steps, of which some pass before it is cancelled."""
+STEP_TOKENS = 2
+"""So few that the long prompt takes a step a token beside another request: seconds, in which the cancelling comes."""
 LONG, SHORT = 12_000, 77
 """Tokens of the prompt of the request to be cancelled; no other prompt is as long."""
 VICTIM = "victim"
