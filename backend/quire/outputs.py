@@ -147,6 +147,8 @@ class RunnerInfo:
     device: str = "cpu"
     num_threads: int = 0
     """Threads that compute steps on the CPU; 0: another device does."""
+    start_s: dict[str, float] = field(default_factory=dict)
+    """Seconds that phases of the runner's start took, by name."""
 
 
 class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):

@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 4096
 MAX_MODEL_LEN = 16_384
 STEP_TOKENS = 2
-"""So few that the long prompt takes a step a token beside another request: seconds, in which the cancelling comes."""
+"""So few that the long prompt takes a step a token beside another request: seconds, in which it can end."""
 LONG, SHORT = 12_000, 77
 """Tokens of the prompt of the request to be cancelled; no other prompt is as long."""
 VICTIM = "victim"

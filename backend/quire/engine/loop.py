@@ -68,6 +68,7 @@ from quire.outputs import EngineCoreOutput
 from quire.request import FinishReason
 from quire.sampling_params import SamplingParams, check_together
 from quire.scheduling_params import SchedulingParams
+from quire.startup import StartTimeline, shown_phases
 from quire_ensemble.errors import shown
 from quire_kernels.machine import num_cpus
 
@@ -375,6 +376,7 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
         format="%(asctime)s quire engine[%(process)d] %(levelname)s %(message)s",
         stream=sys.stderr,
     )
+    timeline = StartTimeline.of_process()
     if not sys.stdin.buffer.read(1):
         raise SystemExit("engine: the frontend that started it died before it could announce it")
     directory = RuntimeDirectory(path)
@@ -389,7 +391,10 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
         config = EngineConfig.from_mapping(json.loads((path / "config.json").read_text(encoding="utf-8")))
         socket_path = directory.socket_path()
         core = EngineCore(config, make_executor(config, threaded=True))
+        timeline.end("imports")
+        timeline.split("imports", core.info.start_s)
         core.warm_up()
+        timeline.end("warm-up")
         if config.scheduler.trace_file:
             core.enable_trace(Path(config.scheduler.trace_file))
     except QuireError as error:
@@ -413,9 +418,10 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
     gc.set_threshold(*GC_THRESHOLDS)
     signal.signal(signal.SIGTERM, loop.stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    publish(state="ready", address=address)
     logger.info(
-        "engine ready: %s on %s, %d blocks of %d tokens (%.1f MiB), max_model_len %d",
+        "engine ready in %.2f s (%s): %s on %s, %d blocks of %d tokens (%.1f MiB), max_model_len %d",
+        timeline.total_s,
+        shown_phases(timeline.phases),
         config.model.model,
         loop.info.device,
         loop.info.num_blocks,
@@ -423,6 +429,7 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
         loop.info.kv_cache_bytes / 2**20,
         loop.info.max_model_len,
     )
+    publish(state="ready", address=address)
     try:
         loop.run()
     finally:

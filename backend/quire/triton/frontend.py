@@ -18,6 +18,7 @@ import triton_python_backend_utils as pb_utils
 
 from quire.config import EngineConfig
 from quire.errors import QuireError, UnavailableError
+from quire.startup import StartTimeline, shown_phases
 from quire.triton import config_completion
 
 logger = logging.getLogger("quire")
@@ -63,6 +64,7 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(f"quire: {args['model_name']}: {error}") from None
 
     def _initialize(self, args: dict[str, str]) -> None:
+        timeline = StartTimeline.of_process()
         import zmq
 
         from quire.engine.client import EngineClient
@@ -81,10 +83,12 @@ class TritonPythonModel:
         config = config_completion.read_engine_config(model_config, version_directory)
         config = config_completion.with_instance_kind(config, args)
         _, generation = read_configs(config.model.model)
+        timeline.end("imports")
         try:
             tokenizer = _load_tokenizer(config)
         except EnsembleError as error:
             raise UnavailableError(str(error)) from None
+        timeline.end("tokenizer")
 
         context: zmq.Context[Any] = zmq.Context()
         self._supervisor = EngineSupervisor(
@@ -92,6 +96,7 @@ class TritonPythonModel:
         )
 
         engine = EngineClient(lambda: connect(context, self._supervisor), self._publish)
+        timeline.end("engine")
         self._responder = Responder(
             None if tokenizer is None else tokenizer.hf,
             engine,
@@ -118,7 +123,13 @@ class TritonPythonModel:
         gc.freeze()
         self._responder.start()
         self._intake.start()
-        logger.info("serving %s by engine process %d", config.model.model, self._responder.engine.info.pid)
+        logger.info(
+            "serving %s by engine process %d: ready in %.2f s (%s)",
+            config.model.model,
+            engine.info.pid,
+            timeline.total_s,
+            shown_phases(timeline.phases),
+        )
 
     def execute(self, requests: list[Any]) -> None:
         """Copies and enqueues; never blocks, never raises: an exception here would race with our senders."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from quire.outputs import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from quire.startup import StartTimeline
 from quire.worker.device import HostCopy, to_device
 from quire.worker.graph_runner import (
     CudaGraphs,
@@ -41,7 +41,7 @@ from quire.worker.kv_identity import kv_identity
 from quire.worker.sampler import Draw, draw
 from quire.worker.timeline import Timeline
 from quire_kernels import registry
-from quire_kernels.cpu.native import set_num_threads
+from quire_kernels.cpu.native import load_seconds, set_num_threads
 from quire_kernels.machine import num_cpus
 from quire_kernels.metadata import attention_facts
 from quire_kernels.triton_lang import tuning
@@ -87,7 +87,7 @@ class ModelRunner:
             num_threads = config.model.num_threads or _default_threads()
             set_num_threads(num_threads)
         graph_backend = make_graph_backend(self.device, config.model.enforce_eager)
-        start = time.monotonic()
+        timeline, kernels_before = StartTimeline(), load_seconds()
         is_shared = needs_fingerprint(config.cache)
         loaded = load_model(
             config.model,
@@ -97,13 +97,15 @@ class ModelRunner:
         )
         self.model, shape = loaded.model, loaded.config
         max_model_len = _max_model_len(config, shape)
+        timeline.end("weights")
         logger.info(
             "loaded %s: %.1f MiB of %s weights in %.2f s",
             config.model.model,
             loaded.weight_bytes / 2**20,
             shape.dtype,
-            time.monotonic() - start,
+            timeline.total_s,
         )
+        timeline.split("weights", {"kernels": load_seconds() - kernels_before})
         cache, limits, groups = config.cache, config.scheduler, self.model.kv_groups
         block_layers = layers_per_group(groups)
         spec = self.model.kv_spec(cache.kv_cache_dtype)
@@ -126,6 +128,7 @@ class ModelRunner:
             has_scratch=graph_backend is not None,
             is_shared=shares_blocks,
         )
+        timeline.end("KV cache")
         self.info = RunnerInfo(
             num_blocks=num_blocks,
             max_model_len=max_model_len,
@@ -139,6 +142,7 @@ class ModelRunner:
             dtype=str(shape.dtype).removeprefix("torch."),
             device=str(self.device),
             num_threads=num_threads,
+            start_s=timeline.phases,
         )
         self.tiers: KVTiers | None = None
         self.batch = InputBatch(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import time
 from ctypes import Structure
 from enum import IntEnum
 
@@ -52,11 +53,18 @@ def declarations() -> Declarations:
 
 
 _loaded: list[ctypes.CDLL] = []
+_load_seconds: list[float] = []
+
+
+def load_seconds() -> float:
+    """Seconds that this process has spent loading libraries, compiling them included."""
+    return sum(_load_seconds)
 
 
 @functools.cache
 def library(isa: str) -> ctypes.CDLL | None:
     """The kernels for an instruction set, compiled on first use; None, which is logged, without them."""
+    begin = time.monotonic()
     try:
         if isa not in supported_isas():
             return None
@@ -64,6 +72,8 @@ def library(isa: str) -> ctypes.CDLL | None:
     except (BuildError, OSError) as error:
         logger.warning("no C++ kernels for %s, PyTorch is used instead: %s", isa, error)
         return None
+    finally:
+        _load_seconds.append(time.monotonic() - begin)
     for name, (result, arguments) in declarations().functions("quire_").items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
