@@ -95,7 +95,6 @@ def test_an_engine_says_what_its_start_took(
     assert list(phases) == ["imports", "weights", "kernels", "KV cache", "warm-up"]
     assert abs(sum(phases.values()) - float(found[1])) <= 0.04
     assert 0 < phases["imports"] < float(found[1]) <= took + 0.02
-    assert phases["weights"] > 0
 
 
 @pytest.mark.skipif(not supported_isas(), reason="no C++ kernels for this machine")
