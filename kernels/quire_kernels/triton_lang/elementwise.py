@@ -53,7 +53,8 @@ def gate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     else:
         # (1 + tanh(z)) / 2 is sigmoid(2 z).
         tl.static_assert(ACTIVATION == GELU_TANH)
-        return x * sigmoid(_TWICE_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
+        # In Triton 3.7's interpreter a constant on the left of a tensor makes a constant of it.
+        return x * sigmoid((x + 0.044715 * x * x * x) * _TWICE_SQRT_2_OVER_PI)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -1,6 +1,6 @@
 """Makes Triton's interpreter compute with bfloat16 as devices do.
 
-Triton 3.6's interpreter cuts the low bits off where a device rounds to nearest even, and multiplies matrices
+Triton 3.7's interpreter cuts the low bits off where a device rounds to nearest even, and multiplies matrices
 of bfloat16 as if their bits were integers.
 """
 
