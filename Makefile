@@ -1,20 +1,25 @@
-# Everything a developer types. The environment is made once and again only when pyproject.toml changes.
+# Everything a developer types. The environment is made once and again only when its requirements change: what
+# serving needs by `make serve`, the rest by everything else.
 
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
-STAMP  := $(VENV)/.installed
+SERVING := $(VENV)/.serving
+STAMP   := $(VENV)/.installed
 
-# Named by version, because a plain `torch` of a package index may bring gigabytes of CUDA libraries.
-TORCH  ?= torch==2.13.0
-# The embedded tritonserver; only the server part of the wheel is used, so none of its dependencies.
-SERVER ?= nvidia-pytriton==0.7.0
+# Builds for the CPU are a tenth of those for CUDA, and only in an index of their own.
+TORCH       ?= torch==2.13.0
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+UV          := $(shell command -v uv)
+INSTALL     := $(if $(UV),$(UV) pip install --quiet --python $(PY),$(PY) -m pip install --quiet --disable-pip-version-check)
+NO_WAITING  := PIP_RETRIES=0 PIP_DEFAULT_TIMEOUT=10 UV_HTTP_RETRIES=0 UV_HTTP_TIMEOUT=10
+REQUIRED    := pyproject.toml client/pyproject.toml constraints.txt
 
 PYTEST := $(PY) -m pytest
 JOBS   ?= 2
 LINTED := backend kernels ensemble client demo tests benchmarks
 
-.PHONY: setup serve test test-slow lint format bench bench-peers rows status clean help
+.PHONY: setup serve test test-slow lint format bench bench-peers rows status constraints clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -23,19 +28,25 @@ help:
 	@echo "make lint       ruff and mypy                   make format     let ruff rewrite"
 	@echo "make bench-peers  the same work for Quire and other engines, installed on first use (hours)"
 	@echo "make bench      measure the served demo         make rows       rows of the features table that have tests"
+	@echo "make constraints  take new versions of all requirements"
 	@echo "make rows ROWS=\"A1 A2\"  run their tests         make status     the status tables from the marks of the tests"
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(SERVING): $(REQUIRED)
 	@$(PYTHON) .ci/check_python.py
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev]"
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps "$(SERVER)"
+	@echo "installing into $(VENV): $(TORCH), then the engine, the server and the client"
+	@test -z "$(TORCH_INDEX)" || $(NO_WAITING) $(INSTALL) --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)" 2>/dev/null \
+		|| echo "no build of $(TORCH) for the CPU at $(TORCH_INDEX): one for CUDA is taken, of several gigabytes"
+	$(INSTALL) -c constraints.txt "$(TORCH)" -e ".[server]" -e "./client[openai]"
+	@$(PY) -m pip list --disable-pip-version-check --format freeze > $@
+
+$(STAMP): $(SERVING)
+	$(INSTALL) -c constraints.txt -e ".[server,dev]" -e "./client[openai]"
 	@touch $@
 
-serve: $(STAMP)
+serve: $(SERVING)
 	$(VENV)/bin/quire serve --model-repository model_repository
 
 # The tests of the real server in one process, all others in the rest.
@@ -62,6 +73,13 @@ bench-peers: $(STAMP)
 
 rows: $(STAMP)
 	@$(PY) -m tests.rows $(ROWS)
+
+# The versions of constraints.txt, resolved anew for every Python; commit what changes.
+constraints: $(STAMP)
+	echo "$(TORCH)" | $(PY) -m uv pip compile --quiet --universal --python-version 3.10 --no-annotate --upgrade \
+		--extra client --extra server --extra gpu --extra plot --extra dev --extra openai \
+		--output-file constraints.txt --custom-compile-command "make constraints" \
+		- pyproject.toml client/pyproject.toml
 
 status: $(STAMP)
 	@$(PY) -m tests.rows --status

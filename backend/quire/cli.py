@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import click
 
@@ -30,6 +31,15 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "tritonclient":
+                raise
+            text = "this command needs tritonclient: pip install 'quire[client]'"
+            raise click.ClickException(text) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         own = {name: command.get_short_help_str(80) for name, command in self.commands.items()}

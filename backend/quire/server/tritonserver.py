@@ -100,7 +100,7 @@ def find(explicit: str | None = None) -> TritonServer:
             return _from_binary(binary)
     raise ConfigError(
         "no tritonserver found: not in /opt/tritonserver, not on PATH, and the wheel is not installed "
-        "(`make setup`, or `pip install --no-deps nvidia-pytriton==0.7.0`)"
+        "(pip install 'quire[server]')"
     )
 
 
