@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -63,17 +64,9 @@ def test_a_wheel_brings_kernels_that_need_no_compiler(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_client_is_a_package_alone(tmp_path: Path) -> None:
     """Neither Quire nor torch: what is imported from its wheel is tritonclient, click and numpy."""
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "-w",
-        str(tmp_path),
-        str(ROOT / "client"),
-    )
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "client", source, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path), str(source))
     (wheel,) = tmp_path.glob("quire_client-*-py3-none-any.whl")
     unpacked = tmp_path / "unpacked"
     with zipfile.ZipFile(wheel) as file:
