@@ -1,0 +1,158 @@
+"""Both images built, run confined, asked from another host, stopped; that for GPUs on a stand-in base."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire_client import Client
+from tests.docker.images import Builder, Container, Image, container, missing_tools
+from tests.rows import ROOT
+
+GIGABYTE = 1e9
+BUILD_TOOLS = ("gcc", "g++", "cc", "c++", "ld", "as", "make", "pip", "pip3", "uv", "git")
+FLAG_OF_NEWER_SERVERS = "--allow-client-shm=false"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(2400),
+    pytest.mark.skipif(bool(missing_tools()), reason=f"not on this machine: {', '.join(missing_tools())}"),
+]
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
+    """QUIRE_TEST_IMAGES names a folder whose images are kept for the next run."""
+    kept = os.environ.get("QUIRE_TEST_IMAGES")
+    made = Builder(Path(kept) if kept else tmp_path_factory.mktemp("images"))
+    made.folder.mkdir(parents=True, exist_ok=True)
+    yield made
+    made.close()
+    if kept is None:
+        shutil.rmtree(made.folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def cpu(builder: Builder) -> Image:
+    builder.debian()
+    wheels = os.environ.get("PIP_FIND_LINKS")
+    # With wheels at hand no index has to carry torch's builds for the CPU.
+    index = {"TORCH_INDEX": "file:///nowhere"} if wheels else {}
+    return builder.quire("cpu", "Dockerfile.cpu", BASE="localhost/quire-test/debian:12", **index)
+
+
+@pytest.fixture(scope="module")
+def gpu(builder: Builder) -> Image:
+    builder.stand_in()
+    base = "localhost/quire-test/tritonserver"
+    # The stand-in's server is older than its base would be, and takes numpy 1 only.
+    return builder.quire("gpu", "Dockerfile", TRITON_IMAGE=base, PIP_ARGS="numpy==1.26.4")
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def image(request: pytest.FixtureRequest) -> Image:
+    chosen = request.getfixturevalue(request.param)
+    assert isinstance(chosen, Image)
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's models of text."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("chat", "generator", "tokenizer"):
+        shutil.copytree(ROOT / "model_repository" / name, folder / name)
+    folder.chmod(0o755)
+    return folder
+
+
+def command(image: Image) -> list[str]:
+    return [word for word in image.config["Cmd"] if image.name == "cpu" or word != FLAG_OF_NEWER_SERVERS]
+
+
+@pytest.mark.row("G15", clauses=("slim",))
+def test_an_image_brings_what_it_runs_and_runs_as_nobody(image: Image) -> None:
+    """No compiler and no pip, no cache of packages; that for the CPU takes less than two gigabytes."""
+    assert int(image.user.partition(":")[0]) >= 1000
+    folders = [image.root / folder.lstrip("/") for folder in image.environment["PATH"].split(":")]
+    assert not [folder / name for folder in folders for name in BUILD_TOOLS if (folder / name).exists()]
+    assert not list((image.root / "var/cache/apt/archives").glob("*.deb"))
+    assert not (image.root / "root/.cache").exists()
+    size = sum(path.lstat().st_size for path in image.root.rglob("*"))
+    print(f"{image.name}: {size / GIGABYTE:.2f} GB")
+    assert image.name != "cpu" or size < 2.0 * GIGABYTE
+
+
+@pytest.mark.row("G15")
+def test_the_bill_of_materials_lists_what_is_installed(image: Image) -> None:
+    file = next(image.root.glob("opt/quire/**/sbom.cdx.json"))
+    listed = {(one["name"].lower(), one["version"]) for one in json.loads(file.read_bytes())["components"]}
+    code = (
+        "import importlib.metadata\n"
+        "for one in importlib.metadata.distributions(): print(one.name.lower(), one.version)\n"
+    )
+    installed = {tuple(line.split()) for line in image.python(code).splitlines()}
+    assert listed >= installed and ("quire", "0.1.0") in listed
+    if image.name == "cpu":
+        assert listed == installed
+
+
+@pytest.mark.row("G15")
+def test_it_serves_as_nobody_on_a_read_only_root(image: Image, models: Path, tmp_path: Path) -> None:
+    """A stream from another host, health, what can be written, a stop; again with what was cached."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    with container(image, models, cache, 1, tmp_path / "log", command(image)) as first:
+        print(f"{image.name}: ready {first.wait_ready():.1f} s, nothing cached")
+        with (
+            Client(f"{first.address}:8001") as client,
+            client.stream("What is 12 + 7?", model="chat") as stream,
+        ):
+            texts = [chunk.text for chunk in stream]
+        assert "".join(texts) == "12 + 7 = 19" and len(texts) > 1
+        health = first.execute("quire", "healthcheck", "--timeout", "10")
+        assert health.returncode == 0, health.stdout + health.stderr
+        _check_confinement(first)
+        assert first.stop() == 0, first.log.read_text("utf-8")[-4000:]
+    with container(image, models, cache, 1, tmp_path / "log", command(image)) as second:
+        print(f"{image.name}: ready {second.wait_ready():.1f} s, with the cache of the first start")
+        with Client(f"{second.address}:8001") as client:
+            assert client.chat("What is 12 + 7?").text == "12 + 7 = 19"
+        assert second.stop() == 0
+
+
+def _check_confinement(running: Container) -> None:
+    uid = running.image.user.partition(":")[0]
+    for process in (running.process, *running.process.children(recursive=True)):
+        status = Path(f"/proc/{process.pid}/status").read_text("utf-8")
+        fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        assert set(fields["Uid"].split()) == {uid} and fields["NoNewPrivs"] == "1"
+        assert int(fields["CapEff"], 16) == int(fields["CapBnd"], 16) == 0
+    code = (
+        "import os\n"
+        "for folder, folders, files in os.walk('/'):\n"
+        "    if folder in ('/proc', '/tmp', '/dev/shm', '/var/cache/quire'): folders.clear(); continue\n"
+        "    for path in (folder, *(os.path.join(folder, name) for name in files)):\n"
+        "        if os.access(path, os.W_OK) and not os.path.islink(path): print(path)\n"
+    )
+    found = running.execute("python3", "-c", code)
+    devices = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")}
+    assert found.returncode == 0 and set(found.stdout.split()) <= devices, found.stdout + found.stderr
+
+
+@pytest.mark.row("G15", clauses=("lint",))
+@pytest.mark.parametrize("file", ["Dockerfile", "Dockerfile.cpu"])
+def test_dockerfiles_pass_hadolint(file: str) -> None:
+    """Whose packages of Debian are not held at versions: the base's snapshot decides them."""
+    tool = Path(sys.executable).parent / "hadolint"
+    done = subprocess.run(
+        [tool, "--ignore", "DL3008", ROOT / "docker" / file], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout
