@@ -305,7 +305,7 @@ CUresult cuMemcpyBatchAsync(CUdeviceptr *targets, CUdeviceptr *sources, size_t *
 #endif
 }
 """
-"""A driver whose device is the host; of the batch its first version, which every driver that has one exports."""
+"""A driver whose device is the host; its batch is the first version, which newer drivers export too."""
 
 
 @pytest.fixture
