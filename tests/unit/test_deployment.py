@@ -1,4 +1,4 @@
-"""What `docker/` deploys with: Dockerfiles are linted, the chart is rendered by helm and held against schemas."""
+"""What `docker/` deploys with: Dockerfiles linted, the chart rendered by helm and held against schemas."""
 
 from __future__ import annotations
 
