@@ -1,6 +1,6 @@
-"""Prints what Quire and the named extras need, for a layer of an image that its code does not change.
+"""Prints what packages need with the named extras, for a layer of an image that their code does not change.
 
-python3 docker/requirements.py pyproject.toml server > requirements.txt
+python3 docker/requirements.py pyproject.toml:server client/pyproject.toml:openai > requirements.txt
 """
 
 import sys
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import tomllib
 
-with Path(sys.argv[1]).open("rb") as file:
-    project = tomllib.load(file)["project"]
-for extra in ("", *sys.argv[2:]):
-    print(*(project["optional-dependencies"][extra] if extra else project["dependencies"]), sep="\n")
+for argument in sys.argv[1:]:
+    file, extras = argument.split(":")
+    project = tomllib.loads(Path(file).read_text("utf-8"))["project"]
+    print(*project["dependencies"], sep="\n")
+    for extra in extras.split(","):
+        print(*project["optional-dependencies"][extra], sep="\n")

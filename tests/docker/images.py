@@ -31,7 +31,7 @@ CERTIFICATES = Path("/etc/ssl/certs")
 STAND_IN = """
 FROM localhost/quire-test/debian:12
 RUN apt-get update && apt-get install --yes --no-install-recommends python3 libpython3.11 \\
-    && useradd --uid 1000 --create-home triton-server
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* && useradd --uid 1000 --create-home triton-server
 COPY opt /opt
 ENV PATH=/opt/tritonserver/bin:/usr/local/bin:/usr/bin:/bin LD_LIBRARY_PATH=/opt/tritonserver/lib
 """
@@ -80,7 +80,14 @@ class Builder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._places = ("--root", folder / "storage", "--runroot", folder / "run", "--storage-driver", "vfs")
+        self._places = (
+            "--root",
+            folder / "storage",
+            "--runroot",
+            folder / "run",
+            "--storage-driver",
+            "overlay",
+        )
         self._containers: list[str] = []
 
     def buildah(self, *arguments: str | Path) -> str:
