@@ -154,7 +154,14 @@ _unpin.params += [click.Option(["--session"]), click.Option(["--tenant"], defaul
 
 
 @cli.command("openai")
-@_url_option
+@click.option(
+    "--url",
+    default="localhost:8001",
+    envvar="QUIRE_URL",
+    show_default=True,
+    metavar="HOST:PORT[,HOST:PORT...]",
+    help="gRPC endpoints (or the variable QUIRE_URL); several have the same models and share the requests.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=9000, show_default=True, help="0: a free one.")
 @click.option("--timeout", type=float, help="Seconds for each answer.")

@@ -152,6 +152,17 @@ class Builder:
         described = json.loads(self.buildah("inspect", container))
         return Image(name, Path(self.buildah("mount", container)), described["Docker"]["config"])
 
+    def layers(self, name: str) -> list[dict[str, Any]]:
+        """Layers of an image as a registry would get them in zstd:chunked, a format that is pulled lazily."""
+        folder = self.folder / "registry"
+        image = f"localhost/quire-test/{name}"
+        self.buildah("push", "--quiet", "--compression-format", "zstd:chunked", image, f"oci:{folder}:{name}")
+        (entry,) = json.loads((folder / "index.json").read_bytes())["manifests"]
+        manifest = json.loads((folder / "blobs" / entry["digest"].replace(":", "/")).read_bytes())
+        shutil.rmtree(folder)
+        found: list[dict[str, Any]] = manifest["layers"]
+        return found
+
     def close(self) -> None:
         for container in self._containers:
             self.buildah("rm", container)
@@ -232,6 +243,9 @@ class Container:
         run(*inside, "addr", "add", f"{self.address}/24", "dev", inner)
         run(*inside, "link", "set", inner, "up")
         run(*inside, "link", "set", "lo", "up")
+        # To the other containers, through the machine.
+        run(*inside, "route", "add", "default", "via", f"10.83.{number}.1")
+        Path(f"/proc/sys/net/ipv4/conf/{link}/forwarding").write_text("1", "ascii")
 
     def _close_link(self) -> None:
         for command in (("link", "del", self._link), ("netns", "del", self._namespace)):
@@ -243,13 +257,13 @@ class Container:
         (inner,) = psutil.Process(self._outer.pid).children()
         return inner
 
-    def wait_ready(self, timeout: float = 180) -> float:
-        """Seconds until the server called itself ready."""
+    def wait_ready(self, where: str = ":8000/v2/health/ready", timeout: float = 180) -> float:
+        """Seconds until it called itself ready; `where`: port and path that say so."""
         begin = time.monotonic()
         while time.monotonic() < begin + timeout:
             assert self._outer.poll() is None, self.log.read_text("utf-8")[-4000:]
             with contextlib.suppress(OSError, urllib.error.URLError):
-                urllib.request.urlopen(f"http://{self.address}:8000/v2/health/ready", timeout=1).close()
+                urllib.request.urlopen(f"http://{self.address}{where}", timeout=3).close()
                 return time.monotonic() - begin
             time.sleep(0.05)
         raise AssertionError(self.log.read_text("utf-8")[-4000:])

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from quire_client import Client
 from tests.docker.images import Builder, Container, Image, container, missing_tools
-from tests.rows import ROOT
 
 GIGABYTE = 1e9
 BUILD_TOOLS = ("gcc", "g++", "cc", "c++", "ld", "as", "make", "pip", "pip3", "uv", "git")
@@ -25,50 +21,11 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
-    """QUIRE_TEST_IMAGES names a folder whose images are kept for the next run."""
-    kept = os.environ.get("QUIRE_TEST_IMAGES")
-    made = Builder(Path(kept) if kept else tmp_path_factory.mktemp("images"))
-    made.folder.mkdir(parents=True, exist_ok=True)
-    yield made
-    made.close()
-    if kept is None:
-        shutil.rmtree(made.folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="module")
-def cpu(builder: Builder) -> Image:
-    builder.debian()
-    wheels = os.environ.get("PIP_FIND_LINKS")
-    # With wheels at hand no index has to carry torch's builds for the CPU.
-    index = {"TORCH_INDEX": "file:///nowhere"} if wheels else {}
-    return builder.quire("cpu", "Dockerfile.cpu", BASE="localhost/quire-test/debian:12", **index)
-
-
-@pytest.fixture(scope="module")
-def gpu(builder: Builder) -> Image:
-    builder.stand_in()
-    base = "localhost/quire-test/tritonserver"
-    # The stand-in's server is older than its base would be, and takes numpy 1 only.
-    return builder.quire("gpu", "Dockerfile", TRITON_IMAGE=base, PIP_ARGS="numpy==1.26.4")
-
-
 @pytest.fixture(params=["cpu", "gpu"])
 def image(request: pytest.FixtureRequest) -> Image:
     chosen = request.getfixturevalue(request.param)
     assert isinstance(chosen, Image)
     return chosen
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's models of text."""
-    folder = tmp_path_factory.mktemp("models")
-    for name in ("chat", "generator", "tokenizer"):
-        shutil.copytree(ROOT / "model_repository" / name, folder / name)
-    folder.chmod(0o755)
-    return folder
 
 
 def command(image: Image) -> list[str]:
@@ -88,7 +45,7 @@ def test_an_image_brings_what_it_runs_and_runs_as_nobody(image: Image) -> None:
     assert image.name != "cpu" or size < 2.0 * GIGABYTE
 
 
-@pytest.mark.row("G15")
+@pytest.mark.row("G15", clauses=("sbom",))
 def test_the_bill_of_materials_lists_what_is_installed(image: Image) -> None:
     file = next(image.root.glob("opt/quire/**/sbom.cdx.json"))
     listed = {(one["name"].lower(), one["version"]) for one in json.loads(file.read_bytes())["components"]}
@@ -102,7 +59,18 @@ def test_the_bill_of_materials_lists_what_is_installed(image: Image) -> None:
         assert listed == installed
 
 
-@pytest.mark.row("G15")
+@pytest.mark.row("G15", clauses=("lazy",))
+def test_layers_can_be_pulled_lazily_and_the_codes_is_small(cpu: Image, builder: Builder) -> None:
+    """An upgrade of Quire changes one layer of some megabytes; each layer has a table of its files."""
+    layers = builder.layers(cpu.name)
+    assert all("io.containers.zstd-chunked.manifest-position" in one["annotations"] for one in layers)
+    sizes = [one["size"] / 1e6 for one in layers]
+    print(f"{cpu.name}: {sum(sizes):.0f} MB compressed, layers {[round(size, 1) for size in sizes]}")
+    packages = max(range(len(sizes)), key=sizes.__getitem__)
+    assert sizes[packages] > 100 and sum(sizes[packages + 1 :]) < 10
+
+
+@pytest.mark.row("G15", clauses=("slim",))
 def test_it_serves_as_nobody_on_a_read_only_root(image: Image, models: Path, tmp_path: Path) -> None:
     """A stream from another host, health, what can be written, a stop; again with what was cached."""
     cache = tmp_path / "cache"

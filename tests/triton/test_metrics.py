@@ -60,6 +60,7 @@ def test_every_figure_has_its_metric_and_only_changes_are_sent() -> None:
     first = {
         "quire_requests_running": 3,
         "quire_requests_waiting": 2,
+        "quire_kv_use_ratio": 0.35,
         "quire_kv_blocks{free}": 40,
         "quire_kv_blocks{cached}": 25,
         "quire_kv_blocks{in_use}": 35,

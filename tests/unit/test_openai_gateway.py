@@ -723,6 +723,87 @@ def test_no_server() -> None:
         assert httpx.get(f"{base}/health", timeout=WAIT).status_code == 503
 
 
+# --- several servers ---
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[FakeKServe, FakeKServe]]:
+    with FakeKServe() as first, FakeKServe() as second:
+        yield first, second
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def health(base: str) -> dict[str, Any]:
+    answer: dict[str, Any] = httpx.get(f"{base}/health", timeout=WAIT).json()
+    return answer
+
+
+def test_the_server_with_fewer_streams_gets_the_next_and_the_cancelling(
+    pair: tuple[FakeKServe, FakeKServe],
+) -> None:
+    first, second = pair
+    with gateway(GatewaySettings(f"{first.url},{second.url}")) as base:
+        url = f"{base}/v1/chat/completions"
+        body = chat_body("endless", stream=True)
+        with httpx.stream("POST", url, json=body, timeout=WAIT) as one:
+            lines = one.iter_lines()  # dropping it would close the connection
+            assert next(lines) and first.started.wait(WAIT)
+            with httpx.stream("POST", url, json=body, timeout=WAIT) as other:
+                others = other.iter_lines()
+                assert next(others) and second.started.wait(WAIT)
+            assert second.ended.wait(WAIT) and not first.ended.is_set()
+        assert first.ended.wait(WAIT)
+        assert [len(first.cancelled_ids), len(second.cancelled_ids)] == [1, 1]
+
+
+@pytest.mark.row("F18", clauses=("health",))
+def test_a_server_that_dies_takes_its_streams_along_and_no_others(
+    pair: tuple[FakeKServe, FakeKServe],
+) -> None:
+    first, second = pair
+    with gateway(GatewaySettings(f"{first.url},{second.url}")) as base:
+        url = f"{base}/v1/chat/completions"
+        with httpx.stream("POST", url, json=chat_body("endless", stream=True), timeout=WAIT) as lost:
+            lines = lost.iter_lines()
+            assert next(lines) and first.started.wait(WAIT)
+            with httpx.stream("POST", url, json=chat_body("endless", stream=True), timeout=WAIT) as kept:
+                going = kept.iter_lines()
+                assert next(going) and second.started.wait(WAIT)
+                first.__exit__()
+                *_, last = [line for line in lines if line]
+                assert "error" in json.loads(last.removeprefix("data: "))
+                assert [next(going) for _ in range(20)]
+                until(lambda: health(base)["servers"] == {first.url: False, second.url: True})
+                assert health(base)["status"] == "ok"
+                # The one that is left has more streams than the dead one, and still gets the request.
+                assert chat(base, "tokens 2").status_code == 200
+
+
+def test_a_connection_that_breaks_takes_its_server_out_at_once(pair: tuple[FakeKServe, FakeKServe]) -> None:
+    first, second = pair
+    first.__exit__()
+    with gateway(GatewaySettings(f"{first.url},{second.url}")) as base:
+        assert [chat(base, "tokens 1").status_code for _ in range(3)][1:] == [200, 200]
+
+
+def test_sessions_stay_with_their_server(pair: tuple[FakeKServe, FakeKServe]) -> None:
+    first, second = pair
+    with gateway(GatewaySettings(f"{first.url},{second.url}")) as base:
+        for session in ("a", "b", "c", "d", "e", "f", "g", "h"):
+            before = [len(one.requests) for one in pair]
+            for _ in range(3):
+                assert chat(base, "tokens 1", session=session).status_code == 200
+            after = [len(one.requests) for one in pair]
+            assert sorted(now - then for now, then in zip(after, before, strict=True)) == [0, 3]
+        assert all(one.requests for one in pair)
+
+
 # --- models and routes ---
 
 
@@ -759,7 +840,7 @@ def test_a_model_without_text_to_give_is_not_listed(
 
 
 def test_health_and_unknown_routes(base: str) -> None:
-    assert httpx.get(f"{base}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{base}/health").json()["status"] == "ok"
     assert "/v1/nope" in refused(httpx.get(f"{base}/v1/nope"), 404)["message"]
     refused(httpx.get(f"{base}/v1/completions"), 405)
 

@@ -25,6 +25,10 @@ COUNTERS: dict[str, tuple[str, str]] = {
 GAUGES: dict[str, tuple[str, str]] = {
     "num_running": ("quire_requests_running", "Sequences that are being computed"),
     "num_waiting": ("quire_requests_waiting", "Sequences in the queue"),
+    "kv_use": (
+        "quire_kv_use_ratio",
+        "Share of the KV blocks in use, 0 to 1; for balancers that cannot divide",
+    ),
 }
 BLOCKS = (
     "quire_kv_blocks",
@@ -109,11 +113,14 @@ class EngineMetrics:
                 counter.increment(more)
                 self._counted[key] = values[key]
         available, cached = values["num_free_blocks"], values["num_cached_blocks"]
+        in_use = values["num_blocks"] - available
         present = {
-            **{key: values[key] for key in GAUGES},
+            "num_running": values["num_running"],
+            "num_waiting": values["num_waiting"],
+            "kv_use": round(in_use / max(values["num_blocks"], 1), 3),
             "free": available - cached,
             "cached": cached,
-            "in_use": values["num_blocks"] - available,
+            "in_use": in_use,
             "pinned": values["num_pinned_blocks"],
         }
         for key, value in present.items():

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from quire_client import _connection as conn
 from quire_client.aio import AsyncClient, AsyncStream
 from quire_client.errors import NotFound, QuireClientError
+from quire_client.openai.balancer import Balancer
 from quire_client.openai.errors import RequestError, describe, error_object, retry_after
 from quire_client.openai.images import ImageFetcher, ImagePolicy
 from quire_client.openai.intake import (
@@ -40,7 +41,8 @@ PROMPTS = ("messages", "text_input")
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """url: HOST:PORT of the server's gRPC endpoint. timeout: seconds for one request, None: no limit."""
+    """url: HOST:PORT of the server's gRPC endpoint, or of several with the same models, between commas.
+    timeout: seconds for one request, None: no limit."""
 
     url: str = conn.DEFAULT_URL
     timeout: float | None = None
@@ -60,10 +62,10 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with (
-            AsyncClient(settings.url, timeout=settings.timeout) as client,
+            Balancer(settings.url.split(","), settings.timeout) as balancer,
             make_fetcher(settings.images) as fetcher,
         ):
-            gateway.client, gateway.fetcher = client, fetcher
+            gateway.balancer, gateway.fetcher = balancer, fetcher
             yield
             await gateway.exchanges.close()
 
@@ -85,7 +87,7 @@ def create_app(
 
 
 class _Gateway:
-    client: AsyncClient
+    balancer: Balancer
     fetcher: ImageFetcher
 
     def __init__(self) -> None:
@@ -94,20 +96,24 @@ class _Gateway:
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
-        ready = await self.client.server_ready()
-        return JSONResponse({"status": "ok" if ready else "unavailable"}, 200 if ready else 503)
+        """Ready as long as one server is."""
+        servers = await self.balancer.health()
+        ready = any(servers.values())
+        body = {"status": "ok" if ready else "unavailable", "servers": servers}
+        return JSONResponse(body, 200 if ready else 503)
 
     async def models(self, request: Request) -> Response:
         """The ready models that take text or messages and answer with text."""
         names = []
-        for info in await self.client.models():
-            if info.ready and _is_text_model(await self.client._schema(info.name)):
+        client = self.balancer.pick().client
+        for info in await client.models():
+            if info.ready and _is_text_model(await client._schema(info.name)):
                 names.append(info.name)
         return JSONResponse({"object": "list", "data": [self._model(n) for n in dict.fromkeys(names)]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if not _is_text_model(await self.client._schema(name)):
+        if not _is_text_model(await self.balancer.pick().client._schema(name)):
             raise NotFound(f"the model {name!r} does not generate text")
         return JSONResponse(self._model(name))
 
@@ -123,19 +129,21 @@ class _Gateway:
     async def _generate(self, parsed: TextRequest, hold: Hold) -> Any:
         """The response; for a stream it is made when the first chunk is there, or the error instead of it."""
         streams, num_choices = parsed.stream, parsed.num_choices
-        request = await self._start(parsed, hold)
-        reply = ReplyFormat(
-            request.request_id, parsed.model, parsed.messages is not None, parsed.include_usage
-        )
-        del parsed
-        hold.close()
-        if not streams:
-            return JSONResponse(reply.whole(await request.result()))
-        return EventStream(self.exchanges, request, await anext(request, None), reply, num_choices)
+        server = self.balancer.pick(parsed.sampling)
+        with server.watched():
+            request = server.hold(await self._start(server.client, parsed, hold))
+            reply = ReplyFormat(
+                request.request_id, parsed.model, parsed.messages is not None, parsed.include_usage
+            )
+            del parsed
+            hold.close()
+            if not streams:
+                return JSONResponse(reply.whole(await request.result()))
+            return EventStream(self.exchanges, request, await anext(request, None), reply, num_choices)
 
-    async def _start(self, parsed: TextRequest, hold: Hold) -> AsyncStream:
-        """Sends the request to the server."""
-        schema = await self.client._schema(parsed.model)
+    async def _start(self, client: AsyncClient, parsed: TextRequest, hold: Hold) -> AsyncStream:
+        """Sends the request to its server."""
+        schema = await client._schema(parsed.model)
         if parsed.source not in schema.inputs:
             field = "messages" if parsed.source == "messages" else "prompt"
             raise RequestError(f"{field}: the model {parsed.model!r} has no {parsed.source}", param=field)
@@ -144,7 +152,7 @@ class _Gateway:
             fetched = await self.fetcher.with_images(parsed.messages, hold)
             messages = await hold.work(write_json, fetched)
         request = AsyncStream(
-            self.client,
+            client,
             parsed.prompt,
             stream=parsed.stream,
             messages=messages,
