@@ -86,7 +86,7 @@ def stream(client: openai.OpenAI, prompt: str, begun: Callable[[], object] | Non
 
 @pytest.mark.row("F18", clauses=("nodes",))
 def test_of_two_nodes_one_is_killed(start: Callable[..., Any]) -> None:
-    """Its streams end with an error, the other's are whole; what comes then is answered, by both once it is back."""
+    """Its streams end with an error, the other's are whole; both serve again once it is back."""
     with start(2) as second, start(3, gateway_command("10.83.1.2:8001", "10.83.2.2:8001")) as gateway:
         with start(1) as first:
             first.wait_ready()
