@@ -131,7 +131,7 @@ class _Gateway:
         streams, num_choices = parsed.stream, parsed.num_choices
         server = self.balancer.pick(parsed.sampling)
         with server.watched():
-            request = server.hold(await self._start(server.client, parsed, hold))
+            request = await server.start(self._start(server.client, parsed, hold))
             reply = ReplyFormat(
                 request.request_id, parsed.model, parsed.messages is not None, parsed.include_usage
             )

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any
 
 from quire_client.aio import AsyncClient, AsyncStream
@@ -24,17 +24,22 @@ class Server:
         self.url = url
         self.client = AsyncClient(url, timeout=timeout)
         self.is_ready = True
-        self._open: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
+        self.num_open = 0
+        """Requests that it was given and whose streams somebody still holds."""
 
-    @property
-    def num_open(self) -> int:
-        """Streams that somebody still reads."""
-        return len(self._open)
-
-    def hold(self, stream: AsyncStream) -> AsyncStream:
-        """Counts a stream of this server as open for as long as it lives."""
-        self._open.add(stream)
+    async def start(self, starting: Awaitable[AsyncStream]) -> AsyncStream:
+        """A request of this server, counted from now on."""
+        self.num_open += 1
+        try:
+            stream = await starting
+        except BaseException:
+            self.num_open -= 1
+            raise
+        weakref.finalize(stream, self._forget)
         return stream
+
+    def _forget(self) -> None:
+        self.num_open -= 1
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -45,10 +50,15 @@ class Server:
             self.is_ready = False
             raise
 
+    async def ask(self) -> bool:
+        """Whether it is ready, asked now."""
+        self.is_ready = await self.client.server_ready(timeout=PROBE_TIMEOUT)
+        return self.is_ready
+
     async def probe(self) -> None:
         """Asks for ever."""
         while True:
-            self.is_ready = await self.client.server_ready(timeout=PROBE_TIMEOUT)
+            await self.ask()
             await asyncio.sleep(PROBE_INTERVAL)
 
 
@@ -94,5 +104,5 @@ class Balancer:
 
     async def health(self) -> dict[str, bool]:
         """Whether each server is ready, by its address."""
-        answers = await asyncio.gather(*(server.client.server_ready() for server in self.servers))
+        answers = await asyncio.gather(*(server.ask() for server in self.servers))
         return {server.url: ready for server, ready in zip(self.servers, answers, strict=True)}
