@@ -70,6 +70,18 @@ def test_dockerfiles_pass_hadolint(file: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
+def test_shell_scripts_pass_shellcheck() -> None:
+    """All that git knows; the commands in the Dockerfiles are hadolint's."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [ROOT / name for name in files.splitlines() if (ROOT / name).is_file()]
+    scripts = [
+        path for path in paths if path.read_bytes()[:30].startswith((b"#!/bin/sh", b"#!/usr/bin/env bash"))
+    ]
+    assert ROOT / ".ci" / "run" in scripts
+    done = tool("shellcheck", *scripts)
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.row("G29", clauses=("helm",))
 @pytest.mark.parametrize("name", CASES)
 def test_the_chart_renders_what_it_did(name: str, tmp_path: Path) -> None:

@@ -117,6 +117,31 @@ def test_the_pool_is_blocks_and_nothing_else(kv_cache_dtype: str, dtype: torch.d
 
 
 @pytest.mark.parametrize(
+    ("free", "total", "share", "num_blocks"),
+    [
+        (79, 80, 0.9, 71),  # a whole device; 1 GiB is CUDA's own
+        (19, 20, 0.9, 17),  # a slice of it shows its own memory
+        (39, 80, 0.9, 31),  # half of it is somebody else's
+        (79, 80, 0.45, 35),
+    ],
+)
+def test_the_pool_on_a_gpu_is_a_share_of_what_is_visible(
+    free: int, total: int, share: float, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the figures of a device (GiB), here without one; blocks of 1 GiB."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, total * 2**30))
+    found = num_blocks_for(
+        CacheConfig(gpu_memory_utilization=share),
+        SchedulerConfig(),
+        bytes_per_block=2**30,
+        blocks_per_sequence=1,
+        max_model_len=16,
+        device=torch.device("cuda"),
+    )
+    assert found == num_blocks
+
+
+@pytest.mark.parametrize(
     ("cache", "num_blocks"),
     [
         (CacheConfig(num_blocks=70), 70),
