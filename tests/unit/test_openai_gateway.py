@@ -794,7 +794,7 @@ def test_a_connection_that_breaks_takes_its_server_out_at_once(pair: tuple[FakeK
 
 def test_sessions_stay_with_their_server(pair: tuple[FakeKServe, FakeKServe]) -> None:
     first, second = pair
-    with gateway(GatewaySettings(f"{first.url},{second.url}")) as base:
+    with gateway(GatewaySettings(f"{first.url}, {second.url}")) as base:
         for session in ("a", "b", "c", "d", "e", "f", "g", "h"):
             before = [len(one.requests) for one in pair]
             for _ in range(3):
@@ -802,6 +802,8 @@ def test_sessions_stay_with_their_server(pair: tuple[FakeKServe, FakeKServe]) ->
             after = [len(one.requests) for one in pair]
             assert sorted(now - then for now, then in zip(after, before, strict=True)) == [0, 3]
         assert all(one.requests for one in pair)
+        odd = json.dumps(chat_body("tokens 1", session="\ud800"))
+        assert httpx.post(f"{base}/v1/chat/completions", content=odd, timeout=WAIT).status_code < 500
 
 
 # --- models and routes ---

@@ -62,7 +62,7 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with (
-            Balancer(settings.url.split(","), settings.timeout) as balancer,
+            Balancer([one.strip() for one in settings.url.split(",")], settings.timeout) as balancer,
             make_fetcher(settings.images) as fetcher,
         ):
             gateway.balancer, gateway.fetcher = balancer, fetcher

@@ -99,8 +99,8 @@ class Balancer:
         if session is None:
             return min(ready, key=lambda server: server.num_open)
         # Rendezvous hashing: when a server goes, only its own sessions move.
-        key = f"{(sampling or {}).get('tenant', '')}\0{session}"
-        return max(ready, key=lambda server: hashlib.sha256(f"{server.url}\0{key}".encode()).digest())
+        key = f"{(sampling or {}).get('tenant', '')}\0{session}".encode("utf-8", "surrogatepass")
+        return max(ready, key=lambda server: hashlib.sha256(server.url.encode() + b"\0" + key).digest())
 
     async def health(self) -> dict[str, bool]:
         """Whether each server is ready, by its address."""
