@@ -48,6 +48,10 @@ class GatewaySettings:
     timeout: float | None = None
     images: ImagePolicy = field(default_factory=ImagePolicy)
 
+    @property
+    def urls(self) -> list[str]:
+        return [url.strip() for url in self.url.split(",")]
+
 
 def create_app(
     settings: GatewaySettings, *, make_fetcher: Callable[[ImagePolicy], ImageFetcher] = ImageFetcher
@@ -62,7 +66,7 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with (
-            Balancer([one.strip() for one in settings.url.split(",")], settings.timeout) as balancer,
+            Balancer(settings.urls, settings.timeout) as balancer,
             make_fetcher(settings.images) as fetcher,
         ):
             gateway.balancer, gateway.fetcher = balancer, fetcher

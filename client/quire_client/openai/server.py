@@ -80,7 +80,8 @@ def serve(settings: GatewaySettings, host: str, port: int, *, listening: Callabl
         InvalidArgument: a bad address or timeout of the server.
         OSError: the address cannot be listened at.
     """
-    conn.Settings(settings.url, settings.timeout)
+    for url in settings.urls:
+        conn.Settings(url, settings.timeout)
     config = make_config(create_app(settings))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=config.backlog) as listener:
