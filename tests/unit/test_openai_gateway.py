@@ -762,6 +762,25 @@ def test_the_server_with_fewer_streams_gets_the_next_and_the_cancelling(
         assert [len(first.cancelled_ids), len(second.cancelled_ids)] == [1, 1]
 
 
+def test_requests_at_the_same_moment_are_spread_evenly(pair: tuple[FakeKServe, FakeKServe]) -> None:
+    """Whatever came before; a request counts from the moment it is given to a server."""
+    first, second = pair
+    with gateway(GatewaySettings(f"{first.url},{second.url}")) as base:
+        for _ in range(3):
+            assert chat(base, "tokens 1", stream=True).status_code == 200
+        url = f"{base}/v1/chat/completions"
+        with contextlib.ExitStack() as opened, ThreadPoolExecutor(8) as pool:
+
+            def begin(_: int) -> None:
+                reply = httpx.stream("POST", url, json=chat_body("endless", stream=True), timeout=WAIT)
+                lines = opened.enter_context(reply).iter_lines()
+                assert next(lines)
+                opened.callback(lambda: lines)  # dropping them would close the connection
+
+            list(pool.map(begin, range(8)))
+            assert [len(one.running) for one in pair] == [4, 4]
+
+
 @pytest.mark.row("F18", clauses=("health",))
 def test_a_server_that_dies_takes_its_streams_along_and_no_others(
     pair: tuple[FakeKServe, FakeKServe],
@@ -1246,6 +1265,7 @@ def test_the_command_at_a_taken_port_and_with_a_bad_url() -> None:
         run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert run.returncode == 1
     assert run.stderr.startswith(f"Error: cannot listen at 127.0.0.1:{port}: ")
-    run = subprocess.run([*command, "--url=http://x"], capture_output=True, text=True, timeout=60)
-    assert run.returncode == 1
-    assert run.stderr.startswith("quire-client: INVALID_ARGUMENT: url: ")
+    for url in ("http://x", "a:1,,b:2"):
+        run = subprocess.run([*command, f"--url={url}"], capture_output=True, text=True, timeout=60)
+        assert run.returncode == 1
+        assert run.stderr.startswith("quire-client: INVALID_ARGUMENT: url: ")

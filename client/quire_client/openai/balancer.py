@@ -24,22 +24,23 @@ class Server:
         self.url = url
         self.client = AsyncClient(url, timeout=timeout)
         self.is_ready = True
-        self.num_open = 0
-        """Requests that it was given and whose streams somebody still holds."""
+        self._num_starting = 0
+        self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that it was given and that are not over."""
+        return self._num_starting + sum(not stream.done for stream in self._streams)
 
     async def start(self, starting: Awaitable[AsyncStream]) -> AsyncStream:
         """A request of this server, counted from now on."""
-        self.num_open += 1
+        self._num_starting += 1
         try:
             stream = await starting
-        except BaseException:
-            self.num_open -= 1
-            raise
-        weakref.finalize(stream, self._forget)
+        finally:
+            self._num_starting -= 1
+        self._streams.add(stream)
         return stream
-
-    def _forget(self) -> None:
-        self.num_open -= 1
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
