@@ -14,6 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from quire.converters import INT32_MAX, boolean, converter, fail, integer, number
+from quire.structured_output import FIELDS as STRUCTURED_FIELDS
+from quire.structured_output import StructuredOutput as StructuredOutput
+from quire.structured_output import check_structured_output, parse_structured_output
 from quire_ensemble.client_json import parse_json
 from quire_ensemble.errors import InputError, kind
 
@@ -83,6 +86,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     early_stopping: bool | None = False
     """Beam search ends with `beam_width` finished beams (True), when no better one is likely (False), or
     when none is possible (None; transformers' "never")."""
+    structured_output: StructuredOutput | None = None
+    """The grammar that the output follows; None: none."""
 
     @property
     def num_sequences(self) -> int:
@@ -189,6 +194,7 @@ _SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "stop": _strings(MAX_STOP_STRINGS),
     "stop_token_ids": _token_ids,
     "early_stopping": _early_stopping,
+    "structured_output": parse_structured_output,
 }
 _CONVERTERS = {
     name: _SPECIAL.get(name) or converter(kind)
@@ -203,6 +209,7 @@ ALIASES: dict[str, str] = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "stop_words": "stop",
+    **dict.fromkeys(STRUCTURED_FIELDS, "structured_output"),
 }
 """Names of peers that mean the same thing."""
 
@@ -222,6 +229,7 @@ def parse_sampling_params(
     """
     given: dict[str, Any] = {}
     for source in sources:
+        _check_one_grammar(source)
         for name, value in source.items():
             field = ALIASES.get(name, name)
             if field not in _CONVERTERS:
@@ -259,6 +267,8 @@ def check_limits(params: SamplingParams) -> None:
         raise fail("sampling_parameters", str(error)) from None
     if params.seed is not None:
         integer(0, MAX_SEED)("seed", params.seed)
+    if params.structured_output is not None:
+        check_structured_output(params.structured_output)
     check_together(params)
 
 
@@ -275,6 +285,13 @@ def check_together(params: SamplingParams) -> None:
             raise fail("beam_width", "beams are searched, not sampled: temperature must be 0")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise fail("min_tokens", f"must not exceed max_tokens ({params.max_tokens}), got {params.min_tokens}")
+
+
+def _check_one_grammar(source: Mapping[str, Any]) -> None:
+    """Several names of the same thing in one place hardly mean the same grammar."""
+    named = [name for name in STRUCTURED_FIELDS if source.get(name) is not None]
+    if len(named) > 1:
+        raise fail(named[1], f"must not be given beside {named[0]}: a request has one grammar")
 
 
 def _shapes(given: Mapping[str, Any], name: str) -> bool:

@@ -118,6 +118,11 @@ SAMPLING_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("beam_width", "TYPE_INT32", doc="Above 1: beam search; the n best beams are returned."),
     TensorSpec("length_penalty", "TYPE_FP32", doc="Beams are ranked by logprob / length ** this."),
     TensorSpec("early_stopping", "TYPE_BOOL", doc="Beam search ends with beam_width finished beams."),
+    TensorSpec(
+        "structured_output",
+        "TYPE_STRING",
+        doc="JSON object with one of json, json_object, regex, choice, grammar, structural_tag.",
+    ),
 )
 """Typed sampling parameters; each name is a key of `sampling_parameters` too."""
 

@@ -132,6 +132,7 @@ VALID: dict[str, Draw] = {
     "beam_width": lambda rng: rng.randrange(1, 5),
     "length_penalty": lambda rng: rng.choice((-10.0, 0.0, 1.0, 10.0)),
     "early_stopping": _flag,
+    "structured_output": lambda rng: json.dumps(rng.choice(GRAMMARS)),
     "request_priority": lambda rng: rng.choice((-100, 0, 3, 100)),
     "tenant": lambda rng: rng.choice(("t", "u", "")),
     "ttft_deadline_ms": lambda rng: rng.choice((1, 500, 60_000)),
@@ -145,6 +146,13 @@ VALID: dict[str, Draw] = {
 }
 """By input, a value that the schema allows; whether a model takes it beside the others is another matter."""
 
+GRAMMARS: tuple[dict[str, Any], ...] = (
+    {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    {"json_object": True},
+    {"regex": "[ab]{1,4}"},
+    {"choice": ["yes", "no"], "after": "x"},
+    {"grammar": 'start: "a" | "b"'},
+)
 PROMPTS = ("text_input", "messages", "input_ids")
 TUNABLE = tuple(spec.name for spec in (*SAMPLING_INPUTS, *SCHEDULING_INPUTS))
 BATCHING = ("tokenizer", "vision_preprocessor")

@@ -1,0 +1,215 @@
+"""StructuredOutput: the grammar that a request's output must follow, in each of the forms clients write it.
+
+Here is only what can be judged without a vocabulary; whether a grammar compiles is told when it is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from quire.converters import boolean, fail
+from quire.errors import InvalidArgumentError
+from quire_ensemble.client_json import parse_json
+from quire_ensemble.errors import InputError, kind
+
+MAX_GRAMMAR_LENGTH = 2**17
+"""Characters of a JSON schema, an EBNF grammar or a structural tag."""
+MAX_REGEX_LENGTH = 2**13
+MAX_ALTERNATIVES = 2**10
+"""Strings of a `choice`."""
+MAX_ALTERNATIVE_LENGTH = 2**12
+MAX_ALTERNATIVES_LENGTH = 2**16
+"""Characters of all strings of a `choice`."""
+MAX_AFTER_LENGTH = 2**8
+
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
+class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the output must be: exactly one of KINDS is set. Hashable."""
+
+    json: str = ""
+    """A JSON schema, as JSON text of an object."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str = ""
+    """A regular expression for the whole output."""
+    choice: tuple[str, ...] = ()
+    """The output is one of these."""
+    grammar: str = ""
+    """A context-free grammar in EBNF or Lark's notation."""
+    structural_tag: str = ""
+    """JSON text: free text in which tags begin what must follow a grammar."""
+    after: str = ""
+    """The grammar begins behind the first occurrence of this text in the output; empty: at once."""
+
+    @property
+    def kind(self) -> str:
+        """The one of KINDS that is set."""
+        return next(name for name in KINDS if getattr(self, name))
+
+
+def parse_structured_output(field: str, value: Any) -> StructuredOutput | None:
+    """The grammar that a client's value states.
+
+    Args:
+        field: name under which the value came, one of FIELDS; it decides how the value is read.
+        value: not None.
+
+    Returns:
+        None where OpenAI's `response_format` asks for plain text.
+
+    Raises:
+        InvalidArgumentError: names `field`, what is wrong, and the limit.
+    """
+    if isinstance(value, StructuredOutput):
+        check_structured_output(value)
+        return value
+    return FIELDS[field](field, value)
+
+
+def check_structured_output(value: StructuredOutput) -> None:
+    """Raises InvalidArgumentError for a value that parse_structured_output would not make."""
+    stated = {name: given for name, given in msgspec.structs.asdict(value).items() if given}
+    if _build("structured_output", stated) != value:
+        raise fail("structured_output", "must hold normalized JSON")
+
+
+def _object(field: str, value: Any) -> dict[str, Any]:
+    """A JSON object, given as such or as its text."""
+    try:
+        found = parse_json(field, value) if isinstance(value, str) else value
+    except InputError as error:
+        raise fail(field, error.reason) from None
+    if not isinstance(found, Mapping):
+        raise fail(field, f"must be a JSON object, got {kind(found)}")
+    return dict(found)
+
+
+def _json(field: str, value: Any) -> str:
+    """Normalized JSON text of an object, keys in the order that was given: it is that of the output."""
+    found = _object(field, value)
+    try:
+        text = json.dumps(found, separators=(",", ":"))
+        parse_json(field, text, max_bytes=MAX_GRAMMAR_LENGTH)
+    except InputError as error:
+        raise fail(field, error.reason) from None
+    except (TypeError, ValueError, RecursionError):
+        raise fail(field, "must be a JSON object, got one that has no JSON text") from None
+    return text
+
+
+def _text(most: int) -> Callable[[str, Any], str]:
+    def convert(field: str, value: Any) -> str:
+        if not isinstance(value, str) or not value:
+            raise fail(field, f"must be non-empty text, got {kind(value)}")
+        if len(value) > most:
+            raise fail(field, f"at most {most} characters are allowed, got {len(value)}")
+        if any("\ud800" <= char <= "\udfff" for char in value):
+            raise fail(field, "must not hold unpaired surrogates, which have no UTF-8 form")
+        return value
+
+    return convert
+
+
+def _alternatives(field: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        try:
+            value = parse_json(field, value)
+        except InputError as error:
+            raise fail(field, error.reason) from None
+    if not isinstance(value, list | tuple) or not value:
+        raise fail(field, f"must be a list of one string or more, got {kind(value)}")
+    if len(value) > MAX_ALTERNATIVES:
+        raise fail(field, f"at most {MAX_ALTERNATIVES} strings are allowed, got {len(value)}")
+    one = _text(MAX_ALTERNATIVE_LENGTH)
+    strings = tuple(one(field, entry) for entry in value)
+    total = sum(map(len, strings))
+    if total > MAX_ALTERNATIVES_LENGTH:
+        raise fail(field, f"at most {MAX_ALTERNATIVES_LENGTH} characters together, got {total}")
+    return tuple(dict.fromkeys(strings))
+
+
+_KEYS: dict[str, Callable[[str, Any], Any]] = {
+    "json": _json,
+    "json_object": boolean,
+    "regex": _text(MAX_REGEX_LENGTH),
+    "choice": _alternatives,
+    "grammar": _text(MAX_GRAMMAR_LENGTH),
+    "structural_tag": _json,
+    "after": _text(MAX_AFTER_LENGTH),
+}
+
+
+def _build(field: str, stated: Mapping[str, Any]) -> StructuredOutput:
+    """Of the keys of our own object; null, and false for `json_object`, say nothing."""
+    given: dict[str, Any] = {}
+    for key, value in stated.items():
+        if key not in _KEYS:
+            raise fail(field, f"unknown key {key!r:.80}; known are {', '.join(_KEYS)}")
+        if value is not None:
+            try:
+                given[key] = _KEYS[key](key, value)
+            except InvalidArgumentError as error:
+                raise fail(field, f"{key}: {error.reason}") from None
+    kinds = [name for name in KINDS if given.get(name)]
+    if len(kinds) != 1:
+        found = ", ".join(kinds) if kinds else "none"
+        raise fail(field, f"exactly one of {', '.join(KINDS)} must be given, got {found}")
+    return StructuredOutput(**given)
+
+
+def _own(field: str, value: Any) -> StructuredOutput:
+    return _build(field, _object(field, value))
+
+
+def _vllm(field: str, value: Any) -> StructuredOutput:
+    """vLLM's object, whose further keys choose and tune a library: only what changes nothing is taken."""
+    stated = {key: given for key, given in _object(field, value).items() if given or key in KINDS}
+    return _build(field, stated)
+
+
+def _openai(field: str, value: Any) -> StructuredOutput | None:
+    """OpenAI's `response_format`, with vLLM's `structural_tag` besides."""
+    stated = _object(field, value)
+    form = stated.pop("type", None)
+    if form == "text":
+        return None
+    if form == "json_object":
+        return StructuredOutput(json_object=True)
+    if form == "json_schema":
+        inner = stated.get("json_schema")
+        if not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping):
+            raise fail(field, "json_schema must be an object with an object in schema")
+        return _build(field, {"json": inner["schema"]})
+    if form == "structural_tag":
+        return _build(field, {"structural_tag": stated})
+    forms = "text, json_object, json_schema or structural_tag"
+    raise fail(field, f"type must be {forms}, got {kind(form)}")
+
+
+def _guided(key: str) -> Callable[[str, Any], StructuredOutput | None]:
+    def convert(field: str, value: Any) -> StructuredOutput | None:
+        if key == "json_object" and not boolean(field, value):
+            return None
+        return StructuredOutput(**{key: _KEYS[key](field, value)})
+
+    return convert
+
+
+FIELDS: dict[str, Callable[[str, Any], StructuredOutput | None]] = {
+    "structured_output": _own,
+    "structured_outputs": _vllm,
+    "guided_decoding": _vllm,
+    "guided_json": _guided("json"),
+    "guided_json_object": _guided("json_object"),
+    "guided_regex": _guided("regex"),
+    "guided_choice": _guided("choice"),
+    "guided_grammar": _guided("grammar"),
+    "response_format": _openai,
+}
+"""Every name under which a grammar may come: ours first, then those of vLLM, then OpenAI's."""
