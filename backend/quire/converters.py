@@ -67,6 +67,18 @@ def boolean(field: str, value: Any) -> bool:
     raise fail(field, f"must be a boolean, got {kind(value)}")
 
 
+def one_of(*words: str) -> Callable[[str, Any], str]:
+    """Text that is one of `words`."""
+
+    def convert(field: str, value: Any) -> str:
+        if value not in words:
+            found = shown(value) if isinstance(value, str) else kind(value)
+            raise fail(field, f"must be one of {', '.join(words)}, got {found}")
+        return str(value)
+
+    return convert
+
+
 def unless_none(kind: Any) -> Any:
     """The annotation of what an optional value is if it is given."""
     return get_args(kind)[0] if NoneType in get_args(kind) else kind

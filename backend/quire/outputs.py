@@ -218,9 +218,23 @@ class RequestOutput:
     error_code: str = ""
     index: int = 0
     cumulative_logprob: float | None = None
+    item: int = 0
+    """Which of the request's prompts the choice belongs to, where it has several."""
     others: list[RequestOutput] = field(default_factory=list)
     """Choices 1, 2, ... of the same request, where it was asked for more than one (`quire.LLM`)."""
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def after(self, before: RequestOutput | None) -> RequestOutput:
+        """This delta behind everything that `before` holds, as one output; `before` is not used again."""
+        if before is None:
+            return self
+        self.text = before.text + self.text
+        before.token_ids += self.token_ids
+        self.token_ids = before.token_ids
+        if before.logprobs is not None:
+            before.logprobs += self.logprobs or []
+            self.logprobs = before.logprobs
+        return self

@@ -10,7 +10,7 @@ optional for Triton; that exactly one prompt source is given is checked per requ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -44,7 +44,7 @@ class TensorSpec:
 
 
 PROMPT_INPUTS: tuple[TensorSpec, ...] = (
-    TensorSpec("text_input", "TYPE_STRING", doc="Prompt as UTF-8 text; special tokens are added."),
+    TensorSpec("text_input", "TYPE_STRING", (-1,), doc="Prompts as UTF-8 text; special tokens are added."),
     TensorSpec(
         "messages",
         "TYPE_STRING",
@@ -53,6 +53,13 @@ PROMPT_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("input_ids", "TYPE_INT32", (-1,), doc="Prompt as token ids, taken as they are."),
 )
 """Prompt sources; a request carries exactly one."""
+
+ONE_TEXT_INPUTS: tuple[TensorSpec, ...] = tuple(
+    replace(spec, dims=(1,), doc=spec.doc.replace("Prompts", "Prompt"))
+    for spec in PROMPT_INPUTS
+    if spec.datatype == "TYPE_STRING"
+)
+"""Those of them that are texts, for models before the generator, which take one prompt."""
 
 IMAGE_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("image_embeds", "TYPE_FP32", (-1, -1), doc="Rows for the placeholder tokens of input_ids."),
@@ -64,6 +71,11 @@ no image."""
 
 CONTROL_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("stream", "TYPE_BOOL", doc="True: text deltas as they come; false: one response."),
+    TensorSpec(
+        "output_mode",
+        "TYPE_STRING",
+        doc='What a response holds: "delta" (with stream), "cumulative" or, as one, "final".',
+    ),
     TensorSpec("stream_interval", "TYPE_INT32", doc="Tokens per response; 0: as the load asks for."),
     TensorSpec("stream_interval_ms", "TYPE_INT32", doc="Shortest time between two responses."),
     TensorSpec("cancel", "TYPE_BOOL", doc="True: end the running request that has this request's id."),
@@ -155,6 +167,7 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("output_ids", "TYPE_INT32", (-1,), doc="Token ids of this response."),
     TensorSpec("finish_reason", "TYPE_STRING", doc="stop, length, ...; empty while the request runs."),
     TensorSpec("index", "TYPE_INT32", doc="Number of the choice this response belongs to."),
+    TensorSpec("batch_index", "TYPE_INT32", doc="Number of the prompt this response belongs to."),
     TensorSpec("num_input_tokens", "TYPE_UINT32", doc="Tokens of the prompt."),
     TensorSpec("num_output_tokens", "TYPE_UINT32", doc="Tokens of this response."),
     TensorSpec("num_cached_tokens", "TYPE_UINT32", doc="Tokens of the prompt that the KV cache had."),

@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
-from quire_ensemble.generator_schema import IMAGE_INPUTS, INPUTS, OUTPUTS, PROMPT_INPUTS, TensorSpec
+from quire_ensemble.generator_schema import (
+    IMAGE_INPUTS,
+    INPUTS,
+    ONE_TEXT_INPUTS,
+    OUTPUTS,
+    PROMPT_INPUTS,
+    TensorSpec,
+)
 from quire_ensemble.vision_schema import (
     ENCODER_INPUTS,
     ENCODER_OUTPUTS,
@@ -13,7 +20,7 @@ from quire_ensemble.vision_schema import (
     PREPROCESSOR_OUTPUTS,
 )
 
-_TOKENIZER_INPUTS = tuple(s for s in PROMPT_INPUTS if s.datatype == "TYPE_STRING")
+_TOKENIZER_INPUTS = ONE_TEXT_INPUTS
 _TOKEN_IDS = TensorSpec("input_ids", "TYPE_INT32", (-1,), doc="Token ids of the prompt.")
 TENSORS: Mapping[str, tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]] = {
     "tokenizer": (_TOKENIZER_INPUTS, (_TOKEN_IDS,)),

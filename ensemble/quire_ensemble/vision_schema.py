@@ -7,10 +7,10 @@ Triton lets a batching model do.
 
 from __future__ import annotations
 
-from quire_ensemble.generator_schema import IMAGE_INPUTS, PROMPT_INPUTS, TensorSpec
+from quire_ensemble.generator_schema import IMAGE_INPUTS, ONE_TEXT_INPUTS, PROMPT_INPUTS, TensorSpec
 
 PREPROCESSOR_INPUTS: tuple[TensorSpec, ...] = (
-    *(spec for spec in PROMPT_INPUTS if spec.datatype == "TYPE_STRING"),
+    *ONE_TEXT_INPUTS,
     TensorSpec(
         "image",
         "TYPE_STRING",

@@ -256,8 +256,8 @@ def wait_for_responses(sender: fake_pb_utils.ResponseSender, count: int) -> None
 def test_responses_keep_an_interval_of_time(harness: Harness) -> None:
     """No response but the last comes earlier than 30 ms after the one before, however fast the tokens are."""
     sender, handle = begun(harness, 100_000, stream_interval_ms=30)
-    times = [handle.last_sent[0]]
-    sender.send_delay = lambda: times.append(handle.last_sent[0])
+    times = [handle.last_sent[0, 0]]
+    sender.send_delay = lambda: times.append(handle.last_sent[0, 0])
     num_sent = 1
     while len(times) < 6:
         for _ in range(10):

@@ -30,6 +30,7 @@ class OutputProcessor:
         tokenizer: anything IncrementalDetokenizer accepts; None: token ids only, no text.
         stops: automaton of the request's stop strings, if it has any.
         num_wanted: pending tokens from which on `append` takes no more, so that its caller looks at them.
+        item: number of the prompt, for a request with several.
     """
 
     __slots__ = (
@@ -47,6 +48,7 @@ class OutputProcessor:
         "error_code",
         "finish_reason",
         "index",
+        "item",
         "num_cached_tokens",
         "num_output_tokens",
         "num_prompt_tokens",
@@ -63,9 +65,11 @@ class OutputProcessor:
         index: int = 0,
         stops: StopAutomaton | None = None,
         num_wanted: int = sys.maxsize,
+        item: int = 0,
     ) -> None:
         self.request_id = request_id
         self.index = index
+        self.item = item
         self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
@@ -208,6 +212,7 @@ class OutputProcessor:
             error_code=self.error_code,
             index=self.index,
             cumulative_logprob=self.cumulative_logprob,
+            item=self.item,
         )
 
 
@@ -224,12 +229,13 @@ class RequestProcessor:
         tokenizer: Any | None,
         stops: StopAutomaton | None = None,
         num_wanted: int = sys.maxsize,
+        item: int = 0,
     ) -> None:
         self.request_id = request_id
         if stops is None and params.stop:
             stops = StopAutomaton(params.stop)
         self.choices = [
-            OutputProcessor(request_id, num_prompt_tokens, params, tokenizer, index, stops, num_wanted)
+            OutputProcessor(request_id, num_prompt_tokens, params, tokenizer, index, stops, num_wanted, item)
             for index in range(params.n)
         ]
 

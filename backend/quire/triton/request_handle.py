@@ -53,13 +53,13 @@ class RequestHandle:
     __slots__ = (
         "_error",
         "_sender",
-        "cancel_token",
         "external_id",
         "last_sent",
         "num_open_choices",
         "parsed",
-        "processor",
+        "processors",
         "request_id",
+        "so_far",
         "step_s",
     )
 
@@ -68,11 +68,15 @@ class RequestHandle:
         self.request_id = request_id
         self.external_id = external_id
         self.parsed: ParsedRequest | None = None
-        self.processor: RequestProcessor | None = None
+        self.processors: list[RequestProcessor] = []
+        """One for each prompt."""
         self.num_open_choices = 1
         """Choices whose last response is not sent."""
-        self.last_sent: dict[int, float] = {}
-        """Time of each choice's latest response, CLOCK_MONOTONIC seconds; none before the first."""
+        self.last_sent: dict[tuple[int, int], float] = {}
+        """Time of the latest response of each (item, choice), CLOCK_MONOTONIC seconds; none before the
+        first."""
+        self.so_far: dict[tuple[int, int], RequestOutput] = {}
+        """What each (item, choice) has brought, where every response repeats it."""
         self.step_s = 0.0
         """Seconds between the last two responses of a choice; 0 before there were two."""
         self._error: Any | None = None
@@ -99,10 +103,15 @@ class RequestHandle:
         """
         assert self._sender is not None and not self.is_ending, f"{self.request_id}: sent after FINAL"
         assert self.parsed is not None
-        last_sent = self.last_sent.get(output.index)
-        num_bytes, tensors = _tensors(output, self.parsed, first=last_sent is None)
+        key = output.item, output.index
+        last_sent = self.last_sent.get(key)
+        if self.parsed.cumulative:
+            output = self.so_far[key] = output.after(self.so_far.get(key))
+        request = self.parsed.of_item(output.item)
+        echo = request.echo if last_sent is None or request.cumulative else ""
+        num_bytes, tensors = _tensors(output, request, echo)
         response = pb_utils.InferenceResponse(tensors)
-        now = self.last_sent[output.index] = time.monotonic()
+        now = self.last_sent[key] = time.monotonic()
         if last_sent is not None:
             self.step_s = now - last_sent
         self.num_open_choices -= output.finished
@@ -149,7 +158,7 @@ class RequestHandle:
         self._sender = None
 
 
-def _tensors(output: RequestOutput, parsed: ParsedRequest, *, first: bool) -> tuple[int, list[Any]]:
+def _tensors(output: RequestOutput, parsed: ParsedRequest, echo: str) -> tuple[int, list[Any]]:
     """The tensors of one response, and how many bytes they hold at least."""
     num_bytes = 0
     tensors = []
@@ -158,7 +167,7 @@ def _tensors(output: RequestOutput, parsed: ParsedRequest, *, first: bool) -> tu
             tensors.append(finish_reason_tensor(output.finish_reason or ""))
             continue
         if name == "text_output":
-            array = _bytes(parsed.echo + output.text if first and parsed.echo else output.text)
+            array = _bytes(echo + output.text if echo else output.text)
         else:
             array = _ARRAYS[name](output)
         num_bytes += len(array[0]) if array.dtype == _OBJECT else array.nbytes
@@ -201,6 +210,7 @@ def _logprobs(entries: list[TokenLogprobs]) -> bytes:
 _ARRAYS: dict[str, Callable[[RequestOutput], Any]] = {
     "output_ids": lambda output: np.array(output.token_ids, dtype=np.int32),
     "index": lambda output: np.array([output.index], dtype=np.int32),
+    "batch_index": lambda output: np.array([output.item], dtype=np.int32),
     "num_input_tokens": lambda output: np.array([output.num_prompt_tokens], dtype=np.uint32),
     "num_output_tokens": lambda output: np.array([len(output.token_ids)], dtype=np.uint32),
     "num_cached_tokens": lambda output: np.array([output.num_cached_tokens], dtype=np.uint32),

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 import numpy as np
 
 from quire.config import FrontendConfig
-from quire.converters import boolean, converter, integer
+from quire.converters import boolean, converter, integer, one_of
 from quire.engine.cache_commands import CacheCommand, Health, parse_cache_command
 from quire.engine.device_array import DeviceBuffer
 from quire.engine.messages import EmbedsMessage, EngineInfo
@@ -57,12 +57,19 @@ _INTERVALS = {
 _CONTROL: dict[str, Callable[[str, Any], Any]] = {
     spec.name: _INTERVALS.get(spec.name, boolean) for spec in CONTROL_INPUTS
 }
+_CONTROL["output_mode"] = one_of("delta", "cumulative", "final")
 _OUTPUT_NAMES = frozenset(spec.name for spec in OUTPUTS)
 _PROMPT_NAMES = tuple(spec.name for spec in PROMPT_INPUTS)
 
 _SEQUENCE_END = 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
 
+MAX_PROMPTS = 256
+"""Prompts in one request."""
+MAX_SEQUENCES = 1024
+"""Choices of all of a request's prompts together."""
+
 _MOST_ENTRIES = {
+    "text_input": MAX_PROMPTS,
     "stop": MAX_STOP_STRINGS,
     "bad_words": MAX_BAD_WORDS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
@@ -134,11 +141,18 @@ class ParsedRequest:
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     arrived_at: float = 0.0
     """CLOCK_MONOTONIC seconds."""
+    cumulative: bool = False
+    """Whether every response repeats what those before it said."""
+    others: list[ParsedRequest] = field(default_factory=list)
+    """The same for prompts 1, 2, ... of a request with several."""
     echo: str = ""
     """Prompt text that precedes the output (exclude_input_in_output=false)."""
     embeds: EmbedsMessage | None = None
     """Points into memory that lives as long as `buffer` is open."""
     buffer: SharedBuffer | DeviceBuffer | None = None
+
+    def of_item(self, item: int) -> ParsedRequest:
+        return self.others[item - 1] if item else self
 
 
 class RequestParser:
@@ -217,6 +231,8 @@ class RequestParser:
                 most = info.max_model_len * _PER_TOKEN.get(name, info.hidden_size)
             if array.size > most:
                 raise InvalidArgumentError(name, f"at most {most} elements are allowed, got {array.size}")
+            if name == "text_input" and not array.size:
+                raise InvalidArgumentError(name, "must hold at least one text")
 
     def _check_text(self, name: str, values: list[bytes]) -> int:
         """The bytes of a STRING tensor; refuses those that no request needs."""
@@ -228,19 +244,18 @@ class RequestParser:
     def parse(self, raw: RawRequest) -> ParsedRequest:
         """Raises InvalidArgumentError naming the field and the limit; has no effect then."""
         parameters, headers = _parameters(raw)
+        from_json = _json_parameters(raw)
         control = {
-            name: _CONTROL[name](name, parameters.pop(name)) for name in _CONTROL.keys() & parameters.keys()
+            name: _CONTROL[name](name, value)
+            for source in (parameters, from_json, _typed(raw, _CONTROL.keys()))
+            for name, value in _pop_named(source, _CONTROL).items()
+            if value is not None
         }
-        control |= {
-            name: _CONTROL[name](name, raw.tensors[name][0]) for name in _CONTROL.keys() & raw.tensors.keys()
-        }
-
-        stream = control.get("stream", False)
+        stream = _streams(control)
         if stream and not self.decoupled:
             raise InvalidArgumentError(
                 "stream", "this model is not decoupled and answers once; use its decoupled variant"
             )
-        from_json = _json_parameters(raw)
         stated = (
             _typed(raw, _SCHEDULING_NAMES),
             _pop_named(from_json, (*SCHEDULING_FIELDS, *ALIASES)),
@@ -275,43 +290,58 @@ class RequestParser:
             return ParsedRequest([], self.defaults, "", outputs, outputs, cache_control=command)
 
         params = self._sampling(_typed(raw, _SAMPLING_NAMES), from_json, parameters)
-        outputs, final_outputs = _outputs(raw.requested_outputs, control, params, stream)
+        num_prompts = max(1, len(raw.tensors.get("text_input", ())))
+        outputs, final_outputs = _outputs(raw.requested_outputs, control, params, stream, num_prompts)
         if params.logprobs is None and outputs & {"logprobs", "cumulative_logprob"}:
             params = parse_sampling_params({"logprobs": 0}, defaults=params)
         if stream and params.is_ranked:
             raise InvalidArgumentError(
                 "stream", "must be false with best_of above n or beam_width: choices are ranked at the end"
             )
-        if params.n > 1 and not self.decoupled:
+        for field_name, count in (("n", params.n), ("text_input", num_prompts)):
+            if count > 1 and not self.decoupled:
+                raise InvalidArgumentError(
+                    field_name,
+                    f"this model answers once and can return 1 choice, got {count}; "
+                    "use its decoupled variant",
+                )
+        if num_prompts * params.num_sequences > MAX_SEQUENCES:
             raise InvalidArgumentError(
-                "n",
-                f"this model answers once and can return 1 choice, got {params.n}; use its decoupled variant",
+                "text_input",
+                f"at most {MAX_SEQUENCES} choices of all prompts together, "
+                f"got {num_prompts} x {params.num_sequences}",
             )
         echo_wanted = not control.get("exclude_input_in_output", True)
         if echo_wanted and stream:
             raise InvalidArgumentError("exclude_input_in_output", "must be true when streaming")
         interval, interval_ms = self._intervals(control)
         info = self.info()
-        token_ids, text = self._prompt(raw, info.max_model_len - 1)
-        check_prompt(token_ids, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+        prompts = self._prompts(raw, info)
         check_token_parameters(params, info.vocab_size)
-        embeds = _embeds(raw, len(token_ids), info)
-        return ParsedRequest(
-            token_ids,
-            params,
-            raw.external_id,
-            outputs,
-            final_outputs,
-            stream=stream,
-            stream_interval=interval,
-            stream_interval_ms=interval_ms,
-            scheduling=scheduling,
-            arrived_at=raw.arrived_at,
-            echo=text if echo_wanted else "",
-            embeds=embeds,
-            buffer=raw.embeds,
-            stops=StopAutomaton(params.stop) if params.stop else None,
+        embeds = _embeds(raw, len(prompts[0][0]), info)
+        stops = StopAutomaton(params.stop) if params.stop else None
+        first, *others = (
+            ParsedRequest(
+                token_ids,
+                params,
+                raw.external_id,
+                outputs,
+                final_outputs,
+                stream=stream,
+                stream_interval=interval,
+                stream_interval_ms=interval_ms,
+                cumulative=stream and control.get("output_mode") == "cumulative",
+                scheduling=scheduling,
+                arrived_at=raw.arrived_at,
+                echo=text if echo_wanted else "",
+                embeds=embeds,
+                buffer=raw.embeds,
+                stops=stops,
+            )
+            for token_ids, text in prompts
         )
+        first.others = others
+        return first
 
     def _intervals(self, control: Mapping[str, int]) -> tuple[int, int]:
         """Tokens and milliseconds: the request's own, or the model's where it states neither."""
@@ -331,7 +361,8 @@ class RequestParser:
             params = with_bad_words_ids(params, self.tokenizer)
         return params
 
-    def _prompt(self, raw: RawRequest, max_tokens: int) -> tuple[list[int], str]:
+    def _prompts(self, raw: RawRequest, info: EngineInfo) -> list[tuple[list[int], str]]:
+        """Token ids of each prompt, and its text where it was given as one."""
         given = [name for name in _PROMPT_NAMES if name in raw.tensors]
         if len(given) != 1:
             found = ", ".join(given) if given else "none"
@@ -339,21 +370,40 @@ class RequestParser:
                 "prompt", f"exactly one of {', '.join(_PROMPT_NAMES)} must be given, got {found}"
             )
         name = given[0]
+        values = raw.tensors[name]
         if name == "input_ids":
-            token_ids: list[int] = raw.tensors[name]
-            if not token_ids:
-                raise InvalidArgumentError("input_ids", "must hold at least one token")
-            return token_ids, ""
-        value: bytes = raw.tensors[name][0]
+            if not values:
+                raise InvalidArgumentError(name, "must hold at least one token")
+            check_prompt(values, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+            return [(values, "")]
         if self.tokenizer is None:
             raise InvalidArgumentError(name, "this checkpoint has no tokenizer: send input_ids")
+        if len(values) == 1:
+            return [self._encode(name, values[0], info)]
+        prompts = []
+        for item, value in enumerate(values):
+            try:
+                prompts.append(self._encode(name, value, info))
+            except InvalidArgumentError as error:
+                raise InvalidArgumentError(f"{name}[{item}]", error.reason) from None
+        return prompts
+
+    def _encode(self, name: str, value: bytes, info: EngineInfo) -> tuple[list[int], str]:
+        assert self.tokenizer is not None
+        most = info.max_model_len - 1
         try:
             if name == "messages":
-                max_bytes = self.config.max_prompt_bytes
-                return self.tokenizer.encode_messages(value, max_bytes=max_bytes, max_tokens=max_tokens), ""
-            return self.tokenizer.encode_bytes(name, value, max_tokens=max_tokens), value.decode("utf-8")
+                text = ""
+                token_ids = self.tokenizer.encode_messages(
+                    value, max_bytes=self.config.max_prompt_bytes, max_tokens=most
+                )
+            else:
+                token_ids = self.tokenizer.encode_bytes(name, value, max_tokens=most)
+                text = value.decode("utf-8")
         except InputError as error:
             raise InvalidArgumentError(error.field, error.reason) from None
+        check_prompt(token_ids, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+        return token_ids, text
 
 
 def _parameters(raw: RawRequest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -417,7 +467,7 @@ def _json_parameters(raw: RawRequest) -> dict[str, Any]:
     return found
 
 
-def _typed(raw: RawRequest, names: frozenset[str]) -> dict[str, Any]:
+def _typed(raw: RawRequest, names: Set[str]) -> dict[str, Any]:
     """Values of the typed tensors among `names`."""
     typed: dict[str, Any] = {}
     for name in names & raw.tensors.keys():
@@ -488,8 +538,23 @@ def _embeds(raw: RawRequest, num_prompt_tokens: int, info: EngineInfo) -> Embeds
     return EmbedsMessage(raw.embeds.descriptor(), spans, hashes, packed)
 
 
+def _streams(control: Mapping[str, Any]) -> bool:
+    """Whether tokens are sent as they come: what `stream` says, or `output_mode` where it is given alone."""
+    mode = control.get("output_mode")
+    if mode is None:
+        return bool(control.get("stream", False))
+    stream = mode != "final"
+    if control.get("stream", stream) != stream:
+        raise InvalidArgumentError("output_mode", f"{mode!r} contradicts stream={not stream}")
+    return stream
+
+
 def _outputs(
-    requested: frozenset[str], control: Mapping[str, bool], params: SamplingParams, stream: bool
+    requested: frozenset[str],
+    control: Mapping[str, Any],
+    params: SamplingParams,
+    stream: bool,
+    num_prompts: int,
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Outputs of every response, and of the last one.
 
@@ -501,11 +566,15 @@ def _outputs(
     if requested != _OUTPUT_NAMES:
         return requested, requested
     outputs = {"text_output", "output_ids"}
-    outputs |= {name.removeprefix("return_") for name, wanted in control.items() if wanted} & requested
+    outputs |= {
+        name.removeprefix("return_") for name, wanted in control.items() if wanted is True
+    } & requested
     if params.logprobs is not None:
         outputs.add("logprobs")
     if params.n > 1:
         outputs.add("index")
+    if num_prompts > 1:
+        outputs.add("batch_index")
     final = outputs | {"finish_reason", "num_input_tokens"}
     if params.is_ranked:
         final.add("cumulative_logprob")

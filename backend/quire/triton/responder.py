@@ -73,6 +73,8 @@ class Responder(threading.Thread):
         self._stopped = threading.Event()
         self._open: dict[str, RequestHandle] = {}
         """Requests and commands whose end is not sent, by id."""
+        self._generating: dict[str, tuple[RequestHandle, RequestProcessor]] = {}
+        """Prompts of the requests among them, by the id that the engine knows."""
         self._pace = Pace(engine.info.num_threads, engine.info.num_cpus, num_frontends)
         self._streams: set[OutputProcessor] = set()
         """Choices that have been sent something and go on."""
@@ -152,40 +154,62 @@ class Responder(threading.Thread):
         handle.parsed = parsed
         self._open[handle.request_id] = handle
         try:
-            self.engine.send(self._message(handle, parsed))
+            for message in self._messages(handle, parsed):
+                self.engine.send(message)
         except QuireError as error:
             self._fail(handle, str(error), error.code, error.retry_after_s)
+            self._abort_others(handle)
         except Exception as error:
             logger.exception("frontend: %s cannot be handed to the engine", handle.request_id)
             self._fail(handle, f"the request cannot be handed to the engine: {error}", "INTERNAL")
+            self._abort_others(handle)
 
-    def _message(self, handle: RequestHandle, parsed: ParsedRequest) -> FrontendMessage:
-        """What the engine is told; a request that generates gets its processor and its first poll."""
+    def _messages(self, handle: RequestHandle, parsed: ParsedRequest) -> list[FrontendMessage]:
+        """What the engine is told; a request that generates gets its processors and its first poll."""
         now = time.monotonic()
         if parsed.cancel:
             tenant = parsed.scheduling.tenant
-            return CancelByExternalId(parsed.external_id, handle.request_id, learned_at=now, tenant=tenant)
+            return [CancelByExternalId(parsed.external_id, handle.request_id, learned_at=now, tenant=tenant)]
         if parsed.cache_control is not None:
-            return Control(parsed.cache_control, handle.request_id)
-        handle.processor = RequestProcessor(
-            handle.request_id,
-            len(parsed.prompt_token_ids),
-            parsed.params,
-            self.tokenizer,
-            parsed.stops,
-            (parsed.stream and parsed.stream_interval) or sys.maxsize,
-        )
-        handle.num_open_choices = parsed.params.n
+            return [Control(parsed.cache_control, handle.request_id)]
+        messages: list[FrontendMessage] = []
+        for item, prompt in enumerate([parsed, *parsed.others]):
+            # The first has the id of the request, so that one prompt is as good as none beside it.
+            request_id = f"{handle.request_id}.{item}" if item else handle.request_id
+            processor = RequestProcessor(
+                request_id,
+                len(prompt.prompt_token_ids),
+                prompt.params,
+                self.tokenizer,
+                prompt.stops,
+                (parsed.stream and parsed.stream_interval) or sys.maxsize,
+                item,
+            )
+            handle.processors.append(processor)
+            self._generating[request_id] = handle, processor
+            messages.append(
+                AddRequest(
+                    request_id,
+                    prompt.prompt_token_ids,
+                    prompt.params,
+                    scheduling=prompt.scheduling,
+                    external_id=prompt.external_id,
+                    arrival_time=prompt.arrived_at or now,
+                    embeds=prompt.embeds,
+                )
+            )
+        handle.num_open_choices = sum(len(processor.choices) for processor in handle.processors)
         self._poll_later(handle, now + CANCEL_POLL_S)
-        return AddRequest(
-            handle.request_id,
-            parsed.prompt_token_ids,
-            parsed.params,
-            scheduling=parsed.scheduling,
-            external_id=parsed.external_id,
-            arrival_time=parsed.arrived_at or now,
-            embeds=parsed.embeds,
-        )
+        return messages
+
+    def _abort(self, handle: RequestHandle, reason: FinishReason) -> None:
+        """Ends in the engine what the request has there; what has ended is not there and is passed over."""
+        self.engine.abort([processor.request_id for processor in handle.processors], reason)
+
+    def _abort_others(self, handle: RequestHandle) -> None:
+        """One of the prompts has failed, and the request with it: the engine need not go on with the rest."""
+        if len(handle.processors) > 1:
+            self._abort(handle, FinishReason.ERROR)
 
     def _receive(self) -> None:
         stopped: list[str] = []
@@ -194,28 +218,34 @@ class Responder(threading.Thread):
                 case Outputs():
                     self._pace.step(time.monotonic())
                     for output in answer.outputs:
-                        handle = self._open.get(output.request_id)
-                        if handle is None:
+                        found = self._generating.get(output.request_id)
+                        if found is None:
                             continue
-                        assert handle.processor is not None
-                        choice = handle.processor.choices[output.index]
+                        choice = found[1].choices[output.index]
                         if choice not in self._due or not choice.append(output):
-                            stopped += self._process(handle, choice, output)
+                            stopped += self._process(*found, choice, output)
                 case CommandResult():
                     self._answer(answer)
                 case EngineLost():
                     self._end_all()
         self.engine.abort(stopped, FinishReason.STOP)
 
-    def _process(self, handle: RequestHandle, choice: OutputProcessor, output: EngineCoreOutput) -> list[str]:
+    def _process(
+        self,
+        handle: RequestHandle,
+        processor: RequestProcessor,
+        choice: OutputProcessor,
+        output: EngineCoreOutput,
+    ) -> list[str]:
         """Takes an output; returns the ids of what has ended here and is still to be ended in the engine."""
-        processor = handle.processor
-        assert processor is not None and handle.parsed is not None
+        assert handle.parsed is not None
         try:
-            if handle.parsed.buffer is not None:
-                handle.parsed.buffer.close()  # an engine that answers has mapped it
+            buffer = handle.parsed.of_item(choice.item).buffer
+            if buffer is not None:
+                buffer.close()  # an engine that answers has mapped it
             if output.error is not None:
                 self._fail(handle, output.error, output.error_code, output.retry_after_s)
+                self._abort_others(handle)
                 return []
             if choice.finished:
                 return []  # what was on its way when a stop string ended the choice here
@@ -230,7 +260,7 @@ class Responder(threading.Thread):
         """Says when a choice that has got tokens, or has ended, is to be sent."""
         parsed = handle.parsed
         assert parsed is not None
-        last_sent = handle.last_sent.get(choice.index)
+        last_sent = handle.last_sent.get((choice.item, choice.index))
         if choice.finished or (parsed.stream and last_sent is None):
             due = URGENT
         elif last_sent is None:
@@ -279,7 +309,7 @@ class Responder(threading.Thread):
     def _cannot_process(self, handle: RequestHandle, error: Exception) -> None:
         logger.error("frontend: an output of %s cannot be processed", handle.request_id, exc_info=error)
         self._fail(handle, f"the output cannot be processed: {error}", "INTERNAL")
-        self.engine.abort([handle.request_id], FinishReason.ERROR)
+        self._abort(handle, FinishReason.ERROR)
 
     def _send(
         self, handle: RequestHandle, output: RequestOutput, choice: OutputProcessor | None = None
@@ -307,9 +337,11 @@ class Responder(threading.Thread):
     def _forget(self, handle: RequestHandle) -> None:
         """Nothing more is to be sent of the request but, maybe, an end that failed."""
         self._open.pop(handle.request_id, None)
-        for choice in handle.processor.choices if handle.processor is not None else ():
-            self._due.pop(choice, None)
-            self._streams.discard(choice)
+        for processor in handle.processors:
+            self._generating.pop(processor.request_id, None)
+            for choice in processor.choices:
+                self._due.pop(choice, None)
+                self._streams.discard(choice)
 
     def _fail(
         self, handle: RequestHandle, message: str, code: str, retry_after_s: float | None = None
@@ -330,8 +362,7 @@ class Responder(threading.Thread):
         if handle.is_ending:
             heapq.heappush(self._ending, (now + END_PAUSES_S[0], handle.request_id, 0, handle))
         elif handle.is_open:
-            if handle.processor is not None:
-                self.engine.abort([handle.request_id], FinishReason.ERROR)
+            self._abort(handle, FinishReason.ERROR)
             self._fail(handle, f"output was lost on its way to the server: {error}", "INTERNAL")
 
     def _retry_ends(self, *, final: bool = False) -> None:
@@ -378,8 +409,8 @@ class Responder(threading.Thread):
     def _end_all(self) -> None:
         """The engine is gone: what has ended there is sent, all else ends with UNAVAILABLE."""
         for handle in list(self._open.values()):
-            if handle.processor is not None and handle.processor.finished:
-                for choice in handle.processor.choices:
+            if handle.processors and all(processor.finished for processor in handle.processors):
+                for choice in [choice for processor in handle.processors for choice in processor.choices]:
                     if self._due.pop(choice, None) is not None:
                         self._send_ready(handle, choice)
             else:
@@ -410,7 +441,7 @@ class Responder(threading.Thread):
                 logger.error("frontend: %s could not be polled: %s", handle.request_id, error)
                 is_cancelled = False
             if is_cancelled:
-                cancelled.append(handle.request_id)
+                cancelled += [processor.request_id for processor in handle.processors]
                 self._fail(handle, "the request was cancelled", "CANCELLED")
             else:
                 self._poll_later(handle, now + max(period, min(handle.step_s, MAX_POLL_S)))

@@ -95,7 +95,9 @@ def _flag(rng: Random) -> bool:
 
 
 VALID: dict[str, Draw] = {
-    "text_input": words,
+    "text_input": lambda rng: (
+        words(rng) if rng.random() < 0.8 else [words(rng) for _ in range(rng.randrange(1, 5))]
+    ),
     "messages": lambda rng: json.dumps(messages(rng)),
     "input_ids": token_ids,
     "image_embeds": lambda rng: [[rng.gauss(0, 1)] * HIDDEN_SIZE for _ in range(rng.randrange(1, 5))],
@@ -105,6 +107,7 @@ VALID: dict[str, Draw] = {
     "image_pixels": lambda rng: [[[[rng.randrange(256)] * 3] * 8] * 8],
     **dict.fromkeys((spec.name for spec in CONTROL_INPUTS), _flag),
     "cancel": lambda rng: rng.random() < 0.8,
+    "output_mode": lambda rng: rng.choice(("delta", "cumulative", "final")),
     "cache_control": _cache_command,
     "sampling_parameters": lambda rng: json.dumps({"max_tokens": rng.randrange(1, 9), "top_k": 5}),
     "max_tokens": lambda rng: rng.randrange(1, 13),
@@ -212,7 +215,8 @@ def valid_call(rng: Random, model: str, prompts: tuple[str, ...] = PROMPTS) -> C
         call.outputs = rng.sample([spec.name for spec in OUTPUTS], 2)
     flags = [spec.name for spec in CONTROL_INPUTS if spec.name not in ("cancel", "stream")]
     if rng.random() < 0.3:
-        call.inputs[rng.choice(flags)] = _flag(rng)
+        flag = rng.choice(flags)
+        call.inputs[flag] = VALID[flag](rng)
     return call
 
 
