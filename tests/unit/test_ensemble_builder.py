@@ -206,7 +206,7 @@ def test_the_tensor_table_knows_every_sampling_parameter() -> None:
         assert len({spec.name for spec in specs}) == len(specs)
         assert all(spec.doc for spec in specs)
     config = INPUTS[0].input_config()
-    assert config == {"name": "text_input", "data_type": "TYPE_STRING", "dims": [1], "optional": True}
+    assert config == {"name": "text_input", "data_type": "TYPE_STRING", "dims": [-1], "optional": True}
     assert "optional" not in OUTPUTS[0].output_config()
 
 
