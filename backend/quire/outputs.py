@@ -172,6 +172,13 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     with `error` ends all of them."""
     cumulative_logprob: float | None = None
     """Sum over the whole choice, with its `finish_reason`, where best_of or beam search ranked it."""
+    admitted_at: float = 0.0
+    """When its request first ran, in seconds of the scheduler's clock, with `first_token_at` and, where the
+    choice ends, with its `finish_reason`; 0: never."""
+    first_token_at: float = 0.0
+    """When the choice's first token was taken in, on its first output."""
+    num_preemptions: int = 0
+    """How often the choice was preempted, with its `finish_reason`."""
 
 
 @dataclass(slots=True)
@@ -220,6 +227,8 @@ class RequestOutput:
     cumulative_logprob: float | None = None
     item: int = 0
     """Which of the request's prompts the choice belongs to, where it has several."""
+    num_reasoning_tokens: int = 0
+    """Tokens of the choice so far that are reasoning, and no part of the answer."""
     others: list[RequestOutput] = field(default_factory=list)
     """Choices 1, 2, ... of the same request, where it was asked for more than one (`quire.LLM`)."""
 

@@ -59,6 +59,7 @@ class Request:
     """
 
     __slots__ = (
+        "admitted_at",
         "arrival_time",
         "block_hashes",
         "choices",
@@ -114,6 +115,8 @@ class Request:
         if not sampling_params.ignore_eos:
             self.end_token_ids |= eos_token_ids
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        self.admitted_at = 0.0
+        """When it first ran, on the scheduler's clock; 0: not yet."""
         self.scheduling = scheduling
         self.external_id = external_id
         self.embeds = embeds

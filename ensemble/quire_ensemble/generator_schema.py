@@ -84,7 +84,10 @@ CONTROL_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("return_num_output_tokens", "TYPE_BOOL", doc="Fill num_output_tokens."),
     TensorSpec("return_num_cached_tokens", "TYPE_BOOL", doc="Fill num_cached_tokens."),
     TensorSpec("return_cumulative_logprob", "TYPE_BOOL", doc="Fill cumulative_logprob."),
+    TensorSpec("return_num_reasoning_tokens", "TYPE_BOOL", doc="Fill num_reasoning_tokens at the end."),
     TensorSpec("return_finish_reason", "TYPE_BOOL", doc="Fill finish_reason."),
+    TensorSpec("return_stop_reason", "TYPE_BOOL", doc="Fill stop_reason at the end."),
+    TensorSpec("return_timing", "TYPE_BOOL", doc="Fill timing at the end."),
     TensorSpec("return_logprobs", "TYPE_BOOL", doc="Fill logprobs."),
 )
 """Inputs on how the request is answered."""
@@ -166,11 +169,14 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("text_output", "TYPE_STRING", doc="Text; the delta when streaming."),
     TensorSpec("output_ids", "TYPE_INT32", (-1,), doc="Token ids of this response."),
     TensorSpec("finish_reason", "TYPE_STRING", doc="stop, length, ...; empty while the request runs."),
+    TensorSpec("stop_reason", "TYPE_STRING", doc="Stop string or token id that ended it, or empty."),
     TensorSpec("index", "TYPE_INT32", doc="Number of the choice this response belongs to."),
     TensorSpec("batch_index", "TYPE_INT32", doc="Number of the prompt this response belongs to."),
     TensorSpec("num_input_tokens", "TYPE_UINT32", doc="Tokens of the prompt."),
     TensorSpec("num_output_tokens", "TYPE_UINT32", doc="Tokens of this response."),
     TensorSpec("num_cached_tokens", "TYPE_UINT32", doc="Tokens of the prompt that the KV cache had."),
+    TensorSpec("num_reasoning_tokens", "TYPE_UINT32", doc="Tokens of the choice so far that are reasoning."),
     TensorSpec("logprobs", "TYPE_STRING", doc="JSON, aligned with output_ids."),
     TensorSpec("cumulative_logprob", "TYPE_FP32", doc="Sum of the choice's log-probabilities so far."),
+    TensorSpec("timing", "TYPE_STRING", doc="JSON: queue, prefill, decode, total, ... in milliseconds."),
 )

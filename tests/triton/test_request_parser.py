@@ -384,6 +384,15 @@ def test_outputs_on_request(tokenizer: Tokenizer) -> None:
     assert named.outputs == {"text_output", "cumulative_logprob"}
 
 
+@pytest.mark.parametrize("name", ["stop_reason", "timing", "num_reasoning_tokens"])
+def test_what_is_known_at_the_end_comes_with_the_last_response(tokenizer: Tokenizer, name: str) -> None:
+    asked = parse(tokenizer, PROMPT, {f"return_{name}": True, "stream": True})
+    assert name in asked.final_outputs and name not in asked.outputs
+    unasked = parse(tokenizer, PROMPT, {f"return_{name}": False})
+    assert name not in unasked.final_outputs
+    assert name in parse(tokenizer, PROMPT, requested=[name]).outputs
+
+
 BEHIND_A_GATEWAY = {"tenant_from_header_only": True, "allow_cache_control": False}
 
 

@@ -101,7 +101,7 @@ class Choices:
         child.num_sequences = 1
         child.rank = (*parent.rank[:2], index)
         child.block_hashes = list(parent.block_hashes)
-        child.index, child.choices = index, self
+        child.index, child.choices, child.admitted_at = index, self, parent.admitted_at
         child.num_cached_tokens = parent.num_prompt_tokens
         self.live[index] = child
         return child
@@ -137,6 +137,9 @@ class BestOf(Choices):
             kept.new_token_ids.extend(output.new_token_ids)
             kept.logprobs += output.logprobs
             kept.num_cached_tokens = max(kept.num_cached_tokens, output.num_cached_tokens)
+            kept.admitted_at = kept.admitted_at or output.admitted_at
+            kept.first_token_at = kept.first_token_at or output.first_token_at
+            kept.num_preemptions = output.num_preemptions
             if output.finish_reason is not None:
                 kept.finish_reason, kept.stop_reason = output.finish_reason, output.stop_reason
                 kept.cumulative_logprob = sum(entry.logprobs[0] for entry in kept.logprobs)
@@ -197,6 +200,7 @@ class BeamSearch(Choices):
         self._max_model_len = max_model_len
         self._params = request.sampling_params
         self._num_cached_tokens = 0
+        self._first_token_at = 0.0
         self._num_beams = 1  # ever made
         self._sums = {0: 0.0}  # by beam, as all below
         self._reports: dict[int, TokenLogprobs] = {}
@@ -216,6 +220,7 @@ class BeamSearch(Choices):
         assert result.logprobs, f"{request}: no candidates"
         if request.num_output_tokens == 0:
             self._num_cached_tokens = request.num_cached_tokens
+            self._first_token_at = self._first_token_at or roster.clock()
         self._reports[request.index] = result.logprobs[0]
         if len(self._reports) < len(self.live):
             return []
@@ -259,8 +264,10 @@ class BeamSearch(Choices):
                 output.finish_reason, output.stop_reason = str(ended.reason), ended.stop_reason
                 output.cumulative_logprob = ended.cumulative_logprob
                 output.logprobs = None if wanted is None else ended.logprobs
-            num_prompt_tokens = next(iter(self.live.values())).num_prompt_tokens
-            output.num_cached_tokens = num_prompt_tokens if index else self._num_cached_tokens
+            one = next(iter(self.live.values()))
+            output.num_cached_tokens = one.num_prompt_tokens if index else self._num_cached_tokens
+            output.admitted_at, output.first_token_at = one.admitted_at, self._first_token_at
+            output.num_preemptions = max(beam.num_preemptions for beam in self.live.values())
             outputs.append(output)
         return outputs
 

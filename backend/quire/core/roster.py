@@ -118,6 +118,8 @@ class Roster:
         self.transfers.begin(request, prefix)
         if request.scheduling.session:
             self.kv.pins.touch(session_pin(request), self.clock() + self._session_ttl_s)
+        if not request.admitted_at:
+            request.admitted_at = self.clock()
         if not request.num_preemptions and request.index == 0:
             request.num_cached_tokens = prefix.num_tokens
             self.kv.num_cached_tokens += prefix.num_tokens

@@ -200,6 +200,9 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert scheduler_output is step.output, (scheduler_output.step, step.output.step)
         now = self.roster.clock()
+        # A step that was launched ahead has waited for the one before.
+        seconds = now - max(step.begun, self._updated)
+        self._updated = now
         outputs: list[EngineCoreOutput] = []
         for row, request, offers, result in zip(
             step.output.scheduled, step.requests, step.offers, runner_output.rows, strict=True
@@ -228,9 +231,6 @@ class Scheduler:
             except Exception as error:
                 outputs.append(self._give_up(request, row, error))
         self.finish_loads(runner_output.loads_done)
-        # A step that was launched ahead has waited for the one before.
-        seconds = now - max(step.begun, self._updated)
-        self._updated = now
         self._admission.on_step(seconds, step.num_prefill_tokens, len(step.requests))
         self.preemption_cost.on_prefill(step.num_prefill_tokens, seconds)
         self._end_step()
@@ -254,6 +254,7 @@ class Scheduler:
             output.request_id, output.index = choices.request_id, request.index
         if len(token_ids) == request.num_prompt_tokens:
             output.num_cached_tokens = request.num_cached_tokens
+            output.admitted_at, output.first_token_at = request.admitted_at, self._updated
         for count, token_id in enumerate(result.token_ids, 1):
             token_ids.append(token_id)
             if request.check_stop(self.max_model_len):
@@ -261,6 +262,7 @@ class Scheduler:
                 self._complete(request, request.finish_reason)
                 output.finish_reason = str(request.finish_reason)
                 output.stop_reason = request.stop_reason
+                output.num_preemptions = request.num_preemptions
                 if count < len(result.token_ids):
                     output.new_token_ids = result.token_ids[:count]
                     output.logprobs = result.logprobs and result.logprobs[:count]
@@ -296,7 +298,7 @@ class Scheduler:
                 one = choices.live.get(int(index))
                 if one is not None and choices.has_forked:
                     self._finish(one, reason, is_told=True)
-                    outputs.append(EngineCoreOutput(parent, finish_reason=str(reason), index=int(index)))
+                    outputs.append(_told(parent, int(index), one, reason))
                 continue
             request = self.roster.requests.get(request_id)
             if request is None and request_id in self.roster.families:
@@ -438,7 +440,7 @@ class Scheduler:
         if error is not None:
             code = EngineError.code
             return [EngineCoreOutput(request_id, finish_reason=str(reason), error=error, error_code=code)]
-        return [EngineCoreOutput(request_id, finish_reason=str(reason), index=index) for index in indices]
+        return [_told(request_id, index, requests[0], reason) for index in indices]
 
     def _complete(self, request: Request, reason: FinishReason) -> None:
         """Ends a request that has all its tokens."""
@@ -454,3 +456,14 @@ class Scheduler:
     def _end_step(self) -> None:
         if self.roster.trace is not None:
             self.roster.trace.end_step(self.stats())
+
+
+def _told(request_id: str, index: int, request: Request, reason: FinishReason) -> EngineCoreOutput:
+    """The last output of a choice that was ended from outside."""
+    return EngineCoreOutput(
+        request_id,
+        finish_reason=str(reason),
+        index=index,
+        admitted_at=request.admitted_at,
+        num_preemptions=request.num_preemptions,
+    )

@@ -43,14 +43,17 @@ class OutputProcessor:
         "_params",
         "_text",
         "_token_ids",
+        "admitted_at",
         "cumulative_logprob",
         "error",
         "error_code",
         "finish_reason",
+        "first_token_at",
         "index",
         "item",
         "num_cached_tokens",
         "num_output_tokens",
+        "num_preemptions",
         "num_prompt_tokens",
         "request_id",
         "stop_reason",
@@ -73,6 +76,9 @@ class OutputProcessor:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.admitted_at = self.first_token_at = 0.0
+        """As of `EngineCoreOutput`; 0: not known yet, or never."""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
@@ -132,6 +138,9 @@ class OutputProcessor:
         if self.finished:
             return False
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.admitted_at = self.admitted_at or output.admitted_at
+        self.first_token_at = self.first_token_at or output.first_token_at
+        self.num_preemptions = output.num_preemptions
         num_before = len(self._token_ids)
         self._token_ids += output.new_token_ids
         self._num_hidden = int(self._ends_unseen(output))

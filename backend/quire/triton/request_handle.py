@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -52,6 +53,7 @@ class RequestHandle:
 
     __slots__ = (
         "_error",
+        "_first_sent",
         "_sender",
         "external_id",
         "last_sent",
@@ -77,6 +79,8 @@ class RequestHandle:
         first."""
         self.so_far: dict[tuple[int, int], RequestOutput] = {}
         """What each (item, choice) has brought, where every response repeats it."""
+        self._first_sent: dict[tuple[int, int], float] = {}
+        """Time of the first response of each."""
         self.step_s = 0.0
         """Seconds between the last two responses of a choice; 0 before there were two."""
         self._error: Any | None = None
@@ -109,10 +113,12 @@ class RequestHandle:
             output = self.so_far[key] = output.after(self.so_far.get(key))
         request = self.parsed.of_item(output.item)
         echo = request.echo if last_sent is None or request.cumulative else ""
-        num_bytes, tensors = _tensors(output, request, echo)
+        num_bytes, tensors = self._tensors(output, request, echo)
         response = pb_utils.InferenceResponse(tensors)
         now = self.last_sent[key] = time.monotonic()
-        if last_sent is not None:
+        if last_sent is None:
+            self._first_sent[key] = now
+        else:
             self.step_s = now - last_sent
         self.num_open_choices -= output.finished
         if self.num_open_choices:
@@ -122,6 +128,52 @@ class RequestHandle:
             ask_for_room(pb_utils, num_bytes)
         self._sender.send(response, flags=_FINAL)
         self._sender = None
+
+    def _tensors(self, output: RequestOutput, parsed: ParsedRequest, echo: str) -> tuple[int, list[Any]]:
+        """The tensors of one response, and how many bytes they hold at least."""
+        num_bytes = 0
+        tensors = []
+        for name in parsed.final_outputs if output.finished else parsed.outputs:
+            if name == "finish_reason":
+                tensors.append(finish_reason_tensor(output.finish_reason or ""))
+                continue
+            if name == "text_output":
+                array = _bytes(echo + output.text if echo else output.text)
+            elif name == "timing":
+                array = _bytes(self._timing(output, parsed))
+            else:
+                array = _ARRAYS[name](output)
+            num_bytes += len(array[0]) if array.dtype == _OBJECT else array.nbytes
+            tensors.append(pb_utils.Tensor(name, array))
+        return num_bytes, tensors
+
+    def _timing(self, output: RequestOutput, parsed: ParsedRequest) -> str:
+        """JSON of where a choice's time went, in milliseconds since the request came to the model.
+
+        queue, prefill (to the first token) and decode are the parts of total, which ends with this response;
+        first_token is when the first response was sent. Empty where nothing was generated (a command).
+        """
+        if not self.processors:
+            return "{}"
+        choice = self.processors[output.item].choices[output.index]
+        arrived, now = parsed.arrived_at, time.monotonic()
+        admitted = choice.admitted_at or now
+        first_token = choice.first_token_at or now
+        seconds = {
+            "queue": admitted - arrived,
+            "prefill": first_token - admitted,
+            "decode": now - first_token,
+            "total": now - arrived,
+            "first_token": self._first_sent.get((output.item, output.index), now) - arrived,
+        }
+        return json.dumps(
+            {name: round(value * 1000, 3) for name, value in seconds.items()}
+            | {
+                "num_cached_tokens": output.num_cached_tokens,
+                "num_preemptions": choice.num_preemptions,
+                "num_accepted_drafts": 0,
+            }
+        )
 
     def send_error(
         self, message: str, code: str, retry_after_s: float | None = None, *, careful: bool = False
@@ -158,23 +210,6 @@ class RequestHandle:
         self._sender = None
 
 
-def _tensors(output: RequestOutput, parsed: ParsedRequest, echo: str) -> tuple[int, list[Any]]:
-    """The tensors of one response, and how many bytes they hold at least."""
-    num_bytes = 0
-    tensors = []
-    for name in parsed.final_outputs if output.finished else parsed.outputs:
-        if name == "finish_reason":
-            tensors.append(finish_reason_tensor(output.finish_reason or ""))
-            continue
-        if name == "text_output":
-            array = _bytes(echo + output.text if echo else output.text)
-        else:
-            array = _ARRAYS[name](output)
-        num_bytes += len(array[0]) if array.dtype == _OBJECT else array.nbytes
-        tensors.append(pb_utils.Tensor(name, array))
-    return num_bytes, tensors
-
-
 @cache
 def finish_reason_tensor(reason: str) -> Any:
     """One for all responses: what was sent once is in shared memory and need not be copied there again.
@@ -209,12 +244,14 @@ def _logprobs(entries: list[TokenLogprobs]) -> bytes:
 
 _ARRAYS: dict[str, Callable[[RequestOutput], Any]] = {
     "output_ids": lambda output: np.array(output.token_ids, dtype=np.int32),
+    "stop_reason": lambda output: _bytes("" if output.stop_reason is None else str(output.stop_reason)),
     "index": lambda output: np.array([output.index], dtype=np.int32),
     "batch_index": lambda output: np.array([output.item], dtype=np.int32),
     "num_input_tokens": lambda output: np.array([output.num_prompt_tokens], dtype=np.uint32),
     "num_output_tokens": lambda output: np.array([len(output.token_ids)], dtype=np.uint32),
     "num_cached_tokens": lambda output: np.array([output.num_cached_tokens], dtype=np.uint32),
+    "num_reasoning_tokens": lambda output: np.array([output.num_reasoning_tokens], dtype=np.uint32),
     "logprobs": lambda output: np.array([_logprobs(output.logprobs or [])], dtype=np.object_),
     "cumulative_logprob": lambda output: np.array([output.cumulative_logprob or 0.0], dtype=np.float32),
 }
-"""What an output's tensor holds, but for `text_output` and `finish_reason`."""
+"""What an output's tensor holds, but for `text_output`, `finish_reason` and `timing`."""

@@ -59,6 +59,8 @@ _CONTROL: dict[str, Callable[[str, Any], Any]] = {
 }
 _CONTROL["output_mode"] = one_of("delta", "cumulative", "final")
 _OUTPUT_NAMES = frozenset(spec.name for spec in OUTPUTS)
+_LAST_OUTPUTS = frozenset({"stop_reason", "timing", "num_reasoning_tokens"})
+"""Known when a choice has ended; what asks for one of them gets it with the last response."""
 _PROMPT_NAMES = tuple(spec.name for spec in PROMPT_INPUTS)
 
 _SEQUENCE_END = 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
@@ -566,16 +568,15 @@ def _outputs(
     if requested != _OUTPUT_NAMES:
         return requested, requested
     outputs = {"text_output", "output_ids"}
-    outputs |= {
-        name.removeprefix("return_") for name, wanted in control.items() if wanted is True
-    } & requested
+    asked = {name.removeprefix("return_") for name, wanted in control.items() if wanted is True} & requested
+    outputs |= asked - _LAST_OUTPUTS
     if params.logprobs is not None:
         outputs.add("logprobs")
     if params.n > 1:
         outputs.add("index")
     if num_prompts > 1:
         outputs.add("batch_index")
-    final = outputs | {"finish_reason", "num_input_tokens"}
+    final = outputs | asked | {"finish_reason", "num_input_tokens"}
     if params.is_ranked:
         final.add("cumulative_logprob")
     if not stream:

@@ -1,0 +1,97 @@
+"""What a response says of its generation beside the text: why it ended, where its time went, counts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fixtures import fake_pb_utils
+
+fake_pb_utils.install()
+
+from quire.outputs import EngineCoreOutput, RequestOutput  # noqa: E402
+from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.triton.request_handle import RequestHandle  # noqa: E402
+from quire.triton.request_parser import ParsedRequest  # noqa: E402
+from quire_ensemble.generator_schema import OUTPUTS  # noqa: E402
+from tests.triton.test_choices import WAIT_S, Harness, tokens  # noqa: E402
+
+ALL = frozenset(spec.name for spec in OUTPUTS)
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    harness = Harness(tmp_path)
+    yield harness
+    harness.close()
+
+
+def submit(harness: Harness, outputs: frozenset[str], **fields: Any) -> fake_pb_utils.ResponseSender:
+    sender = fake_pb_utils.ResponseSender()
+    parsed = ParsedRequest(
+        [1, 2], SamplingParams(), "", outputs, ALL, arrived_at=time.monotonic(), **{"stream": True, **fields}
+    )
+    harness.responder.submit(RequestHandle(sender, "t-1", ""), parsed)
+    return sender
+
+
+def answer(harness: Harness, sender: fake_pb_utils.ResponseSender, *outputs: EngineCoreOutput) -> Any:
+    for output in outputs:
+        harness.core.steps.put([output])
+    assert sender.final.wait(WAIT_S), "no FINAL"
+    return sender.responses
+
+
+def value(response: Any, name: str) -> Any:
+    found = response.tensors[name][0]
+    return found.decode() if isinstance(found, bytes) else found
+
+
+@pytest.mark.parametrize(("stop_reason", "told"), [("END", "END"), (7, "7"), (None, "")])
+def test_stop_reason_is_the_string_or_the_token_id_as_text(
+    harness: Harness, stop_reason: Any, told: str
+) -> None:
+    sender = submit(harness, frozenset({"output_ids"}))
+    responses = answer(
+        harness, sender, tokens(0, 5), tokens(0, 6, finish_reason="stop", stop_reason=stop_reason)
+    )
+    assert value(responses[-1], "stop_reason") == told
+    assert not any("stop_reason" in response.tensors for response in responses[:-1])
+
+
+def test_the_parts_of_the_time_are_the_whole(harness: Harness) -> None:
+    """Queue, prefill and decode add up to total; the first token lies within, where it was sent."""
+    sender = submit(harness, ALL)
+    arrived = time.monotonic()
+    first = tokens(0, 5, admitted_at=arrived, first_token_at=time.monotonic(), num_cached_tokens=1)
+    responses = answer(harness, sender, first, tokens(0, 6, finish_reason="length", num_preemptions=2))
+    timings = [json.loads(value(response, "timing")) for response in responses]
+    for timing in timings:
+        parts = timing["queue"], timing["prefill"], timing["decode"]
+        assert all(part >= 0 for part in parts)
+        assert sum(parts) == pytest.approx(timing["total"], abs=0.002), "each is rounded to a microsecond"
+        assert timing["queue"] + timing["prefill"] <= timing["first_token"] + 0.001 <= timing["total"] + 0.002
+        assert (timing["num_cached_tokens"], timing["num_accepted_drafts"]) == (1, 0)
+    assert timings[-1]["num_preemptions"] == 2
+    assert timings[0]["total"] <= timings[-1]["total"]
+
+
+def test_a_request_that_never_ran_has_waited_all_its_time(harness: Harness) -> None:
+    sender = submit(harness, ALL)
+    [response] = answer(harness, sender, tokens(0, finish_reason="timeout"))
+    timing = json.loads(value(response, "timing"))
+    assert timing["queue"] == pytest.approx(timing["total"], abs=0.002)
+    assert timing["prefill"] == timing["decode"] == 0
+
+
+def test_reasoning_tokens_are_those_that_the_output_counts() -> None:
+    sender = fake_pb_utils.ResponseSender()
+    handle = RequestHandle(sender, "t-1", "")
+    handle.parsed = ParsedRequest([1], SamplingParams(), "", ALL, ALL)
+    handle.send(RequestOutput("t-1", "x", [1, 2], "stop", None, 1, 2, 0, num_reasoning_tokens=1))
+    assert value(sender.responses[0], "num_reasoning_tokens") == 1
