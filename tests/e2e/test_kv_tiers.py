@@ -87,7 +87,7 @@ def inspect(server: ServerProcess, model: str) -> dict[str, Any]:
 
 def kill_engine(server: ServerProcess) -> None:
     """And waits until the next one answers."""
-    (engine,) = [p for p in server.descendants() if "quire.engine.loop" in p.cmdline()]
+    (engine,) = server.running("quire.engine.loop")
     os.kill(engine.pid, signal.SIGKILL)
     engine.wait(WAIT_S)
     deadline, pause = time.monotonic() + WAIT_S, threading.Event()

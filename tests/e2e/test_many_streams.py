@@ -134,8 +134,8 @@ def test_two_frontends_share_one_engine(tiny: TinyServer) -> None:
     """generator has two instances, generator_unary one more: three frontends, one pool."""
     engines = [
         process
-        for process in tiny.server.descendants()
-        if "quire.engine.loop" in process.cmdline() and str(tiny.checkpoint) not in process.cmdline()
+        for process in tiny.server.running("quire.engine.loop")
+        if str(tiny.checkpoint) not in process.cmdline()
     ]
     assert len(engines) == 2, "one for the built repository, one for the model `zero`"
     inputs = {"text_input": "hello", "stream": True, "max_tokens": 40, "ignore_eos": True}

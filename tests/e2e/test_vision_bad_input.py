@@ -37,11 +37,8 @@ class Served:
     """What the good request is answered when it is alone."""
 
     def preprocessor(self) -> psutil.Process:
-        found = [
-            p for p in self.server.descendants() if "vision_preprocessor/1/model.py" in " ".join(p.cmdline())
-        ]
-        assert len(found) == 1
-        return found[0]
+        (found,) = self.server.running("vision_preprocessor/1/model.py")
+        return found
 
 
 def request(content: Any, **inputs: Any) -> dict[str, Any]:

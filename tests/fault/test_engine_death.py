@@ -44,11 +44,7 @@ def server(tmp_path: Path, serve_repository: Any) -> ServerProcess:
 
 
 def engines(server: ServerProcess) -> list[psutil.Process]:
-    return processes(server, "quire.engine.loop")
-
-
-def processes(server: ServerProcess, module: str) -> list[psutil.Process]:
-    return [process for process in server.descendants() if module in command_line(process)]
+    return server.running("quire.engine.loop")
 
 
 def wait_for_end(process: psutil.Process) -> None:
@@ -57,14 +53,6 @@ def wait_for_end(process: psutil.Process) -> None:
     while start_time_of(process.pid) is not None:
         assert time.monotonic() < deadline, process
         time.sleep(0.05)
-
-
-def command_line(process: psutil.Process) -> list[str]:
-    """Empty for a process that has ended."""
-    try:
-        return process.cmdline()
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return []
 
 
 def start_streams(server: ServerProcess, count: int) -> list[TritonStream]:
@@ -149,7 +137,7 @@ def test_a_killed_worker_takes_its_engine_along_and_both_come_back(
             assert time.monotonic() < deadline, "the engine did not come back"
             pause.wait(0.05)
         assert reply.token_ids == before
-        (worker,) = processes(server, "quire.worker.process")
+        (worker,) = server.running("quire.worker.process")
         assert len(engines(server)) == 1 and worker.pid not in gone
         return worker
 

@@ -38,7 +38,7 @@ def server(tmp_path: Path, serve_repository: Any) -> ServerProcess:
 
 
 def generator_stubs(server: ServerProcess) -> list[psutil.Process]:
-    found = [p for p in server.descendants() if "stub" in p.name() and "generator" in " ".join(p.cmdline())]
+    found = [p for p in server.running("generator") if "stub" in p.name()]
     assert found
     return found
 

@@ -78,7 +78,7 @@ class Target:
         assert self.gateway.stdout is not None
         self.gateway_url = self.gateway.stdout.readline().strip().removeprefix("http://").removesuffix("/v1")
         assert self.gateway_url, "the gateway did not start"
-        (engine,) = [process for process in server.descendants() if "quire.engine.loop" in process.cmdline()]
+        (engine,) = server.running("quire.engine.loop")
         arguments, self.engine_pid = engine.cmdline(), engine.pid
         directory = Path(arguments[arguments.index("--directory") + 1])
         self.engine_address = json.loads((directory / "state.json").read_text("utf-8"))["address"]
