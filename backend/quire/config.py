@@ -215,6 +215,10 @@ class FrontendConfig:
     both: one while few streams are open, more where responses would take the time that tokens need."""
     stream_interval_ms: Annotated[int, Meta(ge=0, le=MAX_INTERVAL_MS)] = 0
     """Shortest time between two responses of a stream, unless `stream_interval` tokens came before."""
+    tool_parser: Literal["auto", "none", "harmony", "deepseek", "mistral", "glm", "hermes", "llama"] = "auto"
+    """How the model writes calls of tools; auto: as its chat template shows; none: they stay text."""
+    reasoning_parser: Literal["auto", "none", "harmony", "think", "magistral", "seed"] = "auto"
+    """How the model writes reasoning; auto: as its chat template shows; none: it stays in text_output."""
     startup_timeout_s: Annotated[float, Meta(gt=0, le=10**9)] = 600.0
     """How long a frontend waits for the engine to be ready."""
     max_prompt_bytes: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 16 * 1024 * 1024

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.errors import EngineError
 from quire.frontend.bad_words import with_bad_words_ids
+from quire.frontend.chat.formats import Answer, ChatParsing
 from quire.frontend.output_processor import RequestProcessor
 from quire.multimodal import PromptEmbeds
 from quire.outputs import RequestOutput
@@ -22,6 +24,7 @@ from quire.sampling_params import (
     parse_sampling_params,
 )
 from quire.scheduling_params import SchedulingParams
+from quire_ensemble.chat_format import ChatFormat
 
 
 class LLM:
@@ -44,6 +47,12 @@ class LLM:
         self.core = EngineCore(self.config)
         self.default_params = defaults_from_generation_config(generation)
         self.tokenizer = Tokenizer.find(self.config.frontend.tokenizer, model)
+        self._chat_parsing: ChatParsing | None = None
+        if self.tokenizer is not None:
+            frontend = self.config.frontend
+            self._chat_parsing = ChatParsing(
+                self.tokenizer.hf, frontend.tool_parser, frontend.reasoning_parser
+            )
         self._ids = itertools.count()
 
     def generate(
@@ -52,6 +61,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         embeds: Sequence[PromptEmbeds | None] | None = None,
         scheduling: SchedulingParams | Sequence[SchedulingParams] | None = None,
+        *,
+        chats: Sequence[ChatFormat | None] | None = None,
         **sampling: Any,
     ) -> list[RequestOutput]:
         """Runs all prompts together, continuously batched, and returns whole outputs in their order.
@@ -61,6 +72,7 @@ class LLM:
             params: one for all or one per prompt; None: the checkpoint's defaults with `sampling` over them.
             embeds: per prompt, embeddings of images; the prompt must be token ids then.
             scheduling: priority, tenant, session ...; one for all or one per prompt.
+            chats: per prompt, how to read the answer where the prompt is of chat messages.
             sampling: names of SamplingParams.
 
         Returns:
@@ -93,11 +105,13 @@ class LLM:
                     one = with_bad_words_ids(one, self.tokenizer)
                 request_ids.append(request_id)
                 self.core.add_request(request_id, token_ids, one, scheduling=plan, embeds=image)
+                chat = None if chats is None else chats[len(processors)]
                 processors[request_id] = RequestProcessor(
                     request_id,
                     len(token_ids),
                     one,
                     None if self.tokenizer is None else self.tokenizer.hf,
+                    new_answer=self._new_answer(chat, one),
                 )
             while self.core.has_work:
                 for output in self.core.step():
@@ -118,12 +132,23 @@ class LLM:
             results.append(first)
         return results
 
-    def chat(self, messages: list[dict[str, Any]], **sampling: Any) -> RequestOutput:
-        """One answer to a conversation, through the checkpoint's chat template."""
+    def chat(self, messages: list[dict[str, Any]] | dict[str, Any], **sampling: Any) -> RequestOutput:
+        """One answer to a conversation, through the checkpoint's chat template; reasoning and calls of tools
+        are apart from its text.
+
+        Args:
+            messages: a list, or an object with `tools` and more, as in `quire_ensemble.messages`.
+            sampling: names of SamplingParams.
+        """
         if self.tokenizer is None:
             raise EngineError(f"{self.config.model.model}: no tokenizer, so no chat template")
-        token_ids = self.tokenizer.encode_messages(json.dumps(messages))
-        return self.generate([token_ids], **sampling)[0]
+        token_ids, chat = self.tokenizer.encode_chat(json.dumps(messages))
+        return self.generate([token_ids], chats=[chat], **sampling)[0]
+
+    def _new_answer(self, chat: ChatFormat | None, params: SamplingParams) -> Callable[[], Answer] | None:
+        if chat is None or self._chat_parsing is None or not self._chat_parsing.wants(chat):
+            return None
+        return partial(self._chat_parsing.answer, chat, skip_special_tokens=params.skip_special_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, special tokens added as the tokenizer is configured to."""

@@ -225,10 +225,14 @@ class RequestOutput:
     error_code: str = ""
     index: int = 0
     cumulative_logprob: float | None = None
+    reasoning: str = ""
+    """What a model thought before it answered, apart from `text`, where its format is known."""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    """Calls in the form of OpenAI's deltas: pieces of a call have its index, the first its id and name."""
     item: int = 0
     """Which of the request's prompts the choice belongs to, where it has several."""
     num_reasoning_tokens: int = 0
-    """Tokens of the choice so far that are reasoning, and no part of the answer."""
+    """Tokens of the choice so far behind the tag that opens reasoning, up to the closing one with its own."""
     others: list[RequestOutput] = field(default_factory=list)
     """Choices 1, 2, ... of the same request, where it was asked for more than one (`quire.LLM`)."""
 
@@ -241,9 +245,21 @@ class RequestOutput:
         if before is None:
             return self
         self.text = before.text + self.text
+        self.reasoning = before.reasoning + self.reasoning
+        self.tool_calls = joined_calls(before.tool_calls, self.tool_calls)
         before.token_ids += self.token_ids
         self.token_ids = before.token_ids
         if before.logprobs is not None:
             before.logprobs += self.logprobs or []
             self.logprobs = before.logprobs
         return self
+
+
+def joined_calls(calls: list[dict[str, Any]], deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Whole calls and the pieces behind them, as whole calls; the first are not used again."""
+    for delta in deltas:
+        if delta["index"] == len(calls):
+            calls.append(delta)
+        else:
+            calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
+    return calls

@@ -32,6 +32,8 @@ class FinishReason(str, enum.Enum):
     TIMEOUT = "timeout"
     ERROR = "error"
     SHUTDOWN = "shutdown"
+    TOOL_CALLS = "tool_calls"
+    """Stop, where the answer is calls of tools: only a frontend says so."""
 
     def __str__(self) -> str:
         return self.value

@@ -69,6 +69,10 @@ IMAGE_INPUTS: tuple[TensorSpec, ...] = (
 """Images of a prompt given as `input_ids`, as the vision models of an ensemble make them. All without rows:
 no image."""
 
+CHAT_FORMAT = TensorSpec(
+    "chat_format", "TYPE_STRING", doc="How to read an answer to messages: JSON of who tokenized them."
+)
+
 CONTROL_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("stream", "TYPE_BOOL", doc="True: text deltas as they come; false: one response."),
     TensorSpec(
@@ -158,6 +162,7 @@ SCHEDULING_INPUTS: tuple[TensorSpec, ...] = (
 INPUTS: tuple[TensorSpec, ...] = (
     *PROMPT_INPUTS,
     *IMAGE_INPUTS,
+    CHAT_FORMAT,
     *CONTROL_INPUTS,
     CACHE_CONTROL_INPUT,
     JSON_SAMPLING_INPUT,
@@ -167,6 +172,8 @@ INPUTS: tuple[TensorSpec, ...] = (
 
 OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("text_output", "TYPE_STRING", doc="Text; the delta when streaming."),
+    TensorSpec("reasoning_output", "TYPE_STRING", doc="Reasoning of an answer to messages, as text_output."),
+    TensorSpec("tool_calls", "TYPE_STRING", doc="JSON list of its calls, in the form of OpenAI's deltas."),
     TensorSpec("output_ids", "TYPE_INT32", (-1,), doc="Token ids of this response."),
     TensorSpec("finish_reason", "TYPE_STRING", doc="stop, length, ...; empty while the request runs."),
     TensorSpec("stop_reason", "TYPE_STRING", doc="Stop string or token id that ended it, or empty."),

@@ -2,25 +2,40 @@
 
 Accepted is either a list of messages or an object
 `{"messages": [...], "tools": [...], "add_generation_prompt": true, "chat_template_kwargs": {...}}`,
-so that one STRING tensor carries all a chat template can use.
+so that one STRING tensor carries all a chat template can use. `tool_choice`, `parallel_tool_calls` and
+`response_format` beside them say what the answer may be; all are as in OpenAI's chat completions.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire_ensemble.chat_format import PROMPT_END, ChatFormat
 from quire_ensemble.client_json import parse_json
 from quire_ensemble.errors import InputError, kind, shown
 
 FIELD = "messages"
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
+MAX_TOOLS_BYTES = 2**19
+"""JSON of all tools: it goes along with the prompt to the generator, which parses it again."""
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_BYTES = 16 * 2**20
 """Longest JSON text, unless a caller has reason for another limit."""
 
-_OBJECT_KEYS = ("messages", "tools", "add_generation_prompt", "chat_template_kwargs")
+_OBJECT_KEYS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "chat_template_kwargs",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,20 @@ class Conversation:
     add_generation_prompt: bool = True
     """Whether the template is to begin an answer."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tool_choice: str = "auto"
+    """auto, none, required, or "function:NAME"."""
+    parallel_tool_calls: bool = True
+    response_format: dict[str, Any] | None = None
+
+    def chat_format(self, prompt: str) -> ChatFormat:
+        """What the generator must know of it; `prompt`: as rendered."""
+        return ChatFormat(
+            tools=[] if self.tool_choice == "none" else self.tools or [],
+            tool_choice="auto" if self.tool_choice == "none" else self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=self.response_format,
+            prompt_end=prompt[-PROMPT_END:],
+        )
 
 
 def parse_conversation(
@@ -65,9 +94,17 @@ def parse_conversation(
     template_kwargs = value.get("chat_template_kwargs")
     if template_kwargs is not None and not isinstance(template_kwargs, dict):
         raise InputError(FIELD, f"chat_template_kwargs must be an object, got {kind(template_kwargs)}")
+    parallel = value.get("parallel_tool_calls")
+    if parallel is not None and not isinstance(parallel, bool):
+        raise InputError(FIELD, f"parallel_tool_calls must be true or false, got {kind(parallel)}")
+    messages = check_messages(value["messages"], allow_images=allow_images)
+    tools = check_tools(value.get("tools"))
     return Conversation(
-        messages=check_messages(value["messages"], allow_images=allow_images),
-        tools=check_tools(value.get("tools")),
+        messages=messages,
+        tools=tools,
+        tool_choice=check_tool_choice(value.get("tool_choice"), tools or []),
+        parallel_tool_calls=parallel is not False,
+        response_format=check_response_format(value.get("response_format")),
         add_generation_prompt=True if prompt is None else prompt,
         template_kwargs=template_kwargs or {},
     )
@@ -109,21 +146,79 @@ def check_messages(value: Any, *, allow_images: bool = False) -> list[dict[str, 
     return value
 
 
-def check_tools(value: Any) -> list[dict[str, Any]] | None:
-    """Returns `value` as tool descriptions (JSON schemas, passed to the template unchanged); None for null.
+def check_tools(value: Any, field: str = FIELD) -> list[dict[str, Any]] | None:
+    """Returns `value` as tools in OpenAI's form, passed to the template unchanged; None for null.
 
     Raises:
-        InputError: not a list of objects.
+        InputError: of `field`: not a list of `{"type": "function", "function": {"name": ...}}`, a name that
+            is there twice or is not of up to 64 letters, digits and `_.-`, parameters that are no object, or
+            more than MAX_TOOLS or MAX_TOOLS_BYTES.
     """
     if value is None:
         return None
     if not isinstance(value, list):
-        raise InputError(FIELD, f"tools must be a list of objects, got {kind(value)}")
+        raise InputError(field, f"tools must be a list of objects, got {kind(value)}")
     if len(value) > MAX_TOOLS:
-        raise InputError(FIELD, f"at most {MAX_TOOLS} tools are allowed, got {len(value)}")
+        raise InputError(field, f"at most {MAX_TOOLS} tools are allowed, got {len(value)}")
+    names: set[str] = set()
     for index, tool in enumerate(value):
+        place = f"tools[{index}]"
         if not isinstance(tool, dict):
-            raise InputError(FIELD, f"tools[{index}] must be an object, got {kind(tool)}")
+            raise InputError(field, f"{place} must be an object, got {kind(tool)}")
+        if tool.get("type", "function") != "function":
+            raise InputError(field, f"{place}.type {shown(tool['type'])} is not supported; known: 'function'")
+        function = tool.get("function")
+        if not isinstance(function, dict):
+            raise InputError(field, f"{place}.function must be an object, got {kind(function)}")
+        name, parameters = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+            raise InputError(
+                field,
+                f"{place}.function.name must be of 1 to 64 letters, digits, '_', '.' or '-', "
+                f"got {shown(name) if isinstance(name, str) else kind(name)}",
+            )
+        if name in names:
+            raise InputError(field, f"{place}.function.name {shown(name)} is there twice")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise InputError(field, f"{place}.function.parameters must be an object, got {kind(parameters)}")
+        names.add(name)
+    size = len(json.dumps(value, ensure_ascii=False)) if value else 0
+    if size > MAX_TOOLS_BYTES:
+        raise InputError(field, f"tools of at most {MAX_TOOLS_BYTES} characters of JSON, got {size}")
+    return value
+
+
+def check_tool_choice(value: Any, tools: Sequence[Mapping[str, Any]], field: str = FIELD) -> str:
+    """auto, none, required or "function:NAME"; auto for null.
+
+    Raises:
+        InputError: of `field`: none of these, or a call is required and the tool, or any, is missing.
+    """
+    if value is None or value in ("auto", "none"):
+        return value or "auto"
+    if value == "required":
+        if not tools:
+            raise InputError(field, "tool_choice 'required' needs tools")
+        return "required"
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise InputError(
+            field,
+            "tool_choice must be 'auto', 'none', 'required' or "
+            '{"type": "function", "function": {"name": ...}}',
+        )
+    if all(tool["function"]["name"] != name for tool in tools):
+        raise InputError(field, f"tool_choice names {shown(name)}, which is not among the tools")
+    return f"function:{name}"
+
+
+def check_response_format(value: Any, field: str = FIELD) -> dict[str, Any] | None:
+    """OpenAI's response_format: an object with a `type`; None for null. The generator judges the rest."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or value.get("type") not in ("text", "json_object", "json_schema"):
+        raise InputError(field, "response_format must have the type 'text', 'json_object' or 'json_schema'")
     return value
 
 

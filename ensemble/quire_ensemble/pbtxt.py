@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from quire_ensemble.generator_schema import (
+    CHAT_FORMAT,
     IMAGE_INPUTS,
     INPUTS,
     ONE_TEXT_INPUTS,
@@ -23,7 +24,7 @@ from quire_ensemble.vision_schema import (
 _TOKENIZER_INPUTS = ONE_TEXT_INPUTS
 _TOKEN_IDS = TensorSpec("input_ids", "TYPE_INT32", (-1,), doc="Token ids of the prompt.")
 TENSORS: Mapping[str, tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]] = {
-    "tokenizer": (_TOKENIZER_INPUTS, (_TOKEN_IDS,)),
+    "tokenizer": (_TOKENIZER_INPUTS, (_TOKEN_IDS, CHAT_FORMAT)),
     "vision_preprocessor": (PREPROCESSOR_INPUTS, PREPROCESSOR_OUTPUTS),
     "vision_encoder": (ENCODER_INPUTS, ENCODER_OUTPUTS),
 }
@@ -32,6 +33,7 @@ TENSORS: Mapping[str, tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]] = {
 _TAKEN_BEFORE = {
     *(spec.name for spec in PROMPT_INPUTS),  # a client that has token ids needs no ensemble
     *(spec.name for spec in IMAGE_INPUTS),  # likewise embeddings; the vision models make them
+    CHAT_FORMAT.name,  # likewise
     "cancel",  # goes to the generator itself, as it has no prompt to tokenize
     "cache_control",  # likewise
 }
@@ -188,7 +190,7 @@ def ensemble_config(name: str, *, before: Mapping[str, str], generator: str, dec
         for role, model in before.items()
     ]
     made = {s.name for role in before for s in TENSORS[role][1]}
-    taken = [s.name for s in (*PROMPT_INPUTS, *IMAGE_INPUTS) if s.name in made]
+    taken = [s.name for s in (*PROMPT_INPUTS, *IMAGE_INPUTS, CHAT_FORMAT) if s.name in made]
     return _join(
         _comment(
             f"{' -> '.join([*before.values(), generator])}.",

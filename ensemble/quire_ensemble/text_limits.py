@@ -14,6 +14,7 @@ from quire_ensemble.errors import InputError
 from quire_ensemble.triton_model import integer_parameters
 
 if TYPE_CHECKING:
+    from quire_ensemble.chat_format import ChatFormat
     from quire_ensemble.tokenizer import Tokenizer
 
 
@@ -28,13 +29,19 @@ class TextLimits:
 
     def encode(self, tokenizer: Tokenizer, text: bytes | None, messages: bytes | None) -> list[int]:
         """Token ids of the one of the two that is given; InputError where both or none are."""
+        return self.encode_chat(tokenizer, text, messages)[0]
+
+    def encode_chat(
+        self, tokenizer: Tokenizer, text: bytes | None, messages: bytes | None
+    ) -> tuple[list[int], ChatFormat | None]:
+        """As `encode`, and what the generator must know of messages."""
         if text is not None and messages is not None:
             raise InputError("text_input, messages", "exactly one is allowed, both are given")
         if text is not None:
             check_bytes("text_input", text, self.max_prompt_bytes)
-            return tokenizer.encode_bytes("text_input", text, max_tokens=self.max_model_len)
+            return tokenizer.encode_bytes("text_input", text, max_tokens=self.max_model_len), None
         if messages is not None:
-            return tokenizer.encode_messages(
+            return tokenizer.encode_chat(
                 messages, max_bytes=self.max_prompt_bytes, max_tokens=self.max_model_len
             )
         raise InputError("text_input, messages", "exactly one is needed, none is given")

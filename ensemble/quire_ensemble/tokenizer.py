@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire_ensemble import messages as chat
+from quire_ensemble.chat_format import ChatFormat
 from quire_ensemble.client_json import decode_utf8
 from quire_ensemble.errors import InputError, TokenizerError, one_line
 
@@ -247,16 +248,26 @@ class Tokenizer:
     def encode_messages(
         self, raw_json: str | bytes, *, max_bytes: int = chat.MAX_BYTES, max_tokens: int | None = None
     ) -> list[int]:
-        """Token ids of chat messages: of what `render` makes of them, refused as by `encode`. The template
-        writes BOS itself, so none is added.
+        """Token ids of chat messages: the first half of `encode_chat`."""
+        return self.encode_chat(raw_json, max_bytes=max_bytes, max_tokens=max_tokens)[0]
+
+    def encode_chat(
+        self, raw_json: str | bytes, *, max_bytes: int = chat.MAX_BYTES, max_tokens: int | None = None
+    ) -> tuple[list[int], ChatFormat]:
+        """Token ids of chat messages, and what the generator must know of them beside.
+
+        The ids are those of what `render` makes of the messages, refused as by `encode`. The template writes
+        BOS itself, so none is added.
 
         Args:
             raw_json: a JSON list of messages, or an object (see `quire_ensemble.messages`).
             max_bytes: of the JSON text and of the rendered one.
             max_tokens: see `encode`.
         """
-        text = self.render(chat.parse_conversation(raw_json, max_bytes=max_bytes), max_bytes)
-        return self.encode(text, add_special_tokens=False, field=chat.FIELD, max_tokens=max_tokens)
+        conversation = chat.parse_conversation(raw_json, max_bytes=max_bytes)
+        text = self.render(conversation, max_bytes)
+        token_ids = self.encode(text, add_special_tokens=False, field=chat.FIELD, max_tokens=max_tokens)
+        return token_ids, conversation.chat_format(text)
 
     def _render(self, messages: list[dict[str, Any]], max_bytes: int = chat.MAX_BYTES, **kwargs: Any) -> str:
         from quire_ensemble.template_bounds import bounded

@@ -29,8 +29,9 @@ _log = logging.getLogger(__name__)
 class TokenizerModel(EnsembleModel):
     """The tokenizer of an ensemble.
 
-    Inputs, exactly one: `text_input` STRING [1, 1], `messages` STRING [1, 1]. Output: `input_ids` INT32
-    [1, n]. Parameters named like the fields of `TextLimits` set these.
+    Inputs, exactly one: `text_input` STRING [1, 1], `messages` STRING [1, 1]. Outputs: `input_ids` INT32
+    [1, n], `chat_format` STRING [1, 1] (empty for a text). Parameters named like the
+    fields of `TextLimits` set these.
 
     Short prompts are answered in the returned list. A long one holds up no other: it goes to a thread of its
     own, which answers by the request's sender when the list is long returned.
@@ -76,12 +77,16 @@ class TokenizerModel(EnsembleModel):
         """
         pb = self.pb_utils
         try:
-            token_ids = np.array([self.limits.encode(self.tokenizer, text, messages)], dtype=np.int32)
+            encoded, chat = self.limits.encode_chat(self.tokenizer, text, messages)
+            token_ids = np.array([encoded], dtype=np.int32)
+            chat_format = np.array([[chat.to_json() if chat is not None else b""]], dtype=np.object_)
             if ask:
-                ask_for_room(pb, token_ids.nbytes)
+                ask_for_room(pb, token_ids.nbytes + len(chat_format[0, 0]))
         except Exception as error:  # a tokenizer is the checkpoint's: it may raise anything
             return self._refusal(error)
-        return pb.InferenceResponse([pb.Tensor("input_ids", token_ids)])
+        return pb.InferenceResponse(
+            [pb.Tensor("input_ids", token_ids), pb.Tensor("chat_format", chat_format)]
+        )
 
     def _send(self, sender: Any, text: bytes | None, messages: bytes | None) -> None:
         try:

@@ -54,6 +54,8 @@ class VisionPrompt:
     """int32 [images, 2]: first token and number of tokens of the image's placeholders."""
     position_ids: np.ndarray
     """int32 [3, tokens]: time, height, width; [0, 0] for models without M-RoPE."""
+    chat_format: np.ndarray
+    """bytes [1]: JSON of `ChatFormat`; empty for a text."""
 
 
 class _ProcessedImage(NamedTuple):
@@ -130,8 +132,9 @@ class VisionProcessor:
         if pixels is not None:
             sources = list(split_pixels(pixels, self.limits))
         if messages is not None and text is None:
-            token_ids, sources = self._encode_messages(messages, sources)
+            token_ids, sources, chat_format = self._encode_messages(messages, sources)
         else:
+            chat_format = b""
             token_ids = self.texts.encode(self.tokenizer, text, messages)
         check_count(len(sources), self.limits)
         found = token_ids.count(self.placeholder_id)
@@ -143,12 +146,13 @@ class VisionProcessor:
             )
         read = self._read_images(sources)
         run: Callable[..., Any] = map if len(read) < 2 else self._pool.map
-        return self._assemble(token_ids, list(run(self._process_image, range(len(read)), read)))
+        processed = list(run(self._process_image, range(len(read)), read))
+        return self._assemble(token_ids, processed, chat_format)
 
     def _encode_messages(
         self, raw: bytes, given: list[bytes | str | Image]
-    ) -> tuple[list[int], list[bytes | str | Image]]:
-        """Token ids of messages, and all their images in order."""
+    ) -> tuple[list[int], list[bytes | str | Image], bytes]:
+        """Token ids of messages, all their images in order, and their `chat_format`."""
         max_bytes = self.texts.max_prompt_bytes + self.limits.max_request_bytes * 4 // 3  # as base64
         conversation = chat.parse_conversation(raw, allow_images=True, max_bytes=max_bytes)
         messages, found = chat.split_images(conversation.messages)
@@ -172,7 +176,8 @@ class VisionProcessor:
             text, add_special_tokens=not starts, field=chat.FIELD, max_tokens=self.texts.max_model_len
         )
         rest = iter(given)
-        return token_ids, [next(rest) if data is None else data for data in found]
+        sources = [next(rest) if data is None else data for data in found]
+        return token_ids, sources, conversation.chat_format(text).to_json()
 
     def _read_images(self, sources: Sequence[bytes | str | Image]) -> list[EncodedImage | Image]:
         """The images, none of them decoded, once it is known that all of them together are within limits."""
@@ -237,7 +242,9 @@ class VisionProcessor:
             )
         return max(short * long, scaled[0] * scaled[1])
 
-    def _assemble(self, token_ids: list[int], images: list[_ProcessedImage]) -> VisionPrompt:
+    def _assemble(
+        self, token_ids: list[int], images: list[_ProcessedImage], chat_format: bytes
+    ) -> VisionPrompt:
         expanded: list[int] = []
         spans: list[tuple[int, int]] = []
         rest = iter(images)
@@ -259,6 +266,7 @@ class VisionProcessor:
             position_ids=mrope_positions(len(expanded), spans, grids, self.config.merge)
             if not self.config.is_llava
             else np.zeros((0, 0), dtype=np.int32),
+            chat_format=np.array([chat_format], dtype=np.object_),
         )
 
     def _check_processor(self) -> None:

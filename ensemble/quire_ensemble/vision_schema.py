@@ -7,7 +7,13 @@ Triton lets a batching model do.
 
 from __future__ import annotations
 
-from quire_ensemble.generator_schema import IMAGE_INPUTS, ONE_TEXT_INPUTS, PROMPT_INPUTS, TensorSpec
+from quire_ensemble.generator_schema import (
+    CHAT_FORMAT,
+    IMAGE_INPUTS,
+    ONE_TEXT_INPUTS,
+    PROMPT_INPUTS,
+    TensorSpec,
+)
 
 PREPROCESSOR_INPUTS: tuple[TensorSpec, ...] = (
     *ONE_TEXT_INPUTS,
@@ -34,4 +40,5 @@ PREPROCESSOR_OUTPUTS: tuple[TensorSpec, ...] = (
     *(spec for spec in PROMPT_INPUTS if spec.name == "input_ids"),
     *(TensorSpec(s.name, s.datatype, s.dims, doc=s.doc) for s in ENCODER_INPUTS),
     *(spec for spec in IMAGE_INPUTS if spec.name in ("image_spans", "position_ids")),
+    CHAT_FORMAT,
 )

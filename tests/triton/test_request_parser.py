@@ -67,7 +67,7 @@ def parse(
         tokenizer,
         SamplingParams(),
         lambda: INFO,
-        FrontendConfig(max_prompt_bytes=1000, max_embeds_bytes=MAX_EMBEDS_BYTES, **(limits or {})),
+        FrontendConfig(**{"max_prompt_bytes": 1000, "max_embeds_bytes": MAX_EMBEDS_BYTES, **(limits or {})}),
         decoupled=decoupled,
     )
     request = InferenceRequest(

@@ -144,18 +144,18 @@ LONG = "a text that is long " * 1000
 
 
 class Held:
-    """`TextLimits.encode` that waits with long texts until it is released."""
+    """`TextLimits.encode_chat` that waits with long texts until it is released."""
 
     def __init__(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         self.release = threading.Event()
-        encode = TextLimits.encode
+        encode = TextLimits.encode_chat
 
-        def held(limits: TextLimits, tokenizer: Any, text: bytes | None, messages: bytes | None) -> list[int]:
+        def held(limits: TextLimits, tokenizer: Any, text: bytes | None, messages: bytes | None) -> Any:
             if len(text or messages or b"") > LONG_BYTES:
                 assert self.release.wait(60)
             return encode(limits, tokenizer, text, messages)
 
-        monkeypatch.setattr(TextLimits, "encode", held)
+        monkeypatch.setattr(TextLimits, "encode_chat", held)
 
 
 def test_a_long_text_does_not_hold_up_short_ones(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

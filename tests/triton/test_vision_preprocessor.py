@@ -116,7 +116,7 @@ def test_a_request_gets_the_prompt_of_the_processor_under_the_contracts_names(
         processor.process(None, b"no image"),
         processor.process(None, b"no image"),
     ]
-    dtypes = [np.int32, np.float32, np.int32, np.int32, np.int32]
+    dtypes = [np.int32, np.float32, np.int32, np.int32, np.int32, np.object_]
     for response, prompt in zip(responses, expected, strict=True):
         assert response.error is None
         assert list(response.tensors) == FIELDS

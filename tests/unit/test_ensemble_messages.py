@@ -18,14 +18,14 @@ def test_a_list_and_an_object_are_accepted() -> None:
         json.dumps(
             {
                 "messages": [USER],
-                "tools": [{"type": "function"}],
+                "tools": [{"type": "function", "function": {"name": "f"}}],
                 "add_generation_prompt": False,
                 "chat_template_kwargs": {"thinking": True},
             }
         ).encode()
     )
     assert conversation.messages == [USER]
-    assert conversation.tools == [{"type": "function"}]
+    assert conversation.tools == [{"type": "function", "function": {"name": "f"}}]
     assert conversation.add_generation_prompt is False
     assert conversation.template_kwargs == {"thinking": True}
 

@@ -279,7 +279,8 @@ def test_a_template_does_not_make_a_long_text_of_a_short_one(
     """Tools of 2 MB, 60 levels deep, became 251 MB of spaces."""
     tokenizer = Tokenizer(with_template(checkpoint, tmp_path / "t", BLOWN_UP[name]))
     wide = "[" * 50 + "1" + ",1" * 2000 + "]" * 50
-    tools = f'[{", ".join([f"""{{"a": {wide}}}"""] * 10)}]'
+    named = [f"""{{"function": {{"name": "f{i}", "a": {wide}}}}}""" for i in range(10)]
+    tools = f"[{', '.join(named)}]"
     messages = [{"role": "user", "content": f"question {i}"} for i in range(20)]
     short, long = ({"messages": messages, "tools": json.loads(text)} for text in ("[]", tools))
     assert "question 19" in render(tokenizer, short, 2**18)
@@ -298,7 +299,8 @@ def test_a_template_does_not_make_a_long_text_of_a_short_one(
 def test_json_in_templates_is_that_of_transformers(options: str, checkpoint: Path, tmp_path: Path) -> None:
     template = f"{{{{ tools | tojson({options}) }}}}{{{{ messages[0].content | tojson }}}}"
     path = with_template(checkpoint, tmp_path / "t", template)
-    tools = [{"b": [1, 2.5, None, True, {}], "a": 'ü\u2028😀<&>"', "c": {"d": []}}]
+    other = {"b": [1, 2.5, None, True, {}], "a": 'ü\u2028😀<&>"', "c": {"d": []}}
+    tools = [{"type": "function", "function": {"name": "f", "z": other}}]
     messages = [{"role": "user", "content": "a"}]
     ids = Tokenizer(path).encode_messages(json.dumps({"messages": messages, "tools": tools}))
     script = (

@@ -643,9 +643,11 @@ def test_a_prompt_without_images_has_empty_tensors(kind: str, processors: dict[s
         "image_grid": (0, 3),
         "image_spans": (0, 2),
         "position_ids": (3, length) if kind in QWEN else (0, 0),
+        "chat_format": (1,),
     }
     dtypes = [getattr(prompt, name).dtype for name in vars(prompt)]
-    assert dtypes == [np.int32, np.float32, np.int32, np.int32, np.int32]
+    assert dtypes == [np.int32, np.float32, np.int32, np.int32, np.int32, np.object_]
+    assert prompt.chat_format[0] == b""
 
 
 @pytest.mark.parametrize(

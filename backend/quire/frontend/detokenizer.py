@@ -18,9 +18,10 @@ invalid, holds everything after an invalid byte, and has no way to release the t
 
 from __future__ import annotations
 
+import copy
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -90,6 +91,15 @@ class TokenDecoder:
         if decoder is None:
             decoder = cls._cache[tokenizer] = cls(tokenizer)
         return decoder
+
+    def showing(self, names: Iterable[str]) -> tuple[TokenDecoder, frozenset[str]]:
+        """A decoder to which these special tokens are none, and which of the names are special tokens."""
+        found = {name: self._id(name) for name in names}
+        shown = {name: i for name, i in found.items() if i is not None and i in self._special_ids}
+        decoder = copy.copy(self)
+        decoder._special_ids = self._special_ids - set(shown.values())
+        decoder._is_visible = ({}, {})
+        return decoder, frozenset(shown)
 
     def visible(self, token_ids: list[int], skip_special_tokens: bool) -> list[int]:
         """The tokens without those that leave no trace in the text.

@@ -7,8 +7,10 @@ in the engine, and outputs that were already on their way are ignored.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
+from quire.frontend.chat.formats import Answer
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.stop_matcher import StopAutomaton
 from quire.outputs import EngineCoreOutput, RequestOutput, TokenLogprobs
@@ -31,9 +33,11 @@ class OutputProcessor:
         stops: automaton of the request's stop strings, if it has any.
         num_wanted: pending tokens from which on `append` takes no more, so that its caller looks at them.
         item: number of the prompt, for a request with several.
+        answer: parser of the text, where it is an answer to chat messages.
     """
 
     __slots__ = (
+        "_answer",
         "_detokenizer",
         "_has_stops",
         "_logprobs",
@@ -69,6 +73,7 @@ class OutputProcessor:
         stops: StopAutomaton | None = None,
         num_wanted: int = sys.maxsize,
         item: int = 0,
+        answer: Answer | None = None,
     ) -> None:
         self.request_id = request_id
         self.index = index
@@ -86,9 +91,10 @@ class OutputProcessor:
         self.cumulative_logprob: float | None = None
         self._params = params
         self._detokenizer: IncrementalDetokenizer | None = None
+        self._answer = answer
         if tokenizer is not None:
             self._detokenizer = IncrementalDetokenizer(
-                tokenizer,
+                tokenizer if answer is None else answer.decoder,
                 skip_special_tokens=params.skip_special_tokens,
                 stop=params.stop if stops is None else stops,
                 include_stop=params.include_stop_str_in_output,
@@ -176,10 +182,29 @@ class OutputProcessor:
         if self._detokenizer is not None:
             undecoded = self._token_ids[self._num_decoded : len(self._token_ids) - self._num_hidden]
             self._num_decoded = len(self._token_ids)
+            if self._answer is not None:
+                self._parse(self._answer, self._detokenizer, undecoded, flush=flush)
+                return
             if undecoded:
                 self._detokenizer.append(undecoded)
             if undecoded or flush:
                 self._text += self._detokenizer.take_delta(flush=flush)
+
+    @staticmethod
+    def _parse(
+        answer: Answer, detokenizer: IncrementalDetokenizer, token_ids: list[int], *, flush: bool
+    ) -> None:
+        """Text for the answer's parser; token by token as long as it is to be known which are reasoning."""
+        position = 0
+        while position < len(token_ids) and detokenizer.matched_stop is None:
+            size = 1 if answer.counts_tokens else len(token_ids) - position
+            answer.num_reasoning_tokens += answer.is_reasoning
+            detokenizer.append(token_ids[position : position + size])
+            answer.feed(detokenizer.take_delta())
+            position += size
+        if flush:
+            answer.feed(detokenizer.take_delta(flush=True))
+            answer.finish()
 
     def _ends_unseen(self, output: EngineCoreOutput) -> bool:
         return (
@@ -197,7 +222,8 @@ class OutputProcessor:
     def take_ready(self) -> RequestOutput | None:
         """As `take`; None where there is neither the end, nor text, nor (without a tokenizer) token ids."""
         self._decode(flush=self.finished)
-        if self._text or self.finished or (self._detokenizer is None and self._token_ids):
+        has_parts = self._answer is not None and not self._answer.is_empty
+        if self._text or has_parts or self.finished or (self._detokenizer is None and self._token_ids):
             return self.take()
         return None
 
@@ -207,7 +233,7 @@ class OutputProcessor:
         text, self._text = self._text, ""
         token_ids, self._token_ids, self._num_decoded = self._token_ids, [], 0
         logprobs, self._logprobs = self._logprobs, []
-        return RequestOutput(
+        output = RequestOutput(
             request_id=self.request_id,
             text=text,
             token_ids=token_ids,
@@ -223,10 +249,17 @@ class OutputProcessor:
             cumulative_logprob=self.cumulative_logprob,
             item=self.item,
         )
+        if self._answer is not None:
+            output.text, output.reasoning, output.tool_calls = self._answer.take()
+            output.num_reasoning_tokens = self._answer.num_reasoning_tokens
+            if self.finish_reason == FinishReason.STOP.value and self._answer.has_all_calls:
+                output.finish_reason = FinishReason.TOOL_CALLS.value
+        return output
 
 
 class RequestProcessor:
-    """The choices of one request; arguments as of `OutputProcessor`. Without `stops` it makes them itself."""
+    """The choices of one request; arguments as of `OutputProcessor`. Without `stops` it makes them itself;
+    `new_answer` makes the parser of each choice."""
 
     __slots__ = ("choices", "request_id")
 
@@ -239,12 +272,23 @@ class RequestProcessor:
         stops: StopAutomaton | None = None,
         num_wanted: int = sys.maxsize,
         item: int = 0,
+        new_answer: Callable[[], Answer] | None = None,
     ) -> None:
         self.request_id = request_id
         if stops is None and params.stop:
             stops = StopAutomaton(params.stop)
         self.choices = [
-            OutputProcessor(request_id, num_prompt_tokens, params, tokenizer, index, stops, num_wanted, item)
+            OutputProcessor(
+                request_id,
+                num_prompt_tokens,
+                params,
+                tokenizer,
+                index,
+                stops,
+                num_wanted,
+                item,
+                None if new_answer is None else new_answer(),
+            )
             for index in range(params.n)
         ]
 

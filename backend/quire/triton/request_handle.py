@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from quire.frontend.output_processor import RequestProcessor
 from quire.outputs import RequestOutput, TokenLogprobs
-from quire.triton.request_parser import ParsedRequest
+from quire.triton.request_parser import CHAT_OUTPUTS, ParsedRequest
 from quire_ensemble.shared_memory import SMALL_BYTES, ask_for_room
 
 _OBJECT = np.dtype(np.object_)
@@ -143,6 +143,8 @@ class RequestHandle:
                 array = _bytes(self._timing(output, parsed))
             else:
                 array = _ARRAYS[name](output)
+                if parsed.skips_empty and name in CHAT_OUTPUTS and array[0] in (b"", b"[]"):
+                    continue
             num_bytes += len(array[0]) if array.dtype == _OBJECT else array.nbytes
             tensors.append(pb_utils.Tensor(name, array))
         return num_bytes, tensors
@@ -251,6 +253,8 @@ _ARRAYS: dict[str, Callable[[RequestOutput], Any]] = {
     "num_output_tokens": lambda output: np.array([len(output.token_ids)], dtype=np.uint32),
     "num_cached_tokens": lambda output: np.array([output.num_cached_tokens], dtype=np.uint32),
     "num_reasoning_tokens": lambda output: np.array([output.num_reasoning_tokens], dtype=np.uint32),
+    "reasoning_output": lambda output: _bytes(output.reasoning),
+    "tool_calls": lambda output: np.array([msgspec.json.encode(output.tool_calls)], dtype=np.object_),
     "logprobs": lambda output: np.array([_logprobs(output.logprobs or [])], dtype=np.object_),
     "cumulative_logprob": lambda output: np.array([output.cumulative_logprob or 0.0], dtype=np.float32),
 }

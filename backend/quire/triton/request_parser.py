@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -23,6 +24,7 @@ from quire.engine.messages import EmbedsMessage, EngineInfo
 from quire.engine.shared_array import SharedBuffer
 from quire.errors import InvalidArgumentError
 from quire.frontend.bad_words import with_bad_words_ids
+from quire.frontend.chat.formats import Answer, ChatParsing
 from quire.frontend.stop_matcher import StopAutomaton
 from quire.multimodal import check_spans, content_hashes
 from quire.sampling_params import (
@@ -36,6 +38,8 @@ from quire.scheduling_params import SchedulingParams
 from quire.triton.scheduling_fields import ALIASES, HEADERS, SCHEDULING_FIELDS, parse_scheduling_params
 from quire.validation import check_prompt, check_prompt_length, check_token_parameters
 from quire_ensemble import client_json
+from quire_ensemble.chat_format import FIELD as CHAT_FORMAT
+from quire_ensemble.chat_format import ChatFormat, parse_chat_format
 from quire_ensemble.errors import InputError
 from quire_ensemble.generator_schema import (
     CONTROL_INPUTS,
@@ -61,6 +65,8 @@ _CONTROL["output_mode"] = one_of("delta", "cumulative", "final")
 _OUTPUT_NAMES = frozenset(spec.name for spec in OUTPUTS)
 _LAST_OUTPUTS = frozenset({"stop_reason", "timing", "num_reasoning_tokens"})
 """Known when a choice has ended; what asks for one of them gets it with the last response."""
+CHAT_OUTPUTS = frozenset({"reasoning_output", "tool_calls"})
+"""What an answer to chat messages has besides its text."""
 _PROMPT_NAMES = tuple(spec.name for spec in PROMPT_INPUTS)
 
 _SEQUENCE_END = 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
@@ -145,6 +151,10 @@ class ParsedRequest:
     """CLOCK_MONOTONIC seconds."""
     cumulative: bool = False
     """Whether every response repeats what those before it said."""
+    new_answer: Callable[[], Answer] | None = None
+    """Makes the parser of a choice's answer to chat messages; None: the text is not parsed."""
+    skips_empty: bool = False
+    """Whether outputs of CHAT_OUTPUTS are left out of responses for which they are empty."""
     others: list[ParsedRequest] = field(default_factory=list)
     """The same for prompts 1, 2, ... of a request with several."""
     echo: str = ""
@@ -177,6 +187,9 @@ class RequestParser:
         decoupled: bool,
     ) -> None:
         self.tokenizer = tokenizer
+        self.chat_parsing: ChatParsing | None = None
+        if tokenizer is not None:
+            self.chat_parsing = ChatParsing(tokenizer.hf, config.tool_parser, config.reasoning_parser)
         self.defaults = defaults
         self.info = info
         self.config = config
@@ -318,7 +331,11 @@ class RequestParser:
             raise InvalidArgumentError("exclude_input_in_output", "must be true when streaming")
         interval, interval_ms = self._intervals(control)
         info = self.info()
-        prompts = self._prompts(raw, info)
+        prompts, chat = self._prompts(raw, info)
+        new_answer = self._new_answer(chat, params)
+        skips_empty = raw.requested_outputs == _OUTPUT_NAMES
+        if new_answer is not None and skips_empty:
+            outputs, final_outputs = outputs | CHAT_OUTPUTS, final_outputs | CHAT_OUTPUTS
         check_token_parameters(params, info.vocab_size)
         embeds = _embeds(raw, len(prompts[0][0]), info)
         stops = StopAutomaton(params.stop) if params.stop else None
@@ -339,6 +356,8 @@ class RequestParser:
                 embeds=embeds,
                 buffer=raw.embeds,
                 stops=stops,
+                new_answer=new_answer,
+                skips_empty=skips_empty,
             )
             for token_ids, text in prompts
         )
@@ -363,8 +382,19 @@ class RequestParser:
             params = with_bad_words_ids(params, self.tokenizer)
         return params
 
-    def _prompts(self, raw: RawRequest, info: EngineInfo) -> list[tuple[list[int], str]]:
-        """Token ids of each prompt, and its text where it was given as one."""
+    def _new_answer(self, chat: ChatFormat | None, params: SamplingParams) -> Callable[[], Answer] | None:
+        parsing = self.chat_parsing
+        if chat is not None and (chat.tool_choice != "auto" or chat.response_format is not None):
+            raise InvalidArgumentError("messages", "tool_choice and response_format cannot be forced yet")
+        if chat is None or parsing is None or not parsing.wants(chat):
+            return None
+        return partial(parsing.answer, chat, skip_special_tokens=params.skip_special_tokens)
+
+    def _prompts(
+        self, raw: RawRequest, info: EngineInfo
+    ) -> tuple[list[tuple[list[int], str]], ChatFormat | None]:
+        """Token ids of each prompt, and its text where it was given as one; and what chat messages say of
+        their answer."""
         given = [name for name in _PROMPT_NAMES if name in raw.tensors]
         if len(given) != 1:
             found = ", ".join(given) if given else "none"
@@ -373,39 +403,48 @@ class RequestParser:
             )
         name = given[0]
         values = raw.tensors[name]
+        chat = _chat_format(raw)
         if name == "input_ids":
             if not values:
                 raise InvalidArgumentError(name, "must hold at least one token")
             check_prompt(values, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
-            return [(values, "")]
+            return [(values, "")], chat
         if self.tokenizer is None:
             raise InvalidArgumentError(name, "this checkpoint has no tokenizer: send input_ids")
+        if name == "messages":
+            if chat is not None:
+                raise InvalidArgumentError(CHAT_FORMAT, "must not be given beside messages, which say it")
+            token_ids, chat = self._encode_messages(values[0], info)
+            return [(token_ids, "")], chat
         if len(values) == 1:
-            return [self._encode(name, values[0], info)]
+            return [self._encode(name, values[0], info)], chat
         prompts = []
         for item, value in enumerate(values):
             try:
                 prompts.append(self._encode(name, value, info))
             except InvalidArgumentError as error:
                 raise InvalidArgumentError(f"{name}[{item}]", error.reason) from None
-        return prompts
+        return prompts, chat
 
-    def _encode(self, name: str, value: bytes, info: EngineInfo) -> tuple[list[int], str]:
+    def _encode_messages(self, value: bytes, info: EngineInfo) -> tuple[list[int], ChatFormat]:
         assert self.tokenizer is not None
-        most = info.max_model_len - 1
         try:
-            if name == "messages":
-                text = ""
-                token_ids = self.tokenizer.encode_messages(
-                    value, max_bytes=self.config.max_prompt_bytes, max_tokens=most
-                )
-            else:
-                token_ids = self.tokenizer.encode_bytes(name, value, max_tokens=most)
-                text = value.decode("utf-8")
+            token_ids, chat = self.tokenizer.encode_chat(
+                value, max_bytes=self.config.max_prompt_bytes, max_tokens=info.max_model_len - 1
+            )
         except InputError as error:
             raise InvalidArgumentError(error.field, error.reason) from None
         check_prompt(token_ids, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
-        return token_ids, text
+        return token_ids, chat
+
+    def _encode(self, name: str, value: bytes, info: EngineInfo) -> tuple[list[int], str]:
+        assert self.tokenizer is not None
+        try:
+            token_ids = self.tokenizer.encode_bytes(name, value, max_tokens=info.max_model_len - 1)
+        except InputError as error:
+            raise InvalidArgumentError(error.field, error.reason) from None
+        check_prompt(token_ids, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+        return token_ids, value.decode("utf-8")
 
 
 def _parameters(raw: RawRequest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -452,6 +491,17 @@ def _check_tenant(stated: Iterable[Mapping[str, Any]], headers: Iterable[Mapping
 def _is_header(key: str) -> bool:
     """A field of ours with hyphens for underscores is a mistake to be told, and no header."""
     return "-" in key and key.replace("-", "_") not in _SPECS
+
+
+def _chat_format(raw: RawRequest) -> ChatFormat | None:
+    """What the input of this name says; None where there is none, or it is empty (as for a text)."""
+    value: bytes = raw.tensors.get(CHAT_FORMAT, [b""])[0]
+    if not value:
+        return None
+    try:
+        return parse_chat_format(value)
+    except InputError as error:
+        raise InvalidArgumentError(error.field, error.reason) from None
 
 
 def _json_parameters(raw: RawRequest) -> dict[str, Any]:

@@ -184,6 +184,7 @@ class Responder(threading.Thread):
                 prompt.stops,
                 (parsed.stream and parsed.stream_interval) or sys.maxsize,
                 item,
+                prompt.new_answer,
             )
             handle.processors.append(processor)
             self._generating[request_id] = handle, processor

@@ -1,0 +1,165 @@
+"""Readers of one call: its JSON goes to the sink as it comes, its name first."""
+
+from __future__ import annotations
+
+import json
+
+from quire.frontend.chat.json_reader import JsonReader
+from quire.frontend.chat.sink import AnswerSink
+
+MAX_HELD = 2**20
+"""Most characters of a call that wait for its name, or for the end of arguments written as a string."""
+_ARGUMENTS = ("arguments", "parameters")
+
+
+class ArgumentsReader:
+    """Arguments of a call whose name is told already: an object, as it is written."""
+
+    __slots__ = ("_reader", "_sink")
+
+    def __init__(self, sink: AnswerSink) -> None:
+        self._sink, self._reader = sink, JsonReader()
+
+    @property
+    def is_done(self) -> bool:
+        return self._reader.is_done
+
+    @property
+    def is_bad(self) -> bool:
+        return self._reader.is_bad
+
+    def feed(self, text: str, start: int) -> int:
+        """As of JsonReader."""
+        end = self._reader.feed(text, start)
+        self._sink.arguments(text[start:end])
+        if self.is_done:
+            self._sink.end_call()
+        return end
+
+
+class CallReader:
+    """A call as an object, `{"name": ..., "arguments": {...}}`, or "parameters"; other keys are passed over.
+
+    Nothing is told before the name is known and the arguments begin, so that until then it may turn out to be
+    no call: `raw` is its text.
+
+    Args:
+        needs_arguments: whether an object without arguments is no call.
+    """
+
+    __slots__ = (
+        "_arguments",
+        "_has_arguments",
+        "_held",
+        "_name",
+        "_name_parts",
+        "_needs_arguments",
+        "_num_held",
+        "_raw",
+        "_reader",
+        "_sink",
+        "has_begun",
+    )
+
+    def __init__(self, sink: AnswerSink, *, needs_arguments: bool = False) -> None:
+        self._sink, self._needs_arguments = sink, needs_arguments
+        self._reader = JsonReader(self._on_value)
+        self._raw: list[str] = []
+        self._num_held = 0
+        self._name: str | None = None
+        self._name_parts: list[str] = []
+        self._held: list[str] = []
+        self._has_arguments = False
+        self._arguments = ""
+        """How arguments are written: as an object, as a string of one, or null; empty: not yet."""
+        self.has_begun = False
+
+    @property
+    def is_done(self) -> bool:
+        return self._reader.is_done and not self._reader.is_bad
+
+    @property
+    def is_bad(self) -> bool:
+        return self._reader.is_bad
+
+    @property
+    def raw(self) -> str:
+        """All text it took, where no call has begun."""
+        return "".join(self._raw)
+
+    def feed(self, text: str, start: int) -> int:
+        """As of JsonReader."""
+        end = self._reader.feed(text, start)
+        if not self.has_begun:
+            self._raw.append(text[start:end])
+            self._num_held += end - start
+            if self._num_held > MAX_HELD:
+                self._reader.is_bad = True
+        if self.is_done:
+            self._end()
+        return end
+
+    def _end(self) -> None:
+        if not self.has_begun:
+            if self._name is None or self._needs_arguments:
+                self._reader.is_bad = True
+                return
+            self._begin()
+            self._sink.arguments("{}")
+        self._sink.end_call()
+
+    def _begin(self) -> None:
+        assert self._name is not None
+        self.has_begun = True
+        self._sink.begin_call(self._name)
+        self._raw.clear()
+
+    def _on_value(self, key: str, piece: str, ended: bool) -> bool:
+        if key == "name" and self._name is None:
+            return self._on_name(piece, ended)
+        if key in _ARGUMENTS:
+            return self._on_arguments(piece, ended)
+        return True
+
+    def _on_name(self, piece: str, ended: bool) -> bool:
+        self._name_parts.append(piece)
+        if not ended:
+            return True
+        name = json.loads("".join(self._name_parts))
+        if not isinstance(name, str) or name not in self._sink.names:
+            return False
+        self._name = name
+        # What is held of an object is told with the name; a string of one when it has ended.
+        return self._tell_object() if self._arguments == "{" else self._tell_whole()
+
+    def _on_arguments(self, piece: str, ended: bool) -> bool:
+        if self._has_arguments:
+            return False  # a second time
+        if not self._arguments:
+            self._arguments = piece[0]
+            if self._arguments not in '{"n':
+                return False
+        self._held.append(piece)
+        self._has_arguments = ended
+        if self._name is None:
+            return True
+        return self._tell_object() if self._arguments == "{" else self._tell_whole()
+
+    def _tell_object(self) -> bool:
+        if not self.has_begun:
+            self._begin()
+        self._sink.arguments("".join(self._held))
+        self._held.clear()
+        return True
+
+    def _tell_whole(self) -> bool:
+        """Arguments that are a string or null are told when all of them is there."""
+        if not self._has_arguments:
+            return True
+        value = json.loads("".join(self._held))
+        reader = JsonReader()
+        text = "{}" if value is None else str(value).strip() or "{}"
+        if reader.feed(text) != len(text) or not reader.is_done:
+            return False
+        self._held = [text]
+        return self._tell_object()

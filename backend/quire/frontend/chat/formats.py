@@ -1,0 +1,207 @@
+"""ChatParsing: which parsers a model's answers need; Answer: one choice's answer to chat messages.
+
+A model's formats are known by its chat template, which shows calls and reasoning of earlier turns as the
+model writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.frontend.chat.machine import AnswerParser, TextMachine
+from quire.frontend.chat.sink import AnswerSink
+from quire.frontend.chat.thinking import ThinkSplitter
+from quire.frontend.chat.tool_formats import DeepSeek, Glm, Harmony, Hermes, Llama, Mistral, Plain
+from quire.frontend.detokenizer import TokenDecoder
+from quire_ensemble.chat_format import ChatFormat
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes calls."""
+
+    machine: type[TextMachine]
+    signs: tuple[str, ...]
+    """Any of them in a chat template says that it is this format."""
+    markers: tuple[str, ...]
+    """What the parser has to see, though it may be special tokens."""
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """How a model writes reasoning."""
+
+    open_tag: str
+    close_tag: str
+    forced: str = ""
+    """What ends reasoning when its budget is used up; empty: the closing tag."""
+
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "harmony": ToolFormat(
+        Harmony,
+        ("<|channel|>",),
+        ("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
+    ),
+    "deepseek": ToolFormat(
+        DeepSeek,
+        ("<｜tool▁call▁begin｜>",),
+        (
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁sep｜>",
+        ),
+    ),
+    "mistral": ToolFormat(Mistral, ("[TOOL_CALLS]",), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+    "glm": ToolFormat(
+        Glm,
+        ("<arg_key>",),
+        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "hermes": ToolFormat(Hermes, ("<tool_call>",), ("<tool_call>", "</tool_call>")),
+    "llama": ToolFormat(
+        Llama,
+        ("<|python_tag|>", '"parameters": dictionary', "Environment: ipython"),
+        ("<|python_tag|>",),
+    ),
+}
+"""By name; the first whose sign is in a template is taken."""
+
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "harmony": ReasoningFormat(
+        "<|channel|>analysis<|message|>", "<|end|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
+    ),
+    "think": ReasoningFormat("<think>", "</think>"),
+    "magistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "seed": ReasoningFormat("<seed:think>", "</seed:think>"),
+}
+"""By name; a template that has the closing tag is of this format (harmony: its channels)."""
+
+
+class ChatParsing:
+    """The parsers of a model.
+
+    Args:
+        tokenizer: of transformers.
+        tool_parser: a name of TOOL_FORMATS, "auto" or "none".
+        reasoning_parser: likewise of REASONING_FORMATS.
+    """
+
+    def __init__(self, tokenizer: Any, tool_parser: str = "auto", reasoning_parser: str = "auto") -> None:
+        template = _template(tokenizer)
+        self.tools = {"auto": _tools_of(template), "none": ""}.get(tool_parser, tool_parser)
+        """Name of the tool format; empty: none."""
+        self.reasoning = {"auto": _reasoning_of(template), "none": ""}.get(reasoning_parser, reasoning_parser)
+        markers = set(TOOL_FORMATS[self.tools].markers) if self.tools else set()
+        if self.reasoning == "harmony":
+            markers |= set(TOOL_FORMATS["harmony"].markers)
+        elif self.reasoning:
+            found = REASONING_FORMATS[self.reasoning]
+            markers |= {found.open_tag, found.close_tag}
+        decoder = TokenDecoder.of(tokenizer)
+        self.decoder, self._hidden = decoder.showing(markers)
+        """Decoder that shows the markers among the special tokens; these are `_hidden` in content."""
+
+    def wants(self, chat: ChatFormat) -> bool:
+        """Whether an answer to such messages is to be parsed at all."""
+        return bool(self.reasoning or (self.tools and chat.tools))
+
+    def answer(self, chat: ChatFormat, *, skip_special_tokens: bool = True) -> Answer:
+        """The parser of one choice."""
+        hidden = self._hidden if skip_special_tokens else ()
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in chat.tools}
+        has_tools = bool(self.tools and schemas)
+        sink = AnswerSink(
+            schemas if has_tools else (),
+            hidden,
+            None if chat.parallel_tool_calls else 1,
+            short_ids=self.tools == "mistral",
+        )
+        if "harmony" in (self.tools if has_tools else "", self.reasoning):
+            harmony = Harmony(sink, schemas, keeps_reasoning=self.reasoning == "harmony")
+            return Answer(sink, harmony, self.decoder)
+        machine = TOOL_FORMATS[self.tools].machine(sink, schemas) if has_tools else Plain(sink, {})
+        if not self.reasoning:
+            return Answer(sink, machine, self.decoder)
+        tags = REASONING_FORMATS[self.reasoning]
+        both = tags.open_tag, tags.close_tag
+        return Answer(sink, ThinkSplitter(sink, machine, both, is_open=self.is_open(chat)), self.decoder)
+
+    def is_open(self, chat: ChatFormat) -> bool:
+        """Whether the prompt ends within reasoning."""
+        tag = REASONING_FORMATS[self.reasoning].open_tag if self.reasoning else ""
+        return bool(tag) and chat.prompt_end.rstrip().endswith(tag)
+
+
+class Answer:
+    """One choice's answer: takes its text, gives content, reasoning and calls.
+
+    Args:
+        sink: what `parser` fills.
+        parser: of the whole text.
+        decoder: makes the text of token ids.
+    """
+
+    __slots__ = ("_parser", "_sink", "decoder", "num_reasoning_tokens")
+
+    def __init__(self, sink: AnswerSink, parser: AnswerParser, decoder: TokenDecoder) -> None:
+        self._sink, self._parser, self.decoder = sink, parser, decoder
+        self.num_reasoning_tokens = 0
+        """Tokens behind the opening tag, those of the closing one among them."""
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the text is to be fed token by token, as reasoning may go on or come yet."""
+        parser = self._parser
+        return isinstance(parser, Harmony) or (isinstance(parser, ThinkSplitter) and not parser.is_over)
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends within reasoning."""
+        parser = self._parser
+        return isinstance(parser, Harmony | ThinkSplitter) and parser.is_reasoning
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to take."""
+        return self._sink.is_empty
+
+    @property
+    def has_all_calls(self) -> bool:
+        """Whether there are calls, all of them complete."""
+        return self._sink.has_all_calls
+
+    def feed(self, text: str) -> None:
+        """The next piece of the text, markers among it."""
+        if text:
+            self._parser.feed(text)
+
+    def finish(self) -> None:
+        """No more will come."""
+        self._parser.finish()
+        self._sink.finish()
+
+    def take(self) -> tuple[str, str, list[dict[str, Any]]]:
+        """Content, reasoning and calls (OpenAI's deltas) since this was last asked."""
+        return self._sink.take()
+
+
+def _template(tokenizer: Any) -> str:
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return "\n".join(template.values()) if isinstance(template, dict) else str(template)
+
+
+def _tools_of(template: str) -> str:
+    found = (name for name, one in TOOL_FORMATS.items() if any(sign in template for sign in one.signs))
+    return next(found, "")
+
+
+def _reasoning_of(template: str) -> str:
+    if "<|channel|>" in template:
+        return "harmony"
+    found = (name for name, one in REASONING_FORMATS.items() if one.close_tag in template)
+    return next((name for name in found if name != "harmony"), "")

@@ -1,0 +1,144 @@
+"""TextMachine: a parser of text that arrives in pieces, whose outcome does not depend on the cuts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Protocol
+
+from quire.frontend.chat.sink import AnswerSink
+
+MAX_HEADER = 1024
+"""Characters before a call's arguments at most: its name and what stands around it."""
+
+
+class AnswerParser(Protocol):
+    """Takes an answer's text, gives its parts to a sink."""
+
+    def feed(self, text: str) -> None:
+        """The next piece of the text."""
+
+    def finish(self) -> None:
+        """No more will come."""
+
+
+class Markers:
+    """Strings to be found in a text whose end may be the beginning of one."""
+
+    def __init__(self, *markers: str) -> None:
+        self._pattern = re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))))
+        self._beginnings = {marker[:size] for marker in markers for size in range(1, len(marker))}
+        self._longest = max(map(len, markers)) - 1
+
+    def find(self, text: str, start: int) -> re.Match[str] | None:
+        """The first of them in `text[start:]`."""
+        return self._pattern.search(text, start)
+
+    def held(self, text: str, start: int) -> int:
+        """How many of the last characters of `text[start:]` may yet become one."""
+        for size in range(min(self._longest, len(text) - start), 0, -1):
+            if text[len(text) - size :] in self._beginnings:
+                return size
+        return 0
+
+
+class TextMachine:
+    """Base of the formats: a state is a method that takes something from the text, or says it needs more.
+
+    What a state does must not depend on where the text ends now, except that it may wait: then the outcome is
+    the same however the text is cut.
+
+    Args:
+        sink: gets what is found.
+        openers: marker to the state behind it, for content.
+        closers: markers that are no content, where they stand alone.
+    """
+
+    def __init__(
+        self, sink: AnswerSink, openers: dict[str, Callable[[], bool]], closers: tuple[str, ...] = ()
+    ) -> None:
+        self.sink = sink
+        self._openers, self._closers = openers, frozenset(closers)
+        markers = {*openers, *closers, *sink.hidden}
+        self._markers = Markers(*markers) if markers else None
+        self._opened = ""
+        """The marker that opened what is being read."""
+        self._text, self._at = "", 0
+        self._is_last = False
+        self._state: Callable[[], bool] = self._content
+
+    def feed(self, text: str) -> None:
+        self._text, self._at = self._text[self._at :] + text, 0
+        while self._state():
+            pass
+
+    def finish(self) -> None:
+        self._is_last = True
+        self.feed("")
+        self._end()
+
+    def _end(self) -> None:
+        """What is left when no state goes on."""
+        self.sink.text(self._rest())
+
+    def _rest(self) -> str:
+        """Takes all there is."""
+        rest = self._text[self._at :]
+        self._at = len(self._text)
+        return rest
+
+    def _go(self, state: Callable[[], bool]) -> bool:
+        self._state = state
+        return True
+
+    def _content(self) -> bool:
+        """Content, up to a marker."""
+        if self._markers is None:
+            self.sink.text(self._rest())
+            return False
+        found = self._markers.find(self._text, self._at)
+        if found is None:
+            held = 0 if self._is_last else self._markers.held(self._text, self._at)
+            self.sink.text(self._text[self._at : len(self._text) - held])
+            self._at = len(self._text) - held
+            return False
+        self.sink.text(self._text[self._at : found.start()])
+        self._at = found.end()
+        marker = found[0]
+        if marker in self._openers:
+            self._opened = marker
+            return self._go(self._openers[marker])
+        if marker in self._closers:
+            self.sink.edge()
+        return True
+
+    def _skip(self, characters: str = " \t\r\n") -> bool:
+        """Passes over characters; whether there is another one."""
+        text, at = self._text, self._at
+        while at < len(text) and text[at] in characters:
+            at += 1
+        self._at = at
+        return at < len(text)
+
+    def _may_begin(self, marker: str) -> bool | None:
+        """Whether the text goes on with a marker, which is taken then; None: that is not known yet."""
+        rest = self._text[self._at : self._at + len(marker)]
+        if rest == marker:
+            self._at += len(marker)
+            return True
+        return None if marker.startswith(rest) and not self._is_last else False
+
+    def _until(self, markers: Markers, most: int = MAX_HEADER) -> re.Match[str] | None:
+        """A marker within the next `most` characters; None: it has not come, see `_is_hopeless`."""
+        found = markers.find(self._text, self._at)
+        return None if found is None or found.start() - self._at > most else found
+
+    def _is_hopeless(self, most: int = MAX_HEADER) -> bool:
+        """Whether what `_until` did not find cannot come any more."""
+        return self._is_last or len(self._text) - self._at > most + len(self._opened) + 64
+
+    def _give_up(self, raw: str = "") -> bool:
+        """It is no call: its marker and `raw` are content, and so is what follows."""
+        self.sink.raw(self._opened + raw)
+        self._opened = ""
+        return self._go(self._content)

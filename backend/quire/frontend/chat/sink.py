@@ -1,0 +1,158 @@
+"""AnswerSink: where the parsers of an answer put what they find."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class ToolCallDelta:
+    """A piece of one call; the first piece of each carries the id and the name."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """In the form of OpenAI's chat completions."""
+        function: dict[str, Any] = {"arguments": "".join(self.arguments)}
+        if not self.id:
+            return {"index": self.index, "function": function}
+        function = {"name": self.name, **function}
+        return {"index": self.index, "id": self.id, "type": "function", "function": function}
+
+
+class AnswerSink:
+    """Content, reasoning and calls of one answer, since they were last taken.
+
+    White space between reasoning, content and calls belongs to none of them: it is left out behind reasoning
+    and calls, and before a call that comes first.
+
+    A call that has begun is complete when `end_call` was told of it. One whose text turns out to be no call
+    later stays as it is: its pieces cannot be taken back, so `has_all_calls` is false for good.
+
+    Args:
+        names: of the tools; a call of another is none.
+        hidden: markers that are special tokens and must not be seen in content.
+        max_calls: further ones are left out, with all that follows.
+        short_ids: whether ids of calls are 9 letters and digits, as Mistral's templates want them.
+    """
+
+    __slots__ = (
+        "_at_edge",
+        "_calls",
+        "_content",
+        "_drops_space",
+        "_num_begun",
+        "_num_ended",
+        "_reasoning",
+        "_short_ids",
+        "_space",
+        "hidden",
+        "max_calls",
+        "names",
+    )
+
+    def __init__(
+        self,
+        names: Iterable[str] = (),
+        hidden: Iterable[str] = (),
+        max_calls: int | None = None,
+        *,
+        short_ids: bool = False,
+    ) -> None:
+        self.names = frozenset(names)
+        self.hidden = tuple(sorted(hidden, key=len, reverse=True))
+        self.max_calls = max_calls
+        self._short_ids = short_ids
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCallDelta] = []
+        self._num_begun = self._num_ended = 0
+        self._at_edge, self._drops_space = True, False
+        self._space: list[str] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._content or self._reasoning or self._calls)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether there are as many calls as there may be: all else is left out."""
+        return self.max_calls is not None and self._num_ended >= self.max_calls
+
+    @property
+    def has_all_calls(self) -> bool:
+        """Whether there are calls, and each that has begun is complete."""
+        return 0 < self._num_begun == self._num_ended
+
+    def text(self, piece: str) -> None:
+        """Content."""
+        if not piece or self.is_closed:
+            return
+        if self._at_edge:
+            text = piece.lstrip()
+            if not self._drops_space:
+                self._space.append(piece[: len(piece) - len(text)])
+            if not text:
+                return
+            self._at_edge = False
+            piece = "".join(self._space) + text
+            self._space.clear()
+        self._content.append(piece)
+
+    def raw(self, piece: str) -> None:
+        """Content that may hold markers: what looked like a call and is none."""
+        for marker in self.hidden:
+            piece = piece.replace(marker, "")
+        self.text(piece)
+
+    def reason(self, piece: str) -> None:
+        """Reasoning."""
+        if piece and not self.is_closed:
+            self._reasoning.append(piece)
+
+    def edge(self) -> None:
+        """White space that follows is not content."""
+        self._at_edge, self._drops_space = True, True
+        self._space.clear()
+
+    def begin_call(self, name: str) -> None:
+        """A call; the pieces of its arguments follow."""
+        if self.is_closed:
+            return
+        self.edge()
+        call_id = secrets.token_hex(5)[:9] if self._short_ids else f"call_{secrets.token_hex(12)}"
+        self._calls.append(ToolCallDelta(self._num_begun, call_id, name))
+        self._num_begun += 1
+
+    def arguments(self, piece: str) -> None:
+        """Of the newest call."""
+        if not piece or self.is_closed:
+            return
+        index = self._num_begun - 1
+        if not self._calls or self._calls[-1].index != index:
+            self._calls.append(ToolCallDelta(index))
+        self._calls[-1].arguments.append(piece)
+
+    def end_call(self) -> None:
+        """The newest call is complete."""
+        if not self.is_closed:
+            self._num_ended += 1
+
+    def finish(self) -> None:
+        """No more will come: white space that no content followed is content where there is nothing else."""
+        if self._space and not self._drops_space:
+            self._content.append("".join(self._space))
+            self._space.clear()
+
+    def take(self) -> tuple[str, str, list[dict[str, Any]]]:
+        """Content, reasoning and calls since this was last asked; they are forgotten here."""
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        calls = [call.as_json() for call in self._calls]
+        self._content, self._reasoning, self._calls = [], [], []
+        return content, reasoning, calls

@@ -1,0 +1,76 @@
+"""ThinkSplitter: what stands between a model's thinking tags is reasoning."""
+
+from __future__ import annotations
+
+from quire.frontend.chat.machine import MAX_HEADER, AnswerParser, TextMachine
+from quire.frontend.chat.sink import AnswerSink
+
+
+class ThinkSplitter(TextMachine):
+    """Reasoning at the beginning of an answer; all behind it goes to another parser.
+
+    The opening tag may be the end of the prompt, or come first in the answer; later it is content. The line
+    feeds behind a tag belong to no part.
+
+    Args:
+        sink: gets the reasoning.
+        then: gets what is behind.
+        tags: the two of them.
+        is_open: whether the prompt ends with the opening one.
+    """
+
+    def __init__(
+        self, sink: AnswerSink, then: AnswerParser, tags: tuple[str, str], *, is_open: bool = False
+    ) -> None:
+        self._open_tag, close_tag = tags
+        super().__init__(sink, {close_tag: self._close})
+        self._then = then
+        self.is_reasoning = is_open
+        self.is_over = False
+        self._state = self._trim if is_open else self._begin
+
+    def feed(self, text: str) -> None:
+        if self.is_over:
+            self._then.feed(text)
+        else:
+            super().feed(text)
+
+    def finish(self) -> None:
+        super().finish()
+        self._then.finish()
+
+    def _end(self) -> None:
+        pass
+
+    def _begin(self) -> bool:
+        at = self._at
+        begins = self._may_begin(self._open_tag) if self._skip() else (False if self._is_last else None)
+        if begins:
+            self.is_reasoning = True
+            return self._go(self._trim)
+        self._at = at
+        if begins is None and len(self._text) - at < MAX_HEADER:
+            return False
+        return self._close()
+
+    def _trim(self) -> bool:
+        return self._go(self._reasoning) if self._skip("\n") else False
+
+    def _reasoning(self) -> bool:
+        assert self._markers is not None
+        found = self._markers.find(self._text, self._at)
+        held = 0 if found is not None or self._is_last else self._markers.held(self._text, self._at)
+        end = len(self._text) - held if found is None else found.start()
+        self.sink.reason(self._text[self._at : end])
+        self._at = end
+        if found is None:
+            return False
+        self._at = found.end()
+        self.sink.edge()
+        return self._close()
+
+    def _close(self) -> bool:
+        """All that follows is the other parser's."""
+        self.is_reasoning, self.is_over = False, True
+        self._then.feed(self._rest())
+        return False

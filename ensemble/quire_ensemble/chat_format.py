@@ -1,0 +1,73 @@
+"""ChatFormat: what a generator must know of chat messages beside their token ids.
+
+The tensor `chat_format` carries it as JSON from the model that tokenizes to the generator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire_ensemble.client_json import parse_json
+from quire_ensemble.errors import InputError, kind, shown
+
+FIELD = "chat_format"
+PROMPT_END = 64
+"""Characters of the prompt that are told: an answer may begin within what it ends with."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How the answer is to be read. `quire_ensemble.messages` has checked what a client said."""
+
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Tools that may be called, as OpenAI describes them; empty with tool_choice none."""
+    tool_choice: str = "auto"
+    """auto, required, or the name of the one tool to call as "function:NAME"."""
+    parallel_tool_calls: bool = True
+    """Whether there may be more than one call."""
+    response_format: dict[str, Any] | None = None
+    prompt_end: str = ""
+    """Last characters of the rendered prompt."""
+
+    def to_json(self) -> bytes:
+        """The tensor's element; what is as by default is left out."""
+        default = ChatFormat()
+        values = dataclasses.asdict(self)
+        stated = {key: value for key, value in values.items() if value != getattr(default, key)}
+        return json.dumps(stated, ensure_ascii=False).encode("utf-8", "replace")
+
+
+def parse_chat_format(raw: bytes | str) -> ChatFormat:
+    """A ChatFormat of its JSON text; anybody may have written it.
+
+    Raises:
+        InputError: names what is wrong.
+    """
+    from quire_ensemble.messages import check_response_format, check_tool_choice, check_tools
+
+    value = parse_json(FIELD, raw)
+    if not isinstance(value, dict):
+        raise InputError(FIELD, f"must be an object, got {kind(value)}")
+    names = [one.name for one in dataclasses.fields(ChatFormat)]
+    unknown = sorted(set(value) - set(names))
+    if unknown:
+        raise InputError(FIELD, f"unknown key {shown(unknown[0])}; known are {', '.join(names)}")
+    tools = check_tools(value.get("tools"), FIELD) or []
+    parallel, end = value.get("parallel_tool_calls", True), value.get("prompt_end", "")
+    if not isinstance(parallel, bool):
+        raise InputError(FIELD, f"parallel_tool_calls must be true or false, got {kind(parallel)}")
+    if not isinstance(end, str) or len(end) > PROMPT_END:
+        raise InputError(FIELD, f"prompt_end must be a string of at most {PROMPT_END} characters")
+    choice = value.get("tool_choice", "auto")
+    if isinstance(choice, str) and choice.startswith("function:"):
+        choice = {"type": "function", "function": {"name": choice.removeprefix("function:")}}
+    return ChatFormat(
+        tools=tools,
+        tool_choice=check_tool_choice(choice, tools, FIELD),
+        parallel_tool_calls=parallel,
+        response_format=check_response_format(value.get("response_format"), FIELD),
+        prompt_end=end,
+    )

@@ -1,0 +1,396 @@
+"""Parsers of answers: six tool formats and reasoning, however their text is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from quire.config import choices
+from quire.frontend.chat.formats import REASONING_FORMATS, TOOL_FORMATS, Answer, ChatParsing
+from quire.frontend.chat.json_reader import JsonReader
+from quire.frontend.chat.sink import AnswerSink
+from quire.frontend.chat.thinking import ThinkSplitter
+from quire.frontend.chat.tool_formats import Plain
+from quire.frontend.output_processor import RequestProcessor
+from quire.outputs import EngineCoreOutput, RequestOutput
+from quire.sampling_params import SamplingParams
+from quire_ensemble.chat_format import ChatFormat
+from quire_ensemble.tokenizer import Tokenizer
+from tests.fixtures.chat_transcripts import THINKING, TOOLS, TRANSCRIPTS, Transcript
+from tests.fixtures.checkpoints import write_tokenizer
+
+SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+Tokenizers = dict[str, Any]
+DECODER: Any = None
+"""Not used here."""
+CASES = [(name, case) for name, cases in TRANSCRIPTS.items() for case in cases]
+
+
+def parser(name: str, max_calls: int | None = None) -> Answer:
+    found = TOOL_FORMATS[name]
+    hidden = () if name in ("hermes", "glm") else found.markers
+    sink = AnswerSink(SCHEMAS, hidden, max_calls, short_ids=name == "mistral")
+    return Answer(sink, found.machine(sink, SCHEMAS), DECODER)
+
+
+def thinking(is_open: bool) -> Answer:
+    sink = AnswerSink(SCHEMAS)
+    then = TOOL_FORMATS["hermes"].machine(sink, SCHEMAS)
+    return Answer(sink, ThinkSplitter(sink, then, ("<think>", "</think>"), is_open=is_open), DECODER)
+
+
+def parsed(answer: Answer, pieces: Iterable[str]) -> Transcript:
+    """What the deltas of an answer are together, as a client puts them together."""
+    content, reasoning = "", ""
+    calls: list[list[str]] = []
+    ids: set[str] = set()
+
+    def take() -> None:
+        nonlocal content, reasoning
+        text, thought, deltas = answer.take()
+        content, reasoning = content + text, reasoning + thought
+        for delta in deltas:
+            function = delta["function"]
+            if "id" in delta:
+                assert delta["index"] == len(calls) and delta["type"] == "function"
+                assert delta["id"] not in ids
+                ids.add(delta["id"])
+                calls.append([function["name"], ""])
+            else:
+                assert delta["index"] == len(calls) - 1, "pieces belong to the newest call"
+                assert set(function) == {"arguments"}
+            calls[delta["index"]][1] += function["arguments"]
+
+    for piece in pieces:
+        answer.feed(piece)
+        take()
+    answer.finish()
+    take()
+    if answer.has_all_calls:
+        assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+    found = tuple((name, arguments) for name, arguments in calls)
+    return Transcript("".join(pieces), content, found, reasoning, answer.has_all_calls or not calls)
+
+
+@pytest.mark.row("A25", clauses=("formats",))
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_golden_transcripts_whole_and_cut_anywhere(name: str, case: str) -> None:
+    """The six formats: whole, in two pieces cut at every place, by characters, and in random pieces."""
+    expected = TRANSCRIPTS[name][case]
+    text = expected.text
+    assert parsed(parser(name), [text]) == expected
+    assert parsed(parser(name), list(text)) == expected
+    for cut in range(1, len(text)):
+        assert parsed(parser(name), [text[:cut], text[cut:]]) == expected
+    rng = random.Random(case)
+    for _ in range(50):
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, 12)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert parsed(parser(name), pieces) == expected
+
+
+def test_every_format_has_transcripts() -> None:
+    assert set(TRANSCRIPTS) == set(TOOL_FORMATS) and len(TOOL_FORMATS) == 6
+
+
+@pytest.mark.row("A26", clauses=("split",))
+@pytest.mark.parametrize("case", THINKING)
+def test_reasoning_is_apart_wherever_its_tags_are_cut(case: str) -> None:
+    is_open, expected = THINKING[case]
+    text = expected.text
+    assert parsed(thinking(is_open), [text]) == expected
+    assert parsed(thinking(is_open), list(text)) == expected
+    for first in range(len(text)):
+        for second in range(first, min(first + 12, len(text))):
+            pieces = [text[:first], text[first:second], text[second:]]
+            assert parsed(thinking(is_open), pieces) == expected
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_pieces_come_as_the_text_comes(name: str) -> None:
+    """A name is told as soon as it is known, an argument before the next one begins."""
+    text = next(one.text for one in TRANSCRIPTS[name].values() if len(one.calls) == 2)
+    answer = parser(name)
+    for end in range(len(text)):
+        answer.feed(text[end])
+        if "days" in text[: end + 1]:
+            break
+    deltas = answer.take()[2]
+    assert deltas[0]["function"]["name"] == "get_weather"
+    assert "am" in "".join(delta["function"]["arguments"] for delta in deltas)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_no_more_calls_than_allowed(name: str) -> None:
+    expected = next(one for one in TRANSCRIPTS[name].values() if len(one.calls) == 2)
+    found = parsed(parser(name, max_calls=1), [expected.text])
+    assert found.calls == expected.calls[:1]
+    assert found.is_complete
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_any_text_is_parsed_the_same_however_it_is_cut(name: str) -> None:
+    """Markers, pieces of calls and garbage in any order: nothing raises, nothing depends on the cuts."""
+    rng = random.Random(name)
+    whole = [one.text for one in TRANSCRIPTS[name].values()]
+    parts = [
+        *TOOL_FORMATS[name].markers,
+        *'{}[]":,;',
+        "now",
+        '{"name": "now"',
+        '"arguments": {',
+        " \n",
+        "<",
+        "é🙂",
+    ]
+    parts += [
+        "assistant",
+        "<|channel|>analysis<|message|>",
+        "to=functions.now",
+        "\\u12",
+        '"parameters": "{}"',
+    ]
+    for _ in range(400):
+        text = "".join(rng.choices(parts, k=rng.randint(1, 14)))
+        if rng.random() < 0.5:
+            base = rng.choice(whole)
+            at = rng.randrange(len(base))
+            text = base[:at] + text + base[at:]
+        expected = parsed(parser(name), [text])
+        assert parsed(parser(name), list(text)) == expected
+        cuts = sorted(rng.choices(range(len(text) + 1), k=3))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert parsed(parser(name), pieces) == expected
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_megabytes_of_nonsense_are_read_once(name: str) -> None:
+    """What waits for an end that never comes is bounded; the text is not read again with each piece."""
+    markers = TOOL_FORMATS[name].markers
+    for begin in (*markers, '{"name": "', markers[0] + '{"name": "now", "x": "', markers[0] * 2):
+        for filling in ("x", " ", "{", "\n", '["', markers[0][:-1]):
+            answer = parser(name)
+            answer.feed(begin)
+            for _ in range(16):
+                answer.feed(filling * (2**16 // len(filling)))
+            held = getattr(answer._parser, "_text", "")
+            assert len(held) < 2**17
+            answer.finish()
+            answer.take()
+
+
+def test_json_reader_takes_what_is_json_and_no_more() -> None:
+    good = [
+        "{}",
+        ' \n{"a" : [1, -0.5e+3, 0, true, false, null, "\\u00e9\\n", {}, []], "b": {"c": [[]]}}',
+        '{"":{"":""}}',
+    ]
+    for text in good:
+        json.loads(text)
+        for pieces in ([text], list(text)):
+            reader = JsonReader()
+            assert sum(reader.feed(piece + "") for piece in pieces) == len(text)
+            assert reader.is_done and not reader.is_bad
+        assert JsonReader().feed(text + "}x") == len(text)
+    bad = [
+        "[]",
+        "1",
+        '{"a"}',
+        '{"a":}',
+        '{"a":1,}',
+        "{,}",
+        '{"a":01}',
+        '{"a":1.}',
+        '{"a":-}',
+        '{"a":tru }',
+        "{'a':1}",
+        '{"a":"\\x"}',
+        '{"a":"\n"}',
+        '{"a":[1,]}',
+        '{"a":[}',
+        '{"a":1 2}',
+        '{"a":NaN}',
+        '{"a":+1}',
+        '{"a":1e}',
+        '{"a":"\\u12g4"}',
+        '{"a":' * 70,
+    ]
+    for text in bad:
+        for pieces in ([text], list(text)):
+            reader = JsonReader()
+            for piece in pieces:
+                reader.feed(piece)
+            assert reader.is_bad and not reader.is_done, text
+
+
+class Template:
+    """A tokenizer that has nothing but a template and special tokens."""
+
+    def __init__(self, template: Any, special: Iterable[str] = ()) -> None:
+        self.chat_template = template
+        self._special = list(special)
+        self.all_special_ids = list(range(len(self._special)))
+
+    def __len__(self) -> int:
+        return len(self._special)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {token: i for i, token in enumerate(self._special)}
+
+    def convert_ids_to_tokens(self, i: int) -> str:
+        return self._special[i]
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        return "".join(self._special[i] for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("<|start|>assistant<|channel|>final<|message|>", "harmony", "harmony"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ x }}</think>", "deepseek", "think"),
+        ("[AVAILABLE_TOOLS][TOOL_CALLS]", "mistral", ""),
+        ("[TOOL_CALLS] [THINK]x[/THINK]", "mistral", "magistral"),
+        ("<tool_call>{{ x }}<arg_key></think>", "glm", "think"),
+        ("<tool_call>{{ x }}</tool_call>", "hermes", ""),
+        ("Environment: ipython", "llama", ""),
+        ({"default": "a", "tool_use": "<tool_call>"}, "hermes", ""),
+        ("<|im_start|>", "", ""),
+        (None, "", ""),
+    ],
+)
+def test_a_template_says_what_the_model_writes(template: Any, tools: str, reasoning: str) -> None:
+    found = ChatParsing(Template(template))
+    assert (found.tools, found.reasoning) == (tools, reasoning)
+    for name in TOOL_FORMATS:
+        assert ChatParsing(Template(template), name, "none").tools == name
+    for name in REASONING_FORMATS:
+        assert ChatParsing(Template(template), "none", name).reasoning == name
+
+
+def test_content_without_calls_is_as_it_is() -> None:
+    sink = AnswerSink()
+    assert parsed(Answer(sink, Plain(sink, {}), DECODER), ["\n a", " ", "b\n"]).content == "\n a b\n"
+
+
+def test_the_configuration_names_the_formats() -> None:
+    assert choices("tool_parser") == ("auto", "none", *TOOL_FORMATS)
+    assert choices("reasoning_parser") == ("auto", "none", *REASONING_FORMATS)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Tokenizers:
+    """Of each format, one to which all its markers are special tokens."""
+    found = {}
+    for name, one in TOOL_FORMATS.items():
+        path = tmp_path_factory.mktemp(name)
+        write_tokenizer(path)
+        tokenizer = Tokenizer(path).hf
+        tokenizer.add_special_tokens({"additional_special_tokens": [*one.markers, "<think>", "</think>"]})
+        tokenizer.chat_template = "".join(one.signs) + "</think>"
+        found[name] = tokenizer
+    return found
+
+
+def processed(
+    tokenizer: Any,
+    token_ids: list[int],
+    sizes: list[int],
+    chat: ChatFormat,
+    reason: str = "stop",
+    **sampling: Any,
+) -> tuple[Transcript, RequestOutput]:
+    """The answer of a request, as a stream's deltas make it, and its last output."""
+    parsing = ChatParsing(tokenizer)
+    params = SamplingParams(**sampling)
+    processor = RequestProcessor("r", 1, params, tokenizer, new_answer=partial(parsing.answer, chat))
+    (choice,) = processor.choices
+    whole: RequestOutput | None = None
+    position = 0
+    while not choice.finished:
+        size = sizes[position % len(sizes)]
+        new, position = token_ids[position : position + size], position + size
+        ends = reason if position >= len(token_ids) else None
+        processor.process(EngineCoreOutput("r", new, finish_reason=ends))
+        output = choice.take_ready()
+        if output is not None:
+            whole = output.after(whole)
+    assert whole is not None
+    calls = tuple((one["function"]["name"], one["function"]["arguments"]) for one in whole.tool_calls)
+    return Transcript("", whole.text, calls, whole.reasoning, whole.finish_reason == "tool_calls"), whole
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_golden_transcripts_as_tokens(name: str, case: str, tokenizers: Tokenizers) -> None:
+    """The markers are special tokens, which the parser sees and the client does not."""
+    expected, tokenizer = TRANSCRIPTS[name][case], tokenizers[name]
+    token_ids = tokenizer.encode(expected.text, add_special_tokens=False)
+    chat = ChatFormat(tools=TOOLS)
+    content = expected.content
+    for marker in (*TOOL_FORMATS[name].markers, "<think>", "</think>"):
+        content = content.replace(marker, "")
+    for sizes in ([1], [len(token_ids)], [3, 1, 7]):
+        found, last = processed(tokenizer, token_ids, sizes, chat)
+        assert (found.content, found.calls, found.reasoning) == (content, expected.calls, expected.reasoning)
+        complete = bool(expected.calls) and expected.is_complete
+        assert last.finish_reason == ("tool_calls" if complete else "stop")
+
+
+@pytest.mark.row("A25", clauses=("length",))
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_call_cut_short_reports_length(name: str, tokenizers: Tokenizers) -> None:
+    """Cut behind any token: the reason is length, and what came is a beginning of the whole's arguments."""
+    expected = next(one for one in TRANSCRIPTS[name].values() if len(one.calls) == 2)
+    token_ids = tokenizers[name].encode(expected.text, add_special_tokens=False)
+    num_begun = set()
+    for end in range(1, len(token_ids)):
+        found, last = processed(tokenizers[name], token_ids[:end], [2], ChatFormat(tools=TOOLS), "length")
+        assert last.finish_reason == "length"
+        num_begun.add(len(found.calls))
+        for (tool, arguments), whole in zip(found.calls, expected.calls, strict=False):
+            assert tool == whole[0] and whole[1].startswith(arguments.rstrip("\ufffd"))
+    assert num_begun == {0, 1, 2}
+
+
+@pytest.mark.row("A26", clauses=("split",))
+@pytest.mark.parametrize("special", [True, False])
+def test_reasoning_is_counted_token_by_token(
+    special: bool, tokenizers: dict[str, Any], tmp_path: Any
+) -> None:
+    if special:
+        tokenizer = tokenizers["hermes"]
+    else:
+        write_tokenizer(tmp_path)
+        tokenizer = Tokenizer(tmp_path).hf
+        tokenizer.chat_template = "</think>"
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    parts = [ids("<think>"), ids("\nIs it 4? 日本\n"), ids("</think>"), ids("\n\nFour.")]
+    assert (len(parts[0]) == 1) == special
+    behind = [*parts[1], *parts[2], *parts[3]]
+    for sizes in ([1], [100], [2, 5, 1]):
+        found, last = processed(tokenizer, [*parts[0], *behind], sizes, ChatFormat())
+        assert (found.content, found.reasoning) == ("Four.", "Is it 4? 日本\n")
+        assert last.num_reasoning_tokens == len(parts[1]) + len(parts[2])
+        opened = ChatFormat(prompt_end="assistant\n<think>\n")
+        found, last = processed(tokenizer, behind, sizes, opened)
+        assert (found.content, found.reasoning) == ("Four.", "Is it 4? 日本\n")
+        assert last.num_reasoning_tokens == len(parts[1]) + len(parts[2])
+        found, last = processed(tokenizer, parts[3], sizes, ChatFormat())
+        assert (found.content, last.num_reasoning_tokens) == ("\n\nFour.", 0)
+
+
+def test_stop_strings_end_an_answer_wherever_it_is(tokenizers: Tokenizers) -> None:
+    text = "<think>abc</think>def"
+    token_ids = tokenizers["hermes"].encode(text, add_special_tokens=False)
+    found, last = processed(tokenizers["hermes"], token_ids, [1], ChatFormat(), stop=("b",))
+    assert (found.content, found.reasoning, last.finish_reason, last.stop_reason) == ("", "a", "stop", "b")
+    found, last = processed(tokenizers["hermes"], token_ids, [4], ChatFormat(), stop=("e",))
+    assert (found.content, found.reasoning, last.stop_reason) == ("d", "abc", "e")
