@@ -99,7 +99,7 @@ CONTROL_INPUTS: tuple[TensorSpec, ...] = (
 CACHE_CONTROL_INPUT = TensorSpec(
     "cache_control",
     "TYPE_STRING",
-    doc='No generation but a command to the KV cache: {"command": "reset"}, "inspect" or "unpin".',
+    doc='A command, as JSON: {"command": "reset"}, "inspect", "unpin", "requests" or "health".',
 )
 
 JSON_SAMPLING_INPUT = TensorSpec(

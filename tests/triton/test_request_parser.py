@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from quire.config import FrontendConfig
-from quire.engine.cache_commands import Health, Reset, Unpin
+from quire.engine.cache_commands import Health, Requests, Reset, Unpin
 from quire.engine.messages import EngineInfo
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.frontend.output_processor import RequestProcessor
@@ -353,6 +353,26 @@ def test_cache_control_is_a_command_and_no_generation(tokenizer: Tokenizer) -> N
     assert parsed.outputs == parsed.final_outputs == {"text_output", "finish_reason"}
     named = parse(tokenizer, {"cache_control": text('{"command": "reset"}')}, requested=["text_output"])
     assert named.outputs == {"text_output"}
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_client_lists_its_own_requests_and_with_cache_commands_all(
+    tokenizer: Tokenizer, allowed: bool
+) -> None:
+    limits = {"allow_cache_control": allowed}
+
+    def ask(command: str, tenant: str = "") -> Any:
+        inputs = {"cache_control": text(command)} | ({"tenant": text(tenant)} if tenant else {})
+        return parse(tokenizer, inputs, limits=limits).cache_control
+
+    assert ask('{"command": "requests"}') == Requests("")
+    assert ask('{"command": "requests"}', tenant="a") == Requests("a")
+    for command in ('{"command": "requests", "all": true}', '{"command": "requests", "tenant": "b"}'):
+        if allowed:
+            ask(command, tenant="a")
+        else:
+            with pytest.raises(InvalidArgumentError, match="cache_control: is not allowed here"):
+                ask(command, tenant="a")
 
 
 def test_several_choices_need_a_decoupled_model(tokenizer: Tokenizer) -> None:

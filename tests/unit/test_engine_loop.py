@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from quire.config import EngineConfig
-from quire.engine.cache_commands import CacheCommand, Health, Inspect, Reset, Unpin
+from quire.engine.cache_commands import CacheCommand, Health, Inspect, Requests, Reset, Unpin
 from quire.engine.core import MAX_FAILED_STEPS, EngineCore
 from quire.engine.executor import RunnerExecutor
 from quire.engine.loop import EngineLoop
@@ -391,6 +391,21 @@ def test_a_cancellation_by_id_ends_requests_of_its_tenant_alone(peer: Peer) -> N
                 ended[output.request_id] = output.finish_reason
     assert cancelled == [{"num_cancelled": 1}]
     assert ended == {"a": "cancelled", "b": "length"}
+    peer.check_alive()
+
+
+def test_requests_are_listed_by_tenant_and_leave_the_list_when_they_are_cancelled(peer: Peer) -> None:
+    with peer.held():
+        peer.add("a", external_id="1", scheduling=SchedulingParams(tenant="a"))
+        peer.add("b", external_id="2", scheduling=SchedulingParams(tenant="b"))
+        for command in (Requests("a"), Requests(), Requests(all=True)):
+            peer.send(Control(command, "list"))
+        for tenant, external_id in ("a", "1"), ("b", "2"):
+            peer.send(CancelByExternalId(external_id, "cancel", tenant=tenant))
+        peer.send(Control(Requests(all=True), "list"))
+    results = [peer.receive(CommandResult) for _ in range(6)]
+    lists = [[one["id"] for one in r.result["requests"]] for r in results if r.token == "list"]
+    assert lists == [["1"], [], ["1", "2"], []]
     peer.check_alive()
 
 

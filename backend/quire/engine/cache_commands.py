@@ -41,7 +41,21 @@ class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     It tells nothing of the cache: allowed also where cache commands are not."""
 
 
-CacheCommand: TypeAlias = Inspect | Reset | Unpin | Health
+class Requests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="requests"):
+    """The list of running and waiting requests (`core/request_list.py`): those of `tenant`, or `all`.
+
+    A client sees its own tenant's also where cache commands are not allowed, as it may cancel them."""
+
+    tenant: _Name = ""
+    """Empty: that of the request which brings the command."""
+    all: bool = False
+
+    def __post_init__(self) -> None:
+        if self.all and self.tenant:
+            raise ValueError('needs no "tenant" with "all"')
+
+
+CacheCommand: TypeAlias = Inspect | Reset | Unpin | Health | Requests
 
 _decoder = msgspec.json.Decoder(CacheCommand)
 
@@ -62,7 +76,8 @@ def parse_cache_command(data: bytes) -> CacheCommand:
     except (msgspec.ValidationError, RecursionError):
         raise InvalidArgumentError(
             "cache_control",
-            'must be a JSON object: {"command": "inspect"}, {"command": "reset"}, {"command": "health"} or '
+            'must be a JSON object: {"command": "inspect"}, {"command": "reset"}, {"command": "health"}, '
+            '{"command": "requests"} (also with "tenant" or "all": true) or '
             f'{{"command": "unpin"}} with "session" and "tenant" (text of at most {MAX_NAME_LENGTH} '
             'characters) or with "all": true',
         ) from None

@@ -22,10 +22,11 @@ import msgspec
 from quire.config import CacheConfig, EngineConfig
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_events import KVEventCollector
+from quire.core.request_list import list_requests
 from quire.core.roster import session_name
 from quire.core.scheduler import Scheduler
 from quire.core.trace import SchedulerTrace
-from quire.engine.cache_commands import CacheCommand, Health, Inspect, Reset, Unpin
+from quire.engine.cache_commands import CacheCommand, Health, Inspect, Requests, Reset, Unpin
 from quire.engine.executor import Executor, Runner, RunnerExecutor
 from quire.engine.kv_event_publisher import KVEventPublisher
 from quire.errors import EngineError, QuireError, WorkerLostError, describe
@@ -230,6 +231,8 @@ class EngineCore:
                 return {"has_work": self.has_work, "num_finished_steps": self.num_finished_steps}
             case Inspect():
                 return self.scheduler.inspect()
+            case Requests():
+                return list_requests(self.scheduler.roster, None if command.all else command.tenant)
         self._expire()
         match command:
             case Reset():

@@ -18,7 +18,7 @@ import numpy as np
 
 from quire.config import FrontendConfig
 from quire.converters import boolean, converter, integer, one_of
-from quire.engine.cache_commands import CacheCommand, Health, parse_cache_command
+from quire.engine.cache_commands import CacheCommand, Health, Requests, parse_cache_command
 from quire.engine.device_array import DeviceBuffer
 from quire.engine.messages import EmbedsMessage, EngineInfo
 from quire.engine.shared_array import SharedBuffer
@@ -297,7 +297,10 @@ class RequestParser:
             )
         if "cache_control" in raw.tensors:
             command = parse_cache_command(raw.tensors["cache_control"][0])
-            if not (self.config.allow_cache_control or isinstance(command, Health)):
+            is_allowed = self.config.allow_cache_control or isinstance(command, Health)
+            if isinstance(command, Requests) and not (command.tenant or command.all):
+                command, is_allowed = Requests(scheduling.tenant), True
+            if not is_allowed:
                 raise InvalidArgumentError("cache_control", "is not allowed here (allow_cache_control)")
             outputs = raw.requested_outputs
             if outputs == _OUTPUT_NAMES:

@@ -1,0 +1,89 @@
+"""The list of running and waiting requests, for people: what each has done and what it waits for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from quire.request import Request, RequestStatus
+from quire.scheduling_params import MAX_NAME_LENGTH
+
+if TYPE_CHECKING:
+    from quire.core.roster import Roster
+
+MAX_LISTED = 256
+"""Requests listed; of those beyond it the number is told."""
+
+
+def list_requests(roster: Roster, tenant: str | None) -> dict[str, Any]:
+    """Clients' unfinished requests, those that run before those that wait, each in the order of ranks.
+
+    Args:
+        tenant: whose; None: everybody's.
+
+    Returns:
+        `num_running`, `num_waiting` (requests, whose choices count as one), `requests` (at most MAX_LISTED)
+        and `num_more`. A request has `id` (the client's, of MAX_NAME_LENGTH characters at most), `tenant`,
+        `state`, `waits_for`, `position`, tokens and `age_ms`.
+
+        `state`: "waiting", "loading" (blocks from a KV tier), "prefilling" or "decoding". `waits_for`: empty
+        for one that has rows in steps, else "load", "choices" (other sequences of its own), "tenant" (its
+        cap), "queue" (those before it), "seats" (a place in the batch), "blocks" (room in the KV cache) or
+        "step" (the next one). `position` counts the waiting requests of smaller rank, which fair queueing
+        and longest-prefix-first may still put behind it.
+    """
+    waiting = sorted(roster.queue, key=lambda request: request.rank)
+    positions = {request.request_id: position for position, request in enumerate(waiting)}
+    families: dict[str, list[Request]] = {}
+    for request in [*roster.running, *waiting]:
+        if request.scheduling.exempt:
+            continue  # the engine's own
+        if tenant is None or request.scheduling.tenant == tenant:
+            name = request.request_id if request.choices is None else request.choices.request_id
+            families.setdefault(name, []).append(request)
+    num_running = sum(members[0].status is RequestStatus.RUNNING for members in families.values())
+    now = roster.clock()
+    listed = [_entry(members, roster, positions, now) for members in list(families.values())[:MAX_LISTED]]
+    return {
+        "num_running": num_running,
+        "num_waiting": len(families) - num_running,
+        "requests": listed,
+        "num_more": len(families) - len(listed),
+    }
+
+
+def _entry(members: list[Request], roster: Roster, positions: dict[str, int], now: float) -> dict[str, Any]:
+    """One request, by its live sequences: the first runs if any does."""
+    first = members[0]
+    external_id = first.external_id if first.choices is None else first.choices.external_id
+    state, waits_for = _state(first, roster, positions)
+    return {
+        "id": external_id[:MAX_NAME_LENGTH],
+        "tenant": first.scheduling.tenant,
+        "state": state,
+        "waits_for": waits_for,
+        "position": positions.get(first.request_id, 0),
+        "num_choices": sum(member.num_sequences for member in members),
+        "num_prompt_tokens": first.num_prompt_tokens,
+        "num_computed_tokens": first.num_computed_tokens,
+        "num_output_tokens": sum(member.num_output_tokens for member in members),
+        "num_preemptions": sum(member.num_preemptions for member in members),
+        "age_ms": round((now - first.arrival_time) * 1000),
+    }
+
+
+def _state(request: Request, roster: Roster, positions: dict[str, int]) -> tuple[str, str]:
+    if request.load_id is not None:
+        return "loading", "load"
+    if request.status is RequestStatus.RUNNING:
+        return "decoding" if request.num_output_tokens else "prefilling", ""
+    if request.is_paused:
+        return "waiting", "choices"
+    if not roster.tenants.may_run(request):
+        return "waiting", "tenant"
+    if positions[request.request_id]:
+        return "waiting", "queue"
+    if request.num_sequences > roster.num_free_seats:
+        return "waiting", "seats"
+    if roster.kv.num_missing_blocks(request, request.num_tokens) > roster.kv.num_free_blocks:
+        return "waiting", "blocks"
+    return "waiting", "step"
