@@ -6,6 +6,7 @@ The engine loop, its socket and the responder are real; what the engine core bri
 from __future__ import annotations
 
 import json
+import math
 import queue
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,7 @@ class ScriptedCore:
     """Stands where an EngineCore does: `steps` are what its steps bring, `seen` what it was told."""
 
     trace = None
+    next_expiry = math.inf
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterable
 
 from quire.scheduling_params import DEFAULT_RETENTION, MAX_RETENTION
@@ -192,6 +193,11 @@ class BlockPool:
         self.forget(list(self._by_hash.values()))
         self.on_evict = on_evict
         return count
+
+    @property
+    def next_expiry(self) -> float:
+        """No cached block's time to live is over before it."""
+        return self._expiries[0][0] if self._expiries else math.inf
 
     def expire(self, now: float) -> None:
         """Forgets cached blocks whose time to live is over; amortised O(log n) per block freed with one."""

@@ -358,6 +358,11 @@ class KVCacheManager:
         self.pins.expire(now)
         self.pool.expire(now)
 
+    @property
+    def next_expiry(self) -> float:
+        """No pin or cached block has its time over before it; inf: there is none with one."""
+        return min(self.pins.next_expiry, self.pool.next_expiry)
+
     def reset(self) -> int:
         """Empties the prefix cache; running requests keep their blocks. Returns how many could be found."""
         self.pins.release_all()

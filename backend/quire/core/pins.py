@@ -93,6 +93,11 @@ class Pins:
         """Releases the least recently used pin; False if there is none."""
         return bool(self._pins) and self.release(next(iter(self._pins)))
 
+    @property
+    def next_expiry(self) -> float:
+        """No pin's time is over before it."""
+        return self._first_deadline
+
     def expire(self, now: float) -> None:
         """Releases pins whose time is over."""
         self._now = now

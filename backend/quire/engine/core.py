@@ -290,6 +290,11 @@ class EngineCore:
         self._expire()
         return self.scheduler.stats()
 
+    @property
+    def next_expiry(self) -> float:
+        """When a pin or a cached block is next to be given up, on the scheduler's clock; inf: never."""
+        return self.kv.next_expiry
+
     def _expire(self) -> None:
         """Ends pins and cached blocks whose time is over: without steps nothing else looks at the clock."""
         self.kv.expire(self.scheduler.roster.clock())

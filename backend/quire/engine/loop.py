@@ -17,6 +17,7 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -119,6 +120,9 @@ class EngineLoop:
         self.was_told_to_stop = False
         """An end by SIGTERM is meant: frontends start no other engine after it."""
         self._next_stats = self._next_complaint = 0.0
+        self._owes_stats = True
+        """Whether something has happened since the frontends were last told of the engine's state."""
+        self._first_frontend_by = math.inf
         self._step_done = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._step_done, zmq.POLLIN)
         self._server_pidfd = open_verified_pidfd(server_pid, server_start_time) if server_pid else None
@@ -141,19 +145,26 @@ class EngineLoop:
             raise
 
     def _run(self) -> None:
-        deadline = time.monotonic() + FIRST_FRONTEND_TIMEOUT_S
+        self._first_frontend_by = time.monotonic() + FIRST_FRONTEND_TIMEOUT_S
         while not self._stopping:
-            busy = self.core.has_work
-            timeout = 0 if busy else int(STATS_INTERVAL_S * 1000)
-            self._receive(timeout)
+            self._receive(0 if self.core.has_work else self._idle_ms())
             if self.core.has_work:
+                self._owes_stats = True
                 self._send_outputs(self.core.step(self._serve))
             self._push_stats()
-            if not self._frontend_pidfds and (self._had_frontend or time.monotonic() > deadline):
+            is_late = time.monotonic() > self._first_frontend_by
+            if not self._frontend_pidfds and (self._had_frontend or is_late):
                 logger.info("engine: no frontend is left, ending")
                 break
         outputs = self.core.abort(list(self._owners), FinishReason.SHUTDOWN)
         self._send_outputs(outputs)
+
+    def _idle_ms(self) -> int:
+        """Milliseconds in which nothing is to be done unless something comes; -1: no limit."""
+        due = max(self._next_stats, 0.0 if self._owes_stats else self.core.next_expiry)
+        if not self._had_frontend:
+            due = min(due, self._first_frontend_by)
+        return -1 if due == math.inf else max(0, math.ceil((due - time.monotonic()) * 1000))
 
     def _serve(self, step: Future[Any]) -> None:
         """Answers frontends while a step is computed: refusals and cancellations do not wait for its end."""
@@ -164,9 +175,11 @@ class EngineLoop:
     def stop(self, *_: Any) -> None:
         """Ends `run` after the current step; safe in a signal handler."""
         self._stopping = self.was_told_to_stop = True
+        os.eventfd_write(self._step_done, 1)  # an idle loop waits without a limit
 
     def _receive(self, timeout_ms: int) -> None:
         events = dict(self._poller.poll(timeout_ms))
+        self._owes_stats |= bool(events)
         if self._step_done in events:
             os.eventfd_read(self._step_done)
         # Before messages are read: a farewell closes a descriptor, and a newcomer's may get its number.
@@ -337,9 +350,11 @@ class EngineLoop:
 
     def _push_stats(self) -> None:
         now = time.monotonic()
-        if now < self._next_stats:
+        if now < self._next_stats or not (self._owes_stats or self.core.next_expiry <= now):
             return
         self._next_stats = now + STATS_INTERVAL_S
+        # Whether a worker in a process of its own is gone is asked for also while nothing is to be done.
+        self._owes_stats = self.core.config.model.worker_process
         self.core.executor.check()
         message = Stats(self._stats())
         for identity in self._frontend_pidfds:

@@ -121,7 +121,7 @@ class CommandResult(msgspec.Struct, frozen=True, tag="command_result"):
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
-    """Engine state, about twice a second."""
+    """Engine state, about twice a second while something changes."""
 
     values: dict[str, float]
 
