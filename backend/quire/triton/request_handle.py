@@ -100,8 +100,11 @@ class RequestHandle:
         assert self._sender is not None, f"{self.request_id}: polled after FINAL"
         return bool(self._sender.is_cancelled())
 
-    def send(self, output: RequestOutput, *, careful: bool = False) -> None:
+    def send(self, output: RequestOutput, *, careful: bool = False, before_error: bool = False) -> None:
         """Sends a choice's delta; the last one of the last choice carries FINAL.
+
+        Args:
+            before_error: an error comes behind it, which carries FINAL.
 
         Raises whatever Triton raises: then the delta is lost.
         """
@@ -121,7 +124,7 @@ class RequestHandle:
         else:
             self.step_s = now - last_sent
         self.num_open_choices -= output.finished
-        if self.num_open_choices:
+        if before_error or self.num_open_choices:
             self._sender.send(response)
             return
         if careful or num_bytes > SMALL_BYTES:

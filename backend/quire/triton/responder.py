@@ -125,6 +125,7 @@ class Responder(threading.Thread):
             if self._stopped.is_set() and not self._inbox:
                 break
         for handle in list(self._open.values()):
+            self._tell_end(handle, FinishReason.SHUTDOWN)
             self._fail(handle, "the model is being unloaded", "UNAVAILABLE")
         self._retry_ends(final=True)
         self.engine.close()
@@ -245,6 +246,7 @@ class Responder(threading.Thread):
             if buffer is not None:
                 buffer.close()  # an engine that answers has mapped it
             if output.error is not None:
+                self._tell_end(handle, FinishReason.ERROR)
                 self._fail(handle, output.error, output.error_code, output.retry_after_s)
                 self._abort_others(handle)
                 return []
@@ -321,6 +323,7 @@ class Responder(threading.Thread):
         was generated, and an error after data is not delivered to a BLS caller by the 24.10 server.
         """
         if output.finish_reason == FinishReason.SHUTDOWN:
+            self._tell_end(handle, FinishReason.SHUTDOWN, output)
             self._fail(handle, "the engine is shutting down", "UNAVAILABLE")
             return
         try:
@@ -343,6 +346,31 @@ class Responder(threading.Thread):
             for choice in processor.choices:
                 self._due.pop(choice, None)
                 self._streams.discard(choice)
+
+    def _tell_end(
+        self, handle: RequestHandle, reason: FinishReason, taken: RequestOutput | None = None
+    ) -> None:
+        """Ends each choice of a stream that has begun by a data response, as an error is about to end all.
+
+        It has what was generated and the finish reason: an error of Triton has neither, and where data came
+        before it, a BLS caller of the 24.10 server never sees it. What has not begun is told by the error.
+
+        Args:
+            taken: what `take` gave of one choice.
+        """
+        if handle.parsed is None or not (handle.parsed.stream and handle.last_sent):
+            return
+        try:
+            outputs = [] if taken is None else [taken]
+            for processor in handle.processors:
+                for choice in processor.choices:
+                    if not choice.finished or choice in self._due:
+                        choice.finish(reason)
+                        outputs.append(choice.take())
+            for output in outputs:
+                handle.send(output, before_error=True)
+        except Exception as error:  # a tokenizer's or a send's; the error that follows is the end
+            logger.error("frontend: %s could not be told its end: %s", handle.request_id, error)
 
     def _fail(
         self, handle: RequestHandle, message: str, code: str, retry_after_s: float | None = None
@@ -415,6 +443,7 @@ class Responder(threading.Thread):
                     if self._due.pop(choice, None) is not None:
                         self._send_ready(handle, choice)
             else:
+                self._tell_end(handle, FinishReason.ERROR)
                 self._fail(handle, "the engine process died while it worked on the request", "UNAVAILABLE")
 
     def _poll_later(self, handle: RequestHandle, when: float) -> None:
