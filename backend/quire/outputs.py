@@ -29,6 +29,9 @@ class NewRequestData:
     embeds: PromptEmbeds | None = None
     num_choices: int = 1
     """How many tokens are to be drawn when the row first samples: those of choices 0, 1, ..."""
+    num_prompt_logprobs: int = 0
+    """Leading positions of the prompt whose log-probabilities need not be computed, where they are asked
+    for."""
 
 
 class ScheduledRequest(msgspec.Struct, gc=False):
@@ -94,10 +97,13 @@ class SchedulerOutput:
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities at one position: of the sampled token first, then of the k most likely."""
+    """Log-probabilities at one position: of the sampled (or the prompt's) token first, then of the k most
+    likely."""
 
     token_ids: list[int]
     logprobs: list[float]
+    rank: int = 0
+    """Of the first token, 1 where no other is more likely; 0: not counted (beam search)."""
 
 
 class RowOutput(msgspec.Struct):
@@ -111,10 +117,12 @@ class RowOutput(msgspec.Struct):
     """The row failed alone (logits without a finite entry): its request ends with this message."""
     choices: list[RowOutput] = []
     """The beginnings of choices 1, 2, ... of a row with `num_choices` > 1."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens behind those that the row computed, where asked for and not known already."""
 
 
 NOTHING = RowOutput()
-"""The output of rows that do not sample; not to be changed."""
+"""The output of rows that bring nothing; not to be changed."""
 
 
 @dataclass(slots=True)
@@ -179,6 +187,9 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     """When the choice's first token was taken in, on its first output."""
     num_preemptions: int = 0
     """How often the choice was preempted, with its `finish_reason`."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Of each token of the prompt, None for the first: on the first output of a request that asks for them,
+    which is one of choice 0."""
 
 
 @dataclass(slots=True)
@@ -233,6 +244,9 @@ class RequestOutput:
     """Which of the request's prompts the choice belongs to, where it has several."""
     num_reasoning_tokens: int = 0
     """Tokens of the choice so far behind the tag that opens reasoning, up to the closing one with its own."""
+    """Tokens of the choice so far that are reasoning, and no part of the answer."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Of each token of the prompt, None for the first; on the first output of choice 0 alone."""
     others: list[RequestOutput] = field(default_factory=list)
     """Choices 1, 2, ... of the same request, where it was asked for more than one (`quire.LLM`)."""
 

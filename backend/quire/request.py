@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.multimodal import PromptEmbeds
+from quire.outputs import TokenLogprobs
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 
@@ -81,6 +82,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_sequences",
+        "prompt_logprobs",
         "rank",
         "request_id",
         "sampling_params",
@@ -141,6 +143,11 @@ class Request:
         """Tokens that it had computed, or found computed, when it last gave its blocks up."""
         self.num_cached_tokens = 0
         """Prompt tokens that were in the cache when it began."""
+        self.prompt_logprobs: list[TokenLogprobs] | None = (
+            None if sampling_params.prompt_logprobs is None else []
+        )
+        """Of the prompt's tokens from the second on, as far as they are computed; None: none are wanted, or
+        they were told."""
         self.in_runner = False
         """Whether the runner has a row for it."""
         self.table: RequestBlocks | None = None
@@ -177,6 +184,35 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """A copy of the generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Leading tokens that need not be computed where their keys and values are known: not the last, which
+        a token is sampled from, and none whose logits are wanted."""
+        count = len(self.token_ids) - 1
+        return count if self.prompt_logprobs is None else min(count, len(self.prompt_logprobs))
+
+    def add_prompt_logprobs(self, found: list[TokenLogprobs], end: int) -> None:
+        """Takes what a row brought that has computed the tokens before `end`; what a preemption had it
+        compute twice counts once."""
+        assert self.prompt_logprobs is not None, self
+        begin = min(end, self.num_prompt_tokens - 1) - len(found)
+        num_known = len(self.prompt_logprobs) - begin
+        assert num_known >= 0, f"{self}: no log-probabilities before {begin}"
+        self.prompt_logprobs += found[num_known:]
+
+    def take_prompt_logprobs(self, last: list[TokenLogprobs] | None) -> list[TokenLogprobs | None] | None:
+        """One entry for each token of the prompt, once; None: there are none to be told.
+
+        Args:
+            last: what the row brought that has computed the last of the prompt.
+        """
+        if self.prompt_logprobs is None:
+            return None
+        self.add_prompt_logprobs(last or [], self.num_prompt_tokens)
+        found, self.prompt_logprobs = self.prompt_logprobs, None
+        assert len(found) == self.num_prompt_tokens - 1, (self, len(found))
+        return [None, *found]
 
     @property
     def is_paused(self) -> bool:

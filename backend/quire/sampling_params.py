@@ -22,6 +22,8 @@ from quire_ensemble.errors import InputError, kind
 
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 64
+MAX_PROMPT_LOGPROBS = 2**18
+"""Numbers that a request may have as log-probabilities of its prompt: some 7 MB of JSON."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_STRINGS_LENGTH = 4096
@@ -75,6 +77,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """Log-probabilities to return: k for the sampled token and the k most likely ones; None: none."""
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """As `logprobs`, of the prompt's tokens from the second on."""
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     """Choices to return, each with an index."""
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None

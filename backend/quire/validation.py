@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from quire.errors import InvalidArgumentError
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 
 
 def check_prompt(prompt_token_ids: list[int], *, vocab_size: int, max_model_len: int) -> None:
@@ -42,6 +42,19 @@ def check_token_parameters(params: SamplingParams, vocab_size: int) -> None:
                 raise InvalidArgumentError(
                     field, f"token id {token_id} is outside the vocabulary of {vocab_size}"
                 )
+
+
+def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> None:
+    """Raises InvalidArgumentError when the log-probabilities of a prompt are too many to be told at once."""
+    if params.prompt_logprobs is None:
+        return
+    count = (num_prompt_tokens - 1) * (params.prompt_logprobs + 1)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidArgumentError(
+            "prompt_logprobs",
+            f"{params.prompt_logprobs} beside each token of a prompt of {num_prompt_tokens} make {count} "
+            f"numbers, at most {MAX_PROMPT_LOGPROBS} are allowed",
+        )
 
 
 def check_choices(params: SamplingParams, max_num_seqs: int) -> None:

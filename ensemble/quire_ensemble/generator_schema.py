@@ -131,6 +131,12 @@ SAMPLING_INPUTS: tuple[TensorSpec, ...] = (
         doc="Log-probabilities of the k most likely tokens.",
         ensemble_name="num_logprobs",
     ),
+    TensorSpec(
+        "prompt_logprobs",
+        "TYPE_INT32",
+        doc="As logprobs, for the prompt's tokens.",
+        ensemble_name="num_prompt_logprobs",
+    ),
     TensorSpec("logit_bias", "TYPE_STRING", doc="JSON object of token id to bias."),
     TensorSpec("n", "TYPE_INT32", doc="Choices to return, each response with its index."),
     TensorSpec("best_of", "TYPE_INT32", doc="Choices to generate; the n most likely are returned."),
@@ -184,6 +190,7 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("num_cached_tokens", "TYPE_UINT32", doc="Tokens of the prompt that the KV cache had."),
     TensorSpec("num_reasoning_tokens", "TYPE_UINT32", doc="Tokens of the choice so far that are reasoning."),
     TensorSpec("logprobs", "TYPE_STRING", doc="JSON, aligned with output_ids."),
+    TensorSpec("prompt_logprobs", "TYPE_STRING", doc="JSON, once per request; null for its first token."),
     TensorSpec("cumulative_logprob", "TYPE_FP32", doc="Sum of the choice's log-probabilities so far."),
     TensorSpec("timing", "TYPE_STRING", doc="JSON: queue, prefill, decode, total, ... in milliseconds."),
 )

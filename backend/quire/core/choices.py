@@ -39,6 +39,8 @@ class Choices:
         self.count = request.num_sequences
         self._num_results = request.sampling_params.n
         self.has_forked = False
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        """Where choices are ranked: what the first result is to carry."""
         self.live: dict[int, Request] = {0: request}
         """Unfinished choices by index."""
 
@@ -103,6 +105,7 @@ class Choices:
         child.block_hashes = list(parent.block_hashes)
         child.index, child.choices, child.admitted_at = index, self, parent.admitted_at
         child.num_cached_tokens = parent.num_prompt_tokens
+        child.prompt_logprobs = None
         self.live[index] = child
         return child
 
@@ -140,6 +143,7 @@ class BestOf(Choices):
             kept.admitted_at = kept.admitted_at or output.admitted_at
             kept.first_token_at = kept.first_token_at or output.first_token_at
             kept.num_preemptions = output.num_preemptions
+            self._prompt_logprobs = self._prompt_logprobs or output.prompt_logprobs
             if output.finish_reason is not None:
                 kept.finish_reason, kept.stop_reason = output.finish_reason, output.stop_reason
                 kept.cumulative_logprob = sum(entry.logprobs[0] for entry in kept.logprobs)
@@ -156,6 +160,7 @@ class BestOf(Choices):
             result.index = index
             if not self._sends_logprobs:
                 result.logprobs = None
+        results[0].prompt_logprobs = self._prompt_logprobs
         return results
 
 
@@ -221,6 +226,7 @@ class BeamSearch(Choices):
         if request.num_output_tokens == 0:
             self._num_cached_tokens = request.num_cached_tokens
             self._first_token_at = self._first_token_at or roster.clock()
+            self._prompt_logprobs = request.take_prompt_logprobs(result.prompt_logprobs)
         self._reports[request.index] = result.logprobs[0]
         if len(self._reports) < len(self.live):
             return []
@@ -269,6 +275,7 @@ class BeamSearch(Choices):
             output.admitted_at, output.first_token_at = one.admitted_at, self._first_token_at
             output.num_preemptions = max(beam.num_preemptions for beam in self.live.values())
             outputs.append(output)
+        outputs[0].prompt_logprobs = self._prompt_logprobs
         return outputs
 
     def _ranked(self) -> list[_Candidate]:

@@ -239,6 +239,11 @@ class Planner:
                 request.eos_token_ids,
                 request.embeds,
                 num_choices=1 if request.choices is None else request.choices.num_draws,
+                num_prompt_logprobs=(
+                    request.num_prompt_tokens
+                    if request.prompt_logprobs is None
+                    else len(request.prompt_logprobs)
+                ),
             )
             request.num_given_tokens = 0
         num_computed = request.num_computed_tokens

@@ -42,7 +42,8 @@ class PrefixLookup:
     def find(self, request: Request, elsewhere: Callable[[bytes], bool] | None = None) -> CachedPrefix:
         """The longest beginning of the request whose blocks are cached.
 
-        At least one token is left to compute: a token is sampled from its hidden state. Of a group with a
+        At least one token is left to compute: a token is sampled from its hidden state; all of a prompt whose
+        log-probabilities are asked for. Of a group with a
         window only the blocks count which the first token to compute still sees.
 
         Args:
@@ -61,7 +62,7 @@ class PrefixLookup:
                 return ELSEWHERE
             return block_id
 
-        count = (request.num_tokens - 1) // size
+        count = request.num_reusable_tokens // size
         full: list[list[int]] = []
         for number in range(self._num_full_groups):
             blocks: list[int] = []
@@ -78,7 +79,7 @@ class PrefixLookup:
 
     def _find_uniform(self, request: Request) -> CachedPrefix:
         cached, hashes, found = self._pool.cached, request.block_hashes, list[int]()
-        for index in range((request.num_tokens - 1) // self._block_size):
+        for index in range(request.num_reusable_tokens // self._block_size):
             if index == len(hashes):
                 hash_blocks(request, index + 1, self._block_size)
             block_id = cached(hashes[index])

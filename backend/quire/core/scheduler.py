@@ -221,6 +221,9 @@ class Scheduler:
                 if self._has_accounts:
                     self._account(request, row, len(result.token_ids), now)
                 if not row.samples:
+                    if result.prompt_logprobs is not None:
+                        end = row.num_computed_tokens + row.num_scheduled_tokens
+                        request.add_prompt_logprobs(result.prompt_logprobs, end)
                     continue
                 if not result.token_ids:
                     raise EngineError("no token was drawn for it")
@@ -255,6 +258,7 @@ class Scheduler:
         if len(token_ids) == request.num_prompt_tokens:
             output.num_cached_tokens = request.num_cached_tokens
             output.admitted_at, output.first_token_at = request.admitted_at, self._updated
+            output.prompt_logprobs = request.take_prompt_logprobs(result.prompt_logprobs)
         for count, token_id in enumerate(result.token_ids, 1):
             token_ids.append(token_id)
             if request.check_stop(self.max_model_len):

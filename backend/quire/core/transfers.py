@@ -72,7 +72,7 @@ class BlockTransfers:
         if self.tiers is None or not self.kv.enable_prefix_caching:
             return
         size = self.kv.block_size
-        count = (request.num_tokens - 1) // size
+        count = request.num_reusable_tokens // size
         hashes = hash_blocks(request, count, size)[:count]
         keys = [
             key

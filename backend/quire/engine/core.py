@@ -36,7 +36,12 @@ from quire.outputs import EngineCoreOutput, ModelRunnerOutput, RunnerInfo, Sched
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
-from quire.validation import check_choices, check_prompt, check_token_parameters
+from quire.validation import (
+    check_choices,
+    check_prompt,
+    check_prompt_logprobs,
+    check_token_parameters,
+)
 
 logger = logging.getLogger("quire")
 
@@ -115,6 +120,7 @@ class EngineCore:
         """
         check_prompt(prompt_token_ids, vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len)
         check_token_parameters(sampling_params, self.info.vocab_size)
+        check_prompt_logprobs(sampling_params, len(prompt_token_ids))
         check_choices(sampling_params, self.config.scheduler.max_num_seqs)
         if sampling_params.seed is None and not sampling_params.is_greedy:
             seed = (self._seed_base + 0x9E3779B97F4A7C15 * next(self._seeds)) % 2**64

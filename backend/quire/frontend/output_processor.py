@@ -45,6 +45,7 @@ class OutputProcessor:
         "_num_hidden",
         "_num_wanted",
         "_params",
+        "_prompt_logprobs",
         "_text",
         "_token_ids",
         "admitted_at",
@@ -108,6 +109,7 @@ class OutputProcessor:
         # A stop token id that ended the choice is no part of the text: the last token, or none.
         self._num_hidden = 0
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def finished(self) -> bool:
@@ -147,6 +149,8 @@ class OutputProcessor:
         self.admitted_at = self.admitted_at or output.admitted_at
         self.first_token_at = self.first_token_at or output.first_token_at
         self.num_preemptions = output.num_preemptions
+        if not self.num_output_tokens:
+            self._prompt_logprobs = output.prompt_logprobs
         num_before = len(self._token_ids)
         self._token_ids += output.new_token_ids
         self._num_hidden = int(self._ends_unseen(output))
@@ -234,6 +238,8 @@ class OutputProcessor:
         token_ids, self._token_ids, self._num_decoded = self._token_ids, [], 0
         logprobs, self._logprobs = self._logprobs, []
         output = RequestOutput(
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        return RequestOutput(
             request_id=self.request_id,
             text=text,
             token_ids=token_ids,
@@ -248,6 +254,7 @@ class OutputProcessor:
             index=self.index,
             cumulative_logprob=self.cumulative_logprob,
             item=self.item,
+            prompt_logprobs=prompt_logprobs,
         )
         if self._answer is not None:
             output.text, output.reasoning, output.tool_calls = self._answer.take()

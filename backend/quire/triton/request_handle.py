@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -136,7 +136,10 @@ class RequestHandle:
         """The tensors of one response, and how many bytes they hold at least."""
         num_bytes = 0
         tensors = []
-        for name in parsed.final_outputs if output.finished else parsed.outputs:
+        names = parsed.final_outputs if output.finished else parsed.outputs
+        if output.prompt_logprobs is not None:
+            names |= {"prompt_logprobs"}
+        for name in names:
             if name == "finish_reason":
                 tensors.append(finish_reason_tensor(output.finish_reason or ""))
                 continue
@@ -230,16 +233,19 @@ def _bytes(text: str) -> Any:
     return array
 
 
-def _logprobs(entries: list[TokenLogprobs]) -> bytes:
-    """JSON: per token its id, its log-probability and those of the most likely ones.
+def _logprobs(entries: Sequence[TokenLogprobs | None]) -> bytes:
+    """JSON: per token its id, its log-probability and rank, and those of the most likely ones; null for the
+    first token of a prompt.
 
     An answer that is sent whole may hold millions of numbers, and all streams wait while they are written.
     """
     return msgspec.json.encode(
         [
-            {
+            entry
+            and {
                 "token_id": entry.token_ids[0],
                 "logprob": entry.logprobs[0],
+                "rank": entry.rank,
                 "top": dict(zip(entry.token_ids[1:], entry.logprobs[1:], strict=True)),
             }
             for entry in entries
@@ -259,6 +265,7 @@ _ARRAYS: dict[str, Callable[[RequestOutput], Any]] = {
     "reasoning_output": lambda output: _bytes(output.reasoning),
     "tool_calls": lambda output: np.array([msgspec.json.encode(output.tool_calls)], dtype=np.object_),
     "logprobs": lambda output: np.array([_logprobs(output.logprobs or [])], dtype=np.object_),
+    "prompt_logprobs": lambda output: np.array([_logprobs(output.prompt_logprobs or [])], dtype=np.object_),
     "cumulative_logprob": lambda output: np.array([output.cumulative_logprob or 0.0], dtype=np.float32),
 }
 """What an output's tensor holds, but for `text_output`, `finish_reason` and `timing`."""

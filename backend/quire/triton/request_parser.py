@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_type_hints
 
+import msgspec
 import numpy as np
 
 from quire.config import FrontendConfig
@@ -36,7 +37,12 @@ from quire.sampling_params import (
 )
 from quire.scheduling_params import SchedulingParams
 from quire.triton.scheduling_fields import ALIASES, HEADERS, SCHEDULING_FIELDS, parse_scheduling_params
-from quire.validation import check_prompt, check_prompt_length, check_token_parameters
+from quire.validation import (
+    check_prompt,
+    check_prompt_length,
+    check_prompt_logprobs,
+    check_token_parameters,
+)
 from quire_ensemble import client_json
 from quire_ensemble.chat_format import FIELD as CHAT_FORMAT
 from quire_ensemble.chat_format import ChatFormat, parse_chat_format
@@ -312,6 +318,10 @@ class RequestParser:
         outputs, final_outputs = _outputs(raw.requested_outputs, control, params, stream, num_prompts)
         if params.logprobs is None and outputs & {"logprobs", "cumulative_logprob"}:
             params = parse_sampling_params({"logprobs": 0}, defaults=params)
+        if "prompt_logprobs" in outputs and params.prompt_logprobs is None:
+            params = parse_sampling_params({"prompt_logprobs": 0}, defaults=params)
+        if params.prompt_logprobs is not None and "prompt_logprobs" not in raw.requested_outputs:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)  # they cost blocks and time
         if stream and params.is_ranked:
             raise InvalidArgumentError(
                 "stream", "must be false with best_of above n or beam_width: choices are ranked at the end"
@@ -340,6 +350,8 @@ class RequestParser:
         if new_answer is not None and skips_empty:
             outputs, final_outputs = outputs | CHAT_OUTPUTS, final_outputs | CHAT_OUTPUTS
         check_token_parameters(params, info.vocab_size)
+        for token_ids, _ in prompts:
+            check_prompt_logprobs(params, len(token_ids))
         embeds = _embeds(raw, len(prompts[0][0]), info)
         stops = StopAutomaton(params.stop) if params.stop else None
         first, *others = (

@@ -96,7 +96,8 @@ class FakeDevice:
         new = item.new
         if new is not None:
             params = new.sampling_params
-            if new.num_choices > 1 or params.beam_width > 1 or params.logprobs is not None:
+            logprobs = params.logprobs, params.prompt_logprobs
+            if new.num_choices > 1 or params.beam_width > 1 or logprobs != (None, None):
                 return RowOutput(error=REFUSAL)
         if not item.samples:
             return NOTHING

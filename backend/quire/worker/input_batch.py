@@ -8,6 +8,7 @@ calls whose number does not depend on the batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +61,19 @@ class CachedRequest:
             self.token_ids.append(token_id)
 
 
+class PromptRow(NamedTuple):
+    """Positions of a row that are asked for the log-probabilities of the prompt's tokens behind them."""
+
+    number: int
+    """Row of the step."""
+    most: int
+    """How many of the most likely tokens are to be told."""
+    first: int
+    """The first of the positions, as a token of the batch."""
+    targets: list[int]
+    """The token of the prompt behind each of them."""
+
+
 @dataclass(slots=True)
 class StepInputs:
     """Tensors of one step."""
@@ -84,6 +98,8 @@ class StepInputs:
     """int64 [num_logits]: of each row of logits, its first sample; None: each has one."""
     embeds: tuple[torch.Tensor, torch.Tensor] | None = None
     """(int64 [n], float32 [n, hidden_size]): tokens whose embedding is given."""
+    prompt_rows: list[PromptRow] = field(default_factory=list)
+    """In ascending order."""
 
 
 class InputBatch:
@@ -101,6 +117,8 @@ class InputBatch:
         self.block_table = BlockTable(num_groups, max_num_seqs, max_blocks, block_size)
         self.requests: dict[str, CachedRequest] = {}
         self.device = device
+        self._prompts: dict[str, int] = {}
+        """Of requests that ask for log-probabilities of their prompt: the first position not known yet."""
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         """The newest token drawn for each row of the block table, -1 where there was none to draw.
 
@@ -113,6 +131,7 @@ class InputBatch:
             dropped = self.requests.pop(request_id, None)
             if dropped is not None:
                 self.block_table.release(dropped.row)
+                self._prompts.pop(request_id, None)
         for scheduled in output.scheduled:
             if scheduled.new is not None:
                 self._add(scheduled.request_id, scheduled.new)
@@ -134,6 +153,8 @@ class InputBatch:
             )
             for index in range(new.num_choices)
         )
+        if new.sampling_params.prompt_logprobs is not None:
+            self._prompts[request_id] = new.num_prompt_logprobs
         delta = 0 if new.embeds is None else new.embeds.position_delta
         self.requests[request_id] = CachedRequest(
             self.block_table.assign(), token_ids, sampling, new.embeds, choices, delta
@@ -223,9 +244,28 @@ class InputBatch:
             sampling_rows=[state.sampling for _, state in sampled],
             embeds=self._embeds(given),
         )
+        if self._prompts:
+            inputs.prompt_rows = self._prompt_rows(scheduled, starts.tolist())
         if any(state.choices for _, state in sampled):
             self._draw_several(inputs)
         return inputs
+
+    def _prompt_rows(self, scheduled: list[ScheduledRequest], starts: list[int]) -> list[PromptRow]:
+        """Of the rows of this step; `starts`: each row's first token of the batch."""
+        rows = []
+        for number, (item, start) in enumerate(zip(scheduled, starts, strict=False)):
+            known = self._prompts.get(item.request_id)
+            if known is None:
+                continue
+            state, end = self.requests[item.request_id], item.num_computed_tokens + item.num_scheduled_tokens
+            begin, last = max(item.num_computed_tokens, known), state.num_prompt_tokens - 1
+            targets = state.token_ids[begin + 1 : min(end, last) + 1]
+            if targets:
+                count = state.sampling.params.prompt_logprobs or 0
+                rows.append(PromptRow(number, count, start + begin - item.num_computed_tokens, targets))
+            if end >= last:
+                del self._prompts[item.request_id]
+        return rows
 
     def _draw_several(self, inputs: StepInputs) -> None:
         """Repeats the samples of requests whose choices all draw their first token from one row of logits."""

@@ -21,6 +21,7 @@ from quire.models.kv_spec import QUANTIZED_DTYPES
 from quire.outputs import (
     NOTHING,
     ModelRunnerOutput,
+    RowOutput,
     RunnerInfo,
     ScheduledRequest,
     SchedulerOutput,
@@ -40,6 +41,7 @@ from quire.worker.kv_cache import KVCache, num_blocks_for
 from quire.worker.kv_identity import kv_identity
 from quire.worker.sampler import Draw, draw
 from quire.worker.timeline import Timeline
+from quire.worker.top_logprobs import PromptLogprobs
 from quire_kernels import registry
 from quire_kernels.cpu.native import load_seconds, set_num_threads
 from quire_kernels.machine import num_cpus
@@ -248,8 +250,10 @@ class ModelRunner:
         embeds = inputs.embeds
         if embeds is not None:
             embeds = (embeds[0], embeds[1].to(self.model.config.dtype))
-        if self.prompt_graphs is not None and self.prompt_graphs.can_run(inputs.metas[0].num_tokens):
-            hidden = self.prompt_graphs.run(inputs, embeds)[inputs.sample_indices]
+        wants_all = bool(inputs.prompt_rows)
+        recorded = self.prompt_graphs
+        if recorded is not None and recorded.can_run(inputs.metas[0].num_tokens):
+            hidden, wants_all = recorded.run(inputs, embeds), True
         else:
             hidden = self.model(
                 inputs.input_ids,
@@ -257,8 +261,15 @@ class ModelRunner:
                 self.kv_cache,
                 inputs.metas,
                 embeds,
-                inputs.sample_indices,
+                None if wants_all else inputs.sample_indices,
             )
+        if inputs.prompt_rows:
+            vocab_size = self.info.vocab_size
+            step.set_prompts(
+                PromptLogprobs.of(inputs.prompt_rows, hidden, self.model.compute_logits, vocab_size)
+            )
+        if wants_all:
+            hidden = hidden[inputs.sample_indices]
         if not inputs.samples:
             return
         drawn = self._sample(hidden, inputs)
@@ -269,10 +280,20 @@ class ModelRunner:
         step.set_drawn(inputs.samples, drawn)
 
     def _settle(self, step: LaunchedStep) -> None:
-        """Lets the host know what a step has drawn, once."""
-        if step.drawn is None:
-            return
-        (drawn, copy), step.drawn = step.drawn, None
+        """Lets the host know what a step has brought, once."""
+        rows = step.output.rows
+        if step.drawn is not None:
+            self._settle_drawn(step, *step.drawn)
+            step.drawn = None
+        if step.prompts is not None:
+            (prompts, copy), step.prompts = step.prompts, None
+            for number, found in prompts.outputs(copy.wait()):
+                if rows[number] is NOTHING:
+                    rows[number] = RowOutput()
+                rows[number].prompt_logprobs = found
+
+    @staticmethod
+    def _settle_drawn(step: LaunchedStep, drawn: Draw, copy: HostCopy) -> None:
         rows = step.output.rows
         for (row, state), output in zip(step.samples, drawn.outputs(copy.wait()), strict=True):
             if rows[row] is NOTHING and not output.error:
@@ -306,12 +327,18 @@ class LaunchedStep:
         """Row and request of each draw, as in `StepInputs`."""
         self.drawn: tuple[Draw, HostCopy] | None = None
         """What was drawn for `samples`, on its way to the host; None: nothing, or the host knows it."""
+        self.prompts: tuple[PromptLogprobs, HostCopy] | None = None
+        """As `drawn`, of the prompts' own tokens."""
 
     def set_drawn(self, samples: list[tuple[int, CachedRequest]], drawn: Draw) -> None:
         """Takes what was drawn for `samples`, and begins its way to the host."""
         self.samples, self.drawn = samples, (drawn, HostCopy(drawn.tensors))
         for state in {id(state): state for _, state in samples}.values():
             state.draw()
+
+    def set_prompts(self, found: PromptLogprobs) -> None:
+        """Takes the log-probabilities of prompts, and begins their way to the host."""
+        self.prompts = found, HostCopy(found.found.tensors)
 
 
 def _max_model_len(config: EngineConfig, shape: DecoderConfig) -> int:

@@ -31,10 +31,10 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import torch
 
-from quire.outputs import RowOutput, TokenLogprobs
-from quire.sampling_params import MAX_LOGPROBS
+from quire.outputs import RowOutput
 from quire.worker.device import to_device, to_device_together
 from quire.worker.sampling_batch import EditArrays, SamplingRow, collect_edits
+from quire.worker.top_logprobs import TopLogprobs, entries
 from quire_kernels import ops
 from quire_kernels.sampling import LogitEdits, SamplingTensors
 
@@ -48,26 +48,27 @@ class Draw:
 
     token_ids: torch.Tensor
     """int64 [N]; -1 where the logits hold NaN or have no finite maximum."""
-    logprobs: list[tuple[list[tuple[int, int]], torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """((row, how many to report beside the first) of n rows, ids int64 [n, most + 1], log-probabilities
-    float32 [n, most + 1]): of the chosen token, or a beam's best, then of the most likely, descending."""
+    logprobs: list[tuple[list[int], list[int], TopLogprobs]] = field(default_factory=list)
+    """(n rows, how many each reports beside the first, of n rows): the first is the chosen token, or a beam's
+    best."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All of it."""
-        return [self.token_ids, *(tensor for _, *pair in self.logprobs for tensor in pair)]
+        return [self.token_ids, *(tensor for _, _, found in self.logprobs for tensor in found.tensors)]
 
     def outputs(self, tensors: Sequence[torch.Tensor] | None = None) -> list[RowOutput]:
         """One per row, of one token or an error; `tensors`: copies of `self.tensors` on the host, if any."""
-        lists = [tensor.tolist() for tensor in (self.tensors if tensors is None else tensors)]
+        token_ids, *rest = self.tensors if tensors is None else tensors
         outputs = [
             RowOutput([token_id]) if token_id >= 0 else RowOutput(error=_BAD_LOGITS)
-            for token_id in lists.pop(0)
+            for token_id in token_ids.tolist()
         ]
-        for rows, _, _ in self.logprobs:
-            for (row, count), ids, values in zip(rows, lists.pop(0), lists.pop(0), strict=True):
+        for rows, counts, _ in self.logprobs:
+            for row, entry in zip(rows, entries(rest[:3], counts), strict=True):
                 if not outputs[row].error:
-                    outputs[row].logprobs = [TokenLogprobs(ids[: count + 1], values[: count + 1])]
+                    outputs[row].logprobs = [entry]
+            del rest[:3]
         return outputs
 
 
@@ -89,19 +90,22 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], newest: torch.Tensor
     if beams:
         logits[_index(beams, logits)] = torch.log_softmax(_take(logits, beams), dim=-1)
     wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and not row.is_beam]
-    raw = torch.log_softmax(_take(logits, wanted), dim=-1) if wanted else None
-
     edits = collect_edits(rows, logits.shape[1])
+    raw = logits  # without edits they stay as they are
+    if wanted and (edits is not None or len(wanted) < len(rows)):
+        raw = _take(logits, wanted)
+
     assert newest is not None or "uncounted" not in (edits or {}), "the newest tokens are needed"
     drawn = Draw(_choose(logits, rows, edits, newest))
-    if raw is not None:
-        counts = [(i, rows[i].params.logprobs or 0) for i in wanted]
-        drawn.logprobs.append((counts, *_logprobs(raw, _take(drawn.token_ids, wanted))))
+    if wanted:
+        counts = [rows[i].params.logprobs or 0 for i in wanted]
+        chosen = _take(drawn.token_ids, wanted)
+        drawn.logprobs.append((wanted, counts, TopLogprobs.of(raw, chosen, max(counts))))
     if beams:
-        counts = [(i, rows[i].num_candidates) for i in beams]
-        values, ids = _take(logits, beams).topk(min(max(count for _, count in counts), logits.shape[1]))
+        counts = [rows[i].num_candidates for i in beams]
+        values, ids = _take(logits, beams).topk(min(max(counts), logits.shape[1]))
         ids, values = (torch.cat([found[:, :1], found], dim=1) for found in (ids, values))
-        drawn.logprobs.append((counts, ids, values))
+        drawn.logprobs.append((beams, counts, TopLogprobs(ids, values, torch.zeros_like(ids[:, 0]))))
     return drawn
 
 
@@ -150,21 +154,6 @@ def _logit_edits(there: Mapping[str, torch.Tensor], newest: torch.Tensor | None)
     uncounted = there.get("uncounted")
     known = None if newest is None or uncounted is None else torch.where(uncounted, newest, -1)
     return LogitEdits(**{name: there[name] for name in _EDITS}, newest=known)
-
-
-def _logprobs(log_probs: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lists the chosen token of each row, then the MAX_LOGPROBS most likely ones in descending order.
-
-    Args:
-        log_probs: float32 [n, V].
-        token_ids: int64 [n].
-
-    Returns:
-        ids and log-probabilities, [n, MAX_LOGPROBS + 1] or as many as there are tokens.
-    """
-    chosen = token_ids.clamp(min=0)[:, None]
-    values, ids = log_probs.topk(min(MAX_LOGPROBS, log_probs.shape[1]))
-    return torch.cat([chosen, ids], dim=1), torch.cat([log_probs.gather(1, chosen), values], dim=1)
 
 
 def _index(values: list[int], like: torch.Tensor) -> torch.Tensor:
