@@ -260,6 +260,38 @@ def test_logprobs_come_as_json(tiny: TinyServer) -> None:
 
 
 @pytest.mark.row("A13")
+@pytest.mark.row("A15", clauses=("prompt",))
+@pytest.mark.parametrize("model", ["generator", "chat"])
+def test_prompt_logprobs_and_echo_are_those_of_transformers(tiny: TinyServer, model: str) -> None:
+    """Once per request, with its first response; asking for other outputs asks for none."""
+    from transformers import AutoModelForCausalLM
+
+    name = "prompt_logprobs" if model == "generator" else "num_prompt_logprobs"
+    asked = {"text_input": PROMPT, "max_tokens": 6, "ignore_eos": True, name: 2}
+    reply = stream(tiny.server.grpc_url, model, {**asked, "exclude_input_in_output": False})
+    (result,) = (one for one in reply.results if one.as_numpy("text_output") is not None)
+    assert result.as_numpy("text_output")[0].decode() == PROMPT + engine_text(
+        tiny, PROMPT, max_tokens=6, ignore_eos=True
+    )
+    first, *found = json.loads(result.as_numpy("prompt_logprobs")[0])
+    ids = tiny.llm.encode(PROMPT)
+    oracle = AutoModelForCausalLM.from_pretrained(tiny.checkpoint, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        rows = torch.log_softmax(oracle(torch.tensor([ids])).logits[0, :-1], -1)
+    assert first is None and [entry["token_id"] for entry in found] == ids[1:]
+    for entry, row in zip(found, rows, strict=True):
+        assert entry["logprob"] == pytest.approx(float(row[entry["token_id"]]), abs=1e-4)
+        top = row.topk(2)
+        assert list(map(int, entry["top"])) == top.indices.tolist()
+        assert list(entry["top"].values()) == pytest.approx(top.values.tolist(), abs=1e-4)
+    streamed = stream(tiny.server.grpc_url, model, {**asked, "stream": True, "stream_interval": 1})
+    told = [one.as_numpy("prompt_logprobs") for one in streamed.results]
+    assert json.loads(told[0][0]) == [first, *found] and len(told) > 2
+    assert all(one is None for one in told[1:])
+    named = stream(tiny.server.grpc_url, model, asked, outputs=["text_output"])
+    assert all(one.as_numpy("prompt_logprobs") is None for one in named.results)
+
+
 def test_stop_strings_through_the_server(tiny: TinyServer) -> None:
     full = engine_text(tiny, PROMPT, max_tokens=60, ignore_eos=True)
     stop = full[len(full) // 2 :][:4]

@@ -64,6 +64,7 @@ class World:
             }
         elif n == 1 and rng.random() < 0.5:
             choices["seed"] = None
+        choices["prompt_logprobs"] = rng.choice((None, None, 2))
         now = engine.clock()
         scheduling = SchedulingParams(
             priority=rng.choice((0, 0, 0, -1, 2)),

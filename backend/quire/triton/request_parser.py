@@ -367,7 +367,7 @@ class RequestParser:
                 cumulative=stream and control.get("output_mode") == "cumulative",
                 scheduling=scheduling,
                 arrived_at=raw.arrived_at,
-                echo=text if echo_wanted else "",
+                echo=self._echo(token_ids, text, params) if echo_wanted else "",
                 embeds=embeds,
                 buffer=raw.embeds,
                 stops=stops,
@@ -378,6 +378,13 @@ class RequestParser:
         )
         first.others = others
         return first
+
+    def _echo(self, token_ids: list[int], text: str, params: SamplingParams) -> str:
+        """The prompt as text; decoded where it was given otherwise and there is a tokenizer."""
+        if text or self.tokenizer is None:
+            return text
+        decoded: str = self.tokenizer.hf.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
+        return decoded
 
     def _intervals(self, control: Mapping[str, int]) -> tuple[int, int]:
         """Tokens and milliseconds: the request's own, or the model's where it states neither."""
