@@ -244,7 +244,6 @@ class RequestOutput:
     """Which of the request's prompts the choice belongs to, where it has several."""
     num_reasoning_tokens: int = 0
     """Tokens of the choice so far behind the tag that opens reasoning, up to the closing one with its own."""
-    """Tokens of the choice so far that are reasoning, and no part of the answer."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Of each token of the prompt, None for the first; on the first output of choice 0 alone."""
     others: list[RequestOutput] = field(default_factory=list)

@@ -237,9 +237,8 @@ class OutputProcessor:
         text, self._text = self._text, ""
         token_ids, self._token_ids, self._num_decoded = self._token_ids, [], 0
         logprobs, self._logprobs = self._logprobs, []
-        output = RequestOutput(
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
-        return RequestOutput(
+        output = RequestOutput(
             request_id=self.request_id,
             text=text,
             token_ids=token_ids,
