@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.errors import EngineError
+from quire.errors import EngineError, InvalidArgumentError
 from quire.frontend.bad_words import with_bad_words_ids
 from quire.frontend.chat.formats import Answer, ChatParsing
 from quire.frontend.output_processor import RequestProcessor
@@ -101,11 +101,13 @@ class LLM:
             for prompt, one, image, plan in zip(batch, each, images, plans, strict=True):
                 token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 request_id = f"llm-{next(self._ids)}"
+                chat = None if chats is None else chats[len(processors)]
+                if one.thinking_budget is not None:
+                    one = self._with_thinking(one, chat)
                 if one.bad_words and self.tokenizer is not None:
                     one = with_bad_words_ids(one, self.tokenizer)
                 request_ids.append(request_id)
                 self.core.add_request(request_id, token_ids, one, scheduling=plan, embeds=image)
-                chat = None if chats is None else chats[len(processors)]
                 processors[request_id] = RequestProcessor(
                     request_id,
                     len(token_ids),
@@ -144,6 +146,13 @@ class LLM:
             raise EngineError(f"{self.config.model.model}: no tokenizer, so no chat template")
         token_ids, chat = self.tokenizer.encode_chat(json.dumps(messages))
         return self.generate([token_ids], chats=[chat], **sampling)[0]
+
+    def _with_thinking(self, params: SamplingParams, chat: ChatFormat | None) -> SamplingParams:
+        if self.tokenizer is None or self._chat_parsing is None:
+            raise InvalidArgumentError("thinking_budget", "needs a tokenizer, and this checkpoint has none")
+        return self._chat_parsing.with_thinking(
+            params, chat, partial(self.tokenizer.encode, add_special_tokens=False)
+        )
 
     def _new_answer(self, chat: ChatFormat | None, params: SamplingParams) -> Callable[[], Answer] | None:
         if chat is None or self._chat_parsing is None or not self._chat_parsing.wants(chat):

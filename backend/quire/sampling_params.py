@@ -37,7 +37,19 @@ MAX_BIAS = 100
 
 _Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
+_SomeIds = Annotated[tuple[_Count, ...], Meta(min_length=1, max_length=256)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    """Tokens around a model's reasoning, for `thinking_budget`."""
+
+    is_open: bool
+    """Whether the prompt ends within reasoning."""
+    open_ids: _SomeIds
+    end_ids: _SomeIds
+    forced_ids: _SomeIds
+    """What ends reasoning whose budget is used up; it begins with `end_ids`."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -90,6 +102,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     early_stopping: bool | None = False
     """Beam search ends with `beam_width` finished beams (True), when no better one is likely (False), or
     when none is possible (None; transformers' "never")."""
+    thinking_budget: _Count | None = None
+    """Most tokens of reasoning; then the closing tag is forced. None: no limit."""
+    thinking: Thinking | None = None
+    """Of the model's reasoning format; the frontend fills it where there is a budget."""
     structured_output: StructuredOutput | None = None
     """The grammar that the output follows; None: none."""
 
@@ -203,7 +219,7 @@ _SPECIAL: dict[str, Callable[[str, Any], Any]] = {
 _CONVERTERS = {
     name: _SPECIAL.get(name) or converter(kind)
     for name, kind in get_type_hints(SamplingParams, include_extras=True).items()
-    if name != "bad_words_ids"
+    if name not in ("bad_words_ids", "thinking")
 }
 
 SAMPLING_FIELDS: tuple[str, ...] = tuple(_CONVERTERS)
@@ -285,6 +301,8 @@ def check_together(params: SamplingParams) -> None:
             raise fail("best_of", "must not be given with beam_width")
         if params.n > params.beam_width:
             raise fail("n", f"must not exceed beam_width ({params.beam_width}), got {params.n}")
+        if params.thinking_budget is not None:
+            raise fail("thinking_budget", "must not be given with beam_width")
         if not params.is_greedy:
             raise fail("beam_width", "beams are searched, not sampled: temperature must be 0")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:

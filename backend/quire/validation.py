@@ -34,6 +34,7 @@ def check_token_parameters(params: SamplingParams, vocab_size: int) -> None:
     named = {
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": tuple(params.logit_bias),
+        "thinking_budget": _thinking_ids(params),
         "bad_words": tuple(itertools.chain.from_iterable(params.bad_words_ids)),
     }
     for field, token_ids in named.items():
@@ -64,3 +65,8 @@ def check_choices(params: SamplingParams, max_num_seqs: int) -> None:
         raise InvalidArgumentError(
             field, f"at most {max_num_seqs} (max_num_seqs of the engine), got {params.num_sequences}"
         )
+
+
+def _thinking_ids(params: SamplingParams) -> tuple[int, ...]:
+    tags = params.thinking
+    return () if tags is None else (*tags.open_ids, *tags.end_ids, *tags.forced_ids)

@@ -143,6 +143,7 @@ SAMPLING_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("beam_width", "TYPE_INT32", doc="Above 1: beam search; the n best beams are returned."),
     TensorSpec("length_penalty", "TYPE_FP32", doc="Beams are ranked by logprob / length ** this."),
     TensorSpec("early_stopping", "TYPE_BOOL", doc="Beam search ends with beam_width finished beams."),
+    TensorSpec("thinking_budget", "TYPE_INT32", doc="Most tokens of reasoning in an answer to messages."),
     TensorSpec(
         "structured_output",
         "TYPE_STRING",

@@ -345,6 +345,8 @@ class RequestParser:
         interval, interval_ms = self._intervals(control)
         info = self.info()
         prompts, chat = self._prompts(raw, info)
+        if params.thinking_budget is not None:
+            params = self._with_thinking(params, chat)
         new_answer = self._new_answer(chat, params)
         skips_empty = raw.requested_outputs == _OUTPUT_NAMES
         if new_answer is not None and skips_empty:
@@ -403,6 +405,13 @@ class RequestParser:
         if params.bad_words:
             params = with_bad_words_ids(params, self.tokenizer)
         return params
+
+    def _with_thinking(self, params: SamplingParams, chat: ChatFormat | None) -> SamplingParams:
+        if self.tokenizer is None or self.chat_parsing is None:
+            raise InvalidArgumentError("thinking_budget", "needs a tokenizer, and this checkpoint has none")
+        return self.chat_parsing.with_thinking(
+            params, chat, partial(self.tokenizer.encode, add_special_tokens=False)
+        )
 
     def _new_answer(self, chat: ChatFormat | None, params: SamplingParams) -> Callable[[], Answer] | None:
         parsing = self.chat_parsing

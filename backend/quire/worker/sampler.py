@@ -9,6 +9,8 @@ Order of the transforms: repetition penalty, presence and frequency penalties, l
 typical-p. A bias cannot revive a banned token. Ties: greedy takes the lowest id; a filter keeps every
 token tied with the last one it keeps, so that the outcome does not depend on the order of a sort.
 
+What `thinking_budget` forces takes the place of what was drawn, whatever the transforms say.
+
 When the bans leave a row no token at all, the row's bans are lifted for that step: a request that
 asked for the impossible gets its most plausible violation instead of an error in mid-stream.
 
@@ -97,6 +99,9 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], newest: torch.Tensor
 
     assert newest is not None or "uncounted" not in (edits or {}), "the newest tokens are needed"
     drawn = Draw(_choose(logits, rows, edits, newest))
+    thinking = [i for i, row in enumerate(rows) if row.params.thinking is not None]
+    if thinking:
+        _force(drawn.token_ids, [(i, rows[i].forced_token()) for i in thinking])
     if wanted:
         counts = [rows[i].params.logprobs or 0 for i in wanted]
         chosen = _take(drawn.token_ids, wanted)
@@ -107,6 +112,14 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], newest: torch.Tensor
         ids, values = (torch.cat([found[:, :1], found], dim=1) for found in (ids, values))
         drawn.logprobs.append((beams, counts, TopLogprobs(ids, values, torch.zeros_like(ids[:, 0]))))
     return drawn
+
+
+def _force(token_ids: torch.Tensor, wanted: Sequence[tuple[int, int | None]]) -> None:
+    """Puts tokens (row, token; None: any) in the place of those drawn, but for rows that failed."""
+    forced = [(row, token_id) for row, token_id in wanted if token_id is not None]
+    if forced:
+        rows, values = (_index(list(column), token_ids) for column in zip(*forced, strict=True))
+        token_ids[rows] = torch.where(token_ids[rows] < 0, -1, values)
 
 
 def _choose(

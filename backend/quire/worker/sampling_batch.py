@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.sampling_params import SamplingParams
-from quire.worker.token_history import BadWords, FloatArray, IntArray, TokenHistory
+from quire.worker.token_history import BadWords, FloatArray, IntArray, ThinkingBudget, TokenHistory
 
 _LEAST_REPETITION = np.finfo(np.float32).tiny
 """A penalty below the smallest normal number would turn 0 / p into NaN."""
@@ -51,6 +51,7 @@ class SamplingRow:
     _history: TokenHistory | None = field(default=None, init=False, repr=False, compare=False)
     _bad_words: BadWords | None = field(default=None, init=False, repr=False, compare=False)
     _biases: tuple[IntArray, FloatArray] | None = field(default=None, init=False, repr=False, compare=False)
+    _thinking: ThinkingBudget | None = field(default=None, init=False, repr=False, compare=False)
     _ends: IntArray | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -76,7 +77,9 @@ class SamplingRow:
     def wants_best_only(self) -> bool:
         """True when the largest of the model's own logits is all that matters."""
         params = self.params
-        return params.is_greedy and not (self.is_beam or self.has_transforms or params.logprobs is not None)
+        return params.is_greedy and not (
+            self.is_beam or self.has_transforms or params.thinking is not None or params.logprobs is not None
+        )
 
     @property
     def num_candidates(self) -> int:
@@ -94,7 +97,10 @@ class SamplingRow:
     @property
     def needs_tokens(self) -> bool:
         """True when the host has to know all tokens before one is drawn, beyond what the model sees."""
-        return bool(self.params.no_repeat_ngram_size or self.params.bad_words_ids)
+        params = self.params
+        if params.thinking is not None and not (self._thinking is not None and self._thinking.is_over):
+            return True
+        return bool(params.no_repeat_ngram_size or params.bad_words_ids)
 
     @property
     def is_uncounted(self) -> bool:
@@ -112,6 +118,16 @@ class SamplingRow:
             )
         self._history.catch_up(self.token_ids)
         return self._history
+
+    def forced_token(self) -> int | None:
+        """The token that must come next, as `thinking_budget` is used up."""
+        params = self.params
+        if params.thinking is None or params.thinking_budget is None:
+            return None
+        if self._thinking is None or self._thinking.num_seen > len(self.token_ids):
+            num_prompt_tokens = max(self.num_prompt_tokens, 0)
+            self._thinking = ThinkingBudget(params.thinking, params.thinking_budget, num_prompt_tokens)
+        return self._thinking.next(self.token_ids)
 
     def biases(self) -> tuple[IntArray, FloatArray]:
         """`logit_bias` as tokens and values, [b] each."""

@@ -17,6 +17,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
+from quire.sampling_params import Thinking
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
@@ -234,3 +236,60 @@ class TokenHistory:
     def ngram_bans(self) -> list[IntArray]:
         """Tokens that would repeat an n-gram of prompt and output; some may be there twice."""
         return [] if self._ngrams is None else self._ngrams.followers()
+
+
+class ThinkingBudget:
+    """Says which token must come next of a request that has thought for long enough.
+
+    Reasoning begins behind the opening tag, or with the output where that is in the prompt, and ends with the
+    closing tag. Its `budget`-th token is followed by what is forced, of which the model may have written the
+    first tokens itself. All of it is known by the tokens alone, so a request that resumes goes on alike.
+    """
+
+    __slots__ = ("_begin", "_budget", "_num_forced", "_num_prompt", "_tags", "is_over", "num_seen")
+
+    _SLACK = 4
+    """Tokens, such as line feeds, that may come before the opening tag."""
+
+    def __init__(self, tags: Thinking, budget: int, num_prompt_tokens: int) -> None:
+        self._tags, self._budget, self._num_prompt = tags, budget, num_prompt_tokens
+        self.num_seen = num_prompt_tokens
+        self._begin = num_prompt_tokens if tags.is_open else -1
+        """Index of the first token of reasoning; -1: it has not begun."""
+        self._num_forced = 0 if tags.is_open and not budget else -1
+        """How much of what is forced is there; -1: nothing is to be forced yet."""
+        self.is_over = False
+        """Whether nothing will be forced any more."""
+
+    def next(self, token_ids: Sequence[int]) -> int | None:
+        """The token that must follow these, prompt and output, or None."""
+        for index in range(self.num_seen, len(token_ids)):
+            if self.is_over:
+                break
+            self._see(token_ids, index + 1)
+        self.num_seen = len(token_ids)
+        return None if self.is_over or self._num_forced < 0 else self._tags.forced_ids[self._num_forced]
+
+    def _see(self, token_ids: Sequence[int], end: int) -> None:
+        """Takes the token before `end`."""
+        tags = self._tags
+        if self._num_forced >= 0:
+            self._num_forced += 1
+            self.is_over = self._num_forced == len(tags.forced_ids)
+            return
+        if self._begin < 0:
+            size = len(tags.open_ids)
+            begin = end - size
+            if begin >= self._num_prompt and tuple(token_ids[begin:end]) == tags.open_ids:
+                self._begin = end
+            else:
+                self.is_over = begin >= self._num_prompt + self._SLACK
+                return
+        size = len(tags.end_ids)
+        if end - self._begin >= size and tuple(token_ids[end - size : end]) == tags.end_ids:
+            self.is_over = True
+        elif end - self._begin >= self._budget:
+            written = min(len(tags.forced_ids) - 1, end - self._begin)
+            while tuple(token_ids[end - written : end]) != tags.forced_ids[:written]:
+                written -= 1
+            self._num_forced = written

@@ -6,15 +6,19 @@ model writes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from quire.errors import InvalidArgumentError
 from quire.frontend.chat.machine import AnswerParser, TextMachine
 from quire.frontend.chat.sink import AnswerSink
 from quire.frontend.chat.thinking import ThinkSplitter
 from quire.frontend.chat.tool_formats import DeepSeek, Glm, Harmony, Hermes, Llama, Mistral, Plain
 from quire.frontend.detokenizer import TokenDecoder
+from quire.sampling_params import SamplingParams, Thinking
 from quire_ensemble.chat_format import ChatFormat
 
 
@@ -130,6 +134,28 @@ class ChatParsing:
         tags = REASONING_FORMATS[self.reasoning]
         both = tags.open_tag, tags.close_tag
         return Answer(sink, ThinkSplitter(sink, machine, both, is_open=self.is_open(chat)), self.decoder)
+
+    def with_thinking(
+        self, params: SamplingParams, chat: ChatFormat | None, encode: Callable[[str], list[int]]
+    ) -> SamplingParams:
+        """`params` with `thinking` filled from `thinking_budget`.
+
+        Args:
+            encode: token ids of a text, without those that a tokenizer adds.
+
+        Raises:
+            InvalidArgumentError: the answer has no reasoning that is known as such.
+        """
+        if chat is None or not self.reasoning:
+            raise InvalidArgumentError(
+                "thinking_budget",
+                "needs chat messages, and a model whose reasoning_parser is not none",
+            )
+        tags = REASONING_FORMATS[self.reasoning]
+        texts = tags.open_tag, tags.close_tag, tags.forced or tags.close_tag
+        return msgspec.structs.replace(
+            params, thinking=Thinking(self.is_open(chat), *(tuple(encode(text)) for text in texts))
+        )
 
     def is_open(self, chat: ChatFormat) -> bool:
         """Whether the prompt ends within reasoning."""
