@@ -91,9 +91,12 @@ class Workload:
     seed: int = 0
 
     def input_data(self) -> dict[str, Any]:
-        """perf_analyzer's `--input-data`; it goes round these prompts."""
+        """perf_analyzer's `--input-data`; it goes round these prompts.
+
+        A model takes several in a request, so the shape of `text_input` must be said."""
         fixed = {"max_tokens": [self.max_tokens], "ignore_eos": [True], "stream": [True]}
-        return {"data": [{"text_input": [p], **fixed} for p in prompts(self.num_prompts, seed=self.seed)]}
+        texts = prompts(self.num_prompts, seed=self.seed)
+        return {"data": [{"text_input": {"content": [text], "shape": [1]}, **fixed} for text in texts]}
 
 
 def parse_export(document: Mapping[str, Any], *, max_tokens: int | None = None) -> list[RequestRecord]:

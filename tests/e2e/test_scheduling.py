@@ -181,6 +181,7 @@ def test_beams_come_best_first(served: TinyServer) -> None:
 
 
 @pytest.mark.row("B13", clauses=("header", "quota"))
+@pytest.mark.row("G21", clauses=("quotas",))
 def test_a_tenants_quota_by_header_through_the_ensembles(served: TinyServer) -> None:
     """gRPC lower-cases headers; HTTP keeps their case, and forwards them with `infer` only."""
 

@@ -213,7 +213,8 @@ def test_an_export_that_is_not_whole_is_an_error(
 def test_input_data_has_fixed_lengths_and_different_prompts() -> None:
     entries = perf_analyzer.Workload(max_tokens=12, num_prompts=20).input_data()["data"]
     assert all(e["max_tokens"] == [12] and e["ignore_eos"] == [True] for e in entries)
-    assert len({e["text_input"][0] for e in entries}) == 20
+    assert len({e["text_input"]["content"][0] for e in entries}) == 20
+    assert all(e["text_input"]["shape"] == [1] for e in entries)
 
 
 # --- load generator ---
