@@ -4,8 +4,8 @@ The backend's `auto_complete_config` declares these, its request parser reads th
 builder renders `config.pbtxt` files from them. Imports nothing but the standard library: it is loaded in
 Triton's short-lived auto-complete stub.
 
-Conventions: `max_batch_size` is 0, so `dims` are the whole shape; -1 is a free dimension. Every input is
-optional for Triton; that exactly one prompt source is given is checked per request.
+Conventions: `max_batch_size` is 0, so `dims` are the whole shape (but see `inputs_of`); -1 is a free
+dimension. Every input is optional for Triton; that exactly one prompt source is given is checked per request.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class TensorSpec:
         """The dict that `auto_complete_model_config.add_output` takes."""
         return {"name": self.name, "data_type": self.datatype, "dims": list(self.dims)}
 
+
+MAX_PROMPTS = 256
+"""Prompts in one request."""
 
 PROMPT_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("text_input", "TYPE_STRING", (-1,), doc="Prompts as UTF-8 text; special tokens are added."),
@@ -195,3 +198,67 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("cumulative_logprob", "TYPE_FP32", doc="Sum of the choice's log-probabilities so far."),
     TensorSpec("timing", "TYPE_STRING", doc="JSON: queue, prefill, decode, total, ... in milliseconds."),
 )
+
+
+_SCALARS = {
+    "TYPE_INT32": (
+        "request_output_len input_lengths end_id pad_id runtime_top_k min_length num_return_sequences "
+        "num_draft_tokens runtime_top_p_reset_ids prompt_vocab_size "
+        "sampling_param_best_of sampling_param_top_k sampling_param_max_tokens"
+    ),
+    "TYPE_UINT64": "random_seed sampling_param_seed",
+    "TYPE_FP32": (
+        "runtime_top_p runtime_top_p_min runtime_top_p_decay len_penalty beam_search_diversity_rate "
+        "sampling_param_temperature sampling_param_top_p sampling_param_frequency_penalty "
+        "sampling_param_presence_penalty"
+    ),
+    "TYPE_BOOL": (
+        "streaming return_log_probs return_context_logits return_generation_logits return_perf_metrics "
+        "use_draft_logits sampling_param_exclude_input_from_output sampling_param_return_perf_metrics"
+    ),
+    "TYPE_STRING": "guided_decoding_guide_type guided_decoding_guide",
+}
+
+TENSORRT_LLM_INPUTS: tuple[TensorSpec, ...] = (
+    *(
+        TensorSpec(name, datatype, doc="TensorRT-LLM's name.")
+        for datatype, names in _SCALARS.items()
+        for name in names.split()
+    ),
+    TensorSpec("stop_words", "TYPE_STRING", (-1,), doc="As stop."),
+    TensorSpec("sampling_param_stop", "TYPE_STRING", (-1,), doc="As stop."),
+    TensorSpec("stop_words_list", "TYPE_INT32", (2, -1), doc="Ids of all words; where each ends, then -1."),
+    TensorSpec("bad_words_list", "TYPE_INT32", (2, -1), doc="Ids of all words; where each ends, then -1."),
+    TensorSpec("embedding_bias", "TYPE_FP32", (-1,), doc="Bias of every token id."),
+    TensorSpec("embedding_bias_words", "TYPE_STRING", (-1,), doc="Words whose tokens have a bias."),
+    TensorSpec("embedding_bias_weights", "TYPE_FP32", (-1,), doc="Bias of each of the words."),
+)
+"""TensorRT-LLM's names of inputs that are not ours too; what they mean stands in `quire.triton.dialects`."""
+
+TENSORRT_LLM_OUTPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("sequence_index", "TYPE_INT32", doc="As index."),
+    TensorSpec("sequence_length", "TYPE_INT32", (-1,), doc="Tokens of this response, [1, 1]."),
+    TensorSpec("cum_log_probs", "TYPE_FP32", (-1,), doc="As cumulative_logprob, [1, 1]."),
+    TensorSpec("output_log_probs", "TYPE_FP32", (-1, -1), doc="Of each token of output_ids, [1, 1, n]."),
+)
+
+
+def inputs_of(*, batched: bool) -> tuple[TensorSpec, ...]:
+    """Inputs of a generator.
+
+    Args:
+        batched: whether its max_batch_size is above 0. Then every tensor has a first dimension more, the
+            batch, and the model takes TensorRT-LLM's requests, in which `stop` is a flag.
+    """
+    if not batched:
+        return INPUTS
+    flag = TensorSpec("stop", "TYPE_BOOL", doc="True: end the running request that has this request's id.")
+    return (*(spec for spec in INPUTS if spec.name != "stop"), flag, *TENSORRT_LLM_INPUTS)
+
+
+def outputs_of(*, batched: bool) -> tuple[TensorSpec, ...]:
+    """Outputs of a generator; `output_ids` of a batched one is [1, 1, n], as TensorRT-LLM's."""
+    if not batched:
+        return OUTPUTS
+    ours = (replace(spec, dims=(-1, -1)) if spec.name == "output_ids" else spec for spec in OUTPUTS)
+    return (*ours, *TENSORRT_LLM_OUTPUTS)

@@ -16,7 +16,7 @@ from typing import Any
 
 from quire.config import EngineConfig, load_config_file
 from quire.errors import CheckpointError, ConfigError
-from quire_ensemble.generator_schema import INPUTS, OUTPUTS
+from quire_ensemble.generator_schema import MAX_PROMPTS, inputs_of, outputs_of
 
 
 def complete(config: Any) -> Any:
@@ -26,20 +26,19 @@ def complete(config: Any) -> Any:
         ConfigError: the given configuration asks for what the generator cannot do.
     """
     given = config.as_dict()
-    if given.get("max_batch_size", 0) not in (0, -1):
-        raise ConfigError(
-            f"max_batch_size must be 0, got {given['max_batch_size']}: requests are batched by the engine"
-        )
+    size = given.get("max_batch_size", 0)
+    if size > MAX_PROMPTS:
+        raise ConfigError(f"max_batch_size must be at most {MAX_PROMPTS}, got {size}")
     if given.get("dynamic_batching"):
         raise ConfigError("dynamic_batching must not be set: requests are batched by the engine")
     declared = {kind: {t["name"] for t in given.get(kind, [])} for kind in ("input", "output")}
-    for spec in INPUTS:
+    for spec in inputs_of(batched=size > 0):
         if spec.name not in declared["input"]:
             config.add_input(spec.input_config())
-    for spec in OUTPUTS:
+    for spec in outputs_of(batched=size > 0):
         if spec.name not in declared["output"]:
             config.add_output(spec.output_config())
-    config.set_max_batch_size(0)
+    config.set_max_batch_size(max(0, size))
     if "model_transaction_policy" not in given:
         config.set_model_transaction_policy({"decoupled": True})
     return config
@@ -47,6 +46,11 @@ def complete(config: Any) -> Any:
 
 def is_decoupled(model_config: Mapping[str, Any]) -> bool:
     return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
+
+
+def is_batched(model_config: Mapping[str, Any]) -> bool:
+    """Whether its tensors have a batch dimension."""
+    return int(model_config.get("max_batch_size", 0)) > 0
 
 
 def num_instances(model_config: Mapping[str, Any]) -> int:

@@ -109,6 +109,7 @@ class TritonPythonModel:
             lambda: engine.info,
             config.frontend,
             decoupled=config_completion.is_decoupled(model_config),
+            batched=config_completion.is_batched(model_config),
         )
         self._prefix = uuid.uuid4().hex[:8]
         self._count = 0

@@ -55,6 +55,7 @@ class RequestHandle:
         "_error",
         "_first_sent",
         "_sender",
+        "decode",
         "external_id",
         "last_sent",
         "num_open_choices",
@@ -83,6 +84,8 @@ class RequestHandle:
         """Time of the first response of each."""
         self.step_s = 0.0
         """Seconds between the last two responses of a choice; 0 before there were two."""
+        self.decode: Callable[[list[int]], str] | None = None
+        """The tokenizer's, where responses need the text of single tokens."""
         self._error: Any | None = None
         """The response that ends the request, where it could not be sent yet."""
 
@@ -141,12 +144,18 @@ class RequestHandle:
             names |= {"prompt_logprobs"}
         for name in names:
             if name == "finish_reason":
-                tensors.append(finish_reason_tensor(output.finish_reason or ""))
+                none = "None" if parsed.form == "vllm" else ""
+                tensors.append(finish_reason_tensor(output.finish_reason or none))
                 continue
             if name == "text_output":
                 array = _bytes(echo + output.text if echo else output.text)
             elif name == "timing":
                 array = _bytes(self._timing(output, parsed))
+            elif parsed.form == "vllm" and name == "logprobs":
+                found = b"null" if parsed.hides_logprobs else _vllm_logprobs(output, self.decode)
+                array = np.array([found], dtype=_OBJECT)
+            elif parsed.form == "batched" and name in _BATCHED_ARRAYS:
+                array = _BATCHED_ARRAYS[name](output)
             else:
                 array = _ARRAYS[name](output)
                 if parsed.skips_empty and name in CHAT_OUTPUTS and array[0] in (b"", b"[]"):
@@ -252,6 +261,38 @@ def _logprobs(entries: Sequence[TokenLogprobs | None]) -> bytes:
         ]
     )
 
+
+def _vllm_logprobs(output: RequestOutput, decode: Callable[[list[int]], str] | None) -> bytes:
+    """As vllm_backend writes them: per token an object by token id.
+
+    The rank of a drawn token that is not among the most likely ones is not known beyond that: it is given as
+    the one behind theirs.
+    """
+    entries = []
+    for entry in output.logprobs or []:
+        (drawn, *top), (logprob, *logprobs) = entry.token_ids, entry.logprobs
+        ranked = {token: (one, rank) for rank, (token, one) in enumerate(zip(top, logprobs, strict=True), 1)}
+        ranked.setdefault(drawn, (logprob, len(top) + 1))
+        entries.append(
+            {
+                token: {"logprob": one, "rank": rank, "decoded_token": decode([token]) if decode else ""}
+                for token, (one, rank) in ranked.items()
+            }
+        )
+    return msgspec.json.encode(entries)
+
+
+_BATCHED_ARRAYS: dict[str, Callable[[RequestOutput], Any]] = {
+    "output_ids": lambda output: np.array([[output.token_ids]], dtype=np.int32),
+    "batch_index": lambda output: np.array([[output.item]], dtype=np.int32),
+    "sequence_index": lambda output: np.array([[output.index]], dtype=np.int32),
+    "sequence_length": lambda output: np.array([[len(output.token_ids)]], dtype=np.int32),
+    "cum_log_probs": lambda output: np.array([[output.cumulative_logprob or 0.0]], dtype=np.float32),
+    "output_log_probs": lambda output: np.array(
+        [[[entry.logprobs[0] for entry in output.logprobs or []]]], dtype=np.float32
+    ),
+}
+"""What differs where tensors have a batch dimension and, as TensorRT-LLM's, one for the beams of a row."""
 
 _ARRAYS: dict[str, Callable[[RequestOutput], Any]] = {
     "output_ids": lambda output: np.array(output.token_ids, dtype=np.int32),

@@ -36,6 +36,7 @@ from quire.sampling_params import (
     parse_sampling_params,
 )
 from quire.scheduling_params import SchedulingParams
+from quire.triton.dialects import Translation, rows, translate
 from quire.triton.scheduling_fields import ALIASES, HEADERS, SCHEDULING_FIELDS, parse_scheduling_params
 from quire.validation import (
     check_prompt,
@@ -50,13 +51,15 @@ from quire_ensemble.errors import InputError
 from quire_ensemble.generator_schema import (
     CONTROL_INPUTS,
     INPUTS,
-    OUTPUTS,
+    MAX_PROMPTS,
     PROMPT_INPUTS,
     SAMPLING_INPUTS,
     SCHEDULING_INPUTS,
+    TENSORRT_LLM_INPUTS,
+    outputs_of,
 )
 
-_SPECS = {spec.name: spec for spec in INPUTS}
+_SPECS = {spec.name: spec for spec in (*TENSORRT_LLM_INPUTS, *INPUTS)}
 _SAMPLING_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS)
 _SCHEDULING_NAMES = frozenset(spec.name for spec in SCHEDULING_INPUTS)
 _INTERVALS = {
@@ -68,23 +71,31 @@ _CONTROL: dict[str, Callable[[str, Any], Any]] = {
     spec.name: _INTERVALS.get(spec.name, boolean) for spec in CONTROL_INPUTS
 }
 _CONTROL["output_mode"] = one_of("delta", "cumulative", "final")
-_OUTPUT_NAMES = frozenset(spec.name for spec in OUTPUTS)
 _LAST_OUTPUTS = frozenset({"stop_reason", "timing", "num_reasoning_tokens"})
 """Known when a choice has ended; what asks for one of them gets it with the last response."""
 CHAT_OUTPUTS = frozenset({"reasoning_output", "tool_calls"})
 """What an answer to chat messages has besides its text."""
+_LOGPROB_OUTPUTS = frozenset({"logprobs", "cumulative_logprob", "cum_log_probs", "output_log_probs"})
 _PROMPT_NAMES = tuple(spec.name for spec in PROMPT_INPUTS)
 
 _SEQUENCE_END = 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
 
-MAX_PROMPTS = 256
-"""Prompts in one request."""
 MAX_SEQUENCES = 1024
 """Choices of all of a request's prompts together."""
+
+MAX_WORD_TOKENS = 4096
+"""Token ids of all words of a list."""
+MAX_BIASED_WORDS = 1024
 
 _MOST_ENTRIES = {
     "text_input": MAX_PROMPTS,
     "stop": MAX_STOP_STRINGS,
+    "stop_words": MAX_STOP_STRINGS,
+    "sampling_param_stop": MAX_STOP_STRINGS,
+    "stop_words_list": 2 * MAX_WORD_TOKENS,
+    "bad_words_list": 2 * MAX_WORD_TOKENS,
+    "embedding_bias_words": MAX_BIASED_WORDS,
+    "embedding_bias_weights": MAX_BIASED_WORDS,
     "bad_words": MAX_BAD_WORDS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
 }
@@ -155,6 +166,10 @@ class ParsedRequest:
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     arrived_at: float = 0.0
     """CLOCK_MONOTONIC seconds."""
+    form: str = "quire"
+    """How tensors are written: "batched" with TensorRT-LLM's ranks, "vllm" with vllm_backend's JSON."""
+    hides_logprobs: bool = False
+    """Whether they are asked for by the sum alone: vllm_backend's `logprobs` is null then."""
     cumulative: bool = False
     """Whether every response repeats what those before it said."""
     new_answer: Callable[[], Answer] | None = None
@@ -181,6 +196,7 @@ class RequestParser:
         defaults: sampling defaults of the checkpoint.
         info: the engine's limits; a callable since a restarted engine may answer differently.
         decoupled: whether the model may stream.
+        batched: whether its tensors have a batch dimension.
     """
 
     def __init__(
@@ -191,11 +207,15 @@ class RequestParser:
         config: FrontendConfig,
         *,
         decoupled: bool,
+        batched: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_parsing: ChatParsing | None = None
         if tokenizer is not None:
             self.chat_parsing = ChatParsing(tokenizer.hf, config.tool_parser, config.reasoning_parser)
+        self.batched = batched
+        self._form = "batched" if batched else config.dialect
+        self._all_outputs = frozenset(spec.name for spec in outputs_of(batched=batched))
         self.defaults = defaults
         self.info = info
         self.config = config
@@ -230,6 +250,8 @@ class RequestParser:
             array = tensor.as_numpy()
             self._check_elements(name, array, info)
             if name == "image_embeds":
+                if self.batched and array.ndim:
+                    raw.shapes[name], array = array.shape, array.reshape(-1, array.shape[-1])
                 if array.size:
                     raw.embeds = SharedBuffer(array, self.config.max_embeds_bytes)
                 continue
@@ -241,16 +263,21 @@ class RequestParser:
 
     def _check_elements(self, name: str, array: np.ndarray, info: EngineInfo) -> None:
         """Refuses by its number of elements what is no good whatever the elements are."""
-        if _SPECS[name].dims == (1,):
-            if array.size != 1:
+        rows = max(1, array.shape[0]) if self.batched and array.ndim else 1
+        if rows > MAX_PROMPTS:
+            raise InvalidArgumentError(name, f"a batch of at most {MAX_PROMPTS} is allowed, got {rows}")
+        if _SPECS[name].dims == (1,) or array.dtype == np.bool_:
+            if array.size != rows:
                 raise InvalidArgumentError(name, f"must hold exactly one element, got shape {array.shape}")
         elif name == "input_ids":
-            check_prompt_length(array.size, info.max_model_len)
+            check_prompt_length(array.size // rows, info.max_model_len)
         else:
             most = _MOST_ENTRIES.get(name)
+            if name == "embedding_bias":
+                most = info.vocab_size
             if most is None:
                 most = info.max_model_len * _PER_TOKEN.get(name, info.hidden_size)
-            if array.size > most:
+            if array.size > most * rows:
                 raise InvalidArgumentError(name, f"at most {most} elements are allowed, got {array.size}")
             if name == "text_input" and not array.size:
                 raise InvalidArgumentError(name, "must hold at least one text")
@@ -264,8 +291,38 @@ class RequestParser:
 
     def parse(self, raw: RawRequest) -> ParsedRequest:
         """Raises InvalidArgumentError naming the field and the limit; has no effect then."""
+        if not self.batched:
+            return self._parse(raw)
+        parts = rows(raw, MAX_PROMPTS if self.decoupled else 1)
+        if len(parts) == 1:
+            return self._parse(parts[0])
+        found = []
+        for number, part in enumerate(parts):
+            try:
+                found.append(self._parse(part))
+            except InvalidArgumentError as error:
+                raise InvalidArgumentError(f"{error.field}[{number}]", error.reason) from None
+        return _together(found)
+
+    def _parse(self, raw: RawRequest) -> ParsedRequest:
+        """A request, or one row of a batch."""
+        translation = translate(raw, self.tokenizer, self.info().vocab_size)
+        try:
+            return self._parse_translated(translation)
+        except InvalidArgumentError as error:
+            theirs = translation.names.get(error.field)
+            if theirs is None:
+                raise
+            raise InvalidArgumentError(theirs, error.reason) from None
+
+    def _parse_translated(self, translation: Translation) -> ParsedRequest:
+        raw = translation.raw
         parameters, headers = _parameters(raw)
-        from_json = _json_parameters(raw)
+        parameters = translation.values(parameters)
+        cancel = translation.cancel
+        if isinstance(parameters.get("stop"), bool):
+            cancel = parameters.pop("stop") or cancel
+        from_json = translation.values(_json_parameters(raw))
         control = {
             name: _CONTROL[name](name, value)
             for source in (parameters, from_json, _typed(raw, _CONTROL.keys()))
@@ -292,15 +349,14 @@ class RequestParser:
             correlation_id=raw.correlation_id,
             sequence_end=raw.sequence_end,
         )
-        if control.get("cancel", False):
+        if control.get("cancel", cancel):
             if not raw.external_id:
                 raise InvalidArgumentError(
                     "cancel", "needs the id of the request to cancel as its request id"
                 )
-            outputs = raw.requested_outputs
-            return ParsedRequest(
-                [], self.defaults, raw.external_id, outputs, outputs, cancel=True, scheduling=scheduling
-            )
+            cancellation = self._command(raw)
+            cancellation.cancel, cancellation.scheduling = True, scheduling
+            return cancellation
         if "cache_control" in raw.tensors:
             command = parse_cache_command(raw.tensors["cache_control"][0])
             is_allowed = self.config.allow_cache_control or isinstance(command, Health)
@@ -308,15 +364,25 @@ class RequestParser:
                 command, is_allowed = Requests(scheduling.tenant), True
             if not is_allowed:
                 raise InvalidArgumentError("cache_control", "is not allowed here (allow_cache_control)")
-            outputs = raw.requested_outputs
-            if outputs == _OUTPUT_NAMES:
-                outputs = frozenset({"text_output", "finish_reason"})
-            return ParsedRequest([], self.defaults, "", outputs, outputs, cache_control=command)
+            control_request = self._command(raw)
+            control_request.cache_control = command
+            return control_request
 
-        params = self._sampling(_typed(raw, _SAMPLING_NAMES), from_json, parameters)
+        typed = _typed(raw, _SAMPLING_NAMES)
+        for name, value in translation.sampling.items():
+            typed[name] = [*value, *typed.get(name, [])] if isinstance(value, list) else value
+        if self.batched and "beam_width" in typed:
+            typed.setdefault("n", typed["beam_width"])  # TensorRT-LLM returns every beam
+        params = self._sampling(typed, from_json, parameters)
+        if translation.bad_words_ids:
+            ids = params.bad_words_ids + translation.bad_words_ids
+            params = msgspec.structs.replace(params, bad_words_ids=ids)
         num_prompts = max(1, len(raw.tensors.get("text_input", ())))
-        outputs, final_outputs = _outputs(raw.requested_outputs, control, params, stream, num_prompts)
-        if params.logprobs is None and outputs & {"logprobs", "cumulative_logprob"}:
+        outputs, final_outputs = _outputs(
+            raw.requested_outputs, control, params, stream, num_prompts, self.config, self._all_outputs
+        )
+        hides_logprobs = params.logprobs is None
+        if params.logprobs is None and final_outputs & _LOGPROB_OUTPUTS:
             params = parse_sampling_params({"logprobs": 0}, defaults=params)
         if "prompt_logprobs" in outputs and params.prompt_logprobs is None:
             params = parse_sampling_params({"prompt_logprobs": 0}, defaults=params)
@@ -339,7 +405,8 @@ class RequestParser:
                 f"at most {MAX_SEQUENCES} choices of all prompts together, "
                 f"got {num_prompts} x {params.num_sequences}",
             )
-        echo_wanted = not control.get("exclude_input_in_output", True)
+        excludes = stream or self.config.dialect == "quire"
+        echo_wanted = not control.get("exclude_input_in_output", excludes)
         if echo_wanted and stream:
             raise InvalidArgumentError("exclude_input_in_output", "must be true when streaming")
         interval, interval_ms = self._intervals(control)
@@ -348,7 +415,7 @@ class RequestParser:
         if params.thinking_budget is not None:
             params = self._with_thinking(params, chat)
         new_answer = self._new_answer(chat, params)
-        skips_empty = raw.requested_outputs == _OUTPUT_NAMES
+        skips_empty = raw.requested_outputs == self._all_outputs
         if new_answer is not None and skips_empty:
             outputs, final_outputs = outputs | CHAT_OUTPUTS, final_outputs | CHAT_OUTPUTS
         check_token_parameters(params, info.vocab_size)
@@ -375,6 +442,8 @@ class RequestParser:
                 stops=stops,
                 new_answer=new_answer,
                 skips_empty=skips_empty,
+                form=self._form,
+                hides_logprobs=hides_logprobs,
             )
             for token_ids, text in prompts
         )
@@ -387,6 +456,13 @@ class RequestParser:
             return text
         decoded: str = self.tokenizer.hf.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
         return decoded
+
+    def _command(self, raw: RawRequest) -> ParsedRequest:
+        """What is answered and generates nothing."""
+        outputs = raw.requested_outputs
+        if outputs == self._all_outputs:
+            outputs = frozenset({"text_output", "finish_reason"})
+        return ParsedRequest([], self.defaults, raw.external_id, outputs, outputs, form=self._form)
 
     def _intervals(self, control: Mapping[str, int]) -> tuple[int, int]:
         """Tokens and milliseconds: the request's own, or the model's where it states neither."""
@@ -632,12 +708,36 @@ def _streams(control: Mapping[str, Any]) -> bool:
     return stream
 
 
+def _together(rows: list[ParsedRequest]) -> ParsedRequest:
+    """One request of the rows of a batch, which must agree in how they are answered."""
+    first, *others = rows
+    for other in others:
+        for name in ("cancel", "stream", "cumulative", "stream_interval", "stream_interval_ms"):
+            if getattr(other, name) != getattr(first, name):
+                field_name = "output_mode" if name == "cumulative" else name
+                raise InvalidArgumentError(field_name, "must be the same in all rows of a batch")
+        if other.others or first.others:
+            raise InvalidArgumentError("text_input", "rows of a batch must hold one prompt each")
+        other.outputs, other.final_outputs = first.outputs, first.final_outputs
+        if other.params.logprobs is None and first.params.logprobs is not None:
+            other.params = parse_sampling_params({"logprobs": 0}, defaults=other.params)
+    if first.cache_control is not None:
+        raise InvalidArgumentError("cache_control", "must be the only row of a batch")
+    if not first.cancel:
+        first.others = others
+    if sum(row.params.num_sequences for row in rows) > MAX_SEQUENCES:
+        raise InvalidArgumentError("n", f"at most {MAX_SEQUENCES} choices of all prompts together")
+    return first
+
+
 def _outputs(
     requested: frozenset[str],
     control: Mapping[str, Any],
     params: SamplingParams,
     stream: bool,
     num_prompts: int,
+    config: FrontendConfig,
+    all_outputs: frozenset[str],
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Outputs of every response, and of the last one.
 
@@ -646,17 +746,23 @@ def _outputs(
     carries what a stream consists of, the last one also what is known once, and the rest comes on request:
     a tensor costs about 10 us of CPU on either side of the stub.
     """
-    if requested != _OUTPUT_NAMES:
+    if requested != all_outputs:
         return requested, requested
-    outputs = {"text_output", "output_ids"}
     asked = {name.removeprefix("return_") for name, wanted in control.items() if wanted is True} & requested
-    outputs |= asked - _LAST_OUTPUTS
+    if config.dialect == "vllm":
+        only = frozenset({"text_output", *asked})
+        return only - _LAST_OUTPUTS, only
+    outputs = {"text_output", "output_ids"} | asked - _LAST_OUTPUTS
     if params.logprobs is not None:
         outputs.add("logprobs")
     if params.n > 1:
         outputs.add("index")
     if num_prompts > 1:
         outputs.add("batch_index")
+    if "sequence_index" in all_outputs:
+        outputs |= {"batch_index", "sequence_index", "sequence_length"}
+        if "logprobs" in outputs:
+            outputs |= {"cum_log_probs", "output_log_probs"}
     final = outputs | asked | {"finish_reason", "num_input_tokens"}
     if params.is_ranked:
         final.add("cumulative_logprob")

@@ -173,6 +173,8 @@ class Responder(threading.Thread):
             return [CancelByExternalId(parsed.external_id, handle.request_id, learned_at=now, tenant=tenant)]
         if parsed.cache_control is not None:
             return [Control(parsed.cache_control, handle.request_id)]
+        if parsed.form == "vllm" and self.tokenizer is not None:
+            handle.decode = self.tokenizer.decode
         messages: list[FrontendMessage] = []
         for item, prompt in enumerate([parsed, *parsed.others]):
             # The first has the id of the request, so that one prompt is as good as none beside it.

@@ -129,6 +129,8 @@ VALID: dict[str, Draw] = {
     "include_stop_str_in_output": _flag,
     "skip_special_tokens": _flag,
     "logprobs": lambda rng: rng.choice((0, 1, 5, 64)),
+    "prompt_logprobs": lambda rng: rng.choice((0, 1, 5, 64)),
+    "chat_format": lambda rng: rng.choice(("{}", '{"tool_choice": "auto"}')),
     "logit_bias": lambda rng: json.dumps({str(i): 5.0 for i in token_ids(rng)}),
     "n": lambda rng: rng.randrange(1, 4),
     "best_of": lambda rng: rng.randrange(1, 5),
@@ -207,8 +209,10 @@ def valid_call(rng: Random, model: str, prompts: tuple[str, ...] = PROMPTS) -> C
         return call
     for name in ("max_tokens", *rng.sample(TUNABLE, rng.choice((0, 1, 2, 4)))):
         place(rng, call, name, VALID[name](rng))
-    if not model.startswith("generator") and "logprobs" in call.inputs:
-        call.inputs[SPECS["logprobs"].on_ensemble] = call.inputs.pop("logprobs")
+    if not model.startswith("generator"):
+        for name in ("logprobs", "prompt_logprobs"):
+            if name in call.inputs:
+                call.inputs[SPECS[name].on_ensemble] = call.inputs.pop(name)
     if rng.random() < 0.5:
         call.request_id = rng.choice(IDS)
     if rng.random() < 0.3:

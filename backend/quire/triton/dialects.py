@@ -1,0 +1,289 @@
+"""The names of other backends' requests, and what they are called here.
+
+vllm_backend's tensor names are ours; its JSON has some keys more. TensorRT-LLM has three sets of names: those
+of the model `tensorrt_llm` behind its ensemble, those of its text models (`tensorrt_llm_bls`, the ensemble),
+and those of `llmapi`. A name means the same in every form: as a tensor (on models with a batch dimension,
+which declare them), as a key of `sampling_parameters`, as a request parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from quire.converters import integer
+from quire.errors import InvalidArgumentError
+from quire.sampling_params import MAX_BIAS, MAX_LOGIT_BIAS
+from quire_ensemble.errors import shown
+
+if TYPE_CHECKING:
+    from quire.triton.request_parser import RawRequest
+
+RENAMED: dict[str, str] = {
+    "request_output_len": "max_tokens",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "len_penalty": "length_penalty",
+    "min_length": "min_tokens",
+    "random_seed": "seed",
+    "num_return_sequences": "n",
+    "stop_words": "stop",
+    "streaming": "stream",
+    "exclude_input_from_output": "exclude_input_in_output",
+    "return_log_probs": "return_logprobs",
+    **{
+        f"sampling_param_{name}": name
+        for name in (
+            "best_of",
+            "temperature",
+            "top_k",
+            "top_p",
+            "frequency_penalty",
+            "presence_penalty",
+            "max_tokens",
+            "stop",
+            "seed",
+        )
+    },
+    "sampling_param_exclude_input_from_output": "exclude_input_in_output",
+}
+"""Names that mean what a name of ours does."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "return_context_logits": (False,),
+    "return_generation_logits": (False,),
+    "return_perf_metrics": (False,),
+    "sampling_param_return_perf_metrics": (False,),
+    "use_draft_logits": (False,),
+    "num_draft_tokens": (0,),
+    "beam_search_diversity_rate": (0,),
+    "runtime_top_p_decay": (1,),
+    "runtime_top_p_min": (),
+    "runtime_top_p_reset_ids": (),
+    "prompt_vocab_size": (0,),
+    "prompt_embedding_table": (),
+    "lora_task_id": (0,),
+    "lora_name": ("",),
+    "detokenize": (True,),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+    "truncate_prompt_tokens": (-1,),
+    "allowed_token_ids": (),
+    "output_kind": (),
+}
+"""What others can and we cannot, with the values that ask for nothing. Others are refused."""
+
+_GUIDES = {
+    "json": "json_object",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf_grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+"""Key of `structured_output` by TensorRT-LLM's `guided_decoding_guide_type`."""
+_TENSORS = (
+    "end_id",
+    "pad_id",
+    "input_lengths",
+    "stop_words_list",
+    "bad_words_list",
+    "embedding_bias",
+    "embedding_bias_words",
+    "embedding_bias_weights",
+    "guided_decoding_guide_type",
+    "guided_decoding_guide",
+)
+"""Tensors that have no one name here."""
+
+_WORDS = frozenset({"stop_words", "bad_words", "sampling_param_stop"})
+"""Lists of words in which TensorRT-LLM passes over empty ones; its examples send them so."""
+
+_FOREIGN = frozenset((*RENAMED, *NEUTRAL, *_TENSORS))
+
+
+@dataclass(slots=True)
+class Translation:
+    """A request in our names."""
+
+    raw: RawRequest
+    cancel: bool = False
+    """Whether `stop` is a flag and set: TensorRT-LLM's way to end the request of this id."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Sampling parameters beside the tensors, as `parse_sampling_params` takes them."""
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    names: dict[str, str] = field(default_factory=dict)
+    """What the client calls what has a name of ours."""
+
+    def values(self, stated: Mapping[str, Any]) -> dict[str, Any]:
+        """What JSON or request parameters state, in our names; ours counts where both are given."""
+        if _FOREIGN.isdisjoint(stated):
+            return dict(stated)
+        renamed = {name: value for name, value in stated.items() if name not in _FOREIGN}
+        for name, value in stated.items():
+            if name in NEUTRAL:
+                _check_neutral(name, value)
+            elif name in RENAMED:
+                self.names[RENAMED[name]] = name
+                renamed.setdefault(RENAMED[name], value)
+            elif name == "end_id" and value is not None:
+                self._end_at(integer(-1, 2**31 - 1)(name, value))
+            elif name != "pad_id" and name in _TENSORS and value is not None:
+                raise InvalidArgumentError(name, "must be given as a tensor")
+        return renamed
+
+    def _end_at(self, token_id: int) -> None:
+        """The answer ends with this token and no other; -1: it does not end by a token."""
+        self.sampling["ignore_eos"] = True
+        if token_id >= 0:
+            self.sampling.setdefault("stop_token_ids", []).append(token_id)
+
+
+def translate(raw: RawRequest, tokenizer: Any | None, vocab_size: int) -> Translation:
+    """Tensors in our names; those that have none here become sampling parameters.
+
+    Raises:
+        InvalidArgumentError: naming the client's field.
+    """
+    found = Translation(raw)
+    if raw.tensors.get("stop") and isinstance(raw.tensors["stop"][0], bool):
+        tensors = dict(raw.tensors)
+        found.cancel = any(tensors.pop("stop"))
+        found.raw = raw = replace(raw, tensors=tensors)
+    if found.cancel or _FOREIGN.isdisjoint(raw.tensors):
+        return found  # beside a stop signal others send a request of nothing
+    tensors = {name: values for name, values in raw.tensors.items() if name not in _FOREIGN}
+    given = {name: values for name, values in raw.tensors.items() if name in _FOREIGN}
+    found.raw = replace(raw, tensors=tensors)
+    for name, values in given.items():
+        if name in NEUTRAL:
+            for value in values[:1]:
+                _check_neutral(name, value)
+        elif name in RENAMED and (RENAMED[name] != "top_p" or values[0]):  # 0: no nucleus
+            found.names[RENAMED[name]] = name
+            tensors.setdefault(RENAMED[name], values)
+    if "end_id" in given:
+        found.names["stop_token_ids"] = "end_id"
+        found._end_at(given["end_id"][0])
+    if "input_lengths" in given and "input_ids" in tensors:
+        tensors["input_ids"] = _cut(tensors["input_ids"], given["input_lengths"][0])
+    for words in _sequences(given, "stop_words_list"):
+        if len(words) == 1:
+            found.sampling.setdefault("stop_token_ids", []).append(words[0])
+        elif tokenizer is None:
+            raise InvalidArgumentError("stop_words_list", "needs a tokenizer for words of several tokens")
+        else:
+            _check_ids("stop_words_list", words, vocab_size)
+            found.sampling.setdefault("stop", []).append(tokenizer.hf.decode(words))
+    found.bad_words_ids = tuple(map(tuple, _sequences(given, "bad_words_list")))
+    bias = _bias(given, tokenizer)
+    if bias:
+        found.sampling["logit_bias"] = bias
+    if "guided_decoding_guide_type" in given:
+        found.sampling["structured_output"] = _guide(given)
+    return found
+
+
+def _check_neutral(name: str, value: Any) -> None:
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    neutral = NEUTRAL[name]
+    if value is None or value in neutral or str(value).lower() in [str(one).lower() for one in neutral]:
+        return
+    only = f" but for {neutral[0]!r}" if neutral else ""
+    raise InvalidArgumentError(name, f"is not supported{only}, got {shown(str(value))}")
+
+
+def _cut(token_ids: list[int], length: int) -> list[int]:
+    if not 1 <= length <= len(token_ids):
+        raise InvalidArgumentError("input_lengths", f"must be in [1, {len(token_ids)}], got {length}")
+    return token_ids[:length]
+
+
+def _sequences(given: Mapping[str, list[int]], name: str) -> list[list[int]]:
+    """Token ids of each word of a tensor [2, n]: the ids of all, and where each word ends; the rest is -1."""
+    values = given.get(name, [])
+    if len(values) % 2:
+        raise InvalidArgumentError(name, f"must have the shape [2, n], got {len(values)} elements")
+    half = len(values) // 2
+    words, start = [], 0
+    for end in values[half:]:
+        if end < 0:
+            break
+        if not start < end <= half:
+            raise InvalidArgumentError(name, f"ends of words must ascend in [1, {half}], got {end}")
+        words.append(values[start:end])
+        start = end
+    return words
+
+
+def _check_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidArgumentError(name, f"token id {token_id} is outside the vocabulary of {vocab_size}")
+
+
+def _bias(given: Mapping[str, list[Any]], tokenizer: Any | None) -> dict[int, float]:
+    """logit_bias of what TensorRT-LLM gives for each token, or for each token of some words."""
+    dense = given.get("embedding_bias", [])
+    bias = {token_id: weight for token_id, weight in enumerate(dense) if weight}
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise InvalidArgumentError(
+            "embedding_bias", f"at most {MAX_LOGIT_BIAS} tokens may have one, got {len(bias)}"
+        )
+    words, weights = given.get("embedding_bias_words", []), given.get("embedding_bias_weights", [])
+    if len(words) != len(weights):
+        raise InvalidArgumentError(
+            "embedding_bias_weights", f"{len(weights)} for {len(words)} embedding_bias_words"
+        )
+    for word, weight in zip(words, weights, strict=True):
+        if tokenizer is None:
+            raise InvalidArgumentError("embedding_bias_words", "needs a tokenizer")
+        text = word.decode("utf-8", "replace")
+        bias |= dict.fromkeys(tokenizer.hf.encode(text, add_special_tokens=False), weight)
+    for weight in bias.values():
+        if not -MAX_BIAS <= weight <= MAX_BIAS:
+            field_name = "embedding_bias" if dense else "embedding_bias_weights"
+            raise InvalidArgumentError(field_name, f"must be in [-{MAX_BIAS}, {MAX_BIAS}], got {weight:g}")
+    return bias
+
+
+def _guide(given: Mapping[str, list[bytes]]) -> dict[str, Any]:
+    type_name = given["guided_decoding_guide_type"][0].decode("utf-8", "replace")
+    key = _GUIDES.get(type_name)
+    if key is None:
+        raise InvalidArgumentError(
+            "guided_decoding_guide_type", f"must be one of {', '.join(_GUIDES)}, got {shown(type_name)}"
+        )
+    if key == "json_object":
+        return {key: True}
+    if "guided_decoding_guide" not in given:
+        raise InvalidArgumentError("guided_decoding_guide", f"must be given for {type_name}")
+    try:
+        return {key: given["guided_decoding_guide"][0].decode("utf-8")}
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError("guided_decoding_guide", f"invalid UTF-8 at byte {error.start}") from None
+
+
+def rows(raw: RawRequest, most: int) -> list[RawRequest]:
+    """The requests of a batch, one for each place of the first dimension, which they lose."""
+    counts = {shape[0] if shape else 1 for shape in raw.shapes.values()}
+    if not counts:
+        return [raw]
+    if len(counts) > 1 or not 1 <= max(counts) <= most:
+        raise InvalidArgumentError(
+            "inputs", f"must share a batch of 1 to {most} in their first dimension, got {sorted(counts)}"
+        )
+    (count,) = counts
+    if count > 1 and raw.embeds is not None:
+        raise InvalidArgumentError("image_embeds", f"a batch of 1 is allowed, got {count}")
+    parts = []
+    for row in range(count):
+        tensors, shapes = {}, {}
+        for name, values in raw.tensors.items():
+            size = len(values) // count
+            part = values[row * size : (row + 1) * size]
+            tensors[name] = [one for one in part if one] if name in _WORDS else part
+            shapes[name] = raw.shapes[name][1:]
+        parts.append(replace(raw, tensors=tensors, shapes=shapes))
+    return parts
