@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -20,6 +21,8 @@ from quire_client.protocol import GENERATOR_MODEL
 from quire_client.types import Message, Result, Timing, collect
 
 INTERRUPTED = 130
+_PATH = click.Path(path_type=Path)
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 def _request_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -179,24 +182,71 @@ _unpin.params += [click.Option(["--session"]), click.Option(["--tenant"], defaul
     show_default=True,
     help="Largest image to fetch.",
 )
+@click.option(
+    "--api-keys",
+    type=_FILE,
+    help="JSON file of keys, see `quire-client api-key`; without it nobody is asked for one.",
+)
+@click.option("--tls-cert", type=_FILE, help="PEM file: the certificate and its chain.")
+@click.option("--tls-key", type=_FILE, help="PEM file: its private key.")
+@click.option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Lets pages of this origin use it in a browser; may be repeated. Default: none.",
+)
+@click.option("--metrics", is_flag=True, help="Serve /metrics for Prometheus.")
+@click.option(
+    "--access-log", type=_PATH, help="Add a line of JSON for each request, without its text; -: stderr."
+)
 def openai_gateway(
-    url: str, host: str, port: int, timeout: float | None, image_hosts: tuple[str, ...], max_image_bytes: int
+    url: str,
+    host: str,
+    port: int,
+    timeout: float | None,
+    image_hosts: tuple[str, ...],
+    max_image_bytes: int,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    **options: Any,
 ) -> None:
-    """Serves the OpenAI API over HTTP, for any client of it. It asks for no key: keep it private."""
+    """Serves the OpenAI API over HTTP, for any client of it. Without --api-keys keep it private."""
     try:
         from quire_client.openai.app import GatewaySettings
         from quire_client.openai.images import ImagePolicy
-        from quire_client.openai.server import serve
+        from quire_client.openai.server import Tls, serve
     except ImportError as error:
         raise click.ClickException(f"{error}; install quire-client[openai]") from None
     try:
         images = ImagePolicy(image_hosts, max_image_bytes)
     except ValueError as error:
         raise click.UsageError(f"--allow-image-host: {error}") from None
+    if (tls_cert is None) != (tls_key is None):
+        raise click.UsageError("--tls-cert and --tls-key go together")
+    tls = None if tls_cert is None or tls_key is None else Tls(tls_cert, tls_key)
     try:
-        serve(GatewaySettings(url, timeout, images), host, port, listening=click.echo)
+        settings = GatewaySettings(url, timeout, images, **options)
+        serve(settings, host, port, listening=click.echo, tls=tls)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"cannot listen at {host}:{port}: {error.strerror or error}") from None
+
+
+@cli.command("api-key")
+@click.argument("name")
+@click.option("--tenant", help="On whose account its requests run; default: NAME.")
+@click.option("--tokens-per-minute", type=click.IntRange(min=1), help="Of prompts and answers.")
+def api_key(name: str, **options: Any) -> None:
+    """Makes a new key for the gateway: the key on stderr, stored nowhere, and on stdout its entry for the
+    file of --api-keys."""
+    from quire_client.openai.keys import entry_of, new_key
+
+    key = new_key()
+    click.echo(key, err=True)
+    stated = {field: value for field, value in options.items() if value is not None}
+    click.echo(json.dumps({name: {**entry_of(key), **stated}}, ensure_ascii=False))
 
 
 def _prompt_text(prompt: str | None) -> str:

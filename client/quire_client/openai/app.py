@@ -8,10 +8,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -20,7 +23,7 @@ from quire_client import _connection as conn
 from quire_client.aio import AsyncClient, AsyncStream
 from quire_client.errors import NotFound, QuireClientError
 from quire_client.openai.balancer import Balancer
-from quire_client.openai.errors import RequestError, describe, error_object, retry_after
+from quire_client.openai.errors import RequestError, error_object
 from quire_client.openai.images import ImageFetcher, ImagePolicy
 from quire_client.openai.intake import (
     Hold,
@@ -30,6 +33,14 @@ from quire_client.openai.intake import (
     read_body,
     text_bytes,
     write_json,
+)
+from quire_client.openai.metrics import CONTENT_TYPE
+from quire_client.openai.observer import (
+    Exchange,
+    Observer,
+    ObserverMiddleware,
+    error_response,
+    exchange_of,
 )
 from quire_client.openai.replies import ReplyFormat
 from quire_client.openai.requests import HEADERS, TextRequest, parse_chat, parse_completion
@@ -42,11 +53,19 @@ PROMPTS = ("messages", "text_input")
 @dataclass(frozen=True)
 class GatewaySettings:
     """url: HOST:PORT of the server's gRPC endpoint, or of several with the same models, between commas.
-    timeout: seconds for one request, None: no limit."""
+    timeout: seconds for one request, None: no limit.
+    api_keys: file of keys, see `keys`; None: nobody is asked for one.
+    metrics: serve /metrics.
+    access_log: file to which a line of JSON is added for each request; `-`: stderr.
+    cors_origins: origins whose pages may use the gateway in a browser; "*": any."""
 
     url: str = conn.DEFAULT_URL
     timeout: float | None = None
     images: ImagePolicy = field(default_factory=ImagePolicy)
+    api_keys: Path | None = None
+    metrics: bool = False
+    access_log: Path | None = None
+    cors_origins: tuple[str, ...] = ()
 
     @property
     def urls(self) -> list[str]:
@@ -60,8 +79,12 @@ def create_app(
 
     Args:
         make_fetcher: for tests, to fetch images from a transport of their own.
+
+    Raises:
+        ValueError: the file of keys is wrong, or the log cannot be written.
     """
-    gateway = _Gateway()
+    observer = Observer(settings.api_keys, metrics=settings.metrics, log=settings.access_log)
+    gateway = _Gateway(observer)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -72,6 +95,7 @@ def create_app(
             gateway.balancer, gateway.fetcher = balancer, fetcher
             yield
             await gateway.exchanges.close()
+            observer.close()
 
     routes = [
         Route("/health", gateway.health),
@@ -80,6 +104,18 @@ def create_app(
         Route("/v1/chat/completions", partial(gateway.answer, parse=parse_chat), methods=["POST"]),
         Route("/v1/completions", partial(gateway.answer, parse=parse_completion), methods=["POST"]),
     ]
+    if settings.metrics:
+        routes.append(Route("/metrics", gateway.metrics))
+    middleware = [Middleware(ObserverMiddleware, observer=observer)]
+    if settings.cors_origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+            expose_headers=["retry-after"],
+        )
+        middleware.insert(0, cors)
     handlers: Mapping[Any, Any] = {
         RequestError: _failed,
         QuireClientError: _failed,
@@ -87,15 +123,16 @@ def create_app(
         HTTPException: _http_error,
         Exception: _crashed,
     }
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=middleware)
 
 
 class _Gateway:
     balancer: Balancer
     fetcher: ImageFetcher
 
-    def __init__(self) -> None:
+    def __init__(self, observer: Observer) -> None:
         self.exchanges = Exchanges()
+        self._observer = observer
         self.intake = Intake()
         self._created = int(time.time())
 
@@ -105,6 +142,11 @@ class _Gateway:
         ready = any(servers.values())
         body = {"status": "ok" if ready else "unavailable", "servers": servers}
         return JSONResponse(body, 200 if ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        metrics = self._observer.metrics
+        assert metrics is not None
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
         """The ready models that take text or messages and answer with text."""
@@ -127,27 +169,33 @@ class _Gateway:
     async def answer(self, request: Request, parse: Callable[[Mapping[str, Any]], TextRequest]) -> Any:
         with self.intake.open() as hold:
             # No name here for what was parsed: it may be large, and goes when the server has it.
-            work = self._generate(await _parsed(request, parse, hold), hold)
+            work = self._generate(await _parsed(request, parse, hold), hold, exchange_of(request.scope))
             return await self.exchanges.run(request.receive, work)
 
-    async def _generate(self, parsed: TextRequest, hold: Hold) -> Any:
+    async def _generate(self, parsed: TextRequest, hold: Hold, exchange: Exchange) -> Any:
         """The response; for a stream it is made when the first chunk is there, or the error instead of it."""
-        streams, num_choices = parsed.stream, parsed.num_choices
+        exchange.streams, num_choices = parsed.stream, parsed.num_choices
         server = self.balancer.pick(parsed.sampling)
         with server.watched():
-            request = await server.start(self._start(server.client, parsed, hold))
+            request = await server.start(self._start(server.client, parsed, hold, exchange))
             reply = ReplyFormat(
                 request.request_id, parsed.model, parsed.messages is not None, parsed.include_usage
             )
             del parsed
             hold.close()
-            if not streams:
-                return JSONResponse(reply.whole(await request.result()))
-            return EventStream(self.exchanges, request, await anext(request, None), reply, num_choices)
+            if not exchange.streams:
+                result = await request.result()
+                exchange.answered(result)
+                return JSONResponse(reply.whole(result))
+            first = await anext(request, None)
+            return EventStream(self.exchanges, request, first, reply, num_choices, exchange)
 
-    async def _start(self, client: AsyncClient, parsed: TextRequest, hold: Hold) -> AsyncStream:
+    async def _start(
+        self, client: AsyncClient, parsed: TextRequest, hold: Hold, exchange: Exchange
+    ) -> AsyncStream:
         """Sends the request to its server."""
         schema = await client._schema(parsed.model)
+        exchange.model = parsed.model
         if parsed.source not in schema.inputs:
             field = "messages" if parsed.source == "messages" else "prompt"
             raise RequestError(f"{field}: the model {parsed.model!r} has no {parsed.source}", param=field)
@@ -162,9 +210,10 @@ class _Gateway:
             messages=messages,
             input_ids=parsed.input_ids,
             model=parsed.model,
-            outputs=_outputs(schema, parsed),
+            outputs=_outputs(schema, parsed, counts_tokens=exchange.counts_tokens),
             **parsed.sampling,
         )
+        exchange.request_id = request.request_id
         await request.start()
         return request
 
@@ -175,12 +224,12 @@ def _is_text_model(schema: ModelSchema) -> bool:
     return answers and any(name in schema.inputs for name in PROMPTS)
 
 
-def _outputs(schema: ModelSchema, parsed: TextRequest) -> list[str] | None:
-    """Outputs to ask for; a stream has no use for token counts, unless its client asks for them."""
+def _outputs(schema: ModelSchema, parsed: TextRequest, *, counts_tokens: bool) -> list[str] | None:
+    """Outputs to ask for; a stream has no use for token counts, unless somebody asks for them."""
     if schema.outputs is None:
         return None
     wanted = ["text_output", "finish_reason"]
-    if parsed.include_usage or not parsed.stream:
+    if counts_tokens or parsed.include_usage or not parsed.stream:
         counts = "num_output_tokens" if "num_output_tokens" in schema.outputs else "output_ids"
         wanted += [counts, "num_input_tokens", "num_cached_tokens"]
     if any(name in parsed.sampling for name in ("n", "best_of", "beam_width")):
@@ -201,13 +250,14 @@ async def _parsed(
     parsed, num_bytes = await hold.work(read)
     hold.take_text(num_bytes)
     stated = {field: request.headers[name] for name, field in HEADERS.items() if name in request.headers}
+    key = exchange_of(request.scope).key
+    if key is not None:
+        stated["tenant"] = key.tenant
     return dataclasses.replace(parsed, sampling={**stated, **parsed.sampling})
 
 
 async def _failed(request: Request, error: Any) -> Response:
-    status, body = describe(error)
-    seconds = retry_after(error)
-    return JSONResponse(body, status, None if seconds is None else {"Retry-After": str(seconds)})
+    return error_response(error)
 
 
 async def _gone(request: Request, error: Exception) -> Response:

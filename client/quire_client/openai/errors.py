@@ -36,6 +36,8 @@ class RequestError(Exception):
     status: int = 400
     retry_after: int | None = None
     """Seconds after which another attempt has a chance."""
+    code: str | None = None
+    """OpenAI's word for the kind of refusal, where it has one."""
 
 
 def error_object(
@@ -43,7 +45,7 @@ def error_object(
 ) -> dict[str, Any]:
     """The body of an error answer; what has no UTF-8 form (lone surrogates) is replaced."""
     message, param = _text(message), None if param is None else _text(param)
-    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
     kind = "server_error" if status >= 500 else kind
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -55,7 +57,7 @@ def _text(text: str) -> str:
 def describe(error: QuireClientError | RequestError) -> tuple[int, dict[str, Any]]:
     """HTTP status and body of a failure."""
     if isinstance(error, RequestError):
-        body = error_object(error.message, error.status, param=error.param)
+        body = error_object(error.message, error.status, param=error.param, code=error.code)
         return error.status, body
     if retry_after(error) is not None:
         return 429, error_object(error.message, 429, code="rate_limit_exceeded")

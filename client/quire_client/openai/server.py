@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -53,7 +55,15 @@ class _Protocol(H11Protocol):
             self._late = None
 
 
-def make_config(app: Starlette) -> uvicorn.Config:
+@dataclass(frozen=True)
+class Tls:
+    """Files in PEM: a certificate with its chain, and its private key, without a password."""
+
+    certificate: Path
+    key: Path
+
+
+def make_config(app: Starlette, tls: Tls | None = None) -> uvicorn.Config:
     """How the gateway's application is served."""
     return uvicorn.Config(
         app,
@@ -66,25 +76,42 @@ def make_config(app: Starlette) -> uvicorn.Config:
         server_header=False,
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=GRACE,
+        ssl_certfile=None if tls is None else tls.certificate,
+        ssl_keyfile=None if tls is None else tls.key,
     )
 
 
-def serve(settings: GatewaySettings, host: str, port: int, *, listening: Callable[[str], None]) -> None:
+def serve(
+    settings: GatewaySettings,
+    host: str,
+    port: int,
+    *,
+    listening: Callable[[str], None],
+    tls: Tls | None = None,
+) -> None:
     """Serves until SIGTERM or Ctrl-C.
 
     Args:
         port: 0 takes a free one.
         listening: is told the base URL for clients, once connections are accepted.
+        tls: None: plain HTTP.
 
     Raises:
         InvalidArgument: a bad address or timeout of the server.
+        ValueError: the keys are wrong, or the log, the certificate or its key cannot be used.
         OSError: the address cannot be listened at.
     """
     for url in settings.urls:
         conn.Settings(url, settings.timeout)
-    config = make_config(create_app(settings))
+    config = make_config(create_app(settings), tls)
+    if tls is not None:
+        try:
+            config.load()
+        except OSError as error:
+            raise ValueError(f"{tls.certificate}, {tls.key}: {error.strerror or error}") from None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=config.backlog) as listener:
         shown = f"[{host}]" if ":" in host else host
-        listening(f"http://{shown}:{listener.getsockname()[1]}/v1")
+        scheme = "http" if tls is None else "https"
+        listening(f"{scheme}://{shown}:{listener.getsockname()[1]}/v1")
         uvicorn.Server(config).run(sockets=[listener])

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from quire_client.aio import AsyncStream
 from quire_client.errors import QuireClientError
 from quire_client.openai.errors import describe
+from quire_client.openai.observer import Exchange
 from quire_client.openai.replies import ReplyFormat
 from quire_client.types import Chunk
 
@@ -88,6 +89,7 @@ class EventStream:
     """Taken off the stream already."""
     reply: ReplyFormat
     num_choices: int
+    exchange: Exchange
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         with contextlib.suppress(ClientDisconnect):
@@ -110,6 +112,8 @@ class EventStream:
                 yield _event(opening)
         try:
             async for chunk in self._chunks():
+                if self.exchange.counts_tokens:
+                    self.exchange.streamed(chunk)
                 completion_tokens += chunk.num_tokens
                 prompt_tokens = chunk.num_input_tokens if prompt_tokens is None else prompt_tokens
                 cached_tokens = chunk.num_cached_tokens if cached_tokens is None else cached_tokens

@@ -1,0 +1,219 @@
+"""`Observer`: asks each request for its key, and tells metrics and the access log what became of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TextIO
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+
+from quire_client.openai.errors import RequestError, describe, retry_after
+from quire_client.openai.keys import ApiKey, KeyRing
+from quire_client.openai.metrics import Metrics
+from quire_client.types import Chunk, Result
+
+GONE = 499
+"""Status, in the log and in metrics, of a request whose client left before its answer was there."""
+_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+_SCOPE_KEY = "quire.exchange"
+
+
+@dataclass
+class Exchange:
+    """One request and its answer. Prompts and answers are not in it."""
+
+    method: str
+    path: str
+    client: str
+    observer: Observer
+    key: ApiKey | None = None
+    model: str = ""
+    """Set when the server knows the model."""
+    request_id: str = ""
+    streams: bool = False
+    status: int = 0
+    finish_reason: str | None = None
+    num_input_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    num_output_tokens: int = 0
+    ttft: float | None = None
+    """Seconds; of streams."""
+    began: float = field(default_factory=time.monotonic)
+    _last: dict[int, float] = field(default_factory=dict)
+    """When the last token of each choice came."""
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether anybody wants to know the number of tokens."""
+        limited = self.key is not None and self.key.tokens_per_minute is not None
+        return limited or self.observer.is_recording
+
+    def streamed(self, chunk: Chunk) -> None:
+        """A chunk of a stream has come."""
+        self._prompt(chunk.num_input_tokens, chunk.num_cached_tokens)
+        self.finish_reason = chunk.finish_reason or self.finish_reason
+        count = chunk.num_tokens
+        if not count:
+            return
+        self._answered(count)
+        now, metrics = time.monotonic(), self.observer.metrics
+        last = self._last.get(chunk.index)
+        self._last[chunk.index] = now
+        if self.ttft is None:
+            self.ttft = now - self.began
+            if metrics:
+                metrics.first.labels(self.model).observe(self.ttft)
+        elif metrics and last is not None:
+            between = metrics.between.labels(self.model)
+            for _ in range(count):
+                between.observe((now - last) / count)
+
+    def answered(self, result: Result) -> None:
+        """A whole answer has come."""
+        self._prompt(result.num_input_tokens, result.num_cached_tokens)
+        self.finish_reason = result.finish_reason
+        self._answered(result.num_output_tokens)
+
+    def _prompt(self, tokens: int | None, cached: int | None) -> None:
+        if tokens is None or self.num_input_tokens is not None:
+            return
+        self.num_input_tokens, self.num_cached_tokens = tokens, cached
+        self._charge(tokens)
+        if self.observer.metrics:
+            self.observer.metrics.input.labels(self.model).inc(tokens)
+            self.observer.metrics.cached.labels(self.model).inc(cached or 0)
+
+    def _answered(self, tokens: int) -> None:
+        self.num_output_tokens += tokens
+        self._charge(tokens)
+        if self.observer.metrics:
+            self.observer.metrics.output.labels(self.model).inc(tokens)
+
+    def _charge(self, tokens: int) -> None:
+        if self.key is not None and self.observer.keys is not None:
+            self.observer.keys.charge(self.key, tokens)
+
+
+class Observer:
+    """The keys, the metrics and the log of a gateway; each may be absent.
+
+    Raises:
+        ValueError: the file of keys is wrong, or the log cannot be written.
+    """
+
+    def __init__(self, keys: Path | None, *, metrics: bool, log: Path | None) -> None:
+        self.keys = None if keys is None else KeyRing(keys)
+        self.metrics = Metrics() if metrics else None
+        self._log = _opened(log)
+
+    @property
+    def is_recording(self) -> bool:
+        return self.metrics is not None or self._log is not None
+
+    def begin(self, scope: Any) -> Exchange:
+        client = (scope.get("client") or ("",))[0]
+        exchange = Exchange(scope["method"][:16], scope["path"][:256], client, self)
+        scope[_SCOPE_KEY] = exchange
+        if self.metrics:
+            self.metrics.running.inc()
+        return exchange
+
+    def end(self, exchange: Exchange) -> None:
+        took = time.monotonic() - exchange.began
+        if self.metrics:
+            path = next((p for p in _PATHS if exchange.path.startswith(p)), "other")
+            self.metrics.running.dec()
+            self.metrics.requests.labels(path, exchange.status).inc()
+            self.metrics.seconds.labels(path).observe(took)
+        if self._log is None:
+            return
+        line = {
+            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            "client": exchange.client,
+            "key": None if exchange.key is None else exchange.key.name,
+            "method": exchange.method,
+            "path": exchange.path,
+            "status": exchange.status,
+            "seconds": round(took, 4),
+            "ttft": None if exchange.ttft is None else round(exchange.ttft, 4),
+            "model": exchange.model or None,
+            "request_id": exchange.request_id or None,
+            "stream": exchange.streams,
+            "finish_reason": exchange.finish_reason,
+            "input_tokens": exchange.num_input_tokens,
+            "cached_tokens": exchange.num_cached_tokens,
+            "output_tokens": exchange.num_output_tokens,
+        }
+        self._log.write(f"{json.dumps(line)}\n")
+
+    def close(self) -> None:
+        if self._log is not None and self._log is not sys.stderr:
+            self._log.close()
+
+
+class ObserverMiddleware:
+    """ASGI: what is below /v1/ is observed, and needs a key where there are keys."""
+
+    def __init__(self, app: Any, observer: Observer) -> None:
+        self._app = app
+        self._observer = observer
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        exchange = self._observer.begin(scope)
+
+        async def send_noting_status(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+            await send(message)
+
+        try:
+            app = self._app
+            if self._observer.keys is not None:
+                try:
+                    exchange.key = self._observer.keys.find(Headers(scope=scope).get("authorization"))
+                    self._observer.keys.admit(exchange.key)
+                except RequestError as error:
+                    app = error_response(error)
+            await app(scope, receive, send_noting_status)
+        except BaseException:
+            exchange.status = exchange.status or GONE
+            raise
+        finally:
+            self._observer.end(exchange)
+
+
+def exchange_of(scope: Any) -> Exchange:
+    """The exchange of a request that the middleware let through."""
+    exchange: Exchange = scope[_SCOPE_KEY]
+    return exchange
+
+
+def error_response(error: Any) -> JSONResponse:
+    """The answer that a failure of the gateway or of the server is."""
+    status, body = describe(error)
+    seconds = retry_after(error)
+    headers = {} if seconds is None else {"Retry-After": str(seconds)}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(body, status, headers)
+
+
+def _opened(path: Path | None) -> TextIO | None:
+    """Where log lines go, each at once; `-`: stderr."""
+    if path is None:
+        return None
+    if str(path) == "-":
+        return sys.stderr
+    try:
+        return path.open("a", encoding="utf-8", buffering=1)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
