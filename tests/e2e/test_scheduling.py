@@ -180,6 +180,7 @@ def test_beams_come_best_first(served: TinyServer) -> None:
     assert "stream: must be false" in str(refused.error)
 
 
+@pytest.mark.row("G21", clauses=("quotas",))
 @pytest.mark.row("B13", clauses=("header", "quota"))
 @pytest.mark.row("G21", clauses=("quotas",))
 def test_a_tenants_quota_by_header_through_the_ensembles(served: TinyServer) -> None:
