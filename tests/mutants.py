@@ -861,7 +861,7 @@ _CLIENT = (
     Mutant(
         "choices that did not end stay open",
         "client/quire_client/openai/stream.py",
-        "                    open_choices.discard(chunk.index)\n",
+        "                    open_choices.discard(index)\n",
         "",
         ("tests/unit/test_openai_gateway.py::test_streamed_choices",),
     ),

@@ -40,6 +40,7 @@ from quire_client.protocol import (
     build_cancel,
     build_request,
     cache_answer,
+    conversation,
     parse_response,
     schema_from_config,
     schema_from_metadata,
@@ -59,7 +60,7 @@ class AsyncStream(AsyncIterator[Chunk]):
     def __init__(
         self,
         client: AsyncClient,
-        prompt: str | bytes | None,
+        prompt: str | bytes | Sequence[str] | None,
         /,
         *,
         stream: bool,
@@ -292,19 +293,39 @@ class AsyncClient:
         self._io = self._io_type(self._settings)
         self._schemas: dict[str, ModelSchema] = {}
 
-    async def generate(self, prompt: str | bytes | None = None, **arguments: Any) -> Result:
+    async def generate(self, prompt: str | bytes | Sequence[str] | None = None, **arguments: Any) -> Result:
         """The whole answer in one response; arguments as of `stream`."""
         return await AsyncStream(self, prompt, stream=False, **arguments).result()
 
     async def chat(
-        self, messages: str | list[Message], *, system: str | None = None, **arguments: Any
+        self,
+        messages: str | list[Message],
+        *,
+        system: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        **arguments: Any,
     ) -> Result:
-        """The answer to a conversation (or to one message of the user); arguments as of `stream`."""
-        told: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        told += [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        return await self.generate(messages=told, **arguments)
+        """The answer to a conversation (or to one message of the user).
 
-    def stream(self, prompt: str | bytes | None = None, **arguments: Any) -> AsyncStream:
+        Args:
+            tools, tool_choice, parallel_tool_calls, response_format: as in OpenAI's chat completions; calls
+                are in `Result.tool_calls`.
+            arguments: as of `stream`.
+        """
+        asked = conversation(
+            messages,
+            system=system,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            response_format=response_format,
+        )
+        return await self.generate(messages=asked, **arguments)
+
+    def stream(self, prompt: str | bytes | Sequence[str] | None = None, **arguments: Any) -> AsyncStream:
         """A request whose chunks come as they are generated; arguments as of `Client.stream`.
 
         Nothing is sent before the stream is started or iterated; all errors are raised there.
@@ -323,6 +344,12 @@ class AsyncClient:
             model=model, timeout=timeout, outputs=["text_output"], cache_control=command
         )
         return cache_answer(result.text)
+
+    async def requests(self, *, tenant: str = "", **arguments: Any) -> dict[str, Any]:
+        """The tenant's requests that wait or run, and what each waits for. Arguments as of
+        `cache_control`."""
+        stated = {"tenant": tenant} if tenant else {}
+        return await self.cache_control({"command": "requests", **stated}, **arguments)
 
     async def cache_reset(self, **arguments: Any) -> dict[str, Any]:
         """Empties prefix cache and tiers; running requests go on. Arguments as of `cache_control`."""

@@ -6,7 +6,7 @@ What they do is written once, in `aio.py`; here its coroutines run over I/O that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from quire_client._io import BlockingIO, run_blocking
@@ -98,12 +98,13 @@ class Client(_Blocking[AsyncClient]):
 
     __init__ = _made_by(_Calls)
 
-    def stream(self, prompt: str | bytes | None = None, **arguments: Any) -> Stream:
+    def stream(self, prompt: str | bytes | Sequence[str] | None = None, **arguments: Any) -> Stream:
         """Starts a request and returns its chunks as they come.
 
         Args:
-            prompt: text to continue.
-            messages: chat messages instead: a list, or {"messages": [...], "tools": [...]}.
+            prompt: text to continue, or several: chunks and choices then say which by `batch_index`.
+            messages: chat messages instead: a list, or an object of OpenAI's {"messages": [...], "tools":
+                [...], "tool_choice": ..., "response_format": ...}.
             input_ids: token ids instead.
             images: encoded images (bytes) or files, for the messages' image parts in order; without such
                 parts they go before the text of the user's last message.
@@ -112,7 +113,8 @@ class Client(_Blocking[AsyncClient]):
             timeout: seconds for the whole request.
             parameters: Triton request parameters.
             outputs: names of the outputs to ask for instead of the usual ones.
-            others: sampling parameters (`max_tokens`, `temperature`, `seed`, `stop`, `n` ...) and scheduling
+            others: sampling parameters (`max_tokens`, `temperature`, `seed`, `stop`, `n`, `logprobs`,
+                `prompt_logprobs`, `structured_output={"json": schema}`, `return_timing` ...) and scheduling
                 ones (`priority`, `tenant`, `session`, `cache_salt`, `ttft_deadline_ms` ...); the server
                 judges names and values. `sampling_parameters` takes a mapping of them. `best_of` and
                 `beam_width` are for `generate` and `chat`: their choices are known only at the end.
@@ -125,6 +127,7 @@ class Client(_Blocking[AsyncClient]):
     generate = _blocking(AsyncClient.generate)
     chat = _blocking(AsyncClient.chat)
     cache_control = _blocking(AsyncClient.cache_control)
+    requests = _blocking(AsyncClient.requests)
     cache_reset = _blocking(AsyncClient.cache_reset)
     cache_inspect = _blocking(AsyncClient.cache_inspect)
     cache_unpin = _blocking(AsyncClient.cache_unpin)

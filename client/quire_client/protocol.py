@@ -12,8 +12,9 @@ import math
 import os
 import struct
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tritonclient.grpc import InferInput, model_config_pb2, service_pb2
 from tritonclient.utils import triton_to_np_dtype
 
 from quire_client.errors import InvalidArgument, ProtocolError
-from quire_client.types import Chunk, Message
+from quire_client.types import NO_EXTRAS, Chunk, Extras, Message
 
 CHAT_MODEL = "chat"
 """Ensemble of tokenizer and generator: the default for messages and text."""
@@ -57,7 +58,7 @@ def _table(text: str, *, dims: tuple[int, ...] = (1,)) -> dict[str, TensorInfo]:
 # Stands in for a model whose configuration the server does not give away (restricted protocols).
 KNOWN_INPUTS: dict[str, TensorInfo] = {
     **_table(
-        "text_input:BYTES messages:BYTES sampling_parameters:BYTES logit_bias:BYTES stream:BOOL"
+        "messages:BYTES sampling_parameters:BYTES logit_bias:BYTES stream:BOOL"
         " exclude_input_in_output:BOOL ignore_eos:BOOL skip_special_tokens:BOOL"
         " include_stop_str_in_output:BOOL max_tokens:INT32 min_tokens:INT32 top_k:INT32"
         " no_repeat_ngram_size:INT32 temperature:FP32 top_p:FP32 min_p:FP32 typical_p:FP32"
@@ -67,13 +68,18 @@ KNOWN_INPUTS: dict[str, TensorInfo] = {
         " request_priority:INT32 tenant:BYTES ttft_deadline_ms:INT32 deadline_ms:INT32"
         " cache_salt:BYTES cache_retention:INT32 cache_ttl_ms:INT32 cache_pin:BOOL"
         " session:BYTES session_end:BOOL stream_interval:INT32 stream_interval_ms:INT32"
+        " structured_output:BYTES"
     ),
-    **_table("input_ids:INT32 stop_token_ids:INT32 stop:BYTES bad_words:BYTES", dims=(-1,)),
+    **_table("text_input:BYTES input_ids:INT32 stop_token_ids:INT32 stop:BYTES bad_words:BYTES", dims=(-1,)),
 }
 
 # On an ensemble inputs and outputs share one namespace, and `logprobs` is an output. `priority` is what
 # everybody else calls it; Triton has a parameter of that name.
-_INPUT_ALIASES = {"logprobs": "num_logprobs", "priority": "request_priority"}
+_INPUT_ALIASES = {
+    "logprobs": "num_logprobs",
+    "prompt_logprobs": "num_prompt_logprobs",
+    "priority": "request_priority",
+}
 _CHOICES = ("n", "best_of", "beam_width")
 
 # What a `Chunk` is made of.
@@ -83,6 +89,16 @@ _CHUNK_OUTPUTS: dict[str, type] = {
         ("output_ids", "index", "num_input_tokens", "num_output_tokens", "num_cached_tokens"), int
     ),
     "cumulative_logprob": float,
+}
+# What its `Extras` are made of: the type of their elements, and the field.
+_EXTRA_OUTPUTS: dict[str, tuple[type, str]] = {
+    "reasoning_output": (str, "reasoning"),
+    "tool_calls": (str, "tool_calls"),
+    "stop_reason": (str, "stop_reason"),
+    "timing": (str, "server_timing"),
+    "num_reasoning_tokens": (int, "num_reasoning_tokens"),
+    "prompt_logprobs": (str, "prompt_logprobs"),
+    "batch_index": (int, "batch_index"),
 }
 # Type of the elements, letter of `struct` and field of `InferTensorContents` of each datatype.
 _DATATYPES: dict[str, tuple[type, str, str]] = {
@@ -154,7 +170,8 @@ def _datatype(value: int) -> str:
 class Prompt:
     """Prompt sources as the caller gave them; that it is exactly one is the server's rule."""
 
-    text: str | bytes | None = None
+    text: str | bytes | Sequence[str] | None = None
+    """A text, or several for models that take several prompts in one request."""
     messages: Sequence[Message] | Mapping[str, Any] | str | bytes | None = None
     """List of messages, an object {"messages": ..., "tools": ...}, or JSON text of either."""
     input_ids: Sequence[int] | None = None
@@ -168,12 +185,38 @@ class Prompt:
         return bool(self.images) or any(part is not None and len(part) > LARGE_PROMPT for part in texts)
 
     @property
+    def may_call_tools(self) -> bool:
+        """Whether its messages bring tools; those in JSON text are not looked at, and may."""
+        if isinstance(self.messages, Mapping):
+            return bool(self.messages.get("tools"))
+        return isinstance(self.messages, str | bytes)
+
+    @property
+    def num_prompts(self) -> int:
+        is_list = self.text is not None and not isinstance(self.text, str | bytes)
+        return len(self.text or ()) if is_list else 1
+
+    @property
     def default_model(self) -> str:
         """Token ids need no tokenizer model; all else goes through an ensemble."""
         if self.images:
             return VISION_MODEL
         ids_only = self.input_ids is not None and self.text is None and self.messages is None
         return GENERATOR_MODEL if ids_only else CHAT_MODEL
+
+
+def conversation(
+    messages: str | list[Message], *, system: str | None = None, **beside: Any
+) -> list[Message] | dict[str, Any]:
+    """Chat messages for a `Prompt`: from a list or one text of the user.
+
+    Args:
+        beside: what may stand beside the messages (`tools`, `tool_choice` ...); None: not given.
+    """
+    told: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    told += [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    stated = {name: value for name, value in beside.items() if value is not None}
+    return {"messages": told, **stated} if stated else told
 
 
 def with_image_parts(messages: Sequence[Message], count: int) -> list[Message]:
@@ -225,14 +268,14 @@ def build_request(
     request = service_pb2.ModelInferRequest(model_name=schema.name, id=request_id)
     _add_prompt(request, schema, prompt)
     for name, value in (("stream", stream), ("exclude_input_in_output", True)):
-        if name in schema.inputs:
+        if name in schema.inputs and sampling.get(name) is None:
             _add(request, name, "BOOL", np.array([value]))
     _add_sampling(request, schema, sampling, request_id)
-    wanted = _wanted_outputs(schema, stream, sampling) if outputs is None else list(outputs)
+    wanted = _wanted_outputs(schema, prompt, stream, sampling) if outputs is None else list(outputs)
     for name in wanted:
         request.outputs.add(name=name)
         flag = f"return_{name}"
-        if flag in schema.inputs:
+        if flag in schema.inputs and sampling.get(flag) is None:
             _add(request, flag, "BOOL", np.array([True]))
     if timeout is not None:
         request.parameters["timeout"].int64_param = max(1, math.ceil(timeout * 1e6))
@@ -289,11 +332,18 @@ def _bytes_array(*values: str | bytes) -> np.ndarray:
 
 def _add_prompt(request: Any, schema: ModelSchema, prompt: Prompt) -> None:
     if prompt.text is not None:
-        _add(request, "text_input", "BYTES", _bytes_array(prompt.text))
+        texts = [prompt.text] if isinstance(prompt.text, str | bytes) else prompt.text
+        declared = schema.inputs.get("text_input")
+        if len(texts) != 1 and declared is not None and not declared.is_list:
+            raise InvalidArgument(f"text_input: the model {schema.name!r} takes one prompt per request")
+        _add(request, "text_input", "BYTES", _bytes_array(*texts))
     if prompt.messages is not None:
         messages = prompt.messages
-        if prompt.images and isinstance(messages, Sequence) and not isinstance(messages, str | bytes):
-            messages = with_image_parts(messages, len(prompt.images))
+        count = len(prompt.images)
+        if count and isinstance(messages, Mapping):
+            messages = {**messages, "messages": with_image_parts(messages.get("messages", ()), count)}
+        elif count and isinstance(messages, Sequence) and not isinstance(messages, str | bytes):
+            messages = with_image_parts(messages, count)
         text = messages if isinstance(messages, str | bytes) else json.dumps(messages, ensure_ascii=False)
         _add(request, "messages", "BYTES", _bytes_array(text))
     if prompt.images:
@@ -375,13 +425,15 @@ def _set_parameter(request: Any, name: str, value: Any, schema: ModelSchema, req
         )
 
 
-def _wanted_outputs(schema: ModelSchema, stream: bool, sampling: Mapping[str, Any]) -> list[str]:
+def _wanted_outputs(
+    schema: ModelSchema, prompt: Prompt, stream: bool, sampling: Mapping[str, Any]
+) -> list[str]:
     """Each output costs the server time per response, so only those that are of use are named."""
     if schema.outputs is None:
         return []
     wanted = ["text_output", "output_ids", "finish_reason"]
     if not stream:
-        wanted += ["num_input_tokens", "num_output_tokens", "num_cached_tokens"]
+        wanted += ["num_input_tokens", "num_output_tokens", "num_cached_tokens", "stop_reason"]
     elif "output_ids" not in schema.outputs:
         wanted.append("num_output_tokens")
     extra = sampling.get(JSON_INPUT) or {}
@@ -389,8 +441,18 @@ def _wanted_outputs(schema: ModelSchema, stream: bool, sampling: Mapping[str, An
         wanted.append("index")
     if any(sampling.get(n) is not None or n in extra for n in ("best_of", "beam_width")):
         wanted.append("cumulative_logprob")
-    if sampling.get("logprobs") is not None or "logprobs" in extra:
-        wanted.append("logprobs")
+    for name in ("logprobs", "prompt_logprobs"):
+        if sampling.get(name) is not None or name in extra:
+            wanted.append(name)
+    if prompt.messages is not None:
+        wanted.append("reasoning_output")
+        if prompt.may_call_tools:
+            wanted.append("tool_calls")
+    if prompt.num_prompts > 1:
+        wanted.append("batch_index")
+    for flag in ("return_timing", "return_stop_reason", "return_num_reasoning_tokens"):
+        if sampling.get(flag) and (name := flag.removeprefix("return_")) not in wanted:
+            wanted.append(name)
     return [name for name in wanted if name in schema.outputs]
 
 
@@ -412,24 +474,26 @@ def parse_response(response: Any, received_at: float) -> tuple[list[Chunk], bool
     texts = values.get("text_output") or ("",)
     reasons, logprobs = values.get("finish_reason", ()), values.get("logprobs", ())
     indices, sums = values.get("index", ()), values.get("cumulative_logprob", ())
-    ids = tuple(values.get("output_ids", ())) if len(texts) == 1 else ()
+    ids: Sequence[int] = values.get("output_ids", ()) if len(texts) == 1 else ()
     num_output = values.get("num_output_tokens", ())
     num_input = _at(values.get("num_input_tokens", ()), 0)
     num_cached = _at(values.get("num_cached_tokens", ()), 0)
+    extras = _extras(told) if (told := values.get("")) else NO_EXTRAS
     last = len(texts) - 1
     chunks = [
         Chunk(
             text,
-            ids,
+            tuple(ids),
             _at(reasons, i) or None,
             indices[i] if i < len(indices) else i,
             bool(final) and i == last,
-            _parsed(lp) if (lp := _at(logprobs, i)) else None,
+            _parsed("logprobs", lp) if (lp := _at(logprobs, i)) else None,
             num_input,
             _at(num_output, i),
             received_at,
             num_cached,
             _at(sums, i),
+            extras,
         )
         for i, text in enumerate(texts)
     ]
@@ -440,26 +504,76 @@ def _at(values: Sequence[Any], i: int) -> Any:
     return values[i] if i < len(values) else None
 
 
-def _parsed(logprobs: str) -> Any:
+def _extras(told: Sequence[tuple[str, Any]]) -> Extras:
+    fields = {name: _EXTRA_PARSERS.get(name, _same)(value) for name, value in told if value not in ("", None)}
+    return Extras(**fields) if fields else NO_EXTRAS
+
+
+def _parsed(name: str, text: str) -> Any:
     try:
-        return json.loads(logprobs)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        raise ProtocolError(f"output logprobs: not JSON: {logprobs!r:.80}") from None
+        raise ProtocolError(f"output {name}: not JSON: {text!r:.80}") from None
+
+
+def _tool_calls(text: str) -> tuple[dict[str, Any], ...]:
+    calls = _parsed("tool_calls", text)
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
+        raise ProtocolError(f"output tool_calls: not a list of calls: {text!r:.80}")
+    return tuple(calls)
+
+
+def _is_call(call: Any) -> bool:
+    """Whether it has the types that a piece of a call has, where it has them."""
+    if not isinstance(call, dict) or not isinstance(call.get("index", 0), int):
+        return False
+    function = call.get("function") or {}
+    if not isinstance(function, dict):
+        return False
+    texts = (call.get("id"), function.get("name"), function.get("arguments"))
+    return all(text is None or isinstance(text, str) for text in texts)
+
+
+def _timing(text: str) -> dict[str, Any]:
+    timing = _parsed("timing", text)
+    if not isinstance(timing, dict):
+        raise ProtocolError(f"output timing: not an object: {text!r:.80}")
+    return timing
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+_EXTRA_PARSERS: dict[str, Callable[[str], Any]] = {
+    "tool_calls": _tool_calls,
+    "server_timing": _timing,
+    "prompt_logprobs": partial(_parsed, "prompt_logprobs"),
+}
+"""How the fields of `Extras` that are JSON are read."""
 
 
 def _output_values(outputs: Sequence[Any], raw_contents: Sequence[bytes]) -> dict[str, Sequence[Any]]:
-    """The elements of each output that a `Chunk` is made of, in row-major order.
+    """The elements of each output that a `Chunk` is made of, in row-major order; fields of its `Extras` and
+    their first elements under the empty name.
 
     Without numpy and `InferResult`, whose arrays take several times as long for so few elements.
     """
     if raw_contents and len(raw_contents) != len(outputs):
         raise ProtocolError(f"a response has {len(outputs)} outputs and the raw data of {len(raw_contents)}")
-    values = {}
+    values: dict[str, Sequence[Any]] = {}
+    extras: list[tuple[str, Any]] = []
     for i, output in enumerate(outputs):
         name = output.name
         kind = _CHUNK_OUTPUTS.get(name)
         if kind is not None:
             values[name] = _elements(name, kind, output, raw_contents[i] if raw_contents else None)
+        elif name in _EXTRA_OUTPUTS:
+            kind, field = _EXTRA_OUTPUTS[name]
+            elements = _elements(name, kind, output, raw_contents[i] if raw_contents else None)
+            extras.append((field, _at(elements, 0)))
+    if extras:
+        values[""] = extras
     return values
 
 

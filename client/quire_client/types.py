@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Message = dict[str, Any]
 """One chat message: {"role": "user", "content": "..."}."""
+
+
+ToolCall = dict[str, Any]
+"""One call of a tool, as OpenAI has it: {"id": ..., "type": "function", "function": {"name": ...,
+"arguments": "..."}}, with an `index` where it is a delta: the call that it adds to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What few responses have beside text and tokens."""
+
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    stop_reason: str | None = None
+    server_timing: Mapping[str, Any] | None = None
+    num_reasoning_tokens: int | None = None
+    prompt_logprobs: Any = None
+    batch_index: int = 0
+
+
+NO_EXTRAS = Extras()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +57,43 @@ class Chunk:
     """Tokens of the prompt that the server's KV cache had."""
     cumulative_logprob: float | None = None
     """Sum of the log-probabilities of the choice so far."""
+    extras: Extras = NO_EXTRAS
+    """One field for all of them, since every response of a stream pays for each."""
+
+    @property
+    def reasoning(self) -> str:
+        """New text of what the model thinks before it answers."""
+        return self.extras.reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """New pieces of calls, see `ToolCall`."""
+        return self.extras.tool_calls
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The stop string, or the token id as text, that ended the choice; on its last chunk."""
+        return self.extras.stop_reason
+
+    @property
+    def server_timing(self) -> Mapping[str, Any] | None:
+        """Milliseconds in the server (`queue`, `prefill` ...), on the last chunk, where asked for."""
+        return self.extras.server_timing
+
+    @property
+    def prompt_logprobs(self) -> Any:
+        """Parsed JSON of the model's `prompt_logprobs`, once per request."""
+        return self.extras.prompt_logprobs
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Tokens of the choice so far that are reasoning, on its last chunk."""
+        return self.extras.num_reasoning_tokens
+
+    @property
+    def batch_index(self) -> int:
+        """Number of the prompt, where the request has several."""
+        return self.extras.batch_index
 
     @property
     def num_tokens(self) -> int:
@@ -73,6 +131,16 @@ class Choice:
     """The `logprobs` of each response in turn."""
     cumulative_logprob: float | None = None
     """Sum of the log-probabilities, where the choices were ranked by it (best_of, beam search)."""
+    reasoning: str = ""
+    """What the model thought before it answered."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    stop_reason: str | None = None
+    """The stop string, or the token id as text, that ended it."""
+    server_timing: Mapping[str, Any] | None = None
+    """Milliseconds in the server, where asked for."""
+    num_reasoning_tokens: int | None = None
+    batch_index: int = 0
+    """Number of the prompt, where the request has several; each has choices from `index` 0 on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +154,30 @@ class Result:
     num_input_tokens: int | None = None
     num_cached_tokens: int | None = None
     """Input tokens that the server's KV cache had."""
+    prompt_logprobs: tuple[Any, ...] = ()
+    """Those of each prompt, where asked for."""
+
+    @property
+    def reasoning(self) -> str:
+        return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.choices[0].tool_calls
+
+    @property
+    def stop_reason(self) -> str | None:
+        return self.choices[0].stop_reason
+
+    @property
+    def server_timing(self) -> Mapping[str, Any] | None:
+        return self.choices[0].server_timing
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Of all choices; None where the model does not tell."""
+        counts = [c.num_reasoning_tokens for c in self.choices if c.num_reasoning_tokens is not None]
+        return sum(counts) if counts else None
 
     @property
     def text(self) -> str:
@@ -131,25 +223,63 @@ def collect(request_id: str, model: str, started_at: float, chunks: Sequence[Chu
     end = chunks[-1].received_at if chunks else time.perf_counter()
     first = next((c.received_at for c in chunks if c.text or c.num_tokens), None)
     ttft = None if first is None else first - started_at
-    indices = sorted({c.index for c in chunks}) or [0]
+    choices: dict[tuple[int, int], list[Chunk]] = {}
+    for chunk in chunks:
+        choices.setdefault((chunk.batch_index, chunk.index), []).append(chunk)
+    by_prompt: dict[int, Chunk] = {}
+    for chunk in chunks:
+        if chunk.num_input_tokens is not None:
+            by_prompt.setdefault(chunk.batch_index, chunk)
+    prompts = by_prompt.values()
     return Result(
         request_id,
         model,
-        tuple(_choice(i, [c for c in chunks if c.index == i]) for i in indices),
+        tuple(_choice(*key, choices[key]) for key in sorted(choices)) or (_choice(0, 0, ()),),
         Timing(ttft, end - started_at, sum(c.num_tokens for c in chunks)),
-        next((c.num_input_tokens for c in chunks if c.num_input_tokens is not None), None),
-        next((c.num_cached_tokens for c in chunks if c.num_cached_tokens is not None), None),
+        _sum(c.num_input_tokens for c in prompts),
+        _sum(c.num_cached_tokens for c in prompts),
+        tuple(c.prompt_logprobs for c in chunks if c.prompt_logprobs is not None),
     )
 
 
-def _choice(index: int, chunks: Sequence[Chunk]) -> Choice:
-    reasons = [c.finish_reason for c in chunks if c.finish_reason]
-    sums = [c.cumulative_logprob for c in chunks if c.cumulative_logprob is not None]
+def _sum(counts: Iterable[int | None]) -> int | None:
+    """The sum of the counts that are known; None where none is."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _choice(batch_index: int, index: int, chunks: Sequence[Chunk]) -> Choice:
+    """The choice that its chunks add up to. Of what is told at its end the last word counts."""
+
+    def last(name: str) -> Any:
+        told = (getattr(chunk, name) for chunk in reversed(chunks))
+        return next((value for value in told if value is not None), None)
+
     return Choice(
         index,
         "".join(c.text for c in chunks),
         tuple(t for c in chunks for t in c.token_ids),
-        reasons[-1] if reasons else None,
+        last("finish_reason"),
         tuple(c.logprobs for c in chunks if c.logprobs is not None),
-        sums[-1] if sums else None,
+        last("cumulative_logprob"),
+        "".join(c.reasoning for c in chunks),
+        merge_tool_calls(delta for c in chunks for delta in c.tool_calls),
+        last("stop_reason"),
+        last("server_timing"),
+        last("num_reasoning_tokens"),
+        batch_index,
     )
+
+
+def merge_tool_calls(deltas: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
+    """The calls that deltas add up to, in their order."""
+    calls: dict[int, ToolCall] = {}
+    for delta in deltas:
+        call = calls.setdefault(
+            delta.get("index", 0), {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+        )
+        function = delta.get("function") or {}
+        call["id"] = delta.get("id") or call["id"]
+        call["function"]["name"] += function.get("name") or ""
+        call["function"]["arguments"] += function.get("arguments") or ""
+    return tuple(calls[index] for index in sorted(calls))

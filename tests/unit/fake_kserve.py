@@ -1,7 +1,8 @@
 """A KServe gRPC server in this process, which behaves like Triton where the client can tell the difference.
 
 What a request does is its prompt: `tokens 5`, `endless`, `error INVALID_ARGUMENT some text`, `midway 2`,
-`no final 3`, `flag final 2`, `silent`, `choices 3`, `malformed`, `lingering`. As in Triton, the members of an
+`no final 3`, `flag final 2`, `silent`, `choices 3`, `malformed`, `lingering`, `call`, `think`, `logprobs`,
+`raw tool_calls {}` (that output, with that text). As in Triton, the members of an
 ensemble never learn that the client has gone: an `endless` request to `chat` runs until it is cancelled by
 its id on `generator`.
 """
@@ -33,14 +34,18 @@ GENERATOR_INPUTS = {
     "seed": "UINT64",
     "stop": "STRING",
     "stop_token_ids": "INT32",
+    "structured_output": "STRING",
+    "return_timing": "BOOL",
     "logit_bias": "STRING",
     "n": "INT32",
+    "logprobs": "INT32",
+    "prompt_logprobs": "INT32",
     "request_priority": "INT32",
     "tenant": "STRING",
     "cache_pin": "BOOL",
     "cache_control": "STRING",
 }
-LISTS = {"input_ids", "stop", "stop_token_ids"}
+LISTS = {"text_input", "input_ids", "stop", "stop_token_ids"}
 OUTPUTS = {
     "text_output": "STRING",
     "output_ids": "INT32",
@@ -49,7 +54,17 @@ OUTPUTS = {
     "num_cached_tokens": "UINT32",
     "index": "INT32",
     "cumulative_logprob": "FP32",
+    "batch_index": "INT32",
+    "logprobs": "STRING",
+    "prompt_logprobs": "STRING",
+    "reasoning_output": "STRING",
+    "tool_calls": "STRING",
+    "stop_reason": "STRING",
+    "timing": "STRING",
+    "num_reasoning_tokens": "UINT32",
 }
+WORDS = {5: "a", 6: "\ufffd", 7: "é"}
+"""Tokens of which `logprobs` tells."""
 NAMES = {"STRING": "BYTES"}
 
 
@@ -62,11 +77,14 @@ def model_config(name: str) -> Any:
         for step in ("tokenizer", "generator"):
             config.ensemble_scheduling.step.add(model_name=step)
         del inputs["cancel"], inputs["cache_control"]
+        for same in ("logprobs", "prompt_logprobs"):
+            inputs[f"num_{same}"] = inputs.pop(same)
     else:
         config.backend = "python" if name == "tokenizer" else "quire"
         config.model_transaction_policy.decoupled = name == "generator"
     for tensor, kind in inputs.items():
-        dims = [-1] if tensor in LISTS else [1]
+        is_list = tensor in LISTS and (tensor, name) != ("text_input", "chat")
+        dims = [-1] if is_list else [1]
         config.input.add(name=tensor, data_type=f"TYPE_{kind}", dims=dims, optional=True)
     for tensor, kind in OUTPUTS.items():
         config.output.add(name=tensor, data_type=f"TYPE_{kind}", dims=[-1 if tensor == "output_ids" else 1])
@@ -178,9 +196,15 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
         yield self._response(request, "", [], "cancelled", final=True)
 
     def _infer(self, request: Any, inputs: dict[str, Any], context: Any) -> Iterator[Any]:
+        texts = inputs.get("text_input", [])
+        if len(texts) > 1:
+            yield from self._several(request, texts)
+            return
         text = self._text(inputs)
         verb, _, rest = text.partition(" ")
-        if verb == "tokens":
+        if verb in ("call", "think", "logprobs", "raw"):
+            yield from self._chat(request, verb, rest, inputs)
+        elif verb == "tokens":
             count = int(rest)
             for i in range(count):
                 last = i == count - 1
@@ -220,6 +244,55 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
         else:
             raise AssertionError(f"the fake does not know {text!r}")
 
+    def _several(self, request: Any, texts: list[bytes]) -> Iterator[Any]:
+        """Each prompt is its answer, in two pieces; the last prompt begins and ends first."""
+        for part in ("1", "2"):
+            for index, text in reversed(list(enumerate(texts))):
+                reason = "stop" if part == "2" else ""
+                final = part == "2" and index == 0
+                said = f"{text.decode()}{part} "
+                yield self._response(request, said, [1], reason, final=final, batch_index=index)
+
+    def _chat(self, request: Any, verb: str, rest: str, inputs: dict[str, Any]) -> Iterator[Any]:
+        def say(text: str, reason: str = "", ids: tuple[int, ...] = (1,), **outputs: Any) -> Any:
+            return self._response(request, text, list(ids), reason, final=bool(reason), **outputs)
+
+        def call(index: int, function: dict[str, str], **first: str) -> str:
+            return json.dumps([{"index": index, **first, "function": function}])
+
+        timing = json.dumps({"queue": 0.5, "total": 9.5})
+        if verb == "call":
+            yield say("hm ")
+            for i in range(2):
+                name = {"name": f"f{i}", "arguments": ""}
+                yield say("", tool_calls=call(i, name, id=f"call_{i}", type="function"))
+                yield say("", tool_calls=call(i, {"arguments": '{"x": '}))
+                yield say("", tool_calls=call(i, {"arguments": f"{i}}}"}))
+            yield say("", "tool_calls", (), timing=timing)
+        elif verb == "think":
+            yield say("", reasoning_output="so ")
+            yield say("", reasoning_output="what")
+            yield say("19", "stop", num_reasoning_tokens=2, stop_reason="END", timing=timing)
+        elif verb == "raw":
+            name, _, text = rest.partition(" ")
+            yield say("", "stop", **{name: text})
+        else:
+            top = {"5": -0.5, "7": -1.5, "6": -1.0}
+            words = {str(i): word for i, word in WORDS.items()}
+            entries = [
+                {"token_id": i, "token": WORDS.get(i), "logprob": -0.5, "top": top, "tokens": words}
+                for i in (5, 6, 7, 8)
+            ]
+            echoes = inputs.get("exclude_input_in_output") == [False]
+            prompt = (
+                json.dumps([None, entries[2]])
+                if {"prompt_logprobs", "num_prompt_logprobs"} & set(inputs)
+                else ""
+            )
+            first = "logé" if echoes else ""
+            yield say(f"{first}a", logprobs=json.dumps(entries[:1]), prompt_logprobs=prompt)
+            yield say("é", "stop", (6, 7, 8), logprobs=json.dumps(entries[1:]))
+
     def _endless(self, request: Any, context: Any, first: Any | None) -> Iterator[Any]:
         event = threading.Event()
         self.running[request.id] = event
@@ -245,7 +318,8 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
         if "text_input" in inputs:
             return inputs["text_input"][0].decode("utf-8", "surrogatepass")
         if "messages" in inputs:
-            return str(json.loads(inputs["messages"][0])[-1]["content"])
+            asked = json.loads(inputs["messages"][0])
+            return str((asked["messages"] if isinstance(asked, dict) else asked)[-1]["content"])
         return "echo"
 
     def _error(self, context: Any, code: str, message: str) -> Iterator[Any]:
@@ -256,20 +330,29 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
         yield service_pb2.ModelStreamInferResponse(error_message=message)
 
     def _response(
-        self, request: Any, text: str, ids: list[int], reason: str, *, final: bool, index: int = 0
+        self, request: Any, text: str, ids: list[int], reason: str, *, final: bool, **others: Any
     ) -> Any:
         answer = service_pb2.ModelInferResponse(model_name=request.model_name, id=request.id)
         if request.model_name != "unary":
             answer.parameters["triton_final_response"].bool_param = final
-        values: dict[str, tuple[str, Any]] = {
-            "text_output": ("BYTES", np.array([text.encode()], dtype=object)),
-            "output_ids": ("INT32", np.array(ids, dtype=np.int32)),
-            "finish_reason": ("BYTES", np.array([reason.encode()], dtype=object)),
-            "num_input_tokens": ("UINT32", np.array([3], dtype=np.uint32)),
-            "num_cached_tokens": ("UINT32", np.array([2], dtype=np.uint32)),
-            "index": ("INT32", np.array([index], dtype=np.int32)),
-            "cumulative_logprob": ("FP32", np.array([-0.5 - index], dtype=np.float32)),
+        said: dict[str, Any] = {
+            "text_output": text,
+            "finish_reason": reason,
+            "num_input_tokens": 3,
+            "num_cached_tokens": 2,
+            "index": 0,
+            "cumulative_logprob": -0.5 - others.get("index", 0),
+            **others,
         }
+        values: dict[str, tuple[str, Any]] = {"output_ids": ("INT32", np.array(ids, dtype=np.int32))}
+        for name, kind in OUTPUTS.items():
+            if name == "output_ids":
+                continue
+            datatype = NAMES.get(kind, kind)
+            value = said.get(name, "" if kind == "STRING" else 0)
+            stated = value.encode() if kind == "STRING" else value
+            dtype = object if kind == "STRING" else triton_to_np_dtype(datatype)
+            values[name] = (datatype, np.array([stated], dtype=dtype))
         wanted = [output.name for output in request.outputs] or list(values)
         for name in wanted:
             datatype, value = values[name]

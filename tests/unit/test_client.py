@@ -121,8 +121,107 @@ def test_stream_flag_and_outputs(server: FakeKServe, client: Client) -> None:
         "finish_reason",
         "num_input_tokens",
         "num_cached_tokens",
+        "stop_reason",
     }
     assert {o.name for o in streamed.outputs} == {"text_output", "output_ids", "finish_reason"}
+
+
+def test_outputs_that_are_asked_for_by_what_is_wanted(server: FakeKServe, client: Client) -> None:
+    usual = {"text_output", "output_ids", "finish_reason"}
+
+    def asked(prompt: str | None = None, **arguments: Any) -> set[str]:
+        list(client.stream(prompt, **arguments))
+        return {output.name for output in server.requests[-1].outputs} - usual
+
+    messages = [{"role": "user", "content": "tokens 1"}]
+    assert asked(messages=messages) == {"reasoning_output"}
+    assert asked(messages={"messages": messages, "tools": []}) == {"reasoning_output"}
+    assert asked(messages={"messages": messages, "tools": [{}]}) == {"reasoning_output", "tool_calls"}
+    assert asked("tokens 1", prompt_logprobs=0) == {"prompt_logprobs"}
+    assert asked("tokens 1", return_timing=True) == {"timing"}
+    assert asked("tokens 1", return_timing=False) == set()
+    assert asked(["a", "b"], model="generator") == {"batch_index"}
+
+
+def test_tools_and_formats_go_with_the_messages(server: FakeKServe, client: Client) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    beside = {"tools": tools, "tool_choice": "auto", "response_format": {"type": "text"}}
+    result = client.chat("call", system="be kind", parallel_tool_calls=False, **beside)
+    told = json.loads(sent_by(server)["messages"][0])
+    assert told == {
+        "messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "call"}],
+        "parallel_tool_calls": False,
+        **beside,
+    }
+    assert result.tool_calls == tuple(
+        {"id": f"call_{i}", "type": "function", "function": {"name": f"f{i}", "arguments": f'{{"x": {i}}}'}}
+        for i in range(2)
+    )
+    assert (result.text, result.finish_reason) == ("hm ", "tool_calls")
+    client.generate("echo", model="generator", structured_output={"regex": "a+"})
+    assert json.loads(sent_by(server)["structured_output"][0]) == {"regex": "a+"}
+
+
+def sent_by(server: FakeKServe) -> dict[str, Any]:
+    return read_inputs(server.requests[-1])
+
+
+def test_reasoning_and_the_rest_of_an_answer(server: FakeKServe, client: Client) -> None:
+    asked = {"messages": [{"role": "user", "content": "think"}], "return_timing": True}
+    asked |= {"return_stop_reason": True, "return_num_reasoning_tokens": True}
+    chunks = list(client.stream(**asked))
+    assert [(c.reasoning, c.text) for c in chunks] == [("so ", ""), ("what", ""), ("", "19")]
+    assert chunks[0].stop_reason is None and chunks[0].server_timing is None
+    result = client.generate(**asked)
+    assert (result.reasoning, result.text, result.stop_reason) == ("so what", "19", "END")
+    assert result.num_reasoning_tokens == 2
+    assert result.server_timing == {"queue": 0.5, "total": 9.5}
+    plain = client.chat("tokens 1")
+    assert (plain.reasoning, plain.tool_calls, plain.stop_reason) == ("", (), None)
+    assert (plain.server_timing, plain.prompt_logprobs) == (None, ())
+
+
+def test_log_probabilities_of_prompt_and_answer(server: FakeKServe, client: Client) -> None:
+    result = client.generate("logprobs", logprobs=3, prompt_logprobs=3)
+    inputs = sent_by(server)
+    assert (inputs["num_logprobs"], inputs["num_prompt_logprobs"]) == ([3], [3]), "names of an ensemble"
+    first, second = result.prompt_logprobs[0]
+    assert first is None and second["token_id"] == 7
+    assert [entry["token_id"] for part in result.choices[0].logprobs for entry in part] == [5, 6, 7, 8]
+
+
+def test_several_prompts_in_one_request(server: FakeKServe, client: Client) -> None:
+    chunks = list(client.stream(["a", "b"], model="generator"))
+    assert [(c.batch_index, c.text) for c in chunks] == [(1, "b1 "), (0, "a1 "), (1, "b2 "), (0, "a2 ")]
+    result = client.generate(["a", "b"], model="generator")
+    assert [(c.batch_index, c.index, c.text) for c in result.choices] == [(0, 0, "a1 a2 "), (1, 0, "b1 b2 ")]
+    assert (result.num_input_tokens, result.num_cached_tokens) == (6, 4), "of both"
+    with pytest.raises(InvalidArgument, match="text_input: the model 'chat' takes one prompt"):
+        client.generate(["a", "b"])
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "tool_calls {",
+        "tool_calls {}",
+        "tool_calls [1]",
+        'tool_calls [{"index": "x"}]',
+        'tool_calls [{"function": 1}]',
+        'tool_calls [{"function": {"arguments": {}}}]',
+        "timing []",
+        "prompt_logprobs {",
+    ],
+)
+def test_outputs_of_another_form_are_errors(client: Client, raw: str) -> None:
+    outputs = ["text_output", raw.partition(" ")[0]]
+    with pytest.raises(ProtocolError, match=f"output {outputs[1]}: not"):
+        client.generate(f"raw {raw}", outputs=outputs)
+
+
+def test_the_requests_of_a_generator(client: Client) -> None:
+    assert client.requests() == {"did": {"command": "requests"}}
+    assert client.requests(tenant="a") == {"did": {"command": "requests", "tenant": "a"}}
 
 
 @pytest.mark.row("A16")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import itertools
 import json
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import uvicorn
 from click.testing import CliRunner
@@ -31,7 +33,7 @@ from quire_client.openai.images import ImageFetcher, ImagePolicy, is_public
 from quire_client.openai.intake import MAX_BODY_BYTES, MAX_VALUES, Hold, Intake
 from quire_client.openai.replies import finish_reason
 from quire_client.openai.requests import MAX_IMAGES, MAX_MESSAGES
-from tests.unit.fake_kserve import FakeKServe
+from tests.unit.fake_kserve import FakeKServe, read_inputs
 
 WAIT = 60.0
 """Seconds any event may take on a busy machine; none is reached when the code is right."""
@@ -111,8 +113,12 @@ def refused(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
 def usage(completion_tokens: int) -> dict[str, Any]:
     """What the fake counts: three tokens of prompt, two of them cached."""
     counts = {"prompt_tokens": 3, "completion_tokens": completion_tokens}
-    details = {"cached_tokens": 2}
-    return {**counts, "total_tokens": 3 + completion_tokens, "prompt_tokens_details": details}
+    return {
+        **counts,
+        "total_tokens": 3 + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
 
 
 # --- answers ---
@@ -238,9 +244,9 @@ def test_only_outputs_of_use_are_asked_for(server: FakeKServe) -> None:
         chat(base, "tokens 1", stream=True)
         chat(base, "tokens 1", stream=True, stream_options={"include_usage": True})
     asked = [{output.name for output in request.outputs} for request in server.requests]
-    text = {"text_output", "finish_reason"}
-    counted = text | {"output_ids", "num_input_tokens", "num_cached_tokens"}
-    assert asked == [counted, text, counted]
+    text = {"text_output", "finish_reason", "reasoning_output"}
+    counted = text | {"output_ids", "num_input_tokens", "num_cached_tokens", "num_reasoning_tokens"}
+    assert asked == [counted | {"stop_reason"}, text, counted]
 
 
 def test_a_final_flag_without_a_finish_reason_is_a_stop(base: str) -> None:
@@ -315,10 +321,15 @@ def test_data_urls_go_through_unchanged(base: str) -> None:
         ({"prompt": "x"}, "prompt"),
         ({"best_of": 2}, "best_of"),
         ({"tenant": "mine"}, "tenant"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 2}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"tools": [{}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": True}, "top_logprobs"),
+        ({"timing": 1}, "timing"),
+        ({"echo": True}, "echo"),
+        ({"functions": [{}]}, "functions"),
+        ({"modalities": ["audio"]}, "modalities"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
@@ -342,14 +353,20 @@ def test_fields_of_a_chat_that_are_refused(base: str, extra: dict[str, Any], par
     ("extra", "param"),
     [
         ({"messages": []}, "messages"),
-        ({"logprobs": 0}, "logprobs"),
-        ({"echo": True}, "echo"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": "5"}, "logprobs"),
+        ({"echo": 1}, "echo"),
+        ({"tools": [{}]}, "tools"),
         ({"tenant": "mine"}, "tenant"),
         ({"suffix": "x"}, "suffix"),
         ({"max_completion_tokens": 2}, "max_completion_tokens"),
         ({"prompt": None}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": ["a"] * 1025}, "prompt"),
+        ({"prompt": ["a", "b"], "model": "chat"}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [True]}, "prompt"),
         ({"prompt": 5}, "prompt"),
@@ -359,9 +376,203 @@ def test_fields_of_a_completion_that_are_refused(base: str, extra: dict[str, Any
     assert refused(complete(base, "tokens 1", **extra))["param"] == param
 
 
-def test_neutral_values_of_unsupported_fields_pass(base: str) -> None:
-    reply = chat(base, "tokens 1", n=1, logprobs=False, tools=None, response_format={"type": "text"}, stop=[])
-    assert reply.status_code == 200
+def test_what_models_do_not_have_is_refused_by_name(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator of another make, or an older one."""
+    from tests.unit import fake_kserve
+
+    few = ("text_output", "finish_reason")
+    monkeypatch.setattr(fake_kserve, "OUTPUTS", {name: fake_kserve.OUTPUTS[name] for name in few})
+    with FakeKServe() as old, gateway(GatewaySettings(old.url)) as url:
+        for extra, param in (
+            ({"tools": [{}]}, "tools"),
+            ({"logprobs": True}, "logprobs"),
+            ({"timing": True}, "timing"),
+        ):
+            error = refused(chat(url, "tokens 1", **extra))
+            assert error["param"] == param and "the model 'chat' has no" in error["message"]
+        assert refused(complete(url, ["a", "b"]))["param"] == "prompt"
+        assert chat(url, "tokens 1").status_code == 200
+
+
+def test_neutral_values_and_those_for_openai_s_service_pass(base: str) -> None:
+    neutral: dict[str, Any] = {"n": 1, "logprobs": False, "tools": None, "stop": [], "tool_choice": None}
+    neutral |= {"response_format": {"type": "text"}, "top_logprobs": 0, "modalities": ["text"]}
+    service = {"user": "x", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
+    service |= {"safety_identifier": "x", "prompt_cache_key": "k"}
+    inputs = inputs_of(chat(base, "echo", **neutral, **service))
+    assert json.loads(inputs["messages"][0]) == [{"role": "user", "content": "echo"}]
+    assert "sampling_parameters" not in inputs
+
+
+# --- tools, formats, reasoning ---
+
+TOOLS: list[Any] = [{"type": "function", "function": {"name": f"f{i}", "parameters": {}}} for i in range(2)]
+
+
+@pytest.fixture(scope="module")
+def official(base: str) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client."""
+    with openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=WAIT) as client:
+        yield client
+
+
+def user(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def test_tool_calls(official: openai.OpenAI) -> None:
+    answer = official.chat.completions.create(model="chat", messages=user("call"), tools=TOOLS)
+    (choice,) = answer.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "hm ")
+    calls: Any = choice.message.tool_calls
+    assert [(c.id, c.type, c.function.name, c.function.arguments) for c in calls] == [
+        ("call_0", "function", "f0", '{"x": 0}'),
+        ("call_1", "function", "f1", '{"x": 1}'),
+    ]
+
+
+def test_streamed_tool_calls(official: openai.OpenAI) -> None:
+    """By the helper of the official client, which adds the deltas up and checks them on the way."""
+    with official.chat.completions.stream(model="chat", messages=user("call"), tools=TOOLS) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        final = stream.get_final_completion()
+    assert [(event.name, event.arguments) for event in done] == [("f0", '{"x": 0}'), ("f1", '{"x": 1}')]
+    assert final.choices[0].finish_reason == "tool_calls"
+    parts = official.chat.completions.create(
+        model="chat", messages=user("call"), tools=TOOLS, stream=True, stream_options={"include_usage": True}
+    )
+    deltas = [part.choices[0].delta.tool_calls for part in parts if part.choices]
+    calls = [call for delta in deltas for call in delta or []]
+    assert [(c.index, c.id, c.type) for c in calls[:2]] == [(0, "call_0", "function"), (0, None, None)]
+
+
+def test_what_goes_with_the_messages(base: str) -> None:
+    beside = {
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "f0"}},
+        "parallel_tool_calls": False,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    inputs = inputs_of(chat(base, "echo", **beside))
+    asked = json.loads(inputs["messages"][0])
+    assert asked == {"messages": [{"role": "user", "content": "echo"}], **beside}
+    assert "sampling_parameters" not in inputs
+
+
+def test_answers_may_be_sent_back_as_they_came(official: openai.OpenAI) -> None:
+    called = official.chat.completions.create(model="chat", messages=user("call"), tools=TOOLS)
+    message: Any = called.choices[0].message
+    result = {"role": "tool", "tool_call_id": "call_0", "content": "7"}
+    told = {"role": "developer", "content": "be kind"}
+    nothing = {"role": "assistant", "content": None, "tool_calls": message.model_dump()["tool_calls"]}
+    messages: Any = [told, message, {**message.model_dump(), "annotations": []}, nothing, result]
+    answer = official.chat.completions.create(model="chat", messages=[*messages, *user("echo")])
+    sent = json.loads(json.loads(answer.choices[0].message.content or "")["messages"][0])
+    calls = {"tool_calls": message.model_dump()["tool_calls"]}
+    assert sent == [
+        {"role": "system", "content": "be kind"},
+        {"role": "assistant", "content": "hm ", **calls},
+        {"role": "assistant", "content": "hm ", **calls},
+        {"role": "assistant", "content": None, **calls},
+        result,
+        *user("echo"),
+    ]
+
+
+def test_reasoning(base: str) -> None:
+    answer = chat(base, "think", timing=True).json()
+    (choice,) = answer["choices"]
+    assert choice["message"]["reasoning_content"] == "so what"
+    assert (choice["message"]["content"], choice["stop_reason"]) == ("19", "END")
+    assert choice["timing"] == {"queue": 0.5, "total": 9.5}
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    options = {"include_usage": True}
+    parts = events(chat(base, "think", stream=True, stream_options=options, timing=True))
+    assert parts[-1]["usage"] == answer["usage"]
+    choices = [part["choices"][0] for part in parts[:-1]]
+    assert [c["delta"].get("reasoning_content") for c in choices] == [None, "so ", "what", None, None]
+    assert [c.get("timing") for c in choices] == [None] * 4 + [{"queue": 0.5, "total": 9.5}]
+    plain = chat(base, "think").json()["choices"][0]
+    assert "timing" not in plain
+
+
+def test_structured_output_in_vllm_s_words_goes_to_the_sampler(base: str) -> None:
+    words = {"guided_regex": "a+", "structured_outputs": {"choice": ["a"]}, "thinking_budget": 5}
+    assert json.loads(inputs_of(chat(base, "echo", **words))["sampling_parameters"][0]) == words
+    format_ = {"type": "json_object"}
+    inputs = inputs_of(complete(base, "echo", response_format=format_, structured_output={"regex": "b"}))
+    assert json.loads(inputs["sampling_parameters"][0]) == {"response_format": format_}
+    assert json.loads(inputs["structured_output"][0]) == {"regex": "b"}
+
+
+# --- log-probabilities, several prompts ---
+
+
+def test_log_probabilities_of_a_chat(official: openai.OpenAI, shared_server: FakeKServe) -> None:
+    def check(entries: Any) -> None:
+        assert [(e.token, e.logprob) for e in entries] == [
+            ("a", -0.5),
+            ("\ufffd", -0.5),
+            ("é", -0.5),
+            ("token_id:8", -0.5),
+        ]
+        assert [e.bytes for e in entries[:3]] == [[97], None, [195, 169]]
+        likely = [(t.token, t.logprob, t.bytes) for t in entries[0].top_logprobs]
+        assert likely == [("a", -0.5, [97]), ("\ufffd", -1.0, None)], "the two best, best first"
+
+    asked: Any = {"model": "chat", "messages": user("logprobs"), "logprobs": True, "top_logprobs": 2}
+    answer = official.chat.completions.create(**asked)
+    assert answer.choices[0].logprobs is not None
+    check(answer.choices[0].logprobs.content)
+    assert read_inputs(shared_server.requests[-1])["num_logprobs"] == [2]
+    parts = list(official.chat.completions.create(stream=True, **asked))
+    told = [part.choices[0].logprobs for part in parts]
+    check([entry for one in told if one for entry in one.content or []])
+    del asked["top_logprobs"]
+    alone = official.chat.completions.create(**asked).choices[0].logprobs
+    assert alone is not None and alone.content is not None and alone.content[0].top_logprobs == []
+
+
+def test_log_probabilities_of_a_completion_and_of_its_prompt(official: openai.OpenAI) -> None:
+    asked: Any = {"model": "generator", "prompt": "logprobs", "logprobs": 1}
+    alone = official.completions.create(**asked).choices[0].logprobs
+    assert alone is not None
+    assert alone.tokens == ["a", "\ufffd", "é", "token_id:8"]
+    assert alone.text_offset == [0, 1, 2, 3]
+    assert alone.top_logprobs == [{"a": -0.5}] * 4
+    choice = official.completions.create(echo=True, **asked).choices[0]
+    assert choice.text == "logéaé" and choice.logprobs is not None
+    tokens, offsets = choice.logprobs.tokens, choice.logprobs.text_offset
+    assert tokens is not None and offsets is not None
+    assert choice.logprobs.token_logprobs == [None, *[-0.5] * 5]
+    assert choice.logprobs.top_logprobs is not None and choice.logprobs.top_logprobs[0] is None
+    assert tokens[1:] == ["é", "a", "\ufffd", "é", "token_id:8"]
+    assert offsets == [0, *itertools.accumulate(map(len, tokens[:-1]))]
+    parts = [part.choices[0] for part in official.completions.create(echo=True, stream=True, **asked)]
+    assert "".join(part.text for part in parts) == choice.text
+    columns = [part.logprobs for part in parts if part.logprobs]
+    assert [token for column in columns for token in column.tokens or []][:3] == ["log", "é", "a"]
+    assert [offset for column in columns for offset in column.text_offset or []] == [0, 3, 4, 5, 6, 7]
+    assert official.completions.create(model="generator", prompt="logprobs").choices[0].logprobs is None
+    echoed = official.completions.create(model="generator", prompt="echo", echo=True).choices[0].text
+    assert json.loads(echoed)["exclude_input_in_output"] == [False]
+
+
+def test_several_prompts(official: openai.OpenAI) -> None:
+    answer = official.completions.create(model="generator", prompt=["a", "b"])
+    assert [(c.index, c.text) for c in answer.choices] == [(0, "a1 a2 "), (1, "b1 b2 ")]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 4)
+    stream = official.completions.create(
+        model="generator", prompt=["a", "b"], n=2, stream=True, stream_options={"include_usage": True}
+    )
+    *parts, last = stream
+    texts = [(part.choices[0].index, part.choices[0].text) for part in parts if part.choices[0].text]
+    assert texts == [(2, "b1 "), (0, "a1 "), (2, "b2 "), (0, "a2 ")], "n choices of each prompt"
+    assert last.usage == answer.usage.model_copy(update={})
+    ends = {part.choices[0].index for part in parts if part.choices[0].finish_reason}
+    assert ends == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(

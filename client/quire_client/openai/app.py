@@ -34,6 +34,7 @@ from quire_client.openai.intake import (
     text_bytes,
     write_json,
 )
+from quire_client.openai.logprobs import LogprobsFormat
 from quire_client.openai.metrics import CONTENT_TYPE
 from quire_client.openai.observer import (
     Exchange,
@@ -174,12 +175,18 @@ class _Gateway:
 
     async def _generate(self, parsed: TextRequest, hold: Hold, exchange: Exchange) -> Any:
         """The response; for a stream it is made when the first chunk is there, or the error instead of it."""
-        exchange.streams, num_choices = parsed.stream, parsed.num_choices
+        exchange.streams, num_choices = parsed.stream, parsed.num_prompts * parsed.choices_per_prompt
+        is_chat, top = parsed.messages is not None, parsed.top_logprobs
         server = self.balancer.pick(parsed.sampling)
         with server.watched():
             request = await server.start(self._start(server.client, parsed, hold, exchange))
             reply = ReplyFormat(
-                request.request_id, parsed.model, parsed.messages is not None, parsed.include_usage
+                request.request_id,
+                parsed.model,
+                is_chat,
+                parsed.include_usage,
+                parsed.choices_per_prompt,
+                None if top is None else LogprobsFormat(is_chat, top),
             )
             del parsed
             hold.close()
@@ -199,10 +206,17 @@ class _Gateway:
         if parsed.source not in schema.inputs:
             field = "messages" if parsed.source == "messages" else "prompt"
             raise RequestError(f"{field}: the model {parsed.model!r} has no {parsed.source}", param=field)
+        if parsed.num_prompts > 1 and not schema.inputs["text_input"].is_list:
+            raise RequestError(f"prompt: the model {parsed.model!r} takes one prompt", param="prompt")
+        for field, output in _needed(parsed):
+            if schema.outputs is not None and output not in schema.outputs:
+                raise RequestError(f"{field}: the model {parsed.model!r} has no {output}", param=field)
         messages: Any = None
         if parsed.messages is not None:
-            fetched = await self.fetcher.with_images(parsed.messages, hold)
-            messages = await hold.work(write_json, fetched)
+            fetched = await self.fetcher.with_images(parsed.messages["messages"], hold)
+            beside = {name: value for name, value in parsed.messages.items() if name != "messages"}
+            # A list, where it is all, is what models take that know nothing else.
+            messages = await hold.work(write_json, {"messages": fetched, **beside} if beside else fetched)
         request = AsyncStream(
             client,
             parsed.prompt,
@@ -224,6 +238,18 @@ def _is_text_model(schema: ModelSchema) -> bool:
     return answers and any(name in schema.inputs for name in PROMPTS)
 
 
+def _needed(parsed: TextRequest) -> list[tuple[str, str]]:
+    """Fields whose answer the model has to have an output for, and the output."""
+    needed = (
+        ("tools", "tool_calls", parsed.has_tools),
+        ("logprobs", "logprobs", parsed.top_logprobs is not None),
+        ("logprobs", "prompt_logprobs", parsed.echo and parsed.top_logprobs is not None),
+        ("timing", "timing", parsed.timing),
+        ("prompt", "batch_index", parsed.num_prompts > 1),
+    )
+    return [(field, output) for field, output, is_wanted in needed if is_wanted]
+
+
 def _outputs(schema: ModelSchema, parsed: TextRequest, *, counts_tokens: bool) -> list[str] | None:
     """Outputs to ask for; a stream has no use for token counts, unless somebody asks for them."""
     if schema.outputs is None:
@@ -231,7 +257,12 @@ def _outputs(schema: ModelSchema, parsed: TextRequest, *, counts_tokens: bool) -
     wanted = ["text_output", "finish_reason"]
     if counts_tokens or parsed.include_usage or not parsed.stream:
         counts = "num_output_tokens" if "num_output_tokens" in schema.outputs else "output_ids"
-        wanted += [counts, "num_input_tokens", "num_cached_tokens"]
+        wanted += [counts, "num_input_tokens", "num_cached_tokens", "num_reasoning_tokens"]
+    if not parsed.stream:
+        wanted.append("stop_reason")
+    if parsed.messages is not None:
+        wanted.append("reasoning_output")
+    wanted += [output for _, output in _needed(parsed)]
     if any(name in parsed.sampling for name in ("n", "best_of", "beam_width")):
         wanted.append("index")
     return [name for name in wanted if name in schema.outputs]

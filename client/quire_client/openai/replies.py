@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_client.types import Choice, Result
+from quire_client.openai.logprobs import LogprobsFormat
+from quire_client.types import Choice, Chunk, Result
 
 
 def finish_reason(reason: str | None) -> str:
@@ -15,11 +16,16 @@ def finish_reason(reason: str | None) -> str:
     There is none for an answer that was cancelled or broken off; `length` says that it is not complete,
     which `stop` would deny. A model that gives no reason has stopped.
     """
+    if reason == "tool_calls":
+        return reason
     return "stop" if reason in (None, "", "stop") else "length"
 
 
 def usage(
-    prompt_tokens: int | None, completion_tokens: int, cached_tokens: int | None = None
+    prompt_tokens: int | None,
+    completion_tokens: int,
+    cached_tokens: int | None = None,
+    reasoning_tokens: int | None = None,
 ) -> dict[str, Any] | None:
     """Token counts, those of all choices together; None where the server does not count the prompt."""
     if prompt_tokens is None:
@@ -31,6 +37,8 @@ def usage(
     }
     if cached_tokens is not None:
         counts["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    if reasoning_tokens is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
     return counts
 
 
@@ -42,6 +50,9 @@ class ReplyFormat:
     model: str
     is_chat: bool
     include_usage: bool = False
+    choices_per_prompt: int = 1
+    logprobs: LogprobsFormat | None = None
+    """None: not asked for."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time, seconds."""
 
@@ -58,42 +69,86 @@ class ReplyFormat:
             "model": self.model,
         }
 
+    def index_of(self, item: Choice | Chunk) -> int:
+        """Number of a choice among those of all prompts."""
+        return item.batch_index * self.choices_per_prompt + item.index
+
     def whole(self, result: Result) -> dict[str, Any]:
         """The answer of a request that does not stream."""
-        counts = usage(result.num_input_tokens, result.num_output_tokens, result.num_cached_tokens)
-        choices = [self._choice(choice) for choice in result.choices]
+        counts = usage(
+            result.num_input_tokens,
+            result.num_output_tokens,
+            result.num_cached_tokens,
+            result.num_reasoning_tokens,
+        )
+        choices = [self._choice(choice, result) for choice in result.choices]
         return {**self._head(streams=False), "choices": choices, "usage": counts}
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
-        whole: dict[str, Any] = {"index": choice.index, "logprobs": None}
+    def _choice(self, choice: Choice, result: Result) -> dict[str, Any]:
+        logprobs = None
+        if self.logprobs is not None:
+            prompts = result.prompt_logprobs
+            prompt = prompts[choice.batch_index] if choice.batch_index < len(prompts) else None
+            logprobs = self.logprobs.of(choice.logprobs, prompt, choice.text, 0)
+        whole: dict[str, Any] = {"index": self.index_of(choice), "logprobs": logprobs}
         if self.is_chat:
-            whole["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+            content = choice.text if choice.text or not choice.tool_calls else None
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            if choice.reasoning:
+                message["reasoning_content"] = choice.reasoning
+            if choice.tool_calls:
+                message["tool_calls"] = list(choice.tool_calls)
+            whole["message"] = message
         else:
             whole["text"] = choice.text
         whole["finish_reason"] = finish_reason(choice.finish_reason)
+        if choice.stop_reason:
+            whole["stop_reason"] = choice.stop_reason
+        if choice.server_timing is not None:
+            whole["timing"] = choice.server_timing
         return whole
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The first object of a choice in a stream: the role of a chat answer."""
         return self._part(index, {"role": "assistant", "content": ""}, None) if self.is_chat else None
 
-    def delta(self, index: int, text: str) -> dict[str, Any]:
-        return self._part(index, {"content": text} if self.is_chat else text, None)
+    def delta(self, chunk: Chunk, num_characters: int) -> dict[str, Any] | None:
+        """What a chunk adds; None: nothing.
 
-    def closing(self, index: int, reason: str | None) -> dict[str, Any]:
-        """The object with the choice's finish reason; no text."""
-        return self._part(index, {} if self.is_chat else "", finish_reason(reason))
+        Args:
+            num_characters: those of the choice's text before it.
+        """
+        content: Any = chunk.text
+        if self.is_chat:
+            content = {"content": chunk.text} if chunk.text else {}
+            if chunk.reasoning:
+                content["reasoning_content"] = chunk.reasoning
+            if chunk.tool_calls:
+                content["tool_calls"] = list(chunk.tool_calls)
+        logprobs = None
+        if self.logprobs is not None and (chunk.logprobs or chunk.prompt_logprobs):
+            logprobs = self.logprobs.of(
+                (chunk.logprobs or [],), chunk.prompt_logprobs, chunk.text, num_characters
+            )
+        if not content and logprobs is None:
+            return None
+        return self._part(self.index_of(chunk), content, None, logprobs)
 
-    def counts(
-        self, prompt_tokens: int | None, completion_tokens: int, cached_tokens: int | None
-    ) -> dict[str, Any]:
+    def closing(self, index: int, chunk: Chunk | None) -> dict[str, Any]:
+        """The object with the choice's finish reason, that of its last chunk; no text."""
+        reason = finish_reason(None if chunk is None else chunk.finish_reason)
+        part = self._part(index, {} if self.is_chat else "", reason)
+        if chunk is not None and chunk.server_timing is not None:
+            part["choices"][0]["timing"] = chunk.server_timing
+        return part
+
+    def counts(self, counts: dict[str, Any] | None) -> dict[str, Any]:
         """The object after the last choice, for `stream_options.include_usage`."""
-        counts = usage(prompt_tokens, completion_tokens, cached_tokens)
         return {**self._head(streams=True), "choices": [], "usage": counts}
 
-    def _part(self, index: int, content: Any, reason: str | None) -> dict[str, Any]:
+    def _part(self, index: int, content: Any, reason: str | None, logprobs: Any = None) -> dict[str, Any]:
         key = "delta" if self.is_chat else "text"
-        choice = {"index": index, key: content, "logprobs": None, "finish_reason": reason}
+        choice = {"index": index, key: content, "logprobs": logprobs, "finish_reason": reason}
         part: dict[str, Any] = {**self._head(streams=True), "choices": [choice]}
         if self.include_usage:
             part["usage"] = None

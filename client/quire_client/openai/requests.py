@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire_client.openai.errors import RequestError
@@ -48,14 +48,47 @@ QUIRE_SAMPLING = (
     "cache_pin",
     "session",
     "session_end",
+    "thinking_budget",
+    "logits_processors",
+    "structured_output",
+    "structured_outputs",
+    "guided_decoding",
+    "guided_json",
+    "guided_json_object",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
 )
-"""Parameters of Quire that OpenAI does not have; they pass through (`priority`, `cache_salt`: as in vLLM).
-The tenant is none of them: it comes in a header, which a proxy in front can set."""
-_COMMON = frozenset(
-    {"model", "stream", "stream_options", "user", "max_tokens", *OPENAI_SAMPLING, *QUIRE_SAMPLING}
+"""Parameters of Quire that OpenAI does not have; they pass through (`priority`, `cache_salt`, the words for
+structured output: as in vLLM). The tenant is none of them: it is the API key's, or comes in a header."""
+SERVICE_FIELDS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    }
 )
-CHAT_FIELDS = _COMMON | {"messages", "max_completion_tokens"}
-COMPLETION_FIELDS = _COMMON | {"prompt", "best_of"}
+"""Fields for OpenAI's own service, which change no answer; they are taken and not looked at."""
+_COMMON = SERVICE_FIELDS | {
+    *("model", "stream", "stream_options", "max_tokens", "logprobs", "response_format", "timing"),
+    *OPENAI_SAMPLING,
+    *QUIRE_SAMPLING,
+}
+MESSAGES_FIELDS = (
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+)
+"""Fields that go to the chat template with the messages."""
+CHAT_FIELDS = _COMMON | {"messages", "max_completion_tokens", "top_logprobs", *MESSAGES_FIELDS}
+COMPLETION_FIELDS = _COMMON | {"prompt", "best_of", "echo"}
 
 HEADERS = {
     "x-tenant-id": "tenant",
@@ -67,19 +100,12 @@ HEADERS = {
 
 # Fields of OpenAI for which there is one value only: that which changes nothing.
 _CHAT_FIXED: dict[str, Any] = {
-    "logprobs": False,
-    "top_logprobs": 0,
-    "response_format": {"type": "text"},
     "modalities": ["text"],
-    "tools": [],
-    "tool_choice": "none",
+    "audio": None,
     "functions": [],
     "function_call": "none",
-    "store": False,
 }
-# Log-probabilities need each token's text, and the server gives ids. For completions even 0 asks for them.
-_COMPLETION_FIXED: dict[str, Any] = {"echo": False, "suffix": "", "logprobs": False}
-
+_COMPLETION_FIXED: dict[str, Any] = {"suffix": ""}
 
 MAX_CHOICES = 1024
 """More than any server takes."""
@@ -89,6 +115,13 @@ MAX_IMAGES = 16
 """Images of one conversation; the server's own limit."""
 MAX_MODEL_LENGTH = 256
 """Characters of a model's name."""
+_NOTHING: tuple[Any, ...] = (None, [], {"type": "text"})
+"""Values that ask for nothing, of fields that not every model knows."""
+MAX_TOP_LOGPROBS = 20
+"""What OpenAI's chat completions allow, too."""
+_ANSWER_FIELDS = frozenset({"refusal", "audio", "annotations", "function_call"})
+MAX_PROMPTS = 1024
+"""Prompts of one request; more than any server takes."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +132,16 @@ class TextRequest:
     stream: bool
     include_usage: bool
     sampling: dict[str, Any] = field(default_factory=dict)
-    messages: list[Any] | None = None
-    prompt: str | None = None
+    messages: dict[str, Any] | None = None
+    """`messages`, and those of MESSAGES_FIELDS that are stated."""
+    prompt: str | list[str] | None = None
     input_ids: list[int] | None = None
+    top_logprobs: int | None = None
+    """Log-probabilities to tell of each token beside its own; None: no log-probabilities."""
+    echo: bool = False
+    """The answer begins with the prompt."""
+    timing: bool = False
+    """The answer says how long its parts took."""
 
     @property
     def source(self) -> str:
@@ -111,10 +151,18 @@ class TextRequest:
         return "text_input" if self.prompt is not None else "input_ids"
 
     @property
-    def num_choices(self) -> int:
+    def num_prompts(self) -> int:
+        return len(self.prompt) if isinstance(self.prompt, list) else 1
+
+    @property
+    def choices_per_prompt(self) -> int:
         """Choices to expect; what is no number is left to the server to refuse."""
         n = self.sampling.get("n")
         return n if isinstance(n, int) and 0 < n < MAX_CHOICES else 1
+
+    @property
+    def has_tools(self) -> bool:
+        return bool(self.messages and self.messages.get("tools"))
 
 
 def parse_chat(body: Mapping[str, Any]) -> TextRequest:
@@ -133,26 +181,88 @@ def parse_chat(body: Mapping[str, Any]) -> TextRequest:
     if most is not None and sampling.setdefault("max_tokens", most) != most:
         name = "max_completion_tokens"
         raise RequestError(f"{name}: max_tokens is given too, with another value", param=name)
-    return TextRequest(*_common(body), sampling=sampling, messages=messages)
+    wants, count = _boolean("logprobs", body.get("logprobs")), body.get("top_logprobs")
+    if count is not None and not wants and count != 0:
+        raise RequestError("top_logprobs: only with logprobs true", param="top_logprobs")
+    top = _top_logprobs("top_logprobs", count or 0, sampling) if wants else None
+    beside = {name: body[name] for name in MESSAGES_FIELDS if body.get(name) not in _NOTHING}
+    asked = {"messages": [_as_template(message) for message in messages], **beside}
+    return TextRequest(
+        *_common(body),
+        sampling=sampling,
+        messages=asked,
+        top_logprobs=top,
+        timing=_timing(body, sampling),
+    )
 
 
 def parse_completion(body: Mapping[str, Any]) -> TextRequest:
-    """A body of /v1/completions; raises as `parse_chat`. The prompt is one text or one list of token ids,
-    possibly in a list."""
+    """A body of /v1/completions; raises as `parse_chat`. The prompt is one text or several, or one list of
+    token ids, possibly in a list."""
     _check_fields(body, COMPLETION_FIELDS, _COMPLETION_FIXED)
     prompt = body.get("prompt")
-    if isinstance(prompt, list) and prompt and not _is_token(prompt[0]):
-        if len(prompt) > 1:
-            raise RequestError("prompt: one prompt per request is supported", param="prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not _is_token(prompt[0]):
         prompt = prompt[0]
-    common, sampling = _common(body), _sampling(body)
-    if body.get("best_of") is not None:
-        sampling["best_of"] = body["best_of"]
+    sampling = _sampling(body)
+    for name in ("best_of", "response_format"):
+        if body.get(name) not in _NOTHING:
+            sampling[name] = body[name]
+    stated = body.get("logprobs")
+    # False is not OpenAI's, but is what some clients send for none; 0 asks for those of the tokens alone.
+    top = None if stated is None or stated is False else _top_logprobs("logprobs", stated, sampling)
+    echo = _boolean("echo", body.get("echo"))
+    if echo:
+        sampling["exclude_input_in_output"] = False
+        if top is not None:
+            sampling["prompt_logprobs"] = top
+    request = TextRequest(
+        *_common(body),
+        sampling=sampling,
+        top_logprobs=top,
+        echo=echo,
+        timing=_timing(body, sampling),
+    )
     if isinstance(prompt, str):
-        return TextRequest(*common, sampling=sampling, prompt=prompt)
+        return replace(request, prompt=prompt)
     if isinstance(prompt, list) and prompt and all(map(_is_token, prompt)):
-        return TextRequest(*common, sampling=sampling, input_ids=prompt)
-    raise RequestError("prompt: must be a string or a list of token ids", param="prompt")
+        return replace(request, input_ids=prompt)
+    if isinstance(prompt, list) and prompt and all(isinstance(text, str) for text in prompt):
+        if len(prompt) > MAX_PROMPTS:
+            message = f"prompt: at most {MAX_PROMPTS} prompts are allowed, got {len(prompt)}"
+            raise RequestError(message, param="prompt")
+        return replace(request, prompt=prompt)
+    raise RequestError("prompt: must be one string or several, or one list of token ids", param="prompt")
+
+
+def _timing(body: Mapping[str, Any], sampling: dict[str, Any]) -> bool:
+    wants = _boolean("timing", body.get("timing"))
+    if wants:
+        sampling["return_timing"] = True
+    return wants
+
+
+def _top_logprobs(name: str, count: Any, sampling: dict[str, Any]) -> int:
+    """The number, which the server judges too."""
+    if not _is_token(count) or not 0 <= count <= MAX_TOP_LOGPROBS:
+        raise RequestError(f"{name}: must be an integer in [0, {MAX_TOP_LOGPROBS}]", param=name)
+    sampling["logprobs"] = count
+    number: int = count
+    return number
+
+
+def _as_template(message: Any) -> Any:
+    """A message as chat templates know it: without what OpenAI's answers hold beside their content, so that
+    an answer may be sent back as it came; a developer's is the system's."""
+    if not isinstance(message, dict):
+        return message
+    kept = {
+        name: value
+        for name, value in message.items()
+        if name == "content" or (value is not None and name not in _ANSWER_FIELDS)
+    }
+    if kept.get("role") == "developer":
+        kept["role"] = "system"
+    return kept
 
 
 def _check_messages(messages: list[Any]) -> None:
