@@ -73,6 +73,8 @@ class ModelConfig:
     the quota of its control group."""
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
     """Seed of requests that state none (combined with a counter: such requests do not repeat)."""
+    tokenizer: str = ""
+    """Directory of the tokenizer; empty: the checkpoint's own."""
     attention_backend: str = "auto"
     """Implementation of attention: auto (the fastest one that can), cuda, flashinfer (if installed), triton,
     reference, or an instruction set of the processor (avx2, avx512, avx512_bf16, amx). One that cannot do
@@ -208,8 +210,6 @@ class SchedulerConfig:
 class FrontendConfig:
     """The part of the Triton side: models that differ in these keys alone share an engine."""
 
-    tokenizer: str = ""
-    """Directory of the tokenizer; empty: the checkpoint's own."""
     stream_interval: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     """Tokens per streamed response after the first, for requests that state neither this nor the next. 0 in
     both: one while few streams are open, more where responses would take the time that tokens need."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from quire.errors import EngineError, InvalidArgumentError
 from quire.frontend.bad_words import with_bad_words_ids
 from quire.frontend.chat.formats import Answer, ChatParsing
 from quire.frontend.output_processor import RequestProcessor
+from quire.grammar import Vocabulary
 from quire.multimodal import PromptEmbeds
 from quire.outputs import RequestOutput
 from quire.sampling_params import (
@@ -46,7 +48,7 @@ class LLM:
         _, generation = read_configs(model)
         self.core = EngineCore(self.config)
         self.default_params = defaults_from_generation_config(generation)
-        self.tokenizer = Tokenizer.find(self.config.frontend.tokenizer, model)
+        self.tokenizer = Tokenizer.find(self.config.model.tokenizer, model)
         self._chat_parsing: ChatParsing | None = None
         if self.tokenizer is not None:
             frontend = self.config.frontend
@@ -98,6 +100,9 @@ class LLM:
         processors: dict[str, RequestProcessor] = {}
         request_ids: list[str] = []
         try:
+            for structured in {one.structured_output for one in stated}:
+                if structured is not None:
+                    self._vocabulary.compile(structured)
             for prompt, one, image, plan in zip(batch, each, images, plans, strict=True):
                 token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 request_id = f"llm-{next(self._ids)}"
@@ -158,6 +163,11 @@ class LLM:
         if chat is None or self._chat_parsing is None or not self._chat_parsing.wants(chat):
             return None
         return partial(self._chat_parsing.answer, chat, skip_special_tokens=params.skip_special_tokens)
+
+    @functools.cached_property
+    def _vocabulary(self) -> Vocabulary:
+        directory = self.config.model.tokenizer or self.config.model.model
+        return Vocabulary(directory, self.core.info.vocab_size, self.core.info.eos_token_ids)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, special tokens added as the tokenizer is configured to."""

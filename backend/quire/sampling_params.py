@@ -297,6 +297,8 @@ def check_together(params: SamplingParams) -> None:
     if params.best_of is not None and params.best_of < params.n:
         raise fail("best_of", f"must be at least n ({params.n}), got {params.best_of}")
     if params.beam_width > 1:
+        if params.structured_output is not None:
+            raise fail("structured_output", "must not be given with beam_width: beams follow no grammar")
         if params.best_of is not None:
             raise fail("best_of", "must not be given with beam_width")
         if params.n > params.beam_width:

@@ -29,8 +29,6 @@ def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
 
 def check_token_parameters(params: SamplingParams, vocab_size: int) -> None:
     """Raises InvalidArgumentError when a parameter names a token the model does not have."""
-    if params.structured_output is not None:
-        raise InvalidArgumentError("structured_output", "is not supported by this engine yet")
     named = {
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": tuple(params.logit_bias),

@@ -116,10 +116,10 @@ def until(condition: Callable[[], Any]) -> None:
 def test_frontends_that_send_differently_share_an_engine(site: Site) -> None:
     """A model that differed in stream_interval alone loaded the weights a second time."""
     first = site.supervisor()
-    for key, value in {"stream_interval": 4, "tokenizer": "/elsewhere", "startup_timeout_s": 20.0}.items():
+    for key, value in {"stream_interval": 4, "max_prompt_bytes": 9, "startup_timeout_s": 20.0}.items():
         assert site.supervisor(**{key: value}).ensure() == first.ensure(), key
     assert len(site.started) == 1
-    for key, value in {"num_blocks": 100, "worker_process": True, "trace_file": "/dev/null"}.items():
+    for key, value in {"num_blocks": 100, "tokenizer": "/elsewhere", "trace_file": "/dev/null"}.items():
         assert site.supervisor(**{key: value}).directory != first.directory, key
 
 

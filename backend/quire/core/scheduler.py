@@ -261,7 +261,10 @@ class Scheduler:
             output.prompt_logprobs = request.take_prompt_logprobs(result.prompt_logprobs)
         for count, token_id in enumerate(result.token_ids, 1):
             token_ids.append(token_id)
-            if request.check_stop(self.max_model_len):
+            at_end = result.ends and count == len(result.token_ids)
+            if request.check_stop(self.max_model_len) or at_end:
+                if at_end and request.finish_reason is not FinishReason.STOP:
+                    request.finish_reason = FinishReason.STOP  # whole, also where it may not be longer
                 assert request.finish_reason is not None
                 self._complete(request, request.finish_reason)
                 output.finish_reason = str(request.finish_reason)

@@ -70,6 +70,7 @@ class TritonPythonModel:
         from quire.engine.client import EngineClient
         from quire.engine.connection import connect
         from quire.engine.supervisor import EngineSupervisor
+        from quire.frontend.grammar_checker import GrammarChecker
         from quire.loader.info import read_configs
         from quire.sampling_params import defaults_from_generation_config
         from quire.triton.intake import Intake
@@ -103,6 +104,9 @@ class TritonPythonModel:
             config_completion.num_instances(model_config),
         )
         self._metrics = EngineMetrics.claim(pb_utils, args, self._supervisor.directory)
+        self._grammars = None
+        if tokenizer is not None:
+            self._grammars = GrammarChecker(tokenizer.path, engine.info.vocab_size)
         self._parser = RequestParser(
             tokenizer,
             defaults_from_generation_config(generation),
@@ -110,6 +114,7 @@ class TritonPythonModel:
             config.frontend,
             decoupled=config_completion.is_decoupled(model_config),
             batched=config_completion.is_batched(model_config),
+            grammars=self._grammars,
         )
         self._prefix = uuid.uuid4().hex[:8]
         self._count = 0
@@ -161,6 +166,8 @@ class TritonPythonModel:
         if not hasattr(self, "_intake"):
             return
         self._intake.stop(SHUTDOWN_S)
+        if self._grammars is not None:
+            self._grammars.close()
         self._responder.stop()
         self._responder.join(SHUTDOWN_S)
         if self._metrics is not None:
@@ -181,4 +188,4 @@ def _load_tokenizer(config: EngineConfig) -> Any | None:
     from quire_ensemble.tokenizer import Tokenizer, forbid_torch
 
     forbid_torch()
-    return Tokenizer.find(config.frontend.tokenizer, config.model.model)
+    return Tokenizer.find(config.model.tokenizer, config.model.model)

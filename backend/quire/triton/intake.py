@@ -22,6 +22,10 @@ LONG_BYTES = 32 * 1024
 none in the other lane takes the time of a step, and one tokenizer alone works on what takes much memory."""
 
 
+_GRAMMAR_NAMES = ("structured_output", "guided_", "response_format", "tool_choice")
+_GRAMMAR_INPUTS = ("sampling_parameters", "messages")
+
+
 class Intake:
     """Threads that check and tokenize, beside Triton's, which only copies. Tokenizers release the GIL.
 
@@ -43,7 +47,9 @@ class Intake:
         self._long: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         """Cache commands have no text to wait for: a probe of health must not wait behind a thousand."""
-        lanes = [*[self._short] * SHORT_THREADS, self._long, self._commands]
+        self._grammars: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        """Compiling may take as long as it is allowed to: those that may need it wait for each other."""
+        lanes = [*[self._short] * SHORT_THREADS, self._long, self._commands, self._grammars]
         self._threads = [
             threading.Thread(target=self._run, args=(lane,), name=f"quire-intake-{i}", daemon=True)
             for i, lane in enumerate(lanes)
@@ -56,7 +62,7 @@ class Intake:
 
     def check_room(self) -> None:
         """Raises UnavailableError where too many requests wait for one more to be copied."""
-        if sum(lane.qsize() for lane in (self._short, self._long, self._commands)) >= self._max_requests:
+        if sum(lane.qsize() for lane in {*self._lanes}) >= self._max_requests:
             raise UnavailableError(f"the queue is full: {self._max_requests} requests wait to be parsed")
 
     def put(self, handle: RequestHandle, raw: RawRequest) -> None:
@@ -68,8 +74,14 @@ class Intake:
                     f"{raw.num_bytes} more exceed the limit of {self._max_bytes}"
                 )
             self._num_bytes += raw.num_bytes
-        lane = self._long if raw.num_bytes > LONG_BYTES else self._short
-        (self._commands if "cache_control" in raw.tensors else lane).put((handle, raw))
+        self._lane(raw).put((handle, raw))
+
+    def _lane(self, raw: RawRequest) -> queue.SimpleQueue[Any]:
+        if "cache_control" in raw.tensors:
+            return self._commands
+        if _may_have_grammar(raw):
+            return self._grammars
+        return self._long if raw.num_bytes > LONG_BYTES else self._short
 
     def stop(self, timeout_s: float) -> None:
         """Ends the threads after what they have in hand; waits `timeout_s` for each."""
@@ -92,3 +104,13 @@ class Intake:
                 with self._lock:
                     self._num_bytes -= raw.num_bytes
                 del item, handle, raw
+
+
+def _may_have_grammar(raw: RawRequest) -> bool:
+    """Whether one of the names under which a grammar comes is anywhere in the request."""
+    if any(name.startswith(_GRAMMAR_NAMES) for name in raw.tensors):
+        return True
+    texts = [value for name in _GRAMMAR_INPUTS for value in raw.tensors.get(name, ())]
+    return any(
+        name in raw.parameters or any(name.encode() in text for text in texts) for name in _GRAMMAR_NAMES
+    )

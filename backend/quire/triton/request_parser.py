@@ -26,6 +26,7 @@ from quire.engine.shared_array import SharedBuffer
 from quire.errors import InvalidArgumentError
 from quire.frontend.bad_words import with_bad_words_ids
 from quire.frontend.chat.formats import Answer, ChatParsing
+from quire.frontend.grammar_checker import GrammarChecker
 from quire.frontend.stop_matcher import StopAutomaton
 from quire.multimodal import check_spans, content_hashes
 from quire.sampling_params import (
@@ -197,6 +198,7 @@ class RequestParser:
         info: the engine's limits; a callable since a restarted engine may answer differently.
         decoupled: whether the model may stream.
         batched: whether its tensors have a batch dimension.
+        grammars: checks `structured_output`; None: there is no tokenizer to check it with.
     """
 
     def __init__(
@@ -208,7 +210,9 @@ class RequestParser:
         *,
         decoupled: bool,
         batched: bool = False,
+        grammars: GrammarChecker | None = None,
     ) -> None:
+        self.grammars = grammars
         self.tokenizer = tokenizer
         self.chat_parsing: ChatParsing | None = None
         if tokenizer is not None:
@@ -421,6 +425,12 @@ class RequestParser:
         check_token_parameters(params, info.vocab_size)
         for token_ids, _ in prompts:
             check_prompt_logprobs(params, len(token_ids))
+        if params.structured_output is not None:
+            if self.grammars is None:
+                raise InvalidArgumentError(
+                    "structured_output", "needs a tokenizer, and this checkpoint has none"
+                )
+            self.grammars.check(params.structured_output)  # last: it may take a while
         embeds = _embeds(raw, len(prompts[0][0]), info)
         stops = StopAutomaton(params.stop) if params.stop else None
         first, *others = (

@@ -19,7 +19,7 @@ from quire.models.hf_config import as_token_ids
 from quire.models.kv_groups import KVGroup
 from quire.outputs import NOTHING, ModelRunnerOutput, RowOutput, RunnerInfo, ScheduledRequest, SchedulerOutput
 
-REFUSAL = "fake_step_ms: a fake device draws one token per row and knows no log-probabilities"
+REFUSAL = "fake_step_ms: a fake device draws one token per row; it knows no log-probabilities and no grammars"
 
 
 class FakeDevice:
@@ -96,8 +96,8 @@ class FakeDevice:
         new = item.new
         if new is not None:
             params = new.sampling_params
-            logprobs = params.logprobs, params.prompt_logprobs
-            if new.num_choices > 1 or params.beam_width > 1 or logprobs != (None, None):
+            asked = params.logprobs, params.prompt_logprobs, params.structured_output
+            if new.num_choices > 1 or params.beam_width > 1 or asked != (None, None, None):
                 return RowOutput(error=REFUSAL)
         if not item.samples:
             return NOTHING

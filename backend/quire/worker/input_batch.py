@@ -19,6 +19,7 @@ from quire.outputs import NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.sampling_params import choice_seed
 from quire.worker.block_table import BlockTable
 from quire.worker.device import to_device, to_device_together
+from quire.worker.grammar import Grammars, RowGrammar
 from quire.worker.sampling_batch import SamplingRow
 from quire_kernels.metadata import AttentionMetadata
 
@@ -112,6 +113,7 @@ class InputBatch:
         block_size: int,
         device: torch.device,
         num_groups: int = 1,
+        grammars: Grammars | None = None,
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_table = BlockTable(num_groups, max_num_seqs, max_blocks, block_size)
@@ -119,6 +121,7 @@ class InputBatch:
         self.device = device
         self._prompts: dict[str, int] = {}
         """Of requests that ask for log-probabilities of their prompt: the first position not known yet."""
+        self._grammars = grammars
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         """The newest token drawn for each row of the block table, -1 where there was none to draw.
 
@@ -150,6 +153,7 @@ class InputBatch:
                 num_prompt_tokens=new.num_prompt_tokens,
                 eos_token_ids=new.eos_token_ids,
                 seed=choice_seed(new.sampling_params.seed or 0, index),
+                grammar=self._grammar(new),
             )
             for index in range(new.num_choices)
         )
@@ -159,6 +163,13 @@ class InputBatch:
         self.requests[request_id] = CachedRequest(
             self.block_table.assign(), token_ids, sampling, new.embeds, choices, delta
         )
+
+    def _grammar(self, new: NewRequestData) -> RowGrammar | None:
+        structured = new.sampling_params.structured_output
+        if structured is None:
+            return None
+        assert self._grammars is not None, "this worker has no grammars"
+        return self._grammars.begin(structured, new.num_prompt_tokens, new.sampling_params.ignore_eos)
 
     def prepare(self, scheduled: list[ScheduledRequest]) -> StepInputs:
         """Builds the flat tensors for the scheduled rows, in their order."""

@@ -12,6 +12,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.grammar import Vocabulary
 from quire.kv_tiers import needs_fingerprint
 from quire.kv_tiers.moves import move_blocks
 from quire.loader.load import load_model
@@ -28,6 +29,7 @@ from quire.outputs import (
 )
 from quire.startup import StartTimeline
 from quire.worker.device import HostCopy, to_device
+from quire.worker.grammar import Grammars, RowGrammar
 from quire.worker.graph_runner import (
     CudaGraphs,
     DecodeGraphs,
@@ -40,6 +42,7 @@ from quire.worker.input_batch import CachedRequest, InputBatch, StepInputs
 from quire.worker.kv_cache import KVCache, num_blocks_for
 from quire.worker.kv_identity import kv_identity
 from quire.worker.sampler import Draw, draw
+from quire.worker.sampling_batch import SamplingRow
 from quire.worker.timeline import Timeline
 from quire.worker.top_logprobs import PromptLogprobs
 from quire_kernels import registry
@@ -147,8 +150,15 @@ class ModelRunner:
             start_s=timeline.phases,
         )
         self.tiers: KVTiers | None = None
+        directory, end = config.model.tokenizer or config.model.model, loaded.eos_token_ids
+        self._grammars = Grammars(lambda: Vocabulary(directory, shape.vocab_size, end))
         self.batch = InputBatch(
-            limits.max_num_seqs, max_model_len, cache.block_size, self.device, len(groups)
+            limits.max_num_seqs,
+            max_model_len,
+            cache.block_size,
+            self.device,
+            len(groups),
+            self._grammars,
         )
         self.graphs: DecodeGraphs | None = None
         whole = graph_backend is not None and attention_is_recordable(config, shape, self.device)
@@ -214,7 +224,9 @@ class ModelRunner:
         self._launched.clear()
 
     def warm_up(self) -> None:
-        """What is to be done once, before the first step: recording decode steps."""
+        """What is to be done once, before the first step: recording decode steps, and reading the vocabulary
+        for grammars, which would hold up a step later."""
+        self._grammars.warm_up()
         with tuning.warm_up():
             if self.prompt_graphs is not None:
                 self.prompt_graphs.capture_all()
@@ -244,7 +256,7 @@ class ModelRunner:
                 drawn = draw(logits, rows, input_ids)
                 table_rows = np.array([state.row for state in states])
                 self.batch.last_tokens[to_device(table_rows, self.device)] = drawn.token_ids
-            step.set_drawn(list(enumerate(states)), drawn)
+            step.set_drawn(list(enumerate(states)), drawn, rows)
             return
         inputs = self.batch.prepare(scheduled)
         embeds = inputs.embeds
@@ -277,7 +289,7 @@ class ModelRunner:
         self.batch.last_tokens[inputs.sample_rows] = (
             drawn.token_ids if first is None else drawn.token_ids[first]
         )
-        step.set_drawn(inputs.samples, drawn)
+        step.set_drawn(inputs.samples, drawn, inputs.sampling_rows)
 
     def _settle(self, step: LaunchedStep) -> None:
         """Lets the host know what a step has brought, once."""
@@ -295,7 +307,11 @@ class ModelRunner:
     @staticmethod
     def _settle_drawn(step: LaunchedStep, drawn: Draw, copy: HostCopy) -> None:
         rows = step.output.rows
-        for (row, state), output in zip(step.samples, drawn.outputs(copy.wait()), strict=True):
+        outputs = drawn.outputs(copy.wait())
+        for output, grammar in zip(outputs, step.grammars, strict=bool(step.grammars)):
+            if grammar is not None and not output.error:
+                output.ends = grammar.accept(output.token_ids[0])
+        for (row, state), output in zip(step.samples, outputs, strict=True):
             if rows[row] is NOTHING and not output.error:
                 state.accept(output.token_ids[0])
             if rows[row] is NOTHING or output.error:
@@ -329,9 +345,15 @@ class LaunchedStep:
         """What was drawn for `samples`, on its way to the host; None: nothing, or the host knows it."""
         self.prompts: tuple[PromptLogprobs, HostCopy] | None = None
         """As `drawn`, of the prompts' own tokens."""
+        self.grammars: list[RowGrammar | None] = []
+        """Of each draw; empty where none has one."""
 
-    def set_drawn(self, samples: list[tuple[int, CachedRequest]], drawn: Draw) -> None:
-        """Takes what was drawn for `samples`, and begins its way to the host."""
+    def set_drawn(
+        self, samples: list[tuple[int, CachedRequest]], drawn: Draw, rows: list[SamplingRow]
+    ) -> None:
+        """Takes what was drawn for `samples` with `rows`, and begins its way to the host."""
+        if any(row.grammar is not None for row in rows):
+            self.grammars = [row.grammar for row in rows]
         self.samples, self.drawn = samples, (drawn, HostCopy(drawn.tensors))
         for state in {id(state): state for _, state in samples}.values():
             state.draw()

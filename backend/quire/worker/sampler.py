@@ -4,15 +4,16 @@ Every row is computed by operations that look at that row only, and its random n
 of (seed, output position), so that a request's tokens do not depend on the batch around it, on preemption
 or on a restart.
 
-Order of the transforms: repetition penalty, presence and frequency penalties, logit bias, bans
-(n-grams, bad words, min-tokens masks), then for rows that sample temperature, top-k, top-p, min-p,
+Order of the transforms: the grammar's mask, repetition penalty, presence and frequency penalties, logit
+bias, bans (n-grams, bad words, min-tokens masks), then for rows that sample temperature, top-k, top-p, min-p,
 typical-p. A bias cannot revive a banned token. Ties: greedy takes the lowest id; a filter keeps every
 token tied with the last one it keeps, so that the outcome does not depend on the order of a sort.
 
 What `thinking_budget` forces takes the place of what was drawn, whatever the transforms say.
 
 When the bans leave a row no token at all, the row's bans are lifted for that step: a request that
-asked for the impossible gets its most plausible violation instead of an error in mid-stream.
+asked for the impossible gets its most plausible violation instead of an error in mid-stream. What a grammar
+forbids is never allowed again.
 
 Log-probabilities are those of the model: log-softmax of the logits before any transform.
 
@@ -31,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.outputs import RowOutput
@@ -41,6 +43,7 @@ from quire_kernels import ops
 from quire_kernels.sampling import LogitEdits, SamplingTensors
 
 _EDITS = [field.name for field in fields(LogitEdits) if field.name != "newest"]
+_FORBIDDEN = np.array([-np.inf, 0], dtype=np.float32)
 _BAD_LOGITS = "the model's logits for this request are NaN or have no finite maximum"
 
 
@@ -54,6 +57,9 @@ class Draw:
     """(n rows, how many each reports beside the first, of n rows): the first is the chosen token, or a beam's
     best."""
 
+    errors: dict[int, str] = field(default_factory=dict)
+    """By row, why its grammar allows nothing; its token is -1."""
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All of it."""
@@ -63,8 +69,8 @@ class Draw:
         """One per row, of one token or an error; `tensors`: copies of `self.tensors` on the host, if any."""
         token_ids, *rest = self.tensors if tensors is None else tensors
         outputs = [
-            RowOutput([token_id]) if token_id >= 0 else RowOutput(error=_BAD_LOGITS)
-            for token_id in token_ids.tolist()
+            RowOutput([token_id]) if token_id >= 0 else RowOutput(error=self.errors.get(row, _BAD_LOGITS))
+            for row, token_id in enumerate(token_ids.tolist())
         ]
         for rows, counts, _ in self.logprobs:
             for row, entry in zip(rows, entries(rest[:3], counts), strict=True):
@@ -93,12 +99,14 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], newest: torch.Tensor
         logits[_index(beams, logits)] = torch.log_softmax(_take(logits, beams), dim=-1)
     wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and not row.is_beam]
     edits = collect_edits(rows, logits.shape[1])
-    raw = logits  # without edits they stay as they are
-    if wanted and (edits is not None or len(wanted) < len(rows)):
+    is_bound = any(row.grammar is not None for row in rows)
+    raw = logits  # without edits and grammars they stay as they are
+    if wanted and (edits is not None or is_bound or len(wanted) < len(rows)):
         raw = _take(logits, wanted)
+    errors = _follow_grammars(logits, rows) if is_bound else {}
 
     assert newest is not None or "uncounted" not in (edits or {}), "the newest tokens are needed"
-    drawn = Draw(_choose(logits, rows, edits, newest))
+    drawn = Draw(_choose(logits, rows, edits, newest), errors=errors)
     thinking = [i for i, row in enumerate(rows) if row.params.thinking is not None]
     if thinking:
         _force(drawn.token_ids, [(i, rows[i].forced_token()) for i in thinking])
@@ -120,6 +128,41 @@ def _force(token_ids: torch.Tensor, wanted: Sequence[tuple[int, int | None]]) ->
     if forced:
         rows, values = (_index(list(column), token_ids) for column in zip(*forced, strict=True))
         token_ids[rows] = torch.where(token_ids[rows] < 0, -1, values)
+
+
+def _follow_grammars(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, str]:
+    """Lets no token but those that the rows' grammars allow; returns, by row, what a grammar failed with.
+
+    Before all edits: no bias revives what a grammar forbids, and bans that would leave a row no token are
+    lifted down to what it allows.
+    """
+    errors: dict[int, str] = {}
+    for number, row in enumerate(rows):
+        if row.grammar is None:
+            continue
+        allowed = row.grammar.allowed(row.token_ids, logits.shape[1])
+        if row.grammar.error:
+            errors[number] = row.grammar.error
+            logits[number] = -torch.inf
+        elif allowed is not None:
+            _forbid_others(logits[number], allowed)
+    return errors
+
+
+def _forbid_others(logits: torch.Tensor, allowed: npt.NDArray[np.bool_]) -> None:
+    """Leaves of one row, [V], what is allowed, [V]."""
+    if logits.device.type != "cpu":
+        logits.masked_fill_(to_device(~allowed, logits.device), -torch.inf)
+        return
+    # By numpy and this thread alone: torch would wake all of its own, 16 times for 16 rows.
+    values: npt.NDArray[np.float32] = logits.numpy()
+    if np.count_nonzero(allowed) < len(allowed) // 16:
+        few = np.flatnonzero(allowed)
+        kept = values[few]
+        values.fill(-np.inf)
+        values[few] = kept
+    else:
+        values += _FORBIDDEN[allowed.view(np.uint8)]
 
 
 def _choose(

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.sampling_params import SamplingParams
+from quire.worker.grammar import RowGrammar
 from quire.worker.token_history import BadWords, FloatArray, IntArray, ThinkingBudget, TokenHistory
 
 _LEAST_REPETITION = np.finfo(np.float32).tiny
@@ -41,6 +42,8 @@ class SamplingRow:
     """In [0, 2**64): the request's own, or one the runner drew when the request arrived."""
     num_pending: int = 0
     """Tokens behind `token_ids` that are drawn already, but known to the device only."""
+    grammar: RowGrammar | None = None
+    """What `params.structured_output` allows next; only a worker has it."""
     is_beam: bool = field(init=False, repr=False, compare=False)
     """True when beam search asks for candidates instead of a token."""
     has_penalties: bool = field(init=False, repr=False, compare=False)
@@ -77,8 +80,11 @@ class SamplingRow:
     def wants_best_only(self) -> bool:
         """True when the largest of the model's own logits is all that matters."""
         params = self.params
-        return params.is_greedy and not (
-            self.is_beam or self.has_transforms or params.thinking is not None or params.logprobs is not None
+        return (
+            params.is_greedy
+            and self.grammar is None
+            and params.thinking is None
+            and not (self.is_beam or self.has_transforms or params.logprobs is not None)
         )
 
     @property
@@ -100,7 +106,7 @@ class SamplingRow:
         params = self.params
         if params.thinking is not None and not (self._thinking is not None and self._thinking.is_over):
             return True
-        return bool(params.no_repeat_ngram_size or params.bad_words_ids)
+        return bool(params.no_repeat_ngram_size or params.bad_words_ids or self.grammar)
 
     @property
     def is_uncounted(self) -> bool:

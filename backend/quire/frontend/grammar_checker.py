@@ -1,0 +1,164 @@
+"""GrammarChecker: compiles clients' grammars in a process of its own, so that a hostile one holds up nobody.
+
+The process is `python -m quire.frontend.grammar_checker DIRECTORY VOCAB_SIZE`. It answers each line, a
+StructuredOutput as JSON, with a line of JSON: the reason why it is refused, empty for none. If it takes more
+time or memory than it may, it is ended, and the next grammar starts another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from quire.engine.run_module import RUN_MODULE
+from quire.errors import InvalidArgumentError, UnavailableError, describe
+from quire.structured_output import StructuredOutput
+
+MAX_COMPILE_S = 0.5
+"""Seconds of CPU for compiling a grammar and the first steps in it: a worker's step may wait so long."""
+TRIED_STEPS = 4
+"""Steps in which a grammar shows whether it has more alternatives at a time than a step may have."""
+MAX_WAIT_S = 10.0
+"""Longest wait for an answer, on a machine of which there is little left."""
+START_S = 60.0
+MAX_MEMORY = 2**30
+"""Bytes that a grammar may take beside the vocabulary."""
+MAX_VERDICTS = 64
+"""Grammars that are remembered."""
+
+
+class GrammarChecker:
+    """Refuses what cannot be compiled within its bounds. For several threads, which wait for each other.
+
+    Args:
+        directory: of the tokenizer.
+        vocab_size: of the model.
+    """
+
+    def __init__(self, directory: str | Path, vocab_size: int) -> None:
+        self._command = [sys.executable, RUN_MODULE, __name__, str(directory), str(vocab_size)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._verdicts: OrderedDict[StructuredOutput, str] = OrderedDict()
+
+    def check(self, structured: StructuredOutput) -> None:
+        """Raises InvalidArgumentError with the reason, UnavailableError where the process cannot start."""
+        with self._lock:
+            reason = self._verdicts.get(structured)
+            if reason is None:
+                reason = self._verdicts[structured] = self._ask(structured)
+                if len(self._verdicts) > MAX_VERDICTS:
+                    self._verdicts.popitem(last=False)
+            self._verdicts.move_to_end(structured)
+        if reason:
+            raise InvalidArgumentError("structured_output", reason)
+
+    def close(self) -> None:
+        """Ends the process."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, structured: StructuredOutput) -> str:
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, start_new_session=True)
+            started = self._answer(START_S)
+            if started is None:
+                self._end()
+                raise UnavailableError("structured_output: the process that checks grammars cannot start")
+            if started:
+                self._end()
+                return started
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(msgspec.json.encode(structured) + b"\n")
+            self._process.stdin.flush()
+        answer = self._answer(MAX_WAIT_S)
+        if answer is None:
+            self._end()
+            return f"takes more than {MAX_COMPILE_S} s or {MAX_MEMORY // 2**20} MiB to compile"
+        return answer
+
+    def _answer(self, timeout_s: float) -> str | None:
+        """A line of the process's; None where it has died, or says nothing in time."""
+        assert self._process is not None and self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+            return None
+        line = self._process.stdout.readline()
+        return msgspec.json.decode(line, type=str) if line.endswith(b"\n") else None
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def main(directory: str, vocab_size: int) -> None:
+    """Answers lines until the standard input ends."""
+    from quire.grammar import Vocabulary
+
+    def answer(reason: str) -> None:
+        sys.stdout.buffer.write(msgspec.json.encode(reason) + b"\n")
+        sys.stdout.buffer.flush()
+
+    try:
+        vocabulary = Vocabulary(directory, vocab_size, frozenset())
+    except InvalidArgumentError as error:
+        answer(error.reason)
+        return
+    _ = vocabulary.special
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    most = pages * os.sysconf("SC_PAGE_SIZE") + MAX_MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answer("")
+    for line in sys.stdin.buffer:
+        begun = time.process_time()
+        # Ends it also where nobody is left to do that.
+        resource.setrlimit(resource.RLIMIT_CPU, (int(begun + MAX_COMPILE_S) + 2, resource.RLIM_INFINITY))
+        reason = _reason(vocabulary, msgspec.json.decode(line, type=StructuredOutput))
+        took = time.process_time() - begun
+        if not reason and took > MAX_COMPILE_S:
+            reason = f"takes {took:.1f} s to compile, at most {MAX_COMPILE_S} are allowed"
+        answer(reason)
+
+
+def _reason(vocabulary: object, structured: StructuredOutput) -> str:
+    from quire.grammar import Vocabulary, reason_of
+
+    assert isinstance(vocabulary, Vocabulary)
+    try:
+        matcher = vocabulary.compile(structured)
+        for _ in range(TRIED_STEPS):
+            bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            allowed = np.unpackbits(bits, bitorder="little")
+            if matcher.is_stopped() or not allowed.any():
+                break
+            matcher.consume_token(int(allowed.argmax()))
+        return reason_of(matcher) if matcher.is_error() else ""
+    except InvalidArgumentError as error:
+        return error.reason
+    except Exception as error:
+        return f"cannot be compiled: {describe(error)}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,313 @@
+"""Grammar: a StructuredOutput as llguidance compiles it, and the vocabulary that it is compiled for.
+
+llguidance is imported where there is a vocabulary: processes whose requests have no grammar never load it.
+Compiling is lazy (a parser and automata that grow as tokens come) and bounded by LIMITS, but for one thing:
+an intersection of k regular expressions takes 2**k of time and memory. So a client's grammar is compiled in a
+process that may be killed first (`frontend/grammar_checker.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import InvalidArgumentError
+from quire.structured_output import StructuredOutput
+from quire_ensemble.errors import kind, one_line
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+}
+"""Of llguidance, in its units; the lexer's fuel of a step is some 7 ms, its states some 100 MB."""
+MAX_TAG_DEPTH = 16
+"""Formats of a structural tag within each other."""
+_WHITESPACE = r"[ \n\t]{0,64}"
+"""Between the tokens of JSON: without a bound a model may go on with it for ever."""
+_HEADER = "%llguidance {}\n"
+_TEXT = "TEXT: /(.|\\n)*/\n"
+
+
+def _refuse(reason: str) -> InvalidArgumentError:
+    return InvalidArgumentError("structured_output", reason)
+
+
+class Vocabulary:
+    """The tokens of a model, as grammars see them.
+
+    Args:
+        directory: of the tokenizer; its tokenizer.json is read.
+        vocab_size: logits of the model.
+        eos_token_ids: of the model; where there are none the tokenizer's own counts.
+
+    Raises:
+        InvalidArgumentError: there is no tokenizer.json, or llguidance cannot read it.
+    """
+
+    def __init__(self, directory: str | Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        from llguidance import LLTokenizer
+
+        path = Path(directory) / "tokenizer.json"
+        try:
+            text = path.read_text(encoding="utf-8")
+            self.tokenizer: LLTokenizer = LLTokenizer(text, eos_token=sorted(eos_token_ids) or None)
+        except OSError:
+            raise _refuse("needs a tokenizer.json, and this checkpoint has none") from None
+        except Exception as error:  # of Rust, which has one class
+            raise _refuse(f"the tokenizer cannot be used with grammars: {one_line(error)}") from None
+        self.num_tokens = min(vocab_size, self.tokenizer.vocab_size)
+        """Tokens from 0 on that may be allowed."""
+        self.eos_token_ids = eos_token_ids
+
+    @functools.cached_property
+    def special(self) -> dict[str, int]:
+        """Special tokens by their text, without those that end a text."""
+        tokenizer = self.tokenizer
+        found = {}
+        for token_id in range(self.num_tokens):
+            if tokenizer.is_special_token(token_id) and token_id not in tokenizer.eos_tokens:
+                found[tokenizer.decode_str([token_id])] = token_id
+        found.pop("", None)  # a byte that no text has
+        return found
+
+    @functools.cached_property
+    def _special_pattern(self) -> re.Pattern[str] | None:
+        longest_first = sorted(self.special, key=len, reverse=True)
+        return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+
+    def literal(self, text: str) -> str:
+        """Lark's notation of a text, with special tokens where it spells them."""
+        parts = [text] if self._special_pattern is None else self._special_pattern.split(text)
+        return " ".join(
+            f"<[{self.special[part]}]>" if part in self.special else quoted(part) for part in parts if part
+        )
+
+    def compile(self, structured: StructuredOutput) -> LLMatcher:
+        """A matcher before the first token.
+
+        Raises:
+            InvalidArgumentError: names what the grammar lacks, or what is not supported.
+        """
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(verbose_errors=False, **LIMITS)  # type: ignore[arg-type]
+        matcher = LLMatcher(self.tokenizer, grammar_text(structured, self), log_level=0, limits=limits)
+        if matcher.is_error():
+            raise _refuse(reason_of(matcher))
+        return matcher
+
+
+def reason_of(matcher: LLMatcher) -> str:
+    """What a matcher has failed with, on one line."""
+    return " ".join(matcher.get_error().split("<backtrace>")[0].split())[:300]
+
+
+def quoted(text: str) -> str:
+    """A string of Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def grammar_text(structured: StructuredOutput, vocabulary: Vocabulary) -> str:
+    """The grammar as llguidance reads it."""
+    grammars = [{"name": "inner", **_inner(structured, vocabulary)}]
+    if structured.after:
+        grammars.insert(0, {"name": "outer", "lark_grammar": _outer(structured.after, vocabulary)})
+    return json.dumps({"grammars": grammars})
+
+
+def _outer(after: str, vocabulary: Vocabulary) -> str:
+    """Any text and special tokens up to the first `after`, then the grammar.
+
+    A lazy lexeme ends as soon as it can, so nothing else may take the text in; and a token that goes on
+    behind it is allowed where the grammar begins so.
+    """
+    token_id = vocabulary.special.get(after)
+    if token_id is None and any(text in after for text in vocabulary.special):
+        raise _refuse("after: must be one special token, or a text without any")
+    others = ",".join(str(one) for one in sorted(vocabulary.special.values()) if one != token_id)
+    skipped = f"(TEXT <[{others}]>)* " if others else ""
+    if token_id is not None:
+        return f"{_HEADER}start: {skipped}TEXT <[{token_id}]> @inner\n{_TEXT}"
+    return f"{_HEADER}start: {skipped}end @inner\nend[lazy]: TEXT {quoted(after)}\n{_TEXT}"
+
+
+def _inner(structured: StructuredOutput, vocabulary: Vocabulary) -> dict[str, Any]:
+    match structured.kind:
+        case "json":
+            return {"json_schema": _schema(json.loads(structured.json))}
+        case "json_object":
+            return {"json_schema": _schema({"type": "object"})}
+        case "regex":
+            return {"lark_grammar": f"{_HEADER}start: {_regex(structured.regex)}\n"}
+        case "choice":
+            return {"lark_grammar": f"{_HEADER}start: {' | '.join(map(quoted, structured.choice))}\n"}
+        case "grammar":
+            return {"lark_grammar": _lark(structured.grammar)}
+        case _:
+            return {"lark_grammar": _StructuralTag(vocabulary).lark(json.loads(structured.structural_tag))}
+
+
+def _schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """With our options in the place of any that a client may have written."""
+    return {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+
+
+def _regex(pattern: str) -> str:
+    """A regular expression of Lark; anchors at the ends say what holds anyway."""
+    return "/" + re.sub(r"\\.|[/\n]", _escaped, pattern, flags=re.DOTALL) + "/"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return {"/": "\\/", "\n": "\\n"}.get(found[0], found[0])
+
+
+def _lark(text: str) -> str:
+    """A grammar in Lark's notation: as it is, or written in EBNF (GBNF), whose rules have `::=`."""
+    if "::=" not in text:
+        return text
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(text))
+    except Exception as error:  # the parser raises whatever a text makes it raise
+        raise _refuse(f"grammar: cannot be read as EBNF: {one_line(error)}") from None
+
+
+class _StructuralTag:
+    """Lark's notation of a structural tag: vLLM's `structures` and `triggers`, or xgrammar's `format`."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._rules: list[str] = []
+
+    def lark(self, stated: Mapping[str, Any]) -> str:
+        stated = {key: value for key, value in stated.items() if key != "type"}
+        if set(stated) == {"format"}:
+            start = self._format(stated["format"], 0)
+        elif set(stated) == {"structures", "triggers"}:
+            tags = [
+                {**one, "content": {"type": "json_schema", "json_schema": one.get("schema")}}
+                for one in _objects("structures", stated["structures"])
+            ]
+            start = self._triggered({"tags": tags, "triggers": stated["triggers"]}, 0)
+        else:
+            raise _refuse("structural_tag: must have format, or structures and triggers")
+        return "\n".join([f"{_HEADER}start: {start}", *self._rules, _TEXT])
+
+    def _rule(self, body: str, attribute: str = "") -> str:
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{attribute}: {body}")
+        return name
+
+    def _format(self, value: Any, depth: int) -> str:
+        """One format, as part of a rule."""
+        if depth > MAX_TAG_DEPTH:
+            raise _refuse(f"structural_tag: at most {MAX_TAG_DEPTH} formats within each other are allowed")
+        stated = _object("format", value)
+        match stated.get("type"):
+            case "const_string":
+                return self._literal("value", stated.get("value")) or '""'
+            case "json_schema":
+                schema = _schema(_object("json_schema", stated.get("json_schema")))
+                return f"%json {json.dumps(schema)}"
+            case "regex":
+                return self._rule(_regex(_text("pattern", stated.get("pattern"))))
+            case "any_text":
+                return "TEXT"
+            case "sequence":
+                parts = _objects("elements", stated.get("elements"))
+                return " ".join(self._format(part, depth + 1) for part in parts)
+            case "or":
+                parts = _objects("elements", stated.get("elements"))
+                return self._rule(" | ".join(self._format(part, depth + 1) for part in parts))
+            case "tag":
+                return self._tag(stated, "", depth)
+            case "triggered_tags":
+                return self._triggered(stated, depth)
+            case "tags_with_separator":
+                return self._separated(stated, depth)
+        known = "const_string, json_schema, regex, any_text, sequence, or, tag, triggered_tags, "
+        raise _refuse(
+            f"structural_tag: type must be {known}tags_with_separator, got {kind(stated.get('type'))}"
+        )
+
+    def _tag(self, stated: Mapping[str, Any], trigger: str, depth: int) -> str:
+        """A tag without the `trigger` that it begins with."""
+        begin = _text("begin", stated.get("begin"))[len(trigger) :]
+        content, end = stated.get("content"), _text("end", stated.get("end"))
+        parts = [self._literal("begin", begin)]
+        if isinstance(content, Mapping) and content.get("type") == "any_text" and end:
+            if self._vocabulary.special.get(end) is None:
+                parts.append(self._rule(f"TEXT {quoted(end)}", "[lazy]"))  # text that ends with its first end
+            else:
+                parts += ["TEXT", self._literal("end", end)]
+        else:
+            parts += [self._format(content, depth + 1), self._literal("end", end)]
+        return self._rule(" ".join(filter(None, parts)))
+
+    def _triggered(self, stated: Mapping[str, Any], depth: int) -> str:
+        """Free text in which a trigger begins one of the tags that begin with it."""
+        tags = _objects("tags", stated.get("tags"))
+        triggers = stated.get("triggers")
+        if not isinstance(triggers, list) or not triggers:
+            raise _refuse("structural_tag: triggers must be a list of texts")
+        calls = []
+        for trigger in dict.fromkeys(_text("trigger", one) for one in triggers):
+            if not trigger:
+                raise _refuse("structural_tag: a trigger must not be empty")
+            mine = [tag for tag in tags if _text("begin", tag.get("begin")).startswith(trigger)]
+            if not mine:
+                raise _refuse(f"structural_tag: no tag begins with the trigger {trigger[:80]!r}")
+            if (token_id := self._vocabulary.special.get(trigger)) is not None:
+                head = f"TEXT <[{token_id}]>"
+            else:
+                head = self._rule(f"TEXT {quoted(trigger)}", "[lazy]")
+            bodies = self._rule(" | ".join(self._tag(tag, trigger, depth) for tag in mine))
+            calls.append(f"{head} {bodies}")
+        begins = tuple(set(map(str, triggers)))
+        if not all(_text("begin", tag.get("begin")).startswith(begins) for tag in tags):
+            raise _refuse("structural_tag: each tag must begin with one of the triggers")
+        call = self._rule(" | ".join(calls))
+        if stated.get("stop_after_first"):
+            return call if stated.get("at_least_one") else self._rule(f"{call} | TEXT")
+        return f"{call} {call}* TEXT" if stated.get("at_least_one") else f"{call}* TEXT"
+
+    def _separated(self, stated: Mapping[str, Any], depth: int) -> str:
+        """Tags behind each other, a text between two."""
+        tags = _objects("tags", stated.get("tags"))
+        one = self._rule(" | ".join(self._tag(tag, "", depth) for tag in tags))
+        between = self._literal("separator", stated.get("separator"))
+        several = one if stated.get("stop_after_first") else f"{one} ({between} {one})*"
+        return several if stated.get("at_least_one") else f"({several})?"
+
+    def _literal(self, name: str, value: Any) -> str:
+        return self._vocabulary.literal(_text(name, value))
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _refuse(f"structural_tag: {name} must be text, got {kind(value)}")
+    return value
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _refuse(f"structural_tag: {name} must be an object, got {kind(value)}")
+    return value
+
+
+def _objects(name: str, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise _refuse(f"structural_tag: {name} must be a list of one object or more, got {kind(value)}")
+    return [_object(name, one) for one in value]
