@@ -54,6 +54,7 @@ PROMPT_INPUTS: tuple[TensorSpec, ...] = (
         doc='Chat messages as JSON: a list, or an object {"messages": [...], "tools": [...]}.',
     ),
     TensorSpec("input_ids", "TYPE_INT32", (-1,), doc="Prompt as token ids, taken as they are."),
+    TensorSpec("prompt_embeds", "TYPE_FP32", (-1, -1), doc="Prompt as embeddings, a row for each token."),
 )
 """Prompt sources; a request carries exactly one."""
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from quire import SamplingParams
-from tests.e2e.conftest import TinyServer
+from tests.e2e.conftest import OPTIONS, TinyServer, write_generator
 from tests.e2e.test_generate import PROMPT, engine_text, events, post
-from tests.e2e.triton_calls import stream
+from tests.e2e.triton_calls import TritonStream, stream
+from tests.fixtures.server import ServerProcess
 
 pytestmark = pytest.mark.server
 
@@ -65,3 +70,68 @@ def test_output_modes(tiny: TinyServer) -> None:
     assert texts[-1] == expected and counts[-1] == 60 and len(texts) > 1
     assert all(expected.startswith(text) for text in texts) and counts == sorted(set(counts))
     assert said("final") == ([expected], [60], token_ids)
+
+
+@pytest.mark.row("A33", clauses=("equal",))
+def test_embeddings_that_the_client_looked_up_give_the_tokens_of_the_ids(tiny: TinyServer) -> None:
+    from transformers import AutoModelForCausalLM
+
+    table = AutoModelForCausalLM.from_pretrained(tiny.checkpoint, dtype=torch.float32).get_input_embeddings()
+    asked: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "stream": True}
+    for prompt in (PROMPT, "数字 10 以内", PROMPT * 20, PROMPT):  # the last from the prefix cache
+        ids = tiny.llm.encode(prompt)
+        expected = tiny.llm.generate([ids], SamplingParams(max_tokens=40, ignore_eos=True))[0]
+        rows = table(torch.tensor(ids)).detach().numpy()
+        reply = stream(tiny.server.grpc_url, "generator", {"prompt_embeds": rows, **asked})
+        assert reply.error is None and reply.token_ids == expected.token_ids and reply.text == expected.text
+        assert int(reply.results[-1].as_numpy("num_input_tokens")[0]) == len(ids)
+
+
+@pytest.mark.row("A7", clauses=("equal",))
+@pytest.mark.parametrize("model", ["generator", "chat"])
+def test_the_same_tokens_by_ids_as_by_text(tiny: TinyServer, model: str) -> None:
+    asked: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "stream": True}
+    for prompt in PROMPTS:
+        ids = np.array(tiny.llm.encode(prompt), np.int32)
+        by_text = stream(tiny.server.grpc_url, model, {"text_input": prompt, **asked})
+        by_ids = stream(tiny.server.grpc_url, "generator", {"input_ids": ids, **asked})
+        assert by_ids.token_ids == by_text.token_ids and len(by_ids.token_ids) == 60
+        assert by_ids.text == by_text.text
+
+
+@pytest.mark.row("A7", clauses=("no-tokenizer",))
+def test_token_ids_in_and_out_without_any_tokenizer_files(tiny: TinyServer, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(tiny.checkpoint / name, bare / name)
+    write_generator(tmp_path / "repository", "generator", bare, **OPTIONS)
+    ids = tiny.llm.encode(PROMPT)
+    expected = tiny.llm.generate([ids], SamplingParams(max_tokens=20, ignore_eos=True))[0].token_ids
+    server = ServerProcess(tmp_path / "repository", tmp_path).start()
+    try:
+        asked = {"input_ids": np.array(ids, np.int32), "max_tokens": 20, "ignore_eos": True, "stream": True}
+        reply = stream(server.grpc_url, "generator", asked)
+        assert reply.token_ids == expected and len(reply.results) > 1
+        refused = stream(server.grpc_url, "generator", {"text_input": PROMPT})
+        assert "text_input: this checkpoint has no tokenizer: send input_ids" in str(refused.error)
+    finally:
+        server.stop()
+
+
+@pytest.mark.row("A8", clauses=("isolation",))
+def test_a_bad_parameter_touches_no_other_request(tiny: TinyServer) -> None:
+    """Thirty wrong requests of every form while a stream runs: it says what it says alone."""
+    url = tiny.server.grpc_url
+    asked: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
+    call = TritonStream(url, "generator", {"text_input": PROMPT, "stream": True, **asked})
+    assert not call.next()
+    for _ in range(10):
+        for further, parameters, name in (
+            ({"temperature": -1.0}, {}, "temperature"),
+            ({"sampling_parameters": '{"top_q": 1}'}, {}, "top_q"),
+            ({}, {"seed": "x"}, "seed"),
+        ):
+            error = stream(url, "generator", {"text_input": "b", **further}, parameters=parameters).error
+            assert f"{name}: " in str(error)
+    assert call.read_all().text == engine_text(tiny, PROMPT, **asked)

@@ -100,6 +100,7 @@ _MOST_ENTRIES = {
     "bad_words": MAX_BAD_WORDS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
 }
+_EMBEDS = ("image_embeds", "prompt_embeds")
 _PER_TOKEN = {"image_spans": 2, "position_ids": 3}
 """Elements for each token of the longest prompt; `image_embeds` has a row."""
 
@@ -136,7 +137,7 @@ class RawRequest:
     correlation_id: str = ""
     sequence_end: bool = False
     embeds: SharedBuffer | DeviceBuffer | None = None
-    """`image_embeds`, where the request has rows of it."""
+    """`image_embeds` or `prompt_embeds`, where the request has rows of it."""
     num_bytes: int = 0
     """Bytes of its texts."""
 
@@ -248,12 +249,16 @@ class RequestParser:
         _check_size("parameters", len(raw.parameters), client_json.MAX_BYTES)
         for tensor in request.inputs():
             name = tensor.name()
-            if name == "image_embeds" and not tensor.is_cpu():
+            if name in _EMBEDS and raw.embeds is not None:
+                raise InvalidArgumentError("prompt_embeds", "must not be given with image_embeds")
+            if name == "prompt_embeds":
+                raw.tensors[name] = []  # that the prompt comes by it; the rows are in `embeds`
+            if name in _EMBEDS and not tensor.is_cpu():
                 raw.embeds = DeviceBuffer(tensor.to_dlpack(), self.config.max_embeds_bytes)
                 continue
             array = tensor.as_numpy()
             self._check_elements(name, array, info)
-            if name == "image_embeds":
+            if name in _EMBEDS:
                 if self.batched and array.ndim:
                     raw.shapes[name], array = array.shape, array.reshape(-1, array.shape[-1])
                 if array.size:
@@ -416,6 +421,14 @@ class RequestParser:
         interval, interval_ms = self._intervals(control)
         info = self.info()
         prompts, chat = self._prompts(raw, info)
+        if "prompt_embeds" in raw.tensors:
+            if params.prompt_logprobs is not None:
+                raise InvalidArgumentError("prompt_logprobs", "a prompt given as prompt_embeds has no tokens")
+            if control.get("exclude_input_in_output") is False:
+                raise InvalidArgumentError(
+                    "exclude_input_in_output", "must be true: a prompt given as prompt_embeds has no text"
+                )
+            echo_wanted = False
         if params.thinking_budget is not None:
             params = self._with_thinking(params, chat)
         new_answer = self._new_answer(chat, params)
@@ -526,6 +539,12 @@ class RequestParser:
                 raise InvalidArgumentError(name, "must hold at least one token")
             check_prompt(values, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
             return [(values, "")], chat
+        if name == "prompt_embeds":
+            num_rows = 0 if raw.embeds is None else raw.embeds.shape[0]
+            if not num_rows:
+                raise InvalidArgumentError(name, "must hold at least one row")
+            check_prompt_length(num_rows, info.max_model_len)
+            return [([0] * num_rows, "")], chat  # placeholders: no token is known
         if self.tokenizer is None:
             raise InvalidArgumentError(name, "this checkpoint has no tokenizer: send input_ids")
         if name == "messages":
@@ -672,20 +691,26 @@ def _pop_named(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 def _embeds(raw: RawRequest, num_prompt_tokens: int, info: EngineInfo) -> EmbedsMessage | None:
     """Checks the image inputs against each other and the model; None where the prompt has no image."""
+    name = "image_embeds"
     values = raw.tensors.get("image_spans", [])
     if len(values) % 2:
         raise InvalidArgumentError("image_spans", f"must hold pairs of numbers, got {len(values)} numbers")
+    if "prompt_embeds" in raw.tensors:
+        name = "prompt_embeds"
+        if values:
+            raise InvalidArgumentError("image_spans", "must not be given with prompt_embeds")
+        values = [0, num_prompt_tokens]
     spans = list(zip(values[::2], values[1::2], strict=True))
     shape = (0, info.hidden_size) if raw.embeds is None else raw.embeds.shape
     positions = raw.tensors.get("position_ids", [])
     if not (spans or positions or raw.embeds):
         return None
-    if "input_ids" not in raw.tensors:
+    if not raw.tensors.keys() & {"input_ids", "prompt_embeds"}:
         raise InvalidArgumentError("image_embeds", "the prompt must be given as input_ids")
     check_spans(spans, num_rows=shape[0], num_prompt_tokens=num_prompt_tokens)
     if shape[1] != info.hidden_size:
         raise InvalidArgumentError(
-            "image_embeds", f"rows of {shape[1]} numbers, the model has a hidden size of {info.hidden_size}"
+            name, f"rows of {shape[1]} numbers, the model has a hidden size of {info.hidden_size}"
         )
     if positions:
         if not info.takes_position_ids:
@@ -698,7 +723,7 @@ def _embeds(raw: RawRequest, num_prompt_tokens: int, info: EngineInfo) -> Embeds
         if min(positions) < 0 or max(positions) >= info.max_model_len:
             raise InvalidArgumentError("position_ids", f"must be in [0, {info.max_model_len})")
     elif spans and info.takes_position_ids:
-        raise InvalidArgumentError("position_ids", "the model has M-RoPE and needs them with images")
+        raise InvalidArgumentError("position_ids", f"the model has M-RoPE and needs them with {name}")
     if raw.embeds is None:
         return None
     # What a client says of its images is not asked: a wrong hash would give others wrong text.
