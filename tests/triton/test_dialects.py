@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,14 +14,16 @@ import pytest
 from quire.config import FrontendConfig
 from quire.errors import ConfigError, InvalidArgumentError
 from quire.sampling_params import SamplingParams
-from quire.triton import config_completion, request_parser
+from quire.triton import config_completion
 from quire.triton.request_parser import RequestParser
 from quire_ensemble.generator_schema import INPUTS, MAX_PROMPTS, SAMPLING_INPUTS, inputs_of, outputs_of
 from quire_ensemble.tokenizer import Tokenizer
 from tests.fault.fuzz.calls import VALID
 from tests.fixtures.fake_pb_utils import InferenceRequest
+from tests.triton import test_request_parser
 from tests.triton.test_request_parser import INFO, PROMPT, parse, text, tokenizer  # noqa: F401
 
+ANY_GRAMMAR: Any = SimpleNamespace(check=lambda structured: None)
 ALL = [spec.name for spec in outputs_of(batched=True)]
 SPECS = {spec.name: spec for spec in inputs_of(batched=True)}
 DTYPES = {
@@ -56,6 +60,7 @@ def batch(
         FrontendConfig(dialect=dialect),  # type: ignore[arg-type]
         decoupled=decoupled,
         batched=True,
+        grammars=ANY_GRAMMAR,
     )
     arrays = {
         name: value if isinstance(value, np.ndarray) else np.array(value, DTYPES[SPECS[name].datatype])
@@ -124,10 +129,7 @@ def test_words_of_several_tokens_and_their_bias(tokenizer: Tokenizer) -> None:  
 
 
 @pytest.mark.row("A6")
-def test_control_in_tensorrt_llms_words(
-    tokenizer: Tokenizer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_control_in_tensorrt_llms_words(tokenizer: Tokenizer) -> None:  # noqa: F811
     assert batch(tokenizer, {**IDS, "streaming": [[True]]}).stream
     assert batch(tokenizer, {**TEXT, "stream": [[True]]}).stream
     echo = {"sampling_param_exclude_input_from_output": [[False]]}
@@ -141,7 +143,6 @@ def test_control_in_tensorrt_llms_words(
     found = batch(tokenizer, {**TEXT, "return_log_probs": [[True]]})
     assert {"cum_log_probs", "output_log_probs", "batch_index", "sequence_index"} <= found.outputs
     guide = {"guided_decoding_guide_type": [[b"regex"]], "guided_decoding_guide": [[b"[0-9]+"]]}
-    monkeypatch.setattr(request_parser, "check_token_parameters", lambda *_: None)
     assert batch(tokenizer, {**TEXT, **guide}).params.structured_output.regex == "[0-9]+"
 
 
@@ -273,7 +274,8 @@ def test_every_sampling_parameter_in_every_form(
     name: str,
 ) -> None:
     # Whether this model can follow them is another matter.
-    monkeypatch.setattr(request_parser, "check_token_parameters", lambda *_: None)
+    made = functools.partial(RequestParser, grammars=ANY_GRAMMAR)
+    monkeypatch.setattr(test_request_parser, "RequestParser", made)
     monkeypatch.setattr(RequestParser, "_with_thinking", lambda _, params, chat: params)
     seen = []
     for seed in range(8):
