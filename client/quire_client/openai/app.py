@@ -43,6 +43,7 @@ from quire_client.openai.observer import (
     error_response,
     exchange_of,
 )
+from quire_client.openai.page import chat_page
 from quire_client.openai.replies import ReplyFormat
 from quire_client.openai.requests import HEADERS, TextRequest, parse_chat, parse_completion
 from quire_client.openai.stream import EventStream, Exchanges
@@ -99,6 +100,7 @@ def create_app(
             observer.close()
 
     routes = [
+        Route("/", chat_page),
         Route("/health", gateway.health),
         Route("/v1/models", gateway.models),
         Route("/v1/models/{name:path}", gateway.model),
@@ -151,21 +153,29 @@ class _Gateway:
 
     async def models(self, request: Request) -> Response:
         """The ready models that take text or messages and answer with text."""
-        names = []
+        data = {}
         client = self.balancer.pick().client
         for info in await client.models():
-            if info.ready and _is_text_model(await client._schema(info.name)):
-                names.append(info.name)
-        return JSONResponse({"object": "list", "data": [self._model(n) for n in dict.fromkeys(names)]})
+            if info.ready and _is_text_model(schema := await client._schema(info.name)):
+                data[info.name] = self._model(info.name, schema)
+        return JSONResponse({"object": "list", "data": list(data.values())})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if not _is_text_model(await self.balancer.pick().client._schema(name)):
+        schema = await self.balancer.pick().client._schema(name)
+        if not _is_text_model(schema):
             raise NotFound(f"the model {name!r} does not generate text")
-        return JSONResponse(self._model(name))
+        return JSONResponse(self._model(name, schema))
 
-    def _model(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "quire"}
+    def _model(self, name: str, schema: ModelSchema) -> dict[str, Any]:
+        able = (("chat", "messages"), ("completions", "text_input"), ("images", "image"))
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "quire",
+            "capabilities": [word for word, name in able if name in schema.inputs],
+        }
 
     async def answer(self, request: Request, parse: Callable[[Mapping[str, Any]], TextRequest]) -> Any:
         with self.intake.open() as hold:

@@ -1,0 +1,248 @@
+"""The gateway's chat page in headless Chromium, before a KServe server in this process (`fake_kserve`).
+
+Where there is no Chromium these tests are skipped, so they name no clause.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire_client.openai.app import GatewaySettings
+from quire_client.openai.keys import entry_of
+from tests.fixtures.chromium import CHROMIUM, Page
+from tests.unit.fake_kserve import FakeKServe, read_inputs
+from tests.unit.test_openai_gateway import PIXEL, WAIT, gateway
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeKServe]:
+    with FakeKServe() as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def base(server: FakeKServe) -> Iterator[str]:
+    with gateway(GatewaySettings(server.url)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser(base: str) -> Iterator[Page]:
+    with Page(base) as page:
+        page.wait("document.querySelectorAll('#model option').length > 1")
+        yield page
+
+
+@pytest.fixture
+def page(browser: Page) -> Iterator[Page]:
+    """With an empty conversation; afterwards it has complained about nothing."""
+    browser.run("document.getElementById('new').click()")
+    browser.messages.clear()
+    yield browser
+    assert browser.messages == []
+
+
+def ask(page: Page, text: str) -> None:
+    page.run("document.getElementById('question').focus()")
+    page.type(text)
+    page.press("Enter")
+
+
+DONE = "document.querySelector('#send').ariaLabel === 'Send' && document.querySelector('.note')"
+
+
+def test_the_page_allows_nothing_from_elsewhere(base: str) -> None:
+    """Without a browser: the policy names what is in the page, and the page loads nothing."""
+    reply = httpx.get(base, timeout=WAIT)
+    assert reply.headers["content-type"] == "text/html; charset=utf-8"
+    policy = dict(part.split(" ", 1) for part in reply.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'"
+    for tag in ("script", "style"):
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", reply.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|\son\w+=", reply.text
+    )
+    assert not re.search(r"""(src|href)=["']""", reply.text)
+    assert reply.headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_page_is_served_without_a_key(server: FakeKServe, tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"alice": entry_of("one")}), "utf-8")
+    with gateway(GatewaySettings(server.url, api_keys=file)) as url:
+        assert httpx.get(url).status_code == 200
+        if CHROMIUM is None:
+            return
+        with Page(url) as page:
+            page.wait("document.activeElement.id === 'key'")
+            page.type("one")
+            page.press("Tab")
+            page.wait("document.querySelectorAll('#model option').length > 1")
+
+
+@needs_chromium
+def test_a_conversation(page: Page, server: FakeKServe) -> None:
+    ask(page, "tokens 3")
+    page.wait(DONE)
+    assert page.text(".user .text") == ["tokens 3"]
+    assert page.text(".answer .text") == ["t0 t1 t2 "]
+    assert page.text(".note")[0].startswith("3 tokens")
+    ask(page, "tokens 1")
+    page.wait(f"{DONE} && document.querySelectorAll('.note')[1]?.innerText")
+    told = json.loads(read_inputs(server.requests[-1])["messages"][0])
+    assert [(message["role"], message["content"]) for message in told] == [
+        ("user", "tokens 3"),
+        ("assistant", "t0 t1 t2 "),
+        ("user", "tokens 1"),
+    ]
+
+
+@needs_chromium
+def test_keys(page: Page, server: FakeKServe) -> None:
+    """Shift+Enter begins a line; Escape stops the answer, on the server too."""
+    page.run("document.getElementById('question').focus()")
+    page.type("endless")
+    page.press("Enter", shift=True)
+    assert page.run("document.getElementById('question').value") == "endless\n"
+    server.ended.clear()
+    page.press("Enter")
+    page.wait("document.querySelector('.answer .text')?.innerText.includes('first')")
+    assert page.run("document.getElementById('send').ariaLabel") == "Stop"
+    page.press("Escape")
+    page.wait(DONE)
+    assert page.text(".note") == ["stopped"]
+    assert server.ended.wait(WAIT)
+
+
+@needs_chromium
+def test_the_stop_button(page: Page, server: FakeKServe) -> None:
+    server.ended.clear()
+    ask(page, "endless")
+    page.wait("document.querySelector('.answer .text')?.innerText.includes('first')")
+    page.run("document.getElementById('send').click()")
+    page.wait(DONE)
+    assert server.ended.wait(WAIT)
+
+
+@needs_chromium
+def test_reasoning_is_folded_and_tool_calls_are_shown(page: Page, server: FakeKServe) -> None:
+    ask(page, "think")
+    page.wait(DONE)
+    assert page.text(".answer .text") == ["19"]
+    folded = page.run("[...document.querySelectorAll('.reasoning')].map(e => [e.open, e.textContent])")
+    assert folded == [[False, "Thoughtsso what"]]
+    page.run("document.getElementById('new').click()")
+    page.run("document.getElementById('tools').value = '[{\"type\": \"function\"}]'")
+    ask(page, "call")
+    page.wait(DONE)
+    page.run("document.getElementById('tools').value = ''")
+    assert page.text(".call summary code") == ["f0", "f1"]
+    assert json.loads(page.text(".call pre code")[1]) == {"x": 1}
+    page.run(
+        "document.querySelectorAll('.call textarea').forEach((e, i) => { e.value = `tokens ${i + 1}`; })"
+    )
+    page.run("[...document.querySelectorAll('.calls > button')].at(-1).click()")
+    page.wait(f"{DONE} && document.querySelectorAll('.note')[1]?.innerText")
+    assert page.text(".answer .text")[1] == "t0 t1 "
+    told = json.loads(read_inputs(server.requests[-1])["messages"][0])
+    results = [(m["tool_call_id"], m["content"]) for m in told if m["role"] == "tool"]
+    assert results == [("call_0", "tokens 1"), ("call_1", "tokens 2")]
+
+
+@needs_chromium
+def test_images(page: Page, server: FakeKServe, tmp_path: Path) -> None:
+    for name in ("a.gif", "b.gif"):
+        (tmp_path / name).write_bytes(PIXEL)
+    page.upload("#files", tmp_path / "a.gif", tmp_path / "b.gif")
+    page.wait("document.querySelectorAll('#thumbs img').length === 2")
+    page.run("document.querySelector('#thumbs button').click()")
+    ask(page, "what is it?")
+    page.wait("document.querySelector('.error')")  # the fake looks for its verb and finds none
+    (message,) = json.loads(read_inputs(server.requests[-1])["messages"][0])
+    url = "data:image/gif;base64," + base64.b64encode(PIXEL).decode()
+    assert message["content"] == [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "what is it?"},
+    ]
+    assert page.run("document.querySelectorAll('#thumbs img').length") == 0
+    assert page.run("document.querySelectorAll('.user img').length") == 1
+    page.messages.clear()  # the browser notes the answer 500
+
+
+HOSTILE = """# Title
+<img src=x onerror="document.title='bad'"> **bold** *soft* `code <b>`
+- [good](https://example.com/?a=1) [bad](javascript:alert(1))
+1. one
+
+```js
+<script>document.title = 'bad'</script>
+```
+> quoted"""
+
+
+@needs_chromium
+def test_text_of_the_model_is_no_markup(page: Page) -> None:
+    shown: Any = page.run(
+        f"""(() => {{
+          const place = document.createElement("div");
+          place.append(...markdown({json.dumps(HOSTILE)}));
+          document.body.append(place);
+          const found = {{
+            html: place.innerHTML, tags: [...place.querySelectorAll("*")].map(e => e.tagName.toLowerCase()),
+            links: [...place.querySelectorAll("a")].map(e => e.href), text: place.textContent,
+          }};
+          place.remove();
+          return found;
+        }})()"""
+    )
+    allowed = {"h2", "p", "strong", "em", "code", "ul", "ol", "li", "a", "pre", "blockquote", "button"}
+    assert set(shown["tags"]) == allowed
+    assert shown["links"] == ["https://example.com/?a=1"]
+    assert "&lt;img src=x" in shown["html"] and "[bad](javascript:alert(1))" in shown["text"]
+    assert page.run("document.title") == "Quire"
+
+
+@needs_chromium
+def test_errors_are_shown_and_tried_again(page: Page) -> None:
+    ask(page, "error INVALID_ARGUMENT seed: <b>no</b>")
+    page.wait("document.querySelector('.error')")
+    assert page.text(".error") == ["seed: <b>no</b>"]
+    page.run("document.querySelector('.note button').click()")
+    page.wait(f"{DONE} && document.querySelector('.error')")
+    assert page.run("document.querySelectorAll('.answer').length") == 1
+    page.messages.clear()  # the browser notes the answers 400
+
+
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True])
+def test_dark_and_light(base: str, dark: bool) -> None:
+    """By the preference, and by the button; and on a phone nothing is wider than the window."""
+    theme = "document.documentElement.dataset.theme"
+    with Page(base, dark=dark, width=360, height=640) as page:
+        assert page.run(theme) == ("dark" if dark else "light")
+        ground = "getComputedStyle(document.body).backgroundColor"
+        before = page.run(ground)
+        page.run("document.getElementById('theme').click()")
+        assert page.run(theme) == ("light" if dark else "dark")
+        assert page.run(ground) != before
+        page.wait("document.querySelectorAll('#model option').length > 1")
+        ask(page, "tokens 3")
+        page.wait(DONE)
+        assert page.run("document.documentElement.scrollWidth") == 360
+        unnamed = """[...document.querySelectorAll("button, input:not([hidden]), textarea, select")]
+            .filter(e => !e.ariaLabel && !e.labels?.length && !e.innerText.trim()).map(e => e.id)"""
+        assert page.run(unnamed) == []
+        assert page.messages == []
