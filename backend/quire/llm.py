@@ -26,6 +26,7 @@ from quire.sampling_params import (
     parse_sampling_params,
 )
 from quire.scheduling_params import SchedulingParams
+from quire.structured_output import StructuredOutput
 from quire_ensemble.chat_format import ChatFormat
 
 
@@ -100,13 +101,16 @@ class LLM:
         processors: dict[str, RequestProcessor] = {}
         request_ids: list[str] = []
         try:
-            for structured in {one.structured_output for one in stated}:
-                if structured is not None:
-                    self._vocabulary.compile(structured)
+            compiled: set[StructuredOutput] = set()
             for prompt, one, image, plan in zip(batch, each, images, plans, strict=True):
                 token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 request_id = f"llm-{next(self._ids)}"
                 chat = None if chats is None else chats[len(processors)]
+                if chat is not None and self._chat_parsing is not None:
+                    one = self._chat_parsing.with_grammar(one, chat)
+                if one.structured_output is not None and one.structured_output not in compiled:
+                    self._vocabulary.compile(one.structured_output)
+                    compiled.add(one.structured_output)
                 if one.thinking_budget is not None:
                     one = self._with_thinking(one, chat)
                 if one.bad_words and self.tokenizer is not None:

@@ -32,6 +32,11 @@ class ChatFormat:
     prompt_end: str = ""
     """Last characters of the rendered prompt."""
 
+    @property
+    def asks_for_grammar(self) -> bool:
+        """Whether the client says what the answer must be."""
+        return self.tool_choice != "auto" or self.response_format is not None
+
     def to_json(self) -> bytes:
         """The tensor's element; what is as by default is left out."""
         default = ChatFormat()

@@ -181,6 +181,8 @@ def check_tools(value: Any, field: str = FIELD) -> list[dict[str, Any]] | None:
             raise InputError(field, f"{place}.function.name {shown(name)} is there twice")
         if parameters is not None and not isinstance(parameters, dict):
             raise InputError(field, f"{place}.function.parameters must be an object, got {kind(parameters)}")
+        if parameters and parameters.get("type", "object") != "object":
+            raise InputError(field, f"{place}.function.parameters must be a schema of type 'object'")
         names.add(name)
     size = len(json.dumps(value, ensure_ascii=False)) if value else 0
     if size > MAX_TOOLS_BYTES:

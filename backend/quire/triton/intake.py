@@ -22,8 +22,8 @@ LONG_BYTES = 32 * 1024
 none in the other lane takes the time of a step, and one tokenizer alone works on what takes much memory."""
 
 
-_GRAMMAR_NAMES = ("structured_output", "guided_", "response_format", "tool_choice")
-_GRAMMAR_INPUTS = ("sampling_parameters", "messages")
+_GRAMMAR_NAMES = ("structured_output", "guided_", "response_format", '"tools"')
+_GRAMMAR_INPUTS = ("sampling_parameters", "messages", "chat_format")
 
 
 class Intake:

@@ -37,6 +37,7 @@ from quire.sampling_params import (
     parse_sampling_params,
 )
 from quire.scheduling_params import SchedulingParams
+from quire.structured_output import StructuredOutput
 from quire.triton.dialects import Translation, rows, translate
 from quire.triton.scheduling_fields import ALIASES, HEADERS, SCHEDULING_FIELDS, parse_scheduling_params
 from quire.validation import (
@@ -429,6 +430,10 @@ class RequestParser:
                     "exclude_input_in_output", "must be true: a prompt given as prompt_embeds has no text"
                 )
             echo_wanted = False
+        is_own = False
+        if chat is not None and self.chat_parsing is not None:
+            is_own = params.structured_output is None and not chat.asks_for_grammar
+            params = self.chat_parsing.with_grammar(params, chat)
         if params.thinking_budget is not None:
             params = self._with_thinking(params, chat)
         new_answer = self._new_answer(chat, params)
@@ -439,11 +444,12 @@ class RequestParser:
         for token_ids, _ in prompts:
             check_prompt_logprobs(params, len(token_ids))
         if params.structured_output is not None:
-            if self.grammars is None:
-                raise InvalidArgumentError(
-                    "structured_output", "needs a tokenizer, and this checkpoint has none"
-                )
-            self.grammars.check(params.structured_output)  # last: it may take a while
+            try:
+                self._check_grammar(params.structured_output)  # last: it may take a while
+            except InvalidArgumentError:
+                if not is_own:
+                    raise
+                params = msgspec.structs.replace(params, structured_output=None)  # nobody asked for it
         embeds = _embeds(raw, len(prompts[0][0]), info)
         stops = StopAutomaton(params.stop) if params.stop else None
         first, *others = (
@@ -505,6 +511,11 @@ class RequestParser:
             params = with_bad_words_ids(params, self.tokenizer)
         return params
 
+    def _check_grammar(self, structured: StructuredOutput) -> None:
+        if self.grammars is None:
+            raise InvalidArgumentError("structured_output", "needs a tokenizer, and this checkpoint has none")
+        self.grammars.check(structured)
+
     def _with_thinking(self, params: SamplingParams, chat: ChatFormat | None) -> SamplingParams:
         if self.tokenizer is None or self.chat_parsing is None:
             raise InvalidArgumentError("thinking_budget", "needs a tokenizer, and this checkpoint has none")
@@ -514,8 +525,6 @@ class RequestParser:
 
     def _new_answer(self, chat: ChatFormat | None, params: SamplingParams) -> Callable[[], Answer] | None:
         parsing = self.chat_parsing
-        if chat is not None and (chat.tool_choice != "auto" or chat.response_format is not None):
-            raise InvalidArgumentError("messages", "tool_choice and response_format cannot be forced yet")
         if chat is None or parsing is None or not parsing.wants(chat):
             return None
         return partial(parsing.answer, chat, skip_special_tokens=params.skip_special_tokens)

@@ -9,7 +9,7 @@ bias, bans (n-grams, bad words, min-tokens masks), then for rows that sample tem
 typical-p. A bias cannot revive a banned token. Ties: greedy takes the lowest id; a filter keeps every
 token tied with the last one it keeps, so that the outcome does not depend on the order of a sort.
 
-What `thinking_budget` forces takes the place of what was drawn, whatever the transforms say.
+What `thinking_budget` forces takes the place of what was drawn, unless a grammar forbids it.
 
 When the bans leave a row no token at all, the row's bans are lifted for that step: a request that
 asked for the impossible gets its most plausible violation instead of an error in mid-stream. What a grammar
@@ -106,10 +106,11 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], newest: torch.Tensor
     errors = _follow_grammars(logits, rows) if is_bound else {}
 
     assert newest is not None or "uncounted" not in (edits or {}), "the newest tokens are needed"
-    drawn = Draw(_choose(logits, rows, edits, newest), errors=errors)
     thinking = [i for i, row in enumerate(rows) if row.params.thinking is not None]
-    if thinking:
-        _force(drawn.token_ids, [(i, rows[i].forced_token()) for i in thinking])
+    forced = _forced(logits, rows, thinking) if thinking else []
+    drawn = Draw(_choose(logits, rows, edits, newest), errors=errors)
+    if forced:
+        _force(drawn.token_ids, forced)
     if wanted:
         counts = [rows[i].params.logprobs or 0 for i in wanted]
         chosen = _take(drawn.token_ids, wanted)
@@ -122,12 +123,22 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], newest: torch.Tensor
     return drawn
 
 
-def _force(token_ids: torch.Tensor, wanted: Sequence[tuple[int, int | None]]) -> None:
-    """Puts tokens (row, token; None: any) in the place of those drawn, but for rows that failed."""
-    forced = [(row, token_id) for row, token_id in wanted if token_id is not None]
-    if forced:
-        rows, values = (_index(list(column), token_ids) for column in zip(*forced, strict=True))
-        token_ids[rows] = torch.where(token_ids[rows] < 0, -1, values)
+def _forced(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], thinking: Sequence[int]
+) -> list[tuple[int, int]]:
+    """(row, token) of those that must get one, and whose grammar, if any, allows it."""
+    wanted = [(i, rows[i].forced_token()) for i in thinking]
+    return [
+        (i, token_id)
+        for i, token_id in wanted
+        if token_id is not None and (rows[i].grammar is None or bool(logits[i, token_id] > -torch.inf))
+    ]
+
+
+def _force(token_ids: torch.Tensor, forced: Sequence[tuple[int, int]]) -> None:
+    """Puts tokens (row, token) in the place of those drawn, but for rows that failed."""
+    rows, values = (_index(list(column), token_ids) for column in zip(*forced, strict=True))
+    token_ids[rows] = torch.where(token_ids[rows] < 0, -1, values)
 
 
 def _follow_grammars(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, str]:

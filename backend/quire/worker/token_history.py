@@ -274,8 +274,10 @@ class ThinkingBudget:
         """Takes the token before `end`."""
         tags = self._tags
         if self._num_forced >= 0:
+            # Another one is there where a grammar did not allow what was to be forced: reasoning had ended.
+            was_forced = token_ids[end - 1] == tags.forced_ids[self._num_forced]
             self._num_forced += 1
-            self.is_over = self._num_forced == len(tags.forced_ids)
+            self.is_over = not was_forced or self._num_forced == len(tags.forced_ids)
             return
         if self._begin < 0:
             size = len(tags.open_ids)

@@ -16,9 +16,19 @@ from quire.errors import InvalidArgumentError
 from quire.frontend.chat.machine import AnswerParser, TextMachine
 from quire.frontend.chat.sink import AnswerSink
 from quire.frontend.chat.thinking import ThinkSplitter
+from quire.frontend.chat.tool_choice import (
+    Format,
+    call_form,
+    format_of,
+    maybe_thought,
+    sequence,
+    structural_tag,
+    text,
+)
 from quire.frontend.chat.tool_formats import DeepSeek, Glm, Harmony, Hermes, Llama, Mistral, Plain
 from quire.frontend.detokenizer import TokenDecoder
 from quire.sampling_params import SamplingParams, Thinking
+from quire.structured_output import MAX_GRAMMAR_LENGTH, StructuredOutput, parse_structured_output
 from quire_ensemble.chat_format import ChatFormat
 
 
@@ -96,7 +106,7 @@ class ChatParsing:
     """
 
     def __init__(self, tokenizer: Any, tool_parser: str = "auto", reasoning_parser: str = "auto") -> None:
-        template = _template(tokenizer)
+        template = self._template = _template(tokenizer)
         self.tools = {"auto": _tools_of(template), "none": ""}.get(tool_parser, tool_parser)
         """Name of the tool format; empty: none."""
         self.reasoning = {"auto": _reasoning_of(template), "none": ""}.get(reasoning_parser, reasoning_parser)
@@ -156,6 +166,77 @@ class ChatParsing:
         return msgspec.structs.replace(
             params, thinking=Thinking(self.is_open(chat), *(tuple(encode(text)) for text in texts))
         )
+
+    def with_grammar(self, params: SamplingParams, chat: ChatFormat) -> SamplingParams:
+        """`params` with the grammar that the messages ask for: of calls, or of a response format.
+
+        A grammar that the request states by itself begins behind the reasoning, as these do.
+
+        Raises:
+            InvalidArgumentError: two of them at once, or the model's way of writing calls is not known.
+        """
+        stated = params.structured_output
+        if chat.response_format is not None and (
+            found := parse_structured_output("response_format", chat.response_format)
+        ):
+            if stated is not None:
+                raise InvalidArgumentError("messages", "response_format must not be given beside a grammar")
+            stated = found
+        is_forced = chat.tool_choice != "auto"
+        if is_forced and stated is not None:
+            raise InvalidArgumentError("messages", "tool_choice must not force calls beside a grammar")
+        if is_forced and not self.tools:
+            raise InvalidArgumentError("messages", "tool_choice needs a model whose tool_parser is not none")
+        if stated is not None:
+            grammar: StructuredOutput | None = self._behind_reasoning(stated, chat)
+        elif chat.tools and self.tools:
+            grammar = self._of_calls(chat, is_search=params.beam_width > 1)
+        else:
+            return params
+        if grammar is not None and len(grammar.structural_tag) > MAX_GRAMMAR_LENGTH:
+            raise InvalidArgumentError(
+                "messages", f"the grammar of the answer is limited to {MAX_GRAMMAR_LENGTH} characters"
+            )
+        return msgspec.structs.replace(params, structured_output=grammar)
+
+    def _of_calls(self, chat: ChatFormat, *, is_search: bool) -> StructuredOutput | None:
+        """The grammar of the calls that are required, or of one that begins; beams have none of these."""
+        form = call_form(self.tools, self._template)
+        named = chat.tool_choice.removeprefix("function:") if chat.tool_choice.startswith("function:") else ""
+        tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in chat.tools}
+        if chat.tool_choice != "auto":
+            wanted = {
+                name: {"type": "object", **one} for name, one in tools.items() if not named or name == named
+            }
+            several = chat.parallel_tool_calls and not named
+            return self._in_place(form.forced(wanted, is_parallel=several), chat)
+        if not form.trigger or is_search:
+            return None
+        any_object: dict[str, Any] = {"type": "object"}
+        begun = form.begun({name: one if form.arguments else any_object for name, one in tools.items()})
+        grammar = structural_tag(begun, self._after(chat))
+        return grammar if len(grammar.structural_tag) <= MAX_GRAMMAR_LENGTH else None
+
+    def _behind_reasoning(self, stated: StructuredOutput, chat: ChatFormat) -> StructuredOutput:
+        form = format_of(stated)
+        if stated.after or form is None:
+            return stated
+        if self.reasoning == "harmony":
+            return self._in_place(sequence(text("<|channel|>final<|message|>"), form), chat)
+        return self._in_place(form, chat) if self.reasoning else stated
+
+    def _in_place(self, form: Format, chat: ChatFormat) -> StructuredOutput:
+        """A format behind the reasoning that may come first."""
+        tags = REASONING_FORMATS.get(self.reasoning)
+        if tags is None or chat.prompt_end.rstrip().endswith(tags.close_tag):
+            return structural_tag(form)
+        if self.is_open(chat):
+            return structural_tag(form, tags.close_tag)
+        behind = "<|start|>assistant" if self.reasoning == "harmony" else ""
+        return structural_tag(sequence(maybe_thought(tags.open_tag, tags.close_tag, behind), form))
+
+    def _after(self, chat: ChatFormat) -> str:
+        return REASONING_FORMATS[self.reasoning].close_tag if self.is_open(chat) else ""
 
     def is_open(self, chat: ChatFormat) -> bool:
         """Whether the prompt ends within reasoning."""

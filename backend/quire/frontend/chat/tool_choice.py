@@ -1,0 +1,172 @@
+"""Grammars of answers to chat messages: calls that are required or have begun, and response formats.
+
+They are structural tags (`StructuredOutput.structural_tag`): a model's own markers stand around JSON of the
+tools' schemas. Reasoning comes before them, where the model's answers begin with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.structured_output import StructuredOutput
+
+Format = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a call is written, with NAME in the place of its tool's."""
+
+    begin: str
+    end: str
+    before: str = ""
+    """Before the first call."""
+    between: str = ""
+    behind: str = ""
+    """Behind the last call."""
+    trigger: str = ""
+    """What begins a call in free text and nothing else; empty: there is no such text."""
+    is_single: bool = False
+    """Whether the answer ends with the call."""
+    arguments: Callable[[Mapping[str, Any]], Format] | None = None
+    """Makes the format of arguments of their schema, where they are not written as JSON."""
+
+    def tag(self, name: str, schema: Mapping[str, Any]) -> Format:
+        """One call."""
+        content = {"type": "json_schema", "json_schema": schema}
+        if self.arguments is not None:
+            content = self.arguments(schema)
+        begin, end = self.begin.replace("NAME", name), self.end
+        return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+    def forced(self, tools: Mapping[str, Mapping[str, Any]], *, is_parallel: bool) -> Format:
+        """One call of these tools, or several."""
+        calls = {
+            "type": "tags_with_separator",
+            "tags": [self.tag(name, schema) for name, schema in tools.items()],
+            "separator": self.between,
+            "at_least_one": True,
+            "stop_after_first": self.is_single or not is_parallel,
+        }
+        return sequence(text(self.before), calls, text(self.behind))
+
+    def begun(self, tools: Mapping[str, Mapping[str, Any]]) -> Format:
+        """Free text, in which what begins as a call is one, of these tools."""
+        return {
+            "type": "triggered_tags",
+            "triggers": [self.trigger],
+            "tags": [self.tag(name, schema) for name, schema in tools.items()],
+        }
+
+
+def text(value: str) -> Format:
+    """Just this."""
+    return {"type": "const_string", "value": value}
+
+
+def sequence(*parts: Format) -> Format:
+    """These behind each other."""
+    kept = [part for part in parts if part != text("")]
+    return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept}
+
+
+def either(*parts: Format) -> Format:
+    """One of these."""
+    return {"type": "or", "elements": list(parts)}
+
+
+def maybe_thought(open_tag: str, close_tag: str, behind: str = "") -> Format:
+    """Reasoning, or none."""
+    thought = {"type": "tag", "begin": open_tag, "content": {"type": "any_text"}, "end": close_tag}
+    return either(text(""), sequence(thought, text(behind)))
+
+
+def format_of(structured: StructuredOutput) -> Format | None:
+    """A grammar as a part of a structural tag; None where it cannot be one."""
+    if structured.json:
+        return {"type": "json_schema", "json_schema": json.loads(structured.json)}
+    if structured.json_object:
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    if structured.regex:
+        return {"type": "regex", "pattern": structured.regex}
+    if structured.choice:
+        return either(*map(text, structured.choice))
+    return None
+
+
+def structural_tag(form: Format, after: str = "") -> StructuredOutput:
+    """The grammar of a format."""
+    return StructuredOutput(structural_tag=json.dumps({"format": form}, separators=(",", ":")), after=after)
+
+
+def glm_arguments(schema: Mapping[str, Any]) -> Format:
+    """Arguments of GLM's calls: the required ones and any of the others, in their order."""
+    properties = schema.get("properties") or {}
+    required: Sequence[str] = schema.get("required") or ()
+    parts = []
+    for key, kind in properties.items():
+        argument = sequence(text(f"<arg_key>{key}</arg_key>\n"), _glm_value(kind), text("\n"))
+        parts.append(argument if key in required else either(text(""), argument))
+    return sequence(*parts) if parts else text("")
+
+
+def _glm_value(kind: Any) -> Format:
+    begin, end = "<arg_value>", "</arg_value>"
+    if isinstance(kind, Mapping) and kind.get("type") == "string":
+        strings = [value for value in kind.get("enum") or () if isinstance(value, str)]
+        if strings:
+            return sequence(text(begin), either(*map(text, strings)), text(end))
+        return {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
+    content = {"type": "json_schema", "json_schema": kind if isinstance(kind, Mapping) else {}}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def call_form(tool_format: str, template: str) -> CallForm:
+    """How a model of this template writes calls.
+
+    Args:
+        tool_format: name of its tool format.
+    """
+    match tool_format:
+        case "hermes":
+            return CallForm(
+                '<tool_call>\n{"name": "NAME", "arguments": ',
+                "}\n</tool_call>",
+                between="\n",
+                trigger="<tool_call>",
+            )
+        case "llama":
+            return CallForm('{"name": "NAME", "parameters": ', "}", between="; ")
+        case "mistral" if "[ARGS]" in template:
+            return CallForm("[TOOL_CALLS]NAME[ARGS]", "", trigger="[TOOL_CALLS]")
+        case "mistral":
+            return CallForm(
+                '{"name": "NAME", "arguments": ', "}", before="[TOOL_CALLS] [", between=", ", behind="]"
+            )
+        case "deepseek":
+            begin, separator, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+            head, tail = f"{begin}NAME{separator}", end
+            if "```json" in template:
+                head, tail = f"{begin}function{separator}NAME\n```json\n", f"\n```{end}"
+            return CallForm(
+                head,
+                tail,
+                before="<｜tool▁calls▁begin｜>",
+                behind="<｜tool▁calls▁end｜>",
+                trigger="<｜tool▁call▁begin｜>",
+            )
+        case "glm":
+            return CallForm(
+                "<tool_call>NAME\n",
+                "</tool_call>",
+                between="\n",
+                trigger="<tool_call>",
+                arguments=glm_arguments,
+            )
+        case _:
+            return CallForm(
+                "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "", is_single=True
+            )
