@@ -173,6 +173,13 @@ def test_stop_as_a_request_parameter_or_a_flag_cancels_everywhere(tokenizer: Tok
         ({"guided_decoding_guide_type": [[b"x"]]}, "guided_decoding_guide_type: must be one of json"),
         ({"guided_decoding_guide_type": [[b"regex"]]}, "guided_decoding_guide: must be given"),
         ({"beam_width": [[33]]}, "beam_width: must be in"),
+        ({"max_tokens": [[9]]}, "request_output_len: is the same as max_tokens, which is given as well"),
+        (
+            {"sampling_param_max_tokens": [[9]]},
+            "sampling_param_max_tokens: is the same as request_output_len",
+        ),
+        ({"end_id": [[-2]]}, r"end_id: must be in \[-1"),
+        ({"guided_decoding_guide": [[b"x"]]}, "guided_decoding_guide: needs a guided_decoding_guide_type"),
     ],
     ids=str,
 )

@@ -116,7 +116,7 @@ class Translation:
     """What the client calls what has a name of ours."""
 
     def values(self, stated: Mapping[str, Any]) -> dict[str, Any]:
-        """What JSON or request parameters state, in our names; ours counts where both are given."""
+        """What JSON or request parameters state, in our names."""
         if _FOREIGN.isdisjoint(stated):
             return dict(stated)
         renamed = {name: value for name, value in stated.items() if name not in _FOREIGN}
@@ -124,13 +124,21 @@ class Translation:
             if name in NEUTRAL:
                 _check_neutral(name, value)
             elif name in RENAMED:
-                self.names[RENAMED[name]] = name
-                renamed.setdefault(RENAMED[name], value)
+                self._rename(name, value, renamed)
             elif name == "end_id" and value is not None:
                 self._end_at(integer(-1, 2**31 - 1)(name, value))
             elif name != "pad_id" and name in _TENSORS and value is not None:
                 raise InvalidArgumentError(name, "must be given as a tensor")
         return renamed
+
+    def _rename(self, name: str, value: Any, values: dict[str, Any]) -> None:
+        """Puts a value among `values` by our name; what is said twice may be two things."""
+        ours = RENAMED[name]
+        if ours in values:
+            other = self.names.get(ours, ours)
+            raise InvalidArgumentError(name, f"is the same as {other}, which is given as well")
+        self.names[ours] = name
+        values[ours] = value
 
     def _end_at(self, token_id: int) -> None:
         """The answer ends with this token and no other; -1: it does not end by a token."""
@@ -160,11 +168,10 @@ def translate(raw: RawRequest, tokenizer: Any | None, vocab_size: int) -> Transl
             for value in values[:1]:
                 _check_neutral(name, value)
         elif name in RENAMED and (RENAMED[name] != "top_p" or values[0]):  # 0: no nucleus
-            found.names[RENAMED[name]] = name
-            tensors.setdefault(RENAMED[name], values)
+            found._rename(name, values, tensors)
     if "end_id" in given:
         found.names["stop_token_ids"] = "end_id"
-        found._end_at(given["end_id"][0])
+        found._end_at(integer(-1, 2**31 - 1)("end_id", given["end_id"][0]))
     if "input_lengths" in given and "input_ids" in tensors:
         tensors["input_ids"] = _cut(tensors["input_ids"], given["input_lengths"][0])
     for words in _sequences(given, "stop_words_list"):
@@ -179,7 +186,7 @@ def translate(raw: RawRequest, tokenizer: Any | None, vocab_size: int) -> Transl
     bias = _bias(given, tokenizer)
     if bias:
         found.sampling["logit_bias"] = bias
-    if "guided_decoding_guide_type" in given:
+    if given.keys() & {"guided_decoding_guide_type", "guided_decoding_guide"}:
         found.sampling["structured_output"] = _guide(given)
     return found
 
@@ -208,7 +215,7 @@ def _sequences(given: Mapping[str, list[int]], name: str) -> list[list[int]]:
     half = len(values) // 2
     words, start = [], 0
     for end in values[half:]:
-        if end < 0:
+        if end == -1:
             break
         if not start < end <= half:
             raise InvalidArgumentError(name, f"ends of words must ascend in [1, {half}], got {end}")
@@ -249,6 +256,8 @@ def _bias(given: Mapping[str, list[Any]], tokenizer: Any | None) -> dict[int, fl
 
 
 def _guide(given: Mapping[str, list[bytes]]) -> dict[str, Any]:
+    if "guided_decoding_guide_type" not in given:
+        raise InvalidArgumentError("guided_decoding_guide", "needs a guided_decoding_guide_type")
     type_name = given["guided_decoding_guide_type"][0].decode("utf-8", "replace")
     key = _GUIDES.get(type_name)
     if key is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.fault.fuzz.target import Target
+from tests.fixtures.server import ServerProcess
 
 
 def private_mib(target: Target) -> dict[str, float]:
@@ -25,3 +26,11 @@ def _anonymous_kib(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), 0)
+
+
+def anonymous_mib(server: ServerProcess) -> dict[str, float]:
+    """Likewise of the processes of a server without a gateway, by name and number."""
+    return {
+        f"{process.name()} {process.pid}": _anonymous_kib(process.pid) / 1024
+        for process in server.descendants()
+    }
