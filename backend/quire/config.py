@@ -79,6 +79,9 @@ class ModelConfig:
     """Implementation of attention: auto (the fastest one that can), cuda, flashinfer (if installed), triton,
     reference, or an instruction set of the processor (avx2, avx512, avx512_bf16, amx). One that cannot do
     what the model needs is refused at start, with the reason and what the others can."""
+    logits_processors: dict[str, str] = field(default_factory=dict)
+    """Code that requests may name to change their logits: name to "file.py:Class", in the model's version
+    directory, or "package.module:Class". What is not listed is not imported."""
     worker_process: bool = False
     """Whether the model is computed in a process of its own below the engine's; on the CPU only."""
     enforce_eager: bool = False

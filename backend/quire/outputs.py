@@ -117,6 +117,8 @@ class RowOutput(msgspec.Struct):
     """The row failed alone (logits without a finite entry): its request ends with this message."""
     ends: bool = False
     """Whether nothing can follow the last token: the request's grammar is at its end."""
+    error_code: str = ""
+    """Name of the Triton status code; empty: INTERNAL."""
     choices: list[RowOutput] = []
     """The beginnings of choices 1, 2, ... of a row with `num_choices` > 1."""
     prompt_logprobs: list[TokenLogprobs] | None = None

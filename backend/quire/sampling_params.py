@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.converters import INT32_MAX, boolean, converter, fail, integer, number
+from quire.logits_processors import MAX_PROCESSORS, NamedProcessor, parse_logits_processors
 from quire.structured_output import FIELDS as STRUCTURED_FIELDS
 from quire.structured_output import StructuredOutput as StructuredOutput
 from quire.structured_output import check_structured_output, parse_structured_output
@@ -108,6 +109,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Of the model's reasoning format; the frontend fills it where there is a budget."""
     structured_output: StructuredOutput | None = None
     """The grammar that the output follows; None: none."""
+    logits_processors: Annotated[tuple[NamedProcessor, ...], Meta(max_length=MAX_PROCESSORS)] = ()
+    """Of those that the engine's configuration lists, in the order in which they are called."""
 
     @property
     def num_sequences(self) -> int:
@@ -215,6 +218,7 @@ _SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "stop_token_ids": _token_ids,
     "early_stopping": _early_stopping,
     "structured_output": parse_structured_output,
+    "logits_processors": parse_logits_processors,
 }
 _CONVERTERS = {
     name: _SPECIAL.get(name) or converter(kind)
@@ -301,6 +305,8 @@ def check_together(params: SamplingParams) -> None:
             raise fail("structured_output", "must not be given with beam_width: beams follow no grammar")
         if params.best_of is not None:
             raise fail("best_of", "must not be given with beam_width")
+        if params.logits_processors:
+            raise fail("logits_processors", "must not be given with beam_width")
         if params.n > params.beam_width:
             raise fail("n", f"must not exceed beam_width ({params.beam_width}), got {params.n}")
         if params.thinking_budget is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Container
 
 from quire.errors import InvalidArgumentError
 from quire.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
@@ -54,6 +55,15 @@ def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> Non
             f"{params.prompt_logprobs} beside each token of a prompt of {num_prompt_tokens} make {count} "
             f"numbers, at most {MAX_PROMPT_LOGPROBS} are allowed",
         )
+
+
+def check_logits_processors(params: SamplingParams, listed: Container[str]) -> None:
+    """Raises InvalidArgumentError for a logits processor that the configuration does not list."""
+    for one in params.logits_processors:
+        if one.name not in listed:
+            raise InvalidArgumentError(
+                "logits_processors", f"{one.name!r:.80} is not listed in the engine's configuration"
+            )
 
 
 def check_choices(params: SamplingParams, max_num_seqs: int) -> None:

@@ -142,6 +142,9 @@ SAMPLING_INPUTS: tuple[TensorSpec, ...] = (
         ensemble_name="num_prompt_logprobs",
     ),
     TensorSpec("logit_bias", "TYPE_STRING", doc="JSON object of token id to bias."),
+    TensorSpec(
+        "logits_processors", "TYPE_STRING", doc='JSON list of names, or of {"name": ..., "args": {...}}.'
+    ),
     TensorSpec("n", "TYPE_INT32", doc="Choices to return, each response with its index."),
     TensorSpec("best_of", "TYPE_INT32", doc="Choices to generate; the n most likely are returned."),
     TensorSpec("beam_width", "TYPE_INT32", doc="Above 1: beam search; the n best beams are returned."),

@@ -110,6 +110,7 @@ VALUES: dict[str, list[Any]] = {
     "scheduler": ["static"],
     "seed": [7],
     "tenants": ['{"*": {"weight": 2}}'],
+    "logits_processors": ['{"a": "json:JSONDecoder"}'],
 }
 ELSEWHERE = {
     "model", "disk_cache_directory", "fake_step_ms", "kv_connector_options", "kv_events_endpoint",

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from quire.errors import InvalidArgumentError
+from quire.logits_processors import NamedProcessor
 from quire.sampling_params import (
     ALIASES,
     MAX_BAD_WORDS,
@@ -104,6 +105,11 @@ ACCEPTED: dict[str, list[tuple[Any, Any]]] = {
     "skip_special_tokens": BOOLEANS,
     "logprobs": [(0, 0), (MAX_LOGPROBS, MAX_LOGPROBS)],
     "prompt_logprobs": [(0, 0), (MAX_LOGPROBS, MAX_LOGPROBS)],
+    "logits_processors": [
+        ([], ()),
+        ('["a"]', (NamedProcessor("a"),)),
+        ([{"name": "a", "args": {"b": 1}}], (NamedProcessor("a", '{"b": 1}'),)),
+    ],
     "n": [(1, 1), (MAX_CHOICES, MAX_CHOICES)],
     "best_of": [(1, 1), (4.0, 4), (MAX_CHOICES, MAX_CHOICES)],
     "beam_width": [(1, 1), (MAX_BEAM_WIDTH, MAX_BEAM_WIDTH)],
@@ -181,6 +187,7 @@ REFUSED: dict[str, list[Any]] = {
     "skip_special_tokens": NOT_BOOLEANS,
     "logprobs": [*NOT_INTEGERS, -1, MAX_LOGPROBS + 1],
     "prompt_logprobs": [*NOT_INTEGERS, -1, MAX_LOGPROBS + 1],
+    "logits_processors": ["[", "a", {}, 5, [5], [{"args": {}}], [{"name": ""}], ["a"] * 9],
     "n": [*NOT_INTEGERS, 0, MAX_CHOICES + 1],
     "best_of": [*NOT_INTEGERS, 0, MAX_CHOICES + 1],
     "beam_width": [*NOT_INTEGERS, 0, MAX_BEAM_WIDTH + 1],

@@ -214,7 +214,9 @@ class Scheduler:
             try:
                 if result.error:
                     self._take_back(request, row)
-                    outputs += self._end_all(request, FinishReason.ERROR, result.error)
+                    outputs += self._end_all(
+                        request, FinishReason.ERROR, result.error, result.error_code or EngineError.code
+                    )
                     continue
                 if offers:
                     self.transfers.save(offers)
@@ -433,7 +435,11 @@ class Scheduler:
     # Ends.
 
     def _end_all(
-        self, request: Request, reason: FinishReason, error: str | None = None
+        self,
+        request: Request,
+        reason: FinishReason,
+        error: str | None = None,
+        code: str = EngineError.code,
     ) -> list[EngineCoreOutput]:
         """Ends a request with all its choices; an error is told once."""
         choices = request.choices
@@ -445,7 +451,6 @@ class Scheduler:
         for one in requests:
             self._finish(one, reason, is_told=error is None)
         if error is not None:
-            code = EngineError.code
             return [EngineCoreOutput(request_id, finish_reason=str(reason), error=error, error_code=code)]
         return [_told(request_id, index, requests[0], reason) for index in indices]
 

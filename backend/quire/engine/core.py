@@ -38,6 +38,7 @@ from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 from quire.validation import (
     check_choices,
+    check_logits_processors,
     check_prompt,
     check_prompt_logprobs,
     check_token_parameters,
@@ -121,6 +122,7 @@ class EngineCore:
         check_prompt(prompt_token_ids, vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len)
         check_token_parameters(sampling_params, self.info.vocab_size)
         check_prompt_logprobs(sampling_params, len(prompt_token_ids))
+        check_logits_processors(sampling_params, self.config.model.logits_processors)
         check_choices(sampling_params, self.config.scheduler.max_num_seqs)
         if sampling_params.seed is None and not sampling_params.is_greedy:
             seed = (self._seed_base + 0x9E3779B97F4A7C15 * next(self._seeds)) % 2**64

@@ -16,6 +16,7 @@ from typing import Any
 
 from quire.config import EngineConfig, load_config_file
 from quire.errors import CheckpointError, ConfigError
+from quire.logits_processors import resolved
 from quire_ensemble.generator_schema import MAX_PROMPTS, inputs_of, outputs_of
 
 
@@ -85,7 +86,10 @@ def read_engine_config(model_config: Mapping[str, Any], version_directory: Path)
     values["model"] = str(_checkpoint(str(values.get("model", "")), version_directory))
     if isinstance(tokenizer := values.get("tokenizer"), str) and tokenizer:
         values["tokenizer"] = str((version_directory / tokenizer).resolve())
-    return EngineConfig.from_mapping(values)
+    config = EngineConfig.from_mapping(values)
+    if processors := config.model.logits_processors:
+        config = config.replace(logits_processors=resolved(processors, version_directory))
+    return config
 
 
 def _checkpoint(named: str, version_directory: Path) -> Path:

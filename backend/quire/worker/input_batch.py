@@ -7,6 +7,7 @@ calls whose number does not depend on the batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.logits_processors import LogitsProcessor, RowProcessors
 from quire.multimodal import PromptEmbeds
 from quire.outputs import NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.sampling_params import choice_seed
@@ -114,11 +116,13 @@ class InputBatch:
         device: torch.device,
         num_groups: int = 1,
         grammars: Grammars | None = None,
+        processors: Mapping[str, Callable[..., LogitsProcessor]] | None = None,
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_table = BlockTable(num_groups, max_num_seqs, max_blocks, block_size)
         self.requests: dict[str, CachedRequest] = {}
         self.device = device
+        self._processors = processors or {}
         self._prompts: dict[str, int] = {}
         """Of requests that ask for log-probabilities of their prompt: the first position not known yet."""
         self._grammars = grammars
@@ -145,7 +149,7 @@ class InputBatch:
 
     def _add(self, request_id: str, new: NewRequestData) -> None:
         assert request_id not in self.requests, f"{request_id} is already in the batch"
-        token_ids = list(new.token_ids)
+        token_ids, named = list(new.token_ids), new.sampling_params.logits_processors
         sampling, *choices = (
             SamplingRow(
                 params=new.sampling_params,
@@ -154,6 +158,7 @@ class InputBatch:
                 eos_token_ids=new.eos_token_ids,
                 seed=choice_seed(new.sampling_params.seed or 0, index),
                 grammar=self._grammar(new),
+                processors=RowProcessors(self._processors, named) if named else None,
             )
             for index in range(new.num_choices)
         )

@@ -16,6 +16,7 @@ from quire.grammar import Vocabulary
 from quire.kv_tiers import needs_fingerprint
 from quire.kv_tiers.moves import move_blocks
 from quire.loader.load import load_model
+from quire.logits_processors import load_logits_processors
 from quire.models.config import DecoderConfig
 from quire.models.kv_groups import blocks_per_sequence, layers_per_group
 from quire.models.kv_spec import QUANTIZED_DTYPES
@@ -91,6 +92,7 @@ class ModelRunner:
         if self.device.type == "cpu":
             num_threads = config.model.num_threads or _default_threads()
             set_num_threads(num_threads)
+        processors = load_logits_processors(config.model.logits_processors)
         graph_backend = make_graph_backend(self.device, config.model.enforce_eager)
         timeline, kernels_before = StartTimeline(), load_seconds()
         is_shared = needs_fingerprint(config.cache)
@@ -159,6 +161,7 @@ class ModelRunner:
             self.device,
             len(groups),
             self._grammars,
+            processors,
         )
         self.graphs: DecodeGraphs | None = None
         whole = graph_backend is not None and attention_is_recordable(config, shape, self.device)

@@ -4,10 +4,11 @@ Every row is computed by operations that look at that row only, and its random n
 of (seed, output position), so that a request's tokens do not depend on the batch around it, on preemption
 or on a restart.
 
-Order of the transforms: the grammar's mask, repetition penalty, presence and frequency penalties, logit
-bias, bans (n-grams, bad words, min-tokens masks), then for rows that sample temperature, top-k, top-p, min-p,
-typical-p. A bias cannot revive a banned token. Ties: greedy takes the lowest id; a filter keeps every
-token tied with the last one it keeps, so that the outcome does not depend on the order of a sort.
+Order of the transforms: logits processors, the grammar's mask, repetition penalty, presence and frequency
+penalties, logit bias, bans (n-grams, bad words, min-tokens masks), then for rows that sample temperature,
+top-k, top-p, min-p, typical-p. A bias cannot revive a banned token. Ties: greedy takes the lowest id; a
+filter keeps every token tied with the last one it keeps, so that the outcome does not depend on the order of
+a sort.
 
 What `thinking_budget` forces takes the place of what was drawn, unless a grammar forbids it.
 
@@ -56,9 +57,8 @@ class Draw:
     logprobs: list[tuple[list[int], list[int], TopLogprobs]] = field(default_factory=list)
     """(n rows, how many each reports beside the first, of n rows): the first is the chosen token, or a beam's
     best."""
-
-    errors: dict[int, str] = field(default_factory=dict)
-    """By row, why its grammar allows nothing; its token is -1."""
+    errors: dict[int, RowOutput] = field(default_factory=dict)
+    """By row, what ends it: its grammar allows nothing, or a logits processor failed."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -69,9 +69,11 @@ class Draw:
         """One per row, of one token or an error; `tensors`: copies of `self.tensors` on the host, if any."""
         token_ids, *rest = self.tensors if tensors is None else tensors
         outputs = [
-            RowOutput([token_id]) if token_id >= 0 else RowOutput(error=self.errors.get(row, _BAD_LOGITS))
-            for row, token_id in enumerate(token_ids.tolist())
+            RowOutput([token_id]) if token_id >= 0 else RowOutput(error=_BAD_LOGITS)
+            for token_id in token_ids.tolist()
         ]
+        for row, output in self.errors.items():
+            outputs[row] = output
         for rows, counts, _ in self.logprobs:
             for row, entry in zip(rows, entries(rest[:3], counts), strict=True):
                 if not outputs[row].error:
@@ -100,10 +102,13 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], newest: torch.Tensor
     wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and not row.is_beam]
     edits = collect_edits(rows, logits.shape[1])
     is_bound = any(row.grammar is not None for row in rows)
-    raw = logits  # without edits and grammars they stay as they are
-    if wanted and (edits is not None or is_bound or len(wanted) < len(rows)):
+    processed = [i for i, row in enumerate(rows) if row.processors is not None]
+    raw = logits  # without edits, grammars and processors they stay as they are
+    if wanted and (edits is not None or is_bound or processed or len(wanted) < len(rows)):
         raw = _take(logits, wanted)
-    errors = _follow_grammars(logits, rows) if is_bound else {}
+    errors = _process(logits, rows, processed) if processed else {}
+    if is_bound:
+        errors |= _follow_grammars(logits, rows)
 
     assert newest is not None or "uncounted" not in (edits or {}), "the newest tokens are needed"
     thinking = [i for i, row in enumerate(rows) if row.params.thinking is not None]
@@ -141,19 +146,19 @@ def _force(token_ids: torch.Tensor, forced: Sequence[tuple[int, int]]) -> None:
     token_ids[rows] = torch.where(token_ids[rows] < 0, -1, values)
 
 
-def _follow_grammars(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, str]:
+def _follow_grammars(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, RowOutput]:
     """Lets no token but those that the rows' grammars allow; returns, by row, what a grammar failed with.
 
     Before all edits: no bias revives what a grammar forbids, and bans that would leave a row no token are
     lifted down to what it allows.
     """
-    errors: dict[int, str] = {}
+    errors = {}
     for number, row in enumerate(rows):
         if row.grammar is None:
             continue
         allowed = row.grammar.allowed(row.token_ids, logits.shape[1])
         if row.grammar.error:
-            errors[number] = row.grammar.error
+            errors[number] = RowOutput(error=row.grammar.error)
             logits[number] = -torch.inf
         elif allowed is not None:
             _forbid_others(logits[number], allowed)
@@ -174,6 +179,19 @@ def _forbid_others(logits: torch.Tensor, allowed: npt.NDArray[np.bool_]) -> None
         values[few] = kept
     else:
         values += _FORBIDDEN[allowed.view(np.uint8)]
+
+
+def _process(logits: torch.Tensor, rows: Sequence[SamplingRow], processed: list[int]) -> dict[int, RowOutput]:
+    """Calls the rows' own code on their logits, in place; returns the ends of rows where that fails."""
+    errors = {}
+    for i in processed:
+        processors = rows[i].processors
+        assert processors is not None and not rows[i].num_pending, "it sees all tokens"
+        processors(rows[i].token_ids, logits[i])
+        if processors.error:
+            errors[i] = RowOutput(error=processors.error, error_code=processors.error_code)
+            logits[i] = torch.nan
+    return errors
 
 
 def _choose(

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quire.logits_processors import RowProcessors
 from quire.sampling_params import SamplingParams
 from quire.worker.grammar import RowGrammar
 from quire.worker.token_history import BadWords, FloatArray, IntArray, ThinkingBudget, TokenHistory
@@ -44,6 +45,7 @@ class SamplingRow:
     """Tokens behind `token_ids` that are drawn already, but known to the device only."""
     grammar: RowGrammar | None = None
     """What `params.structured_output` allows next; only a worker has it."""
+    processors: RowProcessors | None = None
     is_beam: bool = field(init=False, repr=False, compare=False)
     """True when beam search asks for candidates instead of a token."""
     has_penalties: bool = field(init=False, repr=False, compare=False)
@@ -83,6 +85,7 @@ class SamplingRow:
         return (
             params.is_greedy
             and self.grammar is None
+            and self.processors is None
             and params.thinking is None
             and not (self.is_beam or self.has_transforms or params.logprobs is not None)
         )
@@ -106,7 +109,7 @@ class SamplingRow:
         params = self.params
         if params.thinking is not None and not (self._thinking is not None and self._thinking.is_over):
             return True
-        return bool(params.no_repeat_ngram_size or params.bad_words_ids or self.grammar)
+        return bool(params.no_repeat_ngram_size or params.bad_words_ids or self.grammar or self.processors)
 
     @property
     def is_uncounted(self) -> bool:

@@ -1,0 +1,176 @@
+"""Logits processors: an operator's own code between the model's logits and the sampler, by name.
+
+The configuration key `logits_processors` lists them, name to "file.py:Class" (relative to the model's version
+directory, and not outside of it) or "package.module:Class". Nothing else is ever imported; a request names
+entries of that list and may give them arguments.
+
+Such a class is a `LogitsProcessor`. It runs in the process that computes steps, between them: all requests
+wait for as long as it takes, its constructor included. What it raises ends the request alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from quire.converters import fail
+from quire.errors import ConfigError, EngineError, InvalidArgumentError, describe
+from quire_ensemble.client_json import parse_json
+from quire_ensemble.errors import InputError, kind
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_PROCESSORS = 8
+MAX_NAME = 128
+MAX_ARGS = 16 * 1024
+"""Characters of one processor's arguments, as JSON."""
+
+
+class LogitsProcessor(Protocol):
+    """What an operator writes. It is made as `Class(**args)` for each sequence of a request, and anew after a
+    preemption; so it must follow from its arguments and `token_ids` alone."""
+
+    def __call__(self, token_ids: Sequence[int], logits: torch.Tensor) -> None:
+        """Changes the logits that the next token is drawn from, before penalties, bias, bans and filters.
+
+        Args:
+            token_ids: prompt and output so far; not to be changed.
+            logits: float32 [vocab_size], on the model's device, changed in place. -inf bans a token; where
+                nothing finite is left the request ends with an error.
+        """
+
+
+class NamedProcessor(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One that a request asks for."""
+
+    name: Annotated[str, Meta(max_length=MAX_NAME)]
+    args: Annotated[str, Meta(max_length=MAX_ARGS)] = "{}"
+    """A JSON object of keyword arguments."""
+
+
+def parse_logits_processors(field: str, value: Any) -> tuple[NamedProcessor, ...]:
+    """A list of names or of {"name": ..., "args": {...}}, or the JSON text of one.
+
+    Raises:
+        InvalidArgumentError: it is no such list, or longer than allowed.
+    """
+    if isinstance(value, str):
+        try:
+            value = parse_json(field, value)
+        except InputError as error:
+            raise fail(field, error.reason) from None
+    if not isinstance(value, list | tuple):
+        raise fail(field, f'must be a list of names or of {{"name", "args"}}, got {kind(value)}')
+    if len(value) > MAX_PROCESSORS:
+        raise fail(field, f"at most {MAX_PROCESSORS} entries are allowed, got {len(value)}")
+    return tuple(_parse_entry(field, entry) for entry in value)
+
+
+def _parse_entry(field: str, entry: Any) -> NamedProcessor:
+    if isinstance(entry, str):
+        entry = {"name": entry}
+    if not isinstance(entry, dict) or not entry.keys() <= {"name", "args"} or "name" not in entry:
+        raise fail(field, f'entries must be a name or an object of "name" and "args", got {kind(entry)}')
+    name, args = entry["name"], entry.get("args", {})
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+        raise fail(field, f"a name must be a string of 1 to {MAX_NAME} characters")
+    if not isinstance(args, dict):
+        raise fail(field, f'"args" must be an object, got {kind(args)}')
+    text = json.dumps(args)
+    if len(text) > MAX_ARGS:
+        raise fail(field, f'"args" are limited to {MAX_ARGS} characters of JSON, got {len(text)}')
+    return NamedProcessor(name, text)
+
+
+def resolved(entries: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """`logits_processors` with files by their whole path, each with a digest of what it holds: engines are
+    shared by models with equal configurations.
+
+    Raises:
+        ConfigError: a file is not there, or not below `directory`.
+    """
+    found, root = dict(entries), directory.resolve()
+    for name, where in entries.items():
+        file, colon, class_name = str(where).rpartition(":")
+        if not (colon and file.endswith(".py")):
+            continue
+        path = (root / file).resolve()
+        if not path.is_relative_to(root) or not path.is_file():
+            raise ConfigError(f"logits_processors: {name!r:.80}: no file {file!r:.200} in {root}")
+        found[name] = f"{path}:{class_name}#{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+    return found
+
+
+def load_logits_processors(entries: Mapping[str, str]) -> dict[str, Callable[..., LogitsProcessor]]:
+    """The classes of `logits_processors` by name; imports what they are in.
+
+    Raises:
+        ConfigError: one cannot be had; names it and says why.
+    """
+    return {name: _load(name, where) for name, where in entries.items()}
+
+
+def _load(name: str, where: str) -> Callable[..., LogitsProcessor]:
+    place, _, class_name = where.partition("#")[0].rpartition(":")
+    try:
+        if place.endswith(".py"):
+            module_name = f"quire_logits_processor_{hashlib.sha256(where.encode()).hexdigest()[:16]}"
+            spec = importlib.util.spec_from_file_location(module_name, place)
+            assert spec is not None and spec.loader is not None, place
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[module_name] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        loaded: Callable[..., LogitsProcessor] = getattr(module, class_name)
+    except Exception as error:
+        raise ConfigError(
+            f"logits_processors: {name!r:.80} cannot be loaded from {where!r:.300} "
+            f'("file.py:Class" or "package.module:Class"): {describe(error)}'
+        ) from None
+    return loaded
+
+
+class RowProcessors:
+    """The processors of one sequence.
+
+    Args:
+        classes: all that are listed.
+        named: those that its request asks for, in their order.
+    """
+
+    __slots__ = ("_calls", "error", "error_code")
+
+    def __init__(
+        self, classes: Mapping[str, Callable[..., LogitsProcessor]], named: Sequence[NamedProcessor]
+    ) -> None:
+        self._calls: list[tuple[str, LogitsProcessor]] = []
+        self.error = ""
+        """Why the request must end; empty: it need not."""
+        self.error_code = EngineError.code
+        for one in named:
+            try:
+                self._calls.append((one.name, classes[one.name](**json.loads(one.args))))
+            except Exception as error:
+                self.error = f"logits_processors: {one.name} does not take these args: {describe(error)}"
+                self.error_code = InvalidArgumentError.code
+                return
+
+    def __call__(self, token_ids: Sequence[int], logits: torch.Tensor) -> None:
+        """Calls each; what one raises is left in `error`."""
+        for name, call in () if self.error else self._calls:
+            try:
+                call(token_ids, logits)
+            except Exception as error:
+                self.error = f"logits_processors: {name} failed: {describe(error)}"
+                return
