@@ -257,6 +257,8 @@ def test_logprobs_come_as_json(tiny: TinyServer) -> None:
     entries = json.loads(reply.results[0].as_numpy("logprobs")[0])
     assert [entry["token_id"] for entry in entries] == reply.token_ids
     assert all(len(entry["top"]) == 2 and entry["logprob"] <= 0 for entry in entries)
+    assert all(set(entry["tokens"]) == set(entry["top"]) for entry in entries)
+    assert "".join(entry["token"] for entry in entries) == reply.text
 
 
 @pytest.mark.row("A13")

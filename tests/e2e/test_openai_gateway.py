@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import json
 import subprocess
 import sys
 import time
@@ -129,6 +130,105 @@ def test_parameters_reach_the_sampler(client: openai.OpenAI) -> None:
     ]
     assert sampled[0].choices[0].message.content == sampled[1].choices[0].message.content
     assert [answer.usage and answer.usage.completion_tokens for answer in sampled] == [40, 40]
+
+
+@pytest.mark.row("A28", clauses=("no-default",))
+def test_completions_have_no_default_of_16_tokens(client: openai.OpenAI) -> None:
+    """Until the model's length ends it, where nothing else does."""
+    asked: Any = {"model": "generator", "prompt": "What is", "temperature": 0}
+    answer = client.completions.create(**asked, extra_body={"ignore_eos": True})
+    assert answer.usage is not None
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens > 16
+    longer = client.completions.create(**asked, max_tokens=40, extra_body={"ignore_eos": True})
+    assert answer.choices[0].text.startswith(longer.choices[0].text)
+
+
+@pytest.mark.row("A28", clauses=("options",))
+def test_n_and_logit_bias(client: openai.OpenAI) -> None:
+    sampled: Any = {"model": "chat", "messages": QUESTION, "temperature": 2, "seed": 3, "max_tokens": 20}
+    answer = client.chat.completions.create(n=3, **sampled)
+    texts = {choice.message.content for choice in answer.choices}
+    assert [choice.index for choice in answer.choices] == [0, 1, 2] and len(texts) == 3
+    parts = list(client.chat.completions.create(n=3, stream=True, **sampled))
+    for choice in answer.choices:
+        mine = [part.choices[0] for part in parts if part.choices[0].index == choice.index]
+        assert "".join(one.delta.content or "" for one in mine) == choice.message.content
+        assert mine[-1].finish_reason == choice.finish_reason
+    asked: Any = {"model": "generator", "prompt": "What is", "max_tokens": 6, "temperature": 0}
+    drawn = client.completions.create(**asked, logit_bias={"7": 100}, extra_body={"ignore_eos": True})
+    only = client.completions.create(**asked, logprobs=0, logit_bias={"7": 100})
+    assert only.choices[0].logprobs is not None and only.choices[0].logprobs.tokens is not None
+    assert len(set(only.choices[0].logprobs.tokens)) == 1 and drawn.choices[0].text
+    assert client.completions.create(**asked).choices[0].text != drawn.choices[0].text
+
+
+@pytest.mark.row("A28", clauses=("logprobs",))
+def test_log_probabilities(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "chat", "messages": QUESTION, "logprobs": True, "top_logprobs": 3}
+    whole = client.chat.completions.create(temperature=0, **asked).choices[0]
+    assert whole.logprobs is not None and whole.logprobs.content is not None
+    entries = whole.logprobs.content
+    text = "".join(entry.token for entry in entries)
+    assert text.startswith(ANSWER), "the end token may follow"
+    assert bytes(b for entry in entries for b in entry.bytes or []) == text.encode()
+    for entry in entries:
+        top = entry.top_logprobs
+        assert (top[0].token, top[0].logprob) == (entry.token, entry.logprob), "greedy"
+        assert len(top) == 3 and top[0].logprob >= top[1].logprob >= top[2].logprob
+    parts = list(client.chat.completions.create(temperature=0, stream=True, **asked))
+    told = [part.choices[0].logprobs for part in parts]
+    streamed = [entry for one in told if one for entry in one.content or []]
+    assert [e.token for e in streamed] == [e.token for e in entries]
+    assert [e.logprob for e in streamed] == pytest.approx([e.logprob for e in entries], abs=1e-4)
+    scored = client.completions.create(
+        model="generator", prompt="What is 12", max_tokens=4, temperature=0, logprobs=1, echo=True
+    ).choices[0]
+    assert scored.text.startswith("What is 12") and scored.logprobs is not None
+    tokens, offsets = scored.logprobs.tokens, scored.logprobs.text_offset
+    values = scored.logprobs.token_logprobs
+    assert tokens is not None and offsets is not None and values is not None
+    assert "".join(tokens).startswith(scored.text)
+    assert values[0] is None and all(value <= 0 for value in values[1:])
+    assert all(scored.text[at:].startswith(token) for at, token in zip(offsets[:-1], tokens, strict=False))
+
+
+def test_several_prompts_in_one_request(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "generator", "max_tokens": 8, "temperature": 0}
+    prompts = ["What is", "12 + 7"]
+    alone = [client.completions.create(prompt=prompt, **asked).choices[0].text for prompt in prompts]
+    both = client.completions.create(prompt=prompts, **asked)
+    assert [(choice.index, choice.text) for choice in both.choices] == list(enumerate(alone))
+
+
+@pytest.mark.row("A28", clauses=("format",))
+def test_response_format(client: openai.OpenAI) -> None:
+    """The demo model knows no JSON: what it may say is all by the grammar."""
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}, "count": {"type": "integer", "maximum": 9}},
+        "required": ["colour", "count"],
+        "additionalProperties": False,
+    }
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    for stream in (False, True):
+        asked: Any = {"model": "chat", "messages": QUESTION, "temperature": 1, "seed": 5, "stream": stream}
+        answer = client.chat.completions.create(response_format=wanted, max_tokens=60, **asked)
+        if stream:
+            text = "".join(part.choices[0].delta.content or "" for part in answer)
+        else:
+            text = answer.choices[0].message.content
+        found = json.loads(text)
+        assert set(found) == {"colour", "count"} and found["colour"] in ("red", "blue")
+        assert isinstance(found["count"], int) and found["count"] <= 9
+    free = client.chat.completions.create(
+        model="chat", messages=QUESTION, response_format={"type": "json_object"}, max_tokens=300, seed=2
+    ).choices[0]
+    assert (free.message.content or "").lstrip().startswith("{")
+    assert free.finish_reason == "length" or isinstance(json.loads(free.message.content or ""), dict)
+    with pytest.raises(openai.BadRequestError):
+        bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+        client.chat.completions.create(model="chat", messages=QUESTION, response_format=bad)
 
 
 def test_the_server_s_refusals_are_openai_s_errors(client: openai.OpenAI) -> None:

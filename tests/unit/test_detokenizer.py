@@ -145,6 +145,17 @@ def random_text(rng: random.Random) -> str:
 # Texts and whole decodes (A14)
 
 
+@pytest.mark.parametrize("name", ["byte_level", "llama2", "metaspace_fallback"])
+def test_texts_of_single_tokens_add_up(name: str) -> None:
+    """With the spaces that SentencePiece's `decode` strips from the first token of a text."""
+    tokenizer = tokenizer_of(name)
+    decoder = TokenDecoder.of(tokenizer)
+    text = " ".join(CORPUS).encode("ascii", "ignore").decode()
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    assert "".join(map(decoder.text_of, token_ids)).removeprefix(" ") == text.removeprefix(" ")
+    assert decoder.text_of(10**6) == "", "beyond the vocabulary"
+
+
 @pytest.mark.row("A14", clauses=("fuzz", "concat", "sentencepiece"))
 @pytest.mark.parametrize("name", BUILDERS)
 def test_concatenated_deltas_equal_the_whole_decode(name: str) -> None:

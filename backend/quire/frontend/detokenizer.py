@@ -79,6 +79,8 @@ class TokenDecoder:
                 self.clean_up = tokenizer.clean_up_tokenization
         self._is_visible: tuple[dict[int, bool], dict[int, bool]] = ({}, {})
         """By token id, without and with `skip_special_tokens`; of those that were asked for."""
+        self._texts: dict[int, str] = {}
+        """Of single tokens that were asked for."""
         self.byte_fallback = self._has_byte_fallback()
         self.sentinel = self._find_sentinel() if self.byte_fallback else None
 
@@ -122,6 +124,17 @@ class TokenDecoder:
         """Text of any tokens, as `tokenizer.decode` gives it."""
         text = self.decode(self.visible(token_ids, skip_special_tokens))
         return text if self.clean_up is None else self.clean_up(text)
+
+    def text_of(self, token_id: int) -> str:
+        """Text of a token behind others, special ones too; empty beyond the vocabulary, and U+FFFD in place
+        of the bytes of a part of a character."""
+        text = self._texts.get(token_id)
+        if text is None:
+            before, seen = self.sentinel or (None, "")
+            ids = self.visible([token_id], False)
+            text = self.decode(ids if before is None else [before, *ids])[len(seen) :]
+            self._texts[token_id] = text
+        return text
 
     def byte_of(self, token_id: int) -> int | None:
         """The byte a byte-fallback token stands for; None for other tokens."""

@@ -64,6 +64,7 @@ class RequestHandle:
         "request_id",
         "so_far",
         "step_s",
+        "text_of",
     )
 
     def __init__(self, sender: Any, request_id: str, external_id: str) -> None:
@@ -86,6 +87,8 @@ class RequestHandle:
         """Seconds between the last two responses of a choice; 0 before there were two."""
         self.decode: Callable[[list[int]], str] | None = None
         """The tokenizer's, where responses need the text of single tokens."""
+        self.text_of: Callable[[int], str] | None = None
+        """Text of a token in log-probabilities; None: there is no tokenizer."""
         self._error: Any | None = None
         """The response that ends the request, where it could not be sent yet."""
 
@@ -154,6 +157,8 @@ class RequestHandle:
             elif parsed.form == "vllm" and name == "logprobs":
                 found = b"null" if parsed.hides_logprobs else _vllm_logprobs(output, self.decode)
                 array = np.array([found], dtype=_OBJECT)
+            elif name in ("logprobs", "prompt_logprobs"):
+                array = np.array([_logprobs(getattr(output, name) or [], self.text_of)], dtype=_OBJECT)
             elif parsed.form == "batched" and name in _BATCHED_ARRAYS:
                 array = _BATCHED_ARRAYS[name](output)
             else:
@@ -242,24 +247,29 @@ def _bytes(text: str) -> Any:
     return array
 
 
-def _logprobs(entries: Sequence[TokenLogprobs | None]) -> bytes:
-    """JSON: per token its id, its log-probability and rank, and those of the most likely ones; null for the
-    first token of a prompt.
+def _logprobs(entries: Sequence[TokenLogprobs | None], text_of: Callable[[int], str] | None) -> bytes:
+    """JSON: per token its id, its log-probability and rank, and those of the most likely ones, with the texts
+    of all where there is a tokenizer; null for the first token of a prompt.
 
     An answer that is sent whole may hold millions of numbers, and all streams wait while they are written.
     """
-    return msgspec.json.encode(
-        [
-            entry
-            and {
-                "token_id": entry.token_ids[0],
-                "logprob": entry.logprobs[0],
-                "rank": entry.rank,
-                "top": dict(zip(entry.token_ids[1:], entry.logprobs[1:], strict=True)),
-            }
-            for entry in entries
-        ]
-    )
+    told: list[dict[str, Any] | None] = []
+    for entry in entries:
+        if entry is None:
+            told.append(None)
+            continue
+        (drawn, *top), (logprob, *logprobs) = entry.token_ids, entry.logprobs
+        one = {
+            "token_id": drawn,
+            "logprob": logprob,
+            "rank": entry.rank,
+            "top": dict(zip(top, logprobs, strict=True)),
+        }
+        if text_of is not None:
+            one["token"] = text_of(drawn)
+            one["tokens"] = {token: text_of(token) for token in top}
+        told.append(one)
+    return msgspec.json.encode(told)
 
 
 def _vllm_logprobs(output: RequestOutput, decode: Callable[[list[int]], str] | None) -> bytes:
@@ -305,8 +315,6 @@ _ARRAYS: dict[str, Callable[[RequestOutput], Any]] = {
     "num_reasoning_tokens": lambda output: np.array([output.num_reasoning_tokens], dtype=np.uint32),
     "reasoning_output": lambda output: _bytes(output.reasoning),
     "tool_calls": lambda output: np.array([msgspec.json.encode(output.tool_calls)], dtype=np.object_),
-    "logprobs": lambda output: np.array([_logprobs(output.logprobs or [])], dtype=np.object_),
-    "prompt_logprobs": lambda output: np.array([_logprobs(output.prompt_logprobs or [])], dtype=np.object_),
     "cumulative_logprob": lambda output: np.array([output.cumulative_logprob or 0.0], dtype=np.float32),
 }
-"""What an output's tensor holds, but for `text_output`, `finish_reason` and `timing`."""
+"""What an output's tensor holds, but for texts of tokens, `finish_reason` and `timing`."""

@@ -32,6 +32,7 @@ from quire.engine.messages import (
     Outputs,
 )
 from quire.errors import QuireError
+from quire.frontend.detokenizer import TokenDecoder
 from quire.frontend.output_processor import OutputProcessor, RequestProcessor
 from quire.outputs import EngineCoreOutput, RequestOutput
 from quire.request import FinishReason
@@ -175,6 +176,9 @@ class Responder(threading.Thread):
             return [Control(parsed.cache_control, handle.request_id)]
         if parsed.form == "vllm" and self.tokenizer is not None:
             handle.decode = self.tokenizer.decode
+        of_tokens = (parsed.params.logprobs, parsed.params.prompt_logprobs)
+        if self.tokenizer is not None and of_tokens != (None, None):
+            handle.text_of = TokenDecoder.of(self.tokenizer).text_of
         messages: list[FrontendMessage] = []
         for item, prompt in enumerate([parsed, *parsed.others]):
             # The first has the id of the request, so that one prompt is as good as none beside it.
