@@ -21,6 +21,7 @@ from quire.outputs import EngineCoreOutput, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire_ensemble.chat_format import ChatFormat
 from quire_ensemble.tokenizer import Tokenizer
+from tests.fixtures.chat_templates import TEMPLATES
 from tests.fixtures.chat_transcripts import THINKING, TOOLS, TRANSCRIPTS, Transcript
 from tests.fixtures.checkpoints import write_tokenizer
 
@@ -271,6 +272,24 @@ def test_a_template_says_what_the_model_writes(template: Any, tools: str, reason
         assert ChatParsing(Template(template), name, "none").tools == name
     for name in REASONING_FORMATS:
         assert ChatParsing(Template(template), "none", name).reasoning == name
+
+
+def test_the_templates_of_the_families_are_known() -> None:
+    found = {name: ChatParsing(Template(template)) for name, template in TEMPLATES.items()}
+    assert {
+        name: (one.tools, one.reasoning) for name, one in found.items() if one.tools or one.reasoning
+    } == {
+        "chatml_tools": ("hermes", ""),
+        "qwen3": ("hermes", "think"),
+        "llama3_tools": ("llama", ""),
+        "mistral_tools": ("mistral", ""),
+        "mistral_named": ("mistral", ""),
+        "deepseek_v3": ("deepseek", ""),
+        "deepseek_v3_1": ("deepseek", "think"),
+        "glm": ("glm", "think"),
+        "harmony": ("harmony", "harmony"),
+        "reasoning": ("", "think"),
+    }
 
 
 def test_content_without_calls_is_as_it_is() -> None:

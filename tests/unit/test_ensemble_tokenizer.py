@@ -75,7 +75,7 @@ def test_messages_equal_apply_chat_template(name: str, checkpoint: Path, tmp_pat
 
 def test_there_are_ten_templates_and_some_use_tools() -> None:
     assert len(TEMPLATES) >= 10
-    assert sum(any(tools for _, tools in CONVERSATIONS[name]) for name in TEMPLATES) >= 3
+    assert sum(any(tools for _, tools in CONVERSATIONS[name]) for name in TEMPLATES) >= 10
 
 
 def test_tools_reach_the_prompt(checkpoint: Path, tmp_path: Path) -> None:

@@ -93,6 +93,19 @@ def test_reasoning_ends_with_its_budget(llm: LLM, budget: int) -> None:
     assert held.text == whole.partition("</think>")[2].lstrip()
 
 
+def test_what_a_grammar_does_not_allow_is_tried_again_for_a_while() -> None:
+    """A character of several bytes was under way: the tag is tried again, and given up after some tokens."""
+    tags = Thinking(True, (8, 9), (1, 2), (1, 2))
+    for refused in range(8):
+        budget = ThinkingBudget(tags, 1, 0)
+        tokens = [5]
+        for _ in range(refused):
+            assert budget.next(tokens) in (1, None)
+            tokens.append(5)
+        wanted = 1 if refused <= 4 else None
+        assert budget.next(tokens) == wanted == ThinkingBudget(tags, 1, 0).next(tokens)
+
+
 def test_nothing_is_forced_without_reasoning(llm: LLM) -> None:
     free = llm.chat(asked(thinks=False), max_tokens=20, ignore_eos=True)
     held = llm.chat(asked(thinks=False), max_tokens=20, ignore_eos=True, thinking_budget=0)

@@ -246,10 +246,22 @@ class ThinkingBudget:
     first tokens itself. All of it is known by the tokens alone, so a request that resumes goes on alike.
     """
 
-    __slots__ = ("_begin", "_budget", "_num_forced", "_num_prompt", "_tags", "is_over", "num_seen")
+    __slots__ = (
+        "_begin",
+        "_budget",
+        "_num_forced",
+        "_num_prompt",
+        "_num_refused",
+        "_tags",
+        "is_over",
+        "num_seen",
+    )
 
     _SLACK = 4
     """Tokens, such as line feeds, that may come before the opening tag."""
+    _PATIENCE = 4
+    """Tokens that may come in the place of the first that is forced: a grammar lets none break a character of
+    several bytes. Where more come, it has seen the end of reasoning, written unlike the tokenizer does."""
 
     def __init__(self, tags: Thinking, budget: int, num_prompt_tokens: int) -> None:
         self._tags, self._budget, self._num_prompt = tags, budget, num_prompt_tokens
@@ -258,6 +270,7 @@ class ThinkingBudget:
         """Index of the first token of reasoning; -1: it has not begun."""
         self._num_forced = 0 if tags.is_open and not budget else -1
         """How much of what is forced is there; -1: nothing is to be forced yet."""
+        self._num_refused = 0
         self.is_over = False
         """Whether nothing will be forced any more."""
 
@@ -273,12 +286,12 @@ class ThinkingBudget:
     def _see(self, token_ids: Sequence[int], end: int) -> None:
         """Takes the token before `end`."""
         tags = self._tags
-        if self._num_forced >= 0:
-            # Another one is there where a grammar did not allow what was to be forced: reasoning had ended.
-            was_forced = token_ids[end - 1] == tags.forced_ids[self._num_forced]
+        if self._num_forced >= 0 and token_ids[end - 1] == tags.forced_ids[self._num_forced]:
             self._num_forced += 1
-            self.is_over = not was_forced or self._num_forced == len(tags.forced_ids)
+            self.is_over = self._num_forced == len(tags.forced_ids)
             return
+        if self._num_forced >= 0:
+            self._num_refused += 1
         if self._begin < 0:
             size = len(tags.open_ids)
             begin = end - size
@@ -288,7 +301,9 @@ class ThinkingBudget:
                 self.is_over = begin >= self._num_prompt + self._SLACK
                 return
         size = len(tags.end_ids)
-        if end - self._begin >= size and tuple(token_ids[end - size : end]) == tags.end_ids:
+        if (
+            end - self._begin >= size and tuple(token_ids[end - size : end]) == tags.end_ids
+        ) or self._num_refused > self._PATIENCE:
             self.is_over = True
         elif end - self._begin >= self._budget:
             written = min(len(tags.forced_ids) - 1, end - self._begin)

@@ -1,0 +1,101 @@
+"""Answers to chat messages through the real server: a forced call and reasoning with a budget, streamed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire_ensemble.builder import build_repository
+from tests.e2e.conftest import OPTIONS
+from tests.e2e.test_generate import events, post
+from tests.e2e.triton_calls import stream
+from tests.fixtures.chat_transcripts import TOOLS
+from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.server import ServeRepository
+
+pytestmark = pytest.mark.server
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n<think>\n{# </think> <tool_call> #}"
+)
+BUDGET = 5
+
+
+@pytest.mark.row("A25")
+@pytest.mark.row("A26")
+def test_a_forced_call_is_streamed_behind_its_reasoning(
+    tmp_path: Path, serve_repository: ServeRepository
+) -> None:
+    checkpoint = make_checkpoint("llama", tmp_path / "llama")
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
+    repository = tmp_path / "repository"
+    build_repository(checkpoint, repository, placement="path", engine_options=OPTIONS)
+    server = serve_repository(repository)
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    conversation = {
+        "messages": [{"role": "user", "content": "Weather in Rome?"}],
+        "tools": [{**TOOLS[0], "function": {**TOOLS[0]["function"], "parameters": SCHEMA}}],
+        "tool_choice": named,
+    }
+    asked: dict[str, Any] = {
+        "messages": json.dumps(conversation),
+        "temperature": 2.0,
+        "seed": 7,
+        "max_tokens": 600,
+        "stream": True,
+    }
+    answers = []
+    for model in ("generator", "chat"):
+        inputs = {**asked, "thinking_budget": BUDGET, "return_num_reasoning_tokens": True}
+        reply = stream(server.grpc_url, model, inputs)
+        assert reply.error is None and reply.finals == 1
+        deltas, reasoning = [], ""
+        for result in reply.results:
+            calls, thought = result.as_numpy("tool_calls"), result.as_numpy("reasoning_output")
+            deltas += [] if calls is None else json.loads(calls[0])
+            reasoning += "" if thought is None else thought[0].decode()
+        assert reply.text == "" and reply.finish_reasons[-1] == "tool_calls"
+        assert len(deltas) > 1, "a name and pieces"
+        check(deltas)
+        count = int(reply.results[-1].as_numpy("num_reasoning_tokens")[0])
+        assert reasoning and count > BUDGET
+        arguments = "".join(delta["function"]["arguments"] for delta in deltas)
+        answers.append((reasoning, count, arguments, reply.token_ids))
+    assert answers[0] == answers[1], "the ensemble's answer is the generator's"
+
+    url = f"{server.http_url}/v2/models/generator/generate_stream"
+    status, body = post(url, {**asked, "sampling_parameters": json.dumps({"thinking_budget": BUDGET})})
+    parts = events(body)
+    assert status == 200
+    check([delta for part in parts if "tool_calls" in part for delta in json.loads(part["tool_calls"])])
+    assert "".join(part.get("reasoning_output", "") for part in parts) == answers[0][0]
+
+    conversation["tool_choice"] = {"type": "function", "function": {"name": "rm"}}
+    for model in ("generator", "chat"):
+        reply = stream(server.grpc_url, model, {**asked, "messages": json.dumps(conversation)})
+        assert "messages: tool_choice names 'rm', which is not among the tools" in str(reply.error)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Rome", "Köln"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+def check(deltas: list[dict[str, Any]]) -> None:
+    """They are one call of the schema, its name first."""
+    first, *rest = deltas
+    assert first["function"]["name"] == "get_weather" and first["id"].startswith("call_")
+    assert all(set(delta) == {"index", "function"} for delta in rest)
+    assert {delta["index"] for delta in deltas} == {0}
+    arguments = json.loads("".join(delta["function"]["arguments"] for delta in deltas))
+    assert arguments["city"] in ("Rome", "Köln") and arguments["days"] in range(1, 10)
