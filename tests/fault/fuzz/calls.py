@@ -139,6 +139,7 @@ VALID: dict[str, Draw] = {
     "beam_width": lambda rng: rng.randrange(1, 5),
     "length_penalty": lambda rng: rng.choice((-10.0, 0.0, 1.0, 10.0)),
     "early_stopping": _flag,
+    "logits_processors": lambda rng: rng.choice(('["a"]', '[{"name": "b", "args": {"x": 1}}]')),
     "structured_output": lambda rng: json.dumps(rng.choice(GRAMMARS)),
     "request_priority": lambda rng: rng.choice((-100, 0, 3, 100)),
     "tenant": lambda rng: rng.choice(("t", "u", "")),

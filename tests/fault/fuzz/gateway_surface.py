@@ -27,6 +27,13 @@ _OTHERS = (
 )
 
 
+def _grammar(rng: Random) -> Any:
+    """For the other names of `structured_output`."""
+    return rng.choice(
+        ({"regex": "[ab]+"}, {"json_object": True}, {"type": "json_object"}, "[ab]+", ["a", "b"])
+    )
+
+
 def make(rng: Random) -> HttpMessage:
     if rng.random() < 0.05:
         name = quote(
@@ -41,7 +48,8 @@ def make(rng: Random) -> HttpMessage:
         draws = (words, token_ids, lambda rng: [words(rng)], hostile.text, hostile.value)
         body |= {"model": "generator", "prompt": rng.choice(draws)(rng)}
     for name in rng.sample((*OPENAI_SAMPLING, *QUIRE_SAMPLING), rng.choice((0, 1, 3))):
-        body[name] = VALID["request_priority" if name == "priority" else name](rng)
+        draw = VALID.get("request_priority" if name == "priority" else name, _grammar)
+        body[name] = draw(rng)
     for _ in range(rng.choice((0, 1, 1, 2))):
         _mistreat(rng, body)
     data = hostile.to_json(body).encode("utf-8", "surrogatepass")
