@@ -345,11 +345,22 @@ class AsyncClient:
         )
         return cache_answer(result.text)
 
-    async def requests(self, *, tenant: str = "", **arguments: Any) -> dict[str, Any]:
-        """The tenant's requests that wait or run, and what each waits for. Arguments as of
-        `cache_control`."""
-        stated = {"tenant": tenant} if tenant else {}
-        return await self.cache_control({"command": "requests", **stated}, **arguments)
+    async def requests(
+        self, *, tenant: str = "", model: str = GENERATOR_MODEL, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """The tenant's requests that run or wait, and what each waits for.
+
+        Raises:
+            InvalidArgument: the model does not list them.
+        """
+        result = await self.generate(
+            model=model,
+            timeout=timeout,
+            outputs=["text_output"],
+            tenant=tenant or None,
+            cache_control={"command": "requests"},
+        )
+        return cache_answer(result.text)
 
     async def cache_reset(self, **arguments: Any) -> dict[str, Any]:
         """Empties prefix cache and tiers; running requests go on. Arguments as of `cache_control`."""

@@ -1,4 +1,4 @@
-"""`quire-client chat|generate|models|cache|openai`.
+"""`quire-client chat|generate|models|requests|cache|openai|api-key|completion`.
 
 Exit status: 0 done, 1 the request or the server failed (one line on stderr), 2 wrong usage, 130 Ctrl-C.
 """
@@ -9,18 +9,23 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import get_completion_class
 
+from quire_client._terminal import AnswerWriter, Waiting, without_controls
 from quire_client.client import Client
 from quire_client.errors import QuireClientError
-from quire_client.protocol import GENERATOR_MODEL
-from quire_client.types import Message, Result, Timing, collect
+from quire_client.protocol import GENERATOR_MODEL, conversation
+from quire_client.types import Choice, Message, Result, Timing, collect
 
 INTERRUPTED = 130
+PROGRAM = "quire-client"
+COMPLETE_VARIABLE = "_QUIRE_CLIENT_COMPLETE"
+"""Of the environment: by it the shell asks for completions."""
 _PATH = click.Path(path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -44,6 +49,7 @@ def _request_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--param", "params", multiple=True, metavar="NAME=JSON", help="Any other sampling parameter."
         ),
+        click.option("--schema", type=_FILE, help="JSON schema that the answer has to fit."),
         click.option("--timeout", type=float, help="Seconds for the whole answer."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON line at the end."),
         click.option("--stats", is_flag=True, help="Print TTFT and tokens/s on stderr."),
@@ -74,6 +80,7 @@ def cli() -> None:
 @click.option("--model", help="Default: chat, or vision_chat with images.")
 @click.option("--system", help="System message.")
 @click.option("--image", "images", multiple=True, metavar="FILE", help="An image; may be repeated.")
+@click.option("--tools", type=_FILE, help="JSON list of tools, as in OpenAI's API; calls are shown.")
 @_request_options
 def chat(
     prompt: str | None,
@@ -81,6 +88,7 @@ def chat(
     model: str | None,
     system: str | None,
     images: tuple[str, ...],
+    tools: Path | None,
     **options: Any,
 ) -> None:
     """Answers PROMPT as a chat message; `-` reads it from stdin.
@@ -88,13 +96,13 @@ def chat(
     Without PROMPT at a terminal: a conversation. Ctrl-C ends an answer, Ctrl-D the conversation.
     """
     start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-    run = _Run(url, model, options)
+    run = _Run(url, model, options, tools)
     with run.client:
         if prompt is None and sys.stdin.isatty() and not images:
             _converse(run, start)
             return
         text = _prompt_text(prompt)
-        if not run.answer(messages=[*start, {"role": "user", "content": text}], images=images):
+        if run.answer(messages=[*start, {"role": "user", "content": text}], images=images) is None:
             raise SystemExit(INTERRUPTED)
 
 
@@ -107,7 +115,7 @@ def generate(prompt: str | None, url: str, model: str, **options: Any) -> None:
     """Continues PROMPT as raw text, without a chat template; `-` reads it from stdin."""
     run = _Run(url, model, options)
     with run.client:
-        if not run.answer(_prompt_text(prompt)):
+        if run.answer(_prompt_text(prompt)) is None:
             raise SystemExit(INTERRUPTED)
 
 
@@ -128,9 +136,45 @@ def models(url: str, as_json: bool) -> None:
     for info in infos:
         kind = info.kind or "-"
         rows.append((info.name, info.version or "-", info.state, kind, streams[info.decoupled], info.reason))
+    _print_table(rows)
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        click.echo(without_controls(line))
+
+
+@cli.command()
+@_url_option
+@click.option("--model", default=GENERATOR_MODEL, show_default=True)
+@click.option("--tenant", default="", help="Whose; default: those of nobody in particular.")
+@click.option("--json", "as_json", is_flag=True, help="The server's answer, as one JSON line.")
+def requests(url: str, model: str, tenant: str, as_json: bool) -> None:
+    """Lists the requests that run or wait in a generator, and what each waits for."""
+    with Client(url) as client:
+        answer = client.requests(model=model, tenant=tenant)
+    if as_json:
+        click.echo(json.dumps(answer, ensure_ascii=False))
+        return
+    columns = ("id", "state", "waits_for", "num_prompt_tokens", "num_output_tokens", "age_ms")
+    rows: list[tuple[str, ...]] = [("ID", "STATE", "WAITS FOR", "PROMPT", "OUTPUT", "AGE MS")]
+    rows += [
+        tuple(str(entry.get(name) or "-") for name in columns)
+        for entry in answer.get("requests", ())
+        if isinstance(entry, dict)
+    ]
+    _print_table(rows)
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Prints the completion of this command for a shell; in bash: eval "$(quire-client completion bash)"."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(cli, {}, PROGRAM, COMPLETE_VARIABLE).source())
 
 
 @cli.group()
@@ -262,16 +306,20 @@ def _prompt_text(prompt: str | None) -> str:
 class _Run:
     """One invocation: the connection, the sampling parameters, and how answers are printed."""
 
-    def __init__(self, url: str, model: str | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self, url: str, model: str | None, options: dict[str, Any], tools: Path | None = None
+    ) -> None:
         self.model = model
         self.as_json: bool = options.pop("as_json")
         self.stats: bool = options.pop("stats")
         self.timeout: float | None = options.pop("timeout")
+        schema: Path | None = options.pop("schema")
+        self._schema = None if schema is None else _json_file("--schema", schema)
+        self._tools = None if tools is None else _json_file("--tools", tools)
         params = _json_params(options.pop("params"))
         options["stop"] = list(options["stop"]) or None
         self.sampling = {**params, **{k: v for k, v in options.items() if v is not None}}
         self.client = Client(url)
-        self._safe_for_terminal = sys.stdout.isatty()
 
     def answer(
         self,
@@ -279,32 +327,40 @@ class _Run:
         *,
         messages: list[Message] | None = None,
         images: tuple[str, ...] = (),
-    ) -> str | None:
-        """Streams one answer (choice 0 of several); its text, or None when Ctrl-C ended it.
+    ) -> Result | None:
+        """Streams one answer (choice 0 of several); None when Ctrl-C ended it.
 
         Ranked choices are known only at the end; they are not streamed.
         """
         arguments = {
-            "messages": messages,
+            "messages": messages and self._conversation(messages),
             "images": images,
             "model": self.model,
             "timeout": self.timeout,
             **self.sampling,
         }
+        if self._schema is not None and messages is None:
+            arguments["structured_output"] = {"json": self._schema}
+        writer = AnswerWriter()
         try:
-            if self.sampling.get("best_of") or self.sampling.get("beam_width"):
-                result = self.client.generate(prompt, **arguments)
-                if not self.as_json:
-                    self._write(result.text)
-            else:
-                stream = self.client.stream(prompt, **arguments)
-                chunks = []
-                with stream:
-                    for chunk in stream:
-                        chunks.append(chunk)
-                        if chunk.text and not self.as_json and not chunk.index:
-                            self._write(chunk.text)
-                result = collect(stream.request_id, stream.model, stream.started_at, chunks)
+            with Waiting("waiting for the answer") as waiting:
+                if self.sampling.get("best_of") or self.sampling.get("beam_width"):
+                    result = self.client.generate(prompt, **arguments)
+                    waiting.over()
+                    if not self.as_json:
+                        writer.reasoning(result.reasoning)
+                        writer.text(result.text)
+                else:
+                    stream = self.client.stream(prompt, **arguments)
+                    chunks = []
+                    with stream:
+                        for chunk in stream:
+                            waiting.over()
+                            chunks.append(chunk)
+                            if not self.as_json and not chunk.index:
+                                writer.reasoning(chunk.reasoning)
+                                writer.text(chunk.text)
+                    result = collect(stream.request_id, stream.model, stream.started_at, chunks)
         except KeyboardInterrupt:
             if not self.as_json:
                 click.echo()
@@ -314,16 +370,25 @@ class _Run:
             click.echo(json.dumps(_result_fields(result), ensure_ascii=False))
         else:
             click.echo()
+            self._write_calls(writer, result.choices[0])
             for choice in result.choices[1:]:
                 click.echo(f"--- choice {choice.index}")
-                self._write(f"{choice.text}\n")
+                writer.text(f"{choice.text}\n")
+                self._write_calls(writer, choice)
         if self.stats:
             click.echo(_stats_line(result.timing, result.finish_reason), err=True)
-        return result.text
+        return result
 
-    def _write(self, text: str) -> None:
-        sys.stdout.write(_without_controls(text) if self._safe_for_terminal else text)
-        sys.stdout.flush()
+    def _conversation(self, messages: list[Message]) -> list[Message] | dict[str, Any]:
+        schema = self._schema
+        wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        return conversation(messages, tools=self._tools, response_format=None if schema is None else wanted)
+
+    @staticmethod
+    def _write_calls(writer: AnswerWriter, choice: Choice) -> None:
+        for call in choice.tool_calls:
+            function = call["function"]
+            writer.text(f"-> {function['name']}({function['arguments']})\n")
 
 
 def _converse(run: _Run, messages: list[Message]) -> None:
@@ -347,7 +412,10 @@ def _converse(run: _Run, messages: list[Message]) -> None:
             click.echo(f"error: {_one_line(error)}", err=True)
             continue
         if answer is not None:
-            messages += [question, {"role": "assistant", "content": answer}]
+            said: Message = {"role": "assistant", "content": answer.text}
+            if answer.tool_calls:
+                said["tool_calls"] = list(answer.tool_calls)
+            messages += [question, said]
 
 
 def _json_params(params: tuple[str, ...]) -> dict[str, Any]:
@@ -363,21 +431,33 @@ def _json_params(params: tuple[str, ...]) -> dict[str, Any]:
     return values
 
 
-def _without_controls(text: str) -> str:
-    """A model must not move the cursor or retitle the window of the terminal it is read in."""
-    return "".join(c for c in text if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f"))
+def _json_file(option: str, path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise click.UsageError(f"{option}: {path}: {error}") from None
+
+
+def _choice_fields(choice: Choice) -> dict[str, Any]:
+    """Those that there always are, and those of the rest that it has."""
+    rest = {
+        "reasoning": choice.reasoning,
+        "tool_calls": list(choice.tool_calls),
+        "stop_reason": choice.stop_reason,
+        "logprobs": [entry for part in choice.logprobs for entry in part or ()],
+        "server_timing": choice.server_timing,
+    }
+    told = {name: value for name, value in rest.items() if value}
+    return {"text": choice.text, "finish_reason": choice.finish_reason, **told}
 
 
 def _result_fields(result: Result) -> dict[str, Any]:
     timing: Timing = result.timing
     rate = timing.tokens_per_second
-    others = [
-        {"index": c.index, "text": c.text, "finish_reason": c.finish_reason} for c in result.choices[1:]
-    ]
+    others = [{"index": c.index, **_choice_fields(c)} for c in result.choices[1:]]
     return {
-        "text": result.text,
+        **_choice_fields(result.choices[0]),
         "token_ids": list(result.token_ids),
-        "finish_reason": result.finish_reason,
         "model": result.model,
         "request_id": result.request_id,
         "num_output_tokens": result.num_output_tokens,
@@ -410,7 +490,7 @@ def main(args: list[str] | None = None) -> None:
     """Entry point of `quire-client`."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        status = cli.main(args, prog_name="quire-client", standalone_mode=False)
+        status = cli.main(args, prog_name=PROGRAM, complete_var=COMPLETE_VARIABLE, standalone_mode=False)
     except QuireClientError as error:
         click.echo(f"quire-client: {_one_line(error)}", err=True)
         status = 1

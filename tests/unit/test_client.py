@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import inspect
+import io
 import json
 import os
 import signal
@@ -42,6 +43,7 @@ from quire_client import (
 from quire_client import _connection as conn
 from quire_client import cli as cli_module
 from quire_client._io import BlockingIO, run_blocking
+from quire_client._terminal import Waiting, without_controls
 from quire_client.errors import error_from_text
 from quire_client.protocol import KNOWN_INPUTS, ModelSchema, Prompt, assumed_schema, build_request
 from tests.unit.fake_kserve import FakeKServe, read_inputs
@@ -219,9 +221,11 @@ def test_outputs_of_another_form_are_errors(client: Client, raw: str) -> None:
         client.generate(f"raw {raw}", outputs=outputs)
 
 
-def test_the_requests_of_a_generator(client: Client) -> None:
-    assert client.requests() == {"did": {"command": "requests"}}
-    assert client.requests(tenant="a") == {"did": {"command": "requests", "tenant": "a"}}
+def test_the_requests_of_a_generator(server: FakeKServe, client: Client) -> None:
+    assert client.requests()["did"] == {"command": "requests"}
+    assert "tenant" not in sent_by(server)
+    client.requests(tenant="a")
+    assert sent_by(server)["tenant"] == [b"a"], "whose command it is"
 
 
 @pytest.mark.row("A16")
@@ -936,8 +940,92 @@ def test_cli_conversation(server: FakeKServe, monkeypatch: pytest.MonkeyPatch, c
     assert [m["role"] for m in last] == ["user", "assistant", "user"]
 
 
+def test_cli_with_tools_and_a_schema(server: FakeKServe, tmp_path: Path, capsys: Any) -> None:
+    tools, schema = tmp_path / "tools.json", tmp_path / "schema.json"
+    tools.write_text('[{"type": "function", "function": {"name": "f0"}}]', "utf-8")
+    schema.write_text('{"type": "object"}', "utf-8")
+    files = ("--url", server.url, f"--tools={tools}", f"--schema={schema}")
+    assert run_cli(capsys, "chat", "call", *files) == (0, 'hm \n-> f0({"x": 0})\n-> f1({"x": 1})\n', "")
+    told = json.loads(sent_by(server)["messages"][0])
+    assert told["tools"][0]["function"]["name"] == "f0"
+    assert told["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    status, out, _ = run_cli(capsys, "chat", "call", *files, "--json")
+    assert status == 0 and [c["function"]["name"] for c in json.loads(out)["tool_calls"]] == ["f0", "f1"]
+    run_cli(capsys, "generate", "echo", "--url", server.url, f"--schema={schema}")
+    assert json.loads(sent_by(server)["structured_output"][0]) == {"json": {"type": "object"}}
+    schema.write_text("{", "utf-8")
+    status, _, err = run_cli(capsys, "chat", "call", *files)
+    assert status == 2 and "--schema" in err
+
+
+def test_cli_shows_reasoning_at_a_terminal_only(
+    server: FakeKServe, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert run_cli(capsys, "chat", "think", "--url", server.url) == (0, "19\n", "")
+    out = run_cli(capsys, "chat", "think", "--url", server.url, "--json")[1]
+    fields = json.loads(out)
+    assert (fields["reasoning"], fields["text"]) == ("so what", "19")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    shown = run_cli(capsys, "chat", "think", "--url", server.url)[1]
+    assert shown == "\x1b[2mso \x1b[0m\x1b[2mwhat\x1b[0m\n\n19\n"
+
+
+def test_cli_shows_that_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On stderr, at a terminal, and takes it away."""
+    shown, written = threading.Event(), []
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            written.append(text)
+            shown.set()
+            return len(text)
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(Waiting, "AFTER", 0.01)
+    with Waiting("waiting") as waiting:
+        assert shown.wait(WAIT)
+        waiting.over()
+        assert written[0].startswith("\rwaiting, ") and written[-1] == "\r\x1b[K"
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with Waiting("waiting") as waiting:
+        assert waiting._thread is None, "no terminal"
+
+
+def test_cli_lists_requests(server: FakeKServe, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    status, out, _ = run_cli(capsys, "requests", "--url", server.url, "--json", "--tenant=a")
+    assert status == 0 and json.loads(out) == {"did": {"command": "requests"}}
+    assert sent_by(server)["tenant"] == [b"a"]
+    entry = {"id": "a\x1b[2J", "state": "waiting", "waits_for": "queue", "num_prompt_tokens": 7, "age_ms": 9}
+    monkeypatch.setattr(Client, "requests", lambda *_, **__: {"requests": [entry]})
+    _, out, _ = run_cli(capsys, "requests", "--url", server.url)
+    assert [line.split() for line in out.splitlines()] == [
+        ["ID", "STATE", "WAITS", "FOR", "PROMPT", "OUTPUT", "AGE", "MS"],
+        ["a[2J", "waiting", "queue", "7", "-", "9"],
+    ]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_cli_completes_in_shells(capsys: Any, shell: str) -> None:
+    status, out, _ = run_cli(capsys, "completion", shell)
+    assert status == 0 and "_QUIRE_CLIENT_COMPLETE" in out
+    words = {"COMP_WORDS": "quire-client chat --sche", "COMP_CWORD": "2"}
+    asked = {"_QUIRE_CLIENT_COMPLETE": f"{shell}_complete", **words}
+    if shell == "fish":
+        asked |= {"COMP_CWORD": "--sche"}
+    done = subprocess.run(
+        [sys.executable, "-m", "quire_client.cli"],
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+    )
+    assert "--schema" in done.stdout, done.stderr
+
+
 def test_terminal_gets_no_control_characters() -> None:
-    assert cli_module._without_controls("a\x1b[2Jb\x07\tc\nü\x9b1m") == "a[2Jb\tc\nü1m"
+    assert without_controls("a\x1b[2Jb\x07\tc\nü\x9b1m") == "a[2Jb\tc\nü1m"
 
 
 # --- packaging ---

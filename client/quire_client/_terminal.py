@@ -1,0 +1,80 @@
+"""What the command line does at a terminal: dims reasoning, shows that it waits, drops control characters."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import TracebackType
+
+
+def without_controls(text: str) -> str:
+    """A model must not move the cursor or retitle the window of the terminal it is read in."""
+    return "".join(c for c in text if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f"))
+
+
+class AnswerWriter:
+    """Writes an answer to stdout as it comes. Reasoning is shown at a terminal only, dimmed."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._is_thinking = False
+
+    def reasoning(self, text: str) -> None:
+        if self._is_terminal and text:
+            self._is_thinking = True
+            self._write(f"\x1b[2m{without_controls(text)}\x1b[0m")
+
+    def text(self, text: str) -> None:
+        if not text:
+            return
+        if self._is_thinking:
+            self._is_thinking = False
+            self._write("\n\n")
+        self._write(without_controls(text) if self._is_terminal else text)
+
+    @staticmethod
+    def _write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+class Waiting:
+    """Context that shows on stderr, where that is a terminal, how long nothing has come; `over` ends it."""
+
+    AFTER = 1.0
+    """Seconds before which nothing is shown."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Waiting:
+        if sys.stderr.isatty():
+            self._thread = threading.Thread(target=self._show, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.over()
+
+    def over(self) -> None:
+        """Takes the line away; returns when it is gone."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _show(self) -> None:
+        began = time.monotonic()
+        shown = False
+        while not self._over.wait(self.AFTER):
+            shown = True
+            sys.stderr.write(f"\r{self._what}, {time.monotonic() - began:.0f} s\x1b[K")
+            sys.stderr.flush()
+        if shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
