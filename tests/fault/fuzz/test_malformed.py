@@ -66,14 +66,15 @@ class Malformed:
     parameters: dict[str, Any]
 
 
-def malformed(rng: Random) -> Malformed:
-    """A request that is right but for one field."""
-    model = rng.choice((*UNBATCHED, "tensorrt_llm", "tensorrt_llm"))
+def malformed(rng: Random, number: int) -> Malformed:
+    """A request that is right but for one field, of which each model has its turn."""
+    models = (*UNBATCHED, "tensorrt_llm")
+    turn, model = number // len(models), models[number % len(models)]
     batched = model in BATCHED
     specs = [spec for spec in INPUTS if not (batched and spec.name == "stop")]
     specs += TENSORRT_LLM_INPUTS if batched else ()
-    spec = rng.choice(specs)
-    form = rng.choice(FORMS)
+    spec = specs[turn % len(specs)]
+    form = rng.choice(FORMS if turn >= len(specs) else ("value", "type", "shape"))
     if form == "value" and (spec.datatype == "TYPE_BOOL" or spec.name in NO_BAD_VALUE):
         form = "type"
     if form in ("json", "parameter") and (spec.name == "pad_id" or spec.name in NOT_A_SCALAR):
@@ -262,7 +263,7 @@ def test_three_hundred_malformed_requests(served: Served) -> None:
 
 def bombard(served: Served, count: int) -> None:
     rng = Random(18)
-    requests = [malformed(rng) for _ in range(count)]
+    requests = [malformed(rng, number) for number in range(count)]
     good = good_requests(served.url)
     expected = [ask() for ask in good]
     pids = {process.pid for process in served.server.descendants()}
@@ -306,7 +307,7 @@ def bombard(served: Served, count: int) -> None:
 
 def test_every_field_type_form_and_protocol_is_among_them() -> None:
     rng = Random(18)
-    made = [malformed(rng) for _ in range(COUNT)]
+    made = [malformed(rng, number) for number in range(COUNT)]
     fields = {request.field for request in made}
     assert {spec.name for spec in (*INPUTS, *TENSORRT_LLM_INPUTS)} <= fields
     assert {request.model for request in made} == {*UNBATCHED, *BATCHED}
