@@ -898,6 +898,58 @@ _SIMULATOR = (
     ),
 )
 
+_CHAT = (
+    Mutant(
+        "half a marker is sent as content",
+        "backend/quire/frontend/chat/machine.py",
+        "held = 0 if self._is_last else self._markers.held(self._text, self._at)",
+        "held = 0",
+        ("tests/unit/test_chat_parsers.py::test_golden_transcripts_whole_and_cut_anywhere",),
+    ),
+    Mutant(
+        "a call that was broken off counts as complete",
+        "backend/quire/frontend/chat/sink.py",
+        "return 0 < self._num_begun == self._num_ended",
+        "return 0 < self._num_begun",
+        ("tests/unit/test_chat_parsers.py::test_golden_transcripts_as_tokens",),
+    ),
+    Mutant(
+        "a call cut short ends with tool_calls",
+        "backend/quire/frontend/output_processor.py",
+        "if self.finish_reason == FinishReason.STOP.value and self._answer.has_all_calls:",
+        "if self._answer.has_all_calls:",
+        ("tests/unit/test_chat_parsers.py::test_a_call_cut_short_reports_length",),
+    ),
+    Mutant(
+        "reasoning is counted by texts, not by tokens",
+        "backend/quire/frontend/output_processor.py",
+        "size = 1 if answer.counts_tokens else len(token_ids) - position",
+        "size = len(token_ids) - position",
+        ("tests/unit/test_chat_parsers.py::test_reasoning_is_counted_token_by_token",),
+    ),
+    Mutant(
+        "a closing tag that has begun is forced anew",
+        "backend/quire/worker/token_history.py",
+        "self._num_forced = written",
+        "self._num_forced = 0",
+        ("tests/unit/test_thinking_budget.py::test_the_closing_tag_follows_the_budget",),
+    ),
+    Mutant(
+        "a step ahead does not wait for what may be forced",
+        "backend/quire/worker/sampling_batch.py",
+        "if params.thinking is not None and not (self._thinking is not None and self._thinking.is_over):",
+        "if False:",
+        ("tests/unit/test_thinking_budget.py::test_a_budget_holds_whatever_happens_to_the_request",),
+    ),
+    Mutant(
+        "tool_choice may name any tool",
+        "ensemble/quire_ensemble/messages.py",
+        'if all(tool["function"]["name"] != name for tool in tools):',
+        "if False:",
+        ("tests/triton/test_chat.py::test_tools_are_checked_wherever_they_come_in",),
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *_SURVIVORS,
     *_POOL,
@@ -907,6 +959,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *_MODELS,
     *_KERNELS,
     *_FRONTEND,
+    *_CHAT,
     *_ENSEMBLE,
     *_CLIENT,
     *_SIMULATOR,
