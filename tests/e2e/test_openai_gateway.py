@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ import pytest
 from demo.pictures import Question, held_out
 from quire_client import AsyncClient
 from tests.e2e.conftest import ENDLESS, TinyServer
-from tests.fixtures.server import ServerProcess
+from tests.fixtures.server import MODEL_REPOSITORY, ServeRepository, ServerProcess
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
@@ -230,6 +231,38 @@ def test_response_format(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError):
         bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
         client.chat.completions.create(model="chat", messages=QUESTION, response_format=bad)
+
+
+def test_tools(serve_repository: ServeRepository, tmp_path: Path) -> None:
+    """The demo model knows no tools, but a required call is by the grammar."""
+    repository = tmp_path / "models"
+    for name in ("generator", "tokenizer", "chat"):
+        shutil.copytree(MODEL_REPOSITORY / name, repository / name)
+    config = repository / "generator" / "1" / "quire.json"
+    config.write_text(json.dumps({**json.loads(config.read_text("utf-8")), "tool_parser": "hermes"}), "utf-8")
+    colours = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+    tools: Any = [
+        {
+            "type": "function",
+            "function": {"name": name, "parameters": {**colours, "additionalProperties": False}},
+        }
+        for name in ("paint", "mix")
+    ]
+    asked: Any = {"model": "chat", "messages": QUESTION, "tools": tools, "max_tokens": 100, "seed": 4}
+    with gateway(serve_repository(repository).grpc_url) as client:
+        named: Any = {"type": "function", "function": {"name": "mix"}}
+        for choice, names in (("required", {"paint", "mix"}), (named, {"mix"})):
+            answer = client.chat.completions.create(tool_choice=choice, **asked).choices[0]
+            calls: Any = answer.message.tool_calls
+            assert calls and answer.finish_reason == "tool_calls"
+            for call in calls:
+                assert call.function.name in names and call.id
+                assert json.loads(call.function.arguments)["colour"] in ("red", "blue")
+            with client.chat.completions.stream(tool_choice=choice, **asked) as stream:
+                streamed: Any = stream.get_final_completion().choices[0].message.tool_calls
+            assert [c.function.arguments for c in streamed] == [c.function.arguments for c in calls]
+        plain = client.chat.completions.create(tool_choice="none", **asked).choices[0]
+        assert (plain.message.content, plain.message.tool_calls) == (ANSWER, None)
 
 
 def test_the_server_s_refusals_are_openai_s_errors(client: openai.OpenAI) -> None:
