@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,23 @@ def test_what_cannot_be_forced_is_refused(signs: str, more: dict[str, Any], reas
         ask(llm, 1, more)
     with pytest.raises(InvalidArgumentError, match="response_format must not be given beside a grammar"):
         ask(llm, 1, {"response_format": {"type": "json_object"}}, structured_output={"regex": "a"})
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": [1], "required": 5},
+        {"properties": {"a": 3, "b": {"type": "string", "enum": 7}, "\ud800<|x|>": {}}, "required": "a"},
+        {"properties": {"a": {"type": "string", "enum": [1, None]}}, "required": [["a"]]},
+        {"type": "object", "$ref": "#/nowhere"},
+    ],
+)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_schema_that_is_none_is_told_as_an_argument(
+    name: str, parameters: dict[str, Any], choice: str, llm: LLM
+) -> None:
+    use(llm, TEMPLATES[name])
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with contextlib.suppress(InvalidArgumentError):
+        ask(llm, 1, {"tools": tools, "tool_choice": choice}, max_tokens=2)

@@ -7,7 +7,7 @@ tools' schemas. Reasoning comes before them, where the model's answers begin wit
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,19 +104,23 @@ def structural_tag(form: Format, after: str = "") -> StructuredOutput:
 
 def glm_arguments(schema: Mapping[str, Any]) -> Format:
     """Arguments of GLM's calls: the required ones and any of the others, in their order."""
-    properties = schema.get("properties") or {}
-    required: Sequence[str] = schema.get("required") or ()
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping):
+        return text("")
     parts = []
     for key, kind in properties.items():
         argument = sequence(text(f"<arg_key>{key}</arg_key>\n"), _glm_value(kind), text("\n"))
-        parts.append(argument if key in required else either(text(""), argument))
+        parts.append(
+            argument if isinstance(required, list) and key in required else either(text(""), argument)
+        )
     return sequence(*parts) if parts else text("")
 
 
 def _glm_value(kind: Any) -> Format:
     begin, end = "<arg_value>", "</arg_value>"
     if isinstance(kind, Mapping) and kind.get("type") == "string":
-        strings = [value for value in kind.get("enum") or () if isinstance(value, str)]
+        values = kind.get("enum")
+        strings = [one for one in values if isinstance(one, str)] if isinstance(values, list) else []
         if strings:
             return sequence(text(begin), either(*map(text, strings)), text(end))
         return {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
