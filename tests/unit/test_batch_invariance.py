@@ -1,0 +1,126 @@
+"""Logits of a row on the CPU do not depend, in any bit, on what is computed beside it.
+
+They do depend on how its prompt was cut: attention of few tokens and of many adds in another order. So a
+chunked prompt and a cached prefix are not bit-equal (docs/lab-notes.md), and nothing here says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import SamplingParams
+from quire.models.decoder import DecoderModel
+from quire.worker import model_runner
+from quire.worker.sampler import draw
+from quire_kernels import registry
+from quire_kernels.cpu.compiler import supported_isas
+from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.runner_of import runner_of
+from tests.unit.test_engine import random_prompts
+from tests.unit.test_oracle_matrix import engine
+
+BEGINNING = random_prompts(1, longest=1, seed=5)[0] * 24
+PROMPTS = [(BEGINNING if i % 2 else []) + prompt for i, prompt in enumerate(random_prompts(16, seed=11))]
+NUM_TOKENS = 6
+PLAIN = {
+    "fp32": {"dtype": "float32"},
+    "bf16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "w8a8": {"dtype": "bfloat16", "quantization": "w8a8"},
+    "int4": {"dtype": "float32", "quantization": "int4"},
+    "int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+}
+ISAS = supported_isas()
+PATHS = [(name, isa, "one call") for name in PLAIN for isa in ISAS]
+PATHS += [(name, isa, "operators") for name in PLAIN for isa in ISAS[:1]]
+
+Logits = dict[tuple[int, ...], torch.Tensor]
+"""Of the token behind each sequence that one was drawn for."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {family: make_checkpoint(family, root / family) for family in ("qwen3", "gemma3")}
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Logits]:
+    """Generates greedily; returns all logits that tokens were drawn from."""
+
+    def run(path: Path, batches: list[list[list[int]]], **options: Any) -> Logits:
+        found: Logits = {}
+
+        def recorded(logits: torch.Tensor, rows: Any, newest: Any = None) -> Any:
+            for row, values in zip(rows, logits, strict=True):
+                values, key = values.clone(), tuple(row.token_ids)
+                assert torch.equal(found.setdefault(key, values), values), "computed twice, differently"
+            return draw(logits, rows, newest)
+
+        monkeypatch.setattr(model_runner, "draw", recorded)
+        llm = engine(path, num_threads=2, **options)
+        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)  # whole logits
+        for batch in batches:
+            llm.generate(batch, params)
+        found_is_fused = runner_of(llm.core).model.is_fused
+        assert found_is_fused == (DecoderModel._fuse is not _unfused and path.name != "gemma3")
+        llm.core.close()
+        return found
+
+    return run
+
+
+def _unfused(model: DecoderModel) -> None:
+    """Has the model compute its layers operator by operator."""
+
+
+def check_equal(found: Logits, expected: Logits) -> None:
+    assert found.keys() == expected.keys(), "other tokens"
+    for key, values in found.items():
+        assert torch.equal(values, expected[key]), f"behind {len(key)} tokens"
+
+
+def check_batches(path: Path, record: Callable[..., Logits], **options: Any) -> None:
+    """Prompts whole in one step, and none of them cached."""
+    options |= {"max_num_batched_tokens": 4096, "enable_prefix_caching": False}
+    alone = record(path, [[prompt] for prompt in PROMPTS], **options)
+    assert len(alone) == len(PROMPTS) * NUM_TOKENS
+    for size in (7, 16):
+        batches = [PROMPTS[start : start + size] for start in range(0, 16, size)]
+        check_equal(record(path, batches, **options), alone)
+
+
+@pytest.mark.row("A12", clauses=("batch",))
+@pytest.mark.parametrize(("name", "isa", "how"), PATHS)
+def test_logits_are_equal_bit_for_bit(
+    checkpoints: dict[str, Path],
+    record: Callable[..., Logits],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    isa: str,
+    how: str,
+) -> None:
+    """On each instruction set here; there is no mode to ask for."""
+    if how == "operators":
+        monkeypatch.setattr(DecoderModel, "_fuse", _unfused)
+    named = [
+        operator
+        for operator in registry.operators()
+        if any(one.name == isa for one in registry.implementations(operator))
+    ]
+    with registry.forced(dict.fromkeys(named, isa)) if isa != ISAS[0] else nullcontext():
+        check_batches(checkpoints["qwen3"], record, **PLAIN[name])
+
+
+@pytest.mark.row("A12")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_of_a_model_with_windows_are_equal_bit_for_bit(
+    checkpoints: dict[str, Path], record: Callable[..., Logits], dtype: str
+) -> None:
+    check_batches(checkpoints["gemma3"], record, dtype=dtype)
