@@ -73,7 +73,11 @@ def test_the_sample_client_of_vllm_backend(served: Served, streams: bool, as_ten
 
 @pytest.mark.row("A5")
 def test_the_prompt_is_part_of_a_whole_answer_unless_excluded(served: Served) -> None:
-    asked = {"text_input": [PROMPT], "stream": [False], "sampling_parameters": ['{"max_tokens": "9"}']}
+    asked = {
+        "text_input": [PROMPT],
+        "stream": [False],
+        "sampling_parameters": ['{"max_tokens": "9", "temperature": "0"}'],
+    }
     answer = served.text(PROMPT, max_tokens=9)
     for exclude, expected in ((None, PROMPT + answer), ([False], PROMPT + answer), ([True], answer)):
         inputs = asked if exclude is None else {**asked, "exclude_input_in_output": exclude}

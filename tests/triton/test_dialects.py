@@ -268,6 +268,7 @@ def test_in_vllms_dialect_the_prompt_precedes_a_whole_answer(tokenizer: Tokenize
     assert parse(tokenizer, prompt, {"exclude_input_in_output": True}, limits=limits).echo == ""
     assert parse(tokenizer, prompt).echo == ""
     lean = parse(tokenizer, prompt, limits=limits)
+    assert (lean.params.max_tokens, lean.params.temperature) == (16, 1.0)
     assert lean.outputs == lean.final_outputs == {"text_output"}
     asked = parse(tokenizer, prompt, {"return_finish_reason": True}, limits=limits)
     assert asked.outputs == {"text_output", "finish_reason"}

@@ -82,6 +82,8 @@ _PROMPT_NAMES = tuple(spec.name for spec in PROMPT_INPUTS)
 
 _SEQUENCE_END = 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
 
+VLLM_DEFAULTS = SamplingParams(temperature=1.0, max_tokens=16)
+"""Those of vllm_backend, which does not ask the checkpoint."""
 MAX_SEQUENCES = 1024
 """Choices of all of a request's prompts together."""
 
@@ -222,7 +224,7 @@ class RequestParser:
         self.batched = batched
         self._form = "batched" if batched else config.dialect
         self._all_outputs = frozenset(spec.name for spec in outputs_of(batched=batched))
-        self.defaults = defaults
+        self.defaults = VLLM_DEFAULTS if config.dialect == "vllm" else defaults
         self.info = info
         self.config = config
         self.decoupled = decoupled

@@ -229,7 +229,7 @@ def good_requests(url: str) -> list[Callable[[], Any]]:
         *(lambda i=i: tokens("generator", text_input=f"good {i}") for i in range(3)),
         lambda: tokens("generator", input_ids=[5, 6, 7]),
         lambda: tokens("generator", text_input="seeded", temperature=1.0, seed=7),
-        *(lambda i=i: tokens("vllm_model", text_input=f"vllm {i}") for i in range(2)),
+        *(lambda i=i: tokens("vllm_model", text_input=f"vllm {i}", temperature=0.0) for i in range(2)),
         *(lambda i=i: row(f"row {i}") for i in range(2)),
         unary,
     ]
