@@ -46,16 +46,16 @@ class Bench:
         self.intake = Intake(parser, responder, max_requests=max_requests, max_bytes=MAX_BYTES)
         self.intake.start()
 
-    def parse(self, raw: RawRequest) -> RawRequest:
+    def parse(self, raw: RawRequest) -> Any:
         self.begun.put(raw.external_id)
-        if raw.external_id == "bad":
-            raise ZeroDivisionError("a bug")
         if raw.num_bytes > LONG_BYTES or raw.external_id == "slow":
             assert self.gate.wait(WAIT_S)
-        return raw
+        if "bad" in (raw.external_id, *raw.tensors):
+            raise ZeroDivisionError("a bug")
+        return SimpleNamespace(cancel="cancel" in raw.tensors, external_id=raw.external_id)
 
-    def put(self, name: str, num_bytes: int, **tensors: list[Any]) -> None:
-        raw = RawRequest(tensors, {}, "{}", name, frozenset(), num_bytes=num_bytes)
+    def put(self, name: str, num_bytes: int, external_id: str = "", **tensors: list[Any]) -> None:
+        raw = RawRequest(tensors, {}, "{}", external_id or name, frozenset(), num_bytes=num_bytes)
         self.intake.put(RequestHandle(fake_pb_utils.ResponseSender(), name, name), raw)
 
 
@@ -86,6 +86,34 @@ def test_long_texts_do_not_hold_up_short_ones(bench: Bench) -> None:
     bench.gate.set()
     found = [bench.submitted.get(timeout=WAIT_S) for _ in range(SHORT_THREADS + 2)]
     assert found == [f"long-{i}" for i in range(SHORT_THREADS + 2)], "one at a time"
+
+
+def test_a_cancellation_waits_for_requests_of_its_id_that_are_still_being_parsed(bench: Bench) -> None:
+    """It overtook them: NOT_FOUND, and then the request ran to its end."""
+    bench.put("request", LONG_BYTES + 1, "chat-1")
+    assert bench.begun.get(timeout=WAIT_S) == "chat-1"
+    bench.put("first cancel", 1, "chat-1", cancel=[True])
+    bench.put("second cancel", 1, "chat-1", cancel=[True])
+    bench.put("of another", 1, "chat-2", cancel=[True])
+    assert bench.submitted.get(timeout=WAIT_S) == "of another"
+    bench.put("a later request of the id", 1, "chat-1")
+    assert bench.submitted.get(timeout=WAIT_S) == "a later request of the id"
+    assert bench.submitted.empty()
+    bench.gate.set()
+    assert bench.submitted.get(timeout=WAIT_S) == "request"
+    cancels = {bench.submitted.get(timeout=WAIT_S) for _ in range(2)}
+    assert cancels == {"first cancel", "second cancel"}
+    assert not bench.intake._cancels and not bench.intake._unparsed
+
+
+def test_a_cancellation_that_waited_for_a_request_that_is_refused_goes_on(bench: Bench) -> None:
+    bench.put("request", LONG_BYTES + 1, "chat-1", bad=[True])
+    bench.put("cancel", 1, "chat-1", cancel=[True])
+    assert {bench.begun.get(timeout=WAIT_S) for _ in range(2)} == {"chat-1"}
+    bench.gate.set()
+    assert bench.submitted.get(timeout=WAIT_S) == "cancel"
+    assert bench.refused.get(timeout=WAIT_S)[0] == "request"
+    assert not bench.intake._cancels and not bench.intake._unparsed
 
 
 def test_waiting_texts_are_bounded_by_their_bytes(bench: Bench) -> None:

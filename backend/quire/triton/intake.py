@@ -11,7 +11,7 @@ from quire.errors import QuireError, UnavailableError
 
 if TYPE_CHECKING:
     from quire.triton.request_handle import RequestHandle
-    from quire.triton.request_parser import RawRequest, RequestParser
+    from quire.triton.request_parser import ParsedRequest, RawRequest, RequestParser
     from quire.triton.responder import Responder
 
 logger = logging.getLogger("quire")
@@ -29,6 +29,9 @@ _GRAMMAR_INPUTS = ("sampling_parameters", "messages", "chat_format")
 class Intake:
     """Threads that check and tokenize, beside Triton's, which only copies. Tokenizers release the GIL.
 
+    A cancellation waits for the requests of its id that came before it and are still here, so that the engine
+    hears of them first; of those that came through another instance of the model it knows nothing.
+
     Args:
         parser: of the model.
         responder: gets each request, parsed or refused.
@@ -43,6 +46,10 @@ class Intake:
         self._max_requests, self._max_bytes = max_requests, max_bytes
         self._lock = threading.Lock()
         self._num_bytes = 0
+        self._unparsed: dict[str, set[int]] = {}
+        """Requests that are here, by the id that their clients gave; of each the `id` of its RawRequest."""
+        self._cancels: dict[str, list[tuple[set[int], RequestHandle, ParsedRequest]]] = {}
+        """Cancellations by the id they name, each with those that it waits for."""
         self._short: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._long: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -62,7 +69,8 @@ class Intake:
 
     def check_room(self) -> None:
         """Raises UnavailableError where too many requests wait for one more to be copied."""
-        if sum(lane.qsize() for lane in {*self._lanes}) >= self._max_requests:
+        num_waiting = sum(lane.qsize() for lane in {*self._lanes})
+        if num_waiting + sum(map(len, self._cancels.copy().values())) >= self._max_requests:
             raise UnavailableError(f"the queue is full: {self._max_requests} requests wait to be parsed")
 
     def put(self, handle: RequestHandle, raw: RawRequest) -> None:
@@ -74,6 +82,8 @@ class Intake:
                     f"{raw.num_bytes} more exceed the limit of {self._max_bytes}"
                 )
             self._num_bytes += raw.num_bytes
+            if raw.external_id:
+                self._unparsed.setdefault(raw.external_id, set()).add(id(raw))
         self._lane(raw).put((handle, raw))
 
     def _lane(self, raw: RawRequest) -> queue.SimpleQueue[Any]:
@@ -94,16 +104,45 @@ class Intake:
         while (item := lane.get()) is not None:
             handle, raw = item
             try:
-                self._responder.submit(handle, self._parser.parse(raw))
+                parsed = self._parser.parse(raw)
+                if parsed.cancel:
+                    self._hold(handle, parsed)
+                else:
+                    self._responder.submit(handle, parsed)
+                del parsed
             except QuireError as error:
                 self._responder.refuse(handle, error)
             except Exception as error:
                 logger.exception("frontend: parsing failed")
                 self._responder.refuse(handle, QuireError(f"the request cannot be parsed: {error}"))
             finally:
-                with self._lock:
-                    self._num_bytes -= raw.num_bytes
+                for cancel in self._parsed(raw):
+                    self._responder.submit(*cancel)
                 del item, handle, raw
+
+    def _hold(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
+        """Keeps a cancellation for those that are here, itself among them."""
+        with self._lock:
+            others = set(self._unparsed[parsed.external_id])
+            self._cancels.setdefault(parsed.external_id, []).append((others, handle, parsed))
+
+    def _parsed(self, raw: RawRequest) -> list[tuple[RequestHandle, ParsedRequest]]:
+        """A request has left; returns the cancellations that have waited for it alone."""
+        with self._lock:
+            self._num_bytes -= raw.num_bytes
+            if not raw.external_id:
+                return []
+            same = self._unparsed[raw.external_id]
+            same.discard(id(raw))
+            if not same:
+                del self._unparsed[raw.external_id]
+            held = self._cancels.pop(raw.external_id, [])
+            for others, _, _ in held:
+                others.discard(id(raw))
+            waiting = [entry for entry in held if entry[0]]
+            if waiting:
+                self._cancels[raw.external_id] = waiting
+            return [(handle, parsed) for others, handle, parsed in held if not others]
 
 
 def _may_have_grammar(raw: RawRequest) -> bool:
