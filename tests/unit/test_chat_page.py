@@ -215,6 +215,16 @@ def test_text_of_the_model_is_no_markup(page: Page) -> None:
     assert page.run("document.title") == "Quire"
 
 
+def test_an_indented_quote_ends(base: str) -> None:
+    """Without a browser: the loop over a quote's lines takes those that began it, indented or not; else the
+    page would hang in it."""
+    text = httpx.get(base, timeout=WAIT).text
+    (loop,) = re.findall(
+        r"for \(; i < lines\.length && /(.*?)/\.test\(lines\[i\]\); i\+\+\) quote\.push", text
+    )
+    assert all(re.search(loop, line) for line in (">", "> a", " > a", "   >a"))
+
+
 @needs_chromium
 def test_errors_are_shown_and_tried_again(page: Page) -> None:
     ask(page, "error INVALID_ARGUMENT seed: <b>no</b>")
