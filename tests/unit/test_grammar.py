@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import jsonschema
 import pytest
 
 from quire import LLM
-from quire.errors import InvalidArgumentError
+from quire.errors import InvalidArgumentError, UnavailableError
 from quire.frontend.grammar_checker import GrammarChecker
 from quire.outputs import RequestOutput
 from quire.sampling_params import parse_sampling_params
@@ -392,6 +395,19 @@ def test_a_checker_that_dies_is_replaced(checker: GrammarChecker) -> None:
     checker._process.kill()
     checker._process.wait()
     checker.check(StructuredOutput(regex="b"))
+
+
+def test_a_checker_that_is_killed_has_judged_nothing(checker: GrammarChecker) -> None:
+    checker.check(StructuredOutput(regex="a"))
+    process, wanted = checker._process, StructuredOutput(regex="b")
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    killer = threading.Timer(0.05, process.kill)
+    killer.start()
+    with pytest.raises(UnavailableError, match="was killed"):
+        checker.check(wanted)
+    killer.join()
+    checker.check(wanted)
 
 
 def test_a_checker_says_what_the_tokenizer_lacks(tmp_path: Path) -> None:

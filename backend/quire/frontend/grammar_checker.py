@@ -11,6 +11,7 @@ import contextlib
 import os
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -87,7 +88,14 @@ class GrammarChecker:
             self._process.stdin.flush()
         answer = self._answer(MAX_WAIT_S)
         if answer is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.1)
+            was_killed = self._process.returncode == -signal.SIGKILL
             self._end()
+            if (
+                was_killed
+            ):  # by somebody else: its limits end it by other signals, so the grammar is not judged
+                raise UnavailableError("structured_output: the process that checks grammars was killed")
             return f"takes more than {MAX_COMPILE_S} s or {MAX_MEMORY // 2**20} MiB to compile"
         return answer
 
