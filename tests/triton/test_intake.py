@@ -166,3 +166,17 @@ def test_nothing_leaves_execute(bench: Bench, options: dict[str, Any], words: st
     assert name == "x-1" and words in str(error)
     assert isinstance(error, UnavailableError if "requested" in options else InvalidArgumentError)
     assert bench.submitted.get(timeout=WAIT_S) == "x-2"
+
+
+@pytest.mark.parametrize("name", ["structured_output", "response_format", "guided_regex", "tools"])
+def test_an_escaped_name_of_a_grammar_is_in_its_lane(name: str) -> None:
+    """Else grammars, which may take as long as they are allowed to, would hold up texts."""
+    bench = Bench()
+    try:
+        for escaped in (name, f"\\u00{ord(name[0]):02x}{name[1:]}", name.replace("_", "\\u005F")):
+            raw = RawRequest({"messages": [f'{{"{escaped}": 1}}'.encode()]}, {}, "{}", "a", frozenset())
+            assert bench.intake._lane(raw) is bench.intake._grammars
+        plain = RawRequest({"messages": [b'{"a": "\\u00e9\\u003c\\u4e00"}']}, {}, "{}", "a", frozenset())
+        assert bench.intake._lane(plain) is bench.intake._short
+    finally:
+        bench.intake.stop(WAIT_S)

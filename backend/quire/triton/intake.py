@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import re
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ none in the other lane takes the time of a step, and one tokenizer alone works o
 
 
 _GRAMMAR_NAMES = ("structured_output", "guided_", "response_format", '"tools"')
+_ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|[67][0-9a-fA-F])")
+"""Of JSON; no ordinary client writes one, and it may hide a name."""
 _GRAMMAR_INPUTS = ("sampling_parameters", "messages", "chat_format")
 
 
@@ -150,6 +153,8 @@ def _may_have_grammar(raw: RawRequest) -> bool:
     if any(name.startswith(_GRAMMAR_NAMES) for name in raw.tensors):
         return True
     texts = [value for name in _GRAMMAR_INPUTS for value in raw.tensors.get(name, ())]
+    texts.append(raw.parameters.encode(errors="replace"))
     return any(
-        name in raw.parameters or any(name.encode() in text for text in texts) for name in _GRAMMAR_NAMES
+        _ESCAPED_LETTER.search(text) or any(name.encode() in text for name in _GRAMMAR_NAMES)
+        for text in texts
     )
