@@ -47,8 +47,8 @@ _SURVIVORS = (  # of a review of 49 planted bugs
     Mutant(
         "the quantisation of weights is missing from the fingerprint",
         "backend/quire/kv_tiers/fingerprint.py",
-        '"num_threads", "seed",\n',
-        '"num_threads", "quantization", "seed",\n',
+        '"num_threads", "seed", "tokenizer",\n',
+        '"num_threads", "quantization", "seed", "tokenizer",\n',
         (
             "tests/unit/test_kv_tiers_fingerprint.py"
             "::test_a_key_finds_blocks_only_where_they_are_what_it_would_compute[quantization]",

@@ -19,7 +19,7 @@ HARMLESS_KEYS = frozenset({
     # What they lead to is part of what the runner says of itself: weights, types, frequencies.
     "device", "dtype", "load_format", "max_model_len", "model",
     # Text, randomness after the logits, and by how many threads the same sums are done.
-    "logits_processors", "num_threads", "seed",
+    "logits_processors", "num_threads", "seed", "tokenizer",
     # Where blocks lie and for how long.
     "cache_ttl_s", "cpu_memory_utilization", "disk_cache_directory", "disk_cache_size",
     "enable_prefix_caching", "eviction_policy", "gpu_memory_utilization", "host_cache_memory",
