@@ -109,13 +109,11 @@ def test_a_gone_client_and_a_cancellation_end_every_prompt(harness: Harness) -> 
 def test_one_refused_prompt_refuses_all(tmp_path: Path) -> None:
     harness = Harness(tmp_path, max_num_seqs=1, max_waiting_requests=3)
     try:
-        harness.runner.gate.clear()
-        params = SamplingParams(max_tokens=300, ignore_eos=True)
+        params = SamplingParams(max_tokens=300, ignore_eos=True)  # the first runs until the last has come
         sender = submit(harness, [(prompt, params) for prompt in prompts(8)])
         assert sender.final.wait(WAIT_S)
         (response,) = sender.responses
         assert response.error.code() == fake_pb_utils.TritonError.UNAVAILABLE
-        harness.runner.gate.set()
         assert by_item(submit(harness, [([4, 5], SamplingParams(max_tokens=3))]))
         assert harness.core.stats().num_free_blocks == 256
     finally:
