@@ -137,9 +137,8 @@ def test_every_cause_has_its_code(tmp_path: Path) -> None:
 
 
 def full_engine(model: Model) -> ResponseSender:
-    model.runner.gate.clear()
-    senders = [model.ask(PROMPT, {"max_tokens": 5}) for _ in range(6)]
-    model.runner.gate.set()
+    endless = {"max_tokens": 300, "ignore_eos": True}  # the first runs until the last has come
+    senders = [model.ask(PROMPT, endless) for _ in range(6)]
     assert all(sender.final.wait(WAIT_S) for sender in senders)
     return next(sender for sender in senders if sender.responses[-1].error is not None)
 

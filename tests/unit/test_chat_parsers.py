@@ -13,6 +13,7 @@ import pytest
 from quire.config import choices
 from quire.frontend.chat.formats import REASONING_FORMATS, TOOL_FORMATS, Answer, ChatParsing
 from quire.frontend.chat.json_reader import JsonReader
+from quire.frontend.chat.machine import Markers
 from quire.frontend.chat.sink import AnswerSink
 from quire.frontend.chat.thinking import ThinkSplitter
 from quire.frontend.chat.tool_formats import Plain
@@ -183,6 +184,32 @@ def test_megabytes_of_nonsense_are_read_once(name: str) -> None:
             assert len(held) < 2**17
             answer.finish()
             answer.take()
+
+
+@pytest.mark.parametrize("size", [1000, 1018, 1024, 1025, 1100, 3000])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mistral", "[TOOL_CALLS]now[CALL_ID]{}[ARGS]{{}}x"),
+        ("glm", "<tool_call>now\n<arg_key>a</arg_key>{}<arg_value>1</arg_value></tool_call>x"),
+        ("deepseek", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}{{}}<｜tool▁call▁end｜>x"),
+    ],
+)
+def test_what_is_too_far_away_is_so_however_the_text_is_cut(name: str, text: str, size: int) -> None:
+    """Where all had come at once any distance was near enough, and the search for it went to the end of the
+    text from every marker: 2 s for 64 Ki characters of `[TOOL_CALLS]x`."""
+    text = text.format("\n" * size)
+    whole = parsed(parser(name), [text])
+    assert bool(whole.calls and whole.is_complete) == (size <= 1024)
+    for step in (1, 7, 1000):
+        assert parsed(parser(name), [text[i : i + step] for i in range(0, len(text), step)]) == whole
+
+
+def test_a_bounded_search_looks_no_further() -> None:
+    markers = Markers("<end>", "#")
+    assert markers.find("12345<end>", 0, 4) is None and markers.find("12345#", 0, 4) is None
+    assert markers.find("12345<end>", 0, 5) and markers.find("12345#", 1, 4)
+    assert not markers.is_late("12345<end", 0, 5) and markers.is_late("12345<end.", 0, 5)
 
 
 def test_json_reader_takes_what_is_json_and_no_more() -> None:

@@ -30,9 +30,15 @@ class Markers:
         self._beginnings = {marker[:size] for marker in markers for size in range(1, len(marker))}
         self._longest = max(map(len, markers)) - 1
 
-    def find(self, text: str, start: int) -> re.Match[str] | None:
-        """The first of them in `text[start:]`."""
-        return self._pattern.search(text, start)
+    def find(self, text: str, start: int, most: int | None = None) -> re.Match[str] | None:
+        """The first of them in `text[start:]` that begins within `most` characters, if they are bounded."""
+        end = len(text) if most is None else start + most + self._longest + 1
+        found = self._pattern.search(text, start, end)
+        return None if found is None or (most is not None and found.start() - start > most) else found
+
+    def is_late(self, text: str, start: int, most: int) -> bool:
+        """Whether what `find` did not find within `most` characters cannot come there any more."""
+        return len(text) - start > most + self._longest
 
     def held(self, text: str, start: int) -> int:
         """How many of the last characters of `text[start:]` may yet become one."""
@@ -130,8 +136,7 @@ class TextMachine:
 
     def _until(self, markers: Markers, most: int = MAX_HEADER) -> re.Match[str] | None:
         """A marker within the next `most` characters; None: it has not come, see `_is_hopeless`."""
-        found = markers.find(self._text, self._at)
-        return None if found is None or found.start() - self._at > most else found
+        return markers.find(self._text, self._at, most)
 
     def _is_hopeless(self, most: int = MAX_HEADER) -> bool:
         """Whether what `_until` did not find cannot come any more."""

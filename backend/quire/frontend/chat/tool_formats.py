@@ -88,6 +88,7 @@ class Mistral(ObjectMachine):
     `[TOOL_CALLS]name[ARGS]{...}`, once for each call, `[CALL_ID]id` before `[ARGS]` or not."""
 
     _HEAD = Markers("[ARGS]", "[CALL_ID]", "{")
+    _ARGUMENTS = Markers("[ARGS]", "{")
 
     def __init__(self, sink: AnswerSink, tools: Mapping[str, Any]) -> None:
         super().__init__(sink, {"[TOOL_CALLS]": self._which}, ("[ARGS]", "[CALL_ID]"))
@@ -125,9 +126,10 @@ class Mistral(ObjectMachine):
         if name not in self.sink.names:
             return self._give_up()
         if found[0] == "[CALL_ID]":
-            rest = Markers("[ARGS]", "{").find(self._text, found.end())
+            rest = self._ARGUMENTS.find(self._text, found.end(), MAX_HEADER)
             if rest is None:
-                return self._give_up() if self._is_hopeless() else False
+                is_late = self._ARGUMENTS.is_late(self._text, found.end(), MAX_HEADER)
+                return self._give_up() if self._is_last or is_late else False
             found = rest
         self._at = found.end() - (found[0] == "{")
         self.sink.begin_call(name)
@@ -157,10 +159,10 @@ class DeepSeek(TextMachine):
         if found is None:
             return self._give_up() if self._is_hopeless() else False
         kind = self._text[self._at : found.start()]
-        brace = self._BRACE.find(self._text, found.end())
-        if brace is None or brace.start() - found.end() > MAX_HEADER:
-            far = len(self._text) - found.end() > MAX_HEADER
-            return self._give_up() if self._is_last or far else False
+        brace = self._BRACE.find(self._text, found.end(), MAX_HEADER)
+        if brace is None:
+            is_late = self._BRACE.is_late(self._text, found.end(), MAX_HEADER)
+            return self._give_up() if self._is_last or is_late else False
         behind = self._text[found.end() : brace.start()]
         name = behind.replace("```json", "").strip() or kind.strip()
         if name not in self.sink.names:
@@ -241,10 +243,11 @@ class Glm(TextMachine):
         key = self._text[self._at : found.start()].strip()
         at, self._at = self._at, found.end()
         is_there = self._skip()
+        if self._at - found.end() > MAX_HEADER:
+            self._at = found.end() + MAX_HEADER  # wherever the text was cut
+            return self._go(self._content)
         begins = self._may_begin("<arg_value>") if is_there else (False if self._is_last else None)
         if begins is None:
-            if len(self._text) - found.end() > MAX_HEADER:
-                return self._go(self._content)
             self._at = at
             return False
         if not begins:
