@@ -96,6 +96,11 @@ def converter(kind: Any) -> Callable[[str, Any], Any]:
     return number(limits.ge if limits.gt is None else limits.gt, limits.le, low_open=limits.gt is not None)
 
 
+def has_surrogates(text: str) -> bool:
+    """Whether a text holds an unpaired surrogate, which has no UTF-8 form; JSON can spell one."""
+    return any("\ud800" <= char <= "\udfff" for char in text)
+
+
 def name(limit: int) -> Callable[[str, Any], str]:
     """Text of at most `limit` characters that has a UTF-8 form; numbers are taken as their digits."""
 
@@ -106,7 +111,7 @@ def name(limit: int) -> Callable[[str, Any], str]:
             raise fail(field, f"must be text, got {kind(value)}")
         if len(value) > limit:
             raise fail(field, f"at most {limit} characters are allowed, got {len(value)}")
-        if any("\ud800" <= char <= "\udfff" for char in value):
+        if has_surrogates(value):
             raise fail(field, "must not hold unpaired surrogates, which have no UTF-8 form")
         return value
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from quire.converters import INT32_MAX, boolean, converter, fail, integer, number
+from quire.converters import INT32_MAX, boolean, converter, fail, has_surrogates, integer, number
 from quire.logits_processors import MAX_PROCESSORS, NamedProcessor, parse_logits_processors
 from quire.structured_output import FIELDS as STRUCTURED_FIELDS
 from quire.structured_output import StructuredOutput as StructuredOutput
@@ -171,7 +171,7 @@ def _strings(limit: int) -> Callable[[str, Any], tuple[str, ...]]:
                 raise fail(field, f"entries must be non-empty strings, got {kind(entry)}")
             if len(entry) > MAX_STOP_LENGTH:
                 raise fail(field, f"entries are limited to {MAX_STOP_LENGTH} characters, got {len(entry)}")
-            if any("\ud800" <= char <= "\udfff" for char in entry):
+            if has_surrogates(entry):
                 raise fail(field, "entries must not hold unpaired surrogates, which have no UTF-8 form")
         total = sum(map(len, value))
         if total > MAX_STRINGS_LENGTH:

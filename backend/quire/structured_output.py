@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from quire.converters import boolean, fail
+from quire.converters import boolean, fail, has_surrogates
 from quire.errors import InvalidArgumentError
 from quire_ensemble.client_json import parse_json
 from quire_ensemble.errors import InputError, kind
@@ -109,7 +109,7 @@ def _text(most: int) -> Callable[[str, Any], str]:
             raise fail(field, f"must be non-empty text, got {kind(value)}")
         if len(value) > most:
             raise fail(field, f"at most {most} characters are allowed, got {len(value)}")
-        if any("\ud800" <= char <= "\udfff" for char in value):
+        if has_surrogates(value):
             raise fail(field, "must not hold unpaired surrogates, which have no UTF-8 form")
         return value
 

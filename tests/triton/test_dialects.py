@@ -18,7 +18,7 @@ from quire.triton import config_completion
 from quire.triton.request_parser import RequestParser
 from quire_ensemble.generator_schema import INPUTS, MAX_PROMPTS, SAMPLING_INPUTS, inputs_of, outputs_of
 from quire_ensemble.tokenizer import Tokenizer
-from tests.fault.fuzz.calls import VALID
+from tests.fault.fuzz.calls import DTYPES, VALID
 from tests.fixtures.fake_pb_utils import InferenceRequest
 from tests.triton import test_request_parser
 from tests.triton.test_request_parser import INFO, PROMPT, parse, text, tokenizer  # noqa: F401
@@ -26,13 +26,6 @@ from tests.triton.test_request_parser import INFO, PROMPT, parse, text, tokenize
 ANY_GRAMMAR: Any = SimpleNamespace(check=lambda structured: None)
 ALL = [spec.name for spec in outputs_of(batched=True)]
 SPECS = {spec.name: spec for spec in inputs_of(batched=True)}
-DTYPES = {
-    "TYPE_BOOL": np.bool_,
-    "TYPE_INT32": np.int32,
-    "TYPE_UINT64": np.uint64,
-    "TYPE_FP32": np.float32,
-    "TYPE_STRING": np.object_,
-}
 
 
 def array(name: str, value: Any) -> np.ndarray:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from quire.triton.scheduling_fields import HEADERS
@@ -93,6 +94,15 @@ Draw = Callable[[Random], Any]
 def _flag(rng: Random) -> bool:
     return rng.random() < 0.5
 
+
+DTYPES = {
+    "TYPE_BOOL": np.bool_,
+    "TYPE_INT32": np.int32,
+    "TYPE_UINT64": np.uint64,
+    "TYPE_FP32": np.float32,
+    "TYPE_STRING": np.object_,
+}
+"""Of arrays, by Triton's name of a tensor's type."""
 
 VALID: dict[str, Draw] = {
     "text_input": lambda rng: (

@@ -28,6 +28,7 @@ from quire_ensemble.generator_schema import (
 )
 from tests.e2e.conftest import OPTIONS, write_model
 from tests.e2e.triton_calls import infer, stream
+from tests.fault.fuzz.calls import DTYPES
 from tests.fault.fuzz.memory import anonymous_mib
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.server import ServerProcess
@@ -42,13 +43,6 @@ UNBATCHED = ("generator", "vllm_model", "generator_unary")
 BATCHED = ("tensorrt_llm", "tensorrt_llm_unary")
 ONCE = {"generator": "generator_unary", "vllm_model": "generator_unary", "tensorrt_llm": "tensorrt_llm_unary"}
 """Models that answer HTTP `infer` in the place of those that are decoupled."""
-DTYPES = {
-    "TYPE_BOOL": np.bool_,
-    "TYPE_INT32": np.int32,
-    "TYPE_UINT64": np.uint64,
-    "TYPE_FP32": np.float32,
-    "TYPE_STRING": np.object_,
-}
 NO_BAD_VALUE = {"pad_id", *(spec.name for spec in IMAGE_INPUTS), "prompt_embeds"}
 """What is passed over whatever it is, and what is wrong only beside others."""
 NOT_A_SCALAR = {"sampling_parameters", "cache_control"}
