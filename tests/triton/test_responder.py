@@ -26,7 +26,7 @@ from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_parser import ParsedRequest  # noqa: E402
 from tests.fixtures.fake_runner import VOCAB_SIZE, FakeRunner, generate_alone  # noqa: E402
-from tests.fixtures.frontend import Frontend  # noqa: E402
+from tests.fixtures.frontend import Ended, Frontend  # noqa: E402
 
 MAX_MODEL_LEN = 400
 OUTPUTS = frozenset({"text_output", "output_ids", "finish_reason"})
@@ -62,7 +62,8 @@ class Harness(Frontend):
     def __init__(self, directory: Path, **options: Any) -> None:
         config = EngineConfig.from_mapping({"model": "fake", "block_size": 4, **options})
         self.runner = SteppedRunner(256, 4)
-        super().__init__(directory, EngineCore(config, RunnerExecutor(self.runner)))
+        self.ended = Ended()
+        super().__init__(directory, EngineCore(config, RunnerExecutor(self.runner)), observers=[self.ended])
         self._count = itertools.count()
 
     def submit(

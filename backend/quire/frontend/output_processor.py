@@ -115,6 +115,11 @@ class OutputProcessor:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of the tokens that have become text."""
+        return 0 if self._answer is None else self._answer.num_reasoning_tokens
+
     def append(self, output: EngineCoreOutput) -> bool:
         """Takes a further output that is nothing but tokens, of which there are too few to look at them.
 
@@ -257,7 +262,7 @@ class OutputProcessor:
         )
         if self._answer is not None:
             output.text, output.reasoning, output.tool_calls = self._answer.take()
-            output.num_reasoning_tokens = self._answer.num_reasoning_tokens
+            output.num_reasoning_tokens = self.num_reasoning_tokens
             if self.finish_reason == FinishReason.STOP.value and self._answer.has_all_calls:
                 output.finish_reason = FinishReason.TOOL_CALLS.value
         return output

@@ -102,6 +102,7 @@ class TritonPythonModel:
             None if tokenizer is None else tokenizer.hf,
             engine,
             config_completion.num_instances(model_config),
+            model=args["model_name"],
         )
         self._metrics = EngineMetrics.claim(pb_utils, args, self._supervisor.directory)
         self._grammars = None

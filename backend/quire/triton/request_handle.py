@@ -55,8 +55,11 @@ class RequestHandle:
         "_error",
         "_first_sent",
         "_sender",
+        "arrived_at",
         "decode",
         "external_id",
+        "finish_reason",
+        "is_reported",
         "last_sent",
         "num_open_choices",
         "parsed",
@@ -71,6 +74,11 @@ class RequestHandle:
         self._sender: Any | None = sender
         self.request_id = request_id
         self.external_id = external_id
+        self.arrived_at = time.monotonic()
+        self.finish_reason = ""
+        """Of the choice that ended last."""
+        self.is_reported = False
+        """Whether observers know of its end."""
         self.parsed: ParsedRequest | None = None
         self.processors: list[RequestProcessor] = []
         """One for each prompt."""
@@ -101,6 +109,11 @@ class RequestHandle:
         """Whether nothing is missing but an error with FINAL: `retry_end` is the only call left."""
         return self._sender is not None and self._error is not None
 
+    @property
+    def first_sent_at(self) -> float:
+        """Time of its first response, CLOCK_MONOTONIC seconds; 0: there was none."""
+        return min(self._first_sent.values(), default=0.0)
+
     def is_cancelled(self) -> bool:
         """Whether Triton knows that the client has gone. One round trip to the server (35-150 us)."""
         assert self._sender is not None, f"{self.request_id}: polled after FINAL"
@@ -129,7 +142,9 @@ class RequestHandle:
             self._first_sent[key] = now
         else:
             self.step_s = now - last_sent
-        self.num_open_choices -= output.finished
+        if output.finish_reason is not None:
+            self.num_open_choices -= 1
+            self.finish_reason = output.finish_reason
         if before_error or self.num_open_choices:
             self._sender.send(response)
             return

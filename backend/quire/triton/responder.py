@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire.engine.client import EngineClient, EngineLost
@@ -36,6 +36,7 @@ from quire.frontend.detokenizer import TokenDecoder
 from quire.frontend.output_processor import OutputProcessor, RequestProcessor
 from quire.outputs import EngineCoreOutput, RequestOutput
 from quire.request import FinishReason
+from quire.triton.observers import RequestEnded, RequestObserver
 from quire.triton.pacing import Pace
 from quire.triton.request_handle import RequestHandle
 from quire.triton.request_parser import ParsedRequest
@@ -64,12 +65,23 @@ class Responder(threading.Thread):
         tokenizer: transformers tokenizer for detokenization, or None.
         engine: the responder's own from here on; closed with it.
         num_frontends: how many share the engine's cores.
+        model: name of the Triton model, for observers.
+        observers: told of the end of each request.
     """
 
-    def __init__(self, tokenizer: Any | None, engine: EngineClient, num_frontends: int = 1) -> None:
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        engine: EngineClient,
+        num_frontends: int = 1,
+        *,
+        model: str = "",
+        observers: Sequence[RequestObserver] = (),
+    ) -> None:
         super().__init__(name="quire-responder", daemon=True)
         self.tokenizer = tokenizer
         self.engine = engine
+        self._model, self._observers = model, observers
         self._inbox: deque[Callable[[], None]] = deque()
         self._stopped = threading.Event()
         self._open: dict[str, RequestHandle] = {}
@@ -127,7 +139,7 @@ class Responder(threading.Thread):
                 break
         for handle in list(self._open.values()):
             self._tell_end(handle, FinishReason.SHUTDOWN)
-            self._fail(handle, "the model is being unloaded", "UNAVAILABLE")
+            self._fail(handle, "the model is being unloaded", "UNAVAILABLE", reason=FinishReason.SHUTDOWN)
         self._retry_ends(final=True)
         self.engine.close()
 
@@ -330,7 +342,7 @@ class Responder(threading.Thread):
         """
         if output.finish_reason == FinishReason.SHUTDOWN:
             self._tell_end(handle, FinishReason.SHUTDOWN, output)
-            self._fail(handle, "the engine is shutting down", "UNAVAILABLE")
+            self._fail(handle, "the engine is shutting down", "UNAVAILABLE", reason=FinishReason.SHUTDOWN)
             return
         try:
             handle.send(output, careful=time.monotonic() < self._careful_until)
@@ -343,6 +355,7 @@ class Responder(threading.Thread):
                 self._streams.add(choice)
         if not handle.is_open or handle.is_ending:
             self._forget(handle)
+            self._report(handle, handle.finish_reason)
 
     def _forget(self, handle: RequestHandle) -> None:
         """Nothing more is to be sent of the request but, maybe, an end that failed."""
@@ -378,16 +391,35 @@ class Responder(threading.Thread):
         except Exception as error:  # a tokenizer's or a send's; the error that follows is the end
             logger.error("frontend: %s could not be told its end: %s", handle.request_id, error)
 
+    def _report(self, handle: RequestHandle, reason: str, error_code: str = "") -> None:
+        """Tells the observers of a request's end, once."""
+        if handle.is_reported or not self._observers:
+            return
+        handle.is_reported = True
+        record = _record(handle, self._model, reason, error_code)
+        for observer in self._observers:
+            try:
+                observer.ended(record)
+            except Exception:
+                logger.exception("frontend: %s could not be reported", handle.request_id)
+
     def _fail(
-        self, handle: RequestHandle, message: str, code: str, retry_after_s: float | None = None
+        self,
+        handle: RequestHandle,
+        message: str,
+        code: str,
+        retry_after_s: float | None = None,
+        *,
+        reason: FinishReason = FinishReason.ERROR,
     ) -> None:
-        """Ends the request, with all its choices, by an error."""
+        """Ends the request, with all its choices, by an error; observers hear the reason."""
         self._forget(handle)
         careful = time.monotonic() < self._careful_until
         try:
             handle.send_error(message, code, retry_after_s, careful=careful)
         except Exception as error:
             self._send_failed(handle, error)
+        self._report(handle, reason.value, code)
 
     def _send_failed(self, handle: RequestHandle, error: Exception) -> None:
         """A response was not delivered: its request ends with an error, here and in the engine."""
@@ -478,9 +510,37 @@ class Responder(threading.Thread):
                 is_cancelled = False
             if is_cancelled:
                 cancelled += [processor.request_id for processor in handle.processors]
-                self._fail(handle, "the request was cancelled", "CANCELLED")
+                self._fail(handle, "the request was cancelled", "CANCELLED", reason=FinishReason.CANCELLED)
             else:
                 self._poll_later(handle, now + max(period, min(handle.step_s, MAX_POLL_S)))
         if asked:
             self._poll_cost += 0.1 * ((time.monotonic() - start) / asked - self._poll_cost)
         self.engine.abort(cancelled, FinishReason.CANCELLED)
+
+
+def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> RequestEnded:
+    """What is known of a request that ends now."""
+    parsed = handle.parsed
+    choices = [choice for processor in handle.processors for choice in processor.choices]
+    return RequestEnded(
+        request_id=handle.request_id,
+        external_id=handle.external_id,
+        model=model,
+        tenant="" if parsed is None else parsed.scheduling.tenant,
+        is_command=parsed is not None and (parsed.cancel or parsed.cache_control is not None),
+        is_stream=parsed is not None and parsed.stream,
+        params=None if parsed is None else parsed.params,
+        n=len(choices),
+        arrived_at=handle.arrived_at,
+        admitted_at=min((choice.admitted_at for choice in choices if choice.admitted_at), default=0.0),
+        first_token_at=min((c.first_token_at for c in choices if c.first_token_at), default=0.0),
+        first_sent_at=handle.first_sent_at,
+        ended_at=time.monotonic(),
+        num_prompt_tokens=sum(processor.choices[0].num_prompt_tokens for processor in handle.processors),
+        num_cached_tokens=sum(max(c.num_cached_tokens for c in p.choices) for p in handle.processors),
+        num_output_tokens=sum(choice.num_output_tokens for choice in choices),
+        num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
+        num_preemptions=sum(choice.num_preemptions for choice in choices),
+        finish_reason=reason,
+        error_code=error_code,
+    )

@@ -1,0 +1,61 @@
+"""What is known of a request when it has ended, and who is told: metrics, traces and logs are observers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from quire.sampling_params import SamplingParams
+
+
+class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """One request from its arrival to its end, with all its prompts and choices; it has no text of either.
+
+    Times are CLOCK_MONOTONIC seconds; 0: that never came.
+    """
+
+    request_id: str
+    """Ours, unique among all frontends."""
+    external_id: str
+    """The client's; empty: none was given."""
+    model: str
+    tenant: str = ""
+    is_command: bool = False
+    """A cancellation or a cache command, which generates nothing."""
+    is_stream: bool = False
+    params: SamplingParams | None = None
+    """Of its first prompt; None: it was refused before they were known. May hold texts (stop strings)."""
+    n: int = 0
+    """Choices of all its prompts together; 0 where `params` is None."""
+    arrived_at: float
+    """When Triton handed it to the model."""
+    admitted_at: float = 0.0
+    """When the first of its prompts first ran."""
+    first_token_at: float = 0.0
+    """When the engine had its first token."""
+    first_sent_at: float = 0.0
+    """When its first response was handed to Triton."""
+    ended_at: float
+    """When its last response was handed to Triton, an error included."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not computed for it."""
+    num_output_tokens: int = 0
+    """Of all choices, those included that the end kept from being sent."""
+    num_reasoning_tokens: int = 0
+    num_preemptions: int = 0
+    paused_s: float = 0.0
+    """Seconds for which it had no engine."""
+    finish_reason: str
+    """Of the choice that ended last, as of `FinishReason`; of an error `error`, `cancelled`, `shutdown`."""
+    error_code: str = ""
+    """Name of Triton's status code, where it ended by an error."""
+
+
+class RequestObserver(Protocol):
+    """Told on the responder's thread, between two sends: it must be quick, and what it raises is logged."""
+
+    def ended(self, record: RequestEnded) -> None:
+        """Called exactly once for each request that came to the model, when its end is decided and, unless
+        Triton refused it, sent."""
