@@ -510,7 +510,7 @@ _MODELS = (
     Mutant(
         "embeddings are scaled without the rounding of their type",
         "backend/quire/layers/embedding.py",
-        "float(torch.tensor(scale, dtype=dtype))",
+        'float(torch.tensor(scale, dtype=dtype, device="cpu"))',
         "scale",
         ("tests/unit/test_models.py::test_embeddings_are_scaled_by_a_number_of_their_own_type",),
     ),

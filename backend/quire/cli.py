@@ -14,6 +14,7 @@ _COMMANDS = {
     "healthcheck": ("quire.server.healthcheck:healthcheck", "Ask a served model for one token; for probes."),
     "simulate": ("quire.simulator.command:simulate", "Run the scheduler with a cost model for a model."),
     "trace": ("quire.simulator.command:trace", "Replay or draw the trace of a scheduler."),
+    "plan": ("quire.plan.command:plan", "Check configurations and predict their capacity."),
     "repository": ("quire_ensemble.cli:repository", "Build model repositories from checkpoints."),
 }
 

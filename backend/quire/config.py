@@ -261,7 +261,8 @@ class EngineConfig:
                 numbers of bytes also such as "512MiB".
 
         Raises:
-            ConfigError: unknown key (the nearest known one is suggested), wrong type, value out of range.
+            ConfigError: unknown keys (the nearest known one is suggested), wrong types, values out of range:
+                all of them at once.
         """
         given = _convert_all("", _KINDS, values)
         config = cls(
@@ -305,19 +306,43 @@ _PARTS = _kinds(EngineConfig)
 _KINDS = {key: kind for part in _PARTS.values() for key, kind in _kinds(part).items()}
 
 
+def problems_by_key(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """What is wrong with single keys of a configuration."""
+    found = {}
+    for key, value in values.items():
+        try:
+            _convert_all("", _KINDS, {key: value})
+        except ConfigError as error:
+            found[key] = error.problems
+    return found
+
+
 def choices(key: str) -> tuple[Any, ...]:
     """Values that a key with a list of them may have."""
     return get_args(unless_none(_KINDS[key]))
 
 
 def _convert_all(where: str, kinds: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as the annotations of their keys want them; `where` precedes a key in complaints."""
-    for key in values:
+    """Values as the annotations of their keys want them; `where` precedes a key in complaints.
+
+    Raises:
+        ConfigError: has a problem for each key that is wrong.
+    """
+    converted: dict[str, Any] = {}
+    problems: list[str] = []
+    for key, value in values.items():
         if key not in kinds:
             near = difflib.get_close_matches(key, kinds, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(kinds))}"
-            raise ConfigError(f"{where}configuration key {key!r:.80} is unknown; {hint}")
-    return {key: _convert(where + key, kinds[key], value) for key, value in values.items()}
+            problems.append(f"{where}configuration key {key!r:.80} is unknown; {hint}")
+            continue
+        try:
+            converted[key] = _convert(where + key, kinds[key], value)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    return converted
 
 
 def _convert(name: str, kind: Any, value: Any) -> Any:

@@ -77,9 +77,17 @@ class WorkerLostError(EngineError):
 
 
 class ConfigError(QuireError):
-    """A configuration key is unknown, ill-typed or out of range; raised at start, names the key."""
+    """Configuration keys are unknown, ill-typed or out of range; raised at start, names each key.
+
+    Args:
+        problems: what is wrong, one text for each thing.
+    """
 
     code = "INVALID_ARG"
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
 
 
 class CheckpointError(QuireError):

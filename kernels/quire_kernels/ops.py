@@ -24,7 +24,7 @@ from quire_kernels import registry
 from quire_kernels.metadata import AttentionMetadata, attention_facts
 from quire_kernels.quantized_kv import KVLayer, data_of
 from quire_kernels.sampling import SamplingTensors
-from quire_kernels.weights import PackedLinear
+from quire_kernels.weights import PackedLinear, quantized_bytes
 
 
 def paged_attention(
@@ -249,6 +249,30 @@ def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
     function = registry.select("sample", logits.device.type, logits.dtype, typical=rows.typical_p is not None)
     out: torch.Tensor = function(logits, rows)
     return out
+
+
+def packed_bytes(
+    weight: torch.Tensor, *, device_type: str, activation: str | None = None, quantization: str | None = None
+) -> int:
+    """Bytes that `pack_linear` will keep of a weight on such a device, but for what fills up its last tile.
+
+    Args:
+        weight: as of `pack_linear`; it may be on torch's "meta" device, as its numbers do not matter.
+    """
+    num_rows, num_columns = weight.shape
+    is_whole = quantization is None
+    if device_type == "cpu" and not is_whole:
+        picked = registry.pick(
+            "linear",
+            device_type,
+            weight.dtype,
+            in_features=num_columns,
+            out_features=num_rows,
+            activation=activation,
+            quantization=quantization,
+        )
+        is_whole = picked.name == "reference"  # it computes with what the quantised weights mean
+    return weight.nbytes if is_whole else quantized_bytes(num_rows, num_columns, quantization or "")
 
 
 def pack_linear(

@@ -41,6 +41,13 @@ class PackedLinear(Protocol):
         ...
 
 
+def quantized_bytes(num_rows: int, num_columns: int, quantization: str) -> int:
+    """Bytes of what `quantize_weight` makes of a matrix, four bits in half a byte each."""
+    if quantization == "int4":
+        return num_rows * num_columns // 2 + 4 * num_rows * (num_columns // INT4_GROUP)
+    return num_rows * num_columns + 4 * num_rows
+
+
 def quantize_weight(weight: torch.Tensor, quantization: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric weight-only quantisation, without calibration data.
 

@@ -15,7 +15,7 @@ from quire import LLM, SamplingParams
 from quire.config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.errors import ConfigError
 from quire.models.kv_spec import AttentionKV
-from quire.worker.kv_cache import KVCache, num_blocks_for
+from quire.worker.kv_cache import DeviceMemory, KVCache, num_blocks_for
 from quire.worker.model_runner import ModelRunner
 from quire_kernels import ops
 from quire_kernels.metadata import AttentionMetadata
@@ -136,7 +136,7 @@ def test_the_pool_on_a_gpu_is_a_share_of_what_is_visible(
         bytes_per_block=2**30,
         blocks_per_sequence=1,
         max_model_len=16,
-        device=torch.device("cuda"),
+        memory=DeviceMemory.of(torch.device("cuda")),
     )
     assert found == num_blocks
 
@@ -159,7 +159,7 @@ def test_the_pool_must_hold_the_blocks_of_all_groups(cache: CacheConfig, num_blo
             bytes_per_block=1000,
             blocks_per_sequence=blocks_per_sequence,
             max_model_len=160,
-            device=torch.device("cpu"),
+            memory=DeviceMemory.of(torch.device("cpu")),
         )
 
     assert count(50) == num_blocks

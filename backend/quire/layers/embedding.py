@@ -22,7 +22,7 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab_size: int, size: int, *, dtype: torch.dtype, scale: float | None = None) -> None:
         super().__init__()
-        self.scale = None if scale is None else float(torch.tensor(scale, dtype=dtype))
+        self.scale = None if scale is None else float(torch.tensor(scale, dtype=dtype, device="cpu"))
         self.weight = nn.Parameter(torch.empty(vocab_size, size, dtype=dtype), requires_grad=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,9 @@ class LayerTensors(Protocol):
     def pack(self, activation: str | None) -> PackedLinear:
         """What computes the layer, once all is filled; for `activation` see `ops.pack_linear`."""
 
+    def packed_bytes(self, activation: str | None, device_type: str) -> int:
+        """Bytes of the weights that `pack` will keep on such a device, about."""
+
 
 class LinearScheme(Protocol):
     """How a checkpoint's linear layers are stored, and how they are computed."""
@@ -74,6 +77,12 @@ class DenseTensors:
     def pack(self, activation: str | None) -> PackedLinear:
         """See LayerTensors."""
         return ops.pack_linear(self.weight, self.bias, activation=activation, quantization=self.quantization)
+
+    def packed_bytes(self, activation: str | None, device_type: str) -> int:
+        """See LayerTensors."""
+        return ops.packed_bytes(
+            self.weight, device_type=device_type, activation=activation, quantization=self.quantization
+        )
 
 
 @dataclass(frozen=True)

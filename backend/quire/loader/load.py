@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -13,7 +14,7 @@ import xxhash
 from quire.config import ModelConfig
 from quire.errors import CheckpointError, ConfigError
 from quire.layers.scheme import SCHEMES
-from quire.loader.files import find_weights
+from quire.loader.files import WeightFiles, find_weights
 from quire.loader.info import read_configs
 from quire.models.config import DTYPES, DecoderConfig
 from quire.models.decoder import DecoderModel
@@ -37,6 +38,16 @@ class LoadedModel:
     """`digest_weights`, if it was asked for."""
 
 
+class EmptyModel(NamedTuple):
+    """A model whose weights are still to be read."""
+
+    model: DecoderModel
+    files: WeightFiles | None
+    """Where they are; None: they are made up."""
+    eos_token_ids: frozenset[int]
+    """See `LoadedModel`."""
+
+
 def load_model(
     config: ModelConfig,
     device: torch.device,
@@ -57,6 +68,29 @@ def load_model(
         CheckpointError: missing, broken or unsupported; one line that names the file.
         ConfigError: the checkpoint's shapes do not allow the quantisation.
     """
+    empty = empty_model(config, device, check=check)
+    model, files = empty.model, empty.files
+    if files is None:
+        fill_randomly(model)
+    else:
+        fill_weights(model, files.tensors(), files.source)
+    weights_digest = digest_weights(model) if with_digest else ""
+    return LoadedModel(
+        model=model,
+        config=model.config,
+        eos_token_ids=empty.eos_token_ids,
+        weight_bytes=model.pack(),
+        weights_digest=weights_digest,
+    )
+
+
+def empty_model(
+    config: ModelConfig, device: torch.device, *, check: Callable[[DecoderConfig], None] | None = None
+) -> EmptyModel:
+    """The model a checkpoint names, before its weights are read; arguments and errors as of `load_model`.
+
+    On torch's "meta" device it takes no memory, and says what the weights will take.
+    """
     hf, generation = read_configs(config.model)
     kind = model_class(hf)
     backend = None if config.attention_backend == "auto" else config.attention_backend
@@ -70,18 +104,8 @@ def load_model(
         check(parsed)
     files = None if config.load_format == "dummy" else find_weights(config)
     model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device).eval()
-    if files is None:
-        fill_randomly(model)
-    else:
-        fill_weights(model, files.tensors(), files.source)
-    weights_digest = digest_weights(model) if with_digest else ""
-    return LoadedModel(
-        model=model,
-        config=parsed,
-        eos_token_ids=as_token_ids(generation.get("eos_token_id")) or as_token_ids(hf.get("eos_token_id")),
-        weight_bytes=model.pack(),
-        weights_digest=weights_digest,
-    )
+    ends = as_token_ids(generation.get("eos_token_id")) or as_token_ids(hf.get("eos_token_id"))
+    return EmptyModel(model, files, ends)
 
 
 def digest_weights(model: DecoderModel) -> str:

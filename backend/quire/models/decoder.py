@@ -200,6 +200,15 @@ class DecoderModel(nn.Module):
         self._native = self._fuse()
         return num_bytes + sum(parameter.nbytes for parameter in self.parameters())
 
+    def packed_bytes(self, device_type: str) -> int:
+        """What `pack` will return on such a device, about: before any weight is loaded."""
+        linear = [module for module in self.modules() if isinstance(module, Linear)]
+        quantization, table = self.config.scheme.head_quantization, self.lm_head.weight
+        num_bytes = sum(layer.tensors.packed_bytes(layer.activation, device_type) for layer in linear)
+        num_bytes += ops.packed_bytes(table, device_type=device_type, quantization=quantization)
+        is_gone = quantization is None or self.lm_head is not self.embed_tokens
+        return num_bytes + sum(one.nbytes for one in self.parameters()) - (table.nbytes if is_gone else 0)
+
     def _fuse(self) -> NativeDecoder | None:
         """All layers as one call, where there are kernels for that and the layers are the common ones."""
         config = self.config

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from quire.errors import ConfigError
 
@@ -42,13 +43,27 @@ def link_models(repositories: Sequence[Path], names: Iterable[str], target: Path
 
 def _members(model: Path) -> list[str]:
     """Models in an ensemble, in the order of their steps, each once; none for other models."""
-    from google.protobuf import text_format
+    try:
+        config = read_model_config(model)
+    except ConfigError:
+        return []  # the server says what is wrong with it
+    steps = config.get("ensemble_scheduling", {}).get("step", [])
+    return list(dict.fromkeys(step.get("model_name", "") for step in steps))
+
+
+def read_model_config(model: Path) -> dict[str, Any]:
+    """A model directory's config.pbtxt under its own names; needs tritonclient.
+
+    Raises:
+        ConfigError: missing or broken; names the file.
+    """
+    from google.protobuf import json_format, text_format
     from tritonclient.grpc import model_config_pb2
 
-    config = model_config_pb2.ModelConfig()
+    path, config = model / "config.pbtxt", model_config_pb2.ModelConfig()
     try:
-        text = (model / "config.pbtxt").read_text("utf-8")
-        text_format.Parse(text, config, allow_unknown_field=True)
-    except (OSError, UnicodeDecodeError, text_format.ParseError):
-        return []  # the server says what is wrong with it
-    return list(dict.fromkeys(step.model_name for step in config.ensemble_scheduling.step))
+        text_format.Parse(path.read_text("utf-8"), config, allow_unknown_field=True)
+    except (OSError, UnicodeDecodeError, text_format.ParseError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    found: dict[str, Any] = json_format.MessageToDict(config, preserving_proto_field_name=True)
+    return found

@@ -105,7 +105,7 @@ def simulate(
                 seed=seed,
             ).arrivals()
         simulator = Simulator(
-            engine, arrivals, _cost(cost, records), concurrency=concurrency, trace=record is not None
+            engine, arrivals, cost_model(cost, records), concurrency=concurrency, trace=record is not None
         )
         report = simulator.run()
     if simulator.trace is not None and record is not None:
@@ -119,15 +119,22 @@ def _engine_config(path: Path | None, settings: tuple[str, ...]) -> EngineConfig
     values["max_waiting_tokens"] = 2**62
     if path is not None:
         values |= load_config_file(path)
+    return EngineConfig.from_mapping({**values, **settings_of(settings)})
+
+
+def settings_of(settings: tuple[str, ...]) -> dict[str, str]:
+    """Configuration keys as `--set` has them."""
+    values = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
             raise click.BadParameter(f"must be KEY=VALUE, got {setting!r}", param_hint="--set")
         values[key] = value
-    return EngineConfig.from_mapping(values)
+    return values
 
 
-def _cost(text: str, records: list[dict[str, Any]]) -> CostModel:
+def cost_model(text: str, records: list[dict[str, Any]]) -> CostModel:
+    """What `--cost` means: a name of PRESETS, "fit" to the records of a trace, or JSON."""
     if text == "fit":
         return CostModel.fit(records)
     if text in PRESETS:

@@ -70,26 +70,32 @@ def read_engine_config(model_config: Mapping[str, Any], version_directory: Path)
         ConfigError: unknown or ill-typed key, or one that quire.json and config.pbtxt state differently.
         CheckpointError: no checkpoint is found; names the places.
     """
+    config = EngineConfig.from_mapping(read_engine_values(model_config, version_directory))
+    if processors := config.model.logits_processors:
+        config = config.replace(logits_processors=resolved(processors, version_directory))
+    return config
+
+
+def read_engine_values(model_config: Mapping[str, Any], version_directory: Path) -> dict[str, Any]:
+    """The keys that `read_engine_config` checks, with the places of the checkpoint and its tokenizer."""
     values: dict[str, Any] = {}
     file = version_directory / "quire.json"
     if file.exists():
         values = load_config_file(file)
+    problems: list[str] = []
     for key, parameter in model_config.get("parameters", {}).items():
         if key.isupper():
             continue  # Triton's own, such as EXECUTION_ENV_PATH
         text = parameter["string_value"]
         if key in values and str(values[key]) != text:
-            raise ConfigError(
-                f"{key} is {values[key]!r} in {file} but {text!r} in config.pbtxt: state it once"
-            )
+            problems.append(f"{key} is {values[key]!r} in {file} but {text!r} in config.pbtxt: state it once")
         values[key] = text
+    if problems:
+        raise ConfigError(*problems)
     values["model"] = str(_checkpoint(str(values.get("model", "")), version_directory))
     if isinstance(tokenizer := values.get("tokenizer"), str) and tokenizer:
         values["tokenizer"] = str((version_directory / tokenizer).resolve())
-    config = EngineConfig.from_mapping(values)
-    if processors := config.model.logits_processors:
-        config = config.replace(logits_processors=resolved(processors, version_directory))
-    return config
+    return values
 
 
 def _checkpoint(named: str, version_directory: Path) -> Path:

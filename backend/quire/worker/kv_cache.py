@@ -8,20 +8,37 @@ lies inside is said by the model's KV spec.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.config import CacheConfig, SchedulerConfig
+from quire.config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.errors import ConfigError
 from quire.kv_tiers.moves import read_rows, write_rows
+from quire.models.decoder import DecoderModel
+from quire.models.kv_groups import KVGroup, blocks_per_sequence, layers_per_group
 from quire.models.kv_spec import KVSpec
 from quire_kernels import ops
 from quire_kernels.cuda.copy import copy_batch
 from quire_kernels.host_memory import aligned_bytes, shared_bytes
 from quire_kernels.machine import available_memory
 from quire_kernels.quantized_kv import KVLayer
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of memory as they are when the pool is made, after everything else."""
+
+    free: int
+    total: int | None = None
+    """Of a GPU; None: the memory is the host's."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceMemory:
+        """What there is now; on the host what this process may take."""
+        return cls(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else cls(available_memory())
 
 
 def num_blocks_for(
@@ -31,7 +48,7 @@ def num_blocks_for(
     bytes_per_block: int,
     blocks_per_sequence: int,
     max_model_len: int,
-    device: torch.device,
+    memory: DeviceMemory,
 ) -> int:
     """How many blocks the pool gets.
 
@@ -41,24 +58,23 @@ def num_blocks_for(
 
     Args:
         blocks_per_sequence: what one sequence of `max_model_len` needs at most, over all KV groups.
+        memory: of the device.
 
     Raises:
         ConfigError: the pool could not hold one sequence of `max_model_len`.
     """
-    available: int | None = None
     if cache.num_blocks is not None:
         num_blocks, source = cache.num_blocks, f"num_blocks={cache.num_blocks}"
     elif cache.kv_cache_memory is not None:
         num_blocks = cache.kv_cache_memory // bytes_per_block
         source = f"kv_cache_memory={cache.kv_cache_memory}"
-    elif device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        used = total - free
-        available = int(total * cache.gpu_memory_utilization) - used
+    elif memory.total is not None:
+        used = memory.total - memory.free
+        available = int(memory.total * cache.gpu_memory_utilization) - used
         num_blocks = max(available, 0) // bytes_per_block
         source = f"gpu_memory_utilization={cache.gpu_memory_utilization}"
     else:
-        available = int(available_memory() * cache.cpu_memory_utilization)
+        available = int(memory.free * cache.cpu_memory_utilization)
         num_blocks = min(available // bytes_per_block, blocks_per_sequence * scheduler.max_num_seqs)
         source = f"cpu_memory_utilization={cache.cpu_memory_utilization}"
     if num_blocks < blocks_per_sequence:
@@ -68,13 +84,63 @@ def num_blocks_for(
             f"max_model_len={max_model_len} needs {blocks_per_sequence} blocks "
             f"({blocks_per_sequence * bytes_per_block / 2**20:.1f} MiB): raise it or lower max_model_len"
         )
-    physical = available_memory() if device.type == "cpu" else None
-    if physical is not None and num_blocks * bytes_per_block > physical:
+    if memory.total is None and num_blocks * bytes_per_block > memory.free:
         raise ConfigError(
             f"{source} asks for a KV cache of {num_blocks * bytes_per_block / 2**20:.0f} MiB, "
-            f"but only {physical / 2**20:.0f} MiB of memory are available"
+            f"but only {memory.free / 2**20:.0f} MiB of memory are available"
         )
     return num_blocks
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """What the blocks of a model's pool hold, and how many a sequence needs."""
+
+    spec: KVSpec
+    layers_per_block: int
+    block_size: int
+    max_model_len: int
+    groups: tuple[KVGroup, ...]
+    max_step_tokens: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: DecoderModel) -> KVLayout:
+        """Of a model, which needs no weights for that.
+
+        Raises:
+            ConfigError: `max_model_len` exceeds what the checkpoint allows.
+        """
+        shape, asked = model.config, config.model.max_model_len
+        limit = shape.rope.longest_model_len
+        if asked is not None and asked > limit:
+            raise ConfigError(f"max_model_len={asked} exceeds the checkpoint's limit of {limit} tokens")
+        return cls(
+            spec=model.kv_spec(config.cache.kv_cache_dtype),
+            layers_per_block=layers_per_group(model.kv_groups),
+            block_size=config.cache.block_size,
+            max_model_len=asked or shape.max_position_embeddings,
+            groups=model.kv_groups,
+            max_step_tokens=config.scheduler.max_num_batched_tokens,
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layers_per_block * self.spec.layer_bytes(self.block_size)
+
+    def blocks_per_sequence(self, num_tokens: int) -> int:
+        """Most blocks that a sequence of so many tokens holds at any time, over all KV groups."""
+        return blocks_per_sequence(self.groups, num_tokens, self.block_size, self.max_step_tokens)
+
+    def num_blocks(self, config: EngineConfig, memory: DeviceMemory) -> int:
+        """Blocks of the pool; see `num_blocks_for`."""
+        return num_blocks_for(
+            config.cache,
+            config.scheduler,
+            bytes_per_block=self.block_bytes,
+            blocks_per_sequence=self.blocks_per_sequence(self.max_model_len),
+            max_model_len=self.max_model_len,
+            memory=memory,
+        )
 
 
 class KVCache:

@@ -18,7 +18,6 @@ from quire.kv_tiers.moves import move_blocks
 from quire.loader.load import load_model
 from quire.logits_processors import load_logits_processors
 from quire.models.config import DecoderConfig
-from quire.models.kv_groups import blocks_per_sequence, layers_per_group
 from quire.models.kv_spec import QUANTIZED_DTYPES
 from quire.outputs import (
     NOTHING,
@@ -40,7 +39,7 @@ from quire.worker.graph_runner import (
     token_sizes,
 )
 from quire.worker.input_batch import CachedRequest, InputBatch, StepInputs
-from quire.worker.kv_cache import KVCache, num_blocks_for
+from quire.worker.kv_cache import DeviceMemory, KVCache, KVLayout
 from quire.worker.kv_identity import kv_identity
 from quire.worker.sampler import Draw, draw
 from quire.worker.sampling_batch import SamplingRow
@@ -103,7 +102,8 @@ class ModelRunner:
             with_digest=is_shared,
         )
         self.model, shape = loaded.model, loaded.config
-        max_model_len = _max_model_len(config, shape)
+        layout = KVLayout.of(config, self.model)
+        max_model_len = layout.max_model_len
         timeline.end("weights")
         logger.info(
             "loaded %s: %.1f MiB of %s weights in %.2f s",
@@ -114,22 +114,11 @@ class ModelRunner:
         )
         timeline.split("weights", {"kernels": load_seconds() - kernels_before})
         cache, limits, groups = config.cache, config.scheduler, self.model.kv_groups
-        block_layers = layers_per_group(groups)
-        spec = self.model.kv_spec(cache.kv_cache_dtype)
-        num_blocks = num_blocks_for(
-            cache,
-            limits,
-            bytes_per_block=block_layers * spec.layer_bytes(cache.block_size),
-            blocks_per_sequence=blocks_per_sequence(
-                groups, max_model_len, cache.block_size, limits.max_num_batched_tokens
-            ),
-            max_model_len=max_model_len,
-            device=self.device,
-        )
+        num_blocks = layout.num_blocks(config, DeviceMemory.of(self.device))
         self.kv_cache = KVCache(
             num_blocks,
-            spec,
-            block_layers,
+            layout.spec,
+            layout.layers_per_block,
             cache.block_size,
             self.device,
             has_scratch=graph_backend is not None,
@@ -364,13 +353,6 @@ class LaunchedStep:
     def set_prompts(self, found: PromptLogprobs) -> None:
         """Takes the log-probabilities of prompts, and begins their way to the host."""
         self.prompts = found, HostCopy(found.found.tensors)
-
-
-def _max_model_len(config: EngineConfig, shape: DecoderConfig) -> int:
-    limit, asked = shape.rope.longest_model_len, config.model.max_model_len
-    if asked is not None and asked > limit:
-        raise ConfigError(f"max_model_len={asked} exceeds the checkpoint's limit of {limit} tokens")
-    return asked or shape.max_position_embeddings
 
 
 def check_attention_backend(config: EngineConfig, shape: DecoderConfig, device: torch.device) -> None:

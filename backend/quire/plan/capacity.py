@@ -1,0 +1,178 @@
+"""Capacity: what a configuration will have room for, by the engine's arithmetic and without its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.config import EngineConfig
+from quire.loader.load import empty_model
+from quire.models.config import DecoderConfig
+from quire.simulator.cost import CostModel
+from quire.simulator.simulate import Simulator
+from quire.simulator.workload import Arrival
+from quire.worker.kv_cache import DeviceMemory, KVLayout
+from quire.worker.model_runner import check_attention_backend
+
+GPU_CONTEXT_BYTES = 2**29
+"""What CUDA takes of a GPU before anything is loaded; about 0.5 GiB on those of 80 GB."""
+ENGINE_BYTES = 160 * 2**20
+"""Host memory that an engine's process takes beside weights and cache, and this one does not; measured."""
+ROUNDS = 8
+"""Requests that a simulated client sends one after the other; its first is not counted."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What an engine will have; bytes, unless said otherwise."""
+
+    dtype: str
+    max_model_len: int
+    """Tokens."""
+    weight_bytes: int
+    workspace_bytes: int
+    """Of the largest step, estimated: activations of all its tokens, and logits of all its sequences."""
+    num_blocks: int
+    block_size: int
+    """Tokens."""
+    block_bytes: int
+    bytes_per_token: float
+    """Of KV cache, in a sequence of `max_model_len`."""
+    kv_tokens: int
+    """Most tokens that sequences of `max_model_len` can hold at a time."""
+    concurrency: dict[int, int]
+    """Sequences that run at a time, by their length in tokens."""
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "kv_cache_bytes": self.kv_cache_bytes}
+
+
+def predict(
+    config: EngineConfig, device_type: str, free: int, total: int | None = None, lengths: Iterable[int] = ()
+) -> Capacity:
+    """Capacity of an engine that is yet to be started.
+
+    Args:
+        config: of the engine; with `load_format` dummy the checkpoint needs no weights.
+        device_type: "cpu" or "cuda"; neither needs to be here.
+        free: memory that is free before it starts, on the host or the GPU.
+        total: memory of the GPU; None on the host.
+        lengths: in tokens, for `Capacity.concurrency`.
+
+    Raises:
+        CheckpointError: as the engine would.
+        ConfigError: as the engine would: there is too little memory, or a limit is exceeded.
+    """
+    device = torch.device(device_type)
+    model = empty_model(
+        config.model, torch.device("meta"), check=lambda shape: check_attention_backend(config, shape, device)
+    ).model
+    layout = KVLayout.of(config, model)
+    weight_bytes = model.packed_bytes(device_type)
+    used = weight_bytes + (ENGINE_BYTES if total is None else GPU_CONTEXT_BYTES)
+    num_blocks = layout.num_blocks(config, DeviceMemory(max(0, free - used), total))
+    of_longest = layout.blocks_per_sequence(layout.max_model_len)
+    lengths = sorted({min(length, layout.max_model_len) for length in (*lengths, layout.max_model_len)})
+    return Capacity(
+        dtype=str(model.config.dtype).removeprefix("torch."),
+        max_model_len=layout.max_model_len,
+        weight_bytes=weight_bytes,
+        workspace_bytes=_workspace_bytes(config, model.config),
+        num_blocks=num_blocks,
+        block_size=layout.block_size,
+        block_bytes=layout.block_bytes,
+        bytes_per_token=of_longest * layout.block_bytes / layout.max_model_len,
+        kv_tokens=num_blocks * layout.max_model_len // of_longest,
+        concurrency={
+            length: min(config.scheduler.max_num_seqs, num_blocks // layout.blocks_per_sequence(length))
+            for length in lengths
+        },
+    )
+
+
+def _workspace_bytes(config: EngineConfig, shape: DecoderConfig) -> int:
+    """Residual stream, a layer's input, query, key, value and gate of each token; float32 logits twice."""
+    limits = config.scheduler
+    heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    of_token = (3 * shape.hidden_size + heads + 3 * shape.intermediate_size) * shape.dtype.itemsize
+    return limits.max_num_batched_tokens * of_token + limits.max_num_seqs * shape.vocab_size * 8
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is wanted of latencies; None: nothing. It is for 95 of 100 requests, and of 100 tokens."""
+
+    prompt_tokens: int
+    output_tokens: int
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What clients that ask without a pause get; milliseconds, the 95th percentile."""
+
+    concurrency: int
+    """Most clients for which the target is kept; 0: not even one."""
+    ttft_ms: float
+    itl_ms: float
+    tokens_per_s: float
+
+
+def advise(config: EngineConfig, capacity: Capacity, cost: CostModel, target: Target) -> Advice:
+    """The most clients at a time for which a target is kept, by the real scheduler with a model of times.
+
+    The figures are those of so many clients, or of one where even that is too much.
+    """
+    engine = config.replace(
+        num_blocks=max(1, capacity.kv_tokens // capacity.block_size),
+        max_model_len=capacity.max_model_len,
+        max_waiting_requests=2**31,
+        max_waiting_tokens=2**62,
+        tenants={},
+    )
+    low, high = 0, config.scheduler.max_num_seqs
+    best = _simulated(engine, cost, target, 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        found = _simulated(engine, cost, target, middle)
+        if _keeps(found, target):
+            low, best = middle, found
+        else:
+            high = middle - 1
+    return dataclasses.replace(best, concurrency=low)
+
+
+def _keeps(found: Advice, target: Target) -> bool:
+    pairs = ((found.ttft_ms, target.ttft_ms), (found.itl_ms, target.itl_ms))
+    return all(limit is None or value <= limit for value, limit in pairs)
+
+
+def _simulated(engine: EngineConfig, cost: CostModel, target: Target, concurrency: int) -> Advice:
+    arrivals = [
+        Arrival(
+            str(number), 0.0, target.prompt_tokens, target.output_tokens,
+            stream=number, block_size=engine.cache.block_size, max_tokens=target.output_tokens,
+        )
+        for number in range(ROUNDS * concurrency)
+    ]  # fmt: skip
+    report = Simulator(engine, arrivals, cost, concurrency=concurrency).run()
+    later = report.outcomes[concurrency:]  # the first ones all came at once
+
+    def p95(values: list[float]) -> float:
+        return 1000 * sorted(values)[int(0.95 * (len(values) - 1))] if values else 0.0
+
+    return Advice(
+        concurrency,
+        p95([one.ttft for one in later if one.ttft is not None]),
+        p95(report.gaps.tolist()),
+        report.as_dict()["output_tokens_per_s"],
+    )
