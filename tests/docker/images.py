@@ -217,10 +217,12 @@ class Container:
             exec chroot {root} {self._confined} env -i {shlex.join(words)}"""
         self._open_link(number)
         self.log = log
+        # Process 1 takes its namespace along and ends with `unshare`, and that with the tests.
         isolated = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
+        tied = ("setpriv", "--pdeathsig", "KILL")
         with log.open("w") as output:
             self._outer = subprocess.Popen(
-                ["ip", "netns", "exec", self._namespace, *isolated, "sh", "-c", script],
+                [*tied, "ip", "netns", "exec", self._namespace, *isolated, "sh", "-c", script],
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -228,8 +230,9 @@ class Container:
     @property
     def _confined(self) -> str:
         uid, gid = self.image.user.split(":")
+        # Who changes the user loses what `unshare --kill-child` arranged, unless it is to be kept.
         bare = "--clear-groups --no-new-privs --bounding-set=-all --inh-caps=-all"
-        return f"setpriv --reuid {uid} --regid {gid} {bare}"
+        return f"setpriv --pdeathsig keep --reuid {uid} --regid {gid} {bare}"
 
     def _open_link(self, number: int) -> None:
         self._close_link()
@@ -282,9 +285,18 @@ class Container:
         return self._outer.wait(timeout)
 
     def close(self) -> None:
+        """Kills what runs of it, and waits until it is gone."""
         self._outer.kill()
         self._outer.wait()
+        end = time.monotonic() + 10
+        while (left := self.processes()) and time.monotonic() < end:
+            time.sleep(0.01)
         self._close_link()
+        assert not left, f"processes {left} outlived their container"
+
+    def processes(self) -> list[int]:
+        """Ids of all that run in its network, whoever their parent is."""
+        return [int(pid) for pid in run("ip", "netns", "pids", self._namespace).split()]
 
 
 @contextlib.contextmanager
