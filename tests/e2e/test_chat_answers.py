@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from quire_ensemble.builder import build_repository
 from tests.e2e.conftest import OPTIONS
 from tests.e2e.test_generate import events, post
+from tests.e2e.test_openai_gateway import gateway
 from tests.e2e.triton_calls import stream
 from tests.fixtures.chat_transcripts import TOOLS
 from tests.fixtures.checkpoints import make_checkpoint
@@ -25,6 +27,7 @@ TEMPLATE = (
 BUDGET = 5
 
 
+@pytest.mark.row("A19", clauses=("reasoning",))
 @pytest.mark.row("A25")
 @pytest.mark.row("A26")
 def test_a_forced_call_is_streamed_behind_its_reasoning(
@@ -35,6 +38,7 @@ def test_a_forced_call_is_streamed_behind_its_reasoning(
     repository = tmp_path / "repository"
     build_repository(checkpoint, repository, placement="path", engine_options=OPTIONS)
     server = serve_repository(repository)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     named = {"type": "function", "function": {"name": "get_weather"}}
     conversation = {
         "messages": [{"role": "user", "content": "Weather in Rome?"}],
@@ -63,6 +67,7 @@ def test_a_forced_call_is_streamed_behind_its_reasoning(
         check(deltas)
         count = int(reply.results[-1].as_numpy("num_reasoning_tokens")[0])
         assert reasoning and count > BUDGET
+        assert count == tokens_to_end_of_thought(tokenizer, reply.token_ids) < len(reply.token_ids)
         arguments = "".join(delta["function"]["arguments"] for delta in deltas)
         answers.append((reasoning, count, arguments, reply.token_ids))
     assert answers[0] == answers[1], "the ensemble's answer is the generator's"
@@ -74,10 +79,28 @@ def test_a_forced_call_is_streamed_behind_its_reasoning(
     check([delta for part in parts if "tool_calls" in part for delta in json.loads(part["tool_calls"])])
     assert "".join(part.get("reasoning_output", "") for part in parts) == answers[0][0]
 
+    with gateway(server.grpc_url) as client:
+        options: dict[str, Any] = {"temperature": 2.0, "seed": 7, "max_tokens": 600, **conversation}
+        options["extra_body"] = {"thinking_budget": BUDGET}
+        answer = client.chat.completions.create(model="chat", **options)
+        usage = answer.usage
+        assert usage is not None and usage.completion_tokens_details is not None
+        counted = usage.completion_tokens_details.reasoning_tokens, usage.completion_tokens
+        assert counted == (answers[0][1], len(answers[0][3]))
+
     conversation["tool_choice"] = {"type": "function", "function": {"name": "rm"}}
     for model in ("generator", "chat"):
         reply = stream(server.grpc_url, model, {**asked, "messages": json.dumps(conversation)})
         assert "messages: tool_choice names 'rm', which is not among the tools" in str(reply.error)
+
+
+def tokens_to_end_of_thought(tokenizer: Any, token_ids: list[int]) -> int:
+    """Those of an answer that begins within reasoning, up to the last of its closing tag."""
+    return next(
+        count
+        for count in range(1, len(token_ids) + 1)
+        if "</think>" in tokenizer.decode(token_ids[:count], skip_special_tokens=False)
+    )
 
 
 SCHEMA = {

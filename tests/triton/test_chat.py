@@ -78,10 +78,13 @@ def joined(responses: list[dict[str, Any]], name: str) -> str:
 
 
 def test_an_answer_to_messages_comes_in_parts(tokenizer: Tokenizer) -> None:
-    parsed = parse(tokenizer, {**chat(tools=TOOLS), "stream": np.array([True])}, limits=LIMITS)
+    asked = {"stream": np.array([True]), "return_num_reasoning_tokens": np.array([True])}
+    parsed = parse(tokenizer, {**chat(tools=TOOLS), **asked}, limits=LIMITS)
     responses = answered(tokenizer, parsed)
     assert joined(responses, "text_output") == "Wait.\n"
     assert joined(responses, "reasoning_output") == "hm\n"
+    thought = len(tokenizer.encode("hm\n</think>", add_special_tokens=False))
+    assert int(responses[-1]["num_reasoning_tokens"][0]) == thought > 3
     deltas = [d for r in responses if "tool_calls" in r for d in json.loads(r["tool_calls"][0])]
     assert deltas[0]["id"].startswith("call_") and deltas[0]["type"] == "function"
     assert deltas[0]["function"]["name"] == "get_weather" and {d["index"] for d in deltas} == {0}
@@ -95,8 +98,8 @@ def test_an_answer_to_messages_comes_in_parts(tokenizer: Tokenizer) -> None:
     (call,) = json.loads(whole["tool_calls"][0])
     assert call["function"] == {"name": "get_weather", "arguments": '{"city": "X"}'}
 
-    asked = {"requested": ["tool_calls", "reasoning_output"]}
-    parsed = parse(tokenizer, {**chat(tools=TOOLS), "stream": np.array([True])}, limits=LIMITS, **asked)
+    requested = {"requested": ["tool_calls", "reasoning_output"]}
+    parsed = parse(tokenizer, {**chat(tools=TOOLS), "stream": np.array([True])}, limits=LIMITS, **requested)
     for tensors in answered(tokenizer, parsed):
         assert set(tensors) == {"tool_calls", "reasoning_output"}, "what is asked for is there each time"
         json.loads(tensors["tool_calls"][0])
