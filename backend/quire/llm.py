@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from quire.config import EngineConfig
+from quire.engine.cache_commands import MAX_PROFILE_S, MAX_PROFILE_STEPS, Profile
 from quire.engine.core import EngineCore
 from quire.errors import EngineError, InvalidArgumentError
 from quire.frontend.bad_words import with_bad_words_ids
@@ -155,6 +159,17 @@ class LLM:
             raise EngineError(f"{self.config.model.model}: no tokenizer, so no chat template")
         token_ids, chat = self.tokenizer.encode_chat(json.dumps(messages))
         return self.generate([token_ids], chats=[chat], **sampling)[0]
+
+    @contextlib.contextmanager
+    def profile(self, path: str | Path) -> Iterator[None]:
+        """A context whose first MAX_PROFILE_STEPS steps are written to `path` as a Chrome trace, with a
+        `roofline` of each kind of step in its `otherData`."""
+        recorded = self.core.begin_profile(Profile(MAX_PROFILE_STEPS, MAX_PROFILE_S))
+        try:
+            yield
+        finally:
+            self.core.profile = None
+            Path(path).write_bytes(msgspec.json.encode(recorded.answer()))
 
     def _with_thinking(self, params: SamplingParams, chat: ChatFormat | None) -> SamplingParams:
         if self.tokenizer is None or self._chat_parsing is None:

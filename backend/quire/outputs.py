@@ -14,6 +14,7 @@ import msgspec
 
 from quire.models.kv_groups import KVGroup
 from quire.multimodal import PromptEmbeds
+from quire.roofline import DeviceLimits, ModelWork
 from quire.sampling_params import SamplingParams
 
 
@@ -82,6 +83,8 @@ class SchedulerOutput:
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(from, to) inside the pool; all sources are read before any target is written."""
     kv_loads: list[KVLoad] = field(default_factory=list)
+    is_timed: bool = False
+    """Whether the runner is to tell how long it took (`ModelRunnerOutput.timing`)."""
 
     @property
     def is_empty(self) -> bool:
@@ -125,6 +128,23 @@ class RowOutput(msgspec.Struct):
     """Of the prompt's tokens behind those that the row computed, where asked for and not known already."""
 
 
+@dataclass(slots=True)
+class StepTiming:
+    """When a runner did what of one step, in CLOCK_MONOTONIC seconds."""
+
+    phases: list[tuple[str, float, float]]
+    """(name, begin, end), on the runner's thread."""
+    device: tuple[float, float] | None = None
+    """From the first to the last kernel, on a device that works beside that thread."""
+    limits: DeviceLimits | None = None
+
+    @property
+    def computing(self) -> tuple[float, float] | None:
+        """From the beginning to the end of what computes, wherever that is; None: nothing did."""
+        spans = [phase for phase in self.phases if phase[0] in ("model", "sample")]
+        return self.device or ((spans[0][1], spans[-1][2]) if spans else None)
+
+
 NOTHING = RowOutput()
 """The output of rows that bring nothing; not to be changed."""
 
@@ -137,6 +157,8 @@ class ModelRunnerOutput:
     """One per scheduled row, in their order."""
     loads_done: list[tuple[int, int]] = field(default_factory=list)
     """(load id, how many of its leading blocks are valid) of loads that ended since the last step."""
+    timing: StepTiming | None = None
+    """Of a step with `is_timed`, where the runner knows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +183,8 @@ class RunnerInfo:
     """Threads that compute steps on the CPU; 0: another device does."""
     start_s: dict[str, float] = field(default_factory=dict)
     """Seconds that phases of the runner's start took, by name."""
+    work: ModelWork | None = None
+    """What steps of its model take, where it has one."""
 
 
 class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):

@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from quire.config import EngineConfig
-from quire.engine.cache_commands import CacheCommand, Health, Inspect, Requests, Reset, Unpin
+from quire.engine.cache_commands import CacheCommand, Health, Inspect, Profile, Requests, Reset, Unpin
 from quire.engine.core import MAX_FAILED_STEPS, EngineCore
 from quire.engine.executor import RunnerExecutor
 from quire.engine.loop import EngineLoop
@@ -308,6 +308,27 @@ REFUSING = {
     "prediction": {"max_predicted_ttft_ms": 1},
     "deadline": {"default_ttft_deadline_ms": 1},
 }
+
+
+def test_a_profile_is_answered_when_its_steps_are_done_or_its_time_is_over(peer: Peer) -> None:
+    with peer.held():
+        peer.add("slow")
+        peer.send(Control(Profile(steps=4), "steps"))
+        peer.send(Control(Profile(), "second"))
+    refused = peer.receive(CommandResult)
+    assert (refused.token, refused.error_code) == ("second", "UNAVAILABLE")
+    answer = peer.receive(CommandResult)
+    assert answer.token == "steps" and not answer.error
+    events = answer.result["traceEvents"]
+    counts = [sum(event["name"] == name for event in events) for name in ("schedule", "update", "send")]
+    # A step that is under way when the profile is asked for has an end only.
+    assert counts in ([4, 4, 4], [4, 5, 5])
+    assert answer.result["otherData"]["roofline"]["phases"] == {}  # a fake runner has no model
+    assert peer.final("slow")[1] == "length"
+    peer.check_alive()
+    idle = peer.ask(Profile(seconds=0.05))
+    assert [event for event in idle.result["traceEvents"] if event["ph"] == "X"] == []
+    peer.check_alive()
 
 
 @pytest.mark.parametrize("limit", REFUSING)

@@ -10,6 +10,9 @@ from quire.errors import InvalidArgumentError
 from quire.scheduling_params import MAX_NAME_LENGTH
 
 MAX_COMMAND_BYTES = 64 * 1024
+MAX_PROFILE_STEPS = 2000
+"""An answer holds about 1.5 kB for each."""
+MAX_PROFILE_S = 600.0
 
 _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_LENGTH)]
 
@@ -55,7 +58,16 @@ class Requests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
             raise ValueError('needs no "tenant" with "all"')
 
 
-CacheCommand: TypeAlias = Inspect | Reset | Unpin | Health | Requests
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="profile"):
+    """Times the next steps, phase by phase (`engine/profile.py`); the answer comes when they are done.
+
+    One at a time; whichever comes first, `steps` or `seconds`, ends it."""
+
+    steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROFILE_STEPS)] = 100
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_PROFILE_S)] = 10.0
+
+
+CacheCommand: TypeAlias = Inspect | Reset | Unpin | Health | Requests | Profile
 
 _decoder = msgspec.json.Decoder(CacheCommand)
 
@@ -77,7 +89,8 @@ def parse_cache_command(data: bytes) -> CacheCommand:
         raise InvalidArgumentError(
             "cache_control",
             'must be a JSON object: {"command": "inspect"}, {"command": "reset"}, {"command": "health"}, '
-            '{"command": "requests"} (also with "tenant" or "all": true) or '
+            '{"command": "requests"} (also with "tenant" or "all": true), {"command": "profile"} (also with '
+            f'"steps" of at most {MAX_PROFILE_STEPS} and "seconds" of at most {MAX_PROFILE_S:g}) or '
             f'{{"command": "unpin"}} with "session" and "tenant" (text of at most {MAX_NAME_LENGTH} '
             'characters) or with "all": true',
         ) from None

@@ -26,10 +26,11 @@ from quire.core.request_list import list_requests
 from quire.core.roster import session_name
 from quire.core.scheduler import Scheduler
 from quire.core.trace import SchedulerTrace
-from quire.engine.cache_commands import CacheCommand, Health, Inspect, Requests, Reset, Unpin
+from quire.engine.cache_commands import CacheCommand, Health, Inspect, Profile, Requests, Reset, Unpin
 from quire.engine.executor import Executor, Runner, RunnerExecutor
 from quire.engine.kv_event_publisher import KVEventPublisher
-from quire.errors import EngineError, QuireError, WorkerLostError, describe
+from quire.engine.profile import StepProfile
+from quire.errors import EngineError, QuireError, UnavailableError, WorkerLostError, describe
 from quire.kv_tiers import BlockAccess, KVTiers, fingerprint, make_tiers, needs_fingerprint
 from quire.multimodal import PromptEmbeds
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, RunnerInfo, SchedulerOutput, SchedulerStats
@@ -98,6 +99,8 @@ class EngineCore:
         """Steps that computed something, since start."""
         self._num_failures = 0
         """Number of latest steps in a row that failed."""
+        self.profile: StepProfile | None = None
+        """What records the steps, while someone wants to know."""
         self._seeds = itertools.count()
         self._seed_base = config.model.seed or secrets.randbits(63)
 
@@ -175,8 +178,13 @@ class EngineCore:
         """
         if self._is_broken:
             raise EngineError(f"the latest {self._num_failures} steps of the engine have all failed")
+        if self.profile is not None and self.profile.is_over:
+            self.profile = None
+        self._phase("schedule")
         outputs = self.scheduler.expire()
         planned = self.scheduler.schedule()
+        planned.is_timed = self.profile is not None
+        self._phase("wait", planned.step)
         if planned.has_work or self.scheduler.transfers.num_loading:
             self.executor.launch(planned)
             self._in_flight.append(planned)
@@ -191,9 +199,18 @@ class EngineCore:
                 if not isinstance(error, Exception):
                     raise  # an interrupt; what was under way must not be taken for what comes next
                 return outputs + failed
-            outputs += self._update(self._in_flight.popleft(), result)
+            oldest = self._in_flight.popleft()
+            self._phase("update", oldest.step)
+            outputs += self._update(oldest, result)
+            if self.profile is not None:
+                self.profile.done(oldest, result, self.scheduler.stats())
         self._publish()
+        self._phase("")
         return outputs
+
+    def _phase(self, name: str, step: int = 0) -> None:
+        if self.profile is not None:
+            self.profile.phase(name, step)
 
     def _collect(self, meanwhile: Callable[[Future[Any]], None] | None) -> ModelRunnerOutput:
         """What the oldest step brought; an exception where it has failed, or one launched behind it."""
@@ -229,8 +246,20 @@ class EngineCore:
         message = f"the engine failed while computing the request: {describe(error)}"
         return self.scheduler.fail(message)
 
+    def begin_profile(self, command: Profile) -> StepProfile:
+        """Records the steps from now on, until it is over or taken out of `profile`.
+
+        Raises:
+            UnavailableError: one is being recorded.
+        """
+        if self.profile is not None and not self.profile.is_over:
+            raise UnavailableError("a profile is being recorded, and there is one at a time")
+        self.profile = StepProfile(command, self.info)
+        return self.profile
+
     def control(self, command: CacheCommand) -> dict[str, Any]:
-        """Looks into the cache, or empties it; running requests are not disturbed.
+        """Looks into the cache, or empties it; running requests are not disturbed. For `Profile` there is
+        `begin_profile`.
 
         A healthy engine that has requests finishes steps: `num_finished_steps` moves.
         """

@@ -34,7 +34,7 @@ import numpy as np
 import zmq
 
 from quire.config import EngineConfig
-from quire.engine.cache_commands import Health
+from quire.engine.cache_commands import Health, Profile
 from quire.engine.core import EngineCore, error_output, make_executor
 from quire.engine.messages import (
     COMMANDS,
@@ -55,6 +55,7 @@ from quire.engine.messages import (
     named_decoder,
 )
 from quire.engine.processes import open_verified_pidfd, start_time_of
+from quire.engine.profile import StepProfile
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
 from quire.errors import (
     EngineError,
@@ -117,6 +118,8 @@ class EngineLoop:
         self._owners: dict[str, _Owner] = {}
         self._had_frontend = False
         self._stopping = False
+        self._profile: tuple[StepProfile, bytes, str] | None = None
+        """What is being recorded, and for whom: identity, and token of the command."""
         self.was_told_to_stop = False
         """An end by SIGTERM is meant: frontends start no other engine after it."""
         self._next_stats = self._next_complaint = 0.0
@@ -151,6 +154,7 @@ class EngineLoop:
             if self.core.has_work:
                 self._owes_stats = True
                 self._send_outputs(self.core.step(self._serve))
+            self._end_profile()
             self._push_stats()
             is_late = time.monotonic() > self._first_frontend_by
             if not self._frontend_pidfds and (self._had_frontend or is_late):
@@ -164,6 +168,8 @@ class EngineLoop:
         due = max(self._next_stats, 0.0 if self._owes_stats else self.core.next_expiry)
         if not self._had_frontend:
             due = min(due, self._first_frontend_by)
+        if self._profile is not None:
+            due = min(due, self._profile[0].ends_at)
         return -1 if due == math.inf else max(0, math.ceil((due - time.monotonic()) * 1000))
 
     def _serve(self, step: Future[Any]) -> None:
@@ -242,6 +248,8 @@ class EngineLoop:
                 if not request_ids:
                     raise NotFoundError(f"no request with id {shown(message.external_id)} is running")
                 self._send(identity, CommandResult(message.token, {"num_cancelled": len(request_ids)}))
+            case Control(command=Profile() as command):
+                self._profile = self.core.begin_profile(command), identity, message.token
             case Control():
                 answer = self.core.control(message.command)
                 if isinstance(message.command, Health) and not self.core.has_work:
@@ -259,6 +267,12 @@ class EngineLoop:
                 self._send(identity, self.info)
             case Goodbye():
                 self._forget_frontend(identity)
+
+    def _end_profile(self) -> None:
+        if self._profile is not None and self._profile[0].is_over:
+            (profile, identity, token), self._profile = self._profile, None
+            self.core.profile = None
+            self._send(identity, CommandResult(token, profile.answer()))
 
     def _probe(self) -> None:
         """Gives an idle engine a token to compute, which no client gets: who asks again sees a step done."""
@@ -338,8 +352,13 @@ class EngineLoop:
             owner.num_open_choices -= output.finish_reason is not None
             if output.error is not None or not owner.num_open_choices:
                 del self._owners[output.request_id]
+        profile = self.core.profile
+        if profile is not None:
+            profile.phase("send")
         for identity, batch in by_frontend.items():
             self._send(identity, Outputs(batch))
+        if profile is not None:
+            profile.phase("")
 
     def _send(self, identity: bytes, message: EngineMessage) -> None:
         self.socket.send_multipart([identity, encoder.encode(message)])

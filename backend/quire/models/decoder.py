@@ -18,6 +18,7 @@ from quire.models.config import DecoderConfig
 from quire.models.hf_config import HFConfig
 from quire.models.kv_groups import kv_groups
 from quire.models.kv_spec import AttentionKV, KVLayers, KVSpec
+from quire.roofline import ModelWork
 from quire_kernels import ops
 from quire_kernels.cpu.decoder import DecoderLayerWeights, NativeDecoder, can_fuse
 from quire_kernels.metadata import AttentionMetadata
@@ -231,6 +232,22 @@ class DecoderModel(nn.Module):
             num_heads=config.num_heads,
             head_dim=config.head_dim,
             rotary_dim=config.rope.rotary_dim,
+        )
+
+    def work(self, kv_token_bytes: int) -> ModelWork:
+        """What steps of the packed model take; `kv_token_bytes` is what a layer keeps of a token."""
+        config = self.config
+        heads, size = config.num_heads * config.head_dim, config.hidden_size
+        kv_heads = config.num_kv_heads * config.head_dim
+        weights = size * (2 * heads + 2 * kv_heads) + 3 * size * config.intermediate_size
+        return ModelWork(
+            layer_bytes=sum(module.packed.nbytes for module in self.modules() if isinstance(module, Linear)),
+            layer_flops=2 * config.num_layers * weights,
+            head_bytes=self.lm_head.packed.nbytes,
+            head_flops=2 * size * config.vocab_size,
+            kv_token_bytes=kv_token_bytes,
+            pair_flops=4 * heads,
+            windows=config.sliding_windows,
         )
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

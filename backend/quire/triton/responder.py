@@ -11,7 +11,6 @@ the thread's loop, beside everything else that is due, until Triton takes it.
 from __future__ import annotations
 
 import heapq
-import json
 import logging
 import math
 import operator
@@ -21,6 +20,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from quire.engine.client import EngineClient, EngineLost
 from quire.engine.messages import (
@@ -466,7 +467,7 @@ class Responder(threading.Thread):
         assert handle.parsed is not None
         is_cancel = handle.parsed.cancel
         try:
-            text = "" if is_cancel else json.dumps(result.result)
+            text = "" if is_cancel else msgspec.json.encode(result.result).decode()
         except (TypeError, ValueError) as error:
             self._fail(handle, f"the answer cannot be written as JSON: {error}", "INTERNAL")
             return

@@ -27,8 +27,10 @@ from quire.outputs import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from quire.roofline import DeviceLimits
 from quire.startup import StartTimeline
 from quire.worker.device import HostCopy, to_device
+from quire.worker.device_limits import measure_limits
 from quire.worker.grammar import Grammars, RowGrammar
 from quire.worker.graph_runner import (
     CudaGraphs,
@@ -43,7 +45,7 @@ from quire.worker.kv_cache import DeviceMemory, KVCache, KVLayout
 from quire.worker.kv_identity import kv_identity
 from quire.worker.sampler import Draw, draw
 from quire.worker.sampling_batch import SamplingRow
-from quire.worker.timeline import Timeline
+from quire.worker.timeline import StepTimer, Timeline
 from quire.worker.top_logprobs import PromptLogprobs
 from quire_kernels import registry
 from quire_kernels.cpu.native import load_seconds, set_num_threads
@@ -139,6 +141,7 @@ class ModelRunner:
             device=str(self.device),
             num_threads=num_threads,
             start_s=timeline.phases,
+            work=self.model.work(layout.spec.layer_bytes(cache.block_size) // cache.block_size),
         )
         self.tiers: KVTiers | None = None
         directory, end = config.model.tokenizer or config.model.model, loaded.eos_token_ids
@@ -178,6 +181,7 @@ class ModelRunner:
         self._launched: deque[LaunchedStep] = deque()
         """Steps whose tokens the host does not know yet, the oldest first."""
         self.timeline = Timeline(self.device, enabled=bool(os.environ.get("QUIRE_TIMELINE")))
+        self._limits: DeviceLimits | None = None
         self.num_computed_tokens = 0
         """Token rows the model computed since start; equal to those scheduled, as nothing is padded."""
 
@@ -192,23 +196,34 @@ class ModelRunner:
 
         A step that needs to know the tokens of the one before (for n-grams, say) waits for that first.
         """
+        timer = None
+        if output.is_timed:
+            self._measure_limits()
+            timer = StepTimer(self.device)
+            timer.phase("prepare")
         if self._launched and any(self._needs_tokens(item) for item in output.scheduled):
             for step in self._launched:
                 self._settle(step)
         self.batch.update(output)
         move_blocks(output, self.kv_cache, self.tiers)
-        step = LaunchedStep(len(output.scheduled))
+        step = LaunchedStep(len(output.scheduled), timer)
         if not output.is_empty:
             with torch.inference_mode(), self.timeline.step(len(output.scheduled)):
                 self._compute(output.scheduled, step)
+        if timer is not None:
+            timer.launched()
         self._launched.append(step)
 
     def collect(self) -> ModelRunnerOutput:
         """Waits for the oldest step that was launched; returns what it brought."""
         step = self._launched.popleft()  # first, so that it is not collected again if that fails
+        step.phase("collect")
         self._settle(step)
         if self.tiers is not None:
             step.output.loads_done = self.tiers.poll()
+        if step.timer is not None:
+            step.output.timing = step.timer.timing()
+            step.output.timing.limits = self._limits
         return step.output
 
     def reset(self) -> None:
@@ -224,6 +239,13 @@ class ModelRunner:
                 self.prompt_graphs.capture_all()
             if self.graphs is not None:
                 self.graphs.capture_all()
+
+    def _measure_limits(self) -> None:
+        """Once, before the first step that is timed: steps wait for half a second then."""
+        try:
+            self._limits = measure_limits(self.device, self.model.config.dtype, self.info.num_threads)
+        except RuntimeError as error:
+            logger.warning("profile: the device's limits could not be measured: %s", error)
 
     def check(self) -> None:
         """Raises nothing: the runner is there as long as its process."""
@@ -241,7 +263,9 @@ class ModelRunner:
         """Writes KV of the scheduled tokens and samples."""
         self.num_computed_tokens += sum(item.num_scheduled_tokens for item in scheduled)
         if self.graphs is not None and self.graphs.can_run(scheduled):
+            step.phase("model")
             best, logits, input_ids = self.graphs.run(scheduled)
+            step.phase("sample")
             states = [self.batch.requests[item.request_id] for item in scheduled]
             rows, drawn = [state.sampling for state in states], Draw(best)
             if not all(row.wants_best_only for row in rows):
@@ -255,6 +279,7 @@ class ModelRunner:
         if embeds is not None:
             embeds = (embeds[0], embeds[1].to(self.model.config.dtype))
         wants_all = bool(inputs.prompt_rows)
+        step.phase("model")
         recorded = self.prompt_graphs
         if recorded is not None and recorded.can_run(inputs.metas[0].num_tokens):
             hidden, wants_all = recorded.run(inputs, embeds), True
@@ -267,6 +292,7 @@ class ModelRunner:
                 embeds,
                 None if wants_all else inputs.sample_indices,
             )
+        step.phase("sample")
         if inputs.prompt_rows:
             vocab_size = self.info.vocab_size
             step.set_prompts(
@@ -329,7 +355,8 @@ class ModelRunner:
 class LaunchedStep:
     """A step that has begun."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, timer: StepTimer | None = None) -> None:
+        self.timer = timer
         self.output = ModelRunnerOutput([NOTHING] * num_rows)
         self.samples: list[tuple[int, CachedRequest]] = []
         """Row and request of each draw, as in `StepInputs`."""
@@ -339,6 +366,11 @@ class LaunchedStep:
         """As `drawn`, of the prompts' own tokens."""
         self.grammars: list[RowGrammar | None] = []
         """Of each draw; empty where none has one."""
+
+    def phase(self, name: str) -> None:
+        """A phase of the step begins, if anyone wants to know."""
+        if self.timer is not None:
+            self.timer.phase(name)
 
     def set_drawn(
         self, samples: list[tuple[int, CachedRequest]], drawn: Draw, rows: list[SamplingRow]

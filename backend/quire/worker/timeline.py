@@ -1,15 +1,19 @@
-"""Timeline: when each step began and ended on the device, and how long the device waited in between."""
+"""When steps began and ended: on the device, for benchmarks, and phase by phase, for profiles."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from quire.outputs import StepTiming
 
 MAX_STEPS = 10_000
 """Older ones are forgotten."""
@@ -68,3 +72,69 @@ def idle_fraction(steps: list[StepTime]) -> float:
     """Share of the time between the first and the last step in which the device had nothing to do."""
     total = sum(step.busy_ms + step.idle_ms for step in steps)
     return sum(step.idle_ms for step in steps) / total if total else 0.0
+
+
+class StepTimer:
+    """Notes the phases of one step, each of which ends where the next one begins."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._phases: list[tuple[str, float, float]] = []
+        self._name, self._began = "", 0.0
+        self._marks = _Marks(device) if device.type == "cuda" else None
+
+    def phase(self, name: str) -> None:
+        """The present phase ends, and another begins; empty: none does."""
+        now = time.monotonic()
+        if self._name:
+            self._phases.append((self._name, self._began, now))
+        if self._marks is not None and name == "model":
+            self._marks.begin()
+        self._name, self._began = name, now
+
+    def launched(self) -> None:
+        """All of the step is queued."""
+        self.phase("")
+        if self._marks is not None:
+            self._marks.end()
+
+    def timing(self) -> StepTiming:
+        """What was noted; waits for the device."""
+        self.phase("")
+        return StepTiming(self._phases, None if self._marks is None else self._marks.span())
+
+
+class _Marks:
+    """Begin and end of a step in the device's queue."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._zero_s, self._zero = _zero_of(device)
+        self._events: list[Any] = []
+
+    def begin(self) -> None:
+        self._mark()
+
+    def end(self) -> None:
+        if self._events:
+            self._mark()
+
+    def _mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+
+    def span(self) -> tuple[float, float] | None:
+        if not self._events:
+            return None
+        self._events[-1].synchronize()
+        begin, end = (self._zero_s + self._zero.elapsed_time(event) / 1000 for event in self._events)
+        return begin, end
+
+
+@functools.lru_cache
+def _zero_of(device: torch.device) -> tuple[float, Any]:
+    """A time of the host and the device's mark of the same moment."""
+    event = torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    event.record()
+    event.synchronize()
+    return time.monotonic(), event
