@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from quire_ensemble import pbtxt
 from quire_ensemble.errors import BuildError
+from quire_ensemble.gguf_file import GGUFFile
 from quire_ensemble.tokenizer import TOKENIZER_FILES, Tokenizer
 
 Placement = Literal["link", "copy", "path"]
@@ -111,8 +112,8 @@ def build_repository(
     """Writes the model repository.
 
     Args:
-        checkpoint: Hugging Face directory with config.json and tokenizer files. Where it already lies at its
-            place in the repository it is left alone.
+        checkpoint: Hugging Face directory with config.json and tokenizer files, or a .gguf file. Where it
+            already lies at its place in the repository it is left alone.
         out: directory of the repository; made where missing. Other models in it are not touched.
         name_prefix: put before every model's name, so that several checkpoints share one repository.
         instance_count: frontends of the streaming generator (all serve one engine).
@@ -183,13 +184,17 @@ def build_repository(
 
 
 def _checkpoint_config(checkpoint: Path) -> dict[str, Any]:
-    """config.json of a checkpoint that a repository can be built for.
+    """config.json of a checkpoint that a repository can be built for; empty of a .gguf file.
 
     Raises:
-        BuildError: not a directory, config.json missing or broken, no tokenizer files.
+        BuildError: neither a directory nor a .gguf file, config.json missing or broken, no tokenizer.
     """
+    if checkpoint.is_file() and checkpoint.suffix == ".gguf":
+        if not Tokenizer.exists(checkpoint):
+            raise BuildError(f"{checkpoint}: holds no tokenizer, or is broken")
+        return {}
     if not checkpoint.is_dir():
-        raise BuildError(f"{checkpoint}: not a directory; a Hugging Face checkpoint directory is expected")
+        raise BuildError(f"{checkpoint}: neither a Hugging Face checkpoint directory nor a .gguf file")
     config = checkpoint / "config.json"
     if not config.is_file():
         raise BuildError(f"{config}: missing; a Hugging Face checkpoint directory is expected")
@@ -206,6 +211,8 @@ def _checkpoint_config(checkpoint: Path) -> dict[str, Any]:
 
 def has_chat_template(checkpoint: Path) -> bool:
     """Whether the checkpoint's files hold a chat template; looked up without loading the tokenizer."""
+    if checkpoint.is_file():
+        return bool(GGUFFile.open(checkpoint).metadata.get("tokenizer.chat_template"))
     if (checkpoint / "chat_template.jinja").is_file() or (checkpoint / "chat_template.json").is_file():
         return True
     config = checkpoint / "tokenizer_config.json"
@@ -216,7 +223,7 @@ def engine_file(model: str, options: Mapping[str, Any]) -> str:
     """Text of a quire.json: the checkpoint's path, the spelled-out keys, then further options."""
     lines: dict[str, Any] = {
         "//": "Engine of this model. Keys that begin with // are comments.",
-        "//model": "Checkpoint directory; a relative path starts at the directory of this file.",
+        "//model": "Checkpoint directory or .gguf file; a relative path starts at this file's directory.",
         "model": model,
     }
     for key, (default, comment) in ENGINE_DEFAULTS.items():
@@ -228,13 +235,17 @@ def engine_file(model: str, options: Mapping[str, Any]) -> str:
 
 def _place_checkpoint(checkpoint: Path, place: Path, placement: Placement) -> None:
     if placement == "link":
-        place.symlink_to(checkpoint.resolve(), target_is_directory=True)
+        place.symlink_to(checkpoint.resolve(), target_is_directory=checkpoint.is_dir())
         return
     # Copied beside its place first: a copy that was cut short must not look like a checkpoint.
     partial = place.with_name(f".{place.name}.partial-{os.getpid()}")
     try:
-        shutil.copytree(checkpoint, partial)
+        if checkpoint.is_dir():
+            shutil.copytree(checkpoint, partial)
+        else:
+            shutil.copyfile(checkpoint, partial)
         partial.rename(place)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        partial.unlink(missing_ok=True)
         raise

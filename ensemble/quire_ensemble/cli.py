@@ -22,7 +22,7 @@ def repository() -> None:
     "--checkpoint",
     required=True,
     type=click.Path(path_type=Path),
-    help="Hugging Face checkpoint directory (config.json, weights, tokenizer).",
+    help="Hugging Face checkpoint directory (config.json, weights, tokenizer), or a .gguf file.",
 )
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory of the repository.")
 @click.option("--name-prefix", default="", help="Put before every model's name.")

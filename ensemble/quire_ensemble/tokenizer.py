@@ -64,27 +64,14 @@ class Tokenizer:
         """Loads the tokenizer.
 
         Args:
-            path: checkpoint directory; a plain `tokenizer.json` in it is enough.
+            path: checkpoint directory, where a plain `tokenizer.json` is enough; or a .gguf file.
 
         Raises:
-            TokenizerError: the directory does not exist, has no tokenizer files, or they cannot be read.
+            TokenizerError: the path does not exist, has no tokenizer, or one that cannot be read.
         """
         self.path = Path(path)
-        if not self.path.is_dir():
-            raise TokenizerError(f"{self.path}: tokenizer directory does not exist")
-        if not self.exists(self.path):
-            raise TokenizerError(
-                f"{self.path}: no tokenizer files; expected one of {', '.join(TOKENIZER_FILES)}"
-            )
-        from transformers import AutoTokenizer
-
-        try:
-            self.hf: Any = AutoTokenizer.from_pretrained(
-                str(self.path), local_files_only=True, trust_remote_code=False
-            )
-            """The tokenizer of transformers. Calls that pad or truncate must not be made on it."""
-        except Exception as error:  # the loaders of transformers raise whatever their files make them raise
-            raise TokenizerError(f"{self.path}: tokenizer cannot be loaded: {one_line(error)}") from error
+        self.hf: Any = _load(self.path)
+        """The tokenizer of transformers. Calls that pad or truncate must not be made on it."""
         rust = getattr(self.hf, "backend_tokenizer", None)
         if rust is not None:
             rust.no_truncation()
@@ -95,8 +82,9 @@ class Tokenizer:
 
     @staticmethod
     def exists(path: str | Path) -> bool:
-        """Whether the directory holds tokenizer files; without them a generator serves token ids only."""
-        return any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
+        """Whether a checkpoint has a tokenizer; without one a generator serves token ids only."""
+        path = Path(path)
+        return _gguf_file(path) is not None or any((path / name).is_file() for name in TOKENIZER_FILES)
 
     @classmethod
     def find(cls, named: str, own: str | Path) -> Tokenizer | None:
@@ -312,6 +300,39 @@ def _with_short_edges(part: str) -> str:
 
 def _shows_lists(text: str) -> bool:
     return "'type': 'text'" in text or '"type": "text"' in text
+
+
+def _gguf_file(path: Path) -> Path | None:
+    """The GGUF file at a checkpoint's path, if it can be read and holds a tokenizer."""
+    # The package takes a while to import, and most checkpoints need it not.
+    if path.suffix != ".gguf" and (not path.is_dir() or (path / "config.json").exists()):
+        return None
+    from quire_ensemble.gguf_file import GGUFFile, find_gguf
+
+    try:
+        found = find_gguf(path)
+        return found if found and "tokenizer.ggml.model" in GGUFFile.open(found).metadata else None
+    except (OSError, ValueError):
+        return None
+
+
+def _load(path: Path) -> Any:
+    """transformers' tokenizer of a checkpoint; arguments and errors as of `Tokenizer`."""
+    gguf = _gguf_file(path)
+    if gguf is not None:
+        from quire_ensemble.gguf_tokenizer import load_gguf_tokenizer
+
+        return load_gguf_tokenizer(gguf)
+    if not path.is_dir():
+        raise TokenizerError(f"{path}: tokenizer directory does not exist")
+    if not Tokenizer.exists(path):
+        raise TokenizerError(f"{path}: no tokenizer files; expected one of {', '.join(TOKENIZER_FILES)}")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the loaders of transformers raise whatever their files make them raise
+        raise TokenizerError(f"{path}: tokenizer cannot be loaded: {one_line(error)}") from error
 
 
 def _processor_template(path: Path) -> str | None:

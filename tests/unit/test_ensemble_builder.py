@@ -284,7 +284,7 @@ def test_existing_models_are_overwritten_by_force_only(checkpoint: Path, tmp_pat
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda c: shutil.rmtree(c), "not a directory; a Hugging Face checkpoint directory is expected"),
+        (lambda c: shutil.rmtree(c), "neither a Hugging Face checkpoint directory nor a .gguf file"),
         (lambda c: (c / "config.json").unlink(), "config.json: missing"),
         (lambda c: (c / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
         (lambda c: (c / "config.json").write_text("{}"), "states no 'architectures'"),

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -20,8 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
+from quire.loader.gguf_weights import hf_name, read_gguf
 from quire.loader.info import read_configs
 from quire.loader.load import LoadedModel, load_model
+from quire_ensemble.gguf_file import GGUFFile
 from tests.fixtures.checkpoints import build_model, make_checkpoint
 from tests.fixtures.drive import Driver, hf_logits, hf_model
 from tests.fixtures.gguf_files import gguf_name, write_gguf
@@ -125,6 +128,41 @@ def test_gguf_equals_transformers_with_the_decoded_weights(family: str, kind: st
                 parameter.copy_(NAIVE[kind](parameter))
     driver = Driver.load(file, dtype="float32")
     torch.testing.assert_close(driver.logits(IDS), hf_logits(model, IDS), atol=2e-3, rtol=0.0)
+
+
+@pytest.mark.row("D15", clauses=("equal",))
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"])
+def test_gguf_weights_equal_those_of_the_public_reader_and_run(kind: str, tmp_path: Path) -> None:
+    file = write_gguf(make_checkpoint("qwen3", tmp_path / "hf"), tmp_path / "model.gguf", kind)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    ours = {one.name: one.tensor for one in read_gguf(file)}
+    assert ours.keys() == {hf_name(name) for name in stored}
+    for name, tensor in stored.items():
+        theirs = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        assert torch.equal(ours[hf_name(name)].float(), theirs), name
+    assert Driver.load(file, dtype="float32").logits(IDS).isfinite().all()
+
+
+def test_gguf_blocks_of_every_kind_are_where_the_public_reader_finds_them(tmp_path: Path) -> None:
+    """K-quants too, which the public package reads and does not write: of random bytes."""
+    rng, file = np.random.default_rng(15), tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    kinds = [
+        kind for kind in gguf.GGMLQuantizationType if kind.name[:2] in ("Q2", "Q3", "Q4", "Q5", "Q6", "IQ")
+    ]
+    for kind in kinds:
+        size = gguf.GGML_QUANT_SIZES[kind][1]
+        data = rng.integers(0, 256, (3, 2 * size), dtype=np.uint8)
+        writer.add_tensor(kind.name, data, raw_shape=(3, 2 * size), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    opened = GGUFFile.open(file)
+    for tensor in gguf.GGUFReader(file).tensors:
+        stored = opened.tensors[tensor.name]
+        assert stored.kind == tensor.tensor_type and stored.shape == tuple(tensor.shape[::-1].tolist())
+        np.testing.assert_array_equal(opened.data(stored), tensor.data)
 
 
 @pytest.mark.row("G16")
@@ -496,7 +534,7 @@ def test_truncated_gguf(keep: float, checkpoint: Path, tmp_path: Path) -> None:
 def test_gguf_of_noise_and_of_an_unknown_architecture(checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"noise" * 100)
-    assert complaint(file) == f"{file}: broken GGUF file: GGUF magic invalid"
+    assert complaint(file) == f"{file}: broken GGUF file: begins with b'nois', not with b'GGUF'"
     file.write_bytes(b"GGUF" + struct.pack("<I", 3) + np.random.default_rng(0).bytes(500))
     assert complaint(file).startswith(f"{file}: broken GGUF file: ")
     write_gguf(checkpoint, file)

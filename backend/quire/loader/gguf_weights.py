@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor, quants
+from gguf import GGMLQuantizationType, quants
 
 from quire.errors import CheckpointError
-from quire.loader.gguf_metadata import ROPE_FACTORS, field, open_gguf
+from quire.loader.gguf_metadata import ROPE_FACTORS, open_gguf
+from quire_ensemble.gguf_file import GGUFFile, StoredTensor
 from quire_ensemble.weight_files import NamedTensor
 
 _TOP = {
@@ -31,6 +32,11 @@ _IN_BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_PLAIN = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
 
 
 def read_gguf(file: Path) -> Iterator[NamedTensor]:
@@ -39,13 +45,13 @@ def read_gguf(file: Path) -> Iterator[NamedTensor]:
     Raises:
         CheckpointError: the file is broken, or a tensor's quantisation is not known.
     """
-    reader = open_gguf(file)
-    arch = field(reader, "general.architecture")
-    heads = {"attn_q": _heads(reader, arch, "head_count"), "attn_k": _heads(reader, arch, "head_count_kv")}
-    for stored in reader.tensors:
+    opened = open_gguf(file)
+    arch = opened.metadata["general.architecture"]
+    heads = {"attn_q": _heads(opened, arch, "head_count"), "attn_k": _heads(opened, arch, "head_count_kv")}
+    for stored in opened.tensors.values():
         if stored.name == ROPE_FACTORS:
             continue
-        tensor = _decode(stored, file)
+        tensor = _decode(opened, stored)
         part = stored.name.split(".")[-2] if "." in stored.name else stored.name
         # Only this architecture's files pair neighbouring dimensions in rotary embedding, by reordering rows.
         if arch == "llama" and part in heads:
@@ -63,22 +69,23 @@ def hf_name(name: str) -> str:
     return name
 
 
-def _heads(reader: GGUFReader, arch: str, key: str) -> int:
-    count = field(reader, f"{arch}.attention.{key}") or field(reader, f"{arch}.attention.head_count")
-    return int(count)
+def _heads(opened: GGUFFile, arch: str, key: str) -> int:
+    stated = opened.metadata.get
+    return int(stated(f"{arch}.attention.{key}") or stated(f"{arch}.attention.head_count") or 0)
 
 
-def _decode(stored: ReaderTensor, file: Path) -> torch.Tensor:
-    kind = stored.tensor_type
-    if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+def _decode(opened: GGUFFile, stored: StoredTensor) -> torch.Tensor:
+    data, plain = opened.data(stored), _PLAIN.get(stored.kind)
+    if plain is not None:
         with warnings.catch_warnings():
             # The memory map is read-only, and so is our use of it.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return torch.from_numpy(stored.data)
+            return torch.from_numpy(data).view(plain)
     try:
-        return torch.from_numpy(quants.dequantize(stored.data, kind))
+        return torch.from_numpy(quants.dequantize(data, stored.kind))
     except NotImplementedError:
-        raise CheckpointError(f"{file}: {stored.name} has unsupported type {kind.name}") from None
+        name = stored.kind.name
+        raise CheckpointError(f"{opened.path}: {stored.name} has unsupported type {name}") from None
 
 
 def _rotate_half_order(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.errors import CheckpointError
 from quire.models.hf_config import HFConfig, read_json
+from quire_ensemble.gguf_file import GGUFError, find_gguf
 
 
 def read_configs(path: str | Path) -> tuple[HFConfig, dict[str, Any]]:
@@ -35,13 +36,8 @@ def read_configs(path: str | Path) -> tuple[HFConfig, dict[str, Any]]:
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF file that `path` is, or that is all a directory without config.json holds; else None."""
-    if path.is_file():
-        return path if path.suffix == ".gguf" else None
-    if (path / "config.json").exists():
-        return None
-    files = sorted(path.glob("*.gguf"))
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files)
-        raise CheckpointError(f"{path}: holds several .gguf files ({names}); name one of them")
-    return files[0] if files else None
+    """As `find_gguf`; raises CheckpointError."""
+    try:
+        return find_gguf(path)
+    except GGUFError as error:
+        raise CheckpointError(f"{path}: {error}") from None

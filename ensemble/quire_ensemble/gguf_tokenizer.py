@@ -1,0 +1,166 @@
+"""Tokenizers of GGUF files, which hold one as lists of tokens, with its chat template.
+
+What a file does not hold is how texts are cut before tokens are merged: it names a rule
+(`tokenizer.ggml.pre`), and the rules are those of llama.cpp (src/llama-vocab.cpp), in the terms of Hugging
+Face's `tokenizers`. A rule that is not known is refused, as another one would give wrong tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from quire_ensemble.errors import TokenizerError, one_line
+from quire_ensemble.gguf_file import GGUFFile
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+"""Types of tokens (the GGUF specification's `tokenizer.ggml.token_type`)."""
+
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_PATTERNS = {
+    "llama3": _WORDS + r"\p{N}{1,3}" + _REST,
+    "qwen2": _WORDS + r"\p{N}" + _REST,
+    "tekken": rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    + _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1),
+}
+_RULES = {
+    **dict.fromkeys(("gpt-2", "default"), "gpt2"),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), "digits"),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama3"),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
+    "tekken": "tekken",
+}
+"""Rule of each name that `tokenizer.ggml.pre` may have."""
+_BEGIN_WITH_BOS = ("llama3", "tekken")
+"""Rules whose texts begin with BOS where the file does not say."""
+
+
+def load_gguf_tokenizer(file: Path) -> Any:
+    """The tokenizer in a GGUF file, as transformers' `PreTrainedTokenizerFast`, with its chat template.
+
+    Raises:
+        TokenizerError: the file is broken, holds no tokenizer, or one of a kind that is not known; names it.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        values = {
+            name.removeprefix("tokenizer.").removeprefix("ggml."): value
+            for name, value in GGUFFile.open(file).metadata.items()
+            if name.startswith("tokenizer.")
+        }
+        kind = values.get("model")
+        if kind is None:
+            raise TokenizerError(f"{file}: holds no tokenizer")
+        tokens, kinds = values["tokens"], values.get("token_type") or []
+        if kind == "gpt2":
+            tokenizer = _byte_level(file, values)
+        elif kind == "llama":
+            tokenizer = _sentencepiece(values)
+        else:
+            raise TokenizerError(
+                f"{file}: tokenizer.ggml.model {kind!r} is not supported; supported: gpt2, llama"
+            )
+        _add_special(tokenizer, tokens, kinds)
+        special = {
+            f"{role}_token": tokens[values[f"{name}_token_id"]]
+            for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+            if values.get(f"{name}_token_id") is not None
+        }
+        _begin_and_end(tokenizer, values, special)
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            chat_template=values.get("chat_template"),
+            clean_up_tokenization_spaces=False,
+            **special,
+        )
+    except TokenizerError:
+        raise
+    except Exception as error:  # whatever lies in the file
+        raise TokenizerError(f"{file}: its tokenizer cannot be read: {one_line(error)}") from error
+
+
+def _byte_level(file: Path, values: dict[str, Any]) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = values.get("pre", "default")
+    rule = _RULES.get(name)
+    if rule is None:
+        known = ", ".join(sorted(_RULES))
+        raise TokenizerError(f"{file}: tokenizer.ggml.pre {name!r} is not supported; supported: {known}")
+    vocab = {token: token_id for token_id, token in enumerate(values["tokens"])}
+    merges = [tuple(merge.split(" ", 1)) for merge in values["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=rule in _BEGIN_WITH_BOS))
+    if rule == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    parts: list[Any] = []
+    if rule == "digits":
+        parts.append(pre_tokenizers.Digits(individual_digits=True))
+    elif rule != "gpt2":
+        parts.append(pre_tokenizers.Split(Regex(_PATTERNS[rule]), "isolated"))
+    use_regex = rule in ("gpt2", "digits")
+    parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(values: dict[str, Any]) -> Any:
+    """A model of SentencePiece's BPE: pairs merge in the order of the scores of what they make."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens, scores = values["tokens"], values["scores"]
+    kinds = values.get("token_type") or [_NORMAL] * len(tokens)
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    merges: list[tuple[float, int, int, str, str]] = []
+    for token, score, kind in zip(tokens, scores, kinds, strict=True):
+        if kind == _NORMAL:
+            pairs = ((token[:at], token[at:]) for at in range(1, len(token)))
+            known = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
+            merges += [(-score, vocab[left], vocab[right], left, right) for left, right in known]
+    merges.sort()
+    unknown = values.get("unknown_token_id")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab,
+            [(left, right) for *_, left, right in merges],
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=_BYTE in kinds,
+        )
+    )
+    adds_space = values.get("add_space_prefix", True)
+    before = [normalizers.Prepend("▁")] if adds_space else []
+    tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
+    after = [decoders.Strip(" ", 1, 0)] if adds_space else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *after]
+    )
+    return tokenizer
+
+
+def _add_special(tokenizer: Any, tokens: list[str], kinds: list[int]) -> None:
+    """Tells the tokenizer which of its tokens are never merged from a text's characters."""
+    from tokenizers import AddedToken
+
+    for token, kind in zip(tokens, kinds, strict=False):
+        if kind in (_CONTROL, _USER_DEFINED):
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL)])
+
+
+def _begin_and_end(tokenizer: Any, values: dict[str, Any], special: dict[str, str]) -> None:
+    """Puts BOS and EOS around texts, where the file asks for it."""
+    from tokenizers import processors
+
+    begins = values["model"] == "llama" or _RULES.get(values.get("pre", "")) in _BEGIN_WITH_BOS
+    bos = special.get("bos_token") if values.get("add_bos_token", begins) else None
+    eos = special.get("eos_token") if values.get("add_eos_token", False) else None
+    around = [token for token in (bos, eos) if token]
+    if around:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in set(around)],
+        )
