@@ -218,6 +218,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Of each token of the prompt, None for the first: on the first output of a request that asks for them,
     which is one of choice 0."""
+    seed: int | None = None
+    """What the request's draws come of, on the first output of choice 0; None: nothing is drawn."""
 
 
 @dataclass(slots=True)

@@ -76,6 +76,7 @@ class Request:
         "load_id",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_deaths",
         "num_given_tokens",
         "num_once_computed",
         "num_pending_tokens",
@@ -162,6 +163,8 @@ class Request:
         self.uses_tiers = True
         """False once a KV tier has failed it."""
         self.num_preemptions = 0
+        self.num_deaths = 0
+        """Engines that died while they had it; above 0 it was admitted by an engine before this one."""
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None

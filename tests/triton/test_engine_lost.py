@@ -6,10 +6,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.fixtures import fake_pb_utils
 
 fake_pb_utils.install()
 
+from quire.engine import client  # noqa: E402
 from quire.engine.cache_commands import Inspect  # noqa: E402
 from quire.engine.client import EngineClient  # noqa: E402
 from quire.engine.connection import EngineConnection  # noqa: E402
@@ -21,8 +24,11 @@ from quire.triton.responder import Responder  # noqa: E402
 from tests.triton.test_choices import WAIT_S, Harness  # noqa: E402
 
 
-def test_requests_of_an_engine_that_dies_are_unavailable_and_not_internal(tmp_path: Path) -> None:
-    """By the code a client knows whether to try again."""
+def test_requests_of_an_engine_that_dies_are_unavailable_and_not_internal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the code a client knows whether to try again. They are told when an engine cannot be started."""
+    monkeypatch.setattr(client, "RESTART_PAUSES_S", (0.0, 0.001))
     harness = Harness(tmp_path)
     address = str(tmp_path / "engine.ipc")
     with subprocess.Popen(["sleep", "600"]) as process:
@@ -49,6 +55,7 @@ def test_requests_of_an_engine_that_dies_are_unavailable_and_not_internal(tmp_pa
             (response,) = sender.responses
             assert response.error.code() == fake_pb_utils.TritonError.UNAVAILABLE
             assert "engine process died" in response.error.message()
+            assert "there is no engine" in response.error.message()
     late = harness.command(cache_control=Inspect())
     assert late.final.wait(WAIT_S)
     assert late.responses[0].error.code() == fake_pb_utils.TritonError.UNAVAILABLE

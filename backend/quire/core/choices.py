@@ -77,16 +77,33 @@ class Choices:
         """Makes each choice but the first, which the parent becomes, a request that has the prompt alone."""
         self.has_forked = True
         roster.take_one_seat(parent)
-        params, outputs = parent.sampling_params, []
+        outputs = []
         for index, first in enumerate(drawn, 1):
-            seed = None if params.seed is None else choice_seed(params.seed, index)
-            own = msgspec.structs.replace(params, seed=seed, n=1, best_of=None)
-            prompt = parent.token_ids[: parent.num_prompt_tokens]
-            child = self._continue(parent, index, prompt, own)
+            child = self._choice(parent, index, [])
             # Not by what the parent has computed: its next row may be in flight.
             roster.fork(parent, child, parent.num_prompt_tokens)
             outputs.append(take(child, first))
         return outputs
+
+    def resume(self, parent: Request, outputs: dict[int, list[int]], roster: Roster) -> None:
+        """Forks a waiting request as an engine that died had done; its own output so far is in it already.
+
+        Args:
+            outputs: tokens so far of the choices that are open, the parent's perhaps not among them.
+        """
+        self.has_forked = True
+        roster.take_one_seat(parent)
+        for index in outputs.keys() - {0}:
+            roster.fork(parent, self._choice(parent, index, outputs[index]), 0)
+        if 0 not in outputs:
+            roster.discard(parent)
+
+    def _choice(self, parent: Request, index: int, output: list[int]) -> Request:
+        params = parent.sampling_params
+        seed = None if params.seed is None else choice_seed(params.seed, index)
+        own = msgspec.structs.replace(params, seed=seed, n=1, best_of=None)
+        token_ids = [*parent.token_ids[: parent.num_prompt_tokens], *output]
+        return self._continue(parent, index, token_ids, own)
 
     def _continue(self, parent: Request, index: int, token_ids: list[int], params: SamplingParams) -> Request:
         """A request beside `parent`, with other tokens behind those that both have computed."""

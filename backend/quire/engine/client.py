@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import zmq
@@ -28,15 +30,28 @@ logger = logging.getLogger("quire")
 RESTART_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Pauses before each attempt to replace an engine that died; the last counts for all further."""
 SOUND_S = 60.0
-"""An engine that lived this long is replaced at once."""
+"""An engine that lived this long, or brought a token, is replaced at once."""
+MAX_FAILED_STARTS = 3
+"""Attempts in a row to start an engine after which requests that wait for one end."""
 
 
 class EngineLost:
-    """The engine died: nothing that was in flight will be answered."""
+    """The engine died: what it had goes on in the next one."""
+
+
+class EngineReplaced:
+    """Another engine took the place of one that died, and knows of no request."""
+
+
+@dataclass(frozen=True)
+class EngineGone:
+    """The engine died and none can be started, for now or for ever: what it had will not go on."""
+
+    reason: str
 
 
 Connected: TypeAlias = tuple[EngineConnection, EngineInfo]
-Answer: TypeAlias = Outputs | CommandResult | EngineLost
+Answer: TypeAlias = Outputs | CommandResult | EngineLost | EngineReplaced | EngineGone
 
 
 class EngineClient:
@@ -71,7 +86,11 @@ class EngineClient:
         self._next_attempt: float | None = 0.0
         """When another engine is started; None: never, as it was told to stop."""
         self._num_restarts = 0
-        """Attempts in a row to start an engine that were made before one lived for SOUND_S."""
+        """Attempts in a row to start an engine that were made before one was sound."""
+        self._has_answered = False
+        """Whether the engine has brought outputs."""
+        self._is_hopeless = threading.Event()
+        """Set by who restarts: requests are to wait no longer."""
         self._closed = threading.Event()
         self._lock = threading.Lock()
         """Held while the next engine's connection changes hands: it is received, or closed."""
@@ -106,16 +125,17 @@ class EngineClient:
             self._connection.send(AbortRequests(request_ids, reason.value, time.monotonic()))
 
     def receive(self) -> list[Answer]:
-        """Answers that are there now; `EngineLost` comes after the last ones of an engine that died."""
+        """Answers that are there now; `EngineLost` comes after the last ones of an engine that died, and then
+        `EngineReplaced`, `EngineGone`, or one after the other."""
         if self._connection is None:
-            self._take_over()
-            return []
+            return self._take_over()
         answers: list[Answer] = []
         for message in self._connection.receive():
             if isinstance(message, Stats):
                 self._publish(message)
             elif not isinstance(message, EngineInfo):
                 answers.append(message)
+        self._has_answered |= bool(answers)
         if self._has_died:
             self._bury(self._connection)
             answers.append(EngineLost())
@@ -140,6 +160,7 @@ class EngineClient:
 
     def _watch(self, connection: EngineConnection) -> None:
         self._connected_at = time.monotonic()
+        self._has_answered = False
         self._poller.register(connection.socket, zmq.POLLIN)
         self._poller.register(connection.pidfd, zmq.POLLIN)
 
@@ -152,21 +173,19 @@ class EngineClient:
         logger.warning("frontend: engine process %d ended", connection.address.pid)
         self._down_reason = "the engine process died and is being restarted: try again"
         self._next_attempt = time.monotonic()
-        if time.monotonic() - self._connected_at >= SOUND_S:
+        if self._has_answered or time.monotonic() - self._connected_at >= SOUND_S:
             self._num_restarts = 0
         try:
             threading.Thread(target=self._restart, name="quire-restart", daemon=True).start()
         except RuntimeError as error:  # what was in flight must be ended all the same
-            self._next_attempt = None
-            self._down_reason = f"the engine process died and no other can be started: {error}"
-            logger.error("frontend: %s", self._down_reason)
+            self._give_up(f"the engine process died and no other can be started: {error}")
 
     def _restart(self) -> None:
         """Tries until there is an engine again, since what it lacks (a checkpoint, memory) may come back.
 
         Only an operator's stop ends it: of this frontend, or of the engine.
         """
-        while True:
+        for num_failed in itertools.count(1):
             pause_s = RESTART_PAUSES_S[min(self._num_restarts, len(RESTART_PAUSES_S) - 1)]
             self._next_attempt = time.monotonic() + pause_s
             self._num_restarts += 1
@@ -175,13 +194,14 @@ class EngineClient:
             try:
                 successor = self._connect()
             except EngineStoppedError as error:
-                self._next_attempt = None
-                self._down_reason = str(error)
-                logger.info("frontend: %s", error)
+                self._give_up(str(error))
                 return
             except Exception as error:
                 self._down_reason = f"the engine could not be restarted, which is tried again: {error}"
                 logger.error("frontend: %s", self._down_reason)
+                if num_failed == MAX_FAILED_STARTS:
+                    self._is_hopeless.set()
+                    self.wake()
             else:
                 break
         with self._lock:
@@ -191,10 +211,23 @@ class EngineClient:
                 return
         successor[0].close(goodbye=True)
 
-    def _take_over(self) -> None:
+    def _give_up(self, reason: str) -> None:
+        self._next_attempt = None
+        self._down_reason = reason
+        logger.error("frontend: %s", reason)
+        self._is_hopeless.set()
+        self.wake()
+
+    def _take_over(self) -> list[Answer]:
+        answers: list[Answer] = []
+        if self._is_hopeless.is_set():
+            self._is_hopeless.clear()
+            answers.append(EngineGone(self._down_reason))
         with self._lock:
             successor, self._successor = self._successor, None
         if successor is not None:
             self._connection, self.info = successor
             self._watch(self._connection)
             logger.warning("frontend: engine process %d took over", self._connection.address.pid)
+            answers.append(EngineReplaced())
+        return answers

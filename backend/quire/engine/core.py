@@ -114,15 +114,26 @@ class EngineCore:
         scheduling: SchedulingParams = SchedulingParams(),
         external_id: str = "",
         embeds: PromptEmbeds | None = None,
+        num_deaths: int = 0,
+        outputs: dict[int, list[int]] | None = None,
     ) -> None:
         """Queues a request; it takes part in the next step if there is room.
+
+        Args:
+            num_deaths: of engines that had it; above 0 it goes on, whatever the queue's limits are.
+            outputs: as of `Scheduler.add_request`.
 
         Raises:
             InvalidArgumentError: empty prompt, token id outside the vocabulary, prompt longer than
                 max_model_len or (refused by the scheduler) than the KV cache can ever hold.
             UnavailableError: the queue is full.
         """
-        check_prompt(prompt_token_ids, vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len)
+        for output in [[]] if outputs is None else outputs.values():
+            check_prompt(
+                prompt_token_ids + output,
+                vocab_size=self.info.vocab_size,
+                max_model_len=self.info.max_model_len,
+            )
         check_token_parameters(sampling_params, self.info.vocab_size)
         check_prompt_logprobs(sampling_params, len(prompt_token_ids))
         check_logits_processors(sampling_params, self.config.model.logits_processors)
@@ -140,7 +151,8 @@ class EngineCore:
             external_id=external_id,
             embeds=embeds,
         )
-        self.scheduler.add_request(request)
+        request.num_deaths = num_deaths
+        self.scheduler.add_request(request, outputs)
 
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.CANCELLED

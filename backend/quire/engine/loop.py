@@ -62,7 +62,6 @@ from quire.errors import (
     InvalidArgumentError,
     NotFoundError,
     QuireError,
-    UnavailableError,
     describe,
 )
 from quire.multimodal import PromptEmbeds, check_spans
@@ -137,17 +136,8 @@ class EngineLoop:
     def run(self) -> None:
         """Runs until the last frontend or the server is gone, or `stop` was called.
 
-        An exception means that the engine is broken: its requests have ended with UNAVAILABLE.
+        An exception means that the engine is broken: its frontends have the next one go on with its requests.
         """
-        try:
-            self._run()
-        except Exception as error:
-            reason = UnavailableError(f"the engine failed and is to be replaced: {describe(error)}")
-            for request_id, owner in self._owners.items():
-                self._send(owner.identity, Outputs([error_output(request_id, reason)]))
-            raise
-
-    def _run(self) -> None:
         self._first_frontend_by = time.monotonic() + FIRST_FRONTEND_TIMEOUT_S
         while not self._stopping:
             self._receive(0 if self.core.has_work else self._idle_ms())
@@ -297,6 +287,7 @@ class EngineLoop:
         if "#" in message.request_id:
             raise EngineError("request ids must not hold #, which names choices")
         check_together(message.sampling_params)
+        _check_outputs(message)
         if message.scheduling.exempt:
             raise InvalidArgumentError("scheduling", "only the engine's own requests are exempt from limits")
         embeds = None if message.embeds is None else self._open_embeds(message, message.embeds)
@@ -309,13 +300,16 @@ class EngineLoop:
                 scheduling=message.scheduling,
                 external_id=message.external_id,
                 embeds=embeds,
+                num_deaths=message.num_deaths,
+                outputs=message.outputs,
             )
         except QuireError:
             raise
         except Exception:
             self.core.abort([message.request_id])  # it may be half in
             raise
-        self._owners[message.request_id] = _Owner(identity, message.sampling_params.n)
+        num_open = message.sampling_params.n if message.outputs is None else len(message.outputs)
+        self._owners[message.request_id] = _Owner(identity, num_open)
 
     def _open_embeds(self, message: AddRequest, given: EmbedsMessage) -> PromptEmbeds:
         """Maps the frontend's memory; it may be given back there once the engine has answered."""
@@ -378,6 +372,14 @@ class EngineLoop:
         message = Stats(self._stats())
         for identity in self._frontend_pidfds:
             self._send(identity, message)
+
+
+def _check_outputs(message: AddRequest) -> None:
+    params, outputs = message.sampling_params, message.outputs
+    if outputs is None:
+        return
+    if params.is_ranked or not outputs or not outputs.keys() <= set(range(params.n)):
+        raise EngineError(f"a request with n={params.n} cannot go on with choices {sorted(outputs)}")
 
 
 def _engine_info(core: EngineCore) -> EngineInfo:

@@ -43,6 +43,10 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
     external_id: str = ""
     arrival_time: Seconds = 0.0
     embeds: EmbedsMessage | None = None
+    num_deaths: int = 0
+    """Engines that died and had it; above 0 it goes on where it was, and no limit refuses it."""
+    outputs: dict[int, list[int]] | None = None
+    """Tokens so far of each choice that is open; None: none has any, and the request begins anew."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):

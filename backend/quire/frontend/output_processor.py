@@ -7,6 +7,8 @@ in the engine, and outputs that were already on their way are ignored.
 from __future__ import annotations
 
 import sys
+import time
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -46,8 +48,10 @@ class OutputProcessor:
         "_num_wanted",
         "_params",
         "_prompt_logprobs",
+        "_taken_ids",
         "_text",
         "_token_ids",
+        "_wanted_before",
         "admitted_at",
         "cumulative_logprob",
         "error",
@@ -57,10 +61,14 @@ class OutputProcessor:
         "index",
         "item",
         "num_cached_tokens",
+        "num_continuations",
         "num_output_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "paused_at",
+        "paused_s",
         "request_id",
+        "seed",
         "stop_reason",
     )
 
@@ -83,6 +91,14 @@ class OutputProcessor:
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.seed: int | None = None
+        """As of `EngineCoreOutput`."""
+        self.num_continuations = 0
+        """Engines that have died before it ended."""
+        self.paused_s = 0.0
+        """Seconds from these deaths to the next token each."""
+        self.paused_at = 0.0
+        """When it was paused by a death, CLOCK_MONOTONIC seconds; 0: it goes on."""
         self.admitted_at = self.first_token_at = 0.0
         """As of `EngineCoreOutput`; 0: not known yet, or never."""
         self.finish_reason: str | None = None
@@ -103,8 +119,9 @@ class OutputProcessor:
             )
         self._has_stops = bool(params.stop)
         self._text = ""
-        self._num_wanted = num_wanted
+        self._num_wanted = self._wanted_before = num_wanted
         self._token_ids: list[int] = []
+        self._taken_ids = array("i")
         self._num_decoded = 0
         # A stop token id that ended the choice is no part of the text: the last token, or none.
         self._num_hidden = 0
@@ -119,6 +136,23 @@ class OutputProcessor:
     def num_reasoning_tokens(self) -> int:
         """Of the tokens that have become text."""
         return 0 if self._answer is None else self._answer.num_reasoning_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens that came, a new list."""
+        return [*self._taken_ids, *self._token_ids]
+
+    def pause(self, now: float) -> None:
+        """The engine died; the choice goes on in the next one, unless it is finished."""
+        if not self.finished:
+            self.num_continuations += 1
+            self.paused_at = self.paused_at or now
+            self._num_wanted = 0  # the next output is one for `process`
+
+    def _go_on(self) -> None:
+        self.paused_s += time.monotonic() - self.paused_at
+        self.paused_at = 0.0
+        self._num_wanted = self._wanted_before
 
     def append(self, output: EngineCoreOutput) -> bool:
         """Takes a further output that is nothing but tokens, of which there are too few to look at them.
@@ -150,12 +184,14 @@ class OutputProcessor:
         """
         if self.finished:
             return False
+        if self.paused_at:
+            self._go_on()
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.admitted_at = self.admitted_at or output.admitted_at
         self.first_token_at = self.first_token_at or output.first_token_at
         self.num_preemptions = output.num_preemptions
         if not self.num_output_tokens:
-            self._prompt_logprobs = output.prompt_logprobs
+            self._prompt_logprobs, self.seed = output.prompt_logprobs, output.seed
         num_before = len(self._token_ids)
         self._token_ids += output.new_token_ids
         self._num_hidden = int(self._ends_unseen(output))
@@ -225,6 +261,8 @@ class OutputProcessor:
     def finish(self, reason: FinishReason, error: str | None = None, error_code: str = "") -> None:
         """Ends the request from outside (cancelled, engine gone); the first reason stays."""
         if not self.finished:
+            if self.paused_at:
+                self._go_on()
             self.finish_reason = reason.value
             self.error, self.error_code = error, error_code
 
@@ -240,6 +278,8 @@ class OutputProcessor:
         """Returns everything that may be sent now, and forgets it."""
         self._decode(flush=self.finished)
         text, self._text = self._text, ""
+        if not self.finished:
+            self._taken_ids.extend(self._token_ids)
         token_ids, self._token_ids, self._num_decoded = self._token_ids, [], 0
         logprobs, self._logprobs = self._logprobs, []
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None

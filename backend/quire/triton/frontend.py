@@ -103,6 +103,7 @@ class TritonPythonModel:
             engine,
             config_completion.num_instances(model_config),
             model=args["model_name"],
+            max_pause_s=config.frontend.max_pause_s,
         )
         self._metrics = EngineMetrics.claim(pb_utils, args, self._supervisor.directory)
         self._grammars = None

@@ -45,8 +45,10 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
     """Of all choices, those included that the end kept from being sent."""
     num_reasoning_tokens: int = 0
     num_preemptions: int = 0
+    num_continuations: int = 0
+    """Engines that died and had it."""
     paused_s: float = 0.0
-    """Seconds for which it had no engine."""
+    """Seconds from these deaths to the next token each, or to its end."""
     finish_reason: str
     """Of the choice that ended last, as of `FinishReason`; of an error `error`, `cancelled`, `shutdown`."""
     error_code: str = ""

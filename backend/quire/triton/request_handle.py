@@ -188,7 +188,8 @@ class RequestHandle:
         """JSON of where a choice's time went, in milliseconds since the request came to the model.
 
         queue, prefill (to the first token) and decode are the parts of total, which ends with this response;
-        first_token is when the first response was sent. Empty where nothing was generated (a command).
+        paused is what of them an engine's death took, up to the next token; first_token is when the first
+        response was sent. Empty where nothing was generated (a command).
         """
         if not self.processors:
             return "{}"
@@ -201,11 +202,13 @@ class RequestHandle:
             "prefill": first_token - admitted,
             "decode": now - first_token,
             "total": now - arrived,
+            "paused": choice.paused_s,
             "first_token": self._first_sent.get((output.item, output.index), now) - arrived,
         }
         return json.dumps(
             {name: round(value * 1000, 3) for name, value in seconds.items()}
             | {
+                "num_continuations": choice.num_continuations,
                 "num_cached_tokens": output.num_cached_tokens,
                 "num_preemptions": choice.num_preemptions,
                 "num_accepted_drafts": 0,

@@ -6,6 +6,9 @@ anything else when its stream is due (`Pace`, or what the request or the model s
 
 A send may fail. A request that lost a delta ends with an error, and an end that failed is tried again from
 the thread's loop, beside everything else that is due, until Triton takes it.
+
+An engine may die: its requests pause, and go on in the next one. Meanwhile they can end here alone: by their
+clients, by their deadlines, or as no engine comes.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.client import EngineClient, EngineLost
+from quire.engine.client import EngineClient, EngineGone, EngineLost, EngineReplaced
 from quire.engine.messages import (
     AddRequest,
     CancelByExternalId,
@@ -37,6 +40,7 @@ from quire.frontend.detokenizer import TokenDecoder
 from quire.frontend.output_processor import OutputProcessor, RequestProcessor
 from quire.outputs import EngineCoreOutput, RequestOutput
 from quire.request import FinishReason
+from quire.triton.generation import Generation
 from quire.triton.observers import RequestEnded, RequestObserver
 from quire.triton.pacing import Pace
 from quire.triton.request_handle import RequestHandle
@@ -68,6 +72,7 @@ class Responder(threading.Thread):
         num_frontends: how many share the engine's cores.
         model: name of the Triton model, for observers.
         observers: told of the end of each request.
+        max_pause_s: see `FrontendConfig`.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class Responder(threading.Thread):
         *,
         model: str = "",
         observers: Sequence[RequestObserver] = (),
+        max_pause_s: float = math.inf,
     ) -> None:
         super().__init__(name="quire-responder", daemon=True)
         self.tokenizer = tokenizer
@@ -87,8 +93,12 @@ class Responder(threading.Thread):
         self._stopped = threading.Event()
         self._open: dict[str, RequestHandle] = {}
         """Requests and commands whose end is not sent, by id."""
-        self._generating: dict[str, tuple[RequestHandle, RequestProcessor]] = {}
-        """Prompts of the requests among them, by the id that the engine knows."""
+        self._generating: dict[str, Generation] = {}
+        """Prompts of the requests among them, by the id that the engine knows, oldest first."""
+        self._is_paused = False
+        """Whether there is no engine for them."""
+        self._max_pause_s = max_pause_s
+        self._paused_until = math.inf
         self._pace = Pace(engine.info.num_threads, engine.info.num_cpus, num_frontends)
         self._streams: set[OutputProcessor] = set()
         """Choices that have been sent something and go on."""
@@ -184,6 +194,8 @@ class Responder(threading.Thread):
         now = time.monotonic()
         if parsed.cancel:
             tenant = parsed.scheduling.tenant
+            if self._is_paused and self._cancel_here(handle, parsed):
+                return []
             return [CancelByExternalId(parsed.external_id, handle.request_id, learned_at=now, tenant=tenant)]
         if parsed.cache_control is not None:
             return [Control(parsed.cache_control, handle.request_id)]
@@ -207,18 +219,17 @@ class Responder(threading.Thread):
                 prompt.new_answer,
             )
             handle.processors.append(processor)
-            self._generating[request_id] = handle, processor
-            messages.append(
-                AddRequest(
-                    request_id,
-                    prompt.prompt_token_ids,
-                    prompt.params,
-                    scheduling=prompt.scheduling,
-                    external_id=prompt.external_id,
-                    arrival_time=prompt.arrived_at or now,
-                    embeds=prompt.embeds,
-                )
+            message = AddRequest(
+                request_id,
+                prompt.prompt_token_ids,
+                prompt.params,
+                scheduling=prompt.scheduling,
+                external_id=prompt.external_id,
+                arrival_time=prompt.arrived_at or now,
+                embeds=prompt.embeds,
             )
+            self._generating[request_id] = Generation(handle, processor, message)
+            messages.append(message)
         handle.num_open_choices = sum(len(processor.choices) for processor in handle.processors)
         self._poll_later(handle, now + CANCEL_POLL_S)
         return messages
@@ -242,13 +253,17 @@ class Responder(threading.Thread):
                         found = self._generating.get(output.request_id)
                         if found is None:
                             continue
-                        choice = found[1].choices[output.index]
+                        choice = found.processor.choices[output.index]
                         if choice not in self._due or not choice.append(output):
-                            stopped += self._process(*found, choice, output)
+                            stopped += self._process(found.handle, found.processor, choice, output)
                 case CommandResult():
                     self._answer(answer)
                 case EngineLost():
-                    self._end_all()
+                    self._pause_all()
+                case EngineReplaced():
+                    self._continue_all()
+                case EngineGone():
+                    self._end_all(answer.reason)
         self.engine.abort(stopped, FinishReason.STOP)
 
     def _process(
@@ -261,9 +276,6 @@ class Responder(threading.Thread):
         """Takes an output; returns the ids of what has ended here and is still to be ended in the engine."""
         assert handle.parsed is not None
         try:
-            buffer = handle.parsed.of_item(choice.item).buffer
-            if buffer is not None:
-                buffer.close()  # an engine that answers has mapped it
             if output.error is not None:
                 self._tell_end(handle, FinishReason.ERROR)
                 self._fail(handle, output.error, output.error_code, output.retry_after_s)
@@ -361,6 +373,8 @@ class Responder(threading.Thread):
     def _forget(self, handle: RequestHandle) -> None:
         """Nothing more is to be sent of the request but, maybe, an end that failed."""
         self._open.pop(handle.request_id, None)
+        if handle.parsed is not None and handle.parsed.buffer is not None:
+            handle.parsed.buffer.close()
         for processor in handle.processors:
             self._generating.pop(processor.request_id, None)
             for choice in processor.choices:
@@ -474,16 +488,70 @@ class Responder(threading.Thread):
         reason = FinishReason.CANCELLED if is_cancel else FinishReason.STOP
         self._send(handle, RequestOutput(handle.request_id, text, [], reason.value, None, 0, 0, 0))
 
-    def _end_all(self) -> None:
-        """The engine is gone: what has ended there is sent, all else ends with UNAVAILABLE."""
+    def _pause_all(self) -> None:
+        """The engine died: what it generated goes on in the next one; commands are not repeated."""
+        now = time.monotonic()
+        self._is_paused, self._paused_until = True, now + self._max_pause_s
+        for handle in [handle for handle in self._open.values() if not handle.processors]:
+            self._fail(handle, "the engine process died while it worked on the request", "UNAVAILABLE")
+        if not self._max_pause_s:
+            return self._end_all("max_pause_s is 0")
+        for generation in self._generating.values():
+            generation.num_deaths += 1
+            for choice in generation.processor.choices:
+                choice.pause(now)
+
+    def _continue_all(self) -> None:
+        """There is an engine again: it is given what is not finished, oldest first."""
+        self._is_paused = False
+        for generation in list(self._generating.values()):
+            if generation.processor.finished:
+                continue
+            try:
+                self.engine.send(generation.next_message())
+            except Exception as error:
+                self._cannot_process(generation.handle, error)
+
+    def _end_all(self, reason: str) -> None:
+        """No engine comes: what is not finished ends with UNAVAILABLE."""
+        message = f"the engine process died while it worked on the request: {reason}"
         for handle in list(self._open.values()):
-            if handle.processors and all(processor.finished for processor in handle.processors):
-                for choice in [choice for processor in handle.processors for choice in processor.choices]:
-                    if self._due.pop(choice, None) is not None:
-                        self._send_ready(handle, choice)
-            else:
+            if not all(processor.finished for processor in handle.processors):
                 self._tell_end(handle, FinishReason.ERROR)
-                self._fail(handle, "the engine process died while it worked on the request", "UNAVAILABLE")
+                self._fail(handle, message, "UNAVAILABLE")
+
+    def _finish(self, handle: RequestHandle, reason: FinishReason) -> None:
+        """Ends a request that no engine has, as the engine would: its choices keep what was generated."""
+        for processor in handle.processors:
+            for choice in processor.choices:
+                if not choice.finished:
+                    choice.finish(reason)
+                    self._mark(handle, choice)
+
+    def _cancel_here(self, command: RequestHandle, parsed: ParsedRequest) -> bool:
+        """Ends paused requests that a command names; False where it names none."""
+        found = [
+            generation.handle
+            for generation in self._generating.values()
+            if generation.message.external_id == parsed.external_id
+            and generation.message.scheduling.tenant == parsed.scheduling.tenant
+        ]
+        for handle in found:
+            self._finish(handle, FinishReason.CANCELLED)
+        if found:
+            self._answer(CommandResult(command.request_id, {}))
+        return bool(found)
+
+    def _expire(self, handle: RequestHandle, now: float) -> None:
+        """Ends a paused request whose deadline is over."""
+        assert handle.parsed is not None
+        scheduling = handle.parsed.scheduling
+        has_tokens = any(c.num_output_tokens for processor in handle.processors for c in processor.choices)
+        due = [scheduling.deadline, None if has_tokens else scheduling.ttft_deadline]
+        if any(one is not None and one <= now for one in due):
+            self._finish(handle, FinishReason.TIMEOUT)
+        elif now >= self._paused_until:
+            self._end_all(f"there is no other after {self._max_pause_s:g} s (max_pause_s)")
 
     def _poll_later(self, handle: RequestHandle, when: float) -> None:
         heapq.heappush(self._poll_queue, (when, handle.request_id, handle))
@@ -513,6 +581,8 @@ class Responder(threading.Thread):
                 cancelled += [processor.request_id for processor in handle.processors]
                 self._fail(handle, "the request was cancelled", "CANCELLED", reason=FinishReason.CANCELLED)
             else:
+                if self._is_paused:
+                    self._expire(handle, now)
                 self._poll_later(handle, now + max(period, min(handle.step_s, MAX_POLL_S)))
         if asked:
             self._poll_cost += 0.1 * ((time.monotonic() - start) / asked - self._poll_cost)
@@ -523,6 +593,7 @@ def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> 
     """What is known of a request that ends now."""
     parsed = handle.parsed
     choices = [choice for processor in handle.processors for choice in processor.choices]
+    now = time.monotonic()
     return RequestEnded(
         request_id=handle.request_id,
         external_id=handle.external_id,
@@ -536,12 +607,16 @@ def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> 
         admitted_at=min((choice.admitted_at for choice in choices if choice.admitted_at), default=0.0),
         first_token_at=min((c.first_token_at for c in choices if c.first_token_at), default=0.0),
         first_sent_at=handle.first_sent_at,
-        ended_at=time.monotonic(),
+        ended_at=now,
         num_prompt_tokens=sum(processor.choices[0].num_prompt_tokens for processor in handle.processors),
         num_cached_tokens=sum(max(c.num_cached_tokens for c in p.choices) for p in handle.processors),
         num_output_tokens=sum(choice.num_output_tokens for choice in choices),
         num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
         num_preemptions=sum(choice.num_preemptions for choice in choices),
+        num_continuations=max((choice.num_continuations for choice in choices), default=0),
+        paused_s=max(
+            (c.paused_s + (now - c.paused_at if c.paused_at else 0.0) for c in choices), default=0.0
+        ),
         finish_reason=reason,
         error_code=error_code,
     )

@@ -63,7 +63,10 @@ class QueuePolicy(ABC):
         """Adds a new request, or a preempted one, which returns to the place its rank says; O(log n)."""
         assert request.request_id not in self._requests, request
         if request.rank[1] == 0:
-            request.rank = (self._key(request), next(self._arrivals))
+            number = next(self._arrivals)
+            if request.num_deaths:  # before all that come to this engine first, by their arrival at the last
+                number += (int(request.arrival_time * 1e6) << 20) - (1 << 90)
+            request.rank = (self._key(request), number)
         self._requests[request.request_id] = request, request.num_tokens
         self._num_tokens += request.num_tokens
         self._insert(request)

@@ -1,0 +1,40 @@
+"""Generation: a prompt that the engine is to answer, and all that another engine needs to go on with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.engine.messages import AddRequest
+from quire.frontend.output_processor import RequestProcessor
+from quire.triton.request_handle import RequestHandle
+
+
+@dataclass(slots=True)
+class Generation:
+    """One prompt of a request. It outlives engines: what has come of it is in its processor."""
+
+    handle: RequestHandle
+    processor: RequestProcessor
+    message: AddRequest
+    """As the first engine was given it; its embeddings' memory is open as long as the request is."""
+    num_deaths: int = 0
+    """Engines that died and had it."""
+
+    def next_message(self) -> AddRequest:
+        """What the next engine is told, so that the tokens that follow are those that would have followed.
+
+        Draws come of the seed and a token's position. Choices that were ranked have sent nothing: they begin
+        anew, as does what had no token yet.
+        """
+        message = msgspec.structs.replace(self.message, num_deaths=self.num_deaths)
+        choices, params = self.processor.choices, message.sampling_params
+        if params.is_ranked or not any(choice.num_output_tokens for choice in choices):
+            return message
+        # All choices have their first token of one step, and the prompt's log-probabilities came with it.
+        return msgspec.structs.replace(
+            message,
+            sampling_params=msgspec.structs.replace(params, seed=choices[0].seed, prompt_logprobs=None),
+            outputs={choice.index: choice.token_ids for choice in choices if not choice.finished},
+        )
