@@ -53,7 +53,7 @@ def repository() -> None:
 def build(checkpoint: Path, out: Path, options: tuple[str, ...], **arguments: Any) -> None:
     """Write a complete model repository for a checkpoint."""
     try:
-        engine_options = dict(_parse_option(option) for option in options)
+        engine_options = dict(map(parse_option, options))
         written = build_repository(checkpoint, out, engine_options=engine_options, **arguments)
     except BuildError as error:
         raise click.ClickException(str(error)) from None
@@ -97,10 +97,11 @@ def _describe(config: Any) -> str:
     return f"backend {config.backend}, {kind}, {count} instance{'' if count == 1 else 's'}"
 
 
-def _parse_option(text: str) -> tuple[str, Any]:
+def parse_option(text: str) -> tuple[str, Any]:
+    """Key and value of KEY=VALUE, where the value is JSON or else a text; raises click.BadParameter."""
     key, separator, value = text.partition("=")
     if not separator or not key:
-        raise BuildError(f"option {text!r} must have the form KEY=VALUE")
+        raise click.BadParameter(f"{text!r} must have the form KEY=VALUE")
     try:
         return key, json.loads(value)
     except ValueError:

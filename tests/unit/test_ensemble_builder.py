@@ -344,8 +344,8 @@ def test_commands_build_and_show(checkpoint: Path, tmp_path: Path) -> None:
     assert again.exit_code == 1
     assert "exists already; use --force" in again.output
     wrong = runner.invoke(repository, [*command, "--force", "--option=max_num_seqs"])
-    assert wrong.exit_code == 1
-    assert "option 'max_num_seqs' must have the form KEY=VALUE" in wrong.output
+    assert wrong.exit_code == 2
+    assert "'max_num_seqs' must have the form KEY=VALUE" in wrong.output
 
     shown = runner.invoke(repository, ["show", str(out), "--tensors"])
     assert shown.exit_code == 0, shown.output

@@ -376,6 +376,22 @@ def test_a_held_port_is_given_to_the_server_and_to_nobody_else() -> None:
     holder.close()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "nothing to serve"),
+        (["--", "--model-repository=x"], "nothing to serve"),
+        (["a", "b"], "unexpected extra argument (b)"),
+        (["--model-repository=/tmp", "--option=dtype=float32"], "--option is about a checkpoint"),
+        (["a", "--option=dtype"], "'dtype' must have the form KEY=VALUE"),
+        (["a", "--", "--model-control-mode=explicit"], "lets every client load models"),
+    ],
+)
+def test_what_is_to_be_served_must_be_said(arguments: list[str], complaint: str) -> None:
+    told = CliRunner().invoke(main, ["serve", *arguments])
+    assert told.exit_code and complaint in told.output
+
+
 def test_arguments_are_safe_by_default_and_leave_out_what_the_server_does_not_know(tmp_path: Path) -> None:
     config = ServeConfig(repositories=(tmp_path,), extra_args=("--log-verbose=1",))
     known = frozenset(

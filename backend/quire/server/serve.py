@@ -21,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ from quire.server.model_links import link_models
 from quire.server.run_files import RunFiles
 from quire.server.tritonserver import TritonServer
 from quire.triton.scheduling_fields import HEADERS
+from quire_ensemble.builder import build_repository
+from quire_ensemble.cli import parse_option
+from quire_ensemble.errors import BuildError
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 LOOPBACK = "127.0.0.1"
@@ -68,7 +71,11 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 class ServeConfig:
     """What `quire serve` was asked for; ports of 0 mean any free one."""
 
-    repositories: tuple[Path, ...]
+    repositories: tuple[Path, ...] = ()
+    checkpoint: Path | None = None
+    """One to serve under the names that `quire repository build` gives, beside the repositories."""
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of quire.json of the checkpoint's engine."""
     address: str = LOOPBACK
     http_port: int = 8000
     grpc_port: int = 8001
@@ -82,6 +89,10 @@ class ServeConfig:
     extra_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.repositories and self.checkpoint is None:
+            raise ConfigError("nothing to serve: name a checkpoint, or a --model-repository")
+        if self.engine_options and self.checkpoint is None:
+            raise ConfigError("--option is about a checkpoint; a repository's options are in its quire.json")
         for repository in self.repositories:
             if not repository.is_dir():
                 raise ConfigError(f"--model-repository: {repository} is not a directory")
@@ -243,6 +254,10 @@ class ServerRun:
         environment["QUIRE_RUNTIME_DIR"] = str(files.directory)
         flags = self._server.flags(self._backends)
         repositories = self._config.repositories
+        if self._config.checkpoint is not None:
+            made, options = files.directory / "repository", self._config.engine_options
+            build_repository(self._config.checkpoint, made, placement="path", engine_options=options)
+            repositories = (*repositories, made)
         if self._config.load_models:
             chosen = files.directory / "models"
             link_models(repositories, self._config.load_models, chosen)
@@ -399,11 +414,28 @@ def _is_ready(address: str, port: int) -> bool:
         connection.close()
 
 
-@click.command()
+class _Command(click.Command):
+    """Takes what stands behind -- as `extra_args`, apart from arguments of its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.params["extra_args"] = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
+
+
+@click.command(cls=_Command, options_metavar="[OPTIONS]")
+@click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--option",
+    "engine_options",
+    multiple=True,
+    callback=lambda _context, _option, texts: dict(map(parse_option, texts)),
+    metavar="KEY=VALUE",
+    help="Key of quire.json for CHECKPOINT, such as max_num_seqs=128 (repeatable).",
+)
 @click.option(
     "--model-repository",
     "repositories",
-    required=True,
     multiple=True,
     type=click.Path(path_type=Path),
     callback=lambda _context, _option, paths: tuple(path.absolute() for path in paths),
@@ -437,13 +469,15 @@ def _is_ready(address: str, port: int) -> bool:
 @click.option("--verbose", is_flag=True, help="Show tritonserver's command line, information and warnings.")
 @click.option("--ready-file", type=click.Path(path_type=Path), help="Write addresses here (JSON) once ready.")
 @click.option("--tritonserver", envvar="QUIRE_TRITONSERVER", metavar="FILE", help="The server to run.")
-@click.argument("extra_args", nargs=-1, type=click.UNPROCESSED)
 def serve(**options: Any) -> None:
-    """Serve model repositories with tritonserver; arguments after -- go to it unchanged."""
+    """Serve a checkpoint, or model repositories, with tritonserver; arguments after -- go to it unchanged.
+
+    CHECKPOINT is a Hugging Face directory or a .gguf file.
+    """
     try:
         config = ServeConfig(**options)
         server = tritonserver.find(config.tritonserver)
         status = ServerRun(config, server, tritonserver.backend_directory(server)).run()
-    except QuireError as error:
+    except (QuireError, BuildError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(status)
