@@ -88,12 +88,19 @@ class Deadline:
             raise DeadlineExceeded(f"the request did not end within {self.timeout:g} s")
         return left
 
+    def explained(self, error: QuireClientError) -> QuireClientError:
+        """What a call's error was, where it came of this deadline.
 
-def timeout_error(timeout: float | None, error: QuireClientError) -> QuireClientError:
-    """Says which timeout it was; gRPC's own text is only "Deadline Exceeded"."""
-    if timeout is not None and isinstance(error, DeadlineExceeded):
-        return DeadlineExceeded(f"the request did not end within {timeout:g} s", request_id=error.request_id)
-    return error
+        gRPC's own text is only "Deadline Exceeded", or, of a call that it had only begun to send, INTERNAL.
+        """
+        if self._end is None:
+            return error
+        has_passed = time.monotonic() >= self._end
+        if not isinstance(error, DeadlineExceeded) and not (has_passed and error.code == "INTERNAL"):
+            return error
+        return DeadlineExceeded(
+            f"the request did not end within {self.timeout:g} s", request_id=error.request_id
+        )
 
 
 def gives_error_codes(metadata: Any) -> bool:

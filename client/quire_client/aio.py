@@ -91,6 +91,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         }
         self._schema: ModelSchema | None = None
         self._call: AsyncioCall | BlockingCall | None = None
+        self._deadline = conn.Deadline(None)
         self._pending: list[Chunk] = []
         self._final = False
         self._over = False
@@ -108,7 +109,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         if self._call is not None or self._over:
             return
         prompt, arguments = self._prompt, self._arguments
-        deadline = conn.Deadline(self._timeout)
+        self._deadline = deadline = conn.Deadline(self._timeout)
         schema = await self._client._schema(self.model, deadline)
         await self._client._learn_server(deadline)
         build = functools.partial(build_request, schema, prompt, timeout=deadline.remaining(), **arguments)
@@ -188,13 +189,14 @@ class AsyncStream(AsyncIterator[Chunk]):
     def _failed(self, error: QuireClientError) -> QuireClientError:
         assert self._schema is not None
         error.request_id = self.request_id
+        error = self._deadline.explained(error)
         if isinstance(error, DeadlineExceeded):
             # The call is gone. Triton tells a model about that, but not the members of an ensemble.
             self._io.spawn(self._cancel_by_id(late=True))
         elif isinstance(error, InvalidArgument | NotFound):
             # The model may have been replaced by one with other tensors.
             self._client._schemas.pop(self.model, None)
-        return conn.timeout_error(self._timeout, error)
+        return error
 
     async def _cancel_by_id(self, *, late: bool = False) -> bool:
         assert self._schema is not None
@@ -439,7 +441,7 @@ class AsyncClient:
             return await self._io.ask(method, request, timeout=timeout, metadata=self._settings.metadata())
         except grpc.RpcError as rpc:
             error = error_from_rpc(rpc, self._settings.url)
-        raise conn.timeout_error(deadline.timeout, error)
+        raise deadline.explained(error)
 
     async def _control_unless_restricted(
         self, method: str, request: Any, deadline: conn.Deadline | None
