@@ -24,7 +24,7 @@ from quire_ensemble.tokenizer import Tokenizer
 from tests.fixtures import fake_pb_utils
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.fake_runner import FakeRunner, generate_choices_alone, prompt_logprobs_alone
-from tests.fixtures.mortal_engine import Frontend
+from tests.fixtures.mortal_engine import EngineDeathError, Frontend
 
 MAX_MODEL_LEN = 200
 Sender = fake_pb_utils.ResponseSender
@@ -337,6 +337,92 @@ def test_a_model_goes_on_with_the_same_tokens_texts_and_logprobs(tmp_path: Path)
                     assert (entry is None) == (other is None)
                     if entry is not None:
                         np.testing.assert_allclose(entry, other, atol=1e-4)
+
+
+class PoisonedRunner(FakeRunner):
+    """A step that samples a token of a poisonous request, behind so many that it has, ends the process."""
+
+    POISON = 49
+
+    def execute(self, output: Any) -> Any:
+        result = super().execute(output)
+        for row in output.scheduled:
+            known = self.rows[row.request_id]
+            num_output = len(known.token_ids) - known.num_prompt_tokens
+            if known.token_ids[0] == self.POISON and row.samples and num_output > known.token_ids[1]:
+                raise EngineDeathError
+        return result
+
+
+def poisoned_core(depth: int, **options: Any) -> Callable[[], EngineCore]:
+    config = EngineConfig.from_mapping(
+        {"model": "fake", "block_size": 4, "max_num_seqs": 40, "max_num_batched_tokens": 64, **options}
+    )
+
+    def make() -> EngineCore:
+        runner = PoisonedRunner(1000, 4, max_model_len=MAX_MODEL_LEN)
+        return EngineCore(config, RunnerExecutor(runner, depth=depth))
+
+    return make
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("after", [0, 1, 9, 25])
+@pytest.mark.parametrize("kind", [{}, {"n": 3, "seed": 4}, {"best_of": 2}])
+def test_a_request_that_kills_engines_ends_and_no_other(after: int, kind: dict[str, Any], depth: int) -> None:
+    """It would have killed every engine, and with each all others' time."""
+    frontend = Frontend(poisoned_core(depth, queue_policy="priority" if after == 9 else "fcfs"))
+    try:
+        params = SamplingParams(max_tokens=60, ignore_eos=True, **kind)
+        prompts = [[n, 5, 6, *range(n, 20)] for n in range(1, 32)]
+        senders = [frontend.submit([prompt], params) for prompt in prompts[:16]]
+        poison = frontend.submit([[PoisonedRunner.POISON, after, 3]], params)
+        senders += [frontend.submit([prompt], params) for prompt in prompts[16:]]
+        for _ in range(3000):
+            frontend.step()
+            if frontend.engine.is_dead:
+                frontend.replace()
+            if all(sender.final.is_set() for sender in [*senders, poison]):
+                break
+        assert frontend.engine.num_deaths == 4, "two in company, two alone"
+        assert poison.responses[-1].error.code() == fake_pb_utils.TritonError.INTERNAL
+        for sender, prompt in zip(senders, prompts, strict=True):
+            found = answers(sender)
+            expected = generate_choices_alone(prompt, params, MAX_MODEL_LEN)
+            assert [(one["ids"], one["reason"]) for _, one in sorted(found.items())] == expected
+        assert frontend.engine.core.scheduler.probation.review() is None
+        assert not frontend.engine.core.scheduler.probation._suspects
+        frontend.engine.core.scheduler.check_integrity()
+    finally:
+        frontend.close()
+
+
+def test_several_killers_are_found_one_after_the_other() -> None:
+    frontend = Frontend(poisoned_core(1))
+    try:
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        killers = [frontend.submit([[PoisonedRunner.POISON, after, 3]], params) for after in (3, 12, 40)]
+        other = frontend.submit([[4, 5]], params)
+        for _ in range(3000):
+            frontend.step()
+            if frontend.engine.is_dead:
+                frontend.replace()
+        assert [one.responses[-1].error.code() for one in killers] == [fake_pb_utils.TritonError.INTERNAL] * 3
+        assert len(answers(other)[0, 0]["ids"]) == 60
+    finally:
+        frontend.close()
+
+
+def test_engines_that_die_while_requests_get_on_blame_none(frontend: Frontend) -> None:
+    """Killed from outside, again and again."""
+    sender = frontend.submit([[4, 5]], SamplingParams(max_tokens=150, ignore_eos=True))
+    while not sender.final.is_set():
+        for _ in range(26):  # some of them compute again what was known
+            frontend.step()
+        frontend.engine.die(frontend.engine._risks[-1])
+        frontend.turn()
+        frontend.replace()
+    assert len(answers(sender)[0, 0]["ids"]) == 150 and frontend.engine.num_deaths > 4
 
 
 def test_a_pause_is_told_once_it_is_over(frontend: Frontend) -> None:

@@ -8,6 +8,7 @@ from quire.config import SchedulerConfig
 from quire.core.policies.batch import BatchPolicy
 from quire.core.policies.reservation import Reservation
 from quire.core.prefix import CachedPrefix
+from quire.core.probation import Probation, family_of
 from quire.core.roster import Roster
 from quire.core.step import Step
 from quire.outputs import NewRequestData, ScheduledRequest
@@ -33,6 +34,7 @@ class Planner:
         roster: Roster,
         reservation: Reservation,
         max_model_len: int,
+        probation: Probation,
     ) -> None:
         self.num_recomputed_tokens = 0
         """Tokens computed again after a preemption, since start."""
@@ -45,6 +47,9 @@ class Planner:
         self._batch_policy = BatchPolicy(config)
         self._max_model_len = max_model_len
         self._max_row_tokens = config.max_row_tokens
+        self._probation = probation
+        self._only: str | None = None
+        """Id of the one request that may run; None: all may."""
 
     def plan(self, number: int, *, is_ahead: bool) -> Step:
         """Plans a step.
@@ -54,8 +59,17 @@ class Planner:
         """
         step, roster = Step(number, self._config.max_num_batched_tokens), self._roster
         self._kv.expire(roster.clock())
+        only = self._probation.review() if self._probation else None
+        if only is not None:
+            if is_ahead and only != self._only:
+                return step  # what is under way is of others, and comes to its end first
+            self._only = only
+            for other in [other for other in roster.running if not self._may_run(other)]:
+                if other.load_id is None:
+                    roster.preempt(other)
+        self._only = only
         num_preemptions = roster.num_preemptions
-        if self._queue.preempts and len(self._queue):
+        if self._only is None and self._queue.preempts and len(self._queue):
             self._admit_urgent(step)
         decodes, prefills, admits = self._batch_policy.phases(number - 1, roster.running, len(self._queue))
         self._add_running(step, decodes=decodes, prefills=prefills)
@@ -113,7 +127,7 @@ class Planner:
             for request in candidates:
                 if roster.num_free_seats <= 0 or step.budget <= 0:
                     break
-                if request.is_paused:
+                if request.is_paused or not self._may_run(request):
                     continue
                 if request.num_sequences > roster.num_free_seats:
                     break
@@ -185,6 +199,9 @@ class Planner:
             return False
         self._begin_reservation()
         return self._reservation.try_admit(request, prefix.num_blocks - self._kv.num_taken(prefix))
+
+    def _may_run(self, request: Request) -> bool:
+        return self._only is None or family_of(request) == self._only
 
     def _begin_reservation(self) -> None:
         kv = self._kv

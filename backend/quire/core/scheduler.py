@@ -15,6 +15,7 @@ from quire.core.planner import Planner
 from quire.core.policies.admission import AdmissionControl
 from quire.core.policies.preemption import PreemptionCost
 from quire.core.policies.reservation import make_reservation
+from quire.core.probation import Probation
 from quire.core.roster import Roster
 from quire.core.step import Step
 from quire.core.trace import SchedulerTrace
@@ -97,7 +98,8 @@ class Scheduler:
         self.roster.trace = trace
         self._admission = AdmissionControl(config)
         self._reservation = make_reservation(config, self.max_model_len, len(kv.groups))
-        self._planner = Planner(config, self.roster, self._reservation, self.max_model_len)
+        self.probation = Probation()
+        self._planner = Planner(config, self.roster, self._reservation, self.max_model_len, self.probation)
         self._has_accounts = bool(config.tenants) or config.queue_policy == "fair"
         self._num_steps = 0
         self._in_flight: deque[Step] = deque()  # the oldest first
@@ -149,6 +151,8 @@ class Scheduler:
         roster.add(request)
         if outputs is not None and request.choices is not None:
             request.choices.resume(request, outputs, roster)
+        if request.num_deaths:
+            self.probation.add(request)
         self.transfers.prefetch(request)
         if roster.trace is not None:
             roster.trace.on_arrival(request)
@@ -194,6 +198,8 @@ class Scheduler:
         output.kv_saves, output.kv_loads = self.transfers.take()
         step.begun = self.roster.clock()
         self._in_flight.append(step)
+        if self.probation:
+            self.probation.launch(request for step in self._in_flight for request in step.requests)
         if self.roster.trace is not None:
             self.roster.trace.begin_step(output, plan_s=plan_s, overlapped=is_ahead)
         return output

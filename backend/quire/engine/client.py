@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import zmq
 
+from quire.core.probation import NO_RISK, Risk
 from quire.engine.connection import EngineConnection
 from quire.engine.messages import (
     AbortRequests,
@@ -35,8 +36,11 @@ MAX_FAILED_STARTS = 3
 """Attempts in a row to start an engine after which requests that wait for one end."""
 
 
+@dataclass(frozen=True)
 class EngineLost:
-    """The engine died: what it had goes on in the next one."""
+    """The engine died: what it had goes on in the next one, but for a request that it died of."""
+
+    risk: Risk = NO_RISK
 
 
 class EngineReplaced:
@@ -137,8 +141,8 @@ class EngineClient:
                 answers.append(message)
         self._has_answered |= bool(answers)
         if self._has_died:
+            answers.append(EngineLost(self._connection.address.risk()))
             self._bury(self._connection)
-            answers.append(EngineLost())
         return answers
 
     def close(self) -> None:

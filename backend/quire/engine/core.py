@@ -22,6 +22,7 @@ import msgspec
 from quire.config import CacheConfig, EngineConfig
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_events import KVEventCollector
+from quire.core.probation import NO_RISK, Risk
 from quire.core.request_list import list_requests
 from quire.core.roster import session_name
 from quire.core.scheduler import Scheduler
@@ -97,6 +98,9 @@ class EngineCore:
         """Steps that were launched and not collected, the oldest first."""
         self.num_finished_steps = 0
         """Steps that computed something, since start."""
+        self.on_risk: Callable[[Risk], None] | None = None
+        """Told what is at risk in the next step, whenever that changes."""
+        self._risk = NO_RISK
         self._num_failures = 0
         """Number of latest steps in a row that failed."""
         self.profile: StepProfile | None = None
@@ -197,6 +201,10 @@ class EngineCore:
         planned = self.scheduler.schedule()
         planned.is_timed = self.profile is not None
         self._phase("wait", planned.step)
+        if self.scheduler.probation.risk is not self._risk:
+            self._risk = self.scheduler.probation.risk
+            if self.on_risk is not None:
+                self.on_risk(self._risk)
         if planned.has_work or self.scheduler.transfers.num_loading:
             self.executor.launch(planned)
             self._in_flight.append(planned)

@@ -431,6 +431,7 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
         timeline.split("imports", core.info.start_s)
         core.warm_up()
         timeline.end("warm-up")
+        core.on_risk = lambda risk: directory.write_risk(pid, risk)
         if config.scheduler.trace_file:
             core.enable_trace(Path(config.scheduler.trace_file))
     except QuireError as error:

@@ -21,6 +21,7 @@ from typing import Literal
 
 import msgspec
 
+from quire.core.probation import NO_RISK, Risk
 from quire.engine.processes import start_time_of
 from quire.errors import ConfigError
 
@@ -50,6 +51,7 @@ class EngineState(msgspec.Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(EngineState)
+_risk_decoder = msgspec.json.Decoder(Risk)
 
 
 class RuntimeDirectory:
@@ -136,6 +138,16 @@ class RuntimeDirectory:
 
     def write_state(self, state: EngineState) -> None:
         self.write("state.json", msgspec.json.encode(state))
+
+    def read_risk(self, pid: int) -> Risk:
+        """What an engine that has ended said was at risk."""
+        try:
+            return _risk_decoder.decode(self.read(f"at-risk-{pid}") or b"")
+        except (msgspec.MsgspecError, ValueError):
+            return NO_RISK
+
+    def write_risk(self, pid: int, risk: Risk) -> None:
+        self.write(f"at-risk-{pid}", msgspec.json.encode(risk))
 
     def socket_path(self) -> Path:
         """A path for a new socket, one that was never used.

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.config import EngineConfig
+from quire.core.probation import NO_RISK, Risk
 from quire.engine.processes import open_verified_pidfd, start_time_of
 from quire.engine.run_module import RUN_MODULE
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
@@ -51,6 +52,17 @@ class EngineAddress:
     address: str
     generation: int
     start_time: int
+    directory: Path | None = None
+    """Where it says what is at risk; None: nowhere."""
+
+    def risk(self) -> Risk:
+        """What was at risk when it died."""
+        if self.directory is not None:
+            with contextlib.suppress(OSError, ConfigError):
+                directory = RuntimeDirectory(self.directory)
+                with contextlib.closing(directory):
+                    return directory.read_risk(self.pid)
+        return NO_RISK
 
 
 class EngineSupervisor:
@@ -132,7 +144,9 @@ class EngineSupervisor:
             state = directory.read_state()
             if state is not None and (state.pid, state.start_time) == (begun.pid, begun.start_time):
                 if state.state == "ready":
-                    return EngineAddress(state.pid, state.address, state.generation, state.start_time)
+                    return EngineAddress(
+                        state.pid, state.address, state.generation, state.start_time, self.directory
+                    )
                 if state.state == "failed":
                     _wait_or_kill(state.pid, state.start_time, KILL_WAIT_S)
                     self.reap()

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from quire.core.probation import Risk
 from quire.engine.messages import AddRequest
 from quire.frontend.output_processor import RequestProcessor
 from quire.triton.request_handle import RequestHandle
+
+MAX_KILLS = 2
 
 
 @dataclass(slots=True)
@@ -20,7 +23,16 @@ class Generation:
     message: AddRequest
     """As the first engine was given it; its embeddings' memory is open as long as the request is."""
     num_deaths: int = 0
-    """Engines that died and had it."""
+    """Engines that died and had it, since it last was no suspect (`core/probation.py`)."""
+    num_kills: int = 0
+    """Those among them, in a row, that computed nothing else when they died."""
+
+    def take_death(self, risk: Risk) -> bool:
+        """An engine that had it died; whether that, and the death before, was of nothing else."""
+        is_suspect = self.message.request_id in risk.request_ids
+        self.num_deaths = self.num_deaths + 1 if is_suspect else 1
+        self.num_kills = self.num_kills + 1 if is_suspect and risk.is_alone else 0
+        return self.num_kills == MAX_KILLS
 
     def next_message(self) -> AddRequest:
         """What the next engine is told, so that the tokens that follow are those that would have followed.

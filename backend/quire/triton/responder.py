@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from quire.core.probation import Risk
 from quire.engine.client import EngineClient, EngineGone, EngineLost, EngineReplaced
 from quire.engine.messages import (
     AddRequest,
@@ -259,7 +260,7 @@ class Responder(threading.Thread):
                 case CommandResult():
                     self._answer(answer)
                 case EngineLost():
-                    self._pause_all()
+                    self._pause_all(answer.risk)
                 case EngineReplaced():
                     self._continue_all()
                 case EngineGone():
@@ -488,16 +489,22 @@ class Responder(threading.Thread):
         reason = FinishReason.CANCELLED if is_cancel else FinishReason.STOP
         self._send(handle, RequestOutput(handle.request_id, text, [], reason.value, None, 0, 0, 0))
 
-    def _pause_all(self) -> None:
-        """The engine died: what it generated goes on in the next one; commands are not repeated."""
+    def _pause_all(self, risk: Risk) -> None:
+        """The engine died: what it generated goes on in the next one; commands are not repeated.
+
+        A request that it died of, as did one before it, ends.
+        """
         now = time.monotonic()
         self._is_paused, self._paused_until = True, now + self._max_pause_s
         for handle in [handle for handle in self._open.values() if not handle.processors]:
             self._fail(handle, "the engine process died while it worked on the request", "UNAVAILABLE")
         if not self._max_pause_s:
             return self._end_all("max_pause_s is 0")
-        for generation in self._generating.values():
-            generation.num_deaths += 1
+        for generation in list(self._generating.values()):
+            if generation.take_death(risk):
+                self._tell_end(generation.handle, FinishReason.ERROR)
+                self._fail(generation.handle, "two engines died while they computed it alone", "INTERNAL")
+                continue
             for choice in generation.processor.choices:
                 choice.pause(now)
 

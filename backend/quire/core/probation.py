@@ -1,0 +1,85 @@
+"""Probation: which request kills engines, found without harm to those that only were beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from quire.request import Request
+
+PROVEN_TOKENS = 16
+"""Tokens that a request must get further after a death to be no suspect any more: an engine is some tokens
+ahead of what has arrived when it dies, and what kills it may be there."""
+
+
+class Risk(NamedTuple):
+    """What is said of the engine's death before it happens, for the case that it does."""
+
+    request_ids: tuple[str, ...] = ()
+    """Suspects with a row in a step under way."""
+    is_alone: bool = False
+    """Whether nothing else has one."""
+
+
+NO_RISK = Risk()
+
+
+class Probation:
+    """Requests that go on after an engine's death, until they are proven: they got further, or have ended.
+
+    After one death they run as all others do. Those that were in the very steps under way at a second one
+    run one by one, with nothing else beside them, until each is proven: if another engine dies, it is known
+    with which. With two such deaths in a row the frontend ends it; the others have lost time.
+    """
+
+    def __init__(self) -> None:
+        self.risk = NO_RISK
+        """Of the steps under way; another object whenever it changes."""
+        self._suspects: dict[str, tuple[Request, float]] = {}
+        """By id: the request, or the first of its choices, and the tokens of output that prove it. It is not
+        known how far those came that begin anew: only their end proves them."""
+        self._alone: str | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._suspects) or self.risk is not NO_RISK
+
+    def add(self, request: Request) -> None:
+        """A request that an engine had which died."""
+        begins_anew = request.choices is not None and request.choices.is_ranked
+        goal = math.inf if begins_anew else _num_tokens(request) + PROVEN_TOKENS
+        self._suspects[family_of(request)] = request, goal
+
+    def review(self) -> str | None:
+        """Forgets who is proven; the id of the only request that may have rows, or None: all may."""
+        for request_id, (request, goal) in list(self._suspects.items()):
+            if not _is_open(request) or _num_tokens(request) >= goal:
+                del self._suspects[request_id]
+        if self._alone not in self._suspects:
+            waiting = [request for request, _ in self._suspects.values() if request.num_deaths > 1]
+            first = min(waiting, key=lambda request: request.rank, default=None)
+            self._alone = None if first is None else family_of(first)
+        return self._alone
+
+    def launch(self, requests: Iterable[Request]) -> None:
+        """Rows of these requests are under way."""
+        families = {family_of(request) for request in requests}
+        at_risk = tuple(sorted(families & self._suspects.keys()))
+        risk = Risk(at_risk, len(families) == 1) if at_risk else NO_RISK
+        if risk != self.risk:
+            self.risk = risk
+
+
+def family_of(request: Request) -> str:
+    """Id that the frontend gave it, or the request whose choice it is."""
+    return request.request_id if request.choices is None else request.choices.request_id
+
+
+def _is_open(request: Request) -> bool:
+    return not request.is_finished if request.choices is None else bool(request.choices.live)
+
+
+def _num_tokens(request: Request) -> int:
+    """Output tokens, of the choice that has most."""
+    live = [request] if request.choices is None else request.choices.live.values()
+    return max((one.num_output_tokens for one in live), default=0)
