@@ -231,6 +231,37 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def top_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a log-softmax of each row says of one given token and of the most likely ones.
+
+    Args:
+        logits: float32 [n, vocab_size]; left as they are.
+        token_ids: int64 [n], the given tokens; a negative one stands for any.
+        count: how many of the most likely tokens are wanted; all, if there are fewer.
+
+    Returns:
+        int64 [n, count + 1]: the given token of each row, then its most likely ones, in descending order (of
+        equals the lowest first, but with PyTorch in any order; rows with NaN have any); float32
+        [n, count + 1]: their log-probabilities; int64 [n]: ranks of the given tokens, 1 where no other is
+        more likely.
+    """
+    function = registry.select("top_logprobs", logits.device.type, logits.dtype)
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = function(logits, token_ids, count)
+    return out
+
+
+def forbid_others(logits: torch.Tensor, allowed: torch.Tensor) -> None:
+    """Makes -inf of the logits of all tokens but those allowed.
+
+    Args:
+        logits: float32 [n, vocab_size] whose rows are contiguous, one by one; changed in place.
+        allowed: int32 [n, ceil(vocab_size / 32)], contiguous: bit i % 32 of word i / 32 is token i's.
+    """
+    registry.select("forbid_others", logits.device.type, logits.dtype)(logits, allowed)
+
+
 def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
     """One token per row: penalties, biases, bans, then temperature, top-k, top-p, min-p, typical-p, then a
     draw by the inverse of the distribution.

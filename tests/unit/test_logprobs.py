@@ -15,7 +15,7 @@ from quire import SamplingParams
 from quire.errors import InvalidArgumentError
 from quire.frontend.output_processor import RequestProcessor
 from quire.outputs import EngineCoreOutput, RequestOutput, TokenLogprobs
-from quire.sampling_params import MAX_PROMPT_LOGPROBS
+from quire.sampling_params import MAX_PROMPT_LOGPROBS, parse_sampling_params
 from quire.validation import check_prompt_logprobs
 from quire.worker import top_logprobs
 from quire.worker.top_logprobs import TopLogprobs
@@ -177,6 +177,39 @@ def test_top_logprobs_of_rows_alone_and_together() -> None:
         assert torch.equal(alone.token_ids[0], together.token_ids[i, : 1 + i % 5])
         assert alone.ranks[0] == together.ranks[i] == 1 + (logits[i] > logits[i, chosen[i]]).sum()
     assert TopLogprobs.of(logits[:, :3], chosen.clamp(max=2), 64).token_ids.shape == (16, 4), "all there are"
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 5},
+    {"structured_output": {"regex": "[a-z ]{40}"}},
+    {"structured_output": {"regex": "[a-z ]{40}"}, "logprobs": 20},
+    {"structured_output": {"json_object": True}, "temperature": 2.0, "seed": 3, "logprobs": 0},
+    {"temperature": 1.0, "seed": 4, "logprobs": 5},
+    {"repetition_penalty": 1.5, "logit_bias": {"7": 3.0}, "logprobs": 2},
+]
+"""Whatever the sampler takes another way for."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_kind_of_row_is_the_same_alone_and_among_all(checkpoints: dict[str, Path], dtype: str) -> None:
+    """Tokens, and the bits of log-probabilities."""
+    llm = engine(checkpoints["llama"], dtype=dtype, max_num_seqs=16, num_threads=2)
+    prompts = [BEGINNING[: 3 + n] for n in range(2 * len(KINDS))]
+    each = [
+        parse_sampling_params({"max_tokens": 8, "ignore_eos": True, "temperature": 0.0, **kind})
+        for kind in KINDS * 2
+    ]
+    together = llm.generate(prompts, each)
+    for prompt, params, output in zip(prompts, each, together, strict=True):
+        (alone,) = llm.generate([prompt], params)
+        assert (alone.token_ids, alone.logprobs) == (output.token_ids, output.logprobs), params
+    # A mask does not change what is told of the model's own distribution.
+    for index in (3, 3 + len(KINDS)):
+        told = together[index].logprobs
+        assert told and any(entry.rank > 1 for entry in told), "a token that the model did not mean"
+        (free,) = llm.generate([prompts[index]], parse_sampling_params({"max_tokens": 1, "logprobs": 20}))
+        assert free.logprobs and free.logprobs[0].logprobs[1:] == told[0].logprobs[1:]
 
 
 @pytest.mark.row("A15", clauses=("aligned",))

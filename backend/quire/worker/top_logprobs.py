@@ -11,10 +11,10 @@ import torch
 from quire.outputs import TokenLogprobs
 from quire.worker.device import to_device
 from quire.worker.input_batch import PromptRow
+from quire_kernels import ops
 
 MAX_PROMPT_LOGITS = 2**24
 """Most logits of prompt tokens that exist at a time: 64 MiB."""
-_CHUNK = 256
 
 
 @dataclass(slots=True)
@@ -30,47 +30,12 @@ class TopLogprobs:
 
     @classmethod
     def of(cls, logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> TopLogprobs:
-        """The numbers of a log-softmax that are wanted.
-
-        Args:
-            logits: float32 [n, vocab_size]; left as they are.
-            token_ids: int64 [n], the given tokens; a negative one stands for any.
-            most: how many of the most likely tokens are wanted; all, if there are fewer.
-        """
-        ids = token_ids.clamp(min=0)[:, None]
-        ranks = _ranks(logits, logits.gather(1, ids))
-        if most:
-            ids = torch.cat([ids, _top_ids(logits, most)], dim=1)
-        # Faster than logsumexp, though it writes all.
-        return cls(ids, torch.log_softmax(logits, dim=-1).gather(1, ids), ranks)
+        """Those of `ops.top_logprobs`."""
+        return cls(*ops.top_logprobs(logits, token_ids, most))
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.token_ids, self.logprobs, self.ranks
-
-
-def _ranks(logits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """int64 [n]: 1 + how many of the logits [n, V] are above `values`, [n, 1]."""
-    if logits.device.type != "cpu":
-        return (logits > values).sum(dim=-1) + 1
-    # A sum of booleans takes torch eight times as long.
-    pairs = zip(logits.numpy(), values.numpy(), strict=True)
-    return torch.tensor([np.count_nonzero(row > value) + 1 for row, value in pairs])
-
-
-def _top_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the largest, descending, int64 [n, at most count]; only chunks with a large maximum are
-    looked into, as the largest numbers lie in those with the largest maxima."""
-    n, size = logits.shape
-    num_chunks = size // _CHUNK
-    if num_chunks < 4 * count:
-        return logits.topk(min(count, size)).indices
-    whole = num_chunks * _CHUNK
-    chunks = logits[:, :whole].view(n, num_chunks, _CHUNK).amax(dim=-1).topk(count).indices
-    ids = (chunks[:, :, None] * _CHUNK + torch.arange(_CHUNK, device=logits.device)).view(n, -1)
-    rest = torch.arange(whole, size, device=logits.device).expand(n, -1)
-    ids = torch.cat([ids, rest], dim=1)
-    return ids.gather(1, logits.gather(1, ids).topk(count).indices)
 
 
 def entries(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[TokenLogprobs]:

@@ -144,6 +144,38 @@ def argmax(isa: str, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def top_logprobs(
+    isa: str, logits: torch.Tensor, token_ids: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `ops.top_logprobs`."""
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    num_rows, size = logits.shape
+    count = min(count, size)
+    ids = torch.empty((num_rows, count + 1), dtype=torch.int64)
+    values, ranks = torch.empty((num_rows, count + 1)), torch.empty(num_rows, dtype=torch.int64)
+    _kernels(isa).quire_top_logprobs(
+        logits.data_ptr(),
+        logits.stride(0),
+        size,
+        num_rows,
+        token_ids.contiguous().data_ptr(),
+        count,
+        values.data_ptr(),
+        ids.data_ptr(),
+        ranks.data_ptr(),
+    )
+    return ids, values, ranks
+
+
+def forbid_others(isa: str, logits: torch.Tensor, allowed: torch.Tensor) -> None:
+    """See `ops.forbid_others`."""
+    assert logits.stride(1) == 1 and allowed.is_contiguous()
+    _kernels(isa).quire_forbid_others(
+        logits.data_ptr(), logits.stride(0), logits.shape[1], logits.shape[0], allowed.data_ptr()
+    )
+
+
 def linear(isa: str, *args: Any) -> NativeLinear:
     """See `ops.pack_linear`."""
     return NativeLinear(isa, _kernels(isa), *args)
@@ -182,6 +214,8 @@ _OPERATORS = (
     ("gate_mul", gate_mul, _in_vectors("size")),
     ("paged_attention", paged_attention, _in_vectors("head_dim")),
     ("argmax", argmax, _in_vectors()),
+    ("top_logprobs", top_logprobs, _in_vectors()),
+    ("forbid_others", forbid_others, _in_vectors()),
     ("linear", linear, _can_pack),
 )
 

@@ -6,6 +6,7 @@
 #include "gemm.h"
 #include "gemm_avx2.h"
 #include "gemm_int8.h"
+#include "logits.h"
 #include "pack.h"
 
 using namespace quire;
@@ -103,6 +104,19 @@ void quire_write_kv(Type type, const void* key, int64_t key_stride, const void* 
 
 void quire_argmax(const float* x, int64_t stride, int64_t size, int num_rows, int64_t* y) {
   parallel_for(num_rows, [&](int row) { y[row] = argmax(x + row * stride, size); });
+}
+
+// See top_logprobs: y and ids are [num_rows][count + 1], and a given column below zero stands for any.
+void quire_top_logprobs(const float* x, int64_t stride, int64_t size, int num_rows, const int64_t* given, int count,
+                        float* y, int64_t* ids, int64_t* ranks) {
+  parallel_for(num_rows, [&](int row) {
+    const int64_t place = int64_t(row) * (count + 1);
+    ranks[row] = top_logprobs(x + row * stride, size, std::max<int64_t>(given[row], 0), count, y + place, ids + place);
+  });
+}
+
+void quire_forbid_others(float* x, int64_t stride, int64_t size, int num_rows, const int32_t* allowed) {
+  parallel_for(num_rows, [&](int row) { forbid_others(x + row * stride, size, allowed + row * ((size + 31) / 32)); });
 }
 
 void quire_gate(Type type, Activation activation, const void* gate_up, int64_t stride, int size, void* y,

@@ -119,6 +119,10 @@ inline vec zero_where_less(vec x, vec a, vec b) {
 inline vec where_greater(vec a, vec b, vec x, vec y) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x);
 }
+// A bit for each lane: whether a > b.
+inline uint32_t lanes_above(vec a, vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+// x in lanes whose bit is set, else y.
+inline vec where_bits(uint32_t bits, vec x, vec y) { return _mm512_mask_blend_ps(__mmask16(bits), y, x); }
 // NaN where x or y is, else y.
 inline vec nan_of(vec x, vec y) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), y, x); }
 
@@ -187,6 +191,12 @@ inline vec round_to_integer(vec x) {
 }
 inline vec zero_where_less(vec x, vec a, vec b) { return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_NLT_UQ), x); }
 inline vec where_greater(vec a, vec b, vec x, vec y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
+inline uint32_t lanes_above(vec a, vec b) { return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ))); }
+inline vec where_bits(uint32_t bits, vec x, vec y) {
+  const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i chosen = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int(bits)), lanes), lanes);
+  return _mm256_blendv_ps(y, x, _mm256_castsi256_ps(chosen));
+}
 inline vec nan_of(vec x, vec y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)); }
 
 #endif
