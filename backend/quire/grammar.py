@@ -31,6 +31,10 @@ LIMITS = {
     "max_grammar_size": 500_000,
 }
 """Of llguidance, in its units; the lexer's fuel of a step is some 7 ms, its states some 100 MB."""
+SLICES = ("[a-z]{1,10}", "[a-z ]{1,10}")
+"""Tokens that llguidance judges together where a lexeme may go on with any of them, beside its own choice,
+which is made for the strings of JSON: a bounded repetition of letters has a new state, and so a new mask,
+with each token."""
 MAX_TAG_DEPTH = 16
 """Formats of a structural tag within each other."""
 _WHITESPACE = r"[ \n\t]{0,64}"
@@ -61,7 +65,9 @@ class Vocabulary:
         path = Path(directory) / "tokenizer.json"
         try:
             text = path.read_text(encoding="utf-8")
-            self.tokenizer: LLTokenizer = LLTokenizer(text, eos_token=sorted(eos_token_ids) or None)
+            self.tokenizer: LLTokenizer = LLTokenizer(
+                text, eos_token=sorted(eos_token_ids) or None, slices=[*SLICES, *LLTokenizer.general_slices()]
+            )
         except OSError:
             raise _refuse("needs a tokenizer.json, and this checkpoint has none") from None
         except Exception as error:  # of Rust, which has one class

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,13 @@ import pytest
 
 from quire import LLM
 from quire.errors import InvalidArgumentError, UnavailableError
+from quire.frontend import grammar_checker
 from quire.frontend.grammar_checker import GrammarChecker
 from quire.outputs import RequestOutput
 from quire.sampling_params import parse_sampling_params
 from quire.structured_output import StructuredOutput, parse_structured_output
+from quire.worker import grammar as worker_grammar
+from quire.worker.grammar import RowGrammar
 from tests.fixtures.checkpoints import EOS_TOKEN_IDS, VOCAB_SIZE, make_checkpoint
 from tests.fixtures.graphs import recorded_steps
 from tests.fixtures.schemas import SCHEMAS
@@ -336,6 +341,66 @@ def test_a_grammar_that_gets_too_complex_ends_its_request_alone(
     assert [o.finish_reason for o in outputs if o.request_id == "free"][-1] == "length"
 
 
+def test_masks_are_computed_beside_the_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never by the thread of the step; and they are there before the model has its logits, which waits for
+    them here."""
+    threads, begun, compute = set(), [], llm.core.executor.runner.model.compute_logits
+    next_mask, begin = RowGrammar._next, RowGrammar._begin
+
+    def seen_next(self: RowGrammar) -> Any:
+        threads.add(threading.current_thread().name.rpartition("_")[0])
+        return next_mask(self)
+
+    def seen_begin(self: RowGrammar, *args: Any) -> None:
+        begin(self, *args)
+        begun.append(self._mask)
+
+    def late_logits(hidden: Any) -> Any:
+        _, waiting = futures.wait(begun, timeout=30)
+        assert not waiting
+        return compute(hidden)
+
+    monkeypatch.setattr(RowGrammar, "_next", seen_next)
+    monkeypatch.setattr(RowGrammar, "_begin", seen_begin)
+    monkeypatch.setattr(llm.core.executor.runner.model, "compute_logits", late_logits)
+    outputs = answers(llm, {"regex": "[0-9]{5}[a-z]{5}"}, 4)
+    assert all(re.fullmatch("[0-9]{5}[a-z]{5}", output.text) for output in outputs)
+    assert threads == {"quire-grammar", "quire-masks"}
+    assert len(begun) == sum(output.num_output_tokens for output in outputs), "one for each token"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "later"])
+def test_a_grammar_that_takes_too_long_ends_its_request_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """Whether it hangs when it is made or in its fourth mask; others, whose tasks are behind it, go on."""
+    monkeypatch.setattr(worker_grammar, "MAX_WAIT_S", 0.3)
+    released, count, next_mask = threading.Event(), itertools.count(), RowGrammar._next
+
+    def hangs(self: RowGrammar) -> Any:
+        if self._structured.regex.startswith("x") and next(count) == (3 if late else 0):
+            released.wait(60)
+        return next_mask(self)
+
+    monkeypatch.setattr(RowGrammar, "_next", hangs)
+    params = {"slow": {"structured_output": {"regex": "x{20}"}}}
+    params |= {f"bound{i}": {"structured_output": {"regex": "[0-9]{12}"}, "seed": i} for i in range(3)}
+    params["free"] = {"temperature": 1.0}
+    core = llm.core
+    for request_id, one in params.items():
+        core.add_request(request_id, [5, 6], parse_sampling_params({"max_tokens": 40, **one}))
+    try:
+        outputs = []
+        while core.has_work:
+            outputs += core.step()
+    finally:
+        released.set()
+    errors = {output.request_id: output.error for output in outputs if output.error}
+    assert list(errors) == ["slow"] and "takes more than 0.3 s to follow" in str(errors["slow"])
+    ends = {output.request_id: output.finish_reason for output in outputs if output.finish_reason}
+    assert ends.pop("free") and {ends[f"bound{i}"] for i in range(3)} == {"stop"}
+
+
 # Clients' grammars are tried in a process of its own first.
 
 
@@ -407,6 +472,19 @@ def test_a_checker_that_is_killed_has_judged_nothing(checker: GrammarChecker) ->
     with pytest.raises(UnavailableError, match="was killed"):
         checker.check(wanted)
     killer.join()
+    checker.check(wanted)
+
+
+def test_a_checker_that_gets_no_time_has_judged_nothing(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checker.check(StructuredOutput(regex="a"))
+    process, wanted = checker._process, StructuredOutput(regex="b")
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)  # as on a machine of which others take everything
+    with monkeypatch.context() as patch, pytest.raises(UnavailableError, match=r"not checked within 0\.2 s"):
+        patch.setattr(grammar_checker, "MAX_WAIT_S", 0.2)
+        checker.check(wanted)
     checker.check(wanted)
 
 

@@ -90,11 +90,12 @@ class GrammarChecker:
         if answer is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.1)
-            was_killed = self._process.returncode == -signal.SIGKILL
+            code = self._process.returncode
             self._end()
-            if (
-                was_killed
-            ):  # by somebody else: its limits end it by other signals, so the grammar is not judged
+            # Its own limits end it, and by other signals: then alone is it the grammar that is judged.
+            if code is None:
+                raise UnavailableError(f"structured_output: was not checked within {MAX_WAIT_S:g} s")
+            if code == -signal.SIGKILL:
                 raise UnavailableError("structured_output: the process that checks grammars was killed")
             return f"takes more than {MAX_COMPILE_S} s or {MAX_MEMORY // 2**20} MiB to compile"
         return answer

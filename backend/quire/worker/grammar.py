@@ -1,8 +1,9 @@
-"""Grammars: matchers of the rows whose output follows a grammar, made off the step's thread.
+"""Grammars: matchers of the rows whose output follows a grammar, and their masks, off the step's thread.
 
-A row is made some steps before it first samples where its prompt is long; its matcher is made meanwhile, and
-only the sampling waits. What is compiled is kept by the grammar, so that of many requests with one schema the
-first alone compiles it. No torch here.
+A row's matcher is made when the row is, with the mask of its first token. The masks of later tokens begin
+when the token before is known, so that they are computed beside the model, and only the sampling waits. What
+is compiled is kept by the grammar, so that of many requests with one schema the first alone compiles it. No
+torch here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +27,30 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 64
 """Compiled grammars that are kept."""
+MAX_WAIT_S = 5.0
+"""Longest that a step waits for one row's grammar: ten times what a client's may take to compile, and a
+thousand times a step of it."""
+Mask = npt.NDArray[np.int32]
+"""Bit i % 32 of word i / 32 says whether token i may follow; tokens behind the last word may not."""
+
+
+class Lane:
+    """A thread for tasks one after the other, which leaves a task that takes too long behind."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: ThreadPoolExecutor | None = None
+
+    def submit(self, task: Callable[[], Mask | None]) -> Future[Mask | None]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix=self._name)
+        return self._thread.submit(task)
+
+    def give_up(self) -> None:
+        """Tasks that have not begun are cancelled; those to come get another thread."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = None
 
 
 class Grammars:
@@ -37,8 +63,9 @@ class Grammars:
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
         self._make_vocabulary = make_vocabulary
         self._vocabulary: Vocabulary | None = None
-        self._thread: ThreadPoolExecutor | None = None
         self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self.makes, self.masks = Lane("quire-grammar"), Lane("quire-masks")
+        """Two, so that masks do not wait for what is compiled."""
 
     def warm_up(self) -> None:
         """Reads the vocabulary, which takes the interpreter lock, as long as nobody waits."""
@@ -47,12 +74,10 @@ class Grammars:
 
     def begin(self, structured: StructuredOutput, num_prompt_tokens: int, ignore_eos: bool) -> RowGrammar:
         """The state of a new row, whose matcher is under way."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
-        made = self._thread.submit(self._make, structured)
-        return RowGrammar(made, num_prompt_tokens, ignore_eos)
+        return RowGrammar(self, structured, num_prompt_tokens, ignore_eos)
 
-    def _make(self, structured: StructuredOutput) -> tuple[LLMatcher, Vocabulary]:
+    def make(self, structured: StructuredOutput) -> tuple[LLMatcher, Vocabulary]:
+        """A matcher before the first token; for the thread of `makes`."""
         if self._vocabulary is None:
             self._vocabulary = self._make_vocabulary()
         compiled = self._compiled.get(structured)
@@ -67,53 +92,105 @@ class Grammars:
 class RowGrammar:
     """Where one row is in its grammar.
 
-    Invariant: the matcher has taken exactly `token_ids[:_num_seen]`, or has failed, or is at its end.
+    Invariants: the matcher has taken exactly `token_ids[:_num_seen]`, or has failed, or is at its end. It
+    belongs to the task under way; `_wait` makes it the caller's.
     """
 
-    __slots__ = ("_ignore_eos", "_made", "_num_seen", "error")
+    __slots__ = (
+        "_grammars",
+        "_ignore_eos",
+        "_lane",
+        "_mask",
+        "_matcher",
+        "_num_seen",
+        "_structured",
+        "_task",
+        "_vocabulary",
+        "error",
+    )
 
     def __init__(
-        self, made: Future[tuple[LLMatcher, Vocabulary]], num_prompt_tokens: int, ignore_eos: bool
+        self, grammars: Grammars, structured: StructuredOutput, num_prompt_tokens: int, ignore_eos: bool
     ) -> None:
-        self._made = made
+        self._grammars, self._structured = grammars, structured
         self._num_seen = num_prompt_tokens
         self._ignore_eos = ignore_eos
         self.error = ""
         """Why the row cannot go on."""
+        self._begin(grammars.makes, self._make)
 
-    def allowed(self, token_ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.bool_] | None:
-        """[vocab_size]: which tokens may follow; None where it does not matter any more. Sets `error`."""
-        try:
-            matcher, vocabulary = self._made.result()
-        except Exception as error:
-            told = isinstance(error, InvalidArgumentError)
-            self.error = str(error) if told else f"structured_output: {describe(error)}"
-            return None
+    def allowed(self, token_ids: Sequence[int]) -> Mask | None:
+        """Which tokens may follow; None where it does not matter any more. Sets `error`."""
+        mask = self._wait()
         new = token_ids[self._num_seen :]
-        if new and not matcher.is_stopped():  # after a preemption all its output
-            matcher.consume_tokens(list(new))
-        self._num_seen = len(token_ids)
+        if new and not self.error:  # after a preemption all its output
+            if not self._matcher.is_stopped():
+                self._matcher.consume_tokens(list(new))
+            self._num_seen = len(token_ids)
+            self._begin(self._grammars.masks, self._next)
+            mask = self._wait()
+        return mask
+
+    def accept(self, token_id: int) -> bool:
+        """Takes a token that was drawn behind all those seen, and begins the next mask; whether no token can
+        follow."""
+        self._wait()
+        if self.error:
+            return False
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token_id)
+            self._num_seen += 1
+        if self._matcher.is_stopped() and not self._matcher.is_error():
+            return True
+        self._begin(self._grammars.masks, self._next)
+        return False
+
+    def _begin(self, lane: Lane, task: Callable[[], Mask | None]) -> None:
+        self._lane, self._task, self._mask = lane, task, lane.submit(task)
+
+    def _wait(self) -> Mask | None:
+        """What the task under way finds; sets `error` where it fails, or takes too long."""
+        while not self.error:
+            try:
+                return self._mask.result(MAX_WAIT_S)
+            except CancelledError:  # behind one that took too long
+                self._begin(self._lane, self._task)
+            except FutureTimeoutError:
+                self._lane.give_up()
+                if not self._mask.done():
+                    self.error = f"structured_output: takes more than {MAX_WAIT_S:g} s to follow"
+            except Exception as error:
+                told = isinstance(error, InvalidArgumentError)
+                self.error = str(error) if told else f"structured_output: {describe(error)}"
+        return None
+
+    def _make(self) -> Mask | None:
+        self._matcher, self._vocabulary = self._grammars.make(self._structured)
+        return self._next()
+
+    def _next(self) -> Mask | None:
+        """The mask behind what the matcher has taken.
+
+        Raises:
+            InvalidArgumentError: the matcher has failed.
+        """
+        matcher, vocabulary = self._matcher, self._vocabulary
         if matcher.is_stopped() and not matcher.is_error():
             return None  # launched before its end was known: the result is dropped
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():
-            self.error = f"structured_output: {reason_of(matcher)}"
-            return None
-        found = np.zeros(vocab_size, dtype=np.bool_)
-        known = np.unpackbits(bits, bitorder="little")[: vocabulary.num_tokens]
-        found[: len(known)] = known
+            raise InvalidArgumentError("structured_output", reason_of(matcher))
+        size = vocabulary.num_tokens
+        mask = np.zeros(-(-size // 32), dtype=np.int32)
+        found = mask.view(np.uint8)
+        found[: len(bits)] = bits[: len(found)]
+        if size % 32:
+            mask.view(np.uint32)[-1] &= 2 ** (size % 32) - 1
         if self._ignore_eos:
-            ends = [one for one in vocabulary.tokenizer.eos_tokens if one < vocab_size]
-            kept = found[ends]
-            found[ends] = False
-            if not found.any():
-                found[ends] = kept
-        return found
-
-    def accept(self, token_id: int) -> bool:
-        """Takes a token that was drawn behind all those seen; whether none can follow it."""
-        matcher, _ = self._made.result()
-        if not matcher.is_stopped():
-            matcher.consume_token(token_id)
-            self._num_seen += 1
-        return bool(matcher.is_stopped() and not matcher.is_error())
+            ends = [one for one in vocabulary.tokenizer.eos_tokens if one < size]
+            kept = mask.copy()
+            for one in ends:
+                found[one // 8] &= ~(1 << one % 8) & 255
+            if not mask.any():
+                return kept
+        return mask

@@ -33,7 +33,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from quire.outputs import RowOutput
@@ -44,7 +43,6 @@ from quire_kernels import ops
 from quire_kernels.sampling import LogitEdits, SamplingTensors
 
 _EDITS = [field.name for field in fields(LogitEdits) if field.name != "newest"]
-_FORBIDDEN = np.array([-np.inf, 0], dtype=np.float32)
 _BAD_LOGITS = "the model's logits for this request are NaN or have no finite maximum"
 
 
@@ -153,32 +151,19 @@ def _follow_grammars(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[
     lifted down to what it allows.
     """
     errors = {}
+    masks = np.full((len(rows), -(-logits.shape[1] // 32)), -1, dtype=np.int32)
     for number, row in enumerate(rows):
         if row.grammar is None:
             continue
-        allowed = row.grammar.allowed(row.token_ids, logits.shape[1])
+        allowed = row.grammar.allowed(row.token_ids)
         if row.grammar.error:
             errors[number] = RowOutput(error=row.grammar.error)
-            logits[number] = -torch.inf
+            masks[number] = 0
         elif allowed is not None:
-            _forbid_others(logits[number], allowed)
+            masks[number, : len(allowed)] = allowed
+            masks[number, len(allowed) :] = 0
+    ops.forbid_others(logits, to_device(masks, logits.device))
     return errors
-
-
-def _forbid_others(logits: torch.Tensor, allowed: npt.NDArray[np.bool_]) -> None:
-    """Leaves of one row, [V], what is allowed, [V]."""
-    if logits.device.type != "cpu":
-        logits.masked_fill_(to_device(~allowed, logits.device), -torch.inf)
-        return
-    # By numpy and this thread alone: torch would wake all of its own, 16 times for 16 rows.
-    values: npt.NDArray[np.float32] = logits.numpy()
-    if np.count_nonzero(allowed) < len(allowed) // 16:
-        few = np.flatnonzero(allowed)
-        kept = values[few]
-        values.fill(-np.inf)
-        values[few] = kept
-    else:
-        values += _FORBIDDEN[allowed.view(np.uint8)]
 
 
 def _process(logits: torch.Tensor, rows: Sequence[SamplingRow], processed: list[int]) -> dict[int, RowOutput]:
