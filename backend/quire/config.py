@@ -227,6 +227,9 @@ class FrontendConfig:
     max_pause_s: Annotated[float, Meta(ge=0, le=10**9)] = 300.0
     """How long requests wait for another engine when theirs has died, to go on in it, before they end with
     UNAVAILABLE; 0: they end at once."""
+    drain_s: Annotated[float, Meta(ge=0, le=10**9)] = 20.0
+    """How long requests may go on when their model is unloaded: then they end with finish reason shutdown and
+    UNAVAILABLE."""
     max_prompt_bytes: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 16 * 1024 * 1024
     """Longest text_input or messages in bytes; texts that cannot fit `max_model_len` are refused below it.
     The texts of all requests that wait to be tokenized may have four times as many; more are answered

@@ -2,8 +2,10 @@
 
 Every frontend of one tritonserver that asks for an equal engine configuration gets the same engine: the
 instances of a model (`instance_group count: N`) and other models over it, such as a non-decoupled variant.
-They meet in a directory named after the server's process and a hash of the configuration; the one that
-takes its file lock first starts the engine, and the one that finds it dead starts the next generation.
+They meet in a directory named after the server's process and a hash of the configuration and the state of
+the checkpoint's files; the one that takes its file lock first starts the engine, and the one that finds it
+dead starts the next generation. So a model that is loaded again behind a changed checkpoint gets an engine of
+its own, and one that is not goes on with the old weights.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from quire.engine.processes import open_verified_pidfd, start_time_of
 from quire.engine.run_module import RUN_MODULE
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
 from quire.errors import CheckpointError, ConfigError, EngineStoppedError, UnavailableError
+from quire.loader.info import checkpoint_state
 
 logger = logging.getLogger("quire")
 
@@ -81,7 +84,12 @@ class EngineSupervisor:
         self.server_pid = server_pid
         self.server_start_time = start_time_of(server_pid) or 0
         self.environment = dict(environment or {})
-        values = {**config.of_engine.to_mapping(), "environment": self.environment}
+        self._checkpoint = self._checkpoint_state()
+        values = {
+            **config.of_engine.to_mapping(),
+            "environment": self.environment,
+            "checkpoint": self._checkpoint,
+        }
         server = _server_name(server_pid, self.server_start_time)
         key = _digest(json.dumps(values, sort_keys=True))
         self.directory = runtime_base() / f"{server}-{key}"
@@ -93,7 +101,8 @@ class EngineSupervisor:
         """The running engine, started if there is none; to be called again after a failure.
 
         Raises:
-            CheckpointError: the engine says why it cannot start (one line).
+            CheckpointError: the engine says why it cannot start (one line), or there is another checkpoint
+                in the place of the one that this frontend was loaded with.
             ConfigError: the directory to meet in may be another user's.
             EngineStoppedError: the engine that this frontend had was told to stop (SIGTERM).
             UnavailableError: it ended without a word, was not ready in `startup_timeout_s` or before `close`
@@ -117,9 +126,17 @@ class EngineSupervisor:
             reason = f"{self.directory}: {error.strerror or error}"
             raise UnavailableError(f"the engine cannot be reached or started: {reason}") from None
 
+    def _checkpoint_state(self) -> list[tuple[str, int, int]]:
+        return checkpoint_state(self.config.model.model, self.config.model.tokenizer)
+
     def _start(self, directory: RuntimeDirectory, generation: int) -> EngineState:
         """Starts an engine, which waits until it is known of: without us it ends."""
         self.reap()
+        now = self._checkpoint_state()
+        if now and now != self._checkpoint:  # if there is none, the engine says what is missing
+            raise CheckpointError(
+                f"{self.config.model.model}: has changed since the model was loaded: load the model again"
+            )
         sweep(self.directory.parent)
         directory.write("config.json", json.dumps(self.config.of_engine.to_mapping()).encode())
         command = [engine_python(), RUN_MODULE, "quire.engine.loop"]

@@ -35,6 +35,21 @@ def read_configs(path: str | Path) -> tuple[HFConfig, dict[str, Any]]:
     return hf, read_json(generation) if generation.exists() else {}
 
 
+_CHECKPOINT_SUFFIXES = frozenset((".json", ".safetensors", ".gguf", ".bin", ".pt", ".model", ".jinja"))
+
+
+def checkpoint_state(*paths: str) -> list[tuple[str, int, int]]:
+    """Name, bytes and time of change (ns) of the files of checkpoints (directories or GGUF files): another
+    state is another checkpoint in the same place. Empty where there is nothing."""
+    found = {}
+    for path in map(Path, filter(None, paths)):
+        for file in path.iterdir() if path.is_dir() else (path,):
+            if file.suffix in _CHECKPOINT_SUFFIXES and file.is_file():
+                stat = file.stat()
+                found[str(file)] = stat.st_size, stat.st_mtime_ns
+    return [(name, *state) for name, state in sorted(found.items())]
+
+
 def gguf_file(path: Path) -> Path | None:
     """As `find_gguf`; raises CheckpointError."""
     try:

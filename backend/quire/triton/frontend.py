@@ -73,6 +73,7 @@ class TritonPythonModel:
         from quire.frontend.grammar_checker import GrammarChecker
         from quire.loader.info import read_configs
         from quire.sampling_params import defaults_from_generation_config
+        from quire.triton.drain import Drain, ServerAnswer
         from quire.triton.intake import Intake
         from quire.triton.metrics import EngineMetrics
         from quire.triton.request_parser import RequestParser
@@ -98,10 +99,12 @@ class TritonPythonModel:
 
         engine = EngineClient(lambda: connect(context, self._supervisor), self._publish)
         timeline.end("engine")
+        server = ServerAnswer(pb_utils, args["model_name"], args["model_version"], self._server_pid)
         self._responder = Responder(
             None if tokenizer is None else tokenizer.hf,
             engine,
             config_completion.num_instances(model_config),
+            drain=Drain(server.is_wanted, config.frontend.drain_s),
             model=args["model_name"],
             max_pause_s=config.frontend.max_pause_s,
         )

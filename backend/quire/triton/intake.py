@@ -6,6 +6,7 @@ import logging
 import queue
 import re
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import QuireError, UnavailableError
@@ -97,11 +98,12 @@ class Intake:
         return self._long if raw.num_bytes > LONG_BYTES else self._short
 
     def stop(self, timeout_s: float) -> None:
-        """Ends the threads after what they have in hand; waits `timeout_s` for each."""
+        """Ends the threads after what they have in hand; waits `timeout_s` for all of them."""
+        deadline = time.monotonic() + timeout_s
         for lane in self._lanes:
             lane.put(None)
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self, lane: queue.SimpleQueue[Any]) -> None:
         while (item := lane.get()) is not None:

@@ -36,11 +36,12 @@ from quire.engine.messages import (
     FrontendMessage,
     Outputs,
 )
-from quire.errors import QuireError
+from quire.errors import QuireError, UnavailableError
 from quire.frontend.detokenizer import TokenDecoder
 from quire.frontend.output_processor import OutputProcessor, RequestProcessor
 from quire.outputs import EngineCoreOutput, RequestOutput
 from quire.request import FinishReason
+from quire.triton.drain import Drain
 from quire.triton.generation import Generation
 from quire.triton.observers import RequestEnded, RequestObserver
 from quire.triton.pacing import Pace
@@ -60,6 +61,7 @@ MAX_POLL_SHARE = 0.02
 """Share of the thread's time that cancellation polls may take; beyond it the period stretches."""
 CAREFUL_S = 10.0
 """How long after a failed send every FINAL is asked room for (see `RequestHandle`)."""
+UNLOADING = "the model is being unloaded"
 URGENT = 0.0
 """When a first token or an end is due: before all else."""
 
@@ -74,6 +76,7 @@ class Responder(threading.Thread):
         model: name of the Triton model, for observers.
         observers: told of the end of each request.
         max_pause_s: see `FrontendConfig`.
+        drain: of the model.
     """
 
     def __init__(
@@ -85,11 +88,13 @@ class Responder(threading.Thread):
         model: str = "",
         observers: Sequence[RequestObserver] = (),
         max_pause_s: float = math.inf,
+        drain: Drain | None = None,
     ) -> None:
         super().__init__(name="quire-responder", daemon=True)
         self.tokenizer = tokenizer
         self.engine = engine
         self._model, self._observers = model, observers
+        self.drain = Drain() if drain is None else drain
         self._inbox: deque[Callable[[], None]] = deque()
         self._stopped = threading.Event()
         self._open: dict[str, RequestHandle] = {}
@@ -147,13 +152,23 @@ class Responder(threading.Thread):
             self._guard(self._poll_cancellations)
             if self._ending:
                 self._guard(self._retry_ends)
+            if self._open:
+                self._guard(self._look_at_drain)
             if self._stopped.is_set() and not self._inbox:
                 break
-        for handle in list(self._open.values()):
-            self._tell_end(handle, FinishReason.SHUTDOWN)
-            self._fail(handle, "the model is being unloaded", "UNAVAILABLE", reason=FinishReason.SHUTDOWN)
+        self._end_open()
         self._retry_ends(final=True)
         self.engine.close()
+
+    def _look_at_drain(self) -> None:
+        if self.drain.is_over(time.monotonic()):
+            self.engine.abort([*self._generating], FinishReason.SHUTDOWN)
+            self._end_open()
+
+    def _end_open(self) -> None:
+        for handle in list(self._open.values()):
+            self._tell_end(handle, FinishReason.SHUTDOWN)
+            self._fail(handle, UNLOADING, "UNAVAILABLE", reason=FinishReason.SHUTDOWN)
 
     def _guard(self, action: Callable[[], None]) -> None:
         """One request's failure must not end the thread that serves all of them."""
@@ -172,6 +187,8 @@ class Responder(threading.Thread):
             next_event = min(next_event, self._poll_queue[0][0])
         if self._ending:
             next_event = min(next_event, self._ending[0][0])
+        if self._open:
+            next_event = min(next_event, self.drain.next_look)
         if next_event == math.inf:
             return -1
         return math.ceil(max(0.0, next_event - time.monotonic()) * 1000)
@@ -200,6 +217,8 @@ class Responder(threading.Thread):
             return [CancelByExternalId(parsed.external_id, handle.request_id, learned_at=now, tenant=tenant)]
         if parsed.cache_control is not None:
             return [Control(parsed.cache_control, handle.request_id)]
+        if self.drain.is_on:
+            raise UnavailableError(UNLOADING)
         if parsed.form == "vllm" and self.tokenizer is not None:
             handle.decode = self.tokenizer.decode
         of_tokens = (parsed.params.logprobs, parsed.params.prompt_logprobs)
