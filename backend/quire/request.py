@@ -251,6 +251,11 @@ class Request:
         max_tokens = self.sampling_params.max_tokens
         return limit if max_tokens is None or max_tokens > limit else max_tokens
 
+    @property
+    def named(self) -> dict[str, str]:
+        """What log lines call it."""
+        return {"request_id": self.request_id, "external_id": self.external_id}
+
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id}, {self.status.name}, prompt={self.num_prompt_tokens}, "

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from quire_ensemble import logs
 from quire_ensemble.errors import EnsembleError, InputError, ParameterError, one_line, shown
 
 _log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class EnsembleModel(ABC):
         Raises:
             TritonModelException: a wrong parameter, or no usable checkpoint there; one line.
         """
+        logs.set_up(args["model_instance_name"])
         stated = json.loads(args["model_config"]).get("parameters", {})
         parameters = {name: value["string_value"] for name, value in stated.items()}
         try:
@@ -65,13 +67,21 @@ class EnsembleModel(ABC):
         A wrong input fails its own request with INVALID_ARG, and what cannot be foreseen with INTERNAL.
         """
 
-    def _refusal(self, error: Exception) -> Any:
-        """The response to a request that failed."""
+    def _refusal(self, error: Exception, request_id: str) -> Any:
+        """The response to a request that failed; `request_id` is its client's."""
         pb = self.pb_utils
         if isinstance(error, InputError):
             return pb.InferenceResponse(error=pb.TritonError(str(error), pb.TritonError.INVALID_ARG))
-        _log.error("quire: a request of %s failed", type(self).__name__, exc_info=error)
+        _log.error("a request failed", exc_info=error, extra={"external_id": request_id})
         return pb.InferenceResponse(error=pb.TritonError(one_line(error), pb.TritonError.INTERNAL))
+
+
+def client_id(request: Any) -> str:
+    """The id that the client gave its request, for log lines; empty where it cannot be read."""
+    try:
+        return str(request.request_id())
+    except UnicodeDecodeError:
+        return ""
 
 
 def given_inputs(request: Any) -> dict[str, np.ndarray]:

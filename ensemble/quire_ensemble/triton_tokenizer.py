@@ -13,7 +13,7 @@ import numpy as np
 from quire_ensemble.errors import InputError
 from quire_ensemble.shared_memory import ask_for_room, wait_for_room
 from quire_ensemble.text_limits import TextLimits, text_limits
-from quire_ensemble.triton_model import EnsembleModel, element, given_inputs
+from quire_ensemble.triton_model import EnsembleModel, client_id, element, given_inputs
 
 if TYPE_CHECKING:
     from quire_ensemble.tokenizer import Tokenizer
@@ -57,20 +57,23 @@ class TokenizerModel(EnsembleModel):
 
     def _begin(self, request: Any) -> Any:
         """The response, or None where a thread will send it."""
-        given = given_inputs(request)
+        given, request_id = given_inputs(request), client_id(request)
         try:
             prompt = element(given, "text_input"), element(given, "messages")
         except InputError as error:
-            return self._refusal(error)
+            return self._refusal(error, request_id)
         if max(len(part or b"") for part in prompt) <= LONG_BYTES:
-            return self._respond(*prompt)
-        self._long.submit(self._send, request.get_response_sender(), *prompt)
+            return self._respond(request_id, *prompt)
+        self._long.submit(self._send, request.get_response_sender(), request_id, *prompt)
         return None
 
-    def _respond(self, text: bytes | None, messages: bytes | None, *, ask: bool = False) -> Any:
+    def _respond(
+        self, request_id: str, text: bytes | None, messages: bytes | None, *, ask: bool = False
+    ) -> Any:
         """The response to a request of this prompt.
 
         Args:
+            request_id: its client's.
             text: see the inputs.
             messages: likewise.
             ask: whether shared memory for it is asked for, so that there is an error to send where it lacks.
@@ -83,15 +86,15 @@ class TokenizerModel(EnsembleModel):
             if ask:
                 ask_for_room(pb, token_ids.nbytes + len(chat_format[0, 0]))
         except Exception as error:  # a tokenizer is the checkpoint's: it may raise anything
-            return self._refusal(error)
+            return self._refusal(error, request_id)
         return pb.InferenceResponse(
             [pb.Tensor("input_ids", token_ids), pb.Tensor("chat_format", chat_format)]
         )
 
-    def _send(self, sender: Any, text: bytes | None, messages: bytes | None) -> None:
+    def _send(self, sender: Any, request_id: str, text: bytes | None, messages: bytes | None) -> None:
         try:
-            response = self._respond(text, messages, ask=True)
+            response = self._respond(request_id, text, messages, ask=True)
             wait_for_room(self.pb_utils)  # an error needs some, too
             sender.send(response, flags=self.pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         except Exception:  # nobody waits for this thread
-            _log.exception("quire tokenizer: a response could not be sent")
+            _log.exception("a response could not be sent", extra={"external_id": request_id})

@@ -176,7 +176,7 @@ class VisionEncoderModel(EnsembleModel):
     ) -> Any:
         pb = self.pb_utils
         if isinstance(images, InputError):
-            return self._refusal(images)
+            return self._refusal(images, "")
         failed = [(i, failures[image.key]) for i, image in enumerate(images) if image.key in failures]
         if failed:
             index, reason = failed[0]

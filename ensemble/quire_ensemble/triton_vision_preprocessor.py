@@ -12,7 +12,14 @@ import numpy as np
 
 from quire_ensemble.images import ImageLimits
 from quire_ensemble.text_limits import text_limits
-from quire_ensemble.triton_model import EnsembleModel, element, given_inputs, integer_parameters, unbatched
+from quire_ensemble.triton_model import (
+    EnsembleModel,
+    client_id,
+    element,
+    given_inputs,
+    integer_parameters,
+    unbatched,
+)
 
 if TYPE_CHECKING:
     from quire_ensemble.vision import VisionProcessor, VisionPrompt
@@ -46,7 +53,11 @@ class VisionPreprocessorModel(EnsembleModel):
         given = [given_inputs(request) for request in requests]
         # Threads of our own only where they help; Triton's objects are used in Triton's thread.
         run = map if len(given) < 2 else self._pool.map
-        return [self._response(result) for result in run(self._process, given)]
+        ids = map(client_id, requests)
+        return [
+            self._response(result, request_id)
+            for result, request_id in zip(run(self._process, given), ids, strict=True)
+        ]
 
     def finalize(self) -> None:
         """Ends the threads."""
@@ -64,9 +75,9 @@ class VisionPreprocessorModel(EnsembleModel):
         except Exception as error:  # a processor is the checkpoint's: it may raise anything
             return error
 
-    def _response(self, result: VisionPrompt | Exception) -> Any:
+    def _response(self, result: VisionPrompt | Exception, request_id: str) -> Any:
         if isinstance(result, Exception):
-            return self._refusal(result)
+            return self._refusal(result, request_id)
         pb = self.pb_utils
         return pb.InferenceResponse(
             [

@@ -130,7 +130,8 @@ def test_an_ensemble_reads_answers_as_the_generator_does(checkpoint: Path, token
     model = Model()
     parameters = {"checkpoint": {"string_value": str(checkpoint)}}
     config = json.dumps({"parameters": parameters})
-    model.initialize({"model_config": config, "model_repository": str(checkpoint)})
+    args = {"model_config": config, "model_repository": str(checkpoint)}
+    model.initialize({**args, "model_instance_name": "tokenizer_0"})
     messages = chat(tools=TOOLS, parallel_tool_calls=False)["messages"]
     request = fake_pb_utils.InferenceRequest({"messages": messages[None]})
     plain = fake_pb_utils.InferenceRequest({"text_input": text("hi")[None]})

@@ -37,7 +37,12 @@ class Model(TokenizerModel):
 
 def arguments(directory: Path, checkpoint: str | None) -> dict[str, str]:
     parameters = {} if checkpoint is None else {"checkpoint": {"string_value": checkpoint}}
-    return {"model_config": json.dumps({"parameters": parameters}), "model_repository": str(directory)}
+    config = json.dumps({"parameters": parameters})
+    return {
+        "model_config": config,
+        "model_repository": str(directory),
+        "model_instance_name": "tokenizer_0",
+    }
 
 
 @pytest.fixture(scope="module")

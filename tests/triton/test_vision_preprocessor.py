@@ -37,7 +37,12 @@ class Model(VisionPreprocessorModel):
 
 def arguments(directory: Path, **parameters: str) -> dict[str, str]:
     values = {name: {"string_value": value} for name, value in parameters.items()}
-    return {"model_config": json.dumps({"parameters": values}), "model_repository": str(directory)}
+    config = json.dumps({"parameters": values})
+    return {
+        "model_config": config,
+        "model_repository": str(directory),
+        "model_instance_name": "preprocessor_0",
+    }
 
 
 def picture(seed: int, kind: str = "PNG", size: tuple[int, int] = (90, 64)) -> bytes:

@@ -256,7 +256,7 @@ class Roster:
             self.late_offers += offers
             self._pin(request)
         except Exception:
-            logger.exception("%s: what it has computed is not kept", request)
+            logger.exception("what a request has computed is not kept", extra=request.named)
 
     def _pin(self, request: Request) -> None:
         scheduling, now = request.scheduling, self.clock()

@@ -370,7 +370,7 @@ class Scheduler:
 
     def _give_up(self, request: Request, row: ScheduledRequest, error: Exception) -> EngineCoreOutput:
         """Ends a request, or what is left of it, as its row could not be taken in."""
-        logger.exception("%s: a step could not be taken in", request)
+        logger.exception("a step could not be taken in", extra=request.named)
         self._take_back(request, row)
         choices = request.choices
         if choices is not None:

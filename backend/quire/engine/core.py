@@ -257,9 +257,11 @@ class EngineCore:
         """A step has failed, and with it all that are in flight: each rests on those before it."""
         self._num_failures += 1
         steps, oldest = len(self._in_flight), self._in_flight[0]
+        request_ids = [row.request_id for row in oldest.scheduled]
         logger.error(
             "step %d failed with %d rows (%d steps in flight)",
             oldest.step, len(oldest.scheduled), steps, exc_info=error,
+            extra={"request_id": " ".join(request_ids)},
         )  # fmt: skip
         self._in_flight.clear()
         self.executor.reset()

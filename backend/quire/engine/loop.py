@@ -70,6 +70,7 @@ from quire.request import FinishReason
 from quire.sampling_params import SamplingParams, check_together
 from quire.scheduling_params import SchedulingParams
 from quire.startup import StartTimeline, shown_phases
+from quire_ensemble import logs
 from quire_ensemble.errors import shown
 from quire_kernels.machine import num_cpus
 
@@ -214,7 +215,8 @@ class EngineLoop:
         elif not isinstance(error, QuireError):
             if (now := time.monotonic()) >= self._next_complaint:
                 self._next_complaint = now + COMPLAINT_INTERVAL_S
-                logger.error("engine: a message could not be handled: %s", describe(error), exc_info=error)
+                named_ids = {} if named is None else {"request_id": named.request_id}
+                logger.error("engine: a message could not be handled", exc_info=error, extra=named_ids)
             error = EngineError(f"the engine could not handle the request: {describe(error)}")
         if named is None:
             return
@@ -407,11 +409,7 @@ def _engine_info(core: EngineCore) -> EngineInfo:
 @click.option("--generation", type=int, default=0)
 def main(path: Path, server_pid: int, server_start_time: int, generation: int) -> None:
     """Runs an engine for the frontends that share DIRECTORY, once a byte comes through the standard input."""
-    logging.basicConfig(
-        level=os.environ.get("QUIRE_LOG_LEVEL", "INFO"),
-        format="%(asctime)s quire engine[%(process)d] %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
+    logs.set_up("engine")
     timeline = StartTimeline.of_process()
     if not sys.stdin.buffer.read(1):
         raise SystemExit("engine: the frontend that started it died before it could announce it")

@@ -84,6 +84,8 @@ class ServeConfig:
     exit_timeout_s: int = DEFAULT_EXIT_TIMEOUT_S
     forward_headers: str = FORWARDED_HEADERS
     verbose: bool = False
+    log_format: str = "plain"
+    log_requests: bool = False
     ready_file: Path | None = None
     tritonserver: str | None = None
     extra_args: tuple[str, ...] = ()
@@ -252,6 +254,8 @@ class ServerRun:
         files = self._files
         environment = self._server.environment()
         environment["QUIRE_RUNTIME_DIR"] = str(files.directory)
+        environment["QUIRE_LOG_FORMAT"] = self._config.log_format
+        environment["QUIRE_LOG_REQUESTS"] = "1" if self._config.log_requests else ""
         flags = self._server.flags(self._backends)
         repositories = self._config.repositories
         if self._config.checkpoint is not None:
@@ -467,6 +471,20 @@ class _Command(click.Command):
     help="Headers of clients that reach the models, as request parameters; empty: none.",
 )
 @click.option("--verbose", is_flag=True, help="Show tritonserver's command line, information and warnings.")
+@click.option(
+    "--log-format",
+    type=click.Choice(["plain", "json"]),
+    default="plain",
+    envvar="QUIRE_LOG_FORMAT",
+    show_default=True,
+    help="Of what our own processes log; tritonserver's lines stay as they are.",
+)
+@click.option(
+    "--log-requests",
+    is_flag=True,
+    envvar="QUIRE_LOG_REQUESTS",
+    help="Log a line for each request that has ended, without its text.",
+)
 @click.option("--ready-file", type=click.Path(path_type=Path), help="Write addresses here (JSON) once ready.")
 @click.option("--tritonserver", envvar="QUIRE_TRITONSERVER", metavar="FILE", help="The server to run.")
 def serve(**options: Any) -> None:

@@ -8,7 +8,6 @@ import logging
 import os
 import resource
 import select
-import sys
 import threading
 import uuid
 from pathlib import Path
@@ -48,11 +47,9 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Raises TritonModelException with one line when the model cannot be served."""
-        logging.basicConfig(
-            level=os.environ.get("QUIRE_LOG_LEVEL", "INFO"),
-            format=f"%(asctime)s quire {args['model_instance_name']} %(levelname)s %(message)s",
-            stream=sys.stderr,
-        )
+        from quire_ensemble import logs
+
+        logs.set_up(args["model_instance_name"])
         # A waiting request with images holds a descriptor.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -76,6 +73,7 @@ class TritonPythonModel:
         from quire.triton.drain import Drain, ServerAnswer
         from quire.triton.intake import Intake
         from quire.triton.metrics import EngineMetrics
+        from quire.triton.request_log import RequestLog
         from quire.triton.request_parser import RequestParser
         from quire.triton.responder import Responder
         from quire_ensemble.errors import EnsembleError
@@ -107,6 +105,7 @@ class TritonPythonModel:
             drain=Drain(server.is_wanted, config.frontend.drain_s),
             model=args["model_name"],
             max_pause_s=config.frontend.max_pause_s,
+            observers=[RequestLog()] if os.environ.get("QUIRE_LOG_REQUESTS") else [],
         )
         self._metrics = EngineMetrics.claim(pb_utils, args, self._supervisor.directory)
         self._grammars = None

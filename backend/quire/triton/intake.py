@@ -118,7 +118,7 @@ class Intake:
             except QuireError as error:
                 self._responder.refuse(handle, error)
             except Exception as error:
-                logger.exception("frontend: parsing failed")
+                logger.exception("frontend: parsing failed", extra=handle.named)
                 self._responder.refuse(handle, QuireError(f"the request cannot be parsed: {error}"))
             finally:
                 for cancel in self._parsed(raw):

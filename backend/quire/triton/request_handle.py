@@ -101,6 +101,11 @@ class RequestHandle:
         """The response that ends the request, where it could not be sent yet."""
 
     @property
+    def named(self) -> dict[str, str]:
+        """What log lines call it."""
+        return {"request_id": self.request_id, "external_id": self.external_id}
+
+    @property
     def is_open(self) -> bool:
         return self._sender is not None
 

@@ -95,7 +95,7 @@ class Responder(threading.Thread):
         self.engine = engine
         self._model, self._observers = model, observers
         self.drain = Drain() if drain is None else drain
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[tuple[Callable[[], None], RequestHandle | None]] = deque()
         self._stopped = threading.Event()
         self._open: dict[str, RequestHandle] = {}
         """Requests and commands whose end is not sent, by id."""
@@ -125,19 +125,19 @@ class Responder(threading.Thread):
 
     def submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
         """A parsed request; the handle belongs to the responder from here on."""
-        self._post(lambda: self._submit(handle, parsed))
+        self._post(lambda: self._submit(handle, parsed), handle)
 
     def refuse(self, handle: RequestHandle, error: QuireError) -> None:
         """A request that is wrong; ends it."""
-        self._post(lambda: self._fail(handle, str(error), error.code, error.retry_after_s))
+        self._post(lambda: self._fail(handle, str(error), error.code, error.retry_after_s), handle)
 
     def stop(self) -> None:
         """Ends the thread after what is in the inbox; open requests and commands end with UNAVAILABLE."""
         self._stopped.set()
         self.engine.wake()
 
-    def _post(self, action: Callable[[], None]) -> None:
-        self._inbox.append(action)
+    def _post(self, action: Callable[[], None], handle: RequestHandle | None = None) -> None:
+        self._inbox.append((action, handle))
         self.engine.wake()
 
     # The thread.
@@ -146,7 +146,7 @@ class Responder(threading.Thread):
         while True:
             self.engine.wait(self._timeout_ms())
             while self._inbox:
-                self._guard(self._inbox.popleft())
+                self._guard(*self._inbox.popleft())
             self._guard(self._receive)
             self._guard(self._send_due)
             self._guard(self._poll_cancellations)
@@ -170,12 +170,14 @@ class Responder(threading.Thread):
             self._tell_end(handle, FinishReason.SHUTDOWN)
             self._fail(handle, UNLOADING, "UNAVAILABLE", reason=FinishReason.SHUTDOWN)
 
-    def _guard(self, action: Callable[[], None]) -> None:
+    def _guard(self, action: Callable[[], None], handle: RequestHandle | None = None) -> None:
         """One request's failure must not end the thread that serves all of them."""
         try:
             action()
         except Exception:
-            logger.exception("frontend: a request could not be handled")
+            logger.exception(
+                "frontend: a request could not be handled", extra=None if handle is None else handle.named
+            )
 
     def _timeout_ms(self) -> int:
         if self._inbox or self._stopped.is_set():
@@ -203,7 +205,7 @@ class Responder(threading.Thread):
             self._fail(handle, str(error), error.code, error.retry_after_s)
             self._abort_others(handle)
         except Exception as error:
-            logger.exception("frontend: %s cannot be handed to the engine", handle.request_id)
+            logger.exception("frontend: a request cannot be handed to the engine", extra=handle.named)
             self._fail(handle, f"the request cannot be handed to the engine: {error}", "INTERNAL")
             self._abort_others(handle)
 
@@ -361,7 +363,7 @@ class Responder(threading.Thread):
         return output is not None
 
     def _cannot_process(self, handle: RequestHandle, error: Exception) -> None:
-        logger.error("frontend: an output of %s cannot be processed", handle.request_id, exc_info=error)
+        logger.error("frontend: an output cannot be processed", exc_info=error, extra=handle.named)
         self._fail(handle, f"the output cannot be processed: {error}", "INTERNAL")
         self._abort(handle, FinishReason.ERROR)
 
@@ -424,7 +426,7 @@ class Responder(threading.Thread):
             for output in outputs:
                 handle.send(output, before_error=True)
         except Exception as error:  # a tokenizer's or a send's; the error that follows is the end
-            logger.error("frontend: %s could not be told its end: %s", handle.request_id, error)
+            logger.error("frontend: a request could not be told its end: %s", error, extra=handle.named)
 
     def _report(self, handle: RequestHandle, reason: str, error_code: str = "") -> None:
         """Tells the observers of a request's end, once."""
@@ -436,7 +438,7 @@ class Responder(threading.Thread):
             try:
                 observer.ended(record)
             except Exception:
-                logger.exception("frontend: %s could not be reported", handle.request_id)
+                logger.exception("frontend: an end could not be reported", extra=handle.named)
 
     def _fail(
         self,
@@ -460,7 +462,7 @@ class Responder(threading.Thread):
         """A response was not delivered: its request ends with an error, here and in the engine."""
         now = time.monotonic()
         self._careful_until = now + CAREFUL_S
-        logger.error("frontend: a response of %s could not be sent: %s", handle.request_id, error)
+        logger.error("frontend: a response could not be sent: %s", error, extra=handle.named)
         if handle.is_ending:
             heapq.heappush(self._ending, (now + END_PAUSES_S[0], handle.request_id, 0, handle))
         elif handle.is_open:
@@ -487,7 +489,7 @@ class Responder(threading.Thread):
                     due = now + END_PAUSES_S[failures + 1]
                     heapq.heappush(self._ending, (due, request_id, failures + 1, handle))
                 else:
-                    logger.error("frontend: %s could not be ended and is given up: %s", request_id, error)
+                    logger.error("frontend: a request is given up: %s", error, extra=handle.named)
                     handle.abandon()
 
     def _answer(self, result: CommandResult) -> None:
@@ -601,7 +603,7 @@ class Responder(threading.Thread):
             try:
                 is_cancelled = handle.is_cancelled()
             except Exception as error:
-                logger.error("frontend: %s could not be polled: %s", handle.request_id, error)
+                logger.error("frontend: a request could not be polled: %s", error, extra=handle.named)
                 is_cancelled = False
             if is_cancelled:
                 cancelled += [processor.request_id for processor in handle.processors]

@@ -12,7 +12,6 @@ import logging
 import os
 import select
 import signal
-import sys
 import threading
 from multiprocessing.connection import Connection
 
@@ -24,6 +23,7 @@ from quire.errors import ConfigError, QuireError, describe
 from quire.outputs import ModelRunnerOutput, SchedulerOutput
 from quire.worker.messages import WARM_UP, Failed, Ready
 from quire.worker.model_runner import ModelRunner
+from quire_ensemble import logs
 
 logger = logging.getLogger("quire")
 
@@ -85,11 +85,7 @@ def end_with(pid: int, start_time: int) -> None:
 @click.option("--engine-start-time", type=int, required=True)
 def main(fd: int, engine_pid: int, engine_start_time: int) -> None:
     """Computes for the engine at the other end of socket FD."""
-    logging.basicConfig(
-        level=os.environ.get("QUIRE_LOG_LEVEL", "INFO"),
-        format="%(asctime)s quire worker[%(process)d] %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
+    logs.set_up("worker")
     end_with(engine_pid, engine_start_time)
     # It ends when its engine closes the socket or dies, and not before: the engine may have work to finish.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import socket
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+import uvicorn.config
+import uvicorn.logging
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -55,6 +59,18 @@ class _Protocol(H11Protocol):
             self._late = None
 
 
+class LogFormatter(uvicorn.logging.DefaultFormatter):
+    """Uvicorn's, without the texts of exceptions: they may repeat what a client wrote."""
+
+    def formatException(self, ei: Any) -> str:
+        parts: list[str] = []
+        error: BaseException | None = ei[1]
+        while error is not None and len(parts) < 10:
+            parts.append("".join([*traceback.format_tb(error.__traceback__), type(error).__name__]))
+            error = error.__cause__ or error.__context__
+        return "\nled to\n".join(reversed(parts))
+
+
 @dataclass(frozen=True)
 class Tls:
     """Files in PEM: a certificate with its chain, and its private key, without a password."""
@@ -65,11 +81,14 @@ class Tls:
 
 def make_config(app: Starlette, tls: Tls | None = None) -> uvicorn.Config:
     """How the gateway's application is served."""
+    logs = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    logs["formatters"]["default"]["()"] = LogFormatter
     return uvicorn.Config(
         app,
         http=_Protocol,
         ws="none",
         lifespan="on",
+        log_config=logs,
         log_level="warning",
         access_log=False,
         proxy_headers=False,

@@ -1,0 +1,148 @@
+"""How our processes below tritonserver log: lines on stderr, as text or JSON, without what clients wrote.
+
+The environment decides, so that all processes of a server do alike: `QUIRE_LOG_LEVEL`, `QUIRE_LOG_FORMAT` and
+`QUIRE_LOG_CONTENT`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+
+REQUEST_FIELDS = ("request_id", "external_id")
+"""Which request a line is about: ours, and its client's. Given by `extra=`."""
+HARMLESS = (OSError, MemoryError)
+"""Exceptions whose texts are the system's."""
+HARMLESS_MODULES = (
+    *("torch", "triton", "zmq", "c_python_backend_utils"),
+    *("quire_kernels", "quire.worker", "quire.kv_tiers", "quire.loader"),
+    *("quire.engine.connection", "quire.engine.supervisor", "quire.engine.client"),
+)
+"""What these raise knows numbers, shapes, files and devices, and no text of a request."""
+_EXCEPT = ("quire.worker.grammar",)
+MAX_TEXT = 2000
+
+
+def set_up(process: str) -> None:
+    """Logs of this process go to stderr from now on; raises ValueError where the environment is wrong.
+
+    Args:
+        process: its name in each line.
+    """
+    kind = os.environ.get("QUIRE_LOG_FORMAT") or "plain"
+    if kind not in ("plain", "json"):
+        raise ValueError(f"QUIRE_LOG_FORMAT: must be plain or json, got {kind!r}")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if kind == "json" else PlainFormatter(process))
+    logging.basicConfig(level=os.environ.get("QUIRE_LOG_LEVEL") or "INFO", handlers=[handler])
+    # What nobody catches would be printed with its text.
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = lambda _kind, error, _trace: _uncaught(error)
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = lambda args: _uncaught(args.exc_value)
+
+
+def _uncaught(error: BaseException | None) -> None:
+    logging.getLogger("quire").critical("an exception was not caught", exc_info=error)
+
+
+def shown_error(error: BaseException) -> str:
+    """An exception for a log line: its class, and its text where that cannot hold a client's.
+
+    Texts of others' exceptions tend to repeat the value that was wrong, and that may be part of a prompt.
+    `QUIRE_LOG_CONTENT` shows them.
+    """
+    name = type(error).__name__
+    if not (_is_harmless(error) or os.environ.get("QUIRE_LOG_CONTENT")):
+        return f"{name} (its text is not logged: see QUIRE_LOG_CONTENT)"
+    try:
+        return f"{name}: {str(error)[:MAX_TEXT]}"
+    except Exception:
+        return name
+
+
+def _is_harmless(error: BaseException) -> bool:
+    if isinstance(error, HARMLESS) or type(error).__module__.startswith(HARMLESS_MODULES):
+        return True
+    raised_in = ""
+    trace = error.__traceback__
+    while trace is not None:
+        raised_in, trace = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_next
+    return raised_in.startswith(HARMLESS_MODULES) and not raised_in.startswith(_EXCEPT)
+
+
+def shown_traceback(error: BaseException | None) -> str:
+    """Where an exception was raised, and those that it came from; no local values, and texts as above."""
+    parts: list[str] = []
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        parts.append(f"Traceback (most recent call last):\n{frames}{shown_error(error)}")
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "\n\nThat led to:\n\n".join(reversed(parts))
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        if isinstance(record.args, tuple):
+            shown = [shown_error(arg) if isinstance(arg, BaseException) else arg for arg in record.args]
+            record.args = tuple(shown)
+        record.exc_text = None  # another handler's would be taken
+        return super().format(record)
+
+    def formatException(
+        self,
+        ei: tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None],
+    ) -> str:
+        return shown_traceback(ei[1])
+
+
+class PlainFormatter(_Formatter):
+    """`<local time> quire <process>[<pid>] LEVEL <message> [<request ids>]`, and a traceback below it."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__(process)
+        self._fmt = f"%(asctime)s quire {process}[%(process)d] %(levelname)s %(message)s"
+        self._style = logging.PercentStyle(self._fmt)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        ids = [str(getattr(record, name)) for name in REQUEST_FIELDS if getattr(record, name, None)]
+        line = super().formatMessage(record)
+        return _printable(f"{line} [{' '.join(ids)}]" if ids else line)
+
+
+class JsonFormatter(_Formatter):
+    """One object per line: time (UTC), level, process, pid, message, where they are known `request_id` (ours)
+    and `external_id` (the client's), the `fields` of a record, and `exception`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        super().format(record)  # makes the message
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "process": self._process,
+            "pid": record.process,
+            "message": record.message,
+        }
+        line |= {name: getattr(record, name) for name in REQUEST_FIELDS if getattr(record, name, None)}
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = record.exc_text
+        return json.dumps(line, default=str)
+
+
+def _printable(line: str) -> str:
+    """A client's id must not begin a line of its own, nor hold what stderr cannot write."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
