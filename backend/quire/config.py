@@ -128,6 +128,14 @@ class CacheConfig:
     """Further tier as "module:Class", a `quire.kv_tiers.KVConnector`; empty: none."""
     kv_connector_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for it."""
+    result_cache_memory: _Bytes = 0
+    """Bytes per frontend for the results of deterministic requests, which are replayed when they come again;
+    0: none."""
+    result_cache_ttl_s: _Seconds = 3600.0
+    """Seconds after which a result is forgotten; 0: never."""
+    result_cache_url: str = ""
+    """Redis or Valkey that keeps results too, for all servers of the same weights (redis://host:6379/0);
+    empty: none."""
     kv_events_endpoint: str = ""
     """ZeroMQ address where KV events are published (tcp://127.0.0.1:5557); empty: none."""
     kv_events_replay_endpoint: str = ""

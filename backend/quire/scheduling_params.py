@@ -41,6 +41,8 @@ class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """Releases the conversation's blocks when this request ends."""
     ttft_deadline: Seconds | None = None
     """CLOCK_MONOTONIC seconds: without a token by then, the request ends with finish_reason timeout."""
+    cache_result: bool = True
+    """Whether its result may come from the result cache, and be kept there."""
     exempt: bool = False
     """The engine's own (warm-up, probe): no limit refuses, delays or ends it, and no tenant pays for it."""
     deadline: Seconds | None = None

@@ -168,6 +168,7 @@ SCHEDULING_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("cache_retention", "TYPE_INT32", doc="0 to 100: cached blocks of more are evicted later."),
     TensorSpec("cache_ttl_ms", "TYPE_INT32", doc="Forget cached blocks that are unused for this long."),
     TensorSpec("cache_pin", "TYPE_BOOL", doc="Keep the blocks of the prompt from eviction."),
+    TensorSpec("cache_result", "TYPE_BOOL", doc="False: never from the result cache, nor into it."),
     TensorSpec("session", "TYPE_STRING", doc="Conversation whose blocks stay from turn to turn."),
     TensorSpec("session_end", "TYPE_BOOL", doc="Last request of the session: its blocks are released."),
 )

@@ -107,6 +107,7 @@ VALUES: dict[str, list[Any]] = {
     "preemption_mode": ["auto"],
     "quantization": ["int8", "int4", "w8a8", "fp8"],
     "queue_policy": ["priority", "longest_prefix", "shortest_first", "fair"],
+    "result_cache_url": ["redis://127.0.0.1:1"],
     "scheduler": ["static"],
     "seed": [7],
     "tenants": ['{"*": {"weight": 2}}'],

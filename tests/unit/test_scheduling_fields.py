@@ -30,6 +30,7 @@ ACCEPTED = [
     ("cache_ttl_ms", 2500, "cache_ttl_s", 2.5),
     ("cache_pin", True, "pin", True),
     ("cache_pin", "true", "pin", True),
+    ("cache_result", "false", "cache_result", False),
     ("session", "talk-1", "session", "talk-1"),
 ]
 REFUSED: dict[str, list[Any]] = {
@@ -42,6 +43,7 @@ REFUSED: dict[str, list[Any]] = {
     "cache_retention": [*NOT_INTEGERS, -1, 101],
     "cache_ttl_ms": [*NOT_INTEGERS, 0, 2**31],
     "cache_pin": ["yes", 2, [True]],
+    "cache_result": ["yes", 2, [True]],
     "session": NOT_NAMES,
     "session_end": ["yes", 2, [True]],
 }

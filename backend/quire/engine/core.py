@@ -32,7 +32,7 @@ from quire.engine.executor import Executor, Runner, RunnerExecutor
 from quire.engine.kv_event_publisher import KVEventPublisher
 from quire.engine.profile import StepProfile
 from quire.errors import EngineError, QuireError, UnavailableError, WorkerLostError, describe
-from quire.kv_tiers import BlockAccess, KVTiers, fingerprint, make_tiers, needs_fingerprint
+from quire.kv_tiers import fingerprint, make_tiers, needs_fingerprint
 from quire.multimodal import PromptEmbeds
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, RunnerInfo, SchedulerOutput, SchedulerStats
 from quire.request import FinishReason, Request
@@ -83,7 +83,9 @@ class EngineCore:
             max_step_tokens=min(limits.max_row_tokens, info.max_model_len),
             events=self._events,
         )
-        self.tiers = _tiers(config, info, executor.kv_cache)
+        self.fingerprint = _fingerprint(config, info, executor.kv_cache.block_bytes)
+        """Stands for all that decides the bits of keys and values; empty where nobody needs it."""
+        self.tiers = make_tiers(cache, executor.kv_cache, self.fingerprint)
         executor.attach(self.tiers)
         self.scheduler = Scheduler(
             # As it is, for traces: whether steps are launched ahead may be left to the device.
@@ -384,14 +386,11 @@ def make_executor(config: EngineConfig, *, threaded: bool = False) -> Executor:
     return RunnerExecutor(runner, depth=2 if is_async else 1, threaded=threaded)
 
 
-def _tiers(config: EngineConfig, info: RunnerInfo, access: BlockAccess) -> KVTiers | None:
-    """What the configuration keeps beside the pool; a directory is shared only by what computes the same."""
-    name = ""
-    if needs_fingerprint(config.cache):
-        groups = [[group.window, *group.layers] for group in info.kv_groups]
-        resolved = {"groups": groups, "block_bytes": access.block_bytes, **info.kv_identity}
-        name = fingerprint(config, resolved)
-    return make_tiers(config.cache, access, name)
+def _fingerprint(config: EngineConfig, info: RunnerInfo, block_bytes: int) -> str:
+    if not needs_fingerprint(config.cache):
+        return ""
+    groups = [[group.window, *group.layers] for group in info.kv_groups]
+    return fingerprint(config, {"groups": groups, "block_bytes": block_bytes, **info.kv_identity})
 
 
 def _publisher(cache: CacheConfig) -> KVEventPublisher | None:

@@ -399,7 +399,15 @@ def _engine_info(core: EngineCore) -> EngineInfo:
         device=info.device,
         num_threads=info.num_threads,
         num_cpus=num_cpus(),
+        fingerprint=_result_fingerprint(core),
     )
+
+
+def _result_fingerprint(core: EngineCore) -> str:
+    """What computes, and where outputs end."""
+    if not core.info.kv_identity:
+        return ""  # nobody needs it, or nothing is computed
+    return f"{core.fingerprint} {core.info.max_model_len} {sorted(core.info.eos_token_ids)}"
 
 
 @click.command()

@@ -107,6 +107,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     """Threads that compute steps on the CPU; 0: another device does."""
     num_cpus: int = 1
     """Cores that the engine may use."""
+    fingerprint: str = ""
+    """Stands for all that decides the tokens of a deterministic request; empty: they are not cached."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

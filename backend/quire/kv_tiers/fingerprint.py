@@ -25,8 +25,8 @@ HARMLESS_KEYS = frozenset({
     "enable_prefix_caching", "eviction_policy", "gpu_memory_utilization", "host_cache_memory",
     "kv_cache_memory",
     "kv_connector", "kv_connector_options", "kv_events_endpoint",
-    "kv_events_replay_endpoint", "kv_events_topic", "max_pinned_fraction", "num_blocks", "session_ttl_s",
-    "worker_process",
+    "kv_events_replay_endpoint", "kv_events_topic", "max_pinned_fraction", "num_blocks",
+    "result_cache_memory", "result_cache_ttl_s", "result_cache_url", "session_ttl_s", "worker_process",
     # Who is computed when, and with whom: within one engine blocks are shared by requests of all batches.
     "ageing_s", "async_scheduling", "batch_policy", "default_deadline_ms", "default_ttft_deadline_ms",
     "kv_reservation", "max_long_prefills", "max_num_batched_tokens", "max_num_seqs", "max_predicted_ttft_ms",
@@ -38,8 +38,9 @@ HARMLESS_KEYS = frozenset({
 
 
 def needs_fingerprint(cache: CacheConfig) -> bool:
-    """Whether blocks go where another process may find them."""
-    return bool(cache.disk_cache_directory or cache.kv_connector)
+    """Whether blocks, or results, go where another process may find them or an engine's successor does."""
+    places = (cache.disk_cache_directory, cache.kv_connector)
+    return any((*places, cache.result_cache_memory, cache.result_cache_url))
 
 
 def fingerprint(config: EngineConfig, resolved: Mapping[str, Any]) -> str:

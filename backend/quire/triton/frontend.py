@@ -76,6 +76,7 @@ class TritonPythonModel:
         from quire.triton.request_log import RequestLog
         from quire.triton.request_parser import RequestParser
         from quire.triton.responder import Responder
+        from quire.triton.result_cache import ResultCache
         from quire_ensemble.errors import EnsembleError
 
         model_config = config_completion.parse_model_config(args)
@@ -98,6 +99,8 @@ class TritonPythonModel:
         engine = EngineClient(lambda: connect(context, self._supervisor), self._publish)
         timeline.end("engine")
         server = ServerAnswer(pb_utils, args["model_name"], args["model_version"], self._server_pid)
+        path = None if tokenizer is None else tokenizer.path
+        self._results = ResultCache.of(config.cache, path)
         self._responder = Responder(
             None if tokenizer is None else tokenizer.hf,
             engine,
@@ -106,6 +109,7 @@ class TritonPythonModel:
             model=args["model_name"],
             max_pause_s=config.frontend.max_pause_s,
             observers=[RequestLog()] if os.environ.get("QUIRE_LOG_REQUESTS") else [],
+            results=self._results,
         )
         self._metrics = EngineMetrics.claim(pb_utils, args, self._supervisor.directory)
         self._grammars = None
@@ -127,6 +131,7 @@ class TritonPythonModel:
             self._responder,
             max_requests=MIN_INTAKE + config.scheduler.max_waiting_requests,
             max_bytes=INTAKE_PROMPTS * config.frontend.max_prompt_bytes,
+            results=self._results,
         )
         # Transformers' objects live as long as the process: collections over them would only stall streams.
         gc.collect()
@@ -174,6 +179,8 @@ class TritonPythonModel:
             self._grammars.close()
         self._responder.stop()
         self._responder.join(SHUTDOWN_S)
+        if self._results is not None:
+            self._results.close()
         if self._metrics is not None:
             self._metrics.close()
         finish_reason_tensor.cache_clear()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quire.triton.request_handle import RequestHandle
     from quire.triton.request_parser import ParsedRequest, RawRequest, RequestParser
     from quire.triton.responder import Responder
+    from quire.triton.result_cache import ResultCache
 
 logger = logging.getLogger("quire")
 
@@ -41,12 +42,19 @@ class Intake:
         responder: gets each request, parsed or refused.
         max_requests: that may wait.
         max_bytes: of the texts of those that wait or are being worked on; one is always taken.
+        results: where requests are looked up; None: nowhere.
     """
 
     def __init__(
-        self, parser: RequestParser, responder: Responder, *, max_requests: int, max_bytes: int
+        self,
+        parser: RequestParser,
+        responder: Responder,
+        *,
+        max_requests: int,
+        max_bytes: int,
+        results: ResultCache | None = None,
     ) -> None:
-        self._parser, self._responder = parser, responder
+        self._parser, self._responder, self._results = parser, responder, results
         self._max_requests, self._max_bytes = max_requests, max_bytes
         self._lock = threading.Lock()
         self._num_bytes = 0
@@ -113,6 +121,8 @@ class Intake:
                 if parsed.cancel:
                     self._hold(handle, parsed)
                 else:
+                    if self._results is not None:
+                        self._results.look_up(parsed, self._parser.info())
                     self._responder.submit(handle, parsed)
                 del parsed
             except QuireError as error:

@@ -217,6 +217,7 @@ class RequestHandle:
                 "num_cached_tokens": output.num_cached_tokens,
                 "num_preemptions": choice.num_preemptions,
                 "num_accepted_drafts": 0,
+                "result_cached": self.parsed is not None and self.parsed.results is not None,
             }
         )
 

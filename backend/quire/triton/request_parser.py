@@ -39,6 +39,7 @@ from quire.sampling_params import (
 from quire.scheduling_params import SchedulingParams
 from quire.structured_output import StructuredOutput
 from quire.triton.dialects import Translation, rows, translate
+from quire.triton.result_cache import Recording, Results
 from quire.triton.scheduling_fields import ALIASES, HEADERS, SCHEDULING_FIELDS, parse_scheduling_params
 from quire.validation import (
     check_prompt,
@@ -188,6 +189,10 @@ class ParsedRequest:
     embeds: EmbedsMessage | None = None
     """Points into memory that lives as long as `buffer` is open."""
     buffer: SharedBuffer | DeviceBuffer | None = None
+    results: Results | None = None
+    """What is replayed instead of asking the engine, for all prompts together."""
+    recording: Recording | None = None
+    """What the engine says, to be kept."""
 
     def of_item(self, item: int) -> ParsedRequest:
         return self.others[item - 1] if item else self

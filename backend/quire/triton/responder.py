@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -29,7 +29,6 @@ import msgspec
 from quire.core.probation import Risk
 from quire.engine.client import EngineClient, EngineGone, EngineLost, EngineReplaced
 from quire.engine.messages import (
-    AddRequest,
     CancelByExternalId,
     CommandResult,
     Control,
@@ -47,6 +46,7 @@ from quire.triton.observers import RequestEnded, RequestObserver
 from quire.triton.pacing import Pace
 from quire.triton.request_handle import RequestHandle
 from quire.triton.request_parser import ParsedRequest
+from quire.triton.result_cache import ResultCache, add_request, replayed
 from quire_ensemble.shared_memory import END_PAUSES_S
 
 logger = logging.getLogger("quire")
@@ -77,6 +77,7 @@ class Responder(threading.Thread):
         observers: told of the end of each request.
         max_pause_s: see `FrontendConfig`.
         drain: of the model.
+        results: keeps what the engine answers; None: nothing does.
     """
 
     def __init__(
@@ -89,12 +90,17 @@ class Responder(threading.Thread):
         observers: Sequence[RequestObserver] = (),
         max_pause_s: float = math.inf,
         drain: Drain | None = None,
+        results: ResultCache | None = None,
     ) -> None:
         super().__init__(name="quire-responder", daemon=True)
         self.tokenizer = tokenizer
         self.engine = engine
-        self._model, self._observers = model, observers
         self.drain = Drain() if drain is None else drain
+        self._model, self._observers, self._results = model, observers, results
+        self._num_recordings = 0
+        """Open requests of which the engine's answers are noted."""
+        self._replays: deque[tuple[RequestHandle, Iterator[EngineCoreOutput]]] = deque()
+        """Requests that are answered from the result cache, and what is still to be said of them."""
         self._inbox: deque[tuple[Callable[[], None], RequestHandle | None]] = deque()
         self._stopped = threading.Event()
         self._open: dict[str, RequestHandle] = {}
@@ -148,6 +154,8 @@ class Responder(threading.Thread):
             while self._inbox:
                 self._guard(*self._inbox.popleft())
             self._guard(self._receive)
+            if self._replays:
+                self._guard(self._replay)
             self._guard(self._send_due)
             self._guard(self._poll_cancellations)
             if self._ending:
@@ -180,7 +188,7 @@ class Responder(threading.Thread):
             )
 
     def _timeout_ms(self) -> int:
-        if self._inbox or self._stopped.is_set():
+        if self._inbox or self._replays or self._stopped.is_set():
             return 0
         next_event = self._next_due
         if next_event > self._last_look:  # what is due while no step ends may come with the next one's tokens
@@ -241,20 +249,29 @@ class Responder(threading.Thread):
                 prompt.new_answer,
             )
             handle.processors.append(processor)
-            message = AddRequest(
-                request_id,
-                prompt.prompt_token_ids,
-                prompt.params,
-                scheduling=prompt.scheduling,
-                external_id=prompt.external_id,
-                arrival_time=prompt.arrived_at or now,
-                embeds=prompt.embeds,
-            )
+            message = add_request(request_id, prompt, prompt.arrived_at or now)
             self._generating[request_id] = Generation(handle, processor, message)
             messages.append(message)
         handle.num_open_choices = sum(len(processor.choices) for processor in handle.processors)
         self._poll_later(handle, now + CANCEL_POLL_S)
+        self._num_recordings += parsed.recording is not None
+        if parsed.results is not None:
+            request_ids = [processor.request_id for processor in handle.processors]
+            self._replays.append((handle, replayed(parsed.results, request_ids, parsed)))
+            return []
         return messages
+
+    def _replay(self) -> None:
+        """Goes on with each request from the result cache, by what is one response of it or less."""
+        for _ in range(min(len(self._replays), SENDS_PER_PASS)):
+            handle, outputs = self._replays.popleft()
+            output = next(outputs, None)
+            found = None if output is None else self._generating.get(output.request_id)
+            if output is None or found is None:
+                continue  # there is no more, or its client has gone
+            output.admitted_at = output.first_token_at = time.monotonic()
+            self._replays.append((handle, outputs))
+            self._process(handle, found.processor, found.processor.choices[output.index], output)
 
     def _abort(self, handle: RequestHandle, reason: FinishReason) -> None:
         """Ends in the engine what the request has there; what has ended is not there and is passed over."""
@@ -271,6 +288,8 @@ class Responder(threading.Thread):
             match answer:
                 case Outputs():
                     self._pace.step(time.monotonic())
+                    if self._num_recordings:
+                        self._record(answer.outputs)
                     for output in answer.outputs:
                         found = self._generating.get(output.request_id)
                         if found is None:
@@ -287,6 +306,13 @@ class Responder(threading.Thread):
                 case EngineGone():
                     self._end_all(answer.reason)
         self.engine.abort(stopped, FinishReason.STOP)
+
+    def _record(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            found = self._generating.get(output.request_id)
+            parsed = None if found is None else found.handle.parsed
+            if found is not None and parsed is not None and parsed.recording and output.error is None:
+                parsed.recording.take(found.processor.choices[output.index], output)
 
     def _process(
         self,
@@ -389,12 +415,21 @@ class Responder(threading.Thread):
             elif handle.request_id in self._open:
                 self._streams.add(choice)
         if not handle.is_open or handle.is_ending:
+            self._keep_results(handle)
             self._forget(handle)
             self._report(handle, handle.finish_reason)
 
+    def _keep_results(self, handle: RequestHandle) -> None:
+        recording = None if handle.parsed is None else handle.parsed.recording
+        if self._results is not None and recording is not None and not handle.is_open:
+            choices = [choice for processor in handle.processors for choice in processor.choices]
+            self._results.keep(recording, choices, self.engine.info.fingerprint)
+
     def _forget(self, handle: RequestHandle) -> None:
         """Nothing more is to be sent of the request but, maybe, an end that failed."""
-        self._open.pop(handle.request_id, None)
+        was_open = self._open.pop(handle.request_id, None) is not None
+        if was_open and handle.parsed is not None and handle.parsed.recording is not None:
+            self._num_recordings -= 1
         if handle.parsed is not None and handle.parsed.buffer is not None:
             handle.parsed.buffer.close()
         for processor in handle.processors:
@@ -522,6 +557,8 @@ class Responder(threading.Thread):
         if not self._max_pause_s:
             return self._end_all("max_pause_s is 0")
         for generation in list(self._generating.values()):
+            if _is_replay(generation.handle):
+                continue
             if generation.take_death(risk):
                 self._tell_end(generation.handle, FinishReason.ERROR)
                 self._fail(generation.handle, "two engines died while they computed it alone", "INTERNAL")
@@ -533,7 +570,7 @@ class Responder(threading.Thread):
         """There is an engine again: it is given what is not finished, oldest first."""
         self._is_paused = False
         for generation in list(self._generating.values()):
-            if generation.processor.finished:
+            if generation.processor.finished or _is_replay(generation.handle):
                 continue
             try:
                 self.engine.send(generation.next_message())
@@ -544,7 +581,7 @@ class Responder(threading.Thread):
         """No engine comes: what is not finished ends with UNAVAILABLE."""
         message = f"the engine process died while it worked on the request: {reason}"
         for handle in list(self._open.values()):
-            if not all(processor.finished for processor in handle.processors):
+            if not _is_replay(handle) and not all(processor.finished for processor in handle.processors):
                 self._tell_end(handle, FinishReason.ERROR)
                 self._fail(handle, message, "UNAVAILABLE")
 
@@ -615,6 +652,11 @@ class Responder(threading.Thread):
         if asked:
             self._poll_cost += 0.1 * ((time.monotonic() - start) / asked - self._poll_cost)
         self.engine.abort(cancelled, FinishReason.CANCELLED)
+
+
+def _is_replay(handle: RequestHandle) -> bool:
+    """Whether its results come from the cache: it does not need an engine."""
+    return handle.parsed is not None and handle.parsed.results is not None
 
 
 def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> RequestEnded:

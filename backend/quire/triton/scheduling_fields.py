@@ -25,6 +25,7 @@ _CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
     "cache_retention": integer(0, MAX_RETENTION),
     "cache_ttl_ms": integer(1, INT32_MAX),
     "cache_pin": boolean,
+    "cache_result": boolean,
     "session": name(MAX_NAME_LENGTH),
     "session_end": boolean,
 }
@@ -91,6 +92,7 @@ def parse_scheduling_params(
         retention=given.get("cache_retention", DEFAULT_RETENTION),
         cache_ttl_s=None if ttl_ms is None else ttl_ms / 1000,
         pin=given.get("cache_pin", False),
+        cache_result=given.get("cache_result", True),
         session=given.get("session", ""),
         session_end=given.get("session_end", False),
         ttft_deadline=None if ttft_ms is None else arrived_at + ttft_ms / 1000,

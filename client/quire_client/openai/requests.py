@@ -46,6 +46,7 @@ QUIRE_SAMPLING = (
     "cache_retention",
     "cache_ttl_ms",
     "cache_pin",
+    "cache_result",
     "session",
     "session_end",
     "thinking_budget",

@@ -159,6 +159,7 @@ VALID: dict[str, Draw] = {
     "cache_retention": lambda rng: rng.randrange(101),
     "cache_ttl_ms": lambda rng: rng.choice((1, 2_000)),
     "cache_pin": _flag,
+    "cache_result": _flag,
     "session": lambda rng: rng.choice(IDS),
     "session_end": _flag,
 }

@@ -1,0 +1,283 @@
+"""ResultCache: what an engine answered to deterministic requests, for when they come again.
+
+It lies before the engine and keeps what that said (token ids, log-probabilities, ends), not what clients were
+sent: a hit goes through the same processors as an engine's outputs, so texts, stop strings, parsers,
+dialects and pacing are the request's own.
+
+A request is looked up by its key, a digest of all that reaches the engine but when it came and how urgent it
+is, and of what the engine computes with. Whoever adds a field to requests need not think of the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.config import CacheConfig
+from quire.engine.messages import AddRequest, EngineInfo
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.result_store import MemoryStore, RedisStore
+from quire.outputs import EngineCoreOutput, TokenLogprobs
+from quire.request import FinishReason
+from quire.scheduling_params import SchedulingParams
+
+if TYPE_CHECKING:
+    from quire.triton.request_parser import ParsedRequest
+
+logger = logging.getLogger("quire")
+
+VERSION = 1
+"""Of entries; those of another are not found."""
+MAX_ENTRY_BYTES = 16 * 2**20
+"""Of one request's results."""
+MAX_SHARE = 8
+"""An entry may take this part of the memory."""
+_LASTING = (FinishReason.STOP.value, FinishReason.LENGTH.value)
+"""Ends that the request itself has brought about; others come from clocks, clients and faults."""
+
+
+class ChoiceResult(msgspec.Struct, array_like=True):
+    """What the engine said of one choice."""
+
+    item: int
+    index: int
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cumulative_logprob: float | None = None
+    num_cached_tokens: int = 0
+
+    def is_sound(self, vocab_size: int) -> bool:
+        """Whether an engine may have said it; entries may come from anywhere."""
+        entries = [*(self.logprobs or ()), *(one for one in self.prompt_logprobs or () if one is not None)]
+        return (
+            self.finish_reason in _LASTING
+            and self.num_cached_tokens >= 0
+            and all(0 <= token < vocab_size for token in self.token_ids)
+            and (self.logprobs is None or len(self.logprobs) == len(self.token_ids))
+            and all(len(one.token_ids) == len(one.logprobs) > 0 for one in entries)
+            and all(0 <= token < vocab_size for one in entries for token in one.token_ids)
+        )
+
+
+class Results(msgspec.Struct, array_like=True):
+    """An entry."""
+
+    version: int
+    choices: list[ChoiceResult]
+
+
+_decoder = msgspec.msgpack.Decoder(Results)
+_encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass
+class Recording:
+    """What the engine says of a request that was not found."""
+
+    key: bytes
+    fingerprint: str
+    """Of the engine that was asked."""
+    choices: dict[tuple[int, int], ChoiceResult] = field(default_factory=dict)
+
+    def take(self, choice: OutputProcessor, output: EngineCoreOutput) -> None:
+        """Notes an output, before `choice` has taken it."""
+        if choice.finished:
+            return  # what was on its way when a stop string ended it
+        place = choice.item, choice.index
+        result = self.choices.get(place)
+        if result is None:
+            result = self.choices[place] = ChoiceResult(*place, [], "")
+            result.prompt_logprobs = output.prompt_logprobs
+        result.token_ids += output.new_token_ids
+        if output.logprobs is not None:
+            result.logprobs = result.logprobs or []
+            result.logprobs += output.logprobs
+        result.num_cached_tokens = max(result.num_cached_tokens, output.num_cached_tokens)
+        if output.cumulative_logprob is not None:
+            result.cumulative_logprob = output.cumulative_logprob
+        result.stop_reason = output.stop_reason
+
+
+class ResultCache:
+    """Of one frontend. Look-ups come from the intake's threads, all else from the responder's.
+
+    Args:
+        config: `result_cache_memory` and what belongs to it.
+        tokenizer: its directory, whose files decide what a grammar means; None: there is none.
+
+    Raises:
+        ConfigError: as `RedisStore`.
+    """
+
+    def __init__(self, config: CacheConfig, tokenizer: Path | None = None) -> None:
+        self._memory = MemoryStore(config.result_cache_memory, config.result_cache_ttl_s)
+        self._redis: RedisStore | None = None
+        if config.result_cache_url:
+            self._redis = RedisStore(config.result_cache_url, config.result_cache_ttl_s, MAX_ENTRY_BYTES)
+        self._tokenizer = "" if tokenizer is None else _digest_of_files(tokenizer)
+        self.num_hits = 0
+        self.num_misses = 0
+
+    @classmethod
+    def of(cls, config: CacheConfig, tokenizer: Path | None = None) -> ResultCache | None:
+        """None where it is off."""
+        return cls(config, tokenizer) if config.result_cache_memory or config.result_cache_url else None
+
+    def look_up(self, parsed: ParsedRequest, info: EngineInfo) -> None:
+        """Gives a request the results it had before, or a recording for those it will have."""
+        if not info.fingerprint or not all(map(_is_deterministic, (parsed, *parsed.others))):
+            return
+        key = self._key(parsed, info.fingerprint)
+        data = self._memory.get(key)
+        found = None if data is None else _decoded(data, parsed, info)
+        if found is None and self._redis is not None and (data := self._redis.get(key)) is not None:
+            found = _decoded(data, parsed, info)
+            if found is not None:
+                self._memory.put(key, data)
+        if found is None:
+            self.num_misses += 1
+            parsed.recording = Recording(key, info.fingerprint)
+        else:
+            self.num_hits += 1
+            parsed.results = found
+
+    def keep(self, recording: Recording, finished: list[OutputProcessor], fingerprint: str) -> None:
+        """Keeps what was recorded, where it would be the same again.
+
+        Args:
+            finished: all choices of the request.
+            fingerprint: of the engine now; another one may have gone on with the request.
+        """
+        if recording.fingerprint != fingerprint:
+            return
+        for choice in finished:
+            result = recording.choices.get((choice.item, choice.index))
+            if result is None or choice.finish_reason not in _LASTING:
+                return
+            result.finish_reason = choice.finish_reason or ""
+        data = _encoder.encode(Results(VERSION, list(recording.choices.values())))
+        if len(data) > MAX_ENTRY_BYTES:
+            return
+        if len(data) <= self._memory.max_bytes // MAX_SHARE:
+            self._memory.put(recording.key, data)
+        if self._redis is not None:
+            self._redis.put(recording.key, data)
+
+    def close(self) -> None:
+        if self._redis is not None:
+            self._redis.close()
+
+    def _key(self, parsed: ParsedRequest, fingerprint: str) -> bytes:
+        state = hashlib.blake2b(f"{VERSION} {fingerprint} {self._tokenizer}".encode(), digest_size=24)
+        for prompt in (parsed, *parsed.others):
+            message, embeds = add_request("", prompt, 0.0), prompt.embeds
+            account = prompt.scheduling
+            shared = SchedulingParams(tenant=account.tenant, cache_salt=account.cache_salt)
+            message = msgspec.structs.replace(message, external_id="", scheduling=shared, embeds=None)
+            content = None if embeds is None else (embeds.spans, embeds.hashes, embeds.position_ids)
+            encoded = _encoder.encode((message, content))
+            state.update(len(encoded).to_bytes(8, "little") + encoded)
+        return state.digest()
+
+
+def add_request(request_id: str, prompt: ParsedRequest, arrival_time: float) -> AddRequest:
+    """What the engine is told of a prompt."""
+    return AddRequest(
+        request_id,
+        prompt.prompt_token_ids,
+        prompt.params,
+        scheduling=prompt.scheduling,
+        external_id=prompt.external_id,
+        arrival_time=arrival_time,
+        embeds=prompt.embeds,
+    )
+
+
+def replayed(results: Results, request_ids: list[str], parsed: ParsedRequest) -> Iterator[EngineCoreOutput]:
+    """Results as an engine would say them: where the request streams its first tokens alone, then as many at
+    a time as it states, else all.
+
+    Args:
+        results: of the request.
+        request_ids: by item, as the engine would know them.
+        parsed: the request.
+    """
+    size = parsed.stream_interval or MAX_ENTRY_BYTES
+    longest = max(len(one.token_ids) for one in results.choices)
+    starts = [0, *range(1, longest, size)] if parsed.stream else [0]
+    for start, end in zip(starts, [*starts[1:], max(1, longest)], strict=True):
+        for one in results.choices:
+            length = len(one.token_ids)
+            if start and start >= length:
+                continue
+            is_last = end >= length
+            yield EngineCoreOutput(
+                request_ids[one.item],
+                one.token_ids[start:end],
+                one.finish_reason if is_last else None,
+                one.stop_reason if is_last else None,
+                logprobs=None if one.logprobs is None else one.logprobs[start:end],
+                num_cached_tokens=one.num_cached_tokens,
+                index=one.index,
+                cumulative_logprob=one.cumulative_logprob if is_last else None,
+                prompt_logprobs=None if start else one.prompt_logprobs,
+            )
+
+
+def _is_deterministic(prompt: ParsedRequest) -> bool:
+    """Whether a prompt's results are the same each time, and nothing but they is asked for.
+
+    Pins and sessions keep blocks in the engine, so those requests are for it; a logits processor is code that
+    may do anything.
+    """
+    params, scheduling = prompt.params, prompt.scheduling
+    return (
+        not prompt.cancel
+        and prompt.cache_control is None
+        and (params.is_greedy or params.seed is not None)
+        and not params.logits_processors
+        and not (scheduling.pin or scheduling.session)
+        and scheduling.cache_result
+    )
+
+
+def _decoded(data: bytes, parsed: ParsedRequest, info: EngineInfo) -> Results | None:
+    """An entry, if it is one of ours and fits the request."""
+    try:
+        results = _decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    prompts = (parsed, *parsed.others)
+    places = {(item, index) for item, prompt in enumerate(prompts) for index in range(prompt.params.n)}
+    is_right = (
+        results.version == VERSION
+        and len(results.choices) == len(places)
+        and {(one.item, one.index) for one in results.choices} == places
+        and all(one.is_sound(info.vocab_size) for one in results.choices)
+        and all(len(one.token_ids) <= info.max_model_len for one in results.choices)
+        and all(_has_what(one, prompts[one.item]) for one in results.choices)
+    )
+    return results if is_right else None
+
+
+def _has_what(one: ChoiceResult, prompt: ParsedRequest) -> bool:
+    """Whether a choice has log-probabilities where its prompt asks for them."""
+    return not one.token_ids or (one.logprobs is None) == (prompt.params.logprobs is None)
+
+
+def _digest_of_files(directory: Path) -> str:
+    state = hashlib.blake2b(digest_size=16)
+    for file in sorted(directory.iterdir()):
+        if file.is_file() and any(word in file.name for word in ("token", "vocab", "merges")):
+            data = file.read_bytes()
+            state.update(f"{file.name} {len(data)}\n".encode() + data)
+    return state.hexdigest()
