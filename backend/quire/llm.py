@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from quire.config import EngineConfig
 from quire.engine.cache_commands import MAX_PROFILE_S, MAX_PROFILE_STEPS, Profile
@@ -146,6 +148,22 @@ class LLM:
             first.others = others
             results.append(first)
         return results
+
+    def embed(
+        self, prompts: str | Sequence[str] | Sequence[list[int]], dimensions: int = 0
+    ) -> npt.NDArray[np.float32]:
+        """Embeddings of all prompts, computed together: [prompts, dimensions], as the checkpoint pools them.
+
+        Args:
+            prompts: texts or lists of token ids.
+            dimensions: the first so many alone; 0: all of the model's hidden size.
+
+        Raises:
+            InvalidArgumentError, UnavailableError, EngineError: as of `generate`.
+        """
+        params = SamplingParams(dimensions=dimensions or self.core.info.hidden_size)
+        outputs = self.generate(prompts, params)
+        return np.stack([np.frombuffer(output.embedding, np.float32) for output in outputs])
 
     def chat(self, messages: list[dict[str, Any]] | dict[str, Any], **sampling: Any) -> RequestOutput:
         """One answer to a conversation, through the checkpoint's chat template; reasoning and calls of tools

@@ -14,6 +14,7 @@ import msgspec
 
 from quire.models.kv_groups import KVGroup
 from quire.multimodal import PromptEmbeds
+from quire.pooling import Pooling
 from quire.roofline import DeviceLimits, ModelWork
 from quire.sampling_params import SamplingParams
 
@@ -126,6 +127,8 @@ class RowOutput(msgspec.Struct):
     """The beginnings of choices 1, 2, ... of a row with `num_choices` > 1."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of the prompt's tokens behind those that the row computed, where asked for and not known already."""
+    embedding: bytes = b""
+    """Of the prompt, where the row completes it and that is what is wanted: float32, little endian."""
 
 
 @dataclass(slots=True)
@@ -175,6 +178,7 @@ class RunnerInfo:
     kv_identity: dict[str, Any] = field(default_factory=dict)
     """What decides the bits of keys and values, as JSON can hold it, where other processes may find them."""
     hidden_size: int = 0
+    pooling: Pooling = field(default_factory=Pooling)
     takes_position_ids: bool = False
     """Whether positions of prompts may have three axes (M-RoPE)."""
     dtype: str = "float32"
@@ -220,6 +224,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     which is one of choice 0."""
     seed: int | None = None
     """What the request's draws come of, on the first output of choice 0; None: nothing is drawn."""
+    embedding: bytes = b""
+    """As of `RowOutput`, with the `finish_reason`: no token was wanted."""
 
 
 @dataclass(slots=True)
@@ -276,6 +282,8 @@ class RequestOutput:
     """Tokens of the choice so far behind the tag that opens reasoning, up to the closing one with its own."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Of each token of the prompt, None for the first; on the first output of choice 0 alone."""
+    embedding: bytes = b""
+    """As of `EngineCoreOutput`."""
     others: list[RequestOutput] = field(default_factory=list)
     """Choices 1, 2, ... of the same request, where it was asked for more than one (`quire.LLM`)."""
 

@@ -86,6 +86,7 @@ class Request:
         "prompt_logprobs",
         "rank",
         "request_id",
+        "reuses_prefix",
         "sampling_params",
         "scheduling",
         "status",
@@ -108,6 +109,7 @@ class Request:
         scheduling: SchedulingParams = _DEFAULT_SCHEDULING,
         external_id: str = "",
         embeds: PromptEmbeds | None = None,
+        reuses_prefix: bool = True,
     ) -> None:
         assert prompt_token_ids, "an empty prompt is refused before it becomes a Request"
         self.request_id = request_id
@@ -160,8 +162,10 @@ class Request:
         """Id of its load under way from a KV tier; until the blocks are there it computes nothing."""
         self.swapped: SwappedBlocks | None = None
         """The place of its blocks since it was preempted; None: they were not moved."""
-        self.uses_tiers = True
-        """False once a KV tier has failed it."""
+        self.reuses_prefix = reuses_prefix
+        """False where the hidden states of all its tokens are wanted, each time it begins."""
+        self.uses_tiers = reuses_prefix
+        """False also once a KV tier has failed it."""
         self.num_preemptions = 0
         self.num_deaths = 0
         """Engines that died while they had it; above 0 it was admitted by an engine before this one."""
@@ -192,6 +196,8 @@ class Request:
     def num_reusable_tokens(self) -> int:
         """Leading tokens that need not be computed where their keys and values are known: not the last, which
         a token is sampled from, and none whose logits are wanted."""
+        if not self.reuses_prefix:
+            return 0
         count = len(self.token_ids) - 1
         return count if self.prompt_logprobs is None else min(count, len(self.prompt_logprobs))
 

@@ -109,6 +109,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Of the model's reasoning format; the frontend fills it where there is a budget."""
     structured_output: StructuredOutput | None = None
     """The grammar that the output follows; None: none."""
+    dimensions: _Count = 0
+    """Length of the embedding of the prompt that is wanted in place of tokens; 0: tokens are wanted."""
     logits_processors: Annotated[tuple[NamedProcessor, ...], Meta(max_length=MAX_PROCESSORS)] = ()
     """Of those that the engine's configuration lists, in the order in which they are called."""
 

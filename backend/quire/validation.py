@@ -57,6 +57,33 @@ def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> Non
         )
 
 
+def as_embedding(params: SamplingParams, hidden_size: int) -> SamplingParams:
+    """What is left of parameters where the prompt's embedding is wanted: nothing is sampled.
+
+    Args:
+        params: without `dimensions` it is to have all.
+
+    Raises:
+        InvalidArgumentError: it cannot have so many, or something of sampled tokens is asked for beside it.
+    """
+    if params.dimensions > hidden_size:
+        raise InvalidArgumentError(
+            "dimensions", f"at most {hidden_size} (the model's hidden size), got {params.dimensions}"
+        )
+    of_tokens = {
+        "n": params.n > 1,
+        "best_of": (params.best_of or 1) > 1,
+        "beam_width": params.beam_width > 1,
+        "logprobs": params.logprobs is not None,
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "structured_output": params.structured_output is not None,
+    }
+    for field, is_stated in of_tokens.items():
+        if is_stated:
+            raise InvalidArgumentError(field, "must not be given where an embedding is wanted")
+    return SamplingParams(dimensions=params.dimensions or hidden_size, max_tokens=1)
+
+
 def check_logits_processors(params: SamplingParams, listed: Container[str]) -> None:
     """Raises InvalidArgumentError for a logits processor that the configuration does not list."""
     for one in params.logits_processors:

@@ -244,7 +244,7 @@ class Scheduler:
                         end = row.num_computed_tokens + row.num_scheduled_tokens
                         request.add_prompt_logprobs(result.prompt_logprobs, end)
                     continue
-                if not result.token_ids:
+                if not result.token_ids and not result.embedding:
                     raise EngineError("no token was drawn for it")
                 if request.choices is not None:
                     outputs += request.choices.take(request, result, self.roster, self._take, self._complete)
@@ -269,7 +269,8 @@ class Scheduler:
             self.roster.tenants.on_tokens(request, num_sampled, now)
 
     def _take(self, request: Request, result: RowOutput) -> EngineCoreOutput:
-        """Appends sampled tokens to their request, up to one that ends it; returns what its caller sees."""
+        """Appends sampled tokens to their request, up to one that ends it; an embedding ends it in their
+        place. Returns what its caller sees."""
         token_ids, choices = request.token_ids, request.choices
         output = EngineCoreOutput(request.request_id, result.token_ids, logprobs=result.logprobs)
         if choices is not None:
@@ -280,6 +281,10 @@ class Scheduler:
             output.prompt_logprobs = request.take_prompt_logprobs(result.prompt_logprobs)
             if request.index == 0:
                 output.seed = request.sampling_params.seed
+        if result.embedding:
+            self._complete(request, FinishReason.STOP)
+            output.embedding, output.finish_reason = result.embedding, str(FinishReason.STOP)
+            output.num_preemptions = request.num_preemptions
         for count, token_id in enumerate(result.token_ids, 1):
             token_ids.append(token_id)
             at_end = result.ends and count == len(result.token_ids)

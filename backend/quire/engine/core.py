@@ -31,7 +31,14 @@ from quire.engine.cache_commands import CacheCommand, Health, Inspect, Profile, 
 from quire.engine.executor import Executor, Runner, RunnerExecutor
 from quire.engine.kv_event_publisher import KVEventPublisher
 from quire.engine.profile import StepProfile
-from quire.errors import EngineError, QuireError, UnavailableError, WorkerLostError, describe
+from quire.errors import (
+    EngineError,
+    InvalidArgumentError,
+    QuireError,
+    UnavailableError,
+    WorkerLostError,
+    describe,
+)
 from quire.kv_tiers import fingerprint, make_tiers, needs_fingerprint
 from quire.multimodal import PromptEmbeds
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, RunnerInfo, SchedulerOutput, SchedulerStats
@@ -39,6 +46,7 @@ from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 from quire.validation import (
+    as_embedding,
     check_choices,
     check_logits_processors,
     check_prompt,
@@ -140,6 +148,11 @@ class EngineCore:
                 vocab_size=self.info.vocab_size,
                 max_model_len=self.info.max_model_len,
             )
+        is_embedding, pooling = sampling_params.dimensions > 0, self.info.pooling
+        if is_embedding:
+            sampling_params = as_embedding(sampling_params, self.info.hidden_size)
+            if pooling.why_not:
+                raise InvalidArgumentError("embedding", f"is not supported: {pooling.why_not}")
         check_token_parameters(sampling_params, self.info.vocab_size)
         check_prompt_logprobs(sampling_params, len(prompt_token_ids))
         check_logits_processors(sampling_params, self.config.model.logits_processors)
@@ -156,6 +169,7 @@ class EngineCore:
             scheduling=scheduling,
             external_id=external_id,
             embeds=embeds,
+            reuses_prefix=not (is_embedding and pooling.is_mean),
         )
         request.num_deaths = num_deaths
         self.scheduler.add_request(request, outputs)

@@ -41,6 +41,7 @@ class OutputProcessor:
     __slots__ = (
         "_answer",
         "_detokenizer",
+        "_embedding",
         "_has_stops",
         "_logprobs",
         "_num_decoded",
@@ -126,6 +127,7 @@ class OutputProcessor:
         # A stop token id that ended the choice is no part of the text: the last token, or none.
         self._num_hidden = 0
         self._logprobs: list[TokenLogprobs] = []
+        self._embedding = b""
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
@@ -192,6 +194,7 @@ class OutputProcessor:
         self.num_preemptions = output.num_preemptions
         if not self.num_output_tokens:
             self._prompt_logprobs, self.seed = output.prompt_logprobs, output.seed
+            self._embedding = output.embedding
         num_before = len(self._token_ids)
         self._token_ids += output.new_token_ids
         self._num_hidden = int(self._ends_unseen(output))
@@ -299,6 +302,7 @@ class OutputProcessor:
             cumulative_logprob=self.cumulative_logprob,
             item=self.item,
             prompt_logprobs=prompt_logprobs,
+            embedding=self._embedding,
         )
         if self._answer is not None:
             output.text, output.reasoning, output.tool_calls = self._answer.take()

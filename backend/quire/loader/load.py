@@ -19,7 +19,7 @@ from quire.loader.info import read_configs
 from quire.models.config import DTYPES, DecoderConfig
 from quire.models.decoder import DecoderModel
 from quire.models.hf_config import HFConfig, as_token_ids
-from quire.models.registry import model_class
+from quire.models.registry import model_class, with_head
 from quire_ensemble.weight_files import NamedTensor
 
 _MAX_LISTED = 16
@@ -92,6 +92,7 @@ def empty_model(
     On torch's "meta" device it takes no memory, and says what the weights will take.
     """
     hf, generation = read_configs(config.model)
+    hf = with_head(hf)
     kind = model_class(hf)
     backend = None if config.attention_backend == "auto" else config.attention_backend
     parsed = replace(
@@ -150,6 +151,8 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
     with torch.no_grad():
         for name, tensor, file in tensors:
             own = model.canonical_name(name)
+            if own not in targets and f"model.{own}" in targets:
+                own = f"model.{own}"  # saved without its head, and so without the prefix
             target = targets.get(own)
             if target is None:
                 if not model.ignores(own):

@@ -10,11 +10,11 @@ from typing import Any
 from quire.errors import CheckpointError
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+def read_json(path: Path, kind: type[Any] = dict) -> Any:
+    """A JSON object, or list, from a file.
 
     Raises:
-        CheckpointError: missing, unreadable, not JSON, not an object; names the file.
+        CheckpointError: missing, unreadable, not JSON, of another kind; names the file.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -22,8 +22,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: file not found") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object")
+    if not isinstance(values, kind):
+        raise CheckpointError(f"{path}: must hold a JSON {'object' if kind is dict else 'list'}")
     return values
 
 

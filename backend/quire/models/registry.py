@@ -24,6 +24,15 @@ ARCHITECTURES = {
 """Architecture to the module of `quire.models` that holds it: a new family is one line and one file."""
 
 
+def with_head(hf: HFConfig) -> HFConfig:
+    """The config of the whole model, for one that was saved without its head (`Qwen3Model`), as those of
+    embeddings often are; the table of embeddings stands for it."""
+    name = f"{hf.architecture.removesuffix('Model')}ForCausalLM"
+    if not hf.architecture.endswith("Model") or name not in ARCHITECTURES:
+        return hf
+    return hf.replace(architectures=[name], tie_word_embeddings=True)
+
+
 def model_class(hf: HFConfig) -> type[DecoderModel]:
     """The class for a checkpoint.
 

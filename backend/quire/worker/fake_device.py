@@ -97,7 +97,7 @@ class FakeDevice:
         if new is not None:
             params = new.sampling_params
             asked = params.logprobs, params.prompt_logprobs, params.structured_output
-            if new.num_choices > 1 or params.beam_width > 1 or asked != (None, None, None):
+            if params.num_sequences > 1 or params.dimensions or asked != (None, None, None):
                 return RowOutput(error=REFUSAL)
         if not item.samples:
             return NOTHING

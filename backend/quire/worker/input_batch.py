@@ -7,6 +7,7 @@ calls whose number does not depend on the batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -38,6 +39,8 @@ class CachedRequest:
     """Rows of choices 1, 2, ... until the first tokens are drawn."""
     position_delta: int = 0
     """What positions behind the prompt differ by from the number of tokens before them."""
+    pooled: torch.Tensor | None = None
+    """float32 [hidden_size]: sum of the hidden states so far, where their mean is wanted."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -77,6 +80,20 @@ class PromptRow(NamedTuple):
     """The token of the prompt behind each of them."""
 
 
+class PoolRow(NamedTuple):
+    """Tokens of a row whose hidden states make an embedding."""
+
+    number: int
+    """Row of the step."""
+    first: int
+    """The first of them, as a token of the batch."""
+    end: int
+    """The one behind the last of them."""
+    state: CachedRequest
+    is_last: bool
+    """Whether the prompt is complete with them."""
+
+
 @dataclass(slots=True)
 class StepInputs:
     """Tensors of one step."""
@@ -103,6 +120,8 @@ class StepInputs:
     """(int64 [n], float32 [n, hidden_size]): tokens whose embedding is given."""
     prompt_rows: list[PromptRow] = field(default_factory=list)
     """In ascending order."""
+    pool_rows: list[PoolRow] = field(default_factory=list)
+    """Nothing is sampled of these."""
 
 
 class InputBatch:
@@ -125,6 +144,8 @@ class InputBatch:
         self._processors = processors or {}
         self._prompts: dict[str, int] = {}
         """Of requests that ask for log-probabilities of their prompt: the first position not known yet."""
+        self.embedded: set[str] = set()
+        """Requests whose embeddings are wanted, not tokens."""
         self._grammars = grammars
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         """The newest token drawn for each row of the block table, -1 where there was none to draw.
@@ -139,6 +160,7 @@ class InputBatch:
             if dropped is not None:
                 self.block_table.release(dropped.row)
                 self._prompts.pop(request_id, None)
+                self.embedded.discard(request_id)
         for scheduled in output.scheduled:
             if scheduled.new is not None:
                 self._add(scheduled.request_id, scheduled.new)
@@ -164,6 +186,8 @@ class InputBatch:
         )
         if new.sampling_params.prompt_logprobs is not None:
             self._prompts[request_id] = new.num_prompt_logprobs
+        if new.sampling_params.dimensions:
+            self.embedded.add(request_id)
         delta = 0 if new.embeds is None else new.embeds.position_delta
         self.requests[request_id] = CachedRequest(
             self.block_table.assign(), token_ids, sampling, new.embeds, choices, delta
@@ -207,6 +231,10 @@ class InputBatch:
             if item.samples:
                 sampled.append((number, state))
                 sample_indices.append(len(tokens) - 1)
+        if self.embedded:
+            drawn = [scheduled[number].request_id not in self.embedded for number, _ in sampled]
+            sampled = list(itertools.compress(sampled, drawn))
+            sample_indices = list(itertools.compress(sample_indices, drawn))
         num_tokens = sum(lens)
         assert len(tokens) == num_tokens, "the scheduler asked for tokens that are not known yet"
 
@@ -262,9 +290,19 @@ class InputBatch:
         )
         if self._prompts:
             inputs.prompt_rows = self._prompt_rows(scheduled, starts.tolist())
+        if self.embedded:
+            inputs.pool_rows = self._pool_rows(scheduled, starts.tolist())
         if any(state.choices for _, state in sampled):
             self._draw_several(inputs)
         return inputs
+
+    def _pool_rows(self, scheduled: list[ScheduledRequest], starts: list[int]) -> list[PoolRow]:
+        """Of the rows of this step; `starts`: each row's first token of the batch, and their end."""
+        return [
+            PoolRow(number, start, end, self.requests[item.request_id], item.samples)
+            for number, (item, start, end) in enumerate(zip(scheduled, starts, starts[1:], strict=False))
+            if item.request_id in self.embedded
+        ]
 
     def _prompt_rows(self, scheduled: list[ScheduledRequest], starts: list[int]) -> list[PromptRow]:
         """Of the rows of this step; `starts`: each row's first token of the batch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from quire.outputs import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from quire.pooling import read_pooling
 from quire.roofline import DeviceLimits
 from quire.startup import StartTimeline
 from quire.worker.device import HostCopy, to_device
@@ -43,6 +45,7 @@ from quire.worker.graph_runner import (
 from quire.worker.input_batch import CachedRequest, InputBatch, StepInputs
 from quire.worker.kv_cache import DeviceMemory, KVCache, KVLayout
 from quire.worker.kv_identity import kv_identity
+from quire.worker.pooler import Pooler, embedding_output
 from quire.worker.sampler import Draw, draw
 from quire.worker.sampling_batch import SamplingRow
 from quire.worker.timeline import StepTimer, Timeline
@@ -104,6 +107,7 @@ class ModelRunner:
             with_digest=is_shared,
         )
         self.model, shape = loaded.model, loaded.config
+        self._pooler = Pooler(read_pooling(Path(config.model.model)))
         layout = KVLayout.of(config, self.model)
         max_model_len = layout.max_model_len
         timeline.end("weights")
@@ -136,6 +140,7 @@ class ModelRunner:
             kv_cache_bytes=self.kv_cache.nbytes,
             kv_identity=kv_identity(loaded, self.device) if is_shared else {},
             hidden_size=shape.hidden_size,
+            pooling=self._pooler.pooling,
             takes_position_ids=shape.rope.mrope_section is not None,
             dtype=str(shape.dtype).removeprefix("torch."),
             device=str(self.device),
@@ -262,7 +267,7 @@ class ModelRunner:
     def _compute(self, scheduled: list[ScheduledRequest], step: LaunchedStep) -> None:
         """Writes KV of the scheduled tokens and samples."""
         self.num_computed_tokens += sum(item.num_scheduled_tokens for item in scheduled)
-        if self.graphs is not None and self.graphs.can_run(scheduled):
+        if self.graphs is not None and not self.batch.embedded and self.graphs.can_run(scheduled):
             step.phase("model")
             best, logits, input_ids = self.graphs.run(scheduled)
             step.phase("sample")
@@ -278,7 +283,7 @@ class ModelRunner:
         embeds = inputs.embeds
         if embeds is not None:
             embeds = (embeds[0], embeds[1].to(self.model.config.dtype))
-        wants_all = bool(inputs.prompt_rows)
+        wants_all = bool(inputs.prompt_rows or inputs.pool_rows)
         step.phase("model")
         recorded = self.prompt_graphs
         if recorded is not None and recorded.can_run(inputs.metas[0].num_tokens):
@@ -298,6 +303,8 @@ class ModelRunner:
             step.set_prompts(
                 PromptLogprobs.of(inputs.prompt_rows, hidden, self.model.compute_logits, vocab_size)
             )
+        if inputs.pool_rows:
+            step.set_embeddings(*self._pooler.take(inputs.pool_rows, hidden))
         if wants_all:
             hidden = hidden[inputs.sample_indices]
         if not inputs.samples:
@@ -321,6 +328,10 @@ class ModelRunner:
                 if rows[number] is NOTHING:
                     rows[number] = RowOutput()
                 rows[number].prompt_logprobs = found
+        if step.embeddings is not None:
+            (numbers, vectors), step.embeddings = step.embeddings, None
+            for number, vector in zip(numbers, vectors.wait(), strict=True):
+                rows[number] = embedding_output(vector)
 
     @staticmethod
     def _settle_drawn(step: LaunchedStep, drawn: Draw, copy: HostCopy) -> None:
@@ -364,6 +375,8 @@ class LaunchedStep:
         """What was drawn for `samples`, on its way to the host; None: nothing, or the host knows it."""
         self.prompts: tuple[PromptLogprobs, HostCopy] | None = None
         """As `drawn`, of the prompts' own tokens."""
+        self.embeddings: tuple[list[int], HostCopy] | None = None
+        """Rows of the step, and the embeddings that they bring."""
         self.grammars: list[RowGrammar | None] = []
         """Of each draw; empty where none has one."""
 
@@ -385,6 +398,10 @@ class LaunchedStep:
     def set_prompts(self, found: PromptLogprobs) -> None:
         """Takes the log-probabilities of prompts, and begins their way to the host."""
         self.prompts = found, HostCopy(found.found.tensors)
+
+    def set_embeddings(self, numbers: list[int], vectors: list[torch.Tensor]) -> None:
+        """Takes the embeddings of rows of the step, and begins their way to the host."""
+        self.embeddings = numbers, HostCopy(vectors)
 
 
 def check_attention_backend(config: EngineConfig, shape: DecoderConfig, device: torch.device) -> None:

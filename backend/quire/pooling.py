@@ -1,0 +1,65 @@
+"""Pooling: how a checkpoint's embeddings are made of its last hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.errors import CheckpointError
+from quire.models.hf_config import read_json
+
+_KINDS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """What becomes of the hidden states behind the final norm.
+
+    Where nothing is stated it is what decoders' embeddings are by custom: the last token's, of length 1.
+    """
+
+    is_mean: bool = False
+    """The mean over all tokens; else the last token's."""
+    normalizes: bool = True
+    """Whether the vector is brought to length 1, behind a cut to fewer dimensions."""
+    why_not: str = ""
+    """Why there are no embeddings; empty: there are."""
+
+
+def read_pooling(checkpoint: Path) -> Pooling:
+    """What modules.json of sentence-transformers says, and the config.json of the pooling it names.
+
+    A checkpoint that wants what is not here serves all but embeddings.
+
+    Args:
+        checkpoint: directory, or a file, which says nothing.
+
+    Raises:
+        CheckpointError: a file is broken.
+    """
+    file = checkpoint / "modules.json"
+    if not file.is_file():
+        return Pooling()
+    modules = read_json(file, list)
+    if not all(isinstance(module, Mapping) for module in modules):
+        raise CheckpointError(f"{file}: must be a list of objects")
+    is_mean = normalizes = False
+    for module in modules:
+        kind = str(module.get("type")).rpartition(".")[2]
+        if kind == "Pooling":
+            stated = read_json(checkpoint / str(module.get("path")) / "config.json")
+            modes = _modes(stated)
+            if len(modes) != 1 or modes[0] not in _KINDS:
+                return Pooling(why_not=f"the checkpoint pools by {', '.join(modes) or 'nothing'}")
+            is_mean = _KINDS[modes[0]] == "mean"
+        elif kind == "Normalize":
+            normalizes = True
+        elif kind != "Transformer":
+            return Pooling(why_not=f"the checkpoint has a module {kind}")
+    return Pooling(is_mean, normalizes)
+
+
+def _modes(stated: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in stated.items() if name.startswith("pooling_mode_") and value is True]
