@@ -97,6 +97,7 @@ CONTROL_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("return_stop_reason", "TYPE_BOOL", doc="Fill stop_reason at the end."),
     TensorSpec("return_timing", "TYPE_BOOL", doc="Fill timing at the end."),
     TensorSpec("return_logprobs", "TYPE_BOOL", doc="Fill logprobs."),
+    TensorSpec("return_embedding", "TYPE_BOOL", doc="Fill embedding, and generate nothing."),
 )
 """Inputs on how the request is answered."""
 
@@ -151,6 +152,7 @@ SAMPLING_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("length_penalty", "TYPE_FP32", doc="Beams are ranked by logprob / length ** this."),
     TensorSpec("early_stopping", "TYPE_BOOL", doc="Beam search ends with beam_width finished beams."),
     TensorSpec("thinking_budget", "TYPE_INT32", doc="Most tokens of reasoning in an answer to messages."),
+    TensorSpec("dimensions", "TYPE_INT32", doc="First so many of the embedding alone; 0: all."),
     TensorSpec(
         "structured_output",
         "TYPE_STRING",
@@ -201,6 +203,7 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("logprobs", "TYPE_STRING", doc="JSON, aligned with output_ids."),
     TensorSpec("prompt_logprobs", "TYPE_STRING", doc="JSON, once per request; null for its first token."),
     TensorSpec("cumulative_logprob", "TYPE_FP32", doc="Sum of the choice's log-probabilities so far."),
+    TensorSpec("embedding", "TYPE_FP32", (-1,), doc="Of the prompt; who asks for it gets no tokens."),
     TensorSpec("timing", "TYPE_STRING", doc="JSON: queue, prefill, decode, total, ... in milliseconds."),
 )
 

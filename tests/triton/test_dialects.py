@@ -279,14 +279,15 @@ def test_every_sampling_parameter_in_every_form(
     monkeypatch.setattr(test_request_parser, "RequestParser", made)
     monkeypatch.setattr(RequestParser, "_with_thinking", lambda _, params, chat: params)
     seen = []
+    prompt = {**PROMPT, "return_embedding": np.array([True])} if name == "dimensions" else PROMPT
     for seed in range(8):
         value = VALID[name](Random(seed))
         as_json = json.loads(value) if name == "logit_bias" else value
         scalar = value if isinstance(value, bool | int | float | str) else json.dumps(value)
         found = [
-            parse(tokenizer, {**PROMPT, name: array(name, value)}).params,
-            parse(tokenizer, {**PROMPT, "sampling_parameters": text(json.dumps({name: as_json}))}).params,
-            parse(tokenizer, PROMPT, {name: scalar}).params,
+            parse(tokenizer, {**prompt, name: array(name, value)}).params,
+            parse(tokenizer, {**prompt, "sampling_parameters": text(json.dumps({name: as_json}))}).params,
+            parse(tokenizer, prompt, {name: scalar}).params,
         ]
         typed, *others = (getattr(one, name) for one in found)
         for other in others:

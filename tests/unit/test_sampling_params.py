@@ -64,6 +64,7 @@ NOT_NUMBERS = ["", "hot", "1,5", "nan", NAN, True, [1.0], {}, b"1", INF, -INF, "
 # Accepted: raw value and what it becomes. Every number is also tried as text.
 ACCEPTED: dict[str, list[tuple[Any, Any]]] = {
     "thinking_budget": [(0, 0), ("9", 9), (INT32, INT32)],
+    "dimensions": [(0, 0), ("9", 9), (INT32, INT32)],
     "max_tokens": [(1, 1), (INT32, INT32), (16.0, 16), (" 16 ", 16)],
     "min_tokens": [(0, 0), (7, 7)],
     "temperature": [(0, 0.0), (0.7, 0.7), (100, 100.0), ("7e-1", 0.7)],
@@ -123,6 +124,7 @@ ACCEPTED: dict[str, list[tuple[Any, Any]]] = {
 
 REFUSED: dict[str, list[Any]] = {
     "thinking_budget": [*NOT_INTEGERS, -1, INT32 + 1],
+    "dimensions": [*NOT_INTEGERS, -1, INT32 + 1],
     "max_tokens": [*NOT_INTEGERS, 0, -1, INT32 + 1],
     "min_tokens": [*NOT_INTEGERS, -1, INT32 + 1],
     "temperature": [*NOT_NUMBERS, -0.1, 100.1],

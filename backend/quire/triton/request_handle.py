@@ -321,6 +321,7 @@ _BATCHED_ARRAYS: dict[str, Callable[[RequestOutput], Any]] = {
     "batch_index": lambda output: np.array([[output.item]], dtype=np.int32),
     "sequence_index": lambda output: np.array([[output.index]], dtype=np.int32),
     "sequence_length": lambda output: np.array([[len(output.token_ids)]], dtype=np.int32),
+    "embedding": lambda output: np.frombuffer(output.embedding, np.float32)[None],
     "cum_log_probs": lambda output: np.array([[output.cumulative_logprob or 0.0]], dtype=np.float32),
     "output_log_probs": lambda output: np.array(
         [[[entry.logprobs[0] for entry in output.logprobs or []]]], dtype=np.float32
@@ -330,6 +331,7 @@ _BATCHED_ARRAYS: dict[str, Callable[[RequestOutput], Any]] = {
 
 _ARRAYS: dict[str, Callable[[RequestOutput], Any]] = {
     "output_ids": lambda output: np.array(output.token_ids, dtype=np.int32),
+    "embedding": lambda output: np.frombuffer(output.embedding, np.float32),
     "stop_reason": lambda output: _bytes("" if output.stop_reason is None else str(output.stop_reason)),
     "index": lambda output: np.array([output.index], dtype=np.int32),
     "batch_index": lambda output: np.array([output.item], dtype=np.int32),

@@ -42,6 +42,7 @@ from quire.triton.dialects import Translation, rows, translate
 from quire.triton.result_cache import Recording, Results
 from quire.triton.scheduling_fields import ALIASES, HEADERS, SCHEDULING_FIELDS, parse_scheduling_params
 from quire.validation import (
+    as_embedding,
     check_prompt,
     check_prompt_length,
     check_prompt_logprobs,
@@ -405,6 +406,11 @@ class RequestParser:
             params = parse_sampling_params({"prompt_logprobs": 0}, defaults=params)
         if params.prompt_logprobs is not None and "prompt_logprobs" not in raw.requested_outputs:
             params = msgspec.structs.replace(params, prompt_logprobs=None)  # they cost blocks and time
+        is_embedding = "embedding" in final_outputs
+        if is_embedding:
+            params = as_embedding(params, self.info().hidden_size)
+        elif params.dimensions:
+            raise InvalidArgumentError("dimensions", "is of an embedding, and none is asked for")
         if stream and params.is_ranked:
             raise InvalidArgumentError(
                 "stream", "must be false with best_of above n or beam_width: choices are ranked at the end"
@@ -429,6 +435,8 @@ class RequestParser:
         interval, interval_ms = self._intervals(control)
         info = self.info()
         prompts, chat = self._prompts(raw, info)
+        if is_embedding:
+            chat = None  # there is no answer to be read
         if "prompt_embeds" in raw.tensors:
             if params.prompt_logprobs is not None:
                 raise InvalidArgumentError("prompt_logprobs", "a prompt given as prompt_embeds has no tokens")
@@ -767,6 +775,8 @@ def _together(rows: list[ParsedRequest]) -> ParsedRequest:
             if getattr(other, name) != getattr(first, name):
                 field_name = "output_mode" if name == "cumulative" else name
                 raise InvalidArgumentError(field_name, "must be the same in all rows of a batch")
+        if bool(other.params.dimensions) != bool(first.params.dimensions):
+            raise InvalidArgumentError("return_embedding", "must be the same in all rows of a batch")
         if other.others or first.others:
             raise InvalidArgumentError("text_input", "rows of a batch must hold one prompt each")
         other.outputs, other.final_outputs = first.outputs, first.final_outputs
@@ -800,6 +810,9 @@ def _outputs(
     if requested != all_outputs:
         return requested, requested
     asked = {name.removeprefix("return_") for name, wanted in control.items() if wanted is True} & requested
+    if "embedding" in asked:
+        only = frozenset({"finish_reason", "num_input_tokens", *asked})
+        return only, only
     if config.dialect == "vllm":
         only = frozenset({"text_output", *asked})
         return only - _LAST_OUTPUTS, only

@@ -123,6 +123,7 @@ VALID: dict[str, Draw] = {
     "sampling_parameters": lambda rng: json.dumps({"max_tokens": rng.randrange(1, 9), "top_k": 5}),
     "max_tokens": lambda rng: rng.randrange(1, 13),
     "thinking_budget": lambda rng: rng.choice((0, 5, 2**31 - 1)),
+    "dimensions": lambda rng: rng.choice((3, 8)),
     "min_tokens": lambda rng: rng.randrange(3),
     "temperature": lambda rng: round(rng.random() * 2, 2),
     "top_k": lambda rng: rng.choice((-1, 0, 1, 40, 2**31 - 1)),
