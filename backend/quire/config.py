@@ -208,6 +208,9 @@ class SchedulerConfig:
     async_scheduling: bool | None = None
     """Whether the next step is launched before the tokens of the present one are known to the host; None: on
     cuda, and with `fake_step_ms`. A request that ends then has one row more, whose result is dropped."""
+    watchdog_s: Annotated[float, Meta(ge=0, le=10**6)] = 30.0
+    """How long the engine may be silent while it has work before it is killed and another takes its place;
+    each 1024 tokens of a step prolong it by as much. 0: for ever."""
     trace_file: str = ""
     """File to which the engine writes one JSON line per step; empty: none."""
 

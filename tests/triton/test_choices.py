@@ -42,7 +42,7 @@ OUTPUTS = frozenset(
 class ScriptedCore:
     """Stands where an EngineCore does: `steps` are what its steps bring, `seen` what it was told."""
 
-    trace = None
+    trace = profile = None
     next_expiry = math.inf
 
     def __init__(self, config: EngineConfig) -> None:

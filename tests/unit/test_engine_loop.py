@@ -293,7 +293,7 @@ def test_a_second_request_of_the_same_id_does_not_end_the_first(peer: Peer) -> N
 
 
 def test_commands_are_answered(peer: Peer) -> None:
-    assert peer.ask(Health()).result == {"has_work": False, "num_finished_steps": 0}
+    assert peer.ask(Health()).result == {"has_work": False, "num_finished_steps": 0, "is_overdue": False}
     peer.check_alive()
     assert peer.ask(Health()).result["num_finished_steps"] > 0
     assert peer.ask(Inspect()).result["num_cached_blocks"] > 0

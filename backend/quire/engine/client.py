@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -32,6 +33,8 @@ RESTART_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Pauses before each attempt to replace an engine that died; the last counts for all further."""
 SOUND_S = 60.0
 """An engine that lived this long, or brought a token, is replaced at once."""
+THAWED_S = 1.0
+"""How long an engine must be seen to be overdue: after all processes were frozen it is for a moment."""
 MAX_FAILED_STARTS = 3
 """Attempts in a row to start an engine after which requests that wait for one end."""
 
@@ -68,13 +71,17 @@ class EngineClient:
         connect: makes a connection to a running engine, starting one if need be; after an engine's death it
             is called on a thread of its own.
         on_stats: called with the engine's figures about twice a second.
+        watchdog_s: how long an idle engine may take to look at a message; 0: for ever.
 
     Raises:
         QuireError: as `connect`.
     """
 
     def __init__(
-        self, connect: Callable[[], Connected], on_stats: Callable[[dict[str, float]], None] | None = None
+        self,
+        connect: Callable[[], Connected],
+        on_stats: Callable[[dict[str, float]], None] | None = None,
+        watchdog_s: float = 0.0,
     ) -> None:
         self._connect = connect
         self._on_stats = on_stats
@@ -84,6 +91,9 @@ class EngineClient:
         self._connection: EngineConnection | None
         self._connection, self.info = connect()
         self._watch(self._connection)
+        self._watchdog_s = watchdog_s
+        self._sent_at = self._overdue_at = 0.0
+        """When a message was last sent; when the engine was first seen to be overdue, 0: it is not."""
         self._has_died = False
         """Whether the engine ended during the last `wait`."""
         self._down_reason = ""
@@ -121,7 +131,41 @@ class EngineClient:
             due = self._next_attempt
             wait_s = None if due is None else max(1.0, due - time.monotonic())
             raise UnavailableError(self._down_reason, wait_s)
+        self._sent_at = time.monotonic()
         self._connection.send(message)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is an engine that is not overdue. Called from any thread; asks nobody."""
+        connection = self._connection
+        return connection is not None and time.monotonic() <= self._due_of(connection)
+
+    @property
+    def next_check(self) -> float:
+        """When `check` is to be called; inf: not as long as nothing is sent."""
+        if self._connection is None:
+            return math.inf
+        return self._overdue_at + THAWED_S if self._overdue_at else self._due_of(self._connection)
+
+    def check(self) -> None:
+        """Kills an engine that is overdue."""
+        now, connection = time.monotonic(), self._connection
+        if connection is None or now <= self._due_of(connection):
+            self._overdue_at = 0.0
+            return
+        self._overdue_at = self._overdue_at or now
+        if now - self._overdue_at >= THAWED_S:
+            logger.error("frontend: engine process %d is stuck and is killed", connection.address.pid)
+            connection.kill()
+
+    def _due_of(self, connection: EngineConnection) -> float:
+        """By when the engine must have done something; inf: it has nothing to do."""
+        if connection.heartbeat is None:
+            return math.inf
+        beat, due = connection.heartbeat.read()
+        if due == math.inf and self._sent_at > beat and self._watchdog_s:
+            return self._sent_at + self._watchdog_s  # it rests, and does not see that there is a message
+        return due
 
     def abort(self, request_ids: list[str], reason: FinishReason) -> None:
         """Ends requests, or single choices of them ("<request id>#<index>"), if there is an engine."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 from typing import Any
 
 import zmq
@@ -65,6 +67,7 @@ class EngineConnection:
             self.socket.close(0)
             raise EngineEndedError("the engine ended before it could be reached")
         self.pidfd = pidfd
+        self.heartbeat = address.heartbeat()
 
     def hello(self, timeout_s: float) -> EngineInfo:
         """Registers this process with the engine.
@@ -94,6 +97,11 @@ class EngineConnection:
 
     def send(self, message: FrontendMessage) -> None:
         self.socket.send(encoder.encode(message))
+
+    def kill(self) -> None:
+        """Ends the engine's process, even one that is stopped."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def receive(self) -> list[EngineMessage]:
         """All messages that are there now; never blocks."""

@@ -36,6 +36,7 @@ import zmq
 from quire.config import EngineConfig
 from quire.engine.cache_commands import Health, Profile
 from quire.engine.core import EngineCore, error_output, make_executor
+from quire.engine.heartbeat import Heartbeat
 from quire.engine.messages import (
     COMMANDS,
     AbortRequests,
@@ -123,6 +124,9 @@ class EngineLoop:
         self.was_told_to_stop = False
         """An end by SIGTERM is meant: frontends start no other engine after it."""
         self._next_stats = self._next_complaint = 0.0
+        self.heartbeat: Heartbeat | None = None
+        """Where the loop says that it is alive; None: nowhere."""
+        self._num_scheduled_tokens = 0
         self._owes_stats = True
         """Whether something has happened since the frontends were last told of the engine's state."""
         self._first_frontend_by = math.inf
@@ -141,7 +145,13 @@ class EngineLoop:
         """
         self._first_frontend_by = time.monotonic() + FIRST_FRONTEND_TIMEOUT_S
         while not self._stopping:
-            self._receive(0 if self.core.has_work else self._idle_ms())
+            if self.core.has_work:
+                self._receive(0)
+            else:
+                if self.heartbeat is not None:
+                    self.heartbeat.rest()
+                self._receive(self._idle_ms())
+            self._beat()
             if self.core.has_work:
                 self._owes_stats = True
                 self._send_outputs(self.core.step(self._serve))
@@ -165,9 +175,18 @@ class EngineLoop:
 
     def _serve(self, step: Future[Any]) -> None:
         """Answers frontends while a step is computed: refusals and cancellations do not wait for its end."""
+        self._beat()
         step.add_done_callback(lambda _: os.eventfd_write(self._step_done, 1))
         while not step.done():
             self._receive(STEP_WAIT_MS)
+
+    def _beat(self) -> None:
+        if self.heartbeat is not None:
+            before, self._num_scheduled_tokens = (
+                self._num_scheduled_tokens,
+                self.core.scheduler.num_scheduled_tokens,
+            )
+            self.heartbeat.beat(self._num_scheduled_tokens - before)
 
     def stop(self, *_: Any) -> None:
         """Ends `run` after the current step; safe in a signal handler."""
@@ -244,8 +263,10 @@ class EngineLoop:
                 self._profile = self.core.begin_profile(command), identity, message.token
             case Control():
                 answer = self.core.control(message.command)
-                if isinstance(message.command, Health) and not self.core.has_work:
-                    self._probe()
+                if isinstance(message.command, Health):
+                    answer["is_overdue"] = self.heartbeat is not None and self.heartbeat.is_overdue
+                    if not self.core.has_work:
+                        self._probe()
                 self._send(identity, CommandResult(message.token, answer))
             case Hello():
                 self._had_frontend = True
@@ -455,6 +476,7 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
     address = f"ipc://{socket_path}"
     socket.bind(address)
     loop = EngineLoop(core, socket, server_pid, server_start_time)
+    loop.heartbeat = directory.heartbeat(pid, config.scheduler.watchdog_s)
     # What start-up made lives as long as the process: a full collection over it would only stall a step.
     gc.collect()
     gc.freeze()

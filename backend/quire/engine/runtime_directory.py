@@ -22,6 +22,7 @@ from typing import Literal
 import msgspec
 
 from quire.core.probation import NO_RISK, Risk
+from quire.engine.heartbeat import Heartbeat
 from quire.engine.processes import start_time_of
 from quire.errors import ConfigError
 
@@ -148,6 +149,15 @@ class RuntimeDirectory:
 
     def write_risk(self, pid: int, risk: Risk) -> None:
         self.write(f"at-risk-{pid}", msgspec.json.encode(risk))
+
+    def heartbeat(self, pid: int, watchdog_s: float | None = None) -> Heartbeat | None:
+        """Of the engine with this pid, which makes it and states `watchdog_s`. None: there is none."""
+        flags = os.O_RDWR | (0 if watchdog_s is None else os.O_CREAT)
+        try:
+            fd = self._open(f"heartbeat-{pid}", flags)
+        except FileNotFoundError:
+            return None
+        return Heartbeat(fd, watchdog_s or 0.0)
 
     def socket_path(self) -> Path:
         """A path for a new socket, one that was never used.

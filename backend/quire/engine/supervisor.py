@@ -27,12 +27,13 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.core.probation import NO_RISK, Risk
+from quire.engine.heartbeat import Heartbeat
 from quire.engine.processes import open_verified_pidfd, start_time_of
 from quire.engine.run_module import RUN_MODULE
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
@@ -56,16 +57,29 @@ class EngineAddress:
     generation: int
     start_time: int
     directory: Path | None = None
-    """Where it says what is at risk; None: nowhere."""
+    """Where it says what is at risk, and beats; None: nowhere."""
 
     def risk(self) -> Risk:
         """What was at risk when it died."""
+        with self._opened() as directory:
+            return NO_RISK if directory is None else directory.read_risk(self.pid)
+
+    def heartbeat(self) -> Heartbeat | None:
+        """Its heartbeat; None where there is none."""
+        with self._opened() as directory:
+            return None if directory is None else directory.heartbeat(self.pid)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[RuntimeDirectory | None]:
+        found = None
         if self.directory is not None:
             with contextlib.suppress(OSError, ConfigError):
-                directory = RuntimeDirectory(self.directory)
-                with contextlib.closing(directory):
-                    return directory.read_risk(self.pid)
-        return NO_RISK
+                found = RuntimeDirectory(self.directory)
+        try:
+            yield found
+        finally:
+            if found is not None:
+                found.close()
 
 
 class EngineSupervisor:

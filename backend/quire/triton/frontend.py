@@ -96,7 +96,9 @@ class TritonPythonModel:
             config, self._server_pid, environment=config_completion.visible_device(args)
         )
 
-        engine = EngineClient(lambda: connect(context, self._supervisor), self._publish)
+        engine = EngineClient(
+            lambda: connect(context, self._supervisor), self._publish, config.scheduler.watchdog_s
+        )
         timeline.end("engine")
         server = ServerAnswer(pb_utils, args["model_name"], args["model_version"], self._server_pid)
         path = None if tokenizer is None else tokenizer.path
@@ -163,6 +165,14 @@ class TritonPythonModel:
                 self._responder.refuse(handle, error)
             except Exception as error:
                 self._responder.refuse(handle, UnavailableError(f"the request cannot be read: {error}"))
+
+    def is_ready(self) -> bool:
+        """What servers from 26.03 on ask before they say READY; before that a loaded model always is.
+
+        False while the engine is started again or stuck, and while the model is being unloaded.
+        """
+        served = self._responder
+        return served.is_alive() and served.engine.is_ready and not served.drain.is_on
 
     def _publish(self, values: dict[str, float]) -> None:
         if self._metrics is not None:

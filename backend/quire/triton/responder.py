@@ -158,6 +158,7 @@ class Responder(threading.Thread):
                 self._guard(self._replay)
             self._guard(self._send_due)
             self._guard(self._poll_cancellations)
+            self._guard(self.engine.check)
             if self._ending:
                 self._guard(self._retry_ends)
             if self._open:
@@ -199,6 +200,7 @@ class Responder(threading.Thread):
             next_event = min(next_event, self._ending[0][0])
         if self._open:
             next_event = min(next_event, self.drain.next_look)
+        next_event = min(next_event, self.engine.next_check)
         if next_event == math.inf:
             return -1
         return math.ceil(max(0.0, next_event - time.monotonic()) * 1000)
@@ -220,6 +222,7 @@ class Responder(threading.Thread):
     def _messages(self, handle: RequestHandle, parsed: ParsedRequest) -> list[FrontendMessage]:
         """What the engine is told; a request that generates gets its processors and its first poll."""
         now = time.monotonic()
+        self._poll_later(handle, now + CANCEL_POLL_S)
         if parsed.cancel:
             tenant = parsed.scheduling.tenant
             if self._is_paused and self._cancel_here(handle, parsed):
@@ -253,7 +256,6 @@ class Responder(threading.Thread):
             self._generating[request_id] = Generation(handle, processor, message)
             messages.append(message)
         handle.num_open_choices = sum(len(processor.choices) for processor in handle.processors)
-        self._poll_later(handle, now + CANCEL_POLL_S)
         self._num_recordings += parsed.recording is not None
         if parsed.results is not None:
             request_ids = [processor.request_id for processor in handle.processors]
