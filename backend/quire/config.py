@@ -256,6 +256,9 @@ class FrontendConfig:
     answer that is not streamed with the prompt, unless `exclude_input_in_output` is stated. With vllm the
     defaults are temperature 1 and 16 tokens, responses hold text alone and what a `return_*` asks for, and
     `logprobs` and `finish_reason` have vllm_backend's form. The names of all are understood in any case."""
+    metrics_names: Literal["quire", "vllm"] = "quire"
+    """Names at /metrics; vllm: besides the own ones vLLM's, of figures that it has, too, for gateways and
+    dashboards that look for them."""
     allow_cache_control: bool = True
     """Whether clients may look into the cache and empty it (`cache_control`)."""
 

@@ -253,6 +253,20 @@ class SchedulerStats:
     """Tokens not computed since start, as a KV tier had them."""
     num_recomputed_tokens: int = 0
     """Tokens computed again since start, after a preemption."""
+    num_queried_tokens: int = 0
+    """Tokens of the requests whose beginnings were looked up in the prefix cache, since start."""
+    num_batch_rows: int = 0
+    """Rows of the latest step; 0 where there is no request."""
+    num_batch_tokens: int = 0
+    num_loading: int = 0
+    """Of those that run, how many wait for blocks from a KV tier."""
+    num_waiting_choices: int = 0
+    """This and the following: the waiting ones by what they wait for (`Roster.waiting_by_reason`)."""
+    num_waiting_tenant: int = 0
+    num_waiting_seats: int = 0
+    num_waiting_blocks: int = 0
+    num_waiting_budget: int = 0
+    num_waiting_step: int = 0
 
 
 @dataclass(slots=True)

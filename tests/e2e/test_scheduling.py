@@ -107,7 +107,9 @@ def blocks_shown(served: TinyServer) -> dict[str, float]:
     """`quire_kv_blocks` of the generator by state."""
     with urllib.request.urlopen(f"http://{served.server.metrics_url}/metrics", timeout=WAIT_S) as answer:
         text = answer.read().decode()
-    found = re.findall(r'^quire_kv_blocks\{(.*model="generator".*)\} ([\d.e+]+)$', text, re.MULTILINE)
+    (info,) = re.findall(r'^quire_engine_info\{(.*model="generator".*)\}', text, re.MULTILINE)
+    engine = re.search(r'engine="\w+"', info)[0]  # type: ignore[index]
+    found = re.findall(rf"^quire_kv_blocks\{{(.*{engine}.*)\}} ([\d.e+]+)$", text, re.MULTILINE)
     states = {re.search(r'state="(\w+)"', labels)[1]: float(value) for labels, value in found}  # type: ignore[index]
     assert len(found) == len(states) == 4, found
     return states

@@ -353,8 +353,7 @@ def test_on_cpu_it_gives_way_to_decoding(load: Load, niceness: list[int], direct
 
 
 def test_metrics_count_images_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake_pb_utils, "MetricFamily", FakeMetricFamily, raising=False)
-    monkeypatch.setattr(FakeMetricFamily, "alive", {})
+    FakeMetricFamily.reset(monkeypatch, fake_pb_utils)
     model = load(max_patches="100")
     first, large = Image(0), Image(1)
     model.execute([request(first, large), request(first)])

@@ -66,6 +66,8 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_cached_tokens = 0
         """Tokens that requests did not compute because their blocks were there, since start."""
+        self.num_queried_tokens = 0
+        """Tokens of the requests whose beginnings were looked up, at their first admission, since start."""
         self.block_size = block_size
         self.groups = tuple(groups)
         self.num_full_groups = sum(group.window is None for group in self.groups)

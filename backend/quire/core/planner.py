@@ -38,6 +38,9 @@ class Planner:
     ) -> None:
         self.num_recomputed_tokens = 0
         """Tokens computed again after a preemption, since start."""
+        self.held_back_by = ""
+        """What kept the latest step from taking more of the queue: "seats" (places in the batch), "blocks"
+        (room in the KV cache), "budget" (its tokens) or "" (its batch policy, or reasons of their own)."""
         self._config = config
         self._roster = roster
         self._queue = roster.queue
@@ -73,7 +76,10 @@ class Planner:
             self._admit_urgent(step)
         decodes, prefills, admits = self._batch_policy.phases(number - 1, roster.running, len(self._queue))
         self._add_running(step, decodes=decodes, prefills=prefills)
-        if admits and roster.num_preemptions == num_preemptions:
+        self.held_back_by = ""
+        if roster.num_preemptions != num_preemptions:
+            self.held_back_by = "blocks"
+        elif admits:
             self._add_waiting(step)
         if not step.requests and not (decodes and prefills):
             self._add_running(step)
@@ -119,17 +125,18 @@ class Planner:
     def _add_waiting(self, step: Step) -> None:
         """Admits waiting requests, as long as there are seats, tokens and blocks."""
         roster, kv = self._roster, self._kv
-        if roster.num_free_seats <= 0 or step.budget <= 0 or not len(self._queue):
+        if not len(self._queue) or self._is_full(step):
             return
         num_passed_over = 0
         self._begin_reservation()
         with closing(self._queue.candidates(roster.clock())) as candidates:
             for request in candidates:
-                if roster.num_free_seats <= 0 or step.budget <= 0:
+                if self._is_full(step):
                     break
                 if request.is_paused or not self._may_run(request):
                     continue
                 if request.num_sequences > roster.num_free_seats:
+                    self.held_back_by = "seats"
                     break
                 prefix = self._transfers.find_prefix(request)
                 if prefix is None or self._is_one_too_many(request, prefix):
@@ -140,6 +147,7 @@ class Planner:
                 saved = prefix.num_blocks - kv.num_taken(prefix)
                 missing = kv.num_missing_blocks(request, request.num_tokens) - saved
                 if missing > kv.num_free_blocks or not self._reservation.try_admit(request, saved):
+                    self.held_back_by = "blocks"
                     break
                 self._admit(step, request, prefix)
                 if request.load_id is not None:
@@ -148,6 +156,14 @@ class Planner:
                 block_ids = kv.allocate_slots(request, count)
                 assert block_ids is not None, f"{request} was admitted without room for it"
                 self._add_row(step, request, count, block_ids)
+
+    def _is_full(self, step: Step) -> bool:
+        """Whether the step can take no further request; then it says why."""
+        has_seats = self._roster.num_free_seats > 0
+        if has_seats and step.budget > 0:
+            return False
+        self.held_back_by = "budget" if has_seats else "seats"
+        return True
 
     def _add_stalled(self, step: Step) -> None:
         """Something waits and nothing runs: what is in the way is preempted or unpinned."""

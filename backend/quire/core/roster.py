@@ -22,6 +22,10 @@ from quire.scheduling_params import MAX_PIN_TTL_S
 logger = logging.getLogger("quire")
 
 
+WAITING_REASONS = ("choices", "tenant", "seats", "blocks", "budget", "step")
+"""Of `Roster.waiting_by_reason`."""
+
+
 class Roster:
     """The one place where a request changes its status.
 
@@ -98,6 +102,27 @@ class Roster:
         missing = (request.num_missing for request in self.running)
         return sum(count - 1 for count in missing if count > 1)
 
+    def waiting_by_reason(self, held_back_by: str) -> dict[str, int]:
+        """How many sequences in the queue wait for what; together they are all of them. O(waiting).
+
+        Args:
+            held_back_by: what holds back the first of those that wait for nothing of their own, and with it
+                those behind it, as of `Planner`.
+
+        Returns:
+            By reason: "choices" (other sequences of their own), "tenant" (its cap), "seats", "blocks",
+            "budget", or "step" (the next one, as far as is known).
+        """
+        counts = dict.fromkeys(WAITING_REASONS, 0)
+        for request in self.queue:
+            if request.is_paused:
+                counts["choices"] += 1
+            elif not self.tenants.may_run(request):
+                counts["tenant"] += 1
+            else:
+                counts[held_back_by or "step"] += 1
+        return counts
+
     def take_changes(self, output: SchedulerOutput) -> None:
         """Gives a step what the runner must be told of preempted, ended and forked requests, once."""
         output.dropped_request_ids, self._dropped = self._dropped, []
@@ -123,6 +148,8 @@ class Roster:
         if not request.num_preemptions and request.index == 0:
             request.num_cached_tokens = prefix.num_tokens
             self.kv.num_cached_tokens += prefix.num_tokens
+            if not request.scheduling.exempt:
+                self.kv.num_queried_tokens += request.num_tokens
 
     def preempt(self, request: Request) -> None:
         """A running request gives its blocks to others; they are moved out where that is cheaper."""

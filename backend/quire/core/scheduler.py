@@ -88,6 +88,8 @@ class Scheduler:
         """Most tokens of prompt and output together. The newest token of a sequence is not in the cache yet,
         so one more than the pool holds is possible; there a request ends with LENGTH."""
         self.num_scheduled_tokens = 0
+        self.last_batch = 0, 0
+        """Rows and tokens of the latest step that had any."""
         self.preemption_cost = PreemptionCost(
             config.preemption_mode,
             block_bytes,
@@ -192,7 +194,10 @@ class Scheduler:
         begin = time.perf_counter()
         step = self._planner.plan(self._num_steps, is_ahead=is_ahead)
         plan_s = time.perf_counter() - begin
-        self.num_scheduled_tokens += self.config.max_num_batched_tokens - step.budget
+        num_tokens = self.config.max_num_batched_tokens - step.budget
+        self.num_scheduled_tokens += num_tokens
+        if step.requests:
+            self.last_batch = len(step.requests), num_tokens
         output = step.output
         self.roster.take_changes(output)
         output.kv_saves, output.kv_loads = self.transfers.take()
@@ -435,6 +440,9 @@ class Scheduler:
         }
 
     def stats(self) -> SchedulerStats:
+        """The state now; O(waiting)."""
+        rows, tokens = self.last_batch if self.roster.requests else (0, 0)
+        waiting = self.roster.waiting_by_reason(self._planner.held_back_by)
         return SchedulerStats(
             step=self._num_steps,
             num_running=len(self.roster.running),
@@ -450,6 +458,11 @@ class Scheduler:
             num_swaps=self.transfers.num_swaps,
             num_loaded_tokens=self.transfers.num_loaded_tokens,
             num_recomputed_tokens=self._planner.num_recomputed_tokens,
+            num_queried_tokens=self.kv.num_queried_tokens,
+            num_batch_rows=rows,
+            num_batch_tokens=tokens,
+            num_loading=self.transfers.num_loading,
+            **{f"num_waiting_{reason}": count for reason, count in waiting.items()},
         )
 
     def check_integrity(self) -> None:

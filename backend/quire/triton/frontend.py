@@ -72,7 +72,7 @@ class TritonPythonModel:
         from quire.sampling_params import defaults_from_generation_config
         from quire.triton.drain import Drain, ServerAnswer
         from quire.triton.intake import Intake
-        from quire.triton.metrics import EngineMetrics
+        from quire.triton.metrics import EngineMetrics, MetricsBoard, RequestMetrics
         from quire.triton.request_log import RequestLog
         from quire.triton.request_parser import RequestParser
         from quire.triton.responder import Responder
@@ -96,9 +96,15 @@ class TritonPythonModel:
             config, self._server_pid, environment=config_completion.visible_device(args)
         )
 
+        directory = self._supervisor.directory
+        names = {"model_name": args["model_name"], "engine": directory.name.rpartition("-")[2]}
+        self._board = MetricsBoard(pb_utils, names if config.frontend.metrics_names == "vllm" else None)
+        identity = args["model_name"], args["model_version"]
+        metrics = RequestMetrics(self._board, *identity, config.scheduler.tenants)
         engine = EngineClient(
             lambda: connect(context, self._supervisor), self._publish, config.scheduler.watchdog_s
         )
+        self._metrics = EngineMetrics(self._board, directory, *identity)  # the directory is there now
         timeline.end("engine")
         server = ServerAnswer(pb_utils, args["model_name"], args["model_version"], self._server_pid)
         path = None if tokenizer is None else tokenizer.path
@@ -110,10 +116,10 @@ class TritonPythonModel:
             drain=Drain(server.is_wanted, config.frontend.drain_s),
             model=args["model_name"],
             max_pause_s=config.frontend.max_pause_s,
-            observers=[RequestLog()] if os.environ.get("QUIRE_LOG_REQUESTS") else [],
+            observers=[metrics, *([RequestLog()] if os.environ.get("QUIRE_LOG_REQUESTS") else [])],
+            meter=metrics,
             results=self._results,
         )
-        self._metrics = EngineMetrics.claim(pb_utils, args, self._supervisor.directory)
         self._grammars = None
         if tokenizer is not None:
             self._grammars = GrammarChecker(tokenizer.path, engine.info.vocab_size)
@@ -138,6 +144,7 @@ class TritonPythonModel:
         # Transformers' objects live as long as the process: collections over them would only stall streams.
         gc.collect()
         gc.freeze()
+        self._board.start()
         self._responder.start()
         self._intake.start()
         logger.info(
@@ -175,8 +182,7 @@ class TritonPythonModel:
         return served.is_alive() and served.engine.is_ready and not served.drain.is_on
 
     def _publish(self, values: dict[str, float]) -> None:
-        if self._metrics is not None:
-            self._metrics.update(values, self._responder.engine.info.pid)
+        self._metrics.update(values, self._responder.engine.info)
 
     def finalize(self) -> None:
         """Called after the last FINAL; bounded in time."""
@@ -191,8 +197,8 @@ class TritonPythonModel:
         self._responder.join(SHUTDOWN_S)
         if self._results is not None:
             self._results.close()
-        if self._metrics is not None:
-            self._metrics.close()
+        self._board.stop(SHUTDOWN_S)
+        self._metrics.close()
         finish_reason_tensor.cache_clear()
         self._supervisor.close(SHUTDOWN_S)
 

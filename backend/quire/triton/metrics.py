@@ -1,137 +1,523 @@
-"""EngineMetrics: the engine's figures at Triton's /metrics.
+"""What this process tells Triton's /metrics: figures of its model's requests, and of the engine it shares.
 
-Several frontends share an engine and all of them hear its figures. One per model publishes them: the labels
-are `model`, `version` and `engine`, which is the same for models that share one (`max by (engine)` of these).
+Each update of a metric is a round trip to the server (20 to 100 us; 20 to 30 us of CPU on both sides). So
+everything is added up here, and a thread of its own sends what has changed, about twice a second, histograms
+every two seconds. For the same reason histograms are counters, one per bucket, as Prometheus writes them:
+Triton's own take one observation a call.
+
+Metrics are never deleted. Two frontends may show the same one (instances of a model; a model that is
+reloaded, whose old stub ends after the new one has begun): their increments add up, but a deletion by one
+would take the metric from the other, too (tritonserver 2.51).
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import itertools
 import logging
-from collections.abc import Mapping
+import math
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quire.core.roster import WAITING_REASONS
+from quire.engine.messages import EngineInfo
+from quire.request import FinishReason
+from quire.triton.observers import RequestEnded
+
 logger = logging.getLogger("quire")
 
-COUNTERS: dict[str, tuple[str, str]] = {
-    "num_cached_tokens": ("quire_prefix_cached_tokens_total", "Prompt tokens that the cache or a tier had"),
-    "num_loaded_tokens": ("quire_kv_loaded_tokens_total", "Tokens that a KV tier had"),
-    "num_preemptions": ("quire_preemptions_total", "Requests that were preempted"),
-    "num_swaps": ("quire_swaps_total", "Preemptions that kept the blocks in the host tier"),
-    "num_scheduled_tokens": ("quire_scheduled_tokens_total", "Tokens computed, recomputation included"),
-}
-"""Name and description of each counter, by field of SchedulerStats."""
-GAUGES: dict[str, tuple[str, str]] = {
-    "num_running": ("quire_requests_running", "Sequences that are being computed"),
-    "num_waiting": ("quire_requests_waiting", "Sequences in the queue"),
-    "kv_use": (
-        "quire_kv_use_ratio",
-        "Share of the KV blocks in use, 0 to 1; for balancers that cannot divide",
+PERIOD_S = 0.5
+"""Between two times that figures are sent while they change."""
+HISTOGRAM_PERIOD_S = 2.0
+MAX_TENANTS = 100
+"""Tenants with series of their own in one process, those of the configuration besides; others are `other`."""
+OTHER = "other"
+
+FIRST_BUCKETS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    30.0,
+    60.0,
+)
+"""Seconds; of OpenTelemetry's gen_ai.server.time_to_first_token, and two more for queues."""
+TOKEN_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+)
+"""Of gen_ai.server.time_per_output_token, and three more for small models."""
+REQUEST_BUCKETS = (
+    0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 327.68,
+)  # fmt: skip
+"""Of gen_ai.server.request.duration, and two more for long answers."""
+
+HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
+    "quire_time_to_first_token_seconds": (
+        "From a request's arrival to its first response; not streamed: to the engine's first token",
+        FIRST_BUCKETS,
+    ),
+    "quire_inter_token_seconds": (
+        "Between tokens as sent: of each token the time since the response before, over its tokens",
+        TOKEN_BUCKETS,
+    ),
+    "quire_time_per_output_token_seconds": (
+        "From a finished request's first token to its end, over the other tokens of a choice",
+        TOKEN_BUCKETS,
+    ),
+    "quire_request_seconds": (
+        "From a finished request's arrival to its last response",
+        REQUEST_BUCKETS,
+    ),
+    "quire_queue_seconds": ("From a request's arrival to its first step", FIRST_BUCKETS),
+    "quire_prefill_seconds": ("From a request's first step to the engine's first token", FIRST_BUCKETS),
+    "quire_decode_seconds": (
+        "From the engine's first token of a finished request to its last response",
+        REQUEST_BUCKETS,
     ),
 }
-BLOCKS = (
-    "quire_kv_blocks",
-    "KV blocks; free, cached and in_use are all of them, pinned those in use by pins",
-)
+"""Description and upper bounds of the buckets of each, by name."""
+COUNTERS: dict[str, str] = {
+    "quire_requests_total": "Requests that ended, by finish_reason, and code of Triton where it was an error",
+    "quire_commands_total": "Cancellations by id and cache commands that ended",
+    "quire_requests_continued_total": "Requests that went on after their engine had died",
+    "quire_input_tokens_total": "Tokens of prompts of requests that ran, cached ones included",
+    "quire_cached_input_tokens_total": "Those among them that the cache or a tier had",
+    "quire_output_tokens_total": "Tokens generated, reasoning included",
+    "quire_reasoning_tokens_total": "Those among them that were reasoning, where its format is known",
+    "quire_prefix_queried_tokens_total": "Tokens of requests that were looked up in the prefix cache",
+    "quire_prefix_cached_tokens_total": "Prompt tokens that the cache or a tier had",
+    "quire_kv_loaded_tokens_total": "Tokens that a KV tier had",
+    "quire_preemptions_total": "Requests that were preempted",
+    "quire_swaps_total": "Preemptions that kept the blocks in the host tier",
+    "quire_steps_total": "Steps that were planned",
+    "quire_scheduled_tokens_total": "Tokens computed, recomputation included",
+    "quire_engine_restarts_total": "Engines that took the place of one that had died",
+}
+GAUGES: dict[str, str] = {
+    "quire_requests_running": "Sequences that are being computed",
+    "quire_requests_loading": "Those among them that wait for blocks from a KV tier",
+    "quire_requests_waiting": "Sequences in the queue",
+    "quire_requests_waiting_for": "The same by what they wait for",
+    "quire_kv_use_ratio": "Share of the KV blocks in use, 0 to 1; for balancers that cannot divide",
+    "quire_kv_blocks": "KV blocks; free, cached and in_use are all of them, pinned those in use by pins",
+    "quire_batch_rows": "Sequences in the latest step",
+    "quire_batch_tokens": "Tokens in the latest step",
+    "quire_engine_info": "1; the engine that a model has, and its KV cache",
+    "vllm:cache_config_info": "1; the KV cache, as vLLM tells of it",
+    "vllm:lora_requests_info": "When an adapter was last used, as vLLM tells of it",
+}
+VLLM: dict[str, str] = {
+    "quire_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "quire_inter_token_seconds": "vllm:inter_token_latency_seconds",
+    "quire_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "quire_request_seconds": "vllm:e2e_request_latency_seconds",
+    "quire_queue_seconds": "vllm:request_queue_time_seconds",
+    "quire_prefill_seconds": "vllm:request_prefill_time_seconds",
+    "quire_decode_seconds": "vllm:request_decode_time_seconds",
+    "quire_requests_total": "vllm:request_success_total",
+    "quire_input_tokens_total": "vllm:prompt_tokens_total",
+    "quire_output_tokens_total": "vllm:generation_tokens_total",
+    "quire_prefix_queried_tokens_total": "vllm:prefix_cache_queries_total",
+    "quire_prefix_cached_tokens_total": "vllm:prefix_cache_hits_total",
+    "quire_preemptions_total": "vllm:num_preemptions_total",
+    "quire_requests_running": "vllm:num_requests_running",
+    "quire_requests_waiting": "vllm:num_requests_waiting",
+    "quire_kv_use_ratio": "vllm:kv_cache_usage_perc",
+}
+"""vLLM's names of figures that mean the same there, shown besides with `metrics_names: vllm`."""
+_VLLM_REASONS = {"stop": "stop", "tool_calls": "stop", "length": "length", "error": "error"}
+"""Other reasons are vLLM's abort."""
+_FINISHED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS)
 
 
-class EngineMetrics:
-    """Sends the figures that have changed; each is a call to the server of 20 to 80 us.
+class Figure:
+    """A number at /metrics; one that counts only grows. One thread changes `value`, another sends it."""
 
-    The responder's thread calls `update` about twice a second, nothing per token.
+    __slots__ = ("is_gauge", "labels", "metrics", "name", "shown", "value")
+
+    def __init__(self, name: str, labels: Mapping[str, str], *, is_gauge: bool) -> None:
+        self.name, self.labels, self.is_gauge = name, labels, is_gauge
+        self.value = 0.0
+        self.shown = math.nan if is_gauge else 0.0
+        """What was sent; of a gauge nothing, as it may have been left by a process that was killed."""
+        self.metrics: list[Any] = []
+        """Triton's, once they are made."""
+
+    def send(self) -> None:
+        """Sends the value if it has changed; a count that fell (a load that failed takes back what it had
+        announced) waits until it has grown again."""
+        value = self.value
+        if value == self.shown or (value < self.shown and not self.is_gauge):
+            return
+        for metric in self.metrics:
+            if self.is_gauge:
+                metric.set(value)
+            else:
+                metric.increment(value - self.shown)
+        self.shown = value
+
+
+class Histogram:
+    """Counts of values by size.
+
+    Args:
+        board: where they are shown.
+        name: its family, with an entry in HISTOGRAMS.
+    """
+
+    def __init__(self, board: MetricsBoard, name: str, labels: Mapping[str, str]) -> None:
+        self._bounds = HISTOGRAMS[name][1]
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+        ends = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        self._buckets = [board.counter(f"{name}_bucket", **labels, le=end) for end in ends]
+        self._total, self._count = (board.counter(f"{name}_{part}", **labels) for part in ("sum", "count"))
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Adds `count` values, all of them `value`."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def show(self) -> None:
+        """Gives its figures their values."""
+        for figure, total in zip(self._buckets, itertools.accumulate(self._counts), strict=True):
+            figure.value = total
+        self._count.value = self._buckets[-1].value
+        self._total.value = self._sum
+
+
+class MetricsBoard(threading.Thread):
+    """Has a process's figures, and sends them.
+
+    Figures may be added at any time, by one thread. Until `start`, and where the server has no metrics,
+    nothing is sent.
 
     Args:
         pb_utils: Triton's utilities.
-        labels: of every metric; no other living process may use the same.
+        vllm: labels of vLLM's names, `model_name` and `engine`; None: these are not shown.
     """
 
-    def __init__(self, pb_utils: Any, labels: Mapping[str, str]) -> None:
-        kind = pb_utils.MetricFamily
-        # The server removes a family when its object goes, and updates of its metrics raise from then on.
-        self._families: list[Any] = []
+    def __init__(self, pb_utils: Any, vllm: Mapping[str, str] | None = None) -> None:
+        super().__init__(name="quire-metrics", daemon=True)
+        self._pb_utils = pb_utils
+        self.vllm = vllm
+        self._families: dict[str, Any] = {}
+        self._figures: list[Figure] = []
+        self._histograms: list[Histogram] = []
+        self._changed = threading.Event()
+        self._stopped = threading.Event()
+        self._next_histograms = 0.0
 
-        def family(name: str, description: str, family_kind: Any) -> Any:
-            self._families.append(kind(name=name, description=description, kind=family_kind))
-            return self._families[-1]
+    def counter(self, name: str, **labels: str) -> Figure:
+        return self._add(name, labels, is_gauge=False)
 
-        self._counters = {
-            key: family(*texts, kind.COUNTER).Metric(labels=dict(labels)) for key, texts in COUNTERS.items()
-        }
-        self._gauges = {
-            key: family(*texts, kind.GAUGE).Metric(labels=dict(labels)) for key, texts in GAUGES.items()
-        }
-        blocks = family(*BLOCKS, kind.GAUGE)
-        for state in ("free", "cached", "in_use", "pinned"):
-            self._gauges[state] = blocks.Metric(labels={**labels, "state": state})
+    def gauge(self, name: str, **labels: str) -> Figure:
+        return self._add(name, labels, is_gauge=True)
+
+    def histogram(self, name: str, **labels: str) -> Histogram:
+        self._histograms.append(Histogram(self, name, labels))
+        return self._histograms[-1]
+
+    def _add(self, name: str, labels: Mapping[str, str], *, is_gauge: bool) -> Figure:
+        self._figures.append(Figure(name, labels, is_gauge=is_gauge))
+        return self._figures[-1]
+
+    def touch(self) -> None:
+        """Figures have changed, or new ones are there: they are sent soon."""
+        if not self._changed.is_set():
+            self._changed.set()
+
+    def run(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                self._changed.wait()
+                self._stopped.wait(PERIOD_S)
+                self._changed.clear()
+                self.send()
+            for figure in self._figures:
+                if figure.is_gauge:
+                    figure.value = 0.0
+            self.send(all_of_them=True)
+        except self._pb_utils.TritonModelException as error:
+            logger.warning("frontend: no metrics: %s", error)
+
+    def stop(self, timeout_s: float) -> None:
+        """Sends what is left, gauges as 0, and ends the thread."""
+        self._stopped.set()
+        self._changed.set()
+        if self.is_alive():
+            self.join(timeout_s)
+
+    def send(self, *, all_of_them: bool = False) -> None:
+        """Sends what has changed, histograms only when it is time for them or `all_of_them`."""
+        now = time.monotonic()
+        if all_of_them or now >= self._next_histograms:
+            self._next_histograms = now + HISTOGRAM_PERIOD_S
+            for histogram in self._histograms:
+                histogram.show()
+        elif self._histograms:
+            self._changed.set()  # they are owed
+        for figure in self._figures[:]:
+            if not figure.metrics:
+                self._make(figure)
+            figure.send()
+
+    def _make(self, figure: Figure) -> None:
+        """Makes the metrics of a figure; what is at 0 is shown, too."""
+        names = [(figure.name, figure.labels)]
+        base, mark, part = figure.name, "", ""
+        for mark in ("_bucket", "_sum", "_count"):
+            if figure.name.endswith(mark):
+                base, part = figure.name.removesuffix(mark), mark
+        if self.vllm is not None and base in VLLM:
+            labels = {**self.vllm, **{key: figure.labels[key] for key in ("le",) if key in figure.labels}}
+            if "finish_reason" in figure.labels:
+                labels["finished_reason"] = _VLLM_REASONS.get(figure.labels["finish_reason"], "abort")
+            names.append((VLLM[base] + part, labels))
+        about = HISTOGRAMS[base][0] if base in HISTOGRAMS else {**COUNTERS, **GAUGES}[base]
+        figure.metrics = [self._metric(name, labels, about, figure.is_gauge) for name, labels in names]
+
+    def _metric(self, name: str, labels: Mapping[str, str], about: str, is_gauge: bool) -> Any:
+        kind = self._pb_utils.MetricFamily
+        if name not in self._families:
+            made = kind(name=name, description=about, kind=kind.GAUGE if is_gauge else kind.COUNTER)
+            self._families[name] = _immortal(made)
+        return _immortal(self._families[name].Metric(labels=dict(labels)))
+
+
+def _immortal(made: Any) -> Any:
+    """Keeps an object of Triton's from its destructor, which deletes what others may show, too."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+    return made
+
+
+class RequestMetrics:
+    """A model's requests, as an observer of their ends and (`first`, `interval`) of the responses of streams.
+
+    Called by the responder's thread. Of instances of a model each has its own, and the server adds them up.
+
+    Args:
+        model, version: labels of all.
+        tenants: that have series of their own in any case.
+    """
+
+    def __init__(self, board: MetricsBoard, model: str, version: str, tenants: Collection[str] = ()) -> None:
+        self._board = board
+        self._labels = {"model": model, "version": version}
+        first, interval, per_token, whole, queue, prefill, decode = (
+            board.histogram(name, **self._labels) for name in HISTOGRAMS
+        )
+        self._first, self._per_token, self._whole = first, per_token, whole
+        self._queue, self._prefill, self._decode = queue, prefill, decode
+        self.first = first.observe
+        """Called with the seconds to a stream's first response."""
+        self.interval = interval.observe
+        """Called with the seconds that a token of a further response took, and the number of these tokens."""
+        self._continued = board.counter("quire_requests_continued_total", **self._labels)
+        self._ends: dict[tuple[str, ...], Figure] = {}
+        self._named = frozenset(tenants)
+        self._tokens: dict[str, list[Figure]] = {}
+        for reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._count("quire_requests_total", finish_reason=reason.value, code="")
+
+    def ended(self, record: RequestEnded) -> None:
+        self._board.touch()
+        if record.is_command:
+            self._count("quire_commands_total", code=record.error_code).value += 1
+            return
+        end = self._count("quire_requests_total", finish_reason=record.finish_reason, code=record.error_code)
+        end.value += 1
+        self._continued.value += record.paused_s > 0
+        if not record.admitted_at:
+            return
+        amounts = (
+            record.num_prompt_tokens,
+            record.num_cached_tokens,
+            record.num_output_tokens,
+            record.num_reasoning_tokens,
+        )
+        for figure, amount in zip(self._of_tenant(record.tenant), amounts, strict=True):
+            figure.value += amount
+        self._queue.observe(record.admitted_at - record.arrived_at)
+        if not record.first_token_at:
+            return
+        self._prefill.observe(record.first_token_at - record.admitted_at)
+        if not record.is_stream:
+            self._first.observe(record.first_token_at - record.arrived_at)
+        if record.finish_reason not in _FINISHED or record.error_code:
+            return
+        self._whole.observe(record.ended_at - record.arrived_at)
+        self._decode.observe(record.ended_at - record.first_token_at)
+        num_further = record.num_output_tokens / record.n - 1
+        if num_further > 0:
+            begin = record.first_sent_at if record.is_stream else record.first_token_at
+            self._per_token.observe((record.ended_at - begin) / num_further)
+
+    def _count(self, name: str, **labels: str) -> Figure:
+        key = (name, *labels.values())
+        if key not in self._ends:
+            self._ends[key] = self._board.counter(name, **self._labels, **labels)
+        return self._ends[key]
+
+    def _of_tenant(self, tenant: str) -> list[Figure]:
+        """Counters of input, cached, output and reasoning tokens."""
+        if tenant not in self._tokens:
+            if len(self._tokens) >= MAX_TENANTS + len(self._named) and tenant not in self._named:
+                tenant = OTHER
+            # No adapters yet: the label is there so that queries need not change.
+            labels = {**self._labels, "tenant": tenant, "adapter": ""}
+            if tenant not in self._tokens:
+                self._tokens[tenant] = [
+                    self._board.counter(f"quire_{kind}_tokens_total", **labels)
+                    for kind in ("input", "cached_input", "output", "reasoning")
+                ]
+        return self._tokens[tenant]
+
+
+class EngineMetrics:
+    """The engine's figures; of all frontends that share it, whatever their models, one shows them.
+
+    Args:
+        directory: where the frontends of the engine meet; named after the engine's configuration.
+        model, version: of this frontend.
+    """
+
+    def __init__(self, board: MetricsBoard, directory: Path, model: str, version: str) -> None:
+        self._board = board
+        self._labels = {"engine": directory.name.rpartition("-")[2]}
+        self._model = {"model": model, "version": version}
+        # Holds the pid of the engine whose counts are at /metrics.
+        self._lock = (directory / "metrics").open("a+")
+        self._is_ours = False
         self._engine_pid = 0
         self._counted: dict[str, float] = {}
-        self._shown: dict[str, float] = {}
-        self._lock: Any = None
 
-    @classmethod
-    def claim(cls, pb_utils: Any, args: Mapping[str, str], directory: Path) -> EngineMetrics | None:
-        """The metrics of this model's engine, unless another frontend of the model has them already.
-
-        Args:
-            args: of `initialize`.
-            directory: where the frontends of the engine meet; named after the engine's configuration.
-
-        Returns:
-            None also where the server has no metrics.
-        """
-        model, version = args["model_name"], args["model_version"]
-        lock = (directory / f"metrics-{model}-{version}").open("w")
-        try:
-            # Held as long as this process lives, so that a restarted frontend gets it again.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            return None
-        labels = {"model": model, "version": version, "engine": directory.name.rpartition("-")[2]}
-        try:
-            metrics = cls(pb_utils, labels)
-        except pb_utils.TritonModelException as error:
-            logger.warning("frontend: no metrics: %s", error)
-            lock.close()
-            return None
-        metrics._lock = lock
-        return metrics
-
-    def update(self, values: Mapping[str, float], engine_pid: int) -> None:
-        """Publishes what an engine says of itself.
+    def update(self, values: Mapping[str, float], info: EngineInfo) -> None:
+        """Takes what an engine says of itself, about twice a second.
 
         Args:
             values: the fields of SchedulerStats.
-            engine_pid: another one than before counts from zero, while the counters go on.
+            info: another process than before counts from zero, while the counters go on.
         """
-        if engine_pid != self._engine_pid:
-            self._engine_pid, self._counted = engine_pid, {}
-        for key, counter in self._counters.items():
+        if not self._engine_pid:
+            self._tell_of(info)
+        if not self._is_ours:
+            try:
+                # Held as long as this process lives; then another one gets it.
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._engine_pid = info.pid
+                return
+            self._add_figures()
+        if info.pid != self._engine_pid or not self._is_ours:
+            self._is_ours, self._engine_pid = True, info.pid
+            self._begin(values)
+        for key, figure in self._counters.items():
             more = values[key] - self._counted.get(key, 0.0)
             if more > 0:  # a load that fails takes back what it had announced
-                counter.increment(more)
+                figure.value += more
                 self._counted[key] = values[key]
-        available, cached = values["num_free_blocks"], values["num_cached_blocks"]
-        in_use = values["num_blocks"] - available
-        present = {
-            "num_running": values["num_running"],
-            "num_waiting": values["num_waiting"],
-            "kv_use": round(in_use / max(values["num_blocks"], 1), 3),
-            "free": available - cached,
-            "cached": cached,
-            "in_use": in_use,
-            "pinned": values["num_pinned_blocks"],
-        }
-        for key, value in present.items():
-            if self._shown.get(key) != value:
-                self._gauges[key].set(value)
-        self._shown = present
+        for key in self._gauges:
+            self._gauges[key].value = values[key]
+        num_blocks, available = values["num_blocks"], values["num_free_blocks"]
+        in_use, cached = num_blocks - available, values["num_cached_blocks"]
+        self._use.value = round(in_use / max(num_blocks, 1), 3)
+        states = (available - cached, cached, in_use, values["num_pinned_blocks"])
+        for figure, value in zip(self._blocks, states, strict=True):
+            figure.value = value
+        self._board.touch()
+
+    def _begin(self, values: Mapping[str, float]) -> None:
+        """Another engine, or one whose figures another frontend has shown until now."""
+        self._lock.seek(0)
+        before, now = self._lock.read(), str(self._engine_pid)
+        self._counted = dict(values) if before == now else {}
+        self._restarts.value += before not in ("", now)
+        self._lock.truncate(0)
+        self._lock.write(now)
+        self._lock.flush()
+
+    def _tell_of(self, info: EngineInfo) -> None:
+        """What does not change; every model tells it of its engine."""
+        board, block_size, num_blocks = self._board, str(info.block_size), str(info.num_blocks)
+        board.gauge(
+            "quire_engine_info",
+            **self._labels,
+            **self._model,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_model_len=str(info.max_model_len),
+            dtype=info.dtype,
+            device=info.device,
+        ).value = 1
+        if board.vllm is not None:
+            cache = {**board.vllm, "block_size": block_size, "num_gpu_blocks": num_blocks}
+            board.gauge("vllm:cache_config_info", **cache).value = 1
+            adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+            board.gauge("vllm:lora_requests_info", **board.vllm, **adapters).value = time.time()
+        board.touch()
 
     def close(self) -> None:
-        """A family must outlive its metrics."""
-        self._counters.clear()
-        self._gauges.clear()
-        self._families.clear()
-        if self._lock is not None:
-            self._lock.close()
+        """After the board's end: another frontend may show the engine's figures now."""
+        self._lock.close()
+
+    def _add_figures(self) -> None:
+        board, labels = self._board, self._labels
+        self._counters = {
+            key: board.counter(name, **labels)
+            for key, name in {
+                "num_queried_tokens": "quire_prefix_queried_tokens_total",
+                "num_cached_tokens": "quire_prefix_cached_tokens_total",
+                "num_loaded_tokens": "quire_kv_loaded_tokens_total",
+                "num_preemptions": "quire_preemptions_total",
+                "num_swaps": "quire_swaps_total",
+                "num_scheduled_tokens": "quire_scheduled_tokens_total",
+                "step": "quire_steps_total",
+            }.items()
+        }
+        self._gauges = {
+            "num_running": board.gauge("quire_requests_running", **labels),
+            "num_loading": board.gauge("quire_requests_loading", **labels),
+            "num_waiting": board.gauge("quire_requests_waiting", **labels),
+            "num_batch_rows": board.gauge("quire_batch_rows", **labels),
+            "num_batch_tokens": board.gauge("quire_batch_tokens", **labels),
+        }
+        for reason in WAITING_REASONS:
+            gauge = board.gauge("quire_requests_waiting_for", **labels, reason=reason)
+            self._gauges[f"num_waiting_{reason}"] = gauge
+        self._use = board.gauge("quire_kv_use_ratio", **labels)
+        states = ("free", "cached", "in_use", "pinned")
+        self._blocks = [board.gauge("quire_kv_blocks", **labels, state=state) for state in states]
+        self._restarts = board.counter("quire_engine_restarts_total", **labels)

@@ -61,3 +61,13 @@ class RequestObserver(Protocol):
     def ended(self, record: RequestEnded) -> None:
         """Called exactly once for each request that came to the model, when its end is decided and, unless
         Triton refused it, sent."""
+
+
+class StreamMeter(Protocol):
+    """Told of streams' responses with tokens, on the responder's thread: it must be very quick."""
+
+    def first(self, seconds: float, /) -> None:
+        """A request's first, so long after its arrival."""
+
+    def interval(self, seconds: float, count: int, /) -> None:
+        """A further one of a choice with `count` tokens, each of which took so long."""

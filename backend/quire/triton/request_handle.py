@@ -124,11 +124,14 @@ class RequestHandle:
         assert self._sender is not None, f"{self.request_id}: polled after FINAL"
         return bool(self._sender.is_cancelled())
 
-    def send(self, output: RequestOutput, *, careful: bool = False, before_error: bool = False) -> None:
+    def send(self, output: RequestOutput, *, careful: bool = False, before_error: bool = False) -> float:
         """Sends a choice's delta; the last one of the last choice carries FINAL.
 
         Args:
             before_error: an error comes behind it, which carries FINAL.
+
+        Returns:
+            Seconds since the choice's response before; 0: it is its first.
 
         Raises whatever Triton raises: then the delta is lost.
         """
@@ -143,20 +146,22 @@ class RequestHandle:
         num_bytes, tensors = self._tensors(output, request, echo)
         response = pb_utils.InferenceResponse(tensors)
         now = self.last_sent[key] = time.monotonic()
+        pause_s = 0.0
         if last_sent is None:
             self._first_sent[key] = now
         else:
-            self.step_s = now - last_sent
+            pause_s = self.step_s = now - last_sent
         if output.finish_reason is not None:
             self.num_open_choices -= 1
             self.finish_reason = output.finish_reason
         if before_error or self.num_open_choices:
             self._sender.send(response)
-            return
+            return pause_s
         if careful or num_bytes > SMALL_BYTES:
             ask_for_room(pb_utils, num_bytes)
         self._sender.send(response, flags=_FINAL)
         self._sender = None
+        return pause_s
 
     def _tensors(self, output: RequestOutput, parsed: ParsedRequest, echo: str) -> tuple[int, list[Any]]:
         """The tensors of one response, and how many bytes they hold at least."""

@@ -42,7 +42,7 @@ from quire.outputs import EngineCoreOutput, RequestOutput
 from quire.request import FinishReason
 from quire.triton.drain import Drain
 from quire.triton.generation import Generation
-from quire.triton.observers import RequestEnded, RequestObserver
+from quire.triton.observers import RequestEnded, RequestObserver, StreamMeter
 from quire.triton.pacing import Pace
 from quire.triton.request_handle import RequestHandle
 from quire.triton.request_parser import ParsedRequest
@@ -78,6 +78,7 @@ class Responder(threading.Thread):
         max_pause_s: see `FrontendConfig`.
         drain: of the model.
         results: keeps what the engine answers; None: nothing does.
+        meter: told of the responses of streams.
     """
 
     def __init__(
@@ -91,12 +92,14 @@ class Responder(threading.Thread):
         max_pause_s: float = math.inf,
         drain: Drain | None = None,
         results: ResultCache | None = None,
+        meter: StreamMeter | None = None,
     ) -> None:
         super().__init__(name="quire-responder", daemon=True)
         self.tokenizer = tokenizer
         self.engine = engine
         self.drain = Drain() if drain is None else drain
-        self._model, self._observers, self._results = model, observers, results
+        self._model, self._observers, self._meter = model, observers, meter
+        self._results = results
         self._num_recordings = 0
         """Open requests of which the engine's answers are noted."""
         self._replays: deque[tuple[RequestHandle, Iterator[EngineCoreOutput]]] = deque()
@@ -407,10 +410,17 @@ class Responder(threading.Thread):
             self._tell_end(handle, FinishReason.SHUTDOWN, output)
             self._fail(handle, "the engine is shutting down", "UNAVAILABLE", reason=FinishReason.SHUTDOWN)
             return
+        num_tokens = len(output.token_ids)
         try:
-            handle.send(output, careful=time.monotonic() < self._careful_until)
+            pause_s = handle.send(output, careful=time.monotonic() < self._careful_until)
         except Exception as error:
             self._send_failed(handle, error)
+        else:
+            if self._meter is not None and num_tokens and handle.parsed is not None and handle.parsed.stream:
+                if pause_s:
+                    self._meter.interval(pause_s / num_tokens, num_tokens)
+                elif len(handle.last_sent) == 1:
+                    self._meter.first(handle.first_sent_at - handle.arrived_at)
         if choice is not None:
             if output.finished:
                 self._streams.discard(choice)

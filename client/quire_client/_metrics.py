@@ -1,0 +1,93 @@
+"""A server's /metrics: Prometheus' text format, and what can be read from two scrapes of it."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)", re.MULTILINE)
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
+
+
+@dataclass(frozen=True)
+class Scrape:
+    """All samples of a scrape: labels and value, by name; `at` in CLOCK_MONOTONIC seconds."""
+
+    samples: Mapping[str, list[tuple[dict[str, str], float]]]
+    at: float
+
+    @classmethod
+    def parse(cls, text: str) -> Scrape:
+        samples: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
+        for name, labels, number in _SAMPLE.findall(text):
+            values = {
+                key: _ESCAPED.sub(lambda mark: "\n" if mark[1] == "n" else mark[1], value)
+                for key, value in _LABEL.findall(labels)
+            }
+            samples[name].append((values, float(number)))
+        return cls(samples, time.monotonic())
+
+    @classmethod
+    def of(cls, url: str, timeout_s: float = 10.0) -> Scrape:
+        """Fetches one; OSError where there is no answer.
+
+        Args:
+            url: of the metrics, or HOST:PORT.
+        """
+        if "://" not in url:
+            url = f"http://{url}/metrics"
+        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+            return cls.parse(answer.read().decode("utf-8", "replace"))
+
+    def of_name(self, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
+        """The samples of a name that have these labels."""
+        found = self.samples.get(name, [])
+        return [(given, value) for given, value in found if given.items() >= labels.items()]
+
+    def total(self, name: str, **labels: str) -> float:
+        return sum(value for _, value in self.of_name(name, **labels))
+
+    def values_of(self, name: str, label: str) -> list[str]:
+        """The values that a label has, sorted."""
+        return sorted({labels[label] for labels, _ in self.of_name(name) if label in labels})
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Two scrapes of one server; without an earlier one all counts are since the server's start."""
+
+    now: Scrape
+    before: Scrape | None = None
+
+    def grown(self, name: str, **labels: str) -> float:
+        """By how much a counter has grown; one that was set back counts from zero."""
+        now = self.now.total(name, **labels)
+        before = 0.0 if self.before is None else self.before.total(name, **labels)
+        return now - before if before <= now else now
+
+    def rate(self, name: str, **labels: str) -> float:
+        """Per second; 0 without an earlier scrape."""
+        if self.before is None or self.now.at <= self.before.at:
+            return 0.0
+        return self.grown(name, **labels) / (self.now.at - self.before.at)
+
+    def quantile(self, share: float, name: str, **labels: str) -> float:
+        """Of a histogram, as Prometheus' histogram_quantile; NaN: nothing was measured."""
+        bounds = sorted(self.now.values_of(f"{name}_bucket", "le"), key=float)
+        counts = [self.grown(f"{name}_bucket", le=bound, **labels) for bound in bounds]
+        if not counts or not counts[-1]:
+            return math.nan
+        rank, begin, below = share * counts[-1], 0.0, 0.0
+        for bound, count in zip(bounds, counts, strict=True):
+            if count >= rank and count > below:
+                if math.isinf(float(bound)):
+                    return begin
+                return begin + (float(bound) - begin) * (rank - below) / (count - below)
+            begin, below = float(bound), count
+        return begin
