@@ -265,6 +265,6 @@ def test_ends_are_told_apart_which_tritons_own_counts_do_not(
         ("cancelled", ""): 1,
     }
     assert changed(after, "quire_commands_total", code="") == 1
-    # For Triton a request of a decoupled model is a success once `execute` has returned, whatever comes of it.
+    # To Triton a request of a decoupled model is a success once `execute` has returned, whatever follows.
     assert changed(after, "nv_inference_request_success") == 3 + 2 + 1 + 1 + 1
     assert changed(after, "nv_inference_request_failure") == 0
