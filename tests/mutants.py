@@ -169,8 +169,8 @@ _SCHEDULER = (
     Mutant(
         "several choices join where there is one seat",
         "backend/quire/core/planner.py",
-        "if request.num_sequences > roster.num_free_seats:\n                    break",
-        "if roster.num_free_seats < 1:\n                    break",
+        "if request.num_sequences > roster.num_free_seats:\n                    self.held_back_by",
+        "if roster.num_free_seats < 1:\n                    self.held_back_by",
         ("tests/unit/test_choices.py::test_best_of_survives_preemption_chunks_and_a_tiny_pool",),
     ),
     Mutant(
