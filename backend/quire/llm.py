@@ -40,17 +40,19 @@ class LLM:
     """Generates with the same engine that Triton serves.
 
     Args:
-        model: checkpoint directory.
+        model: checkpoint directory, .gguf file, or a hub's OWNER/NAME[/FILE.gguf][@REVISION].
         options: keys of `EngineConfig` (max_num_seqs, dtype, ...), flat.
 
     Raises:
-        CheckpointError, ConfigError: the engine cannot start; the message names the file or key.
+        CheckpointError, ConfigError, HubError: the engine cannot start; the message names the file or key.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         from quire.loader.info import read_configs
+        from quire_ensemble.hub import find_checkpoint
         from quire_ensemble.tokenizer import Tokenizer
 
+        model = find_checkpoint(model)
         self.config = EngineConfig.from_mapping({"model": str(model), **options})
         _, generation = read_configs(model)
         self.core = EngineCore(self.config)

@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from quire_ensemble.builder import PLACEMENTS, build_repository, has_chat_template
-from quire_ensemble.errors import BuildError
+from quire_ensemble.errors import BuildError, HubError
+from quire_ensemble.hub import find_checkpoint
 
 
 @click.group()
@@ -21,8 +22,7 @@ def repository() -> None:
 @click.option(
     "--checkpoint",
     required=True,
-    type=click.Path(path_type=Path),
-    help="Hugging Face checkpoint directory (config.json, weights, tokenizer), or a .gguf file.",
+    help="Hugging Face directory, .gguf file, or a hub's OWNER/NAME[/FILE.gguf][@REVISION].",
 )
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory of the repository.")
 @click.option("--name-prefix", default="", help="Put before every model's name.")
@@ -50,16 +50,17 @@ def repository() -> None:
 )
 @click.option("--generator-name", default="generator", show_default=True, help="Name of the generator.")
 @click.option("--force", is_flag=True, help="Overwrite models that exist.")
-def build(checkpoint: Path, out: Path, options: tuple[str, ...], **arguments: Any) -> None:
+def build(checkpoint: str, out: Path, options: tuple[str, ...], **arguments: Any) -> None:
     """Write a complete model repository for a checkpoint."""
     try:
         engine_options = dict(map(parse_option, options))
-        written = build_repository(checkpoint, out, engine_options=engine_options, **arguments)
-    except BuildError as error:
+        place = find_checkpoint(checkpoint)
+        written = build_repository(place, out, engine_options=engine_options, **arguments)
+    except (BuildError, HubError) as error:
         raise click.ClickException(str(error)) from None
     for path in written:
         click.echo(path)
-    if not has_chat_template(checkpoint):
+    if not has_chat_template(place):
         click.echo("note: the checkpoint has no chat template; `messages` will be refused", err=True)
     click.echo(f"serve it with: quire serve --model-repository {out}", err=True)
 

@@ -36,6 +36,10 @@ class VisionError(EnsembleError):
     """A checkpoint's vision part is missing, broken or unsupported; one line that names the file."""
 
 
+class HubError(EnsembleError):
+    """A checkpoint cannot be fetched from a hub; one line that names it."""
+
+
 class BuildError(EnsembleError):
     """A model repository cannot be built; one line that names the file and what to do."""
 

@@ -38,7 +38,8 @@ from quire.server.tritonserver import TritonServer
 from quire.triton.scheduling_fields import HEADERS
 from quire_ensemble.builder import build_repository
 from quire_ensemble.cli import parse_option
-from quire_ensemble.errors import BuildError
+from quire_ensemble.errors import EnsembleError
+from quire_ensemble.hub import find_checkpoint
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 LOOPBACK = "127.0.0.1"
@@ -72,7 +73,7 @@ class ServeConfig:
     """What `quire serve` was asked for; ports of 0 mean any free one."""
 
     repositories: tuple[Path, ...] = ()
-    checkpoint: Path | None = None
+    checkpoint: str | None = None
     """One to serve under the names that `quire repository build` gives, beside the repositories."""
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     """Keys of quire.json of the checkpoint's engine."""
@@ -260,7 +261,8 @@ class ServerRun:
         repositories = self._config.repositories
         if self._config.checkpoint is not None:
             made, options = files.directory / "repository", self._config.engine_options
-            build_repository(self._config.checkpoint, made, placement="path", engine_options=options)
+            checkpoint = find_checkpoint(self._config.checkpoint)
+            build_repository(checkpoint, made, placement="path", engine_options=options)
             repositories = (*repositories, made)
         if self._config.load_models:
             chosen = files.directory / "models"
@@ -428,7 +430,7 @@ class _Command(click.Command):
 
 
 @click.command(cls=_Command, options_metavar="[OPTIONS]")
-@click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
+@click.argument("checkpoint", required=False)
 @click.option(
     "--option",
     "engine_options",
@@ -490,12 +492,12 @@ class _Command(click.Command):
 def serve(**options: Any) -> None:
     """Serve a checkpoint, or model repositories, with tritonserver; arguments after -- go to it unchanged.
 
-    CHECKPOINT is a Hugging Face directory or a .gguf file.
+    CHECKPOINT is a Hugging Face directory, a .gguf file, or a hub's OWNER/NAME[/FILE.gguf][@REVISION].
     """
     try:
         config = ServeConfig(**options)
         server = tritonserver.find(config.tritonserver)
         status = ServerRun(config, server, tritonserver.backend_directory(server)).run()
-    except (QuireError, BuildError) as error:
+    except (QuireError, EnsembleError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(status)

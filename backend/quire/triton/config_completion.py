@@ -17,7 +17,9 @@ from typing import Any
 from quire.config import EngineConfig, load_config_file
 from quire.errors import CheckpointError, ConfigError
 from quire.logits_processors import resolved
+from quire_ensemble.errors import HubError
 from quire_ensemble.generator_schema import MAX_PROMPTS, inputs_of, outputs_of
+from quire_ensemble.hub import find_checkpoint
 
 
 def complete(config: Any) -> Any:
@@ -104,6 +106,11 @@ def _checkpoint(named: str, version_directory: Path) -> Path:
             path = base / Path(named).expanduser()
             if path.exists():
                 return path.resolve()
+        try:
+            if (path := find_checkpoint(named)).exists():
+                return path.resolve()
+        except HubError as error:
+            raise CheckpointError(f"model {error} (relative to {version_directory})") from None
         raise CheckpointError(f"model {named!r}: no such directory or file (relative to {version_directory})")
     for path in (version_directory, version_directory.parent):
         if (path / "config.json").exists():
