@@ -40,7 +40,7 @@ def find_checkpoint(named: str | Path) -> Path:
     try:
         if file is not None:
             return Path(huggingface_hub.hf_hub_download(repository, file, revision=revision))
-        found = huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=_FILES)
+        found = huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=list(_FILES))
     except Exception as error:  # of the network, the disk, or the hub's answer
         raise HubError(f"{named}: neither a path nor to be had from the hub: {one_line(error)}") from error
     if not (Path(found) / "config.json").is_file():
