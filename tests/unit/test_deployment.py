@@ -166,6 +166,7 @@ def test_what_scales_to_zero_is_woken_by_what_comes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.row("G4", clauses=("cost",))
 @pytest.mark.row("G12", clauses=("rules", "predictive"))
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian's package prometheus)")
 def test_rules_and_queries_of_the_autoscaler_give_what_they_should(tmp_path: Path) -> None:
@@ -183,6 +184,17 @@ def test_rules_and_queries_of_the_autoscaler_give_what_they_should(tmp_path: Pat
         suite["tests"][0]["promql_expr_test"].append(
             {"expr": query, "eval_time": "15m", "exp_samples": samples}
         )
+    groups = yaml.safe_load((tmp_path / "rules.yaml").read_text("utf-8"))["groups"]
+    alerts = [rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule]
+    firing = 'count by (alertname) (ALERTS{alertstate="firing", service="%s"})'
+    suite["tests"][2]["promql_expr_test"] = [
+        {
+            "expr": firing % "bad",
+            "eval_time": "24m",
+            "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in alerts],
+        },
+        {"expr": firing % "good", "eval_time": "24m", "exp_samples": []},
+    ]
     (tmp_path / "test.yaml").write_text(yaml.safe_dump(suite), "utf-8")
     for words in (("check", "rules", "rules.yaml"), ("test", "rules", "test.yaml")):
         done = subprocess.run(["promtool", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
@@ -281,8 +293,8 @@ def test_samples_fit_the_chart() -> None:
     names = [plugin["type"] for plugin in picker["plugins"]]
     assert {one["pluginRef"] for one in picker["schedulingProfiles"][0]["plugins"]} <= set(names)
     metrics = (ROOT / "backend" / "quire" / "triton" / "metrics.py").read_text("utf-8")
-    (engine,) = picker["plugins"][names.index("core-metrics-extractor")]["parameters"]["engineConfigs"]
-    assert all(f'"{name}"' in metrics for key, name in engine.items() if key.endswith("Spec"))
+    for engine in picker["plugins"][names.index("core-metrics-extractor")]["parameters"]["engineConfigs"]:
+        assert all(f'"{name}"' in metrics for key, name in engine.items() if key.endswith("Spec"))
     volcano = yaml.safe_load((SAMPLES / "values" / "volcano.yaml").read_text("utf-8"))
     group = sample("volcano")["PodGroup"]
     assert volcano["podAnnotations"] == {"scheduling.k8s.io/group-name": group["metadata"]["name"]}
