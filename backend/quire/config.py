@@ -259,6 +259,8 @@ class FrontendConfig:
     metrics_names: Literal["quire", "vllm"] = "quire"
     """Names at /metrics; vllm: besides the own ones vLLM's, of figures that it has, too, for gateways and
     dashboards that look for them."""
+    allow_sleep: bool = False
+    """Whether clients may put the engine to sleep, in which it answers nobody, and wake it."""
     allow_cache_control: bool = True
     """Whether clients may look into the cache and empty it (`cache_control`)."""
 

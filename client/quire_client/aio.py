@@ -380,6 +380,19 @@ class AsyncClient:
         stated = {"tenant": tenant} if tenant and session is not None else {}
         return await self.cache_control({"command": "unpin", **whose, **stated}, **arguments)
 
+    async def sleep(self, *, drain: bool = False, **arguments: Any) -> dict[str, Any]:
+        """Has the engine give back the memory of weights and KV cache until `wake`; it refuses requests then.
+
+        Args:
+            drain: waits for the ends of requests; otherwise the command is refused while there are any.
+            arguments: as of `cache_control`.
+        """
+        return await self.cache_control({"command": "sleep", "drain": drain}, **arguments)
+
+    async def wake(self, **arguments: Any) -> dict[str, Any]:
+        """Wakes an engine, with the same weights. Arguments as of `cache_control`."""
+        return await self.cache_control({"command": "wake"}, **arguments)
+
     async def cancel(self, request_id: str, *, model: str = "chat", tenant: str = "") -> bool:
         """Ends a tenant's running request by its id, whichever client started it.
 

@@ -179,7 +179,7 @@ def completion(shell: str) -> None:
 
 @cli.group()
 def cache() -> None:
-    """Looks into a generator's KV cache, or empties it."""
+    """Looks into a generator's KV cache, empties it, or gives its memory back."""
 
 
 def _cache_command(name: str, help_text: str, ask: Callable[..., dict[str, Any]]) -> click.Command:
@@ -197,6 +197,9 @@ def _cache_command(name: str, help_text: str, ask: Callable[..., dict[str, Any]]
 _cache_command("reset", "Forget all cached prefixes; running requests go on.", Client.cache_reset)
 _cache_command("inspect", "Sizes, hit counters, pins, sessions, tiers.", Client.cache_inspect)
 _unpin = _cache_command("unpin", "Unpin what SESSION has pinned; default: all.", Client.cache_unpin)
+_sleep = _cache_command("sleep", "Give back the memory of weights and KV cache until wake.", Client.sleep)
+_sleep.params += [click.Option(["--drain"], is_flag=True, help="Wait for the ends of requests.")]
+_cache_command("wake", "Load the weights again and take requests.", Client.wake)
 _unpin.params += [click.Option(["--session"]), click.Option(["--tenant"], default="")]
 
 

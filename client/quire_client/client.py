@@ -131,6 +131,8 @@ class Client(_Blocking[AsyncClient]):
     cache_reset = _blocking(AsyncClient.cache_reset)
     cache_inspect = _blocking(AsyncClient.cache_inspect)
     cache_unpin = _blocking(AsyncClient.cache_unpin)
+    sleep = _blocking(AsyncClient.sleep)
+    wake = _blocking(AsyncClient.wake)
     cancel = _blocking(AsyncClient.cancel)
     models = _blocking(AsyncClient.models)
     server_ready = _blocking(AsyncClient.server_ready)

@@ -144,9 +144,10 @@ _WORDINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\bcancell?ed\b", "CANCELLED"),
         (r"deadline|timed out|timeout", "DEADLINE_EXCEEDED"),
         (
-            r"\bengine (ended|process|died|did not|was not|is not|has)|\bfull\b|maximum queue size|"
+            r"\bengine (ended|process|died|did not|was not|is (not|asleep|about)|has)|\bfull\b|"
+            r"maximum queue size|"
             r"unavailable|no available versions|shutting down|restarting|not ready|not healthy|"
-            r"the request cannot be read",
+            r"is being unloaded|the request cannot be read",
             "UNAVAILABLE",
         ),
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
+from pathlib import Path
 
 import torch
 
@@ -34,6 +36,18 @@ def aligned_bytes(count: int) -> torch.Tensor:
         memory = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages`
         start = -memory.data_ptr() % HUGE_PAGE
     return memory[start : start + count]
+
+
+def resident_bytes() -> int:
+    """Physical memory of this process."""
+    pages = Path("/proc/self/statm").read_text("ascii").split()[1]
+    return int(pages) * mmap.PAGESIZE
+
+
+def give_back() -> None:
+    """Returns to the system what is free in the C library's heap, as far as that library can."""
+    with contextlib.suppress(AttributeError):  # of another than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def shared_bytes(count: int) -> tuple[torch.Tensor, int]:

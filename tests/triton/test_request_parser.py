@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from quire.config import FrontendConfig
-from quire.engine.cache_commands import Health, Requests, Reset, Unpin
+from quire.engine.cache_commands import Health, Requests, Reset, Sleep, Unpin, Wake
 from quire.engine.messages import EngineInfo
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.frontend.output_processor import RequestProcessor
@@ -353,6 +353,19 @@ def test_cache_control_is_a_command_and_no_generation(tokenizer: Tokenizer) -> N
     assert parsed.outputs == parsed.final_outputs == {"text_output", "finish_reason"}
     named = parse(tokenizer, {"cache_control": text('{"command": "reset"}')}, requested=["text_output"])
     assert named.outputs == {"text_output"}
+
+
+@pytest.mark.parametrize("command", [Sleep(), Sleep(drain=True), Wake()])
+def test_only_where_it_is_allowed_a_client_puts_the_engine_to_sleep(
+    tokenizer: Tokenizer, command: Sleep | Wake
+) -> None:
+    """Cache commands are allowed by default; this one stops the service."""
+    inputs = {"cache_control": text(msgspec.json.encode(command).decode())}
+    with pytest.raises(InvalidArgumentError, match="cache_control: needs allow_sleep"):
+        parse(tokenizer, inputs)
+    assert parse(tokenizer, inputs, limits={"allow_sleep": True}).cache_control == command
+    alone = {"allow_sleep": True, "allow_cache_control": False}
+    assert parse(tokenizer, inputs, limits=alone).cache_control == command
 
 
 @pytest.mark.parametrize("allowed", [True, False])

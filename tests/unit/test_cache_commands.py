@@ -12,7 +12,9 @@ from quire.engine.cache_commands import (
     Profile,
     Requests,
     Reset,
+    Sleep,
     Unpin,
+    Wake,
     parse_cache_command,
 )
 from quire.errors import InvalidArgumentError
@@ -26,6 +28,9 @@ from quire.errors import InvalidArgumentError
         ('{"command": "health"}', Health()),
         ('{"command": "unpin", "all": true}', Unpin(all=True)),
         ('{"command": "requests"}', Requests()),
+        ('{"command": "sleep"}', Sleep()),
+        ('{"command": "sleep", "drain": true}', Sleep(drain=True)),
+        ('{"command": "wake"}', Wake()),
         ('{"command": "profile"}', Profile()),
         ('{"command": "profile", "steps": 2000, "seconds": 0.5}', Profile(2000, 0.5)),
         ('{"command": "requests", "all": true}', Requests(all=True)),
@@ -52,6 +57,8 @@ def test_commands(text: str, command: CacheCommand) -> None:
         b'{"command": "inspect", "SECRET": ' + b"[" * 984 + b"]" * 984 + b"}",
         b"[" * 60_000 + b"]",
         b'{"command": "unpin"}',
+        b'{"command": "sleep", "drain": 1}',
+        b'{"command": "wake", "SECRET": true}',
         b'{"command": "profile", "steps": 0}',
         b'{"command": "profile", "steps": 2001}',
         b'{"command": "profile", "seconds": 0}',

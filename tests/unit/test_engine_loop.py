@@ -8,7 +8,9 @@ import os
 import subprocess
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,17 @@ import pytest
 import zmq
 
 from quire.config import EngineConfig
-from quire.engine.cache_commands import CacheCommand, Health, Inspect, Profile, Requests, Reset, Unpin
+from quire.engine.cache_commands import (
+    CacheCommand,
+    Health,
+    Inspect,
+    Profile,
+    Requests,
+    Reset,
+    Sleep,
+    Unpin,
+    Wake,
+)
 from quire.engine.core import MAX_FAILED_STEPS, EngineCore
 from quire.engine.executor import RunnerExecutor
 from quire.engine.loop import EngineLoop
@@ -37,7 +49,8 @@ from quire.engine.messages import (
     engine_message_decoder,
 )
 from quire.engine.shared_array import SharedArray
-from quire.errors import MAX_DESCRIPTION, describe
+from quire.errors import MAX_DESCRIPTION, CheckpointError, describe
+from quire.outputs import EngineCoreOutput
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 from tests.fixtures.fake_runner import VOCAB_SIZE, FakeRunner, generate_alone
@@ -293,7 +306,8 @@ def test_a_second_request_of_the_same_id_does_not_end_the_first(peer: Peer) -> N
 
 
 def test_commands_are_answered(peer: Peer) -> None:
-    assert peer.ask(Health()).result == {"has_work": False, "num_finished_steps": 0, "is_overdue": False}
+    health = peer.ask(Health()).result
+    assert health == {"has_work": False, "num_finished_steps": 0, "is_asleep": False, "is_overdue": False}
     peer.check_alive()
     assert peer.ask(Health()).result["num_finished_steps"] > 0
     assert peer.ask(Inspect()).result["num_cached_blocks"] > 0
@@ -308,6 +322,68 @@ REFUSING = {
     "prediction": {"max_predicted_ttft_ms": 1},
     "deadline": {"default_ttft_deadline_ms": 1},
 }
+
+
+def test_sleep_waits_for_requests_if_it_is_told_to_and_nobody_is_served_in_it(peer: Peer) -> None:
+    with peer.held():
+        peer.add("running")
+        peer.send(Control(Sleep(), "impatient"))
+        peer.send(Control(Sleep(drain=True), "sleep"))
+        peer.add("late")
+    answers: list[CommandResult] = []
+    outputs: defaultdict[str, list[EngineCoreOutput]] = defaultdict(list)
+    while len(answers) < 2:
+        match peer.receive(CommandResult | Outputs):
+            case CommandResult() as answer:
+                answers.append(answer)
+            case Outputs() as message:
+                for output in message.outputs:
+                    outputs[output.request_id].append(output)
+    assert [(answer.token, answer.error_code) for answer in answers] == [
+        ("impatient", "UNAVAILABLE"),
+        ("sleep", ""),
+    ]
+    (late,) = outputs["late"]
+    assert (late.error, late.error_code) == ("the engine is about to sleep", "UNAVAILABLE")
+    running = [token for output in outputs["running"] for token in output.new_token_ids]
+    assert running == generate_alone(PROMPT, TEN, 512)[0], "it was told its end before the answer"
+    asleep = peer.ask(Health()).result
+    assert asleep["is_asleep"] and not asleep["has_work"]
+    assert peer.ask(Health()).result == asleep, "it is not asked for a token"
+    assert peer.ask(Inspect()).result["num_cached_blocks"] == 0
+    peer.add("late")
+    assert "asleep" in peer.final("late")[2]
+    assert not peer.ask(Sleep()).error, "asleep it is already"
+    for _ in range(2):
+        assert not peer.ask(Wake()).error
+    peer.check_alive()
+
+
+def test_a_wake_that_fails_is_told_and_others_are_answered_meanwhile(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = peer.core.executor
+    assert isinstance(executor, RunnerExecutor)
+    executor._pool = ThreadPoolExecutor(1)
+    waking, go = threading.Event(), threading.Event()
+
+    def wake() -> None:
+        waking.set()
+        assert go.wait(WAIT_S)
+        raise CheckpointError("the checkpoint is not there")
+
+    monkeypatch.setattr(peer.runner, "wake", wake)
+    assert not peer.ask(Sleep()).error
+    peer.send(Control(Wake(), "wake"))
+    assert waking.wait(WAIT_S)
+    assert peer.ask(Health()).result["is_asleep"]
+    go.set()
+    answer = peer.receive(CommandResult)
+    assert (answer.token, answer.error) == ("wake", "the checkpoint is not there")
+    assert peer.ask(Health()).result["is_asleep"]
+    monkeypatch.undo()
+    assert not peer.ask(Wake()).error
+    peer.check_alive()
 
 
 def test_a_profile_is_answered_when_its_steps_are_done_or_its_time_is_over(peer: Peer) -> None:

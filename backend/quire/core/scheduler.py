@@ -93,7 +93,7 @@ class Scheduler:
         self.preemption_cost = PreemptionCost(
             config.preemption_mode,
             block_bytes,
-            lambda: (None, None) if tiers is None else (tiers.save_bytes_per_s, tiers.load_bytes_per_s),
+            lambda: self.transfers.rates,
         )
         self.transfers = BlockTransfers(kv, tiers, self.preemption_cost.should_swap)
         self.roster = Roster(config, kv, self.transfers, clock=clock, session_ttl_s=session_ttl_s)

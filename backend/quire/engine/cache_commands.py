@@ -67,7 +67,18 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_PROFILE_S)] = 10.0
 
 
-CacheCommand: TypeAlias = Inspect | Reset | Unpin | Health | Requests | Profile
+class Sleep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="sleep"):
+    """Gives back the memory of weights and KV cache (`EngineCore.sleep`); refused while requests run."""
+
+    drain: bool = False
+    """Whether those that there are may finish first; new ones are refused meanwhile."""
+
+
+class Wake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="wake"):
+    """Takes the memory again; the answer comes when requests can be computed."""
+
+
+CacheCommand: TypeAlias = Inspect | Reset | Unpin | Health | Requests | Profile | Sleep | Wake
 
 _decoder = msgspec.json.Decoder(CacheCommand)
 
@@ -89,6 +100,7 @@ def parse_cache_command(data: bytes) -> CacheCommand:
         raise InvalidArgumentError(
             "cache_control",
             'must be a JSON object: {"command": "inspect"}, {"command": "reset"}, {"command": "health"}, '
+            '{"command": "wake"}, {"command": "sleep"} (also with "drain": true), '
             '{"command": "requests"} (also with "tenant" or "all": true), {"command": "profile"} (also with '
             f'"steps" of at most {MAX_PROFILE_STEPS} and "seconds" of at most {MAX_PROFILE_S:g}) or '
             f'{{"command": "unpin"}} with "session" and "tenant" (text of at most {MAX_NAME_LENGTH} '

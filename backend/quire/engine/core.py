@@ -27,7 +27,16 @@ from quire.core.request_list import list_requests
 from quire.core.roster import session_name
 from quire.core.scheduler import Scheduler
 from quire.core.trace import SchedulerTrace
-from quire.engine.cache_commands import CacheCommand, Health, Inspect, Profile, Requests, Reset, Unpin
+from quire.engine.cache_commands import (
+    CacheCommand,
+    Health,
+    Inspect,
+    Profile,
+    Requests,
+    Reset,
+    Sleep,
+    Unpin,
+)
 from quire.engine.executor import Executor, Runner, RunnerExecutor
 from quire.engine.kv_event_publisher import KVEventPublisher
 from quire.engine.profile import StepProfile
@@ -39,7 +48,7 @@ from quire.errors import (
     WorkerLostError,
     describe,
 )
-from quire.kv_tiers import fingerprint, make_tiers, needs_fingerprint
+from quire.kv_tiers import KVTiers, fingerprint, make_tiers, needs_fingerprint
 from quire.multimodal import PromptEmbeds
 from quire.outputs import EngineCoreOutput, ModelRunnerOutput, RunnerInfo, SchedulerOutput, SchedulerStats
 from quire.request import FinishReason, Request
@@ -53,6 +62,7 @@ from quire.validation import (
     check_prompt_logprobs,
     check_token_parameters,
 )
+from quire_kernels.host_memory import resident_bytes
 
 logger = logging.getLogger("quire")
 
@@ -60,6 +70,7 @@ LOAD_WAIT_S = 0.05
 """Longest wait for a KV tier before the engine looks for messages again, when there is nothing to compute."""
 
 
+ASLEEP = 'the engine is asleep: cache_control {"command": "wake"} wakes it'
 MAX_FAILED_STEPS = 5
 """Failed steps in a row that end the engine: whatever the reason is, it lasts, and a new process may help."""
 
@@ -115,6 +126,8 @@ class EngineCore:
         """Number of latest steps in a row that failed."""
         self.profile: StepProfile | None = None
         """What records the steps, while someone wants to know."""
+        self._rest = ""
+        """Why requests are refused: the engine is asleep, or to be; empty: it is awake."""
         self._seeds = itertools.count()
         self._seed_base = config.model.seed or secrets.randbits(63)
 
@@ -140,8 +153,10 @@ class EngineCore:
         Raises:
             InvalidArgumentError: empty prompt, token id outside the vocabulary, prompt longer than
                 max_model_len or (refused by the scheduler) than the KV cache can ever hold.
-            UnavailableError: the queue is full.
+            UnavailableError: the queue is full, or the engine asleep.
         """
+        if self._rest:
+            raise UnavailableError(self._rest)
         for output in [[]] if outputs is None else outputs.values():
             check_prompt(
                 prompt_token_ids + output,
@@ -303,7 +318,11 @@ class EngineCore:
         """
         match command:
             case Health():
-                return {"has_work": self.has_work, "num_finished_steps": self.num_finished_steps}
+                return {
+                    "has_work": self.has_work,
+                    "num_finished_steps": self.num_finished_steps,
+                    "is_asleep": self.is_asleep,
+                }
             case Inspect():
                 return self.scheduler.inspect()
             case Requests():
@@ -320,6 +339,68 @@ class EngineCore:
                 }
         self._publish()
         return answer
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._rest == ASLEEP
+
+    def begin_sleep(self, command: Sleep) -> None:
+        """Refuses requests from now on; `sleep` is to follow when there is no work left.
+
+        Raises:
+            UnavailableError: there are requests, and they are not to be waited for.
+        """
+        if self.has_work and not command.drain:
+            raise UnavailableError('requests are running or waiting: "drain": true waits for their ends')
+        self._rest = self._rest or "the engine is about to sleep"
+
+    def sleep(self, meanwhile: Callable[[Future[Any]], None] | None = None) -> dict[str, Any]:
+        """Gives back the memory of weights and KV cache until `wake`; the process, its threads and its
+        frontends stay.
+
+        Cached prefixes, pins and the host tier are forgotten; what a disk or a connector has is found again.
+
+        Args:
+            meanwhile: as of `step`.
+
+        Returns:
+            Resident bytes of this process before and after (`resident_bytes_before`, `resident_bytes`).
+        """
+        assert not self.has_work, "asleep with work to do"
+        before = resident_bytes()
+        if not self.is_asleep:
+            self._rest = ASLEEP
+            self.kv.reset()
+            self._publish()
+            if self.tiers is not None:
+                self.tiers.close()
+            self._attach(None)
+            _wait_for(self.executor.sleep(), meanwhile)
+        return {"resident_bytes_before": before, "resident_bytes": resident_bytes()}
+
+    def wake(self, meanwhile: Callable[[Future[Any]], None] | None = None) -> dict[str, Any]:
+        """Takes requests again, with the same weights.
+
+        Args:
+            meanwhile: as of `step`.
+
+        Raises:
+            QuireError: the weights cannot be loaded; it sleeps on then, and `wake` may be tried again.
+        """
+        began = time.monotonic()
+        if self.is_asleep:
+            try:
+                _wait_for(self.executor.wake(), meanwhile)
+                self._attach(make_tiers(self.config.cache, self.executor.kv_cache, self.fingerprint))
+            except BaseException:
+                _wait_for(self.executor.sleep(), meanwhile)
+                raise
+        self._rest = ""
+        return {"seconds": round(time.monotonic() - began, 3), "resident_bytes": resident_bytes()}
+
+    def _attach(self, tiers: KVTiers | None) -> None:
+        self.tiers = self.scheduler.transfers.tiers = tiers
+        self.executor.attach(tiers)
 
     def _publish(self) -> None:
         if self._events is not None and self._publisher is not None:
@@ -373,6 +454,12 @@ class EngineCore:
     def _expire(self) -> None:
         """Ends pins and cached blocks whose time is over: without steps nothing else looks at the clock."""
         self.kv.expire(self.scheduler.roster.clock())
+
+
+def _wait_for(done: Future[None], meanwhile: Callable[[Future[Any]], None] | None) -> None:
+    if meanwhile is not None:
+        meanwhile(done)
+    done.result()
 
 
 def make_executor(config: EngineConfig, *, threaded: bool = False) -> Executor:

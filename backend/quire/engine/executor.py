@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from quire.kv_tiers import BlockAccess, KVTiers
 from quire.outputs import ModelRunnerOutput, RunnerInfo, SchedulerOutput
+
+T = TypeVar("T")
 
 
 class Computing(Protocol):
@@ -40,6 +42,16 @@ class Runner(Computing, Protocol):
     def launch(self, output: SchedulerOutput) -> None:
         """Begins a step; what it samples stays on the device for the steps behind it."""
 
+    def sleep(self) -> None:
+        """Gives back the memory of weights and KV cache, of which nothing is in use; `info` stays."""
+
+    def wake(self) -> None:
+        """Loads the weights again, makes `kv_cache` anew, and warms up; called again where it failed.
+
+        Raises:
+            QuireError: what the model was made of is not there any more, or no memory is.
+        """
+
     def collect(self) -> ModelRunnerOutput:
         """Waits for the oldest step that was launched; an exception if one of those under way has failed."""
 
@@ -52,6 +64,12 @@ class Executor(Computing, Protocol):
 
     def launch(self, output: SchedulerOutput) -> None:
         """Takes a step; it is under way at the latest when the next collect() is called."""
+
+    def sleep(self) -> Future[None]:
+        """As `Runner`, between steps."""
+
+    def wake(self) -> Future[None]:
+        """As `Runner`, after `sleep`."""
 
     def collect(self) -> Future[ModelRunnerOutput]:
         """Result of the oldest step; called again only when that is known."""
@@ -95,6 +113,15 @@ class RunnerExecutor:
                 self.runner.launch(output)
             return self.runner.collect()
 
+        return self._begin(work)
+
+    def sleep(self) -> Future[None]:
+        return self._begin(self.runner.sleep)
+
+    def wake(self) -> Future[None]:
+        return self._begin(self.runner.wake)
+
+    def _begin(self, work: Callable[[], T]) -> Future[T]:
         return _done(work) if self._pool is None else self._pool.submit(work)
 
     def reset(self) -> None:
@@ -113,9 +140,9 @@ class RunnerExecutor:
         self.runner.close()
 
 
-def _done(work: Callable[[], ModelRunnerOutput]) -> Future[ModelRunnerOutput]:
+def _done(work: Callable[[], T]) -> Future[T]:
     """The result of `work`, done here and now, or its error."""
-    future: Future[ModelRunnerOutput] = Future()
+    future: Future[T] = Future()
     try:
         future.set_result(work())
     except Exception as error:

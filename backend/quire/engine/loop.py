@@ -14,6 +14,7 @@ gone. Frontends and server are watched by pidfds, so nothing is polled for and n
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -22,7 +23,7 @@ import os
 import signal
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ import numpy as np
 import zmq
 
 from quire.config import EngineConfig
-from quire.engine.cache_commands import Health, Profile
+from quire.engine.cache_commands import Health, Profile, Sleep, Wake
 from quire.engine.core import EngineCore, error_output, make_executor
 from quire.engine.heartbeat import Heartbeat
 from quire.engine.messages import (
@@ -121,6 +122,8 @@ class EngineLoop:
         self._stopping = False
         self._profile: tuple[StepProfile, bytes, str] | None = None
         """What is being recorded, and for whom: identity, and token of the command."""
+        self._switches: deque[tuple[bytes, str, Sleep | Wake]] = deque()
+        """Commands to sleep and to wake that wait for the end of all requests: of whom, token, command."""
         self.was_told_to_stop = False
         """An end by SIGTERM is meant: frontends start no other engine after it."""
         self._next_stats = self._next_complaint = 0.0
@@ -145,7 +148,7 @@ class EngineLoop:
         """
         self._first_frontend_by = time.monotonic() + FIRST_FRONTEND_TIMEOUT_S
         while not self._stopping:
-            if self.core.has_work:
+            if self.core.has_work or self._switches:
                 self._receive(0)
             else:
                 if self.heartbeat is not None:
@@ -155,6 +158,8 @@ class EngineLoop:
             if self.core.has_work:
                 self._owes_stats = True
                 self._send_outputs(self.core.step(self._serve))
+            elif self._switches:
+                self._switch(*self._switches.popleft())
             self._end_profile()
             self._push_stats()
             is_late = time.monotonic() > self._first_frontend_by
@@ -163,6 +168,19 @@ class EngineLoop:
                 break
         outputs = self.core.abort(list(self._owners), FinishReason.SHUTDOWN)
         self._send_outputs(outputs)
+
+    def _switch(self, identity: bytes, token: str, command: Sleep | Wake) -> None:
+        """Puts the engine to sleep or wakes it; others are answered meanwhile."""
+        change = self.core.sleep if isinstance(command, Sleep) else self.core.wake
+        try:
+            result = CommandResult(token, change(functools.partial(self._serve, is_watched=False)))
+        except QuireError as error:
+            result = CommandResult(token, {}, str(error), error.code)
+        except Exception as error:
+            logger.exception("engine: cannot sleep or wake")
+            result = CommandResult(token, {}, describe(error), EngineError.code)
+        self._owes_stats = True
+        self._send(identity, result)
 
     def _idle_ms(self) -> int:
         """Milliseconds in which nothing is to be done unless something comes; -1: no limit."""
@@ -173,9 +191,16 @@ class EngineLoop:
             due = min(due, self._profile[0].ends_at)
         return -1 if due == math.inf else max(0, math.ceil((due - time.monotonic()) * 1000))
 
-    def _serve(self, step: Future[Any]) -> None:
-        """Answers frontends while a step is computed: refusals and cancellations do not wait for its end."""
-        self._beat()
+    def _serve(self, step: Future[Any], *, is_watched: bool = True) -> None:
+        """Answers frontends while a step is computed: refusals and cancellations do not wait for its end.
+
+        Args:
+            is_watched: whether it must end in the time of a step.
+        """
+        if is_watched:
+            self._beat()
+        elif self.heartbeat is not None:
+            self.heartbeat.rest()
         step.add_done_callback(lambda _: os.eventfd_write(self._step_done, 1))
         while not step.done():
             self._receive(STEP_WAIT_MS)
@@ -261,11 +286,15 @@ class EngineLoop:
                 self._send(identity, CommandResult(message.token, {"num_cancelled": len(request_ids)}))
             case Control(command=Profile() as command):
                 self._profile = self.core.begin_profile(command), identity, message.token
+            case Control(command=Sleep() | Wake() as command):
+                if isinstance(command, Sleep):
+                    self.core.begin_sleep(command)
+                self._switches.append((identity, message.token, command))
             case Control():
                 answer = self.core.control(message.command)
                 if isinstance(message.command, Health):
                     answer["is_overdue"] = self.heartbeat is not None and self.heartbeat.is_overdue
-                    if not self.core.has_work:
+                    if not (self.core.has_work or self.core.is_asleep):
                         self._probe()
                 self._send(identity, CommandResult(message.token, answer))
             case Hello():

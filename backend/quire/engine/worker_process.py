@@ -27,8 +27,8 @@ from quire.engine.run_module import RUN_MODULE
 from quire.errors import ConfigError, EngineError, WorkerLostError
 from quire.kv_tiers import KVTiers
 from quire.kv_tiers.moves import move_blocks, read_rows, write_rows
-from quire.outputs import ModelRunnerOutput, SchedulerOutput
-from quire.worker.messages import WARM_UP, Failed, Ready
+from quire.outputs import ModelRunnerOutput, RunnerInfo, SchedulerOutput
+from quire.worker.messages import SLEEP, WAKE, WARM_UP, Failed, Ready
 
 CLOSE_WAIT_S = 10.0
 """How long a worker may take to its end before it is killed."""
@@ -83,17 +83,32 @@ class WorkerProcess:
         self._tiers: KVTiers | None = None
         try:
             self._send(config)
-            ready = self._receive()
-            if isinstance(ready, Failed):
-                raise ConfigError(ready.error) if ready.is_ours else EngineError(ready.error)
-            assert isinstance(ready, Ready)
-            self.info = ready.info
-            self.kv_cache = MappedBlocks(
-                self._process.pid, ready.blocks_fd, ready.info.num_blocks, ready.block_bytes
-            )
+            self.info = self._take_ready()
         except BaseException:
             self.close()
             raise
+
+    def _take_ready(self) -> RunnerInfo:
+        ready = self._receive()
+        if isinstance(ready, Failed):
+            raise ConfigError(ready.error) if ready.is_ours else EngineError(ready.error)
+        assert isinstance(ready, Ready)
+        pid, info = self._process.pid, ready.info
+        self.kv_cache = MappedBlocks(pid, ready.blocks_fd, info.num_blocks, ready.block_bytes)
+        return info
+
+    def sleep(self) -> None:
+        """See `Runner`."""
+        if hasattr(self, "kv_cache"):
+            del self.kv_cache
+        self._send(SLEEP)
+        if isinstance(failed := self._receive(), Failed):
+            raise EngineError(failed.error)
+
+    def wake(self) -> None:
+        """See `Runner`."""
+        self._send(WAKE)
+        self._take_ready()
 
     def attach(self, tiers: KVTiers | None) -> None:
         """See `Runner`."""

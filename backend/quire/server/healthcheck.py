@@ -41,6 +41,8 @@ def probe(url: str, model: str, timeout_s: float) -> str:
     """
     deadline = time.monotonic() + timeout_s
     first = now = _engine(url, model, deadline)
+    if first["is_asleep"]:
+        return "asleep, and it answers"
     # A count that begins anew is that of an engine that took over.
     while now["num_finished_steps"] == first["num_finished_steps"]:
         if time.monotonic() + 2 * PAUSE_S > deadline:

@@ -19,7 +19,7 @@ import numpy as np
 
 from quire.config import FrontendConfig
 from quire.converters import boolean, converter, integer, one_of
-from quire.engine.cache_commands import CacheCommand, Health, Requests, parse_cache_command
+from quire.engine.cache_commands import CacheCommand, Health, Requests, Sleep, Wake, parse_cache_command
 from quire.engine.device_array import DeviceBuffer
 from quire.engine.messages import EmbedsMessage, EngineInfo
 from quire.engine.shared_array import SharedBuffer
@@ -377,7 +377,9 @@ class RequestParser:
             return cancellation
         if "cache_control" in raw.tensors:
             command = parse_cache_command(raw.tensors["cache_control"][0])
-            is_allowed = self.config.allow_cache_control or isinstance(command, Health)
+            if isinstance(command, Sleep | Wake) and not self.config.allow_sleep:
+                raise InvalidArgumentError("cache_control", "needs allow_sleep to sleep and wake")
+            is_allowed = self.config.allow_cache_control or isinstance(command, Health | Sleep | Wake)
             if isinstance(command, Requests) and not (command.tenant or command.all):
                 command, is_allowed = Requests(scheduling.tenant), True
             if not is_allowed:

@@ -64,6 +64,12 @@ class FakeDevice:
         self._launched: deque[tuple[float, ModelRunnerOutput]] = deque()
         """When each step ends, and what it brings."""
 
+    def sleep(self) -> None:
+        """There is nothing to give back."""
+
+    def wake(self) -> None:
+        """There is nothing to take."""
+
     def attach(self, tiers: KVTiers | None) -> None:
         if tiers is not None:
             raise ConfigError("fake_step_ms: a fake device has no KV blocks that a tier could keep")

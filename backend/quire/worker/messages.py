@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quire.outputs import RunnerInfo
 
-WARM_UP = "warm up"
+WARM_UP, SLEEP, WAKE = "warm up", "sleep", "wake"
 
 
 @dataclass(frozen=True, slots=True)

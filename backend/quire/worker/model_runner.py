@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections import deque
@@ -12,10 +13,11 @@ import numpy as np
 import torch
 
 from quire.config import EngineConfig
-from quire.errors import ConfigError
+from quire.errors import CheckpointError, ConfigError
 from quire.grammar import Vocabulary
 from quire.kv_tiers import needs_fingerprint
 from quire.kv_tiers.moves import move_blocks
+from quire.loader.info import checkpoint_state
 from quire.loader.load import load_model
 from quire.logits_processors import load_logits_processors
 from quire.models.config import DecoderConfig
@@ -52,6 +54,7 @@ from quire.worker.timeline import StepTimer, Timeline
 from quire.worker.top_logprobs import PromptLogprobs
 from quire_kernels import registry
 from quire_kernels.cpu.native import load_seconds, set_num_threads
+from quire_kernels.host_memory import give_back
 from quire_kernels.machine import num_cpus
 from quire_kernels.metadata import attention_facts
 from quire_kernels.triton_lang import tuning
@@ -96,7 +99,22 @@ class ModelRunner:
         if self.device.type == "cpu":
             num_threads = config.model.num_threads or _default_threads()
             set_num_threads(num_threads)
-        processors = load_logits_processors(config.model.logits_processors)
+        self._config, self._shares_blocks, self._num_threads = config, shares_blocks, num_threads
+        self._processors = load_logits_processors(config.model.logits_processors)
+        self._checkpoint = checkpoint_state(config.model.model, config.model.tokenizer)
+        self.timeline = Timeline(self.device, enabled=bool(os.environ.get("QUIRE_TIMELINE")))
+        self._limits: DeviceLimits | None = None
+        self.num_computed_tokens = 0
+        """Token rows the model computed since start; equal to those scheduled, as nothing is padded."""
+        self._load()
+
+    def _load(self, num_blocks: int | None = None) -> None:
+        """Makes all that `sleep` gives back.
+
+        Args:
+            num_blocks: of the KV cache; None: as the configuration and the memory say.
+        """
+        config = self._config
         graph_backend = make_graph_backend(self.device, config.model.enforce_eager)
         timeline, kernels_before = StartTimeline(), load_seconds()
         is_shared = needs_fingerprint(config.cache)
@@ -120,7 +138,8 @@ class ModelRunner:
         )
         timeline.split("weights", {"kernels": load_seconds() - kernels_before})
         cache, limits, groups = config.cache, config.scheduler, self.model.kv_groups
-        num_blocks = layout.num_blocks(config, DeviceMemory.of(self.device))
+        if num_blocks is None:
+            num_blocks = layout.num_blocks(config, DeviceMemory.of(self.device))
         self.kv_cache = KVCache(
             num_blocks,
             layout.spec,
@@ -128,7 +147,7 @@ class ModelRunner:
             cache.block_size,
             self.device,
             has_scratch=graph_backend is not None,
-            is_shared=shares_blocks,
+            is_shared=self._shares_blocks,
         )
         timeline.end("KV cache")
         self.info = RunnerInfo(
@@ -144,7 +163,7 @@ class ModelRunner:
             takes_position_ids=shape.rope.mrope_section is not None,
             dtype=str(shape.dtype).removeprefix("torch."),
             device=str(self.device),
-            num_threads=num_threads,
+            num_threads=self._num_threads,
             start_s=timeline.phases,
             work=self.model.work(layout.spec.layer_bytes(cache.block_size) // cache.block_size),
         )
@@ -158,7 +177,7 @@ class ModelRunner:
             self.device,
             len(groups),
             self._grammars,
-            processors,
+            self._processors,
         )
         self.graphs: DecodeGraphs | None = None
         whole = graph_backend is not None and attention_is_recordable(config, shape, self.device)
@@ -185,10 +204,32 @@ class ModelRunner:
             )
         self._launched: deque[LaunchedStep] = deque()
         """Steps whose tokens the host does not know yet, the oldest first."""
-        self.timeline = Timeline(self.device, enabled=bool(os.environ.get("QUIRE_TIMELINE")))
-        self._limits: DeviceLimits | None = None
-        self.num_computed_tokens = 0
-        """Token rows the model computed since start; equal to those scheduled, as nothing is padded."""
+
+    def sleep(self) -> None:
+        """See `Runner`: what `_load` made is gone; the device's context, kernels and threads stay."""
+        if "kv_cache" in vars(self) and self.kv_cache.fd is not None:
+            os.close(self.kv_cache.fd)
+        self.tiers = None
+        for name in ("model", "kv_cache", "batch", "graphs", "prompt_graphs", "_grammars", "_launched"):
+            vars(self).pop(name, None)
+        gc.unfreeze()  # what is garbage may have been made before the engine was ready
+        gc.collect()
+        gc.freeze()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        give_back()
+
+    def wake(self) -> None:
+        """See `Runner`: as at the start. Graphs are recorded again, as memory lies elsewhere now."""
+        model = self._config.model
+        if checkpoint_state(model.model, model.tokenizer) != self._checkpoint:
+            raise CheckpointError(f"{model.model}: has changed since it was loaded: load the model again")
+        self._load(self.info.num_blocks)
+        self.warm_up()
+        gc.collect()
+        gc.freeze()
+        give_back()
 
     def attach(self, tiers: KVTiers | None) -> None:
         """Says where blocks go beside the pool, before the first step."""

@@ -21,7 +21,7 @@ from quire.config import EngineConfig
 from quire.engine.processes import open_verified_pidfd
 from quire.errors import ConfigError, QuireError, describe
 from quire.outputs import ModelRunnerOutput, SchedulerOutput
-from quire.worker.messages import WARM_UP, Failed, Ready
+from quire.worker.messages import SLEEP, WAKE, WARM_UP, Failed, Ready
 from quire.worker.model_runner import ModelRunner
 from quire_ensemble import logs
 
@@ -39,8 +39,7 @@ def serve(connection: Connection) -> None:
         is_ours = isinstance(error, QuireError)
         connection.send(Failed(str(error) if is_ours else describe(error), is_ours))
         return
-    assert runner.kv_cache.fd is not None
-    connection.send(Ready(runner.info, runner.kv_cache.block_bytes, runner.kv_cache.fd))
+    connection.send(_ready(runner))
     gc.collect()
     gc.freeze()
     while True:
@@ -48,19 +47,31 @@ def serve(connection: Connection) -> None:
             request: SchedulerOutput | str = connection.recv()
         except EOFError:
             return
-        answer: ModelRunnerOutput | Failed | None = None
+        answer: ModelRunnerOutput | Ready | Failed | None = None
         try:
             if isinstance(request, SchedulerOutput):
                 runner.launch(request)
                 answer = runner.collect()
+            elif request == SLEEP:
+                runner.sleep()
+            elif request == WAKE:
+                runner.wake()
+                answer = _ready(runner)
             else:
                 assert request == WARM_UP, request
                 runner.warm_up()
+        except QuireError as error:
+            answer = Failed(str(error), is_ours=True)
         except Exception as error:
             logger.exception("worker: a step failed")
             runner.reset()
             answer = Failed(describe(error))
         connection.send(answer)
+
+
+def _ready(runner: ModelRunner) -> Ready:
+    assert runner.kv_cache.fd is not None
+    return Ready(runner.info, runner.kv_cache.block_bytes, runner.kv_cache.fd)
 
 
 def end_with(pid: int, start_time: int) -> None:
