@@ -232,4 +232,6 @@ def _index(values: list[int], like: torch.Tensor) -> torch.Tensor:
 
 def _take(tensor: torch.Tensor, index: list[int]) -> torch.Tensor:
     """A copy of rows `index` of `tensor`."""
+    if tensor.device.type == "cpu":  # by this thread alone: torch would wake all of its own, which then spin
+        return torch.from_numpy(tensor.numpy()[index])
     return tensor.index_select(0, _index(index, tensor))
