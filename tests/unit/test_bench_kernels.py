@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import device, growth, kernels
+from benchmarks import device, features, growth, kernels
 from benchmarks.kernels import Case
 from benchmarks.peers.checkpoints import SHAPES
 from benchmarks.peers.limits import Roofline
@@ -87,3 +87,19 @@ def test_all_requests_of_a_point_decode_in_every_timed_step() -> None:
         assert point.flop == 2 * 4 * SHAPES["tiny"].params
         assert all(value > 0 for value in point.parts_ms.values()), point
         assert not core.has_work
+
+
+def test_every_feature_generates_all_its_tokens(tmp_path: Path) -> None:
+    shape = SHAPES["tiny"]
+    features.write_vocabulary(tmp_path, shape.vocab_size)
+    options = {"tokenizer": str(tmp_path), "num_blocks": 64, "max_model_len": 128, "device": "cpu"}
+    with growth.engine(shape, **options) as core:
+        runs = {
+            name: [features.run(core, [[5, 6], [7]], 8, asked)] for name, asked in features.FEATURES.items()
+        }
+    assert all(each[0].tokens == 16 and each[0].cpu_s > 0 for each in runs.values())
+    runs = {
+        "plain": [features.Run(10, 1.0, 1.0), features.Run(10, 2.0, 3.0)],
+        "x": [features.Run(10, 1.5, 2.0)],
+    }
+    assert "| x | 6.7 | 0.889 | 200000 | 0.500 |" in features.table(runs)

@@ -341,6 +341,7 @@ def test_a_grammar_that_gets_too_complex_ends_its_request_alone(
     assert [o.finish_reason for o in outputs if o.request_id == "free"][-1] == "length"
 
 
+@pytest.mark.row("A23")
 def test_masks_are_computed_beside_the_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never by the thread of the step; and they are there before the model has its logits, which waits for
     them here."""
