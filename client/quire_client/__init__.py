@@ -17,7 +17,7 @@ from quire_client.errors import (
     ServerError,
     Unavailable,
 )
-from quire_client.types import Choice, Chunk, Message, ModelInfo, Result, Timing
+from quire_client.types import Choice, Chunk, Embeddings, Message, ModelInfo, Result, Timing
 
 __all__ = [
     "AsyncClient",
@@ -28,6 +28,7 @@ __all__ = [
     "Client",
     "ConnectError",
     "DeadlineExceeded",
+    "Embeddings",
     "InvalidArgument",
     "Message",
     "ModelInfo",

@@ -21,6 +21,7 @@ from tritonclient.grpc import service_pb2
 
 from quire_client import _connection as conn
 from quire_client._io import AsyncioCall, AsyncioIO, BlockingCall, BlockingIO
+from quire_client.embedding import Prompts, embed
 from quire_client.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -46,7 +47,7 @@ from quire_client.protocol import (
     schema_from_metadata,
     tenant_of,
 )
-from quire_client.types import Chunk, Message, ModelInfo, Result, collect
+from quire_client.types import Chunk, Embeddings, Message, ModelInfo, Result, collect
 
 
 class AsyncStream(AsyncIterator[Chunk]):
@@ -333,6 +334,31 @@ class AsyncClient:
         Nothing is sent before the stream is started or iterated; all errors are raised there.
         """
         return AsyncStream(self, prompt, stream=True, **arguments)
+
+    async def embed(
+        self,
+        prompts: Prompts,
+        *,
+        dimensions: int | None = None,
+        model: str = GENERATOR_MODEL,
+        timeout: float | None = None,
+        **arguments: Any,
+    ) -> Embeddings:
+        """Embeddings of prompts, as the model's checkpoint pools them.
+
+        Args:
+            prompts: a text, its token ids, or several of either.
+            dimensions: the first so many alone; None: all.
+            timeout: seconds for all of them.
+            arguments: scheduling parameters, as of `stream`.
+
+        Raises:
+            QuireClientError: as of a request; one that is wrong is named `prompts[i]`. The others are
+                cancelled then.
+        """
+        timeout = self._settings.timeout if timeout is None else timeout
+        stated = arguments if dimensions is None else {"dimensions": dimensions, **arguments}
+        return await embed(self, prompts, model=model, timeout=timeout, **stated)
 
     async def cache_control(
         self, command: Mapping[str, Any], *, model: str = GENERATOR_MODEL, timeout: float | None = None

@@ -1,4 +1,4 @@
-"""`quire-client chat|generate|models|requests|cache|profile|openai|api-key|completion`.
+"""`quire-client chat|generate|embed|models|requests|cache|profile|openai|api-key|completion`.
 
 Exit status: 0 done, 1 the request or the server failed (one line on stderr), 2 wrong usage, 130 Ctrl-C.
 """
@@ -117,6 +117,21 @@ def generate(prompt: str | None, url: str, model: str, **options: Any) -> None:
     with run.client:
         if run.answer(_prompt_text(prompt)) is None:
             raise SystemExit(INTERRUPTED)
+
+
+@cli.command("embed")
+@click.argument("texts", nargs=-1)
+@_url_option
+@click.option("--model", default=GENERATOR_MODEL, show_default=True)
+@click.option("--dimensions", type=click.IntRange(min=1), help="The first so many alone.")
+@click.option("--timeout", type=float, help="Seconds for all of them.")
+def embed_texts(texts: tuple[str, ...], url: str, model: str, **options: Any) -> None:
+    """Prints the embedding of each TEXT as a line of JSON; without any, of each line of stdin."""
+    if not texts:
+        texts = tuple(line for line in _prompt_text(None).split("\n") if line)
+    with Client(url) as client:
+        for vector in client.embed(texts, model=model, **options).vectors:
+            click.echo(json.dumps(vector))
 
 
 @cli.command()

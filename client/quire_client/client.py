@@ -126,6 +126,7 @@ class Client(_Blocking[AsyncClient]):
 
     generate = _blocking(AsyncClient.generate)
     chat = _blocking(AsyncClient.chat)
+    embed = _blocking(AsyncClient.embed)
     cache_control = _blocking(AsyncClient.cache_control)
     requests = _blocking(AsyncClient.requests)
     cache_reset = _blocking(AsyncClient.cache_reset)

@@ -99,6 +99,7 @@ _EXTRA_OUTPUTS: dict[str, tuple[type, str]] = {
     "num_reasoning_tokens": (int, "num_reasoning_tokens"),
     "prompt_logprobs": (str, "prompt_logprobs"),
     "batch_index": (int, "batch_index"),
+    "embedding": (float, "embedding"),
 }
 # Type of the elements, letter of `struct` and field of `InferTensorContents` of each datatype.
 _DATATYPES: dict[str, tuple[type, str, str]] = {
@@ -555,7 +556,7 @@ _EXTRA_PARSERS: dict[str, Callable[[str], Any]] = {
 
 def _output_values(outputs: Sequence[Any], raw_contents: Sequence[bytes]) -> dict[str, Sequence[Any]]:
     """The elements of each output that a `Chunk` is made of, in row-major order; fields of its `Extras` and
-    their first elements under the empty name.
+    their first elements (of an embedding all) under the empty name.
 
     Without numpy and `InferResult`, whose arrays take several times as long for so few elements.
     """
@@ -571,7 +572,7 @@ def _output_values(outputs: Sequence[Any], raw_contents: Sequence[bytes]) -> dic
         elif name in _EXTRA_OUTPUTS:
             kind, field = _EXTRA_OUTPUTS[name]
             elements = _elements(name, kind, output, raw_contents[i] if raw_contents else None)
-            extras.append((field, _at(elements, 0)))
+            extras.append((field, elements if name == "embedding" else _at(elements, 0)))
     if extras:
         values[""] = extras
     return values

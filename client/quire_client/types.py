@@ -27,6 +27,7 @@ class Extras:
     num_reasoning_tokens: int | None = None
     prompt_logprobs: Any = None
     batch_index: int = 0
+    embedding: tuple[float, ...] = ()
 
 
 NO_EXTRAS = Extras()
@@ -194,6 +195,18 @@ class Result:
     @property
     def num_output_tokens(self) -> int:
         return self.timing.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """Of several prompts."""
+
+    vectors: tuple[tuple[float, ...], ...]
+    """One for each, in their order."""
+    num_input_tokens: int
+    """Of all prompts."""
+    num_cached_tokens: int
+    """Input tokens that the server's KV cache had."""
 
 
 @dataclass(frozen=True, slots=True)

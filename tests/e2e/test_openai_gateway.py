@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
+import torch
 
 from demo.pictures import Question, held_out
 from quire_client import AsyncClient
@@ -355,6 +357,59 @@ def test_an_image_from_an_allowed_host(demo_server: ServerProcess, tmp_path: Pat
                 ask(f"{base}/none.png")
         finally:
             web.terminate()
+
+
+# --- embeddings ---
+
+
+@pytest.mark.row("A28", clauses=("embeddings",))
+def test_embeddings_are_those_of_transformers(tiny: TinyServer) -> None:
+    """Texts and token ids, one or several, as numbers or base64, whole or cut; what is wrong is named."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny.checkpoint).model.eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny.checkpoint)
+    texts = ["hello", "the quick brown fox", "hello", "two old friends " * 12]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+
+    def expected(token_ids: list[int], size: int | None = None) -> Any:
+        with torch.inference_mode():
+            state = model(torch.tensor([token_ids])).last_hidden_state[0, -1, :size]
+        return torch.nn.functional.normalize(state, dim=0).numpy()
+
+    with gateway(tiny.server.grpc_url) as client:
+        assert "embeddings" in client.models.retrieve("chat").capabilities  # type: ignore[attr-defined]
+        several: tuple[Any, ...] = (texts, ids)
+        for given in several:
+            for options in ({}, {"encoding_format": "float"}, {"dimensions": 5}):
+                answer = client.embeddings.create(model="generator", input=given, **options)
+                assert [one.index for one in answer.data] == list(range(len(texts)))
+                assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+                for one, token_ids in zip(answer.data, ids, strict=True):
+                    vector = expected(token_ids, options.get("dimensions"))  # type: ignore[call-overload]
+                    np.testing.assert_allclose(one.embedding, vector, atol=1e-4)
+        for single, model_name in ((texts[1], "generator"), (ids[1], "generator"), (texts[1], "chat")):
+            answer = client.embeddings.create(model=model_name, input=single)
+            (one,) = answer.data
+            np.testing.assert_allclose(one.embedding, expected(ids[1]), atol=1e-4)
+        for options, param in (
+            ({"input": texts, "dimensions": 10_000}, "dimensions"),
+            ({"input": [[5], [10**6]]}, "input[1]"),
+            ({"input": []}, "input"),
+            ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
+        ):
+            asked: Any = {"model": "generator", **options}
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.embeddings.create(**asked)
+            assert refused.value.param == param, refused.value
+        with pytest.raises(openai.NotFoundError):
+            client.embeddings.create(model="none", input="x")
+    assert len(json.loads(run_cli(tiny, "embed", "hello", "--dimensions", "3"))) == 3
+
+
+def run_cli(tiny: TinyServer, *words: str) -> str:
+    command = [sys.executable, "-m", "quire_client.cli", *words, f"--url={tiny.server.grpc_url}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 # --- clients that leave ---

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from quire_client import _connection as conn
 from quire_client.aio import AsyncClient, AsyncStream
+from quire_client.embedding import embed
 from quire_client.errors import NotFound, QuireClientError
 from quire_client.openai.balancer import Balancer
 from quire_client.openai.errors import RequestError, error_object
@@ -44,11 +45,19 @@ from quire_client.openai.observer import (
     exchange_of,
 )
 from quire_client.openai.page import chat_page
-from quire_client.openai.replies import ReplyFormat
-from quire_client.openai.requests import HEADERS, TextRequest, parse_chat, parse_completion
+from quire_client.openai.replies import ReplyFormat, embeddings_reply
+from quire_client.openai.requests import (
+    HEADERS,
+    EmbeddingRequest,
+    TextRequest,
+    parse_chat,
+    parse_completion,
+    parse_embedding,
+)
 from quire_client.openai.stream import EventStream, Exchanges
 from quire_client.protocol import ModelSchema
 
+Parsed = TypeVar("Parsed", TextRequest, EmbeddingRequest)
 PROMPTS = ("messages", "text_input")
 
 
@@ -106,6 +115,7 @@ def create_app(
         Route("/v1/models/{name:path}", gateway.model),
         Route("/v1/chat/completions", partial(gateway.answer, parse=parse_chat), methods=["POST"]),
         Route("/v1/completions", partial(gateway.answer, parse=parse_completion), methods=["POST"]),
+        Route("/v1/embeddings", gateway.embeddings, methods=["POST"]),
     ]
     if settings.metrics:
         routes.append(Route("/metrics", gateway.metrics))
@@ -168,7 +178,12 @@ class _Gateway:
         return JSONResponse(self._model(name, schema))
 
     def _model(self, name: str, schema: ModelSchema) -> dict[str, Any]:
-        able = (("chat", "messages"), ("completions", "text_input"), ("images", "image"))
+        able = (
+            ("chat", "messages"),
+            ("completions", "text_input"),
+            ("images", "image"),
+            ("embeddings", "return_embedding"),
+        )
         return {
             "id": name,
             "object": "model",
@@ -182,6 +197,24 @@ class _Gateway:
             # No name here for what was parsed: it may be large, and goes when the server has it.
             work = self._generate(await _parsed(request, parse, hold), hold, exchange_of(request.scope))
             return await self.exchanges.run(request.receive, work)
+
+    async def embeddings(self, request: Request) -> Any:
+        with self.intake.open() as hold:
+            parsed = await _parsed(request, parse_embedding, hold)
+            work = self._embed(parsed, hold, exchange_of(request.scope))
+            return await self.exchanges.run(request.receive, work)
+
+    async def _embed(self, parsed: EmbeddingRequest, hold: Hold, exchange: Exchange) -> Response:
+        server, model = self.balancer.pick(parsed.sampling), parsed.model
+        with server.watched(), server.counted():
+            client = server.client
+            await client._schema(model)
+            exchange.model = model
+            stated: dict[str, Any] = {"model": model, "timeout": client._settings.timeout, **parsed.sampling}
+            found = await embed(client, parsed.input, name="input", **stated)
+        exchange.embedded(found)
+        body = await hold.work(partial(embeddings_reply, as_base64=parsed.as_base64), model, found)
+        return Response(body, media_type="application/json")
 
     async def _generate(self, parsed: TextRequest, hold: Hold, exchange: Exchange) -> Any:
         """The response; for a stream it is made when the first chunk is there, or the error instead of it."""
@@ -278,13 +311,11 @@ def _outputs(schema: ModelSchema, parsed: TextRequest, *, counts_tokens: bool) -
     return [name for name in wanted if name in schema.outputs]
 
 
-async def _parsed(
-    request: Request, parse: Callable[[Mapping[str, Any]], TextRequest], hold: Hold
-) -> TextRequest:
+async def _parsed(request: Request, parse: Callable[[Mapping[str, Any]], Parsed], hold: Hold) -> Parsed:
     body = await read_body(request, hold)
     hold.take_values(await hold.work(count_values, body))
 
-    def read() -> tuple[TextRequest, int]:
+    def read() -> tuple[Parsed, int]:
         value = parse_json(body)
         return parse(value), text_bytes(value)
 

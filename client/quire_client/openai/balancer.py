@@ -34,13 +34,19 @@ class Server:
 
     async def start(self, starting: Awaitable[AsyncStream]) -> AsyncStream:
         """A request of this server, counted from now on."""
-        self._num_starting += 1
-        try:
+        with self.counted():
             stream = await starting
-        finally:
-            self._num_starting -= 1
         self._streams.add(stream)
         return stream
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts as a request while it lasts."""
+        self._num_starting += 1
+        try:
+            yield
+        finally:
+            self._num_starting -= 1
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:

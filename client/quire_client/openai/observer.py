@@ -16,11 +16,11 @@ from starlette.responses import JSONResponse
 from quire_client.openai.errors import RequestError, describe, retry_after
 from quire_client.openai.keys import ApiKey, KeyRing
 from quire_client.openai.metrics import Metrics
-from quire_client.types import Chunk, Result
+from quire_client.types import Chunk, Embeddings, Result
 
 GONE = 499
 """Status, in the log and in metrics, of a request whose client left before its answer was there."""
-_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models")
 _SCOPE_KEY = "quire.exchange"
 
 
@@ -79,6 +79,10 @@ class Exchange:
         self._prompt(result.num_input_tokens, result.num_cached_tokens)
         self.finish_reason = result.finish_reason
         self._answered(result.num_output_tokens)
+
+    def embedded(self, result: Embeddings) -> None:
+        """Embeddings have come."""
+        self._prompt(result.num_input_tokens, result.num_cached_tokens)
 
     def _prompt(self, tokens: int | None, cached: int | None) -> None:
         if tokens is None or self.num_input_tokens is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import struct
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire_client.openai.logprobs import LogprobsFormat
-from quire_client.types import Choice, Chunk, Result
+from quire_client.types import Choice, Chunk, Embeddings, Result
 
 
 def finish_reason(reason: str | None) -> str:
@@ -40,6 +43,21 @@ def usage(
     if reasoning_tokens is not None:
         counts["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
     return counts
+
+
+def embeddings_reply(model: str, found: Embeddings, *, as_base64: bool) -> bytes:
+    """The body of an answer with embeddings, JSON."""
+
+    def written(vector: tuple[float, ...]) -> Any:
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if as_base64 else vector
+
+    data = [
+        {"object": "embedding", "index": index, "embedding": written(vector)}
+        for index, vector in enumerate(found.vectors)
+    ]
+    count = found.num_input_tokens
+    counts = {"prompt_tokens": count, "total_tokens": count}
+    return json.dumps({"object": "list", "data": data, "model": model, "usage": counts}).encode()
 
 
 @dataclass(frozen=True)

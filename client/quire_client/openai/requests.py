@@ -62,6 +62,15 @@ QUIRE_SAMPLING = (
 )
 """Parameters of Quire that OpenAI does not have; they pass through (`priority`, `cache_salt`, the words for
 structured output: as in vLLM). The tenant is none of them: it is the API key's, or comes in a header."""
+EMBEDDING_SCHEDULING = (
+    "priority",
+    "ttft_deadline_ms",
+    "deadline_ms",
+    "cache_salt",
+    "cache_retention",
+    "cache_ttl_ms",
+)
+"""Those of them that embeddings have too."""
 SERVICE_FIELDS = frozenset(
     {
         "user",
@@ -74,6 +83,7 @@ SERVICE_FIELDS = frozenset(
     }
 )
 """Fields for OpenAI's own service, which change no answer; they are taken and not looked at."""
+EMBEDDING_FIELDS = SERVICE_FIELDS | {"model", "input", "encoding_format", "dimensions", *EMBEDDING_SCHEDULING}
 _COMMON = SERVICE_FIELDS | {
     *("model", "stream", "stream_options", "max_tokens", "logprobs", "response_format", "timing"),
     *OPENAI_SAMPLING,
@@ -114,6 +124,8 @@ MAX_MESSAGES = 4096
 """Messages of one conversation, and parts of all their contents; the server's own limit of messages."""
 MAX_IMAGES = 16
 """Images of one conversation; the server's own limit."""
+MAX_INPUTS = 2048
+"""Inputs of one request for embeddings, as OpenAI's."""
 MAX_MODEL_LENGTH = 256
 """Characters of a model's name."""
 _NOTHING: tuple[Any, ...] = (None, [], {"type": "text"})
@@ -164,6 +176,46 @@ class TextRequest:
     @property
     def has_tools(self) -> bool:
         return bool(self.messages and self.messages.get("tools"))
+
+
+@dataclass(frozen=True)
+class EmbeddingRequest:
+    """One request for embeddings."""
+
+    model: str
+    input: str | list[int] | list[str] | list[list[int]]
+    as_base64: bool
+    """Little-endian float32 in base64, instead of a list of numbers."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """`dimensions`, and scheduling parameters."""
+
+
+def parse_embedding(body: Mapping[str, Any]) -> EmbeddingRequest:
+    """A body of /v1/embeddings; raises as `parse_chat`."""
+    _check_fields(body, EMBEDDING_FIELDS, {})
+    model, given, form = _model(body), body.get("input"), body.get("encoding_format")
+    if form not in (None, "float", "base64"):
+        raise RequestError('encoding_format: must be "float" or "base64"', param="encoding_format")
+    dimensions = body.get("dimensions")
+    if dimensions is not None and (not _is_token(dimensions) or dimensions < 1):
+        raise RequestError("dimensions: must be a positive integer", param="dimensions")
+    if isinstance(given, list) and len(given) > MAX_INPUTS and not _is_token(given[0]):
+        raise RequestError(f"input: at most {MAX_INPUTS} are allowed, got {len(given)}", param="input")
+    several = given if isinstance(given, list) else []
+    is_list = bool(several) and all(type(one) is type(several[0]) and _is_input(one) for one in several)
+    if given is None or not (is_list or _is_input(given)):
+        kinds = "a string, a list of token ids, or a list of either, none of them empty"
+        raise RequestError(f"input: must be {kinds}", param="input")
+    names = ("dimensions", *EMBEDDING_SCHEDULING)
+    sampling = {name: body[name] for name in names if body.get(name) is not None}
+    return EmbeddingRequest(model, given, form == "base64", sampling)
+
+
+def _is_input(value: Any) -> bool:
+    """Whether it is a text or a list of token ids, and not empty."""
+    if isinstance(value, str):
+        return value != ""
+    return isinstance(value, list) and bool(value) and all(map(_is_token, value))
 
 
 def parse_chat(body: Mapping[str, Any]) -> TextRequest:
@@ -303,9 +355,7 @@ def _same(value: Any, other: Any) -> bool:
 
 def _common(body: Mapping[str, Any]) -> tuple[str, bool, bool]:
     """Model, stream, include_usage."""
-    model = body.get("model")
-    if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_LENGTH or not model.isprintable():
-        raise RequestError("model: must be the name of a model, see /v1/models", param="model")
+    model = _model(body)
     stream = _boolean("stream", body.get("stream"))
     options = body.get("stream_options")
     if options is None:
@@ -319,6 +369,13 @@ def _common(body: Mapping[str, Any]) -> tuple[str, bool, bool]:
             path = f"stream_options.{name[:80]}"
             raise RequestError(f"{path}: unknown field", param=path)
     return model, stream, _boolean("stream_options.include_usage", options.get("include_usage"))
+
+
+def _model(body: Mapping[str, Any]) -> str:
+    model = body.get("model")
+    if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_LENGTH or not model.isprintable():
+        raise RequestError("model: must be the name of a model, see /v1/models", param="model")
+    return model
 
 
 def _boolean(name: str, value: Any) -> bool:
