@@ -36,6 +36,8 @@ GENERATOR_INPUTS = {
     "stop_token_ids": "INT32",
     "structured_output": "STRING",
     "return_timing": "BOOL",
+    "return_embedding": "BOOL",
+    "dimensions": "INT32",
     "logit_bias": "STRING",
     "n": "INT32",
     "logprobs": "INT32",
@@ -62,6 +64,7 @@ OUTPUTS = {
     "stop_reason": "STRING",
     "timing": "STRING",
     "num_reasoning_tokens": "UINT32",
+    "embedding": "FP32",
 }
 WORDS = {5: "a", 6: "\ufffd", 7: "é"}
 """Tokens of which `logprobs` tells."""
@@ -87,7 +90,8 @@ def model_config(name: str) -> Any:
         dims = [-1] if is_list else [1]
         config.input.add(name=tensor, data_type=f"TYPE_{kind}", dims=dims, optional=True)
     for tensor, kind in OUTPUTS.items():
-        config.output.add(name=tensor, data_type=f"TYPE_{kind}", dims=[-1 if tensor == "output_ids" else 1])
+        dims = [-1 if tensor in ("output_ids", "embedding") else 1]
+        config.output.add(name=tensor, data_type=f"TYPE_{kind}", dims=dims)
     return config
 
 
@@ -202,7 +206,13 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
             return
         text = self._text(inputs)
         verb, _, rest = text.partition(" ")
-        if verb in ("call", "think", "logprobs", "raw"):
+        if inputs.get("return_embedding") == [True] and verb not in ("error", "silent"):
+            vector = [float(len(inputs.get("input_ids", text))), 0.5, -0.25]
+            vector = vector[: inputs.get("dimensions", [3])[0]]
+            reason = rest if verb == "ended" else "stop"
+            vector = [] if verb == "ended" else vector
+            yield self._response(request, "", [], reason, final=True, embedding=vector)
+        elif verb in ("call", "think", "logprobs", "raw"):
             yield from self._chat(request, verb, rest, inputs)
         elif verb == "tokens":
             count = int(rest)
@@ -352,7 +362,8 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
             value = said.get(name, "" if kind == "STRING" else 0)
             stated = value.encode() if kind == "STRING" else value
             dtype = object if kind == "STRING" else triton_to_np_dtype(datatype)
-            values[name] = (datatype, np.array([stated], dtype=dtype))
+            shape: Any = -1 if name == "embedding" else 1
+            values[name] = (datatype, np.array([stated], dtype=dtype).reshape(shape))
         wanted = [output.name for output in request.outputs] or list(values)
         for name in wanted:
             datatype, value = values[name]
