@@ -142,6 +142,7 @@ CASES: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
     "three tokens a response": (GREEDY, {"stream_interval": 3}),
     "repeated": (GREEDY, {"cumulative": True}),
     "prompts": (GREEDY, {"others": [other_prompt(GREEDY), other_prompt(SEEDED)]}),
+    "an embedding": (SamplingParams(dimensions=1, max_tokens=1), {"stream": False}),
     "a stop token": (msgspec.structs.replace(GREEDY, stop_token_ids=tuple(range(20))), {}),
 }
 
@@ -271,6 +272,7 @@ def make_info(**values: Any) -> EngineInfo:
 
 
 OTHER_VALUES: dict[str, Any] = {
+    "dimensions": 8,
     "max_tokens": 3, "min_tokens": 1, "temperature": 0.5, "top_k": 1, "top_p": 0.5, "min_p": 0.5,
     "typical_p": 0.5, "repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 1.0,
     "no_repeat_ngram_size": 3, "logit_bias": {1: 1.0}, "bad_words": ("a",), "bad_words_ids": ((1,),),
@@ -358,7 +360,7 @@ def test_entries_that_no_engine_can_have_made_are_not_found() -> None:
         {"token_ids": [VOCAB_SIZE]}, {"token_ids": [-1]}, {"token_ids": [1] * 401}, {"index": 1}, {"item": 1},
         {"finish_reason": "cancelled"}, {"finish_reason": ""}, {"token_ids": ["a"]}, {"token_ids": "abc"},
         {"logprobs": []}, {"logprobs": [[[1], [0.5], 1]] * 3}, {"num_cached_tokens": -1},
-        {"stop_reason": [1]},
+        {"stop_reason": [1]}, {"embedding": b"1234"},
     ]  # fmt: skip
     for values in wrong:
         assert not found(entry(**values)), values

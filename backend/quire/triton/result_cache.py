@@ -1,8 +1,8 @@
 """ResultCache: what an engine answered to deterministic requests, for when they come again.
 
-It lies before the engine and keeps what that said (token ids, log-probabilities, ends), not what clients were
-sent: a hit goes through the same processors as an engine's outputs, so texts, stop strings, parsers,
-dialects and pacing are the request's own.
+It lies before the engine and keeps what that said (token ids, log-probabilities, embeddings, ends), not what
+clients were sent: a hit goes through the same processors as an engine's outputs, so texts, stop strings,
+parsers, dialects and pacing are the request's own.
 
 A request is looked up by its key, a digest of all that reaches the engine but when it came and how urgent it
 is, and of what the engine computes with. Whoever adds a field to requests need not think of the cache.
@@ -54,6 +54,7 @@ class ChoiceResult(msgspec.Struct, array_like=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cumulative_logprob: float | None = None
     num_cached_tokens: int = 0
+    embedding: bytes = b""
 
     def is_sound(self, vocab_size: int) -> bool:
         """Whether an engine may have said it; entries may come from anywhere."""
@@ -104,7 +105,7 @@ class Recording:
         result.num_cached_tokens = max(result.num_cached_tokens, output.num_cached_tokens)
         if output.cumulative_logprob is not None:
             result.cumulative_logprob = output.cumulative_logprob
-        result.stop_reason = output.stop_reason
+        result.stop_reason, result.embedding = output.stop_reason, output.embedding
 
 
 class ResultCache:
@@ -230,6 +231,7 @@ def replayed(results: Results, request_ids: list[str], parsed: ParsedRequest) ->
                 index=one.index,
                 cumulative_logprob=one.cumulative_logprob if is_last else None,
                 prompt_logprobs=None if start else one.prompt_logprobs,
+                embedding=one.embedding,
             )
 
 
@@ -270,7 +272,9 @@ def _decoded(data: bytes, parsed: ParsedRequest, info: EngineInfo) -> Results | 
 
 
 def _has_what(one: ChoiceResult, prompt: ParsedRequest) -> bool:
-    """Whether a choice has log-probabilities where its prompt asks for them."""
+    """Whether a choice has log-probabilities, or an embedding, where its prompt asks for them."""
+    if len(one.embedding) != 4 * prompt.params.dimensions:
+        return False
     return not one.token_ids or (one.logprobs is None) == (prompt.params.logprobs is None)
 
 
