@@ -57,7 +57,8 @@ def find_files(
         raise fail(f"{index}: must hold a weight_map of tensor names to files")
     files: dict[Path, None] = {}
     for shard in (shard for tensor, shard in weight_map.items() if wanted(tensor)):
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        is_name = isinstance(shard, str) and Path(shard).name == shard and shard not in ("", "..")
+        if not is_name or "\0" in shard:
             raise fail(f"{index}: {shown(shard)} is not the name of a file beside the index")
         files[directory / shard] = None
     for file in files:
