@@ -1,4 +1,4 @@
-"""`quire-client chat|generate|embed|models|requests|cache|profile|openai|api-key|completion`.
+"""`quire-client chat|generate|embed|models|requests|top|cache|profile|openai|api-key|completion`.
 
 Exit status: 0 done, 1 the request or the server failed (one line on stderr), 2 wrong usage, 130 Ctrl-C.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from typing import Any
 import click
 from click.shell_completion import get_completion_class
 
+from quire_client._metrics import Scrape
 from quire_client._terminal import AnswerWriter, Waiting, without_controls
+from quire_client._top import frame
 from quire_client.client import Client
 from quire_client.errors import QuireClientError
 from quire_client.protocol import GENERATOR_MODEL, conversation
@@ -181,6 +184,26 @@ def requests(url: str, model: str, tenant: str, as_json: bool) -> None:
         if isinstance(entry, dict)
     ]
     _print_table(rows)
+
+
+@cli.command()
+@click.argument("url", default="localhost:8002")
+@click.option("--interval", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds.")
+@click.option("--once", is_flag=True, help="Print one frame and end; figures are since the server's start.")
+def top(url: str, interval: float, once: bool) -> None:
+    """Shows what a server does, live: of URL's /metrics (HOST:PORT, or a whole URL)."""
+    before: Scrape | None = None
+    while True:
+        try:
+            now = Scrape.of(url)
+        except (OSError, ValueError) as error:
+            raise QuireClientError(f"{url}: {error}") from None
+        # Home, the frame, and whatever was below it away: no flicker.
+        click.echo(frame(now, before, url) if once else f"\x1b[H\x1b[2J{frame(now, before, url)}", nl=False)
+        if once:
+            return
+        before = now
+        time.sleep(interval)
 
 
 @cli.command()

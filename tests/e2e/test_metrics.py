@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import socket
+import subprocess
+import threading
 import time
+import urllib.error
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.dashboard import ask, panels, targets
 from quire.triton.metrics import HISTOGRAMS
 from quire_client._metrics import Scrape
 from tests.e2e.conftest import write_generator
@@ -27,6 +35,7 @@ STEP_MS = 120.0
 """Long beside what a busy machine adds to it."""
 NUM_TOKENS = 12
 WAIT_S = 60.0
+CHART = ROOT / "docker" / "kubernetes" / "quire" / "files"
 
 
 @dataclass
@@ -268,3 +277,93 @@ def test_ends_are_told_apart_which_tritons_own_counts_do_not(
     # To Triton a request of a decoupled model is a success once `execute` has returned, whatever follows.
     assert changed(after, "nv_inference_request_success") == 3 + 2 + 1 + 1 + 1
     assert changed(after, "nv_inference_request_failure") == 0
+
+
+# --- Prometheus ---
+
+
+@dataclass
+class Prometheus:
+    """A real one that scrapes a server every second, with the chart's rules."""
+
+    url: str
+
+    @classmethod
+    @contextmanager
+    def of(cls, server: ServerProcess, folder: Path) -> Iterator[Prometheus]:
+        shutil.copy(CHART / "rules.yaml", folder)
+        targets = [{"targets": [server.metrics_url], "labels": {"service": "chat", "namespace": "models"}}]
+        config = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": ["rules.yaml"],
+            "scrape_configs": [{"job_name": "quire", "static_configs": targets}],
+        }
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config), "utf-8")
+        with socket.socket() as holder:
+            holder.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{holder.getsockname()[1]}"
+        command = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [*command, f"--web.listen-address={address}"], cwd=folder, stdout=log, stderr=log
+            )
+        try:
+            yield cls(f"http://{address}")
+        finally:
+            process.terminate()
+            process.wait(WAIT_S)
+
+    def until(self, query: str) -> list[Any]:
+        """The answer to a query, once there is one with a number."""
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            with suppress(urllib.error.URLError):
+                found = ask(self.url, "query", query=query)["result"]
+                if found and all(one["value"][1] != "NaN" for one in found):
+                    return list(found)
+            time.sleep(0.2)
+        raise AssertionError(f"no answer to {query}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus (Debian's package prometheus)")
+def test_a_real_prometheus_answers_every_panel_and_loads_every_rule(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    """Every query of the dashboard is parsed, and has an answer while there is load."""
+    inputs = {
+        "text_input": "x " * 30,
+        "max_tokens": 4000,
+        "ignore_eos": True,
+        "stream": True,
+        "tenant": "acme",
+    }
+    short = {**inputs, "max_tokens": 4}
+    with Prometheus.of(server, tmp_path) as prometheus:
+        prometheus.until("quire_engine_info")
+        held = TritonStream(server.grpc_url, "generator", inputs)
+        stop = threading.Event()
+
+        def load() -> None:
+            while not stop.is_set():
+                stream(server.grpc_url, "other", short)
+
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                running = pool.submit(load)
+                for panel in panels():
+                    for _, expr in targets(panel, rate_interval="30s", service="chat"):
+                        prometheus.until(expr)
+                assert not running.done()
+            finally:
+                stop.set()
+                held.cancel()
+        names = set(ask(prometheus.url, "label/__name__/values"))
+        groups = ask(prometheus.url, "rules")["groups"]
+        rules = [rule for group in groups for rule in group["rules"]]
+        assert len(rules) >= 12 and all(rule["health"] == "ok" for rule in rules), rules
+        texts = [rule["query"] for rule in rules]
+        texts += [expr for panel in panels() for _, expr in targets(panel, rate_interval="30s")]
+        used = {name for text in texts for name in re.findall(r"\bquire_\w+", text)}
+        assert len(used) > 20 and used <= names, used - names
+        assert ask(prometheus.url, "query", query='up{job="quire"}')["result"][0]["value"][1] == "1"

@@ -130,7 +130,7 @@ def test_the_manifests_fit_their_schemas(name: str, version: str) -> None:
     expected = {
         "cpu": [],
         "gpu": ["HorizontalPodAutoscaler"],
-        "keda": ["PrometheusRule", "ScaledObject", "ServiceMonitor"],
+        "keda": ["ConfigMap", "PrometheusRule", "ScaledObject", "ServiceMonitor"],
     }
     assert sorted(kinds) == sorted(["Deployment", "PodDisruptionBudget", "Service", *expected[name]])
 
