@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from quire.logits_processors import NamedProcessor  # noqa: E402
 from quire.sampling_params import SamplingParams, StructuredOutput, Thinking  # noqa: E402
 from quire.scheduling_params import SchedulingParams  # noqa: E402
 from quire.triton import result_cache  # noqa: E402
+from quire.triton.metrics import RequestMetrics  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_parser import ParsedRequest  # noqa: E402
 from quire.triton.result_cache import ChoiceResult, ResultCache, Results  # noqa: E402
@@ -37,7 +39,7 @@ from quire_ensemble.generator_schema import OUTPUTS  # noqa: E402
 from quire_ensemble.tokenizer import Tokenizer  # noqa: E402
 from tests.fixtures.checkpoints import write_tokenizer  # noqa: E402
 from tests.fixtures.fake_runner import VOCAB_SIZE  # noqa: E402
-from tests.fixtures.frontend import Frontend  # noqa: E402
+from tests.fixtures.frontend import Ended, Frontend  # noqa: E402
 from tests.triton.test_responder import SteppedRunner  # noqa: E402
 
 WAIT_S = 60.0
@@ -47,6 +49,21 @@ PROMPT = [7, 8, 9, 10, 11]
 GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
 
 
+class Figures:
+    """Stands where a MetricsBoard does: values of counters by name and labels."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[str, ...], Any] = {}
+
+    def counter(self, name: str, **labels: str) -> Any:
+        return self.values.setdefault((name, *labels.values()), SimpleNamespace(value=0))
+
+    def histogram(self, name: str, **labels: str) -> Any:
+        return SimpleNamespace(observe=lambda *numbers: None)
+
+    def touch(self) -> None: ...
+
+
 class Harness(Frontend):
     core: EngineCore
 
@@ -54,7 +71,10 @@ class Harness(Frontend):
         config = EngineConfig.from_mapping({"model": "fake", "block_size": 4, "result_cache_memory": "1MB"})
         self.runner, self.cache, self.count = SteppedRunner(256, 4), cache, 0
         self.runner.info = dataclasses.replace(self.runner.info, kv_identity={"weights": "a"})
-        super().__init__(directory, EngineCore(config, RunnerExecutor(self.runner)), tokenizer, results=cache)
+        self.ended, self.figures = Ended(), Figures()
+        observers = [self.ended, RequestMetrics(self.figures, "m", "1")]  # type: ignore[arg-type]
+        core = EngineCore(config, RunnerExecutor(self.runner))
+        super().__init__(directory, core, tokenizer, observers, results=cache)
 
     def submit(self, params: SamplingParams, prompt: list[int] = PROMPT, **fields: Any) -> Any:
         sender = fake_pb_utils.ResponseSender()
@@ -239,6 +259,17 @@ def test_what_ended_otherwise_is_not_kept(harness: Harness) -> None:
     assert harness.responder._num_recordings == 0
     assert not timing_of(harness.ask(GREEDY))["result_cached"]
     assert timing_of(harness.ask(GREEDY))["result_cached"]
+
+
+def test_observers_and_metrics_know_of_it(harness: Harness) -> None:
+    for _ in range(3):
+        harness.ask(GREEDY)
+    harness.ask(GREEDY, scheduling=SchedulingParams(cache_result=False))
+    records = harness.ended.wait(4)
+    assert [record.result_cached for record in records] == [False, True, True, None]
+    assert {record.num_output_tokens for record in records} == {30}
+    name = "quire_result_cache_lookups_total"
+    assert [harness.figures.counter(name, m="m", v="1", r=r).value for r in ("hit", "miss")] == [2, 1]
 
 
 @pytest.mark.row("G22")

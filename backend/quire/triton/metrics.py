@@ -112,6 +112,7 @@ COUNTERS: dict[str, str] = {
     "quire_requests_total": "Requests that ended, by finish_reason, and code of Triton where it was an error",
     "quire_commands_total": "Cancellations by id and cache commands that ended",
     "quire_requests_continued_total": "Requests that went on after their engine had died",
+    "quire_result_cache_lookups_total": "Requests that were looked up in the result cache, hit or miss",
     "quire_input_tokens_total": "Tokens of prompts of requests that ran, cached ones included",
     "quire_cached_input_tokens_total": "Those among them that the cache or a tier had",
     "quire_output_tokens_total": "Tokens generated, reasoning included",
@@ -360,6 +361,9 @@ class RequestMetrics:
         end = self._count("quire_requests_total", finish_reason=record.finish_reason, code=record.error_code)
         end.value += 1
         self._continued.value += record.paused_s > 0
+        if record.result_cached is not None:
+            found = "hit" if record.result_cached else "miss"
+            self._count("quire_result_cache_lookups_total", result=found).value += 1
         if not record.admitted_at:
             return
         amounts = (

@@ -49,6 +49,8 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
     """Engines that died and had it."""
     paused_s: float = 0.0
     """Seconds from these deaths to the next token each, or to its end."""
+    result_cached: bool | None = None
+    """Whether its result came from the result cache; None: it was not looked up."""
     finish_reason: str
     """Of the choice that ended last, as of `FinishReason`; of an error `error`, `cancelled`, `shutdown`."""
     error_code: str = ""

@@ -696,6 +696,7 @@ def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> 
         num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
         num_preemptions=sum(choice.num_preemptions for choice in choices),
         num_continuations=max((choice.num_continuations for choice in choices), default=0),
+        result_cached=True if _is_replay(handle) else (False if parsed and parsed.recording else None),
         paused_s=max(
             (c.paused_s + (now - c.paused_at if c.paused_at else 0.0) for c in choices), default=0.0
         ),
