@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from quire.errors import InvalidArgumentError
 from quire.structured_output import StructuredOutput
 from quire_ensemble.errors import kind, one_line
+from quire_ensemble.tokenizer import tokenizer_json
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -51,7 +52,7 @@ class Vocabulary:
     """The tokens of a model, as grammars see them.
 
     Args:
-        directory: of the tokenizer; its tokenizer.json is read.
+        directory: of the tokenizer; its tokenizer.json is read. Or a .gguf file.
         vocab_size: logits of the model.
         eos_token_ids: of the model; where there are none the tokenizer's own counts.
 
@@ -62,9 +63,8 @@ class Vocabulary:
     def __init__(self, directory: str | Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         from llguidance import LLTokenizer
 
-        path = Path(directory) / "tokenizer.json"
         try:
-            text = path.read_text(encoding="utf-8")
+            text = tokenizer_json(Path(directory))
             self.tokenizer: LLTokenizer = LLTokenizer(
                 text, eos_token=sorted(eos_token_ids) or None, slices=[*SLICES, *LLTokenizer.general_slices()]
             )

@@ -46,6 +46,20 @@ def load_gguf_tokenizer(file: Path) -> Any:
     """
     from transformers import PreTrainedTokenizerFast
 
+    tokenizer, special, template = _read(file)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=template, clean_up_tokenization_spaces=False, **special
+    )
+
+
+def gguf_tokenizer_json(file: Path) -> str:
+    """What a tokenizer.json of the tokenizer in a GGUF file would hold; raises TokenizerError."""
+    text: str = _read(file)[0].to_str()
+    return text
+
+
+def _read(file: Path) -> tuple[Any, dict[str, str], str | None]:
+    """The tokenizer (of `tokenizers`), its special tokens by transformers' names, and the chat template."""
     try:
         values = {
             name.removeprefix("tokenizer.").removeprefix("ggml."): value
@@ -71,12 +85,7 @@ def load_gguf_tokenizer(file: Path) -> Any:
             if values.get(f"{name}_token_id") is not None
         }
         _begin_and_end(tokenizer, values, special)
-        return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            chat_template=values.get("chat_template"),
-            clean_up_tokenization_spaces=False,
-            **special,
-        )
+        return tokenizer, special, values.get("chat_template")
     except TokenizerError:
         raise
     except Exception as error:  # whatever lies in the file

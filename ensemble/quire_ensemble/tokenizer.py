@@ -316,6 +316,21 @@ def _gguf_file(path: Path) -> Path | None:
         return None
 
 
+def tokenizer_json(path: Path) -> str:
+    """The text of a checkpoint's tokenizer.json, or what it would be of a .gguf file.
+
+    Raises:
+        OSError: there is no such file.
+        TokenizerError: the tokenizer of a .gguf file cannot be read.
+    """
+    gguf = _gguf_file(path)
+    if gguf is None:
+        return (path / "tokenizer.json").read_text(encoding="utf-8")
+    from quire_ensemble.gguf_tokenizer import gguf_tokenizer_json
+
+    return gguf_tokenizer_json(gguf)
+
+
 def _load(path: Path) -> Any:
     """transformers' tokenizer of a checkpoint; arguments and errors as of `Tokenizer`."""
     gguf = _gguf_file(path)

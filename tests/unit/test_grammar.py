@@ -331,7 +331,7 @@ def test_a_grammar_that_gets_too_complex_ends_its_request_alone(
     llm: LLM,
 ) -> None:
     core = llm.core
-    asked = {"bound": {"structured_output": {"json": MANY}}, "free": {"temperature": 1.0}}
+    asked = {"bound": {"structured_output": {"json": MANY}}, "free": {"temperature": 1.0, "ignore_eos": True}}
     for request_id, params in asked.items():
         core.add_request(request_id, [5, 6], parse_sampling_params({"max_tokens": 5, **params}))
     outputs = [output for _ in range(6) for output in core.step()]

@@ -26,6 +26,7 @@ from quire.frontend.result_store import MemoryStore, RedisStore
 from quire.outputs import EngineCoreOutput, TokenLogprobs
 from quire.request import FinishReason
 from quire.scheduling_params import SchedulingParams
+from quire_ensemble.tokenizer import tokenizer_json
 
 if TYPE_CHECKING:
     from quire.triton.request_parser import ParsedRequest
@@ -278,9 +279,12 @@ def _has_what(one: ChoiceResult, prompt: ParsedRequest) -> bool:
     return not one.token_ids or (one.logprobs is None) == (prompt.params.logprobs is None)
 
 
-def _digest_of_files(directory: Path) -> str:
+def _digest_of_files(tokenizer: Path) -> str:
     state = hashlib.blake2b(digest_size=16)
-    for file in sorted(directory.iterdir()):
+    if tokenizer.is_file():
+        state.update(tokenizer_json(tokenizer).encode())
+        return state.hexdigest()
+    for file in sorted(tokenizer.iterdir()):
         if file.is_file() and any(word in file.name for word in ("token", "vocab", "merges")):
             data = file.read_bytes()
             state.update(f"{file.name} {len(data)}\n".encode() + data)
