@@ -1,13 +1,9 @@
-"""Logits of a row on the CPU do not depend, in any bit, on what is computed beside it.
-
-They do depend on how its prompt was cut: attention of few tokens and of many adds in another order. So a
-chunked prompt and a cached prefix are not bit-equal (docs/lab-notes.md), and nothing here says so.
-"""
+"""Logits on the CPU do not depend, in any bit, on other rows, nor on how a prompt was computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +23,8 @@ from tests.unit.test_oracle_matrix import engine
 
 BEGINNING = random_prompts(1, longest=1, seed=5)[0] * 24
 PROMPTS = [(BEGINNING if i % 2 else []) + prompt for i, prompt in enumerate(random_prompts(16, seed=11))]
+LONG_PROMPTS = [*PROMPTS[:14], *([BEGINNING * 11 + prompt for prompt in PROMPTS[14:]])]
+"""Two of them longer than what attention adds up before it corrects sums (256 positions)."""
 NUM_TOKENS = 6
 PLAIN = {
     "fp32": {"dtype": "float32"},
@@ -39,6 +37,10 @@ PLAIN = {
 ISAS = supported_isas()
 PATHS = [(name, isa, "one call") for name in PLAIN for isa in ISAS]
 PATHS += [(name, isa, "operators") for name in PLAIN for isa in ISAS[:1]]
+
+CUT = ("fp32", "bf16", "int8 cache")
+"""What attention's arithmetic depends on; the rest concerns linear layers."""
+BEST = (ISAS[0], "one call")
 
 Logits = dict[tuple[int, ...], torch.Tensor]
 """Of the token behind each sequence that one was drawn for."""
@@ -86,6 +88,27 @@ def check_equal(found: Logits, expected: Logits) -> None:
         assert torch.equal(values, expected[key]), f"behind {len(key)} tokens"
 
 
+def check_cuts(path: Path, record: Callable[..., Logits], **options: Any) -> None:
+    """Chunks of prompts, alone and beside other rows, and cached prefixes."""
+    options |= {"max_model_len": 400}
+    whole = record(
+        path,
+        [[prompt] for prompt in LONG_PROMPTS],
+        max_num_batched_tokens=4096,
+        enable_prefix_caching=False,
+        **options,
+    )
+    for chunk, size in ((1, 1), (3, 1), (5, 7), (16, 1), (64, 16)):
+        batches = [LONG_PROMPTS[start : start + size] for start in range(0, 16, size)]
+        limits = {"max_num_batched_tokens": 4096, "max_prefill_tokens_per_request": chunk}
+        check_equal(record(path, batches, enable_prefix_caching=False, **limits, **options), whole)
+    # Each prompt twice: the second finds all blocks but the last, the others those of what they begin with.
+    repeated = [[prompt] for prompt in LONG_PROMPTS for _ in range(2)]
+    check_equal(
+        record(path, repeated, max_num_batched_tokens=4096, enable_prefix_caching=True, **options), whole
+    )
+
+
 def check_batches(path: Path, record: Callable[..., Logits], **options: Any) -> None:
     """Prompts whole in one step, and none of them cached."""
     options |= {"max_num_batched_tokens": 4096, "enable_prefix_caching": False}
@@ -96,31 +119,59 @@ def check_batches(path: Path, record: Callable[..., Logits], **options: Any) -> 
         check_equal(record(path, batches, **options), alone)
 
 
-@pytest.mark.row("A12", clauses=("batch",))
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], AbstractContextManager[object]]:
+    """Has models compute with an instruction set, "one call" or "operators" at a time."""
+
+    def choose(isa: str, how: str) -> AbstractContextManager[object]:
+        if how == "operators":
+            monkeypatch.setattr(DecoderModel, "_fuse", _unfused)
+        named = [
+            operator
+            for operator in registry.operators()
+            if any(one.name == isa for one in registry.implementations(operator))
+        ]
+        return registry.forced(dict.fromkeys(named, isa)) if isa != ISAS[0] else nullcontext()
+
+    return choose
+
+
+@pytest.mark.row("A12", clauses=("batch", "default"))
 @pytest.mark.parametrize(("name", "isa", "how"), PATHS)
 def test_logits_are_equal_bit_for_bit(
     checkpoints: dict[str, Path],
     record: Callable[..., Logits],
-    monkeypatch: pytest.MonkeyPatch,
+    on: Callable[[str, str], AbstractContextManager[object]],
     name: str,
     isa: str,
     how: str,
 ) -> None:
     """On each instruction set here; there is no mode to ask for."""
-    if how == "operators":
-        monkeypatch.setattr(DecoderModel, "_fuse", _unfused)
-    named = [
-        operator
-        for operator in registry.operators()
-        if any(one.name == isa for one in registry.implementations(operator))
-    ]
-    with registry.forced(dict.fromkeys(named, isa)) if isa != ISAS[0] else nullcontext():
+    with on(isa, how):
         check_batches(checkpoints["qwen3"], record, **PLAIN[name])
 
 
+@pytest.mark.row("A12", clauses=("chunks", "prefix", "default"))
+@pytest.mark.parametrize(
+    ("name", "isa", "how"), [path for path in PATHS if path[0] in CUT or path[1:] == BEST]
+)
+def test_logits_do_not_depend_on_how_a_prompt_is_computed(
+    checkpoints: dict[str, Path],
+    record: Callable[..., Logits],
+    on: Callable[[str, str], AbstractContextManager[object]],
+    name: str,
+    isa: str,
+    how: str,
+) -> None:
+    """Neither on its chunks nor on what of it was cached."""
+    with on(isa, how):
+        check_cuts(checkpoints["qwen3"], record, **PLAIN[name])
+
+
 @pytest.mark.row("A12")
+@pytest.mark.parametrize("check", [check_batches, check_cuts])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_of_a_model_with_windows_are_equal_bit_for_bit(
-    checkpoints: dict[str, Path], record: Callable[..., Logits], dtype: str
+    checkpoints: dict[str, Path], record: Callable[..., Logits], check: Callable[..., None], dtype: str
 ) -> None:
-    check_batches(checkpoints["gemma3"], record, dtype=dtype)
+    check(checkpoints["gemma3"], record, dtype=dtype)

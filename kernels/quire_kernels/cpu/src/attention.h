@@ -1,7 +1,7 @@
 // Causal attention of a ragged batch over its paged context, as kernels/quire_kernels/ops.py defines it.
 //
-// Sequences with few query rows go through attention_decode.h, others through attention_tiles.h. How a sequence is
-// computed follows from its own lengths: its result does not depend on the batch around it, nor on the threads.
+// Sequences with few query rows go through attention_decode.h, others through attention_tiles.h. Both add in the order of
+// attention_call.h: a row's result does not depend on the rows beside it, nor on the threads.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,8 @@ struct Tiled {
 struct Decoded {
   int sequence;
   int first_split, num_splits;  // counted from position 0
-  int64_t partials;             // its place among all partial results: [heads][num_splits]
+  int first_unit, num_units;    // too
+  int64_t partials;             // its place among all partial results: [heads][num_units]
   int counters;                 // its place among the numbers of splits that are not done, one per KV head
 };
 
@@ -132,10 +133,10 @@ void run(const Call<T>& call) {
       num_tile_tasks += num_tiles * heads;
       continue;
     }
-    int first = call.seen_from(batch.seq_lens[i] - call.num_new(i)) / split_size;
-    int num_splits = (batch.seq_lens[i] + split_size - 1) / split_size - first;
-    decoded.push_back({i, first, num_splits, num_partials, num_counters});
-    num_partials += num_splits * heads * Partial::size(call.num_new(i) * groups, call.kv.head_dim);
+    const int from = call.seen_from(batch.seq_lens[i] - call.num_new(i)), last = batch.seq_lens[i] - 1;
+    const int num_splits = last / split_size - from / split_size + 1, num_units = last / unit_size - from / unit_size + 1;
+    decoded.push_back({i, from / split_size, num_splits, from / unit_size, num_units, num_partials, num_counters});
+    num_partials += num_units * heads * Partial::size(call.num_new(i) * groups, call.kv.head_dim);
     num_counters += heads;
   }
   // Sequences that see a window may see none of what they have in common.
@@ -183,8 +184,8 @@ void run(const Call<T>& call) {
     auto decoded_at = [&](int m) -> const Decoded& { return all_decoded[members_of[piece.first + m]]; };
     const int rows = call.num_new(decoded_at(0).sequence) * groups;
     const int64_t stride = Partial::size(rows, call.kv.head_dim);
-    auto results = [&](const Decoded& who, int head) {
-      return partials + who.partials + int64_t(head) * who.num_splits * stride;
+    auto results = [&](const Decoded& who, int head, int first_unit) {
+      return partials + who.partials + (int64_t(head) * who.num_units + first_unit - who.first_unit) * stride;
     };
     auto positions = [&](const Decoded& who, int& first, int& stop) {
       const int seq_len = batch.seq_lens[who.sequence];
@@ -201,9 +202,9 @@ void run(const Call<T>& call) {
           members[m].sequence = who.sequence;
           positions(who, members[m].first, members[m].stop);
           for (int h = 0; h < heads_each; ++h)
-            members[m].to[h] = results(who, first_head + h) + (piece.split - who.first_split) * stride;
+            members[m].to[h] = results(who, first_head + h, members[m].first / unit_size);
         }
-        decode_tiles(call, members, piece.count, rows, piece.shared, first_head, heads_each);
+        decode_tiles(call, members, piece.count, rows, piece.shared, first_head, heads_each, stride);
         is_done = true;
       }
 #endif
@@ -212,14 +213,13 @@ void run(const Call<T>& call) {
         const Decoded& who = decoded_at(0);
         int first, stop;
         positions(who, first, stop);
-        float* mine = results(who, head) + (piece.split - who.first_split) * stride;
-        decode_split<T, KV>(call, who.sequence, head, first, stop, Partial(mine, rows));
+        decode_split<T, KV>(call, who.sequence, head, first, stop, results(who, head, first / unit_size), stride);
       }
       // Whoever finishes the last split sees the others' results.
       for (int m = 0; m < piece.count; ++m) {
         const Decoded& who = decoded_at(m);
         if (__atomic_sub_fetch(counters + who.counters + head, 1, __ATOMIC_ACQ_REL) == 0)
-          merge_splits(call, who.sequence, head, results(who, head), who.num_splits, stride);
+          merge_units(call, who.sequence, head, results(who, head, who.first_unit), who.num_units, stride);
       }
     }
   });

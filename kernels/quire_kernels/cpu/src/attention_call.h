@@ -1,7 +1,16 @@
-// What both ways of computing attention share: the call, where keys and values are, and the softmax's exponential.
+// What all ways of computing attention share: the call, where keys and values are, the softmax, and the order of additions.
+//
+// A row's result is the same to the last bit whichever way it is computed, so each of them does this. A context is cut at
+// multiples of `unit_size` positions. A score has `score_chains` chains of additions over the dimensions, which take turns
+// every 16 bytes of the key: few rows want short ways from memory to lanes. In a unit, weights are relative to its own
+// largest score, their total has eight chains (every eighth position), and the weighted values are one chain in the order of
+// positions. Units are added up in their order. `in_pairs`: both products take bfloat16, weights too, and a step of a
+// chain is VDPBF16PS's for two dimensions or positions; TDPBF16PS has one chain, with steps of 32. What a row does not
+// see has a weight of zero, which changes no sum.
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "layout.h"
 #include "matrix.h"
@@ -14,6 +23,26 @@ constexpr float log2_e = 1.44269504088896341f;
 
 // The maximum of no scores. Finite, so that differences are not NaN; far enough below every score.
 constexpr float no_peak = -1e30f;
+
+#if defined(__AVX512BF16__)
+template <class T, class KV>
+constexpr bool in_pairs = std::is_same_v<T, bf16> && !std::is_same_v<KV, float>;
+#else
+template <class T, class KV>
+constexpr bool in_pairs = false;
+#endif
+
+constexpr int unit_size = 256;
+constexpr int score_chains = width / 4;
+
+// Calls f(chain, whether it is the last) in the order in which Score takes their results.
+template <class F>
+inline void for_chains(F&& f) {
+  if constexpr (score_chains == 4) f(0, false), f(2, false), f(1, false), f(3, true);
+  else f(0, false), f(1, true);
+}
+
+constexpr int unit_step = 32;  // positions that are computed together: what begins within them is hidden up to there
 
 template <class T>
 struct Call {
@@ -110,31 +139,25 @@ inline float exp2(float x) {
   return lanes[0];
 }
 
-// Lane i of the result is the sum of x[i]'s lanes.
-inline vec sum_each(const vec x[width]) {
-#if defined(__AVX512F__)
-  vec y[8], z[4];
-  for (int i = 0; i < 8; ++i)
-    y[i] = add(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
-  for (int i = 0; i < 4; ++i) {
-    __m512d a = _mm512_castps_pd(y[2 * i]), b = _mm512_castps_pd(y[2 * i + 1]);
-    z[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-  }
-  for (int i = 0; i < 2; ++i)
-    y[i] = add(_mm512_shuffle_f32x4(z[2 * i], z[2 * i + 1], 0x88),
-               _mm512_shuffle_f32x4(z[2 * i], z[2 * i + 1], 0xdd));
-  return add(_mm512_shuffle_f32x4(y[0], y[1], 0x88), _mm512_shuffle_f32x4(y[0], y[1], 0xdd));
-#else
-  vec y[4], z[2];
-  for (int i = 0; i < 4; ++i)
-    y[i] = add(_mm256_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm256_unpackhi_ps(x[2 * i], x[2 * i + 1]));
-  for (int i = 0; i < 2; ++i) {
-    __m256d a = _mm256_castps_pd(y[2 * i]), b = _mm256_castps_pd(y[2 * i + 1]);
-    z[i] = add(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)), _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));
-  }
-  return add(_mm256_permute2f128_ps(z[0], z[1], 0x20), _mm256_permute2f128_ps(z[0], z[1], 0x31));
-#endif
+// The sum of eight, in the one order in which weights are added up: those of every eighth position first.
+template <class V, class F>
+inline V sum_eight(const V* x, F&& add) {
+  return add(add(add(x[0], x[4]), add(x[2], x[6])), add(add(x[1], x[5]), add(x[3], x[7])));
 }
+
+// The softmax of a row over the units so far: what was added up before is multiplied by `keep`, what comes by `gain`.
+struct Running {
+  vec peak, total, keep, gain;
+
+  void add(vec unit_peak, vec unit_total) {
+    vec before = peak;
+    peak = max(before, unit_peak);
+    keep = exp2(sub(before, peak));
+    gain = exp2(sub(unit_peak, peak));
+    total = fma(total, keep, mul(unit_total, gain));
+  }
+  static vec sums(vec before, vec keep, vec unit, vec gain) { return fma(unit, gain, mul(before, keep)); }
+};
 
 }  // namespace attention
 }  // namespace quire

@@ -1,9 +1,8 @@
-// Attention of many query rows: a tile of them against one chunk of the context after the other, with the softmax
-// corrected as larger scores come (online softmax).
+// Attention of many query rows: a tile of them against one unit (`chunk`) of the context after the other, whose results are
+// added to what there was, corrected as larger scores come (online softmax).
 //
 // Scores lie as [key][query row], so that the softmax works on whole vectors of rows and keys need no transposing.
-// Rows are computed in blocks of `row_block`, whose scores stay in the first-level cache. Chunks begin at fixed
-// positions: how a prompt is cut into pieces does not move them.
+// Rows are computed in blocks of `row_block`, whose scores stay in the first-level cache.
 #pragma once
 
 #include "amx.h"
@@ -20,25 +19,42 @@ constexpr int row_block = 24;
 #endif
 constexpr int block_vecs = row_block / width;
 
-// c[rows][vecs * width] (+)= a[rows][depth] * b[depth][vecs * width]; consecutive rows of a are `a_row` apart, its
-// columns `a_step`.
-template <int rows, int vecs>
-inline void multiply(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_step, float* c,
-                     int64_t c_row, int depth, bool accumulate) {
+// a[rows][depth] * b[depth][vecs * width] for the columns of a in [begin, end), of these for `run` columns every `stride`;
+// consecutive rows of a are `a_row` apart, its columns `a_step`. put(r, v, sum) takes the results.
+template <int rows, int vecs, int run, int stride, class Put>
+inline void multiply(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_step, int begin, int end,
+                     Put&& put) {
   vec sums[rows][vecs];
   for (int r = 0; r < rows; ++r)
-    for (int v = 0; v < vecs; ++v) sums[r][v] = accumulate ? load(c + r * c_row + v * width) : zero();
-  for (int i = 0; i < depth; ++i, a += a_step, b += b_step) {
-    vec right[vecs];
-    for (int v = 0; v < vecs; ++v) right[v] = load(b + v * width);
-    for (int r = 0; r < rows; ++r) {
-      vec left = splat(a[r * a_row]);
-      for (int v = 0; v < vecs; ++v) sums[r][v] = fma(left, right[v], sums[r][v]);
+    for (int v = 0; v < vecs; ++v) sums[r][v] = zero();
+  for (; begin < end; begin += stride) {
+    const float *left_at = a + begin * a_step, *right_at = b + begin * b_step;
+#pragma GCC unroll 4
+    for (int i = 0; i < run; ++i, left_at += a_step, right_at += b_step) {
+      vec right[vecs];
+      for (int v = 0; v < vecs; ++v) right[v] = load(right_at + v * width);
+      for (int r = 0; r < rows; ++r) {
+        vec left = splat(left_at[r * a_row]);
+        for (int v = 0; v < vecs; ++v) sums[r][v] = fma(left, right[v], sums[r][v]);
+      }
     }
   }
   for (int r = 0; r < rows; ++r)
-    for (int v = 0; v < vecs; ++v) store(c + r * c_row + v * width, sums[r][v]);
+    for (int v = 0; v < vecs; ++v) put(r, v, sums[r][v]);
 }
+
+// The sums of a score's chains, as they come.
+template <int rows, int vecs>
+struct ScoreSums {
+  vec kept[2][rows][vecs];
+
+  // The sum of those so far that belong together, and of all with the last.
+  vec add(int chain, int r, int v, vec sum) {
+    if (chain >= 2) sum = quire::add(kept[chain - 2][r][v], sum);
+    if (chain == score_chains - 1 && chain % 2) return quire::add(kept[0][r][v], sum);
+    return kept[chain % 2][r][v] = sum;
+  }
+};
 
 // What a tile's arithmetic is made of, in float32. An arithmetic has: the rows a tile should have, the positions of
 // a chunk, to which multiple of keys it rounds up, and the steps below. `Query` and `Sums` hold all rows of the
@@ -46,7 +62,7 @@ inline void multiply(const float* a, int64_t a_row, int64_t a_step, const float*
 template <class T, class KV>
 class FloatTile {
  public:
-  static constexpr int tile_rows = 5 * 24, chunk = 128, key_step = 8;
+  static constexpr int tile_rows = 5 * 24, chunk = unit_size, key_step = 8;
   using Weight = float;
 
   FloatTile(int num_blocks, int head_dim) : size_(head_dim) {
@@ -83,9 +99,17 @@ class FloatTile {
   void score(int block, int begin, int end, float* scores) const {
     constexpr int rows = width == 16 ? 8 : 4;
     const float* query = query_ + int64_t(block) * row_block * size_;
-    for (int k = begin; k < end; k += rows)
-      multiply<rows, block_vecs>(keys_ + k * size_, size_, 1, query, row_block, scores + k * row_block, row_block,
-                                 size_, false);
+    constexpr int run = 16 / sizeof(KV), stride = score_chains * run;
+    for (int k = begin; k < end; k += rows) {
+      ScoreSums<rows, block_vecs> chains;
+      for_chains([&](int chain, bool is_last) {
+        auto put = [&](int r, int v, vec sum) {
+          sum = chains.add(chain, r, v, sum);
+          if (is_last) store(scores + (k + r) * row_block + v * width, sum);
+        };
+        multiply<rows, block_vecs, run, stride>(keys_ + k * size_, size_, 1, query, row_block, chain * run, size_, put);
+      });
+    }
   }
 
   // The weights of keys k and k + 1 for `width` rows, in the place of their scores.
@@ -94,27 +118,23 @@ class FloatTile {
     store(weights + (k + 1) * row_block + row, second);
   }
 
-  // Multiplies what has been added up for a block of rows with `keep` [row_block].
-  void rescale(int block, const float* keep) {
-    float* sums = sums_ + int64_t(block) * row_block * size_;
-    for (int r = 0; r < row_block; ++r, sums += size_) {
-      vec factor = splat(keep[r]);
-      for (int d = 0; d < size_; d += width) store(sums + d, mul(load(sums + d), factor));
-    }
-  }
-
-  void add_values(int block, int begin, int end, const Weight* weights) {
+  // Adds the weighted values of a unit, times `gain`, to the sums, times `keep` [row_block].
+  void add_values(int block, int begin, int end, const Weight* weights, const float* keep, const float* gain) {
     constexpr int rows = width == 16 ? 8 : 6;
     float* sums = sums_ + int64_t(block) * row_block * size_;
     weights += begin * row_block;
     const float* values = values_ + begin * size_;
+    auto add = [&](auto vecs, int row, int d) {
+      multiply<rows, vecs, 1, 1>(weights + row, 1, row_block, values + d, size_, 0, end - begin, [&](int r, int v, vec unit) {
+        float* to = sums + (row + r) * size_ + d + v * width;
+        store(to, Running::sums(load(to), splat(keep[row + r]), unit, splat(gain[row + r])));
+      });
+    };
     int d = 0;
     for (; d + 2 * width <= size_; d += 2 * width)
-      for (int r = 0; r < row_block; r += rows)
-        multiply<rows, 2>(weights + r, 1, row_block, values + d, size_, sums + r * size_ + d, size_, end - begin, true);
+      for (int r = 0; r < row_block; r += rows) add(std::integral_constant<int, 2>(), r, d);
     if (d < size_)
-      for (int r = 0; r < row_block; r += rows)
-        multiply<rows, 1>(weights + r, 1, row_block, values + d, size_, sums + r * size_ + d, size_, end - begin, true);
+      for (int r = 0; r < row_block; r += rows) add(std::integral_constant<int, 1>(), r, d);
   }
 
   // Writes `count` rows, at most `width`, times `factors`, from row `first` of the block on.
@@ -145,7 +165,7 @@ class FloatTile {
 template <class KV, int value_tile>
 class PairTile {
  public:
-  static constexpr int tile_rows = 256, chunk = 256, key_step = 32;
+  static constexpr int tile_rows = 256, chunk = unit_size, key_step = 32;
   using Weight = bf16;
 
   PairTile(int num_blocks, int head_dim) : size_(head_dim), depth_((head_dim + 31) / 32 * 32) {
@@ -203,15 +223,6 @@ class PairTile {
     _mm512_store_si512(weights + k * row_block + 2 * row, _mm512_permutexvar_epi16(order, both));
   }
 
-  void rescale(int block, const float* keep) {
-    float* sums = sums_ + int64_t(block) * row_block * size_;
-    vec low = load(keep), high = load(keep + 16);
-    for (int d = 0; d < size_; ++d, sums += row_block) {
-      store(sums, mul(load(sums), low));
-      store(sums + 16, mul(load(sums + 16), high));
-    }
-  }
-
   void write(int block, int first, const float* factors, const Row<bf16>* rows, int count) {
     const float* sums = sums_ + int64_t(block) * row_block * size_ + first;
     vec factor = load(factors);
@@ -224,6 +235,18 @@ class PairTile {
   }
 
  protected:
+  // Adds those of a unit for dimensions [d, d + count) of a block of rows to its sums.
+  void merge(int block, int d, int count, const float* unit, const float* keep, const float* gain) {
+    float* sums = sums_ + (int64_t(block) * size_ + d) * row_block;
+    for (int row = 0; row < row_block; row += width) {
+      const vec old = load(keep + row), added = load(gain + row);
+      for (int i = 0; i < count; ++i) {
+        float* to = sums + i * row_block + row;
+        store(to, Running::sums(load(to), old, load(unit + i * row_block + row), added));
+      }
+    }
+  }
+
   // Values of 16 dimensions from `d` on and the keys from `k` on, multiples of 16 and key_step.
   bf16* value(int d, int k) const { return values_ + d * chunk + (value_tile == chunk ? k : k * 16); }
 
@@ -254,7 +277,7 @@ class PairTile {
 template <class KV>
 class Bf16Tile : public PairTile<KV, 32> {
   using Base = PairTile<KV, 32>;
-  using Base::depth_, Base::keys_, Base::query_, Base::size_, Base::sums_;
+  using Base::depth_, Base::keys_, Base::query_, Base::size_;
 
  public:
   using Base::Base;
@@ -287,16 +310,15 @@ class Bf16Tile : public PairTile<KV, 32> {
     }
   }
 
-  void add_values(int block, int begin, int end, const bf16* weights) {
-    float* sums = sums_ + int64_t(block) * row_block * size_;
+  void add_values(int block, int begin, int end, const bf16* weights, const float* keep, const float* gain) {
+    alignas(64) float unit[32 * row_block];
     Tiles::sync();
-    int d = 0;
-    for (; d + 32 <= size_; d += 32) {
-      float* to = sums + d * row_block;
-      _tile_loadd(0, to, row_block * 4);
-      _tile_loadd(1, to + 16, row_block * 4);
-      _tile_loadd(2, to + 16 * row_block, row_block * 4);
-      _tile_loadd(3, to + 16 * row_block + 16, row_block * 4);
+    for (int d = 0; d < size_; d += 32) {
+      const bool is_pair = d + 32 <= size_;
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
       for (int k = begin; k < end; k += 32) {
         const bf16* tile = Base::value(d, k);
         _tile_loadd(4, tile, 64);
@@ -304,28 +326,19 @@ class Bf16Tile : public PairTile<KV, 32> {
         _tile_loadd(7, weights + k * row_block + 32, row_block * 4);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
+        if (!is_pair) continue;
         _tile_loadd(5, tile + 16 * Base::chunk, 64);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
       }
-      _tile_stored(0, to, row_block * 4);
-      _tile_stored(1, to + 16, row_block * 4);
-      _tile_stored(2, to + 16 * row_block, row_block * 4);
-      _tile_stored(3, to + 16 * row_block + 16, row_block * 4);
+      _tile_stored(0, unit, row_block * 4);
+      _tile_stored(1, unit + 16, row_block * 4);
+      if (is_pair) {
+        _tile_stored(2, unit + 16 * row_block, row_block * 4);
+        _tile_stored(3, unit + 16 * row_block + 16, row_block * 4);
+      }
+      Base::merge(block, d, is_pair ? 32 : 16, unit, keep, gain);
     }
-    if (d == size_) return;
-    float* to = sums + d * row_block;
-    _tile_loadd(0, to, row_block * 4);
-    _tile_loadd(1, to + 16, row_block * 4);
-    for (int k = begin; k < end; k += 32) {
-      _tile_loadd(4, Base::value(d, k), 64);
-      _tile_loadd(6, weights + k * row_block, row_block * 4);
-      _tile_loadd(7, weights + k * row_block + 32, row_block * 4);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    _tile_stored(0, to, row_block * 4);
-    _tile_stored(1, to + 16, row_block * 4);
   }
 
  private:
@@ -345,23 +358,52 @@ class Bf16Tile : public PairTile<KV, PairTile<KV, 0>::chunk> {
   using Base::Base;
 
   void score(int block, int begin, int end, float* scores) const {
+    constexpr int rows = 8, run = 16 / sizeof(KV), stride = score_chains * run;
     const int depth = Base::depth_;
-    gemm::vector_rows(end - begin, Base::keys_ + begin * depth, depth,
-                      Base::query_ + int64_t(block) * depth * row_block, depth, scores + begin * row_block, true);
+    const bf16* query = Base::query_ + int64_t(block) * depth * row_block;
+    for (int k = begin; k < end; k += rows) {
+      ScoreSums<rows, block_vecs> chains;
+      const bf16* keys = Base::keys_ + k * depth;
+      for_chains([&](int chain, bool is_last) {
+        vec sums[rows][block_vecs];
+        for (auto& row : sums)
+          for (vec& sum : row) sum = zero();
+        for (int first = chain * run; first < depth; first += stride)
+          for (int d = first; d < std::min(first + run, depth); d += 2) {
+            __m512bh right[block_vecs];
+            for (int v = 0; v < block_vecs; ++v) right[v] = (__m512bh)load(reinterpret_cast<const float*>(query + d * row_block) + v * width);
+            for (int r = 0; r < rows; ++r) {
+              int32_t bits;
+              std::memcpy(&bits, keys + r * depth + d, 4);
+              const __m512bh left = (__m512bh)_mm512_set1_epi32(bits);
+              for (int v = 0; v < block_vecs; ++v) sums[r][v] = (vec)_mm512_dpbf16_ps(sums[r][v], left, right[v]);
+            }
+          }
+        for (int r = 0; r < rows; ++r)
+          for (int v = 0; v < block_vecs; ++v) {
+            vec sum = chains.add(chain, r, v, sums[r][v]);
+            if (is_last) store(scores + (k + r) * row_block + v * width, sum);
+          }
+      });
+    }
   }
 
-  void add_values(int block, int begin, int end, const bf16* weights) {
-    const int size = Base::size_;
-    gemm::vector_rows(size, Base::value(0, begin), Base::chunk, weights + begin * row_block, end - begin,
-                      Base::sums_ + int64_t(block) * row_block * size, false);
+  void add_values(int block, int begin, int end, const bf16* weights, const float* keep, const float* gain) {
+    constexpr int most = 2 * gemm::max_tile_rows;
+    alignas(64) float unit[most * row_block];
+    for (int d = 0; d < Base::size_; d += most) {
+      const int count = std::min(most, Base::size_ - d);
+      gemm::vector_rows(count, Base::value(0, begin) + d * Base::chunk, Base::chunk, weights + begin * row_block, end - begin,
+                        unit, true);
+      Base::merge(block, d, count, unit, keep, gain);
+    }
   }
 };
 
 #endif
 
 template <class T, class KV>
-using Tile = std::conditional_t<std::is_same<T, bf16>::value && !std::is_same<KV, float>::value, Bf16Tile<KV>,
-                                FloatTile<T, KV>>;
+using Tile = std::conditional_t<in_pairs<T, KV>, Bf16Tile<KV>, FloatTile<T, KV>>;
 
 #else
 
@@ -374,10 +416,11 @@ using Tile = FloatTile<T, KV>;
 struct Softmax {
   alignas(64) float peaks[row_block];   // maximum of the exponents
   alignas(64) float totals[row_block];  // sum of the weights
-  alignas(64) float keep[row_block];    // factor of what was added up before the last chunk
+  alignas(64) float keep[row_block];    // factor of what was added up before the last unit
+  alignas(64) float gain[row_block];    // of the last unit
 };
 
-// Makes the scores of keys [begin, end), even numbers, into weights, which may lie in the same place.
+// Makes the scores of keys [begin, end) of a unit, multiples of 8, into weights, which may lie in the same place.
 template <class Arithmetic>
 inline void softmax_block(float factor, const float* value_scales, int begin, int end, const float* scores,
                           typename Arithmetic::Weight* weights, Softmax& state) {
@@ -387,23 +430,27 @@ inline void softmax_block(float factor, const float* value_scales, int begin, in
       even = max(even, load(scores + k * row_block + row));
       odd = max(odd, load(scores + (k + 1) * row_block + row));
     }
-    vec before = load(state.peaks + row);
-    vec peak = max(before, mul(max(even, odd), splat(factor)));
-    vec keep = exp2(sub(before, peak)), shift = sub(zero(), peak);
-    vec total = zero();
-    for (int k = begin; k < end; k += 2) {
-      vec first = exp2(fma(load(scores + k * row_block + row), splat(factor), shift));
-      vec second = exp2(fma(load(scores + (k + 1) * row_block + row), splat(factor), shift));
-      total = add(total, add(first, second));
-      if (value_scales) {
-        first = mul(first, splat(value_scales[k]));
-        second = mul(second, splat(value_scales[k + 1]));
+    const vec peak = max(splat(no_peak), mul(max(even, odd), splat(factor))), shift = sub(zero(), peak);
+    vec totals[8];
+    for (vec& total : totals) total = zero();
+    for (int k = begin; k < end; k += 8)
+      for (int i = 0; i < 8; i += 2) {
+        vec first = exp2(fma(load(scores + (k + i) * row_block + row), splat(factor), shift));
+        vec second = exp2(fma(load(scores + (k + i + 1) * row_block + row), splat(factor), shift));
+        totals[i] = add(totals[i], first);
+        totals[i + 1] = add(totals[i + 1], second);
+        if (value_scales) {
+          first = mul(first, splat(value_scales[k + i]));
+          second = mul(second, splat(value_scales[k + i + 1]));
+        }
+        Arithmetic::put(weights, k + i, row, first, second);
       }
-      Arithmetic::put(weights, k, row, first, second);
-    }
-    store(state.peaks + row, peak);
-    store(state.keep + row, keep);
-    store(state.totals + row, fma(load(state.totals + row), keep, total));
+    Running running{load(state.peaks + row), load(state.totals + row), zero(), zero()};
+    running.add(peak, sum_eight(totals, [](vec a, vec b) { return add(a, b); }));
+    store(state.peaks + row, running.peak);
+    store(state.totals + row, running.total);
+    store(state.keep + row, running.keep);
+    store(state.gain + row, running.gain);
   }
 }
 
@@ -474,9 +521,7 @@ inline void tile_task(const Call<T>& call, int sequence, int head, int first_tok
       }
       softmax_block<Arithmetic>(call.factor(), is_quantized ? value_scales : nullptr, key_begin, key_end, scores,
                                 weights, states[b]);
-      const float* keep = states[b].keep;
-      if (std::any_of(keep, keep + row_block, [](float x) { return x != 1.0f; })) tile.rescale(b, keep);
-      tile.add_values(b, key_begin, key_end, weights);
+      tile.add_values(b, key_begin, key_end, weights, states[b].keep, states[b].gain);
     }
   }
 

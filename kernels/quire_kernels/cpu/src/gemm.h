@@ -504,16 +504,6 @@ inline __m512i pairs_of(const char* data, const float* scales, int64_t start, in
   return (__m512i)_mm512_cvtne2ps_pbh(high, low);
 }
 
-// Subnormal numbers count as zeros, as they do to tile instructions.
-class FlushSubnormals {
- public:
-  FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
-  ~FlushSubnormals() { _mm_setcsr(saved_); }
-
- private:
-  unsigned saved_;
-};
-
 // acc[STREAMS][32] = x w of as many blocks for one row, bitwise what the products of more rows give. Read side by
 // side the blocks occupy more of the processor's prefetchers than one after the other, to the memory's full rate.
 template <Format FORMAT, int STREAMS>

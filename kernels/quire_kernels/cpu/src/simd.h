@@ -96,6 +96,24 @@ inline void split_pairs(const bf16* p, vec& first, vec& second) {
   first = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
   second = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000))));
 }
+// The first `count` numbers, a multiple of 4, and zeros.
+inline vec load_first(const float* p, int count) { return _mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), p); }
+// Number N of the `of` (1: float32, 2: bfloat16, 4: int8) that lie behind each other in each lane.
+template <int of, int N>
+inline vec number(vec lanes) {
+  __m512i bits = _mm512_castps_si512(lanes);
+  if constexpr (of == 1) return lanes;
+  if constexpr (of == 2)
+    return _mm512_castsi512_ps(N ? _mm512_and_si512(bits, _mm512_set1_epi32(int(0xffff0000))) : _mm512_slli_epi32(bits, 16));
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(bits, 24 - 8 * N), 24));
+}
+inline vec unpack_low(vec a, vec b) { return _mm512_unpacklo_ps(a, b); }
+inline vec unpack_high(vec a, vec b) { return _mm512_unpackhi_ps(a, b); }
+inline vec unpack_low_pairs(vec a, vec b) { return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); }
+inline vec unpack_high_pairs(vec a, vec b) { return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); }
+// Lane i of each four lanes in all of them.
+template <int i>
+inline vec lanes_of_four(vec x) { return _mm512_permute_ps(x, i * 0x55); }
 inline vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
 inline vec sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
 inline vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
@@ -165,6 +183,21 @@ inline void split_pairs(const bf16* p, vec& first, vec& second) {
   first = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
   second = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int(0xffff0000))));
 }
+inline vec load_first(const float* p, int) { return _mm256_castsi256_ps(_mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)p))); }
+template <int of, int N>
+inline vec number(vec lanes) {
+  __m256i bits = _mm256_castps_si256(lanes);
+  if constexpr (of == 1) return lanes;
+  if constexpr (of == 2)
+    return _mm256_castsi256_ps(N ? _mm256_and_si256(bits, _mm256_set1_epi32(int(0xffff0000))) : _mm256_slli_epi32(bits, 16));
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(bits, 24 - 8 * N), 24));
+}
+inline vec unpack_low(vec a, vec b) { return _mm256_unpacklo_ps(a, b); }
+inline vec unpack_high(vec a, vec b) { return _mm256_unpackhi_ps(a, b); }
+inline vec unpack_low_pairs(vec a, vec b) { return _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b))); }
+inline vec unpack_high_pairs(vec a, vec b) { return _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b))); }
+template <int i>
+inline vec lanes_of_four(vec x) { return _mm256_permute_ps(x, i * 0x55); }
 inline vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
 inline vec sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
 inline vec mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
@@ -201,20 +234,34 @@ inline vec nan_of(vec x, vec y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(x,
 
 #endif
 
+// Subnormal numbers count as zeros, as they do to tile instructions.
+class FlushSubnormals {
+ public:
+  FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
+  ~FlushSubnormals() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+};
+
 // Transposes a square of `width` times `width`.
 inline void transpose(vec x[width]) {
 #if defined(__AVX512F__)
   vec y[16];
+#pragma GCC unroll 16
   for (int i = 0; i < 16; i += 2) {
     y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
     y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
   }
+#pragma GCC unroll 16
   for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 16
     for (int j = 0; j < 2; ++j) {
       __m512d a = _mm512_castps_pd(y[i + j]), b = _mm512_castps_pd(y[i + j + 2]);
       x[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
       x[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
     }
+#pragma GCC unroll 16
   for (int i = 0; i < 4; ++i) {
     vec a = _mm512_shuffle_f32x4(x[i], x[i + 4], 0x88), b = _mm512_shuffle_f32x4(x[i], x[i + 4], 0xdd);
     vec c = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0x88), d = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0xdd);
@@ -223,23 +270,29 @@ inline void transpose(vec x[width]) {
     y[i + 8] = _mm512_shuffle_f32x4(a, c, 0xdd);
     y[i + 12] = _mm512_shuffle_f32x4(b, d, 0xdd);
   }
+#pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) x[i] = y[i];
 #else
   vec y[8];
+#pragma GCC unroll 16
   for (int i = 0; i < 8; i += 2) {
     y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
     y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
   }
+#pragma GCC unroll 16
   for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 16
     for (int j = 0; j < 2; ++j) {
       __m256d a = _mm256_castps_pd(y[i + j]), b = _mm256_castps_pd(y[i + j + 2]);
       x[i + 2 * j] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, b));
       x[i + 2 * j + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, b));
     }
+#pragma GCC unroll 16
   for (int i = 0; i < 4; ++i) {
     y[i] = _mm256_permute2f128_ps(x[i], x[i + 4], 0x20);
     y[i + 4] = _mm256_permute2f128_ps(x[i], x[i + 4], 0x31);
   }
+#pragma GCC unroll 16
   for (int i = 0; i < 8; ++i) x[i] = y[i];
 #endif
 }
