@@ -10,6 +10,43 @@ from tests.mutations import Mutant
 
 _SURVIVORS = (  # of a review of 49 planted bugs
     Mutant(
+        "a stream that goes on draws with another seed",
+        "backend/quire/triton/generation.py",
+        "seed=choices[0].seed, prompt_logprobs=None",
+        "prompt_logprobs=None",
+        ("tests/triton/test_continuation.py::test_a_request_without_a_seed_goes_on_with_its_own",),
+    ),
+    Mutant(
+        "what goes on stands behind what came later",
+        "backend/quire/core/policies/queue.py",
+        "number += (int(request.arrival_time * 1e6) << 20) - (1 << 90)",
+        "pass",
+        (
+            "tests/triton/test_continuation.py"
+            "::test_places_in_the_queue_survive_and_no_limit_refuses_what_was_admitted",
+        ),
+    ),
+    Mutant(
+        "whoever was in a fatal step twice is the killer",
+        "backend/quire/triton/generation.py",
+        "if is_suspect and risk.is_alone else 0",
+        "if is_suspect else 0",
+        (
+            "tests/triton/test_continuation.py"
+            "::test_a_request_that_kills_engines_ends_and_no_other[kind0-9-1]",
+        ),
+    ),
+    Mutant(
+        "an idle engine that does not look at messages is healthy",
+        "backend/quire/engine/client.py",
+        "self._sent_at > beat and self._watchdog_s",
+        "False",
+        (
+            "tests/triton/test_watchdog.py"
+            "::test_an_idle_engine_is_healthy_until_it_does_not_look_at_a_message",
+        ),
+    ),
+    Mutant(
         "an image is told by its first row",
         "backend/quire/multimodal.py",
         "np.ascontiguousarray(embeds[first_row : first_row + length])",

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from quire_ensemble.builder import build_repository
-from tests.e2e.conftest import OPTIONS
+from tests.e2e.conftest import OPTIONS, write_generator
 from tests.e2e.triton_calls import Reply, TritonStream, infer
 from tests.fault.test_engine_death import WAIT_S, engines
 from tests.fixtures.checkpoints import make_checkpoint
@@ -131,3 +131,36 @@ def test_one_answer_that_is_not_streamed_outlives_its_engine(server: ServerProce
         os.kill(engine.pid, signal.SIGKILL)
         assert call.result(NEXT_ENGINE_S + WAIT_S).as_numpy("output_ids").tolist() == before
         assert stream.read_all().token_ids == before
+
+
+DEADLY = """
+import os
+
+class Deadly:
+    '''Ends the process at a request's 20th token.'''
+
+    def __call__(self, token_ids, logits):
+        if len(token_ids) > 24:
+            os._exit(1)
+"""
+
+
+def test_a_request_that_kills_engines_ends_and_no_other(tmp_path: Path, serve_repository: Any) -> None:
+    """31 others lose time, no token."""
+    checkpoint = make_checkpoint("llama", tmp_path / "llama")
+    listed = {"deadly": "plugin.py:Deadly"}
+    write_generator(
+        tmp_path / "repository", "generator", checkpoint, logits_processors=listed, max_model_len=700
+    )
+    (tmp_path / "repository" / "generator" / "1" / "plugin.py").write_text(DEADLY)
+    server: ServerProcess = serve_repository(tmp_path / "repository")
+    common = {"stream": True, "max_tokens": 600, "ignore_eos": True}
+    asked = [{**common, "text_input": f"hello {n}"} for n in range(31)]
+    with ThreadPoolExecutor(len(asked) + 1) as pool:
+        undisturbed = list(pool.map(TritonStream.read_all, read_all(server, asked)))
+        calls = read_all(server, asked)
+        replies = [pool.submit(call.read_all) for call in calls]
+        deadly = {**common, "input_ids": [5, 6, 7, 8], "logits_processors": '["deadly"]'}
+        reply = TritonStream(server.grpc_url, "generator", deadly).read_all()
+        assert reply.error is not None and "two engines died" in str(reply.error)
+        check([one.result() for one in replies], undisturbed)
