@@ -14,9 +14,9 @@ from tests.fixtures import fake_pb_utils
 
 fake_pb_utils.install()
 
-from quire.outputs import EngineCoreOutput, RequestOutput  # noqa: E402
+from quire.outputs import EngineCoreOutput, RequestOutput, TokenLogprobs  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
-from quire.triton.request_handle import RequestHandle  # noqa: E402
+from quire.triton.request_handle import RequestHandle, _vllm_logprobs  # noqa: E402
 from quire.triton.request_parser import ParsedRequest  # noqa: E402
 from quire_ensemble.generator_schema import OUTPUTS  # noqa: E402
 from tests.triton.test_choices import WAIT_S, Harness, tokens  # noqa: E402
@@ -95,3 +95,17 @@ def test_reasoning_tokens_are_those_that_the_output_counts() -> None:
     handle.parsed = ParsedRequest([1], SamplingParams(), "", ALL, ALL)
     handle.send(RequestOutput("t-1", "x", [1, 2], "stop", None, 1, 2, 0, num_reasoning_tokens=1))
     assert value(sender.responses[0], "num_reasoning_tokens") == 1
+
+
+def test_log_probabilities_as_vllm_backend_writes_them() -> None:
+    """Most likely ones by place; a token drawn from behind them has its own rank, which beams do not know."""
+    entries = [
+        TokenLogprobs([7, 5, 7], [-0.9, -0.5, -0.9], 2),
+        TokenLogprobs([9, 5, 7], [-4.0, -0.5, -0.9], 31),
+        TokenLogprobs([9, 5], [-4.0, -0.5], 0),
+    ]
+    output = RequestOutput("r", "", [7, 9, 9], None, None, 1, 3, 0, logprobs=entries)
+    found = json.loads(_vllm_logprobs(output, "<{}>".format))
+    ranks = [{token: one["rank"] for token, one in entry.items()} for entry in found]
+    assert ranks == [{"5": 1, "7": 2}, {"5": 1, "7": 2, "9": 31}, {"5": 1, "9": 2}]
+    assert found[1]["9"] == {"logprob": -4.0, "rank": 31, "decoded_token": "<9>"}

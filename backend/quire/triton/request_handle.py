@@ -56,7 +56,6 @@ class RequestHandle:
         "_first_sent",
         "_sender",
         "arrived_at",
-        "decode",
         "external_id",
         "finish_reason",
         "is_reported",
@@ -93,8 +92,6 @@ class RequestHandle:
         """Time of the first response of each."""
         self.step_s = 0.0
         """Seconds between the last two responses of a choice; 0 before there were two."""
-        self.decode: Callable[[list[int]], str] | None = None
-        """The tokenizer's, where responses need the text of single tokens."""
         self.text_of: Callable[[int], str] | None = None
         """Text of a token in log-probabilities; None: there is no tokenizer."""
         self._error: Any | None = None
@@ -180,7 +177,7 @@ class RequestHandle:
             elif name == "timing":
                 array = _bytes(self._timing(output, parsed))
             elif parsed.form == "vllm" and name == "logprobs":
-                found = b"null" if parsed.hides_logprobs else _vllm_logprobs(output, self.decode)
+                found = b"null" if parsed.hides_logprobs else _vllm_logprobs(output, self.text_of)
                 array = np.array([found], dtype=_OBJECT)
             elif name in ("logprobs", "prompt_logprobs"):
                 array = np.array([_logprobs(getattr(output, name) or [], self.text_of)], dtype=_OBJECT)
@@ -301,20 +298,16 @@ def _logprobs(entries: Sequence[TokenLogprobs | None], text_of: Callable[[int], 
     return msgspec.json.encode(told)
 
 
-def _vllm_logprobs(output: RequestOutput, decode: Callable[[list[int]], str] | None) -> bytes:
-    """As vllm_backend writes them: per token an object by token id.
-
-    The rank of a drawn token that is not among the most likely ones is not known beyond that: it is given as
-    the one behind theirs.
-    """
+def _vllm_logprobs(output: RequestOutput, text_of: Callable[[int], str] | None) -> bytes:
+    """As vllm_backend writes them: per token an object by token id, the most likely ones ranked by place."""
     entries = []
     for entry in output.logprobs or []:
         (drawn, *top), (logprob, *logprobs) = entry.token_ids, entry.logprobs
         ranked = {token: (one, rank) for rank, (token, one) in enumerate(zip(top, logprobs, strict=True), 1)}
-        ranked.setdefault(drawn, (logprob, len(top) + 1))
+        ranked.setdefault(drawn, (logprob, entry.rank or len(top) + 1))
         entries.append(
             {
-                token: {"logprob": one, "rank": rank, "decoded_token": decode([token]) if decode else ""}
+                token: {"logprob": one, "rank": rank, "decoded_token": text_of(token) if text_of else ""}
                 for token, (one, rank) in ranked.items()
             }
         )

@@ -235,8 +235,6 @@ class Responder(threading.Thread):
             return [Control(parsed.cache_control, handle.request_id)]
         if self.drain.is_on:
             raise UnavailableError(UNLOADING)
-        if parsed.form == "vllm" and self.tokenizer is not None:
-            handle.decode = self.tokenizer.decode
         of_tokens = (parsed.params.logprobs, parsed.params.prompt_logprobs)
         if self.tokenizer is not None and of_tokens != (None, None):
             handle.text_of = TokenDecoder.of(self.tokenizer).text_of
