@@ -6,8 +6,7 @@ import contextlib
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ import numpy.typing as npt
 from quire.config import EngineConfig
 from quire.engine.cache_commands import MAX_PROFILE_S, MAX_PROFILE_STEPS, Profile
 from quire.engine.core import EngineCore
-from quire.errors import EngineError, InvalidArgumentError
+from quire.errors import EngineError
 from quire.frontend.bad_words import with_bad_words_ids
-from quire.frontend.chat.formats import Answer, ChatParsing
+from quire.frontend.chat.formats import ChatParsing, prepare_answer
 from quire.frontend.output_processor import RequestProcessor
 from quire.grammar import Vocabulary
 from quire.multimodal import PromptEmbeds
@@ -114,13 +113,10 @@ class LLM:
                 token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 request_id = f"llm-{next(self._ids)}"
                 chat = None if chats is None else chats[len(processors)]
-                if chat is not None and self._chat_parsing is not None:
-                    one = self._chat_parsing.with_grammar(one, chat)
+                one, new_answer = prepare_answer(self._chat_parsing, one, chat)
                 if one.structured_output is not None and one.structured_output not in compiled:
                     self._vocabulary.compile(one.structured_output)
                     compiled.add(one.structured_output)
-                if one.thinking_budget is not None:
-                    one = self._with_thinking(one, chat)
                 if one.bad_words and self.tokenizer is not None:
                     one = with_bad_words_ids(one, self.tokenizer)
                 request_ids.append(request_id)
@@ -130,7 +126,7 @@ class LLM:
                     len(token_ids),
                     one,
                     None if self.tokenizer is None else self.tokenizer.hf,
-                    new_answer=self._new_answer(chat, one),
+                    new_answer=new_answer,
                 )
             while self.core.has_work:
                 for output in self.core.step():
@@ -190,18 +186,6 @@ class LLM:
         finally:
             self.core.profile = None
             Path(path).write_bytes(msgspec.json.encode(recorded.answer()))
-
-    def _with_thinking(self, params: SamplingParams, chat: ChatFormat | None) -> SamplingParams:
-        if self.tokenizer is None or self._chat_parsing is None:
-            raise InvalidArgumentError("thinking_budget", "needs a tokenizer, and this checkpoint has none")
-        return self._chat_parsing.with_thinking(
-            params, chat, partial(self.tokenizer.encode, add_special_tokens=False)
-        )
-
-    def _new_answer(self, chat: ChatFormat | None, params: SamplingParams) -> Callable[[], Answer] | None:
-        if chat is None or self._chat_parsing is None or not self._chat_parsing.wants(chat):
-            return None
-        return partial(self._chat_parsing.answer, chat, skip_special_tokens=params.skip_special_tokens)
 
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:

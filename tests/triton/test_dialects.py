@@ -13,6 +13,7 @@ import pytest
 
 from quire.config import FrontendConfig
 from quire.errors import ConfigError, InvalidArgumentError
+from quire.frontend.chat.formats import ChatParsing
 from quire.sampling_params import SamplingParams
 from quire.triton import config_completion
 from quire.triton.request_parser import RequestParser
@@ -277,7 +278,7 @@ def test_every_sampling_parameter_in_every_form(
     # Whether this model can follow them is another matter.
     made = functools.partial(RequestParser, grammars=ANY_GRAMMAR)
     monkeypatch.setattr(test_request_parser, "RequestParser", made)
-    monkeypatch.setattr(RequestParser, "_with_thinking", lambda _, params, chat: params)
+    monkeypatch.setattr(ChatParsing, "with_thinking", lambda _, params, chat: params)
     seen = []
     prompt = {**PROMPT, "return_embedding": np.array([True])} if name == "dimensions" else PROMPT
     for seed in range(8):

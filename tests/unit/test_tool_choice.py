@@ -11,7 +11,7 @@ import pytest
 
 from quire import LLM
 from quire.errors import InvalidArgumentError
-from quire.frontend.chat.formats import TOOL_FORMATS, ChatParsing
+from quire.frontend.chat.formats import TOOL_FORMATS, ChatParsing, prepare_answer
 from quire.outputs import RequestOutput
 from tests.fixtures.checkpoints import make_checkpoint
 
@@ -141,7 +141,7 @@ def test_a_call_that_begins_by_itself_is_valid(name: str, llm: LLM) -> None:
     use(llm, TEMPLATES[name])
     assert llm.tokenizer is not None and llm._chat_parsing is not None
     _, chat = llm.tokenizer.encode_chat(json.dumps({"messages": MESSAGES, "tools": TOOLS}))
-    structured = llm._chat_parsing.with_grammar(llm.default_params, chat).structured_output
+    structured = prepare_answer(llm._chat_parsing, llm.default_params, chat)[0].structured_output
     assert structured is not None
     trigger = json.loads(structured.structural_tag)["format"]["triggers"][0]
     vocabulary = llm._vocabulary.compile(structured)

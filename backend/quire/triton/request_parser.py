@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, get_type_hints
 
 import msgspec
@@ -25,7 +24,7 @@ from quire.engine.messages import EmbedsMessage, EngineInfo
 from quire.engine.shared_array import SharedBuffer
 from quire.errors import InvalidArgumentError
 from quire.frontend.bad_words import with_bad_words_ids
-from quire.frontend.chat.formats import Answer, ChatParsing
+from quire.frontend.chat.formats import Answer, ChatParsing, prepare_answer
 from quire.frontend.grammar_checker import GrammarChecker
 from quire.frontend.stop_matcher import StopAutomaton
 from quire.multimodal import check_spans, content_hashes
@@ -447,13 +446,8 @@ class RequestParser:
                     "exclude_input_in_output", "must be true: a prompt given as prompt_embeds has no text"
                 )
             echo_wanted = False
-        is_own = False
-        if chat is not None and self.chat_parsing is not None:
-            is_own = params.structured_output is None and not chat.asks_for_grammar
-            params = self.chat_parsing.with_grammar(params, chat)
-        if params.thinking_budget is not None:
-            params = self._with_thinking(params, chat)
-        new_answer = self._new_answer(chat, params)
+        is_own = params.structured_output is None and chat is not None and not chat.asks_for_grammar
+        params, new_answer = prepare_answer(self.chat_parsing, params, chat)
         skips_empty = raw.requested_outputs == self._all_outputs
         if new_answer is not None and skips_empty:
             outputs, final_outputs = outputs | CHAT_OUTPUTS, final_outputs | CHAT_OUTPUTS
@@ -532,19 +526,6 @@ class RequestParser:
         if self.grammars is None:
             raise InvalidArgumentError("structured_output", "needs a tokenizer, and this checkpoint has none")
         self.grammars.check(structured)
-
-    def _with_thinking(self, params: SamplingParams, chat: ChatFormat | None) -> SamplingParams:
-        if self.tokenizer is None or self.chat_parsing is None:
-            raise InvalidArgumentError("thinking_budget", "needs a tokenizer, and this checkpoint has none")
-        return self.chat_parsing.with_thinking(
-            params, chat, partial(self.tokenizer.encode, add_special_tokens=False)
-        )
-
-    def _new_answer(self, chat: ChatFormat | None, params: SamplingParams) -> Callable[[], Answer] | None:
-        parsing = self.chat_parsing
-        if chat is None or parsing is None or not parsing.wants(chat):
-            return None
-        return partial(parsing.answer, chat, skip_special_tokens=params.skip_special_tokens)
 
     def _prompts(
         self, raw: RawRequest, info: EngineInfo

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -106,7 +107,7 @@ class ChatParsing:
     """
 
     def __init__(self, tokenizer: Any, tool_parser: str = "auto", reasoning_parser: str = "auto") -> None:
-        template = self._template = _template(tokenizer)
+        self._tokenizer, self._template = tokenizer, (template := _template(tokenizer))
         self.tools = {"auto": _tools_of(template), "none": ""}.get(tool_parser, tool_parser)
         """Name of the tool format; empty: none."""
         self.reasoning = {"auto": _reasoning_of(template), "none": ""}.get(reasoning_parser, reasoning_parser)
@@ -145,13 +146,8 @@ class ChatParsing:
         both = tags.open_tag, tags.close_tag
         return Answer(sink, ThinkSplitter(sink, machine, both, is_open=self.is_open(chat)), self.decoder)
 
-    def with_thinking(
-        self, params: SamplingParams, chat: ChatFormat | None, encode: Callable[[str], list[int]]
-    ) -> SamplingParams:
+    def with_thinking(self, params: SamplingParams, chat: ChatFormat | None) -> SamplingParams:
         """`params` with `thinking` filled from `thinking_budget`.
-
-        Args:
-            encode: token ids of a text, without those that a tokenizer adds.
 
         Raises:
             InvalidArgumentError: the answer has no reasoning that is known as such.
@@ -163,9 +159,8 @@ class ChatParsing:
             )
         tags = REASONING_FORMATS[self.reasoning]
         texts = tags.open_tag, tags.close_tag, tags.forced or tags.close_tag
-        return msgspec.structs.replace(
-            params, thinking=Thinking(self.is_open(chat), *(tuple(encode(text)) for text in texts))
-        )
+        ids = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return msgspec.structs.replace(params, thinking=Thinking(self.is_open(chat), *ids))
 
     def with_grammar(self, params: SamplingParams, chat: ChatFormat) -> SamplingParams:
         """`params` with the grammar that the messages ask for: of calls, or of a response format.
@@ -242,6 +237,35 @@ class ChatParsing:
         """Whether the prompt ends within reasoning."""
         tag = REASONING_FORMATS[self.reasoning].open_tag if self.reasoning else ""
         return bool(tag) and chat.prompt_end.rstrip().endswith(tag)
+
+
+def prepare_answer(
+    parsing: ChatParsing | None, params: SamplingParams, chat: ChatFormat | None
+) -> tuple[SamplingParams, Callable[[], Answer] | None]:
+    """How a request's answer is generated and read.
+
+    Args:
+        parsing: the model's; None: it has no tokenizer.
+        chat: of the messages that the prompt is made of; None: it is of none.
+
+    Returns:
+        `params` with the grammar that the messages ask for and the tags of a thinking budget; and what makes
+        the parser of a choice's answer, None where its text is not parsed.
+
+    Raises:
+        InvalidArgumentError: the model cannot do what is asked for; names the field.
+    """
+    if parsing is None:
+        if params.thinking_budget is not None:
+            raise InvalidArgumentError("thinking_budget", "needs a tokenizer, and this checkpoint has none")
+        return params, None
+    if chat is not None:
+        params = parsing.with_grammar(params, chat)
+    if params.thinking_budget is not None:
+        params = parsing.with_thinking(params, chat)
+    if chat is None or not parsing.wants(chat):
+        return params, None
+    return params, partial(parsing.answer, chat, skip_special_tokens=params.skip_special_tokens)
 
 
 class Answer:
