@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -15,6 +17,8 @@ from quire_client.errors import (
     InvalidArgument,
     QuireClientError,
 )
+
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 DEFAULT_URL = "localhost:8001"
 CANCEL_TIMEOUT = 2.0
@@ -53,12 +57,28 @@ class Settings:
         if self.timeout is not None:
             check_timeout(self.timeout)
 
-    def metadata(self, *, error_codes: bool = False) -> tuple[tuple[str, str], ...]:
+    def metadata(self, *, error_codes: bool = False) -> Metadata:
         """gRPC metadata of a call. With `triton_grpc_error` an error ends the stream with its status code;
         without it only a text comes. It would end the other requests of a stream too, so every request
         has a stream of its own."""
         own = (("triton_grpc_error", "true"),) if error_codes else ()
         return (*((k.lower(), v) for k, v in self.headers.items()), *own)
+
+
+CALLER_TRACE: ContextVar[Metadata] = ContextVar("quire_caller_trace", default=())
+"""W3C trace context of what this process does a request for, where OpenTelemetry does not know it."""
+
+
+def trace_metadata() -> Metadata:
+    """The caller's trace context as gRPC metadata: of OpenTelemetry, where the process uses that."""
+    if "opentelemetry.trace" in sys.modules:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        carrier: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(carrier)
+        if carrier:
+            return tuple(carrier.items())
+    return CALLER_TRACE.get()
 
 
 def check_timeout(timeout: float) -> None:

@@ -100,6 +100,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         # Taken for good by the first `cancel`, of whichever thread.
         self._cancelling = threading.Lock()
         self.started_at = 0.0
+        self._trace = conn.trace_metadata()
 
     async def start(self) -> None:
         """Sends the request; does nothing when it was sent.
@@ -121,7 +122,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._prompt, self._arguments = Prompt(), {}
         self._schema = schema
         self.started_at = time.perf_counter()
-        self._call = self._client._send(request, deadline.remaining())
+        self._call = self._client._send(request, deadline.remaining(), self._trace)
 
     def __aiter__(self) -> AsyncStream:
         return self
@@ -468,8 +469,10 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _send(self, request: Any, timeout: float | None) -> AsyncioCall | BlockingCall:
-        metadata = self._settings.metadata(error_codes=bool(self._error_codes))
+    def _send(
+        self, request: Any, timeout: float | None, trace: conn.Metadata = ()
+    ) -> AsyncioCall | BlockingCall:
+        metadata = self._settings.metadata(error_codes=bool(self._error_codes)) + trace
         return self._io.stream(request, timeout=timeout, metadata=metadata)
 
     async def _control(self, method: str, request: Any, deadline: conn.Deadline | None = None) -> Any:

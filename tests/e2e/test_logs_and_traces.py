@@ -1,7 +1,12 @@
-"""Logs of a real server, with its gateway: structured, and without a word of what clients send."""
+"""Logs and traces of a real server, with its gateway.
+
+Logs are structured, and without a word of what clients send. Spans of a request are one trace, from its
+client to the engine.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -12,11 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from quire_client import Client
 from quire_ensemble.builder import build_repository
 from tests.e2e.conftest import OPTIONS
 from tests.e2e.triton_calls import stream
 from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.otlp import OtlpReceiver, Span
 from tests.fixtures.server import ServerProcess
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
@@ -33,9 +43,7 @@ class Bad:
 ONE: dict[str, Any] = {"text_input": "Once", "max_tokens": 2}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    root = tmp_path_factory.mktemp("observed")
+def start(root: Path, receiver: OtlpReceiver, *arguments: str) -> ServerProcess:
     checkpoint = make_checkpoint("llama", root / "llama", max_position_embeddings=1024)
     template = checkpoint / "chat_template.jinja"
     raises = "{% if messages[0].role == 'system' %}{{ raise_exception(messages[0].content) }}{% endif %}"
@@ -45,9 +53,142 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     build_repository(checkpoint, repository, placement="path", engine_options=options)
     (repository / "generator" / "1" / "plugin.py").write_text(PLUGIN)
     (repository / "generator_unary" / "1" / "plugin.py").write_text(PLUGIN)
-    server = ServerProcess(repository, root, ("--log-format=json", "--log-requests")).start()
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_BSP_SCHEDULE_DELAY": "50"}
+    return ServerProcess(repository, root, ("--log-format=json", "--log-requests", *arguments), env).start()
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) -> Iterator[ServerProcess]:
+    server = start(tmp_path_factory.mktemp("observed"), receiver)
     yield server
     server.stop()
+
+
+@contextlib.contextmanager
+def gateway(server: ServerProcess, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """URL and process of a gateway, which has ended behind the context."""
+    command = [sys.executable, "-m", "quire_client.cli", "openai", "--port=0", f"--url={server.grpc_url}"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, *options], **pipes) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip(), process
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def below(spans: list[Span], parent: str) -> dict[str, Span]:
+    return {span.name: span for span in spans if span.parent == parent}
+
+
+@pytest.mark.row("G6", clauses=("trace", "attributes"))
+@pytest.mark.parametrize("model", ["generator", "chat"])
+def test_one_trace_from_the_client_library_to_the_engine(
+    server: ServerProcess, receiver: OtlpReceiver, model: str
+) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    with Client(server.grpc_url) as client, provider.get_tracer("test").start_as_current_span("client"):
+        said: Any = {"messages": [{"role": "user", "content": "Hi"}]} if model == "chat" else {"prompt": "Hi"}
+        result = client.stream(**said, model=model, max_tokens=5, ignore_eos=True).result()
+    (own,) = exporter.get_finished_spans()
+    trace, parent = f"{own.context.trace_id:032x}", f"{own.context.span_id:016x}"
+    names = {"queue", "prefill", "decode", "stream"}
+    spans = receiver.wait(lambda spans: names < {span.name for span in spans if span.trace == trace})
+    spans = [span for span in spans if span.trace == trace]
+    assert len(spans) == 5
+    ((name, top),) = below(spans, parent).items()
+    operation = "chat" if model == "chat" else "text_completion"
+    assert name == f"{operation} generator" and top.scope == "quire"
+    phases = below(spans, top.id)
+    assert phases.keys() == names
+    assert own.start_time is not None and own.end_time is not None
+    for span in (top, *phases.values()):
+        assert own.start_time <= span.start <= span.end <= own.end_time + 10**9
+    attributes = top.attributes
+    assert attributes["gen_ai.operation.name"] == operation
+    assert attributes["gen_ai.request.model"] == "generator"
+    assert attributes["gen_ai.usage.input_tokens"] > 0
+    assert attributes["gen_ai.usage.output_tokens"] == result.num_output_tokens == 5
+    assert attributes["gen_ai.response.finish_reasons"] == ["length"]
+    assert attributes["gen_ai.response.id"] == result.request_id
+    assert attributes["quire.stream"] is True and attributes["gen_ai.response.time_to_first_chunk"] > 0
+
+
+def test_a_trace_goes_through_the_gateway(server: ServerProcess, receiver: OtlpReceiver) -> None:
+    trace, parent = "5" * 32, "6" * 16
+    with gateway(server) as (url, _):
+        body = {"model": "chat", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+        status = post(
+            f"{url}/chat/completions", json.dumps(body).encode(), traceparent=f"00-{trace}-{parent}-01"
+        )
+    assert status == 200
+    spans = receiver.wait(lambda spans: any(span.parent == parent for span in spans))
+    (top,) = below(spans, parent).values()
+    assert (top.trace, top.name) == (trace, "chat generator")
+
+
+def test_a_trace_comes_by_a_parameter(server: ServerProcess, receiver: OtlpReceiver) -> None:
+    """HTTP `generate` forwards no headers."""
+    trace, parent = "7" * 32, "8" * 16
+    body = {"text_input": "Hi", "max_tokens": 3, "traceparent": f"00-{trace}-{parent}-01"}
+    assert (
+        post(f"http://{server.http_url}/v2/models/generator_unary/generate", json.dumps(body).encode()) == 200
+    )
+    spans = receiver.wait(lambda spans: any(span.parent == parent for span in spans))
+    (top,) = below(spans, parent).values()
+    assert (top.trace, top.name) == (trace, "text_completion generator_unary")
+    assert top.attributes["quire.stream"] is False
+
+
+@pytest.mark.slow
+@pytest.mark.row("G6")
+def test_our_spans_are_below_tritons(tmp_path: Path, receiver: OtlpReceiver) -> None:
+    trace_config = (
+        "mode=opentelemetry",
+        "rate=1",
+        "level=TIMESTAMPS",
+        f"opentelemetry,url={receiver.url}/v1/traces",
+    )
+    server = start(tmp_path, receiver, "--", *(f"--trace-config={one}" for one in trace_config))
+    try:
+        provider = TracerProvider()
+        with (
+            Client(server.grpc_url) as client,
+            provider.get_tracer("test").start_as_current_span("client") as own,
+        ):
+            client.generate("Hi", model="generator", max_tokens=3)
+        trace = f"{own.get_span_context().trace_id:032x}"
+
+        def chains(spans: list[Span]) -> list[list[Span]]:
+            by_id = {span.id: span for span in spans if span.trace == trace}
+            found = []
+            for span in by_id.values():
+                chain = [span]
+                while chain[-1].parent in by_id:
+                    chain.append(by_id[chain[-1].parent])
+                found.append(chain)
+            return found
+
+        client_id = f"{own.get_span_context().span_id:016x}"
+        spans = receiver.wait(
+            lambda spans: any(
+                chain[0].name == "prefill" and len(chain) > 2 and chain[-1].parent == client_id
+                for chain in chains(spans)
+            )
+        )
+        (chain,) = (chain for chain in chains(spans) if chain[0].name == "prefill")
+        assert [span.scope for span in chain[:2]] == ["quire", "quire"]
+        assert {span.scope for span in chain[2:]} == {"triton-server"}
+    finally:
+        server.stop()
 
 
 def requests() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -74,8 +215,8 @@ def requests() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "generator", {"input_ids": [7], "max_tokens": 2, "stop": CANARY}
 
 
-def post(url: str, body: bytes) -> int:
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+def post(url: str, body: bytes, **headers: str) -> int:
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             response.read()
@@ -95,7 +236,9 @@ def bodies(**fields: Any) -> Iterator[bytes]:
 
 
 @pytest.mark.row("G7", clauses=("redaction", "structure"))
-def test_nothing_that_a_client_wrote_is_in_any_log(server: ServerProcess, tmp_path: Path) -> None:
+def test_nothing_that_a_client_wrote_is_in_any_log(
+    server: ServerProcess, receiver: OtlpReceiver, tmp_path: Path
+) -> None:
     num_good = num_bad = 0
     for index, (model, inputs) in enumerate(requests()):
         reply = stream(server.grpc_url, model, inputs, request_id=f"mine-{index}")
@@ -106,23 +249,20 @@ def test_nothing_that_a_client_wrote_is_in_any_log(server: ServerProcess, tmp_pa
                 for body in bodies(text_input=CANARY, max_tokens=2)}  # fmt: skip
     assert 200 in statuses and len(statuses) > 1
     access = tmp_path / "access.log"
-    command = [sys.executable, "-m", "quire_client.cli", "openai", "--port=0", f"--access-log={access}"]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*command, f"--url={server.grpc_url}"], **pipes) as gateway:
-        assert gateway.stdout is not None and gateway.stderr is not None
-        url = gateway.stdout.readline().strip()
+    with gateway(server, f"--access-log={access}") as (url, process):
         messages = [{"role": "user", "content": CANARY}]
         for model in ("chat", CANARY):
             for body in bodies(model=model, messages=messages, max_tokens=2):
                 statuses.add(post(f"{url}/chat/completions", body))
             for body in bodies(model=model, prompt=CANARY, max_tokens=2):
                 statuses.add(post(f"{url}/completions", body))
-        gateway.terminate()
-        assert CANARY not in gateway.stdout.read() + gateway.stderr.read()
-        gateway.wait(20)
+        process.terminate()
+        assert process.stdout is not None and process.stderr is not None
+        assert CANARY not in process.stdout.read() + process.stderr.read()
     assert CANARY not in access.read_text("utf-8") and '"status": 200' in access.read_text("utf-8")
     server.stop()
     text = server.log.read_text("utf-8", errors="replace")
+    assert all(CANARY not in repr(span) for span in receiver.spans)
     assert CANARY not in text, [line for line in text.splitlines() if CANARY in line]
     lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     ends = {line["external_id"]: line for line in lines if line["message"] == "request ended"

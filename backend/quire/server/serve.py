@@ -35,7 +35,7 @@ from quire.server import http_stack, run_files, tritonserver
 from quire.server.model_links import link_models
 from quire.server.run_files import RunFiles
 from quire.server.tritonserver import TritonServer
-from quire.triton.scheduling_fields import HEADERS
+from quire.triton.scheduling_fields import HEADERS, TRACE_HEADERS
 from quire_ensemble.builder import build_repository
 from quire_ensemble.cli import parse_option
 from quire_ensemble.errors import EnsembleError
@@ -44,7 +44,7 @@ from quire_ensemble.hub import find_checkpoint
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 LOOPBACK = "127.0.0.1"
 
-FORWARDED_HEADERS = f"(?i)({'|'.join(HEADERS)})"
+FORWARDED_HEADERS = f"(?i)({'|'.join([*HEADERS, *TRACE_HEADERS])})"
 """Headers of a client that reach the models; HTTP keeps their case, gRPC has lower case."""
 
 NOBODY = "quire-admin=no\nbody"

@@ -11,7 +11,7 @@ import select
 import threading
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton_python_backend_utils as pb_utils
 
@@ -19,6 +19,9 @@ from quire.config import EngineConfig
 from quire.errors import QuireError, UnavailableError
 from quire.startup import StartTimeline, shown_phases
 from quire.triton import config_completion
+
+if TYPE_CHECKING:
+    from quire.triton.observers import RequestObserver
 
 logger = logging.getLogger("quire")
 
@@ -75,6 +78,7 @@ class TritonPythonModel:
         from quire.triton.metrics import EngineMetrics, MetricsBoard, RequestMetrics
         from quire.triton.request_log import RequestLog
         from quire.triton.request_parser import RequestParser
+        from quire.triton.request_traces import RequestTraces
         from quire.triton.responder import Responder
         from quire.triton.result_cache import ResultCache
         from quire_ensemble.errors import EnsembleError
@@ -106,6 +110,12 @@ class TritonPythonModel:
         )
         self._metrics = EngineMetrics(self._board, directory, *identity)  # the directory is there now
         timeline.end("engine")
+        self._traces = RequestTraces.of_environment()
+        observers: list[RequestObserver] = [metrics]
+        if self._traces is not None:
+            observers.append(self._traces)
+        if os.environ.get("QUIRE_LOG_REQUESTS"):
+            observers.append(RequestLog())
         server = ServerAnswer(pb_utils, args["model_name"], args["model_version"], self._server_pid)
         path = None if tokenizer is None else tokenizer.path
         self._results = ResultCache.of(config.cache, path)
@@ -116,9 +126,9 @@ class TritonPythonModel:
             drain=Drain(server.is_wanted, config.frontend.drain_s),
             model=args["model_name"],
             max_pause_s=config.frontend.max_pause_s,
-            observers=[metrics, *([RequestLog()] if os.environ.get("QUIRE_LOG_REQUESTS") else [])],
             meter=metrics,
             results=self._results,
+            observers=observers,
         )
         self._grammars = None
         if tokenizer is not None:
@@ -163,6 +173,8 @@ class TritonPythonModel:
             self._count += 1
             sender = request.get_response_sender()
             handle = RequestHandle(sender, f"{self._prefix}-{self._count}", "")
+            if self._traces is not None:
+                handle.traces = self._traces.context_of(request)
             try:
                 self._intake.check_room()
                 raw = self._parser.read(request)
@@ -195,6 +207,8 @@ class TritonPythonModel:
             self._grammars.close()
         self._responder.stop()
         self._responder.join(SHUTDOWN_S)
+        if self._traces is not None:
+            self._traces.close(SHUTDOWN_S)
         if self._results is not None:
             self._results.close()
         self._board.stop(SHUTDOWN_S)

@@ -55,6 +55,12 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
     """Of the choice that ended last, as of `FinishReason`; of an error `error`, `cancelled`, `shutdown`."""
     error_code: str = ""
     """Name of Triton's status code, where it ended by an error."""
+    is_chat: bool = False
+    """Whether its prompt was chat messages."""
+    caller_trace: dict[str, str] = {}
+    """W3C trace context of who sent it; empty: none was given, or nobody traces here."""
+    server_trace: dict[str, str] = {}
+    """Likewise of Triton's own span of it."""
 
 
 class RequestObserver(Protocol):

@@ -67,6 +67,7 @@ class RequestHandle:
         "so_far",
         "step_s",
         "text_of",
+        "traces",
     )
 
     def __init__(self, sender: Any, request_id: str, external_id: str) -> None:
@@ -94,6 +95,8 @@ class RequestHandle:
         """Seconds between the last two responses of a choice; 0 before there were two."""
         self.text_of: Callable[[int], str] | None = None
         """Text of a token in log-probabilities; None: there is no tokenizer."""
+        self.traces: tuple[dict[str, str], dict[str, str]] = {}, {}
+        """See `RequestTraces.context_of`."""
         self._error: Any | None = None
         """The response that ends the request, where it could not be sent yet."""
 

@@ -39,7 +39,13 @@ from quire.scheduling_params import SchedulingParams
 from quire.structured_output import StructuredOutput
 from quire.triton.dialects import Translation, rows, translate
 from quire.triton.result_cache import Recording, Results
-from quire.triton.scheduling_fields import ALIASES, HEADERS, SCHEDULING_FIELDS, parse_scheduling_params
+from quire.triton.scheduling_fields import (
+    ALIASES,
+    HEADERS,
+    SCHEDULING_FIELDS,
+    TRACE_HEADERS,
+    parse_scheduling_params,
+)
 from quire.validation import (
     as_embedding,
     check_prompt,
@@ -178,6 +184,8 @@ class ParsedRequest:
     """Whether they are asked for by the sum alone: vllm_backend's `logprobs` is null then."""
     cumulative: bool = False
     """Whether every response repeats what those before it said."""
+    is_chat: bool = False
+    """Whether the prompt was chat messages."""
     new_answer: Callable[[], Answer] | None = None
     """Makes the parser of a choice's answer to chat messages; None: the text is not parsed."""
     skips_empty: bool = False
@@ -480,6 +488,7 @@ class RequestParser:
                 embeds=embeds,
                 buffer=raw.embeds,
                 stops=stops,
+                is_chat=chat is not None,
                 new_answer=new_answer,
                 skips_empty=skips_empty,
                 form=self._form,
@@ -613,7 +622,8 @@ def _parameters(raw: RawRequest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     parameters = {
         key: value
         for key, value in values.items()
-        if not _is_header(key) and key not in _RESERVED and not key.startswith("triton_")
+        if not (_is_header(key) or key in _RESERVED or key.startswith("triton_"))
+        and key.lower() not in TRACE_HEADERS
     }
     return parameters, headers
 

@@ -700,4 +700,7 @@ def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> 
         ),
         finish_reason=reason,
         error_code=error_code,
+        is_chat=parsed is not None and parsed.is_chat,
+        caller_trace=handle.traces[0],
+        server_trace=handle.traces[1],
     )

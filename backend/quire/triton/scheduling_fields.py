@@ -44,6 +44,9 @@ HEADERS: dict[str, str] = {
 }
 """Headers (in lower case) that may state a field, where the server forwards them as request parameters."""
 
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""Those of a W3C trace context, likewise."""
+
 
 def parse_scheduling_params(
     *sources: Mapping[str, Any],

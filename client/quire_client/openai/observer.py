@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any, TextIO
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
+from quire_client._connection import CALLER_TRACE
 from quire_client.openai.errors import RequestError, describe, retry_after
 from quire_client.openai.keys import ApiKey, KeyRing
 from quire_client.openai.metrics import Metrics
@@ -21,6 +23,9 @@ from quire_client.types import Chunk, Embeddings, Result
 GONE = 499
 """Status, in the log and in metrics, of a request whose client left before its answer was there."""
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models")
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""Passed on to the server as they are, if gRPC can carry them."""
+_PASSED_ON = re.compile(r"[ -~]{1,512}")
 _SCOPE_KEY = "quire.exchange"
 
 
@@ -173,6 +178,9 @@ class ObserverMiddleware:
             await self._app(scope, receive, send)
             return
         exchange = self._observer.begin(scope)
+        stated = Headers(scope=scope)
+        trace = ((name, stated[name]) for name in TRACE_HEADERS if name in stated)
+        CALLER_TRACE.set(tuple((name, value) for name, value in trace if _PASSED_ON.fullmatch(value)))
 
         async def send_noting_status(message: Any) -> None:
             if message["type"] == "http.response.start":
