@@ -43,7 +43,7 @@ class Bad:
 ONE: dict[str, Any] = {"text_input": "Once", "max_tokens": 2}
 
 
-def start(root: Path, receiver: OtlpReceiver, *arguments: str) -> ServerProcess:
+def start(root: Path, receiver: OtlpReceiver) -> ServerProcess:
     checkpoint = make_checkpoint("llama", root / "llama", max_position_embeddings=1024)
     template = checkpoint / "chat_template.jinja"
     raises = "{% if messages[0].role == 'system' %}{{ raise_exception(messages[0].content) }}{% endif %}"
@@ -54,7 +54,7 @@ def start(root: Path, receiver: OtlpReceiver, *arguments: str) -> ServerProcess:
     (repository / "generator" / "1" / "plugin.py").write_text(PLUGIN)
     (repository / "generator_unary" / "1" / "plugin.py").write_text(PLUGIN)
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_BSP_SCHEDULE_DELAY": "50"}
-    return ServerProcess(repository, root, ("--log-format=json", "--log-requests", *arguments), env).start()
+    return ServerProcess(repository, root, ("--log-format=json", "--log-requests"), env).start()
 
 
 @pytest.fixture(scope="module")
@@ -146,49 +146,6 @@ def test_a_trace_comes_by_a_parameter(server: ServerProcess, receiver: OtlpRecei
     (top,) = below(spans, parent).values()
     assert (top.trace, top.name) == (trace, "text_completion generator_unary")
     assert top.attributes["quire.stream"] is False
-
-
-@pytest.mark.slow
-@pytest.mark.row("G6")
-def test_our_spans_are_below_tritons(tmp_path: Path, receiver: OtlpReceiver) -> None:
-    trace_config = (
-        "mode=opentelemetry",
-        "rate=1",
-        "level=TIMESTAMPS",
-        f"opentelemetry,url={receiver.url}/v1/traces",
-    )
-    server = start(tmp_path, receiver, "--", *(f"--trace-config={one}" for one in trace_config))
-    try:
-        provider = TracerProvider()
-        with (
-            Client(server.grpc_url) as client,
-            provider.get_tracer("test").start_as_current_span("client") as own,
-        ):
-            client.generate("Hi", model="generator", max_tokens=3)
-        trace = f"{own.get_span_context().trace_id:032x}"
-
-        def chains(spans: list[Span]) -> list[list[Span]]:
-            by_id = {span.id: span for span in spans if span.trace == trace}
-            found = []
-            for span in by_id.values():
-                chain = [span]
-                while chain[-1].parent in by_id:
-                    chain.append(by_id[chain[-1].parent])
-                found.append(chain)
-            return found
-
-        client_id = f"{own.get_span_context().span_id:016x}"
-        spans = receiver.wait(
-            lambda spans: any(
-                chain[0].name == "prefill" and len(chain) > 2 and chain[-1].parent == client_id
-                for chain in chains(spans)
-            )
-        )
-        (chain,) = (chain for chain in chains(spans) if chain[0].name == "prefill")
-        assert [span.scope for span in chain[:2]] == ["quire", "quire"]
-        assert {span.scope for span in chain[2:]} == {"triton-server"}
-    finally:
-        server.stop()
 
 
 def requests() -> Iterator[tuple[str, dict[str, Any]]]:
