@@ -107,8 +107,10 @@ def blocks_shown(served: TinyServer) -> dict[str, float]:
     """`quire_kv_blocks` of the generator by state."""
     with urllib.request.urlopen(f"http://{served.server.metrics_url}/metrics", timeout=WAIT_S) as answer:
         text = answer.read().decode()
-    (info,) = re.findall(r'^quire_engine_info\{(.*model="generator".*)\}', text, re.MULTILINE)
-    engine = re.search(r'engine="\w+"', info)[0]  # type: ignore[index]
+    infos = re.findall(r'^quire_engine_info\{(.*model="generator".*)\}', text, re.MULTILINE)
+    if not infos:
+        return dict.fromkeys(("free", "cached", "in_use", "pinned"), 0.0)  # nothing is told yet
+    engine = re.search(r'engine="\w+"', infos[0])[0]  # type: ignore[index]
     found = re.findall(rf"^quire_kv_blocks\{{(.*{engine}.*)\}} ([\d.e+]+)$", text, re.MULTILINE)
     states = {re.search(r'state="(\w+)"', labels)[1]: float(value) for labels, value in found}  # type: ignore[index]
     assert len(found) == len(states) == 4, found
