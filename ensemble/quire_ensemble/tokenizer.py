@@ -7,6 +7,7 @@ ever used.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -79,6 +80,12 @@ class Tokenizer:
             rust.encode_special_tokens = self.hf.split_special_tokens
         if not self.hf.chat_template:
             self.hf.chat_template = _processor_template(self.path)
+
+    def warm_up(self) -> None:
+        """Does what is done once, such as to compile the template, so that no request waits for it."""
+        self.encode("warm-up")
+        with contextlib.suppress(InputError):  # a template may want other messages; there may be none
+            self.encode_chat('[{"role": "user", "content": "warm-up"}]')
 
     @staticmethod
     def exists(path: str | Path) -> bool:

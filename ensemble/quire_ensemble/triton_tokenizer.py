@@ -46,6 +46,7 @@ class TokenizerModel(EnsembleModel):
 
         self.limits = text_limits(parameters, checkpoint)
         self.tokenizer = Tokenizer(checkpoint)
+        self.tokenizer.warm_up()
         self._long = ThreadPoolExecutor(LONG_THREADS, thread_name_prefix="long prompts")
 
     def execute(self, requests: list[Any]) -> list[Any]:

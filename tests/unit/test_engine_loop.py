@@ -436,11 +436,11 @@ def test_an_idle_engine_computes_a_token_for_the_probe_whatever_its_limits(
 
 def test_the_warm_up_is_charged_to_nobody() -> None:
     """The anonymous tenant began in debt."""
-    config = EngineConfig.from_mapping({"model": "fake", **REFUSING["quota"], **REFUSING["deadline"]})
-    core = EngineCore(config, RunnerExecutor(Runner()))
+    options = {"model": "fake", "block_size": 4, **REFUSING["quota"], **REFUSING["deadline"]}
+    core = EngineCore(EngineConfig.from_mapping(options), RunnerExecutor(Runner()))
     core.scheduler.roster.clock = lambda: time.monotonic() + 1.0
     core.warm_up()
-    assert core.num_finished_steps == 2
+    assert core.num_finished_steps == 6 and core.kv.pool.num_free == core.kv.num_blocks
     assert core.scheduler.roster.tenants.tokens_left("", core.scheduler.roster.clock()) == 1.0
 
 

@@ -425,21 +425,24 @@ class EngineCore:
         return SchedulerTrace.attach(self.scheduler, self.config.cache, path)
 
     def warm_up(self) -> None:
-        """Runs one prefill and one decode step, so that the first request does not pay for first use.
+        """Computes a prompt and tokens behind it, likeliest and drawn ones, so that no request pays for
+        first use. No block of more than three tokens is filled: nothing of it stays in the cache.
 
         On a device with graphs the decode steps of all sizes are recorded then.
         """
-        self.add_request(
-            "warm-up",
-            [0],
-            SamplingParams(max_tokens=2, ignore_eos=True),
-            external_id="warm-up",
-            scheduling=SchedulingParams(exempt=True),
-        )
-        while self.has_work:
-            for output in self.step():
-                if output.error is not None:
-                    raise EngineError(f"the first step of the model failed: {output.error}")
+        num_tokens = max(1, min(self.config.cache.block_size, self.info.max_model_len) - 3)
+        for temperature in (0.0, 1.0):
+            self.add_request(
+                "warm-up",
+                [0] * num_tokens,
+                SamplingParams(max_tokens=3, ignore_eos=True, temperature=temperature, top_k=2),
+                external_id="warm-up",
+                scheduling=SchedulingParams(exempt=True),
+            )
+            while self.has_work:
+                for output in self.step():
+                    if output.error is not None:
+                        raise EngineError(f"the first step of the model failed: {output.error}")
         self.executor.warm_up()
 
     def stats(self) -> SchedulerStats:

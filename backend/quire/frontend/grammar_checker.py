@@ -53,6 +53,11 @@ class GrammarChecker:
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[StructuredOutput, str] = OrderedDict()
 
+    def start(self) -> None:
+        """Starts the process, for which the first grammar would wait; where it cannot, that one says why."""
+        with self._lock, contextlib.suppress(UnavailableError):
+            self._start()
+
     def check(self, structured: StructuredOutput) -> None:
         """Raises InvalidArgumentError with the reason, UnavailableError where the process cannot start."""
         with self._lock:
@@ -70,19 +75,24 @@ class GrammarChecker:
         with self._lock:
             self._end()
 
+    def _start(self) -> str:
+        """Starts the process; what it says of itself, empty where it can check grammars."""
+        self._end()
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, start_new_session=True)
+        started = self._answer(START_S)
+        if started != "":
+            self._end()
+        if started is None:
+            raise UnavailableError("structured_output: the process that checks grammars cannot start")
+        return started
+
     def _ask(self, structured: StructuredOutput) -> str:
         if self._process is None or self._process.poll() is not None:
-            self._end()
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, start_new_session=True)
-            started = self._answer(START_S)
-            if started is None:
-                self._end()
-                raise UnavailableError("structured_output: the process that checks grammars cannot start")
+            started = self._start()
             if started:
-                self._end()
                 return started
-        assert self._process.stdin is not None
+        assert self._process is not None and self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(structured) + b"\n")
             self._process.stdin.flush()

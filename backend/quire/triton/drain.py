@@ -35,6 +35,9 @@ class Drain:
         self._is_wanted, self._limit_s = is_wanted, limit_s
         self._ends_at: float | None = None
         self.next_look = 0.0
+        self.is_asking = False
+        """Whether the server is being asked; one that has the backend asked in turn (26.03) must be told that
+        it is ready, or its answer says nothing of an unload."""
 
     @property
     def is_on(self) -> bool:
@@ -45,7 +48,10 @@ class Drain:
         """Whether what is open must end now."""
         if now >= self.next_look:
             self.next_look = now + LOOK_S
-            match self._is_wanted():
+            self.is_asking = True
+            wanted = self._is_wanted()
+            self.is_asking = False
+            match wanted:
                 case True:
                     self._ends_at = None
                 case False if self._ends_at is None:

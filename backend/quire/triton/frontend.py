@@ -133,6 +133,8 @@ class TritonPythonModel:
         self._grammars = None
         if tokenizer is not None:
             self._grammars = GrammarChecker(tokenizer.path, engine.info.vocab_size)
+            self._grammars.start()
+            timeline.end("grammars")
         self._parser = RequestParser(
             tokenizer,
             defaults_from_generation_config(generation),
@@ -191,7 +193,8 @@ class TritonPythonModel:
         False while the engine is started again or stuck, and while the model is being unloaded.
         """
         served = self._responder
-        return served.is_alive() and served.engine.is_ready and not served.drain.is_on
+        is_ready = served.is_alive() and served.engine.is_ready and not served.drain.is_on
+        return is_ready or served.drain.is_asking
 
     def _publish(self, values: dict[str, float]) -> None:
         self._metrics.update(values, self._responder.engine.info)
@@ -229,4 +232,7 @@ def _load_tokenizer(config: EngineConfig) -> Any | None:
     from quire_ensemble.tokenizer import Tokenizer, forbid_torch
 
     forbid_torch()
-    return Tokenizer.find(config.model.tokenizer, config.model.model)
+    tokenizer = Tokenizer.find(config.model.tokenizer, config.model.model)
+    if tokenizer is not None:
+        tokenizer.warm_up()
+    return tokenizer
