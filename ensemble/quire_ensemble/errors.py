@@ -63,7 +63,13 @@ def kind(value: object) -> str:
     return "null" if value is None else text if text.startswith(name) else f"{name} {text}"
 
 
-def one_line(error: Exception) -> str:
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust has given up (a regular expression's limit, a broken file): these are no
+    Exceptions, and end threads that catch every Exception."""
+    return type(error).__name__ == "PanicException"
+
+
+def one_line(error: BaseException) -> str:
     """What another library's error says, for a message of ours: on one line, its class if it says nothing."""
     text = " ".join(str(error).split())
     return (text or type(error).__name__)[:400]

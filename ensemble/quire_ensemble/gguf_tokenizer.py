@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quire_ensemble.errors import TokenizerError, one_line
+from quire_ensemble.errors import TokenizerError, is_panic, one_line
 from quire_ensemble.gguf_file import GGUFFile
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -88,7 +88,9 @@ def _read(file: Path) -> tuple[Any, dict[str, str], str | None]:
         return tokenizer, special, values.get("chat_template")
     except TokenizerError:
         raise
-    except Exception as error:  # whatever lies in the file
+    except BaseException as error:  # whatever lies in the file
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         raise TokenizerError(f"{file}: its tokenizer cannot be read: {one_line(error)}") from error
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from quire_ensemble import messages as chat
 from quire_ensemble.chat_format import ChatFormat
 from quire_ensemble.client_json import decode_utf8
-from quire_ensemble.errors import InputError, TokenizerError, one_line
+from quire_ensemble.errors import InputError, TokenizerError, is_panic, one_line
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -187,6 +187,11 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError):
             _refuse_surrogates(field, text)
             raise
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            # Ten million spaces are more than some patterns may go back over.
+            raise InputError(field, f"the tokenizer gives up on it: {one_line(error)}") from None
         return list(encoded["input_ids"])
 
     def encode_bytes(self, field: str, raw: bytes, *, max_tokens: int | None = None) -> list[int]:
@@ -353,7 +358,9 @@ def _load(path: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the loaders of transformers raise whatever their files make them raise
+    except BaseException as error:  # the loaders of transformers raise whatever their files make them raise
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         raise TokenizerError(f"{path}: tokenizer cannot be loaded: {one_line(error)}") from error
 
 

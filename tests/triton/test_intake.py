@@ -50,6 +50,8 @@ class Bench:
         self.begun.put(raw.external_id)
         if raw.num_bytes > LONG_BYTES or raw.external_id == "slow":
             assert self.gate.wait(WAIT_S)
+        if "panic" in raw.tensors:
+            raise KeyboardInterrupt  # as PyO3's PanicException, no Exception
         if "bad" in (raw.external_id, *raw.tensors):
             raise ZeroDivisionError("a bug")
         return SimpleNamespace(cancel="cancel" in raw.tensors, external_id=raw.external_id)
@@ -86,6 +88,14 @@ def test_long_texts_do_not_hold_up_short_ones(bench: Bench) -> None:
     bench.gate.set()
     found = [bench.submitted.get(timeout=WAIT_S) for _ in range(SHORT_THREADS + 2)]
     assert found == [f"long-{i}" for i in range(SHORT_THREADS + 2)], "one at a time"
+
+
+def test_no_exception_of_any_kind_ends_a_lane(bench: Bench) -> None:
+    for lane in range(SHORT_THREADS):
+        bench.put(f"{lane}", 1, panic=[True])
+    assert {bench.refused.get(timeout=WAIT_S)[0] for _ in range(SHORT_THREADS)} == {"0", "1"}
+    bench.put("next", 1)
+    assert bench.submitted.get(timeout=WAIT_S) == "next"
 
 
 def test_a_cancellation_waits_for_requests_of_its_id_that_are_still_being_parsed(bench: Bench) -> None:

@@ -230,6 +230,30 @@ def test_missing_and_broken_tokenizers_are_one_clear_line(checkpoint: Path, tmp_
     assert "\n" not in str(broken.value)
 
 
+def _with_parts(checkpoint: Path, target: Path, **parts: Any) -> Path:
+    """A tokenizer.json with other parts."""
+    values = json.loads((checkpoint / "tokenizer.json").read_text("utf-8"))
+    (target / "tokenizer.json").write_text(json.dumps(values | parts), encoding="utf-8")
+    return target
+
+
+def test_what_a_tokenizer_gives_up_on_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """Llama 3's pattern goes back over 12 million spaces: a panic, which no `except Exception` sees, ended
+    the frontend's thread for long texts, and all that came behind waited for ever."""
+    cut = {"type": "Split", "pattern": {"Regex": "(a|a)*b"}, "behavior": "Isolated", "invert": False}
+    tokenizer = Tokenizer(_with_parts(checkpoint, tmp_path, pre_tokenizer=cut))
+    with pytest.raises(InputError, match="the tokenizer gives up on it: .*retry-limit") as refused:
+        tokenizer.encode("a" * 40 + "cb")
+    assert refused.value.field == "text_input"
+    assert tokenizer.encode("ab")
+
+
+def test_a_tokenizer_whose_loading_panics_is_one_clear_line(checkpoint: Path, tmp_path: Path) -> None:
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"], "continuing_subword_prefix": "####"}
+    with pytest.raises(TokenizerError, match="tokenizer cannot be loaded: range end"):
+        Tokenizer(_with_parts(checkpoint, tmp_path, model=model, added_tokens=[], post_processor=None))
+
+
 def test_code_of_a_checkpoint_is_never_run(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "t"
     shutil.copytree(checkpoint, path)

@@ -127,7 +127,7 @@ class Intake:
                 del parsed
             except QuireError as error:
                 self._responder.refuse(handle, error)
-            except Exception as error:
+            except BaseException as error:  # a panic in Rust is no Exception, and the lane goes on
                 logger.exception("frontend: parsing failed", extra=handle.named)
                 self._responder.refuse(handle, QuireError(f"the request cannot be parsed: {error}"))
             finally:
