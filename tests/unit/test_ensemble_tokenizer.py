@@ -242,7 +242,7 @@ def test_what_a_tokenizer_gives_up_on_is_refused(checkpoint: Path, tmp_path: Pat
     the frontend's thread for long texts, and all that came behind waited for ever."""
     cut = {"type": "Split", "pattern": {"Regex": "(a|a)*b"}, "behavior": "Isolated", "invert": False}
     tokenizer = Tokenizer(_with_parts(checkpoint, tmp_path, pre_tokenizer=cut))
-    with pytest.raises(InputError, match="the tokenizer gives up on it: .*retry-limit") as refused:
+    with pytest.raises(InputError, match=r"the tokenizer gives up on it: .*retry-limit") as refused:
         tokenizer.encode("a" * 40 + "cb")
     assert refused.value.field == "text_input"
     assert tokenizer.encode("ab")
