@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import threading
 import time
@@ -256,6 +257,18 @@ def test_what_ended_otherwise_is_not_kept(harness: Harness) -> None:
     harness.runner.gate.set()
     assert responses(late)[-1]["finish_reason"] == [b"timeout"]
     assert harness.cache._memory.num_bytes == 0
+    assert harness.responder._num_recordings == 0
+    assert not timing_of(harness.ask(GREEDY))["result_cached"]
+    assert timing_of(harness.ask(GREEDY))["result_cached"]
+
+
+@pytest.mark.row("G22")
+def test_one_that_is_refused_leaves_the_others_recordings_whole(harness: Harness) -> None:
+    """It was counted out and had never been counted in: a later one was recorded from its middle."""
+    harness.responder.drain._ends_at = math.inf
+    refused = harness.submit(GREEDY)
+    assert refused.final.wait(WAIT_S) and refused.responses[-1].error is not None
+    harness.responder.drain._ends_at = None  # the model was loaded again
     assert harness.responder._num_recordings == 0
     assert not timing_of(harness.ask(GREEDY))["result_cached"]
     assert timing_of(harness.ask(GREEDY))["result_cached"]

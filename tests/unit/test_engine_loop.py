@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -404,6 +405,77 @@ def test_a_profile_is_answered_when_its_steps_are_done_or_its_time_is_over(peer:
     peer.check_alive()
     idle = peer.ask(Profile(seconds=0.05))
     assert [event for event in idle.result["traceEvents"] if event["ph"] == "X"] == []
+    peer.check_alive()
+
+
+def beside_steps(peer: Peer) -> None:
+    """Messages are handled while a step is computed, or weights are loaded."""
+    assert isinstance(peer.core.executor, RunnerExecutor)
+    peer.core.executor._pool = ThreadPoolExecutor(1)
+
+
+def test_a_profile_whose_time_is_over_in_a_step_is_answered_though_another_is_asked_for(peer: Peer) -> None:
+    """The second took the place of the first, which had no answer for ever."""
+    beside_steps(peer)
+    with peer.held():
+        peer.add("slow")
+        peer.send(Control(Profile(seconds=0.01), "first"))
+        time.sleep(0.05)
+        peer.send(Control(Profile(seconds=0.01), "second"))
+        assert peer.receive(CommandResult).token == "first"
+    assert peer.receive(CommandResult).token == "second"
+
+
+def test_an_engine_that_wakes_for_long_and_answers_is_not_taken_for_a_stuck_one(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It rested only before a message came that it answered: `watchdog_s` later it was killed."""
+    beside_steps(peer)
+    waking, go, rests = threading.Event(), threading.Event(), threading.Semaphore(0)
+    monkeypatch.setattr(peer.runner, "wake", lambda: (waking.set(), go.wait(WAIT_S)))
+    assert not peer.ask(Sleep()).error
+    peer.loop.heartbeat = SimpleNamespace(  # type: ignore[assignment]
+        beat=lambda *_: None, rest=rests.release, is_overdue=False
+    )
+    peer.send(Control(Wake(), "wake"))
+    assert waking.wait(WAIT_S)
+    while rests.acquire(timeout=0.2):
+        pass
+    assert peer.ask(Health()).result["is_asleep"]
+    assert rests.acquire(timeout=0.5), "it rests again behind the message"
+    go.set()
+    assert not peer.receive(CommandResult).error
+    peer.check_alive()
+
+
+def test_one_that_is_to_sleep_is_healthy_and_lets_none_in_that_it_would_wait_for(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe's token was refused, the answer an error. New requests between the two kept it awake."""
+    beside_steps(peer)
+    waking, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(peer.runner, "wake", lambda: (waking.set(), go.wait(WAIT_S)))
+    assert not peer.ask(Sleep()).error
+    refuses, send = [], peer.loop._send
+
+    def told(identity: bytes, message: Any) -> None:
+        refuses.append(peer.core.is_resting)
+        send(identity, message)
+
+    peer.send(Control(Wake(), "wake"))
+    assert waking.wait(WAIT_S)
+    peer.send(Control(Sleep(), "sleep"))
+    assert peer.ask(Health()).result["is_asleep"]
+    monkeypatch.setattr(peer.loop, "_send", told)
+    go.set()
+    assert [peer.receive(CommandResult).token for _ in range(2)] == ["wake", "sleep"]
+    assert refuses[0] and peer.core.is_asleep
+    monkeypatch.undo()
+    assert not peer.ask(Wake()).error
+    peer.core.begin_sleep(Sleep())
+    assert not peer.ask(Health()).error
+    peer.core.sleep()
+    assert not peer.ask(Wake()).error
     peer.check_alive()
 
 

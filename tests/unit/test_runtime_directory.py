@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import pytest
 import zmq
 
 from quire.config import EngineConfig
+from quire.core.probation import NO_RISK, Risk
 from quire.engine import supervisor as supervisor_module
 from quire.engine.connection import EngineConnection, EngineEndedError, connect
 from quire.engine.messages import EngineInfo
@@ -583,3 +585,22 @@ def test_a_connection_that_failed_may_be_closed_again() -> None:
         connection.close(goodbye=False)
         assert other.read() == b""
     context.term()
+
+
+def test_what_is_at_risk_is_told_however_many_they_are_and_a_full_disk_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more than 64 KiB the first half was read, which is no JSON: then none was suspected."""
+    tmp_path.chmod(0o700)
+    directory = RuntimeDirectory(tmp_path)
+    risk = Risk(tuple(f"01234567-{number}" for number in range(10**6, 10**6 + 2**16)))
+    directory.write_risk(7, risk)
+    assert directory.read_risk(7) == risk
+
+    def replace(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "replace", replace)
+    directory.write_risk(7, NO_RISK)
+    directory.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["at-risk-7"]

@@ -344,6 +344,11 @@ class EngineCore:
     def is_asleep(self) -> bool:
         return self._rest == ASLEEP
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether requests are refused: it is asleep, or about to sleep."""
+        return bool(self._rest)
+
     def begin_sleep(self, command: Sleep) -> None:
         """Refuses requests from now on; `sleep` is to follow when there is no work left.
 

@@ -151,8 +151,7 @@ class EngineLoop:
             if self.core.has_work or self._switches:
                 self._receive(0)
             else:
-                if self.heartbeat is not None:
-                    self.heartbeat.rest()
+                self._rest()
                 self._receive(self._idle_ms())
             self._beat()
             if self.core.has_work:
@@ -172,8 +171,11 @@ class EngineLoop:
     def _switch(self, identity: bytes, token: str, command: Sleep | Wake) -> None:
         """Puts the engine to sleep or wakes it; others are answered meanwhile."""
         change = self.core.sleep if isinstance(command, Sleep) else self.core.wake
+        self._rest()
         try:
             result = CommandResult(token, change(functools.partial(self._serve, is_watched=False)))
+            if any(isinstance(later, Sleep) for _, _, later in self._switches):
+                self.core.begin_sleep(Sleep(drain=True))  # who is let in now could keep it waiting for ever
         except QuireError as error:
             result = CommandResult(token, {}, str(error), error.code)
         except Exception as error:
@@ -199,11 +201,15 @@ class EngineLoop:
         """
         if is_watched:
             self._beat()
-        elif self.heartbeat is not None:
-            self.heartbeat.rest()
         step.add_done_callback(lambda _: os.eventfd_write(self._step_done, 1))
         while not step.done():
+            if not is_watched:
+                self._rest()  # again behind each message: one that is answered is no sign of a stuck engine
             self._receive(STEP_WAIT_MS)
+
+    def _rest(self) -> None:
+        if self.heartbeat is not None:
+            self.heartbeat.rest()
 
     def _beat(self) -> None:
         if self.heartbeat is not None:
@@ -285,6 +291,7 @@ class EngineLoop:
                     raise NotFoundError(f"no request with id {shown(message.external_id)} is running")
                 self._send(identity, CommandResult(message.token, {"num_cancelled": len(request_ids)}))
             case Control(command=Profile() as command):
+                self._end_profile()  # of one whose time is over, the answer is not lost
                 self._profile = self.core.begin_profile(command), identity, message.token
             case Control(command=Sleep() | Wake() as command):
                 if isinstance(command, Sleep):
@@ -294,7 +301,7 @@ class EngineLoop:
                 answer = self.core.control(message.command)
                 if isinstance(message.command, Health):
                     answer["is_overdue"] = self.heartbeat is not None and self.heartbeat.is_overdue
-                    if not (self.core.has_work or self.core.is_asleep):
+                    if not (self.core.has_work or self.core.is_resting):
                         self._probe()
                 self._send(identity, CommandResult(message.token, answer))
             case Hello():

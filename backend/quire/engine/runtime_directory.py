@@ -28,6 +28,8 @@ from quire.errors import ConfigError
 
 POLL_S = 0.02
 MAX_STATE_BYTES = 64 * 1024
+MAX_RISK_BYTES = 4 * 2**20
+"""Of the ids of as many requests as an engine may run."""
 MAX_SOCKET_PATH = 107
 """Bytes of a socket's path, a limit of the kernel."""
 
@@ -114,21 +116,26 @@ class RuntimeDirectory:
                 yield directory
                 return
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, most: int = MAX_STATE_BYTES) -> bytes | None:
         """A file's beginning; None: there is none."""
         try:
             fd = self._open(name, os.O_RDONLY)
         except OSError:
             return None
         with open(fd, "rb") as file:
-            return file.read(MAX_STATE_BYTES)
+            return file.read(most)
 
     def write(self, name: str, data: bytes) -> None:
         """Replaces a file; readers see the old or the new one, never a half."""
         temporary = f".{name}.{secrets.token_hex(4)}"
-        with open(self._open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-            file.write(data)
-        os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        fd = self._open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            with open(fd, "wb") as file:
+                file.write(data)
+            os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        except OSError:
+            os.unlink(temporary, dir_fd=self._fd)
+            raise
 
     def read_state(self) -> EngineState | None:
         """The engine's state; None: no engine was started, or what is written of it cannot be read."""
@@ -143,12 +150,13 @@ class RuntimeDirectory:
     def read_risk(self, pid: int) -> Risk:
         """What an engine that has ended said was at risk."""
         try:
-            return _risk_decoder.decode(self.read(f"at-risk-{pid}") or b"")
+            return _risk_decoder.decode(self.read(f"at-risk-{pid}", MAX_RISK_BYTES) or b"")
         except (msgspec.MsgspecError, ValueError):
             return NO_RISK
 
     def write_risk(self, pid: int, risk: Risk) -> None:
-        self.write(f"at-risk-{pid}", msgspec.json.encode(risk))
+        with contextlib.suppress(OSError):  # a full disk must not end the engine
+            self.write(f"at-risk-{pid}", msgspec.json.encode(risk))
 
     def heartbeat(self, pid: int, watchdog_s: float | None = None) -> Heartbeat | None:
         """Of the engine with this pid, which makes it and states `watchdog_s`. None: there is none."""

@@ -211,6 +211,7 @@ class Responder(threading.Thread):
     def _submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
         handle.parsed = parsed
         self._open[handle.request_id] = handle
+        self._num_recordings += parsed.recording is not None
         try:
             for message in self._messages(handle, parsed):
                 self.engine.send(message)
@@ -257,7 +258,6 @@ class Responder(threading.Thread):
             self._generating[request_id] = Generation(handle, processor, message)
             messages.append(message)
         handle.num_open_choices = sum(len(processor.choices) for processor in handle.processors)
-        self._num_recordings += parsed.recording is not None
         if parsed.results is not None:
             request_ids = [processor.request_id for processor in handle.processors]
             self._replays.append((handle, replayed(parsed.results, request_ids, parsed)))
