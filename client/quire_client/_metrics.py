@@ -11,13 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)", re.MULTILINE)
-_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_LABEL = re.compile(r'(?:^|,)([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\(.)")
+MAX_BYTES = 64 * 2**20
+"""Of a scrape; what comes behind is not read."""
 
 
 @dataclass(frozen=True)
 class Scrape:
-    """All samples of a scrape: labels and value, by name; `at` in CLOCK_MONOTONIC seconds."""
+    """All samples of a scrape: labels and value, by name; `at` in CLOCK_MONOTONIC seconds.
+
+    Anything may answer at an address: what is no number, or not finite, is no sample."""
 
     samples: Mapping[str, list[tuple[dict[str, str], float]]]
     at: float
@@ -30,7 +34,9 @@ class Scrape:
                 key: _ESCAPED.sub(lambda mark: "\n" if mark[1] == "n" else mark[1], value)
                 for key, value in _LABEL.findall(labels)
             }
-            samples[name].append((values, float(number)))
+            value = _number(number)
+            if math.isfinite(value):
+                samples[name].append((values, value))
         return cls(samples, time.monotonic())
 
     @classmethod
@@ -43,7 +49,7 @@ class Scrape:
         if "://" not in url:
             url = f"http://{url}/metrics"
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
-            return cls.parse(answer.read().decode("utf-8", "replace"))
+            return cls.parse(answer.read(MAX_BYTES).decode("utf-8", "replace"))
 
     def of_name(self, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
         """The samples of a name that have these labels."""
@@ -79,7 +85,8 @@ class Interval:
 
     def quantile(self, share: float, name: str, **labels: str) -> float:
         """Of a histogram, as Prometheus' histogram_quantile; NaN: nothing was measured."""
-        bounds = sorted(self.now.values_of(f"{name}_bucket", "le"), key=float)
+        stated = self.now.values_of(f"{name}_bucket", "le")
+        bounds = sorted((bound for bound in stated if not math.isnan(_number(bound))), key=float)
         counts = [self.grown(f"{name}_bucket", le=bound, **labels) for bound in bounds]
         if not counts or not counts[-1]:
             return math.nan
@@ -91,3 +98,11 @@ class Interval:
                 return begin + (float(bound) - begin) * (rank - below) / (count - below)
             begin, below = float(bound), count
         return begin
+
+
+def _number(text: str) -> float:
+    """NaN for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -45,15 +45,15 @@ def _engine(seen: Interval, engine: str) -> list[str]:
     def of(name: str, **labels: str) -> int:
         return int(now.total(f"quire_{name}", engine=engine, **labels))
 
-    names = sorted({labels["model"] for labels, _ in now.of_name("quire_engine_info", engine=engine)})
+    names = sorted({labels.get("model", "") for labels, _ in now.of_name("quire_engine_info", engine=engine)})
     reasons = [
-        f"{labels['reason']} {value:.0f}"
+        f"{labels.get('reason', '')} {value:.0f}"
         for labels, value in now.of_name("quire_requests_waiting_for", engine=engine)
         if value
     ]
     blocks = {state: of("kv_blocks", state=state) for state in ("free", "cached", "in_use", "pinned")}
     num_blocks = max(blocks["free"] + blocks["cached"] + blocks["in_use"], 1)
-    use = blocks["in_use"] / num_blocks
+    use = min(blocks["in_use"] / num_blocks, 1.0)
     queried = seen.grown("quire_prefix_queried_tokens_total", engine=engine)
     hits = seen.grown("quire_prefix_cached_tokens_total", engine=engine)
     return [

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ def top(url: str, interval: float, once: bool) -> None:
     while True:
         try:
             now = Scrape.of(url)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             raise QuireClientError(f"{url}: {error}") from None
         # Home, the frame, and whatever was below it away: no flicker.
         click.echo(frame(now, before, url) if once else f"\x1b[H\x1b[2J{frame(now, before, url)}", nl=False)

@@ -6,6 +6,7 @@ import dataclasses
 import http.server
 import math
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -110,3 +111,24 @@ def test_once_prints_one_frame(served: str) -> None:
 def test_a_server_that_is_not_there_is_one_line() -> None:
     done = CliRunner().invoke(cli, ["top", "127.0.0.1:1", "--once"])
     assert done.exit_code != 0 and "Connection refused" in str(done.exception or done.output)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'quire_requests_running{engine="e1"} NaN',
+        'quire_kv_blocks{engine="e1",state="in_use"} +Inf',
+        'quire_kv_blocks{engine="e1",state="in_use"} 1e300\nquire_kv_blocks{engine="e1",state="free"} -1e300',
+        'quire_requests_waiting_for{engine="e1"} 1',
+        'quire_engine_info{engine="e1"} 1',
+        "quire_requests_running 1.2.3",
+        'quire_time_to_first_token_seconds_bucket{model="generator",le="x"} 1',
+        "x{" + "a" * 1_000_000 + "} 1",
+    ],
+    ids=lambda line: line[:50],
+)
+def test_whatever_answers_there_is_a_frame_of_it(line: str) -> None:
+    """A line of a million letters took 40 minutes."""
+    begin = time.process_time()
+    assert "engine e1" in frame(Scrape.parse(f"{text()}{line}\n"), None, "here")
+    assert time.process_time() - begin < 5
