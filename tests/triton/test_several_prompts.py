@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,8 @@ def test_a_gone_client_and_a_cancellation_end_every_prompt(harness: Harness) -> 
 def test_one_refused_prompt_refuses_all(tmp_path: Path) -> None:
     harness = Harness(tmp_path, max_num_seqs=1, max_waiting_requests=3)
     try:
-        params = SamplingParams(max_tokens=300, ignore_eos=True)  # the first runs until the last has come
+        params = SamplingParams(max_tokens=300, ignore_eos=True)
+        harness.runner.gate.wait = lambda *_: time.sleep(0.01)  # the first runs until the last has come
         sender = submit(harness, [(prompt, params) for prompt in prompts(8)])
         assert sender.final.wait(WAIT_S)
         (response,) = sender.responses
