@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from quire.config import EngineConfig
+from quire.core.probation import Risk
 from quire.engine.core import EngineCore
 from quire.engine.executor import RunnerExecutor
 from quire.sampling_params import SamplingParams, parse_sampling_params
@@ -210,6 +211,42 @@ def test_requests_end_as_usual_while_there_is_no_engine(frontend: Frontend) -> N
     assert len(frontend.engine.core.scheduler.roster.requests) == 1, "only one is to go on"
     frontend.run([patient])
     assert len(answers(patient)[0, 0]["ids"]) == 60
+
+
+@pytest.mark.parametrize("max_pause_s", [60.0, 0.0])
+def test_a_cancellation_that_a_dying_engine_did_not_read_is_not_lost(max_pause_s: float) -> None:
+    """A stream whose client had gone went on to its last token: nobody sends it again."""
+    frontend = Frontend(fake_core(), max_pause_s=max_pause_s)
+    try:
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        mine, other = (frontend.submit([[4, 5]], params, external_id=name) for name in ("mine", "other"))
+        for _ in range(3):
+            frontend.step()
+        frontend.engine.die()
+        cancel, unknown = (
+            frontend.submit([[4]], params, external_id=name, cancel=True) for name in ("mine", "nobody")
+        )
+        frontend.turn()
+        assert answers(mine)[0, 0]["reason"] == "cancelled" and answers(mine)[0, 0]["ids"]
+        assert cancel.final.is_set() and cancel.responses[0].error is None
+        assert unknown.responses[0].error.code() == fake_pb_utils.TritonError.UNAVAILABLE
+        assert other.final.is_set() == (not max_pause_s)
+        frontend.replace()
+        assert len(frontend.engine.core.scheduler.roster.requests) == bool(max_pause_s)
+    finally:
+        frontend.close()
+
+
+def test_an_answer_that_came_whole_is_not_taken_back_by_a_death(frontend: Frontend) -> None:
+    """Its engines had died of it, says the last one, which delivered its end."""
+    sender = frontend.submit([[4, 5]], SamplingParams(max_tokens=3, ignore_eos=True))
+    (generation,) = frontend.responder._generating.values()
+    generation.num_kills = 1
+    for _ in range(3):
+        frontend.engine.step()
+    frontend.engine.die(Risk(("t-0",), is_alone=True))
+    frontend.turn()
+    assert len(answers(sender)[0, 0]["ids"]) == 3
 
 
 def test_requests_end_where_no_engine_can_be_started(frontend: Frontend) -> None:

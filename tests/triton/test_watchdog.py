@@ -104,6 +104,7 @@ def test_an_engine_that_is_silent_within_a_step_is_killed_past_its_limit(
     pass_time(monkeypatch, 3 * WATCHDOG_S + 3)
     watched.client.check()
     assert watched.is_dead()
+    assert watched.client.next_check > client.time.monotonic(), "its thread spun until the kernel was done"
 
 
 def test_an_engine_that_was_frozen_with_all_others_goes_on(

@@ -157,6 +157,7 @@ class EngineClient:
         if now - self._overdue_at >= THAWED_S:
             logger.error("frontend: engine process %d is stuck and is killed", connection.address.pid)
             connection.kill()
+            self._overdue_at = now  # its end takes a moment, or for ever where the kernel holds it
 
     def _due_of(self, connection: EngineConnection) -> float:
         """By when the engine must have done something; inf: it has nothing to do."""

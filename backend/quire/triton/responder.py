@@ -556,18 +556,25 @@ class Responder(threading.Thread):
         self._send(handle, RequestOutput(handle.request_id, text, [], reason.value, None, 0, 0, 0))
 
     def _pause_all(self, risk: Risk) -> None:
-        """The engine died: what it generated goes on in the next one; commands are not repeated.
+        """The engine died: what it generated goes on in the next one; commands are not repeated, but for
+        cancellations, which it may not have read: they are for what pauses now.
 
         A request that it died of, as did one before it, ends.
         """
         now = time.monotonic()
         self._is_paused, self._paused_until = True, now + self._max_pause_s
         for handle in [handle for handle in self._open.values() if not handle.processors]:
+            if (
+                handle.parsed is not None
+                and handle.parsed.cancel
+                and self._cancel_here(handle, handle.parsed)
+            ):
+                continue
             self._fail(handle, "the engine process died while it worked on the request", "UNAVAILABLE")
         if not self._max_pause_s:
             return self._end_all("max_pause_s is 0")
         for generation in list(self._generating.values()):
-            if _is_replay(generation.handle):
+            if _is_replay(generation.handle) or generation.processor.finished:
                 continue
             if generation.take_death(risk):
                 self._tell_end(generation.handle, FinishReason.ERROR)
