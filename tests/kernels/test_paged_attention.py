@@ -171,6 +171,7 @@ def test_half_precision(name: str, device: str, dtype: torch.dtype, kv_dtype: to
     with forced("paged_attention", name):
         check(case)
         check(case, sliding_window=9)
+        check(case, sliding_window=2**31 - 1)  # position + window overflowed, and the process died
 
 
 @pytest.mark.parametrize(

@@ -465,7 +465,19 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(checkpoints: dict[str, Path
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported: LlamaFor"),
         ({"architectures": None}, "architectures must name the model's class"),
-        ({"hidden_size": None}, "hidden_size must be a positive whole number, got None"),
+        ({"hidden_size": None}, "hidden_size must be a positive whole number up to 16777216, got None"),
+        (
+            {"num_key_value_heads": 0},
+            "num_key_value_heads must be a positive whole number up to 65536, got 0",
+        ),
+        ({"head_dim": "16"}, "head_dim must be a positive whole number up to 65536, got '16'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a positive whole number up to 4096"),
+        ({"partial_rotary_factor": 1e9}, "partial_rotary_factor=1000000000.0 of heads of"),
+        ({"dtype": 16}, "holds a value that cannot be right: 'int' object has no attribute"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": -1},
+            "holds a value that cannot be right: a sliding window of -1",
+        ),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         ({"dtype": "float8"}, "dtype 'float8' is not supported"),

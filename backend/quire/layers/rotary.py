@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quire.converters import INT32_MAX
 from quire.models.hf_config import HFConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
@@ -62,7 +63,7 @@ class RopeConfig:
         rope_type = _ALIASES.get(stated, stated)
         if rope_type not in ROPE_TYPES:
             raise hf.error(f"rope type {stated!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-        max_position = hf.require_int("max_position_embeddings")
+        max_position = hf.require_int("max_position_embeddings", most=INT32_MAX)
         original = hf.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
         partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
         needed = {
@@ -75,6 +76,8 @@ class RopeConfig:
             if rope.get(key) is None:
                 raise hf.error(f"rope type {rope_type} needs the key {key!r}")
         rotary_dim = int(head_dim * (1.0 if partial is None else partial))
+        if not 2 <= rotary_dim <= head_dim:
+            raise hf.error(f"partial_rotary_factor={partial} of heads of {head_dim}")
         for key in ("short_factor", "long_factor") if rope_type == "longrope" else ():
             if len(rope[key]) != rotary_dim // 2:
                 raise hf.error(f"{key} has {len(rope[key])} entries, the head needs {rotary_dim // 2}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from quire.models.config import DTYPES, DecoderConfig
 from quire.models.decoder import DecoderModel
 from quire.models.hf_config import HFConfig, as_token_ids
 from quire.models.registry import model_class, with_head
+from quire_ensemble.errors import one_line
 from quire_ensemble.weight_files import NamedTensor
 
 _MAX_LISTED = 16
@@ -95,8 +97,10 @@ def empty_model(
     hf = with_head(hf)
     kind = model_class(hf)
     backend = None if config.attention_backend == "auto" else config.attention_backend
+    with _understood(hf):
+        parsed = kind.parse_config(hf, _dtype(config.dtype, hf))
     parsed = replace(
-        kind.parse_config(hf, _dtype(config.dtype, hf)),
+        parsed,
         scheme=SCHEMES[config.quantization],
         attention_backend=backend,
     )
@@ -104,9 +108,19 @@ def empty_model(
     if check is not None:
         check(parsed)
     files = None if config.load_format == "dummy" else find_weights(config)
-    model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device).eval()
-    ends = as_token_ids(generation.get("eos_token_id")) or as_token_ids(hf.get("eos_token_id"))
+    with _understood(hf):
+        model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device).eval()
+        ends = as_token_ids(generation.get("eos_token_id")) or as_token_ids(hf.get("eos_token_id"))
     return EmptyModel(model, files, ends)
+
+
+@contextmanager
+def _understood(hf: HFConfig) -> Iterator[None]:
+    """What values that are none raise is told of their file."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise hf.error(f"holds a value that cannot be right: {one_line(error)}") from error
 
 
 def digest_weights(model: DecoderModel) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.converters import INT32_MAX
 from quire.layers.rotary import RopeConfig
 from quire.layers.scheme import SCHEMES, LinearScheme
 from quire.models.hf_config import HFConfig
@@ -19,6 +20,9 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 """Names of the operators' activations by those of config.json."""
+MAX_HEADS = 2**16
+"""And of the size of one."""
+MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,11 @@ class DecoderConfig:
     attention_backend: str | None = None
     """Implementation of attention that was asked for; None: the best one. No checkpoint states it."""
 
+    def __post_init__(self) -> None:
+        for window in self.sliding_windows:
+            if window is not None and not 1 <= window <= INT32_MAX:
+                raise ValueError(f"a sliding window of {window!r:.40}")
+
     @property
     def norm_dtype(self) -> torch.dtype:
         """Type of the norms' scales."""
@@ -75,10 +84,11 @@ class DecoderConfig:
         Raises:
             CheckpointError: a value is missing or not supported.
         """
-        hidden_size, num_heads = hf.require_int("hidden_size"), hf.require_int("num_attention_heads")
-        num_layers = hf.require_int("num_hidden_layers")
-        num_kv_heads = hf.get("num_key_value_heads", num_heads)
-        head_dim = hf.get("head_dim", hidden_size // num_heads)
+        hidden_size = hf.require_int("hidden_size")
+        num_heads = hf.require_int("num_attention_heads", most=MAX_HEADS)
+        num_layers = hf.require_int("num_hidden_layers", most=MAX_LAYERS)
+        num_kv_heads = hf.require_int("num_key_value_heads", num_heads, most=MAX_HEADS)
+        head_dim = hf.require_int("head_dim", hidden_size // num_heads, most=MAX_HEADS)
         if num_heads % num_kv_heads:
             raise hf.error(
                 f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}"
@@ -97,7 +107,7 @@ class DecoderConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=hf.require_int("max_position_embeddings"),
+            max_position_embeddings=hf.require_int("max_position_embeddings", most=INT32_MAX),
             dtype=dtype,
             rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
             activation=ACTIVATIONS[activation],

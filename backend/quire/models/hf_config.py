@@ -31,6 +31,10 @@ _OUTER_KEYS = ("architectures", "tie_word_embeddings", "dtype", "torch_dtype", "
 """Keys that concern the whole of a multimodal checkpoint, its text part included."""
 
 
+MAX_SIZE = 2**24
+"""Of a model's dimensions: products of three of them, and bytes, have numbers."""
+
+
 def _completed(path: Path, text: dict[str, Any]) -> dict[str, Any]:
     """A text_config with the defaults of its model_type; raises CheckpointError."""
     from transformers import CONFIG_MAPPING
@@ -78,11 +82,12 @@ class HFConfig:
         """The same file with other values."""
         return HFConfig(self.path, {**self.values, **values})
 
-    def require_int(self, key: str) -> int:
-        """A positive whole number; raises CheckpointError naming key and file."""
-        value = self.values.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(f"{key} must be a positive whole number, got {value!r}")
+    def require_int(self, key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
+        """A positive whole number, or the default where the key is missing or null; raises CheckpointError
+        naming key and file."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self.error(f"{key} must be a positive whole number up to {most}, got {value!r:.40}")
         return value
 
     def error(self, message: str) -> CheckpointError:

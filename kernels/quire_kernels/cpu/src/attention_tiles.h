@@ -516,7 +516,7 @@ inline void tile_task(const Call<T>& call, int sequence, int head, int first_tok
         const float hidden = -std::numeric_limits<float>::infinity();
         const int position = start + k;
         if (position > first) std::fill(row, row + std::min((position - low) * groups - first_row, row_block), hidden);
-        if (call.window && position + call.window <= last)
+        if (call.window && call.window <= last - position)
           std::fill(row + std::max((position + call.window - low) * groups - first_row, 0), row + row_block, hidden);
       }
       softmax_block<Arithmetic>(call.factor(), is_quantized ? value_scales : nullptr, key_begin, key_end, scores,
