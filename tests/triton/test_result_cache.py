@@ -404,7 +404,8 @@ def test_entries_that_no_engine_can_have_made_are_not_found() -> None:
         {"token_ids": [VOCAB_SIZE]}, {"token_ids": [-1]}, {"token_ids": [1] * 401}, {"index": 1}, {"item": 1},
         {"finish_reason": "cancelled"}, {"finish_reason": ""}, {"token_ids": ["a"]}, {"token_ids": "abc"},
         {"logprobs": []}, {"logprobs": [[[1], [0.5], 1]] * 3}, {"num_cached_tokens": -1},
-        {"stop_reason": [1]}, {"embedding": b"1234"},
+        {"stop_reason": [1]}, {"embedding": b"1234"}, {"token_ids": [1] * 31}, {"num_cached_tokens": 6},
+        {"prompt_logprobs": [None] * 5},
     ]  # fmt: skip
     for values in wrong:
         assert not found(entry(**values)), values

@@ -273,8 +273,17 @@ def _decoded(data: bytes, parsed: ParsedRequest, info: EngineInfo) -> Results | 
 
 
 def _has_what(one: ChoiceResult, prompt: ParsedRequest) -> bool:
-    """Whether a choice has log-probabilities, or an embedding, where its prompt asks for them."""
-    if len(one.embedding) != 4 * prompt.params.dimensions:
+    """Whether a choice has log-probabilities, or an embedding, where its prompt asks for them, and no more
+    tokens than it allows."""
+    params, num_prompt_tokens = prompt.params, len(prompt.prompt_token_ids)
+    if len(one.embedding) != 4 * params.dimensions:
+        return False
+    if params.max_tokens is not None and len(one.token_ids) > params.max_tokens:
+        return False
+    if one.num_cached_tokens > num_prompt_tokens:
+        return False
+    told = one.prompt_logprobs  # of the first choice alone
+    if told is not None and (params.prompt_logprobs is None or len(told) != num_prompt_tokens):
         return False
     return not one.token_ids or (one.logprobs is None) == (prompt.params.logprobs is None)
 
