@@ -272,6 +272,25 @@ def test_an_engine_that_was_told_to_stop_is_not_replaced_until_the_model_is_load
     assert isinstance(site.supervisor().ensure(), EngineAddress)
 
 
+def test_an_engine_that_is_told_to_stop_at_its_start_is_not_replaced(site: Site) -> None:
+    """It had no time to say so: another was started at the end of the server, and streams waited for it."""
+    first, second = site.supervisor(), site.supervisor()
+    second._address = address = first.ensure()
+    os.kill(address.pid, signal.SIGKILL)
+    until(lambda: start_time_of(address.pid) is None)
+    (site.root / "go").unlink()
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(first.ensure)
+        until(lambda: len(site.started) == 2)
+        os.kill(site.started[1], signal.SIGTERM)
+        with pytest.raises(EngineStoppedError):
+            starting.result(WAIT_S)
+    for supervisor in (first, second):
+        with pytest.raises(EngineStoppedError):
+            supervisor.ensure()
+    assert len(site.started) == 2
+
+
 @pytest.mark.parametrize("kind", ["open to others", "link", "dangling link", "file", "another user's"])
 def test_a_directory_that_others_may_have_made_is_refused(
     site: Site, kind: str, monkeypatch: pytest.MonkeyPatch

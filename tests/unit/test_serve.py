@@ -26,6 +26,7 @@ from click.testing import CliRunner
 
 from quire.cli import main
 from quire.engine.processes import start_time_of
+from quire.engine.runtime_directory import EngineState, RuntimeDirectory
 from quire.errors import ConfigError
 from quire.server import http_stack, run_files, serve, tritonserver
 from quire.server.model_links import link_models
@@ -279,6 +280,17 @@ def test_only_the_engine_itself_is_told_to_stop(tmp_path: Path) -> None:
         serve._stop_engines(tmp_path)
         assert process.wait(10) == -signal.SIGTERM
         serve._stop_engines(tmp_path)
+
+
+def test_an_engine_that_has_died_is_not_replaced_while_the_server_ends(tmp_path: Path) -> None:
+    (tmp_path / "engine").mkdir(mode=0o700)
+    with RuntimeDirectory.locked(tmp_path / "engine") as directory:
+        directory.write_state(EngineState("ready", os.getpid(), 1, 4))
+        serve._stop_engines(tmp_path)
+        assert directory.read_state() == EngineState("ready", os.getpid(), 1, 4), "another is being started"
+    serve._stop_engines(tmp_path)
+    with RuntimeDirectory.locked(tmp_path / "engine") as directory:
+        assert directory.read_state() == EngineState("stopped", os.getpid(), 1, 4)
 
 
 def test_a_blocked_request_and_a_detached_child_do_not_survive_the_stop(

@@ -31,6 +31,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from quire.config import EngineConfig
 from quire.core.probation import NO_RISK, Risk
 from quire.engine.heartbeat import Heartbeat
@@ -45,6 +47,7 @@ logger = logging.getLogger("quire")
 POLL_S = 0.02
 KILL_WAIT_S = 1.0
 STOP_WAIT_S = 3.0
+STOPPED = "the engine was told to stop: the server is shutting down"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -118,7 +121,8 @@ class EngineSupervisor:
             CheckpointError: the engine says why it cannot start (one line), or there is another checkpoint
                 in the place of the one that this frontend was loaded with.
             ConfigError: the directory to meet in may be another user's.
-            EngineStoppedError: the engine that this frontend had was told to stop (SIGTERM).
+            EngineStoppedError: the engine that this frontend had, or the next one at its start, was told to
+                stop (SIGTERM).
             UnavailableError: it ended without a word, was not ready in `startup_timeout_s` or before `close`
                 was called, or the directory cannot be written.
         """
@@ -129,7 +133,7 @@ class EngineSupervisor:
                 directory.mark()
                 state = directory.read_state()
                 if state is not None and state.state == "stopped" and self._address is not None:
-                    raise EngineStoppedError("the engine was told to stop: the server is shutting down")
+                    raise EngineStoppedError(STOPPED)
                 if state is None or not state.is_alive or state.state in ("failed", "stopped"):
                     if state is not None:
                         _wait_or_kill(state.pid, state.start_time, STOP_WAIT_S)
@@ -184,6 +188,9 @@ class EngineSupervisor:
                     raise CheckpointError(state.error)
             if not is_alive:
                 status = None if self._process is None else self._process.poll()
+                if status == -signal.SIGTERM:  # too early to say so itself
+                    directory.write_state(msgspec.structs.replace(begun, state="stopped"))
+                    raise EngineStoppedError(STOPPED)
                 how = "" if status is None else f" with status {status}"
                 raise UnavailableError(f"the engine process ended{how} before it was ready")
             if time.monotonic() > deadline:

@@ -27,9 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import psutil
 
 from quire.engine.processes import open_verified_pidfd
+from quire.engine.runtime_directory import RuntimeDirectory
 from quire.errors import ConfigError, QuireError
 from quire.server import http_stack, run_files, tritonserver
 from quire.server.model_links import link_models
@@ -360,7 +362,8 @@ def _reap(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _stop_engines(directory: Path) -> None:
-    """Tell the engines of this run to stop: each of their requests ends with a final response."""
+    """Tell the engines of this run to stop: each of their requests ends with a final response, and none takes
+    the place of one that has died."""
     for path in directory.glob("*/state.json"):
         try:
             state = json.loads(path.read_text("utf-8"))
@@ -371,6 +374,14 @@ def _stop_engines(directory: Path) -> None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGTERM)
             os.close(pidfd)
+            continue
+        with (  # who has it locked starts one: it is told when it is there, or ends with the server
+            contextlib.suppress(OSError, ConfigError),
+            RuntimeDirectory.locked(path.parent, 0.0, make=False) as found,
+        ):
+            last = found.read_state()
+            if last is not None and not last.is_alive:
+                found.write_state(msgspec.structs.replace(last, state="stopped"))
 
 
 def _end_leftovers() -> None:
