@@ -16,6 +16,9 @@ from quire_ensemble.gguf_file import GGUFFile
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Types of tokens (the GGUF specification's `tokenizer.ggml.token_type`)."""
 
+_MAX_LENGTH = 1024
+"""Characters of a token whose parts are looked for."""
+
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -79,11 +82,15 @@ def _read(file: Path) -> tuple[Any, dict[str, str], str | None]:
                 f"{file}: tokenizer.ggml.model {kind!r} is not supported; supported: gpt2, llama"
             )
         _add_special(tokenizer, tokens, kinds)
-        special = {
-            f"{role}_token": tokens[values[f"{name}_token_id"]]
-            for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-            if values.get(f"{name}_token_id") is not None
-        }
+        special = {}
+        for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+            token_id = values.get(f"{name}_token_id")
+            if token_id is not None:
+                if not 0 <= token_id < len(tokens):
+                    raise TokenizerError(
+                        f"{file}: {name}_token_id {token_id} is none of {len(tokens)} tokens"
+                    )
+                special[f"{role}_token"] = tokens[token_id]
         _begin_and_end(tokenizer, values, special)
         return tokenizer, special, values.get("chat_template")
     except TokenizerError:
@@ -129,6 +136,8 @@ def _sentencepiece(values: dict[str, Any]) -> Any:
     merges: list[tuple[float, int, int, str, str]] = []
     for token, score, kind in zip(tokens, scores, kinds, strict=True):
         if kind == _NORMAL:
+            if len(token) > _MAX_LENGTH:
+                raise ValueError(f"a token has {len(token)} characters, at most {_MAX_LENGTH} are allowed")
             pairs = ((token[:at], token[at:]) for at in range(1, len(token)))
             known = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
             merges += [(-score, vocab[left], vocab[right], left, right) for left, right in known]
@@ -157,9 +166,12 @@ def _add_special(tokenizer: Any, tokens: list[str], kinds: list[int]) -> None:
     """Tells the tokenizer which of its tokens are never merged from a text's characters."""
     from tokenizers import AddedToken
 
-    for token, kind in zip(tokens, kinds, strict=False):
-        if kind in (_CONTROL, _USER_DEFINED):
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL)])
+    added = [
+        AddedToken(token, normalized=False, special=kind == _CONTROL)
+        for token, kind in zip(tokens, kinds, strict=False)
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    tokenizer.add_tokens(added)  # together: each call takes a time that grows with all that are there
 
 
 def _begin_and_end(tokenizer: Any, values: dict[str, Any], special: dict[str, str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -263,3 +264,31 @@ def test_heads_with_lies_in_them_are_refused_in_one_line(tmp_path: Path) -> None
             assert "\n" not in str(error)
             refused += 1
     assert refused > 500
+
+
+def test_tokens_cost_a_time_that_grows_with_their_number_alone(tmp_path: Path) -> None:
+    """8 000 tokens of a kind of their own took 11 s, one of a million characters minutes."""
+    vocab = {token: i for i, token in enumerate(["a", "b", "ab", *(f"<x{i}>" for i in range(20_000))])}
+    kinds = [gguf.TokenType.NORMAL] * 3 + [gguf.TokenType.CONTROL] * 20_000
+    values = {"tokenizer_model": "gpt2", "tokenizer_pre": "gpt-2", "token_merges": ["a b"], "kinds": kinds}
+    begin = time.process_time()
+    assert Tokenizer(write(tmp_path / "many.gguf", vocab, **values)).encode("ab<x9>") == [2, 12]
+    assert time.process_time() - begin < 15
+    scores = {"tokenizer_model": "llama", "token_scores": [0.0] * 3}
+    with pytest.raises(TokenizerError, match="a token has 1000000 characters, at most 1024"):
+        Tokenizer(write(tmp_path / "long.gguf", {"a": 0, "b": 1, "a" * 10**6: 2}, **scores))
+
+
+def test_ids_of_no_token_are_refused(tmp_path: Path) -> None:
+    """-1 was the last one."""
+    file = tmp_path / "negative.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b", "ab"])
+    writer.add_token_merges(["a b"])
+    writer.add_int32("tokenizer.ggml.eos_token_id", -1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(TokenizerError, match="eos_token_id -1 is none of 3 tokens"):
+        Tokenizer(file)
