@@ -15,6 +15,7 @@ from quire.server.healthcheck import ProbeError, probe
 from quire_ensemble.builder import build_repository
 from tests.e2e.conftest import OPTIONS
 from tests.e2e.triton_calls import TritonStream, stream
+from tests.fault.test_drain import SHORT, Site
 from tests.fault.test_engine_death import engines, wait_for_end
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.server import ServerProcess
@@ -68,3 +69,23 @@ def test_a_stopped_engine_is_unhealthy_and_replaced_and_its_streams_go_on(
     assert probe(server.grpc_url, "generator", 60.0)
     server.stop()
     assert server.leftovers() == []
+
+
+def test_a_killed_frontend_is_unhealthy_at_once_and_no_other_is_disturbed(
+    tmp_path: Path, serve_repository: Any
+) -> None:
+    """Triton starts no stub again and ends none of its streams; 24.10 goes on saying READY."""
+    site = Site(tmp_path, serve_repository)
+    unary = site.tokens("generator_unary")
+    call = TritonStream(site.server.grpc_url, "generator", {**SHORT, "max_tokens": 16_000})
+    call.next()
+    (stub,) = [one for one in site.server.running("backend_stub") if "generator_0_0" in one.cmdline()]
+    stub.kill()
+    begin = time.monotonic()
+    with pytest.raises(ProbeError):
+        probe(site.server.grpc_url, "generator", PROBE_S)
+    assert time.monotonic() - begin < 6.0
+    assert site.tokens("generator_unary") == unary, "the engine and its other frontends go on"
+    call.cancel()
+    site.server.stop()
+    assert site.server.leftovers() == []
