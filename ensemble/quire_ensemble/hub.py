@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from quire_ensemble.errors import HubError, one_line
 
@@ -11,6 +12,8 @@ _NAME = re.compile(
     r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(/(?P<file>(\w[\w.-]*/)*\w[\w.-]*\.gguf))?(@(?P<revision>\w[\w./-]*))?",
     re.ASCII,
 )
+_HEADERS = ("etag", "x-linked-etag", "x-repo-commit")
+"""Whose values `huggingface_hub` makes names of files of."""
 _FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.tiktoken")
 """Of a repository: weights in safetensors, and what is said of them; no code and no pickles."""
 
@@ -36,6 +39,9 @@ def find_checkpoint(named: str | Path) -> Path:
         return path
     import huggingface_hub
 
+    session = huggingface_hub.get_session()
+    if _check_headers not in (hooks := session.event_hooks)["response"]:
+        session.event_hooks = {**hooks, "response": [*hooks["response"], _check_headers]}
     repository, file, revision = match["repository"], match["file"], match["revision"]
     try:
         if file is not None:
@@ -46,3 +52,11 @@ def find_checkpoint(named: str | Path) -> Path:
     if not (Path(found) / "config.json").is_file():
         raise HubError(f"{named}: the repository has no config.json; name one of its .gguf files")
     return Path(found)
+
+
+def _check_headers(response: Any) -> None:
+    """Refuses an answer whose headers lead out of the cache: the library writes wherever they do."""
+    for name in _HEADERS:
+        value = response.headers.get(name, "")
+        if ".." in value or value.removeprefix("W/").strip('"').startswith("/"):
+            raise ValueError(f"the hub's {name} is {value[:80]!r}")

@@ -95,3 +95,18 @@ def test_what_exists_is_never_looked_for_elsewhere(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert find_checkpoint("owner/tiny") == Path("owner/tiny")
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [("etag", '"../../../../../out"'), ("etag", '"{root}/out"'), ("x_repo_commit", "../../../../../out")],
+)
+def test_no_answer_of_a_hub_is_written_outside_the_cache(header: str, value: str, tmp_path: Path) -> None:
+    """`huggingface_hub` 2.4 names files after these headers, wherever that leads."""
+    repository = tmp_path / "files" / "owner" / "bad"
+    repository.mkdir(parents=True)
+    (repository / "config.json").write_text("{}")
+    with serve_hub(tmp_path / "files", **{header: value.format(root=tmp_path)}) as (url, asked):
+        (found,) = Hub(url, asked, tmp_path / "home").find("owner/bad")
+    assert found.startswith("HubError: owner/bad: ") and f"the hub's {header.replace('_', '-')} is" in found
+    assert not [file for file in tmp_path.rglob("out*") if file.is_file()]
