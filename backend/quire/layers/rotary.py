@@ -75,6 +75,10 @@ class RopeConfig:
         for key in needed:
             if rope.get(key) is None:
                 raise hf.error(f"rope type {rope_type} needs the key {key!r}")
+        for key in ("factor", "low_freq_factor", "high_freq_factor"):
+            value = rope.get(key, 1.0)
+            if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+                raise hf.error(f"rope parameter {key} must be a number, got {value!r:.40}")
         rotary_dim = int(head_dim * (1.0 if partial is None else partial))
         if not 2 <= rotary_dim <= head_dim:
             raise hf.error(f"partial_rotary_factor={partial} of heads of {head_dim}")
