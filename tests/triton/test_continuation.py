@@ -132,6 +132,25 @@ def test_whenever_engines_die_all_requests_end_as_if_none_had(seed: int) -> None
         frontend.close()
 
 
+@pytest.mark.parametrize("policy", ["longest_prefix", "shortest_first"])
+def test_choices_that_go_on_share_no_block_of_their_outputs(policy: str) -> None:
+    """Where a queue hashes what it is given, one choice's output was taken for that of the others."""
+    frontend = Frontend(fake_core(queue_policy=policy))
+    try:
+        params = SamplingParams(n=3, seed=5, max_tokens=30, ignore_eos=True)
+        sender = frontend.submit([[39]], params)
+        for _ in range(8):
+            frontend.step()
+        frontend.kill()
+        frontend.replace()
+        frontend.run([sender])
+        found = answers(sender)
+        got = [(found[0, index]["ids"], found[0, index]["reason"]) for index in range(3)]
+        assert got == generate_choices_alone([39], params, MAX_MODEL_LEN)
+    finally:
+        frontend.close()
+
+
 def test_a_request_without_a_seed_goes_on_with_its_own(frontend: Frontend) -> None:
     """The engine chose it; another engine would choose another, and the stream go on as a second one."""
     params = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True, n=2)

@@ -94,7 +94,9 @@ class Choices:
         self.has_forked = True
         roster.take_one_seat(parent)
         for index in outputs.keys() - {0}:
-            roster.fork(parent, self._choice(parent, index, outputs[index]), 0)
+            child = self._choice(parent, index, outputs[index])
+            child.block_hashes.clear()  # the queue may have hashed the output of the parent
+            roster.fork(parent, child, 0)
         if 0 not in outputs:
             roster.discard(parent)
 
