@@ -191,8 +191,8 @@ def test_an_engine_of_two_models_is_shown_once(measured: tuple[list[Seen], Scrap
     inputs = samples.total("quire_input_tokens_total")
     cached = samples.total("quire_prefix_cached_tokens_total")
     computed = inputs - cached + 10 * (NUM_TOKENS - 1)
-    # The last row of a stream may have been launched in vain; the warm-up was two tokens.
-    assert computed <= samples.total("quire_scheduled_tokens_total") <= computed + 10 + 2
+    # Last rows of streams may have been launched in vain; the warm-up was two requests of a block at most.
+    assert computed <= samples.total("quire_scheduled_tokens_total") <= computed + 10 + 2 * 16
     engines = {labels["engine"] for labels, _ in samples.samples["quire_engine_info"]}
     assert {labels["model"] for labels, _ in samples.samples["quire_engine_info"]} == {"generator", "other"}
     assert engines == {labels["engine"] for labels, _ in samples.samples["quire_requests_running"]}
