@@ -12,7 +12,9 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.engine.cache_commands import Sleep
+from quire.engine.core import PROBE_ID
 from quire.errors import CheckpointError, UnavailableError
+from quire.scheduling_params import SchedulingParams
 from tests.fixtures.checkpoints import make_checkpoint
 
 PROMPTS = [[1, *range(5, 45)], [1, *range(5, 25), 7, 7], [3, 2, 1]]
@@ -117,3 +119,14 @@ def test_sleep_gives_the_memory_back(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr[-2000:]
         assert done.stdout.count("freed") == 2, done.stdout
         print(done.stdout)
+
+
+def test_a_health_check_under_way_does_not_keep_an_engine_awake(tmp_path: Path) -> None:
+    core = LLM(str(make_checkpoint("llama", tmp_path / "llama")), **OPTIONS).core
+    exempt = SchedulingParams(exempt=True)
+    core.add_request("other", [5], GREEDY, scheduling=exempt)
+    core.add_request(PROBE_ID, [0], SamplingParams(max_tokens=1), scheduling=exempt)
+    with pytest.raises(UnavailableError, match="requests are running"):
+        core.begin_sleep(Sleep())
+    core.abort(["other"])
+    core.begin_sleep(Sleep())

@@ -70,6 +70,8 @@ LOAD_WAIT_S = 0.05
 """Longest wait for a KV tier before the engine looks for messages again, when there is nothing to compute."""
 
 
+PROBE_ID = "probe"
+"""Request of a health check's own, which is of no client."""
 ASLEEP = 'the engine is asleep: cache_control {"command": "wake"} wakes it'
 MAX_FAILED_STEPS = 5
 """Failed steps in a row that end the engine: whatever the reason is, it lasts, and a new process may help."""
@@ -355,7 +357,7 @@ class EngineCore:
         Raises:
             UnavailableError: there are requests, and they are not to be waited for.
         """
-        if self.has_work and not command.drain:
+        if self.scheduler.roster.requests.keys() - {PROBE_ID} and not command.drain:
             raise UnavailableError('requests are running or waiting: "drain": true waits for their ends')
         self._rest = self._rest or "the engine is about to sleep"
 

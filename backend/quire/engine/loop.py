@@ -36,7 +36,7 @@ import zmq
 
 from quire.config import EngineConfig
 from quire.engine.cache_commands import Health, Profile, Sleep, Wake
-from quire.engine.core import EngineCore, error_output, make_executor
+from quire.engine.core import PROBE_ID, EngineCore, error_output, make_executor
 from quire.engine.heartbeat import Heartbeat
 from quire.engine.messages import (
     COMMANDS,
@@ -326,7 +326,7 @@ class EngineLoop:
     def _probe(self) -> None:
         """Gives an idle engine a token to compute, which no client gets: who asks again sees a step done."""
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        self.core.add_request("probe", [0], params, scheduling=SchedulingParams(exempt=True))
+        self.core.add_request(PROBE_ID, [0], params, scheduling=SchedulingParams(exempt=True))
 
     def _trace_abort(self, request_ids: list[str], learned_at: float) -> None:
         if self.core.trace is not None:
