@@ -203,7 +203,6 @@ def test_two_thousand_requests(server: ServerProcess) -> None:
     soak(server, 2_000)
 
 
-@pytest.mark.row("G32", whole=True)
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_hundred_thousand_requests(server: ServerProcess) -> None:
