@@ -166,6 +166,7 @@ def test_nothing_leaves_execute(bench: Bench, options: dict[str, Any], words: st
     """An exception in `execute` makes Triton end requests that belong to the responder by then."""
     model: Any = TritonPythonModel.__new__(TritonPythonModel)
     model._prefix, model._count, model._responder, model._intake = "x", 0, bench.responder, bench.intake
+    model._traces = None
     model._parser = RequestParser(
         None, SamplingParams(), lambda: INFO, FrontendConfig(max_prompt_bytes=9), decoupled=True
     )
