@@ -145,8 +145,7 @@ class Soak:
             await asyncio.gather(reading, return_exceptions=True)
             return "dropped"
         async with stream:
-            while chunks:
-                await anext(stream)
+            while chunks and await anext(stream, None) is not None:
                 chunks -= 1
         return "left"
 

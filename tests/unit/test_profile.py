@@ -88,7 +88,8 @@ def test_a_file_with_phases_and_rooflines(
         }
         for name, share in shares.items():
             assert phase[name] == pytest.approx(share, rel=0.05, abs=2e-4)
-        assert phase["bound"] == ("memory" if phase["mbu"] >= phase["mfu"] else "compute")
+        if abs(phase["mbu"] - phase["mfu"]) > 1e-3:  # they are rounded
+            assert phase["bound"] == ("memory" if phase["mbu"] > phase["mfu"] else "compute")
         if kind == "decode":
             least = (work.layer_bytes + work.head_bytes) * len(own) / seconds / 1e9
             assert phase["gb_s"] > least * 0.98

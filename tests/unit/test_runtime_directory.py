@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -25,7 +27,7 @@ from quire.core.probation import NO_RISK, Risk
 from quire.engine import supervisor as supervisor_module
 from quire.engine.connection import EngineConnection, EngineEndedError, connect
 from quire.engine.messages import EngineInfo
-from quire.engine.processes import open_verified_pidfd, start_time_of
+from quire.engine.processes import open_verified_pidfd, start_time_of, wait_readable
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
 from quire.engine.supervisor import (
     RUN_MODULE,
@@ -623,3 +625,21 @@ def test_what_is_at_risk_is_told_however_many_they_are_and_a_full_disk_ends_noth
     directory.write_risk(7, NO_RISK)
     directory.close()
     assert [path.name for path in tmp_path.iterdir()] == ["at-risk-7"]
+
+
+def test_the_end_of_a_process_is_seen_at_descriptors_beyond_those_of_select() -> None:
+    """A frontend with many clients has more than 1024, and could not end an engine then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048) if hard < 0 else min(hard, 2048), hard))
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    pidfd = os.pidfd_open(child.pid)
+    high = fcntl.fcntl(pidfd, fcntl.F_DUPFD_CLOEXEC, 1500)
+    try:
+        assert not wait_readable(high, 0.0)
+        child.kill()
+        assert wait_readable(high, 20.0)
+    finally:
+        os.close(pidfd)
+        os.close(high)
+        child.wait()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 
 
 def start_time_of(pid: int) -> int | None:
@@ -13,6 +14,16 @@ def start_time_of(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def wait_readable(fd: int, timeout_s: float | None = None) -> bool:
+    """Waits until there is something to read, of a pidfd until its process has ended; False after the time.
+
+    `select.select` would refuse a descriptor above 1023, and a frontend with many clients has such.
+    """
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 def open_verified_pidfd(pid: int, start_time: int) -> int | None:

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import re
-import select
 import shutil
 import signal
 import stat
@@ -36,7 +35,7 @@ import msgspec
 from quire.config import EngineConfig
 from quire.core.probation import NO_RISK, Risk
 from quire.engine.heartbeat import Heartbeat
-from quire.engine.processes import open_verified_pidfd, start_time_of
+from quire.engine.processes import open_verified_pidfd, start_time_of, wait_readable
 from quire.engine.run_module import RUN_MODULE
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
 from quire.errors import CheckpointError, ConfigError, EngineStoppedError, UnavailableError
@@ -292,10 +291,9 @@ def _wait_or_kill(pid: int, start_time: int, timeout_s: float) -> None:
     if pidfd is None:
         return
     try:
-        ended, _, _ = select.select([pidfd], [], [], timeout_s)
-        if not ended:
+        if not wait_readable(pidfd, timeout_s):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            select.select([pidfd], [], [], KILL_WAIT_S)
+            wait_readable(pidfd, KILL_WAIT_S)
     finally:
         os.close(pidfd)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from quire.engine.processes import wait_readable
 from quire.engine.run_module import RUN_MODULE
 from quire.errors import InvalidArgumentError, UnavailableError, describe
 from quire.structured_output import StructuredOutput
@@ -113,7 +113,7 @@ class GrammarChecker:
     def _answer(self, timeout_s: float) -> str | None:
         """A line of the process's; None where it has died, or says nothing in time."""
         assert self._process is not None and self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+        if not wait_readable(self._process.stdout.fileno(), timeout_s):
             return None
         line = self._process.stdout.readline()
         return msgspec.json.decode(line, type=str) if line.endswith(b"\n") else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import select
 import signal
 import threading
 from multiprocessing.connection import Connection
@@ -18,7 +17,7 @@ from multiprocessing.connection import Connection
 import click
 
 from quire.config import EngineConfig
-from quire.engine.processes import open_verified_pidfd
+from quire.engine.processes import open_verified_pidfd, wait_readable
 from quire.errors import ConfigError, QuireError, describe
 from quire.outputs import ModelRunnerOutput, SchedulerOutput
 from quire.worker.messages import SLEEP, WAKE, WARM_UP, Failed, Ready
@@ -84,7 +83,7 @@ def end_with(pid: int, start_time: int) -> None:
         raise SystemExit("worker: its engine is gone")
 
     def wait() -> None:
-        select.select([pidfd], [], [])
+        wait_readable(pidfd)
         os._exit(1)
 
     threading.Thread(target=wait, name="quire-engine-watch", daemon=True).start()
