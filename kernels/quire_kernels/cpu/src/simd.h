@@ -90,12 +90,6 @@ inline vec load_twice(const float* p) {
   const __m512i lanes = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
   return _mm512_permutexvar_ps(lanes, _mm512_castps256_ps512(_mm256_loadu_ps(p)));
 }
-// width pairs of bfloat16: the first of each, the second of each.
-inline void split_pairs(const bf16* p, vec& first, vec& second) {
-  __m512i pairs = _mm512_loadu_si512(p);
-  first = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-  second = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000))));
-}
 // The first `count` numbers, a multiple of 4, and zeros.
 inline vec load_first(const float* p, int count) { return _mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), p); }
 // Number N of the `of` (1: float32, 2: bfloat16, 4: int8) that lie behind each other in each lane.
@@ -178,11 +172,6 @@ inline vec load_twice(const float* p) {
   const __m256i lanes = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
   return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), lanes);
 }
-inline void split_pairs(const bf16* p, vec& first, vec& second) {
-  __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  first = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
-  second = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int(0xffff0000))));
-}
 inline vec load_first(const float* p, int) { return _mm256_castsi256_ps(_mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)p))); }
 template <int of, int N>
 inline vec number(vec lanes) {
@@ -233,6 +222,13 @@ inline vec where_bits(uint32_t bits, vec x, vec y) {
 inline vec nan_of(vec x, vec y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)); }
 
 #endif
+
+// width pairs of bfloat16: the first of each, the second of each.
+inline void split_pairs(const bf16* p, vec& first, vec& second) {
+  vec pairs = load(reinterpret_cast<const float*>(p));
+  first = number<2, 0>(pairs);
+  second = number<2, 1>(pairs);
+}
 
 // Subnormal numbers count as zeros, as they do to tile instructions.
 class FlushSubnormals {
