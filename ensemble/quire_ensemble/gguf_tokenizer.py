@@ -41,37 +41,36 @@ _BEGIN_WITH_BOS = ("llama3", "tekken")
 """Rules whose texts begin with BOS where the file does not say."""
 
 
-def load_gguf_tokenizer(file: Path) -> Any:
+def load_gguf_tokenizer(opened: GGUFFile) -> Any:
     """The tokenizer in a GGUF file, as transformers' `PreTrainedTokenizerFast`, with its chat template.
 
     Raises:
-        TokenizerError: the file is broken, holds no tokenizer, or one of a kind that is not known; names it.
+        TokenizerError: the tokenizer is broken, or of a kind that is not known; names the file.
     """
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer, special, template = _read(file)
+    tokenizer, special, template = _read(opened)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, chat_template=template, clean_up_tokenization_spaces=False, **special
     )
 
 
-def gguf_tokenizer_json(file: Path) -> str:
+def gguf_tokenizer_json(opened: GGUFFile) -> str:
     """What a tokenizer.json of the tokenizer in a GGUF file would hold; raises TokenizerError."""
-    text: str = _read(file)[0].to_str()
+    text: str = _read(opened)[0].to_str()
     return text
 
 
-def _read(file: Path) -> tuple[Any, dict[str, str], str | None]:
+def _read(opened: GGUFFile) -> tuple[Any, dict[str, str], str | None]:
     """The tokenizer (of `tokenizers`), its special tokens by transformers' names, and the chat template."""
+    file = opened.path
     try:
         values = {
             name.removeprefix("tokenizer.").removeprefix("ggml."): value
-            for name, value in GGUFFile.open(file).metadata.items()
+            for name, value in opened.metadata.items()
             if name.startswith("tokenizer.")
         }
-        kind = values.get("model")
-        if kind is None:
-            raise TokenizerError(f"{file}: holds no tokenizer")
+        kind = values["model"]
         tokens, kinds = values["tokens"], values.get("token_type") or []
         if kind == "gpt2":
             tokenizer = _byte_level(file, values)

@@ -15,12 +15,15 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from quire_ensemble import messages as chat
 from quire_ensemble.chat_format import ChatFormat
 from quire_ensemble.client_json import decode_utf8
 from quire_ensemble.errors import InputError, TokenizerError, is_panic, one_line
+
+if TYPE_CHECKING:
+    from quire_ensemble.gguf_file import GGUFFile
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -314,8 +317,8 @@ def _shows_lists(text: str) -> bool:
     return "'type': 'text'" in text or '"type": "text"' in text
 
 
-def _gguf_file(path: Path) -> Path | None:
-    """The GGUF file at a checkpoint's path, if it can be read and holds a tokenizer."""
+def _gguf_file(path: Path) -> GGUFFile | None:
+    """The GGUF file at a checkpoint's path, opened, if it can be read and holds a tokenizer."""
     # The package takes a while to import, and most checkpoints need it not.
     if path.suffix != ".gguf" and (not path.is_dir() or (path / "config.json").exists()):
         return None
@@ -323,9 +326,10 @@ def _gguf_file(path: Path) -> Path | None:
 
     try:
         found = find_gguf(path)
-        return found if found and "tokenizer.ggml.model" in GGUFFile.open(found).metadata else None
+        opened = None if found is None else GGUFFile.open(found)
     except (OSError, ValueError):
         return None
+    return None if opened is None or "tokenizer.ggml.model" not in opened.metadata else opened
 
 
 def tokenizer_json(path: Path) -> str:
