@@ -24,6 +24,15 @@ OPENAI_SAMPLING = (
     "logit_bias",
     "n",
 )
+EMBEDDING_SCHEDULING = (
+    "priority",
+    "ttft_deadline_ms",
+    "deadline_ms",
+    "cache_salt",
+    "cache_retention",
+    "cache_ttl_ms",
+)
+"""Scheduling parameters of Quire, those that embeddings have too."""
 QUIRE_SAMPLING = (
     "min_tokens",
     "top_k",
@@ -39,12 +48,7 @@ QUIRE_SAMPLING = (
     "beam_width",
     "length_penalty",
     "early_stopping",
-    "priority",
-    "ttft_deadline_ms",
-    "deadline_ms",
-    "cache_salt",
-    "cache_retention",
-    "cache_ttl_ms",
+    *EMBEDDING_SCHEDULING,
     "cache_pin",
     "cache_result",
     "session",
@@ -62,15 +66,6 @@ QUIRE_SAMPLING = (
 )
 """Parameters of Quire that OpenAI does not have; they pass through (`priority`, `cache_salt`, the words for
 structured output: as in vLLM). The tenant is none of them: it is the API key's, or comes in a header."""
-EMBEDDING_SCHEDULING = (
-    "priority",
-    "ttft_deadline_ms",
-    "deadline_ms",
-    "cache_salt",
-    "cache_retention",
-    "cache_ttl_ms",
-)
-"""Those of them that embeddings have too."""
 SERVICE_FIELDS = frozenset(
     {
         "user",
