@@ -51,14 +51,9 @@ class BlockTransfers:
     @property
     def rates(self) -> tuple[float | None, float | None]:
         """Bytes per second to the tiers and back; None: not known."""
-        return (
-            (None, None)
-            if self.tiers is None
-            else (
-                self.tiers.save_bytes_per_s,
-                self.tiers.load_bytes_per_s,
-            )
-        )
+        if self.tiers is None:
+            return None, None
+        return self.tiers.save_bytes_per_s, self.tiers.load_bytes_per_s
 
     @property
     def num_loading(self) -> int:

@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import resource
-import select
 import threading
 import uuid
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import triton_python_backend_utils as pb_utils
 
 from quire.config import EngineConfig
+from quire.engine.processes import wait_readable
 from quire.errors import QuireError, UnavailableError
 from quire.startup import StartTimeline, shown_phases
 from quire.triton import config_completion
@@ -221,10 +221,9 @@ class TritonPythonModel:
 
     def _watchdog(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            server = select.poll()
-            server.register(os.pidfd_open(self._server_pid), select.POLLIN)
+            server = os.pidfd_open(self._server_pid)
             if os.getppid() == self._server_pid:
-                server.poll()
+                wait_readable(server)
         os._exit(1)
 
 

@@ -106,6 +106,11 @@ class RequestHandle:
         return {"request_id": self.request_id, "external_id": self.external_id}
 
     @property
+    def is_replay(self) -> bool:
+        """Whether its results come from the cache: it does not need an engine."""
+        return self.parsed is not None and self.parsed.results is not None
+
+    @property
     def is_open(self) -> bool:
         return self._sender is not None
 
@@ -222,7 +227,7 @@ class RequestHandle:
                 "num_cached_tokens": output.num_cached_tokens,
                 "num_preemptions": choice.num_preemptions,
                 "num_accepted_drafts": 0,
-                "result_cached": self.parsed is not None and self.parsed.results is not None,
+                "result_cached": self.is_replay,
             }
         )
 

@@ -574,7 +574,7 @@ class Responder(threading.Thread):
         if not self._max_pause_s:
             return self._end_all("max_pause_s is 0")
         for generation in list(self._generating.values()):
-            if _is_replay(generation.handle) or generation.processor.finished:
+            if generation.handle.is_replay or generation.processor.finished:
                 continue
             if generation.take_death(risk):
                 self._tell_end(generation.handle, FinishReason.ERROR)
@@ -587,7 +587,7 @@ class Responder(threading.Thread):
         """There is an engine again: it is given what is not finished, oldest first."""
         self._is_paused = False
         for generation in list(self._generating.values()):
-            if generation.processor.finished or _is_replay(generation.handle):
+            if generation.processor.finished or generation.handle.is_replay:
                 continue
             try:
                 self.engine.send(generation.next_message())
@@ -598,7 +598,7 @@ class Responder(threading.Thread):
         """No engine comes: what is not finished ends with UNAVAILABLE."""
         message = f"the engine process died while it worked on the request: {reason}"
         for handle in list(self._open.values()):
-            if not _is_replay(handle) and not all(processor.finished for processor in handle.processors):
+            if not handle.is_replay and not all(processor.finished for processor in handle.processors):
                 self._tell_end(handle, FinishReason.ERROR)
                 self._fail(handle, message, "UNAVAILABLE")
 
@@ -671,11 +671,6 @@ class Responder(threading.Thread):
         self.engine.abort(cancelled, FinishReason.CANCELLED)
 
 
-def _is_replay(handle: RequestHandle) -> bool:
-    """Whether its results come from the cache: it does not need an engine."""
-    return handle.parsed is not None and handle.parsed.results is not None
-
-
 def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> RequestEnded:
     """What is known of a request that ends now."""
     parsed = handle.parsed
@@ -701,7 +696,7 @@ def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> 
         num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
         num_preemptions=sum(choice.num_preemptions for choice in choices),
         num_continuations=max((choice.num_continuations for choice in choices), default=0),
-        result_cached=True if _is_replay(handle) else (False if parsed and parsed.recording else None),
+        result_cached=True if handle.is_replay else (False if parsed and parsed.recording else None),
         paused_s=max(
             (c.paused_s + (now - c.paused_at if c.paused_at else 0.0) for c in choices), default=0.0
         ),
