@@ -630,16 +630,16 @@ def test_what_is_at_risk_is_told_however_many_they_are_and_a_full_disk_ends_noth
 def test_the_end_of_a_process_is_seen_at_descriptors_beyond_those_of_select() -> None:
     """A frontend with many clients has more than 1024, and could not end an engine then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048) if hard < 0 else min(hard, 2048), hard))
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    pidfd = os.pidfd_open(child.pid)
-    high = fcntl.fcntl(pidfd, fcntl.F_DUPFD_CLOEXEC, 1500)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(child.wait)
+        stack.callback(child.kill)
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+        pidfd = os.pidfd_open(child.pid)
+        stack.callback(os.close, pidfd)
+        high = fcntl.fcntl(pidfd, fcntl.F_DUPFD_CLOEXEC, 1500)
+        stack.callback(os.close, high)
         assert not wait_readable(high, 0.0)
         child.kill()
         assert wait_readable(high, 20.0)
-    finally:
-        os.close(pidfd)
-        os.close(high)
-        child.wait()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
