@@ -110,6 +110,13 @@ def test_the_next_steps_are_recorded_and_no_more(checkpoint: Path) -> None:
     assert llm.core.begin_profile(Profile()) is llm.core.profile  # the one before is over
 
 
+def test_one_step_that_was_launched_ahead_takes_no_more_time_than_passed(checkpoint: Path) -> None:
+    llm = make_llm(checkpoint, async_scheduling=True)
+    profile = llm.core.begin_profile(Profile(steps=1))
+    llm.generate([PROMPT], EIGHT)
+    assert 0 < profile.answer()["otherData"]["roofline"]["computing"] <= 1
+
+
 def test_steps_of_both_kinds_are_mixed(checkpoint: Path) -> None:
     llm = make_llm(checkpoint, max_num_batched_tokens=6)
     profile = llm.core.begin_profile(Profile())

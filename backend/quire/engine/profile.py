@@ -49,7 +49,7 @@ class StepProfile:
         self._limits: DeviceLimits | None = None
         self._kinds: dict[str, _Kind] = {}
         self._span = math.inf, 0.0
-        """When the first step was planned, and when the last was done."""
+        """When the runner began the first step, and when the last was done."""
 
     @property
     def is_over(self) -> bool:
@@ -92,7 +92,8 @@ class StepProfile:
         elif timing is not None and timing.computing is not None:
             self._event(RUNNER, f"{kind} step", *timing.computing, facts)
         now = self._clock()
-        self._span = min(self._span[0], self._phase[1]), now
+        began = timing.phases[0][1] if timing is not None and timing.phases else self._phase[1]
+        self._span = min(self._span[0], began), now
         gauges = {"running": stats.num_running, "waiting": stats.num_waiting}
         self._counter("requests", now, gauges)
         self._counter("tokens per step", now, {"tokens": num_tokens})
