@@ -59,6 +59,11 @@ class GroupedWeight:
         """[out_features, in_features]."""
         return self.codes.shape
 
+    @property
+    def device(self) -> torch.device:
+        """Of all its tensors."""
+        return self.codes.device
+
     def rows(self, which: slice | torch.Tensor) -> GroupedWeight:
         """Some of the rows, in an order."""
 

@@ -21,6 +21,7 @@ import quire_kernels.flashinfer
 import quire_kernels.reference
 import quire_kernels.triton_lang  # noqa: F401
 from quire_kernels import registry
+from quire_kernels.grouped_weights import GroupedWeight
 from quire_kernels.metadata import AttentionMetadata, attention_facts
 from quire_kernels.quantized_kv import KVLayer, data_of
 from quire_kernels.sampling import SamplingTensors
@@ -283,7 +284,12 @@ def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
 
 
 def packed_bytes(
-    weight: torch.Tensor, *, device_type: str, activation: str | None = None, quantization: str | None = None
+    weight: torch.Tensor | GroupedWeight,
+    *,
+    device_type: str,
+    activation: str | None = None,
+    quantization: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> int:
     """Bytes that `pack_linear` will keep of a weight on such a device, but for what fills up its last tile.
 
@@ -291,27 +297,24 @@ def packed_bytes(
         weight: as of `pack_linear`; it may be on torch's "meta" device, as its numbers do not matter.
     """
     num_rows, num_columns = weight.shape
+    if isinstance(weight, GroupedWeight):
+        assert dtype is not None
+        return num_rows * num_columns * dtype.itemsize
     is_whole = quantization is None
     if device_type == "cpu" and not is_whole:
-        picked = registry.pick(
-            "linear",
-            device_type,
-            weight.dtype,
-            in_features=num_columns,
-            out_features=num_rows,
-            activation=activation,
-            quantization=quantization,
-        )
+        facts = _facts(weight, activation, quantization=quantization)
+        picked = registry.pick("linear", device_type, weight.dtype, **facts)
         is_whole = picked.name == "reference"  # it computes with what the quantised weights mean
     return weight.nbytes if is_whole else quantized_bytes(num_rows, num_columns, quantization or "")
 
 
 def pack_linear(
-    weight: torch.Tensor,
+    weight: torch.Tensor | GroupedWeight,
     bias: torch.Tensor | None = None,
     *,
     activation: str | None = None,
     quantization: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> PackedLinear:
     """Brings a linear layer's weights, once at load, into the form in which they are read fastest.
 
@@ -320,17 +323,27 @@ def pack_linear(
         bias: [out_features].
         activation: "silu", "gelu" or "gelu_tanh": the result is activation(gate) * up of a weight whose first
             half of rows is the gate.
-        quantization: None, "int8", "int4", "w8a8" (weights as with "int8", and rows of x quantised as they
-            come, `weights.quantize_rows`) or "fp8"; with "int4" and "w8a8" in_features is a multiple of their
-            group. See `weights.quantize_weight`.
+        quantization: of a tensor: None, "int8", "int4", "w8a8" (weights as with "int8", and rows of x
+            quantised as they come, `weights.quantize_rows`) or "fp8"; with "int4" and "w8a8" in_features is
+            a multiple of their group. See `weights.quantize_weight`.
+        dtype: of x, for a GroupedWeight; a tensor has x's.
     """
-    out: PackedLinear = registry.select(
-        "linear",
-        weight.device.type,
-        weight.dtype,
-        in_features=weight.shape[1],
-        out_features=weight.shape[0],
-        activation=activation,
-        quantization=quantization,
-    )(weight, bias, activation, quantization)
+    if isinstance(weight, GroupedWeight):
+        assert dtype is not None and quantization is None
+        select = registry.select("grouped_linear", weight.device.type, dtype, **_facts(weight, activation))
+        grouped: PackedLinear = select(weight, bias, activation, dtype)
+        return grouped
+    facts = _facts(weight, activation, quantization=quantization)
+    select = registry.select("linear", weight.device.type, weight.dtype, **facts)
+    out: PackedLinear = select(weight, bias, activation, quantization)
     return out
+
+
+def _facts(weight: torch.Tensor | GroupedWeight, activation: str | None, **others: Any) -> dict[str, Any]:
+    """What implementations of a linear layer may depend on."""
+    return {
+        "in_features": weight.shape[1],
+        "out_features": weight.shape[0],
+        "activation": activation,
+        **others,
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -37,8 +38,34 @@ class PackedLinear(Protocol):
         ...
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """int64 [n] to rows [n, in_features] of W, where it is neither quantised nor gated."""
+        """int64 [n] to rows [n, in_features] of W in x's type, where W is not gated, and a GroupedWeight or
+        not quantised."""
         ...
+
+
+class JoinedLinear:
+    """Layers of one input, none gated, as one: their outputs lie behind each other.
+
+    For parts that cannot be one matrix, as their weights have different forms. See PackedLinear.
+    """
+
+    def __init__(self, parts: Sequence[PackedLinear]) -> None:
+        self.parts = tuple(parts)
+        self.in_features = self.parts[0].in_features
+        self.out_features = sum(part.out_features for part in self.parts)
+        self.nbytes = sum(part.nbytes for part in self.parts)
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See PackedLinear."""
+        return torch.cat([part(x, dtype) for part in self.parts], dim=-1)
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """See PackedLinear."""
+        raise AssertionError("no output head is joined")
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """See PackedLinear."""
+        raise AssertionError("no embedding is joined")
 
 
 def quantized_bytes(num_rows: int, num_columns: int, quantization: str) -> int:

@@ -5,9 +5,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from quire_kernels import registry
+from quire_kernels.grouped_weights import GroupedWeight
 from quire_kernels.reference.elementwise import argmax, gate_mul
 from quire_kernels.registry import implementation
-from quire_kernels.weights import W8A8_GROUP, dequantize_weight, quantize_rows, quantize_weight
+from quire_kernels.weights import (
+    W8A8_GROUP,
+    PackedLinear,
+    dequantize_weight,
+    quantize_rows,
+    quantize_weight,
+)
 
 
 @implementation("linear", "reference")
@@ -65,3 +73,26 @@ class TorchLinear:
         if self.bias is not None:
             total += self.bias
         return total.to(x.dtype).view(*x.shape[:-1], total.shape[1])
+
+
+@implementation("grouped_linear", "reference")
+def dequantized_linear(
+    weight: GroupedWeight, bias: torch.Tensor | None, activation: str | None, dtype: torch.dtype
+) -> PackedLinear:
+    """See `ops.pack_linear`: the layer of what the weights mean, with neither their size nor their speed."""
+    # In rows, so that no second matrix of float32 is needed at once.
+    parts = [
+        weight.rows(slice(first, first + 1024)).dequantize().to(dtype)
+        for first in range(0, weight.shape[0], 1024)
+    ]
+    whole = torch.cat(parts)
+    out: PackedLinear = registry.select(
+        "linear",
+        whole.device.type,
+        dtype,
+        in_features=whole.shape[1],
+        out_features=whole.shape[0],
+        activation=activation,
+        quantization=None,
+    )(whole, bias, activation, None)
+    return out
