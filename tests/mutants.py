@@ -561,8 +561,8 @@ _MODELS = (
     Mutant(
         "biases of keys and values are those of queries",
         "backend/quire/layers/scheme.py",
-        'StoredTensor(part, "bias", rows, 0, None)',
-        'StoredTensor(part, "bias", self.bias[: len(rows)], 0, None)',
+        'StoredTensor(f"{name}.bias", rows, 0, None)',
+        'StoredTensor(f"{name}.bias", self.bias[: len(rows)], 0, None)',
         ("tests/unit/test_models.py::test_logits_equal_transformers",),
     ),
     Mutant(

@@ -18,6 +18,7 @@ from quire.errors import CheckpointError
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
+from quire.layers.scheme import SCHEMES
 from quire.loader.info import read_configs
 from quire.loader.load import load_model
 from quire.models.hf_config import HFConfig
@@ -239,11 +240,13 @@ def test_embeddings_are_scaled_by_a_number_of_their_own_type() -> None:
     """Gemma rounds the square root of the hidden size to the checkpoint's type, and then multiplies."""
     scale, dtype = 3072**0.5, torch.bfloat16
     embedding = Embedding(64, 32, dtype=dtype, scale=scale)
-    embedding.weight.data.normal_(generator=torch.Generator().manual_seed(0))
-    token_ids = torch.arange(64)
-    expected = embedding.weight[token_ids] * torch.tensor(scale, dtype=dtype)
-    assert torch.equal(embedding(token_ids), expected)
-    assert not torch.equal(embedding.weight[token_ids] * scale, expected)
+    embedding.allocate(SCHEMES[None], "model.embed_tokens")
+    (stored,) = embedding.weights()
+    weight = stored.memory.normal_(generator=torch.Generator().manual_seed(0)).clone()
+    embedding.pack()
+    expected = weight * torch.tensor(scale, dtype=dtype)
+    assert torch.equal(embedding(torch.arange(64)), expected)
+    assert not torch.equal(weight * scale, expected)
 
 
 @pytest.mark.row("E4")

@@ -16,7 +16,7 @@ from torch import nn
 
 from quire.errors import CheckpointError
 from quire.layers.linear import Linear
-from quire.layers.scheme import SCHEMES, LinearScheme, StoredTensor
+from quire.layers.scheme import SCHEMES, LayerTensors, LinearScheme, StoredTensor
 from quire.loader.files import NamedTensor
 from quire.loader.info import read_configs
 from quire.loader.load import fill_weights
@@ -134,15 +134,17 @@ def test_ranks_compute_what_the_whole_model_does(
 class Foreign:
     """A layer as someone else quantised it: codes by input and output feature, scales of groups of inputs."""
 
-    def __init__(self, in_features: int, sizes: Sequence[int]) -> None:
-        self.sizes = list(sizes)
+    table = None
+
+    def __init__(self, names: Sequence[str], in_features: int, sizes: Sequence[int]) -> None:
+        self.names, self.sizes = names, list(sizes)
         self.codes = torch.empty(in_features, sum(sizes), dtype=torch.int8)
         self.scales = torch.empty(in_features // 32, sum(sizes))
 
     def stored(self) -> Iterator[StoredTensor]:
         for suffix, joined in (("codes", self.codes), ("scales", self.scales)):
-            for part, columns in enumerate(joined.split(self.sizes, 1)):
-                yield StoredTensor(part, suffix, columns, out_dim=1, in_dim=0)
+            for name, columns in zip(self.names, joined.split(self.sizes, 1), strict=True):
+                yield StoredTensor(f"{name}.{suffix}", columns, out_dim=1, in_dim=0)
 
     def pack(self, activation: str | None) -> PackedLinear:
         return ops.pack_linear(dequantize_weight(self.codes.T, self.scales.T), activation=activation)
@@ -150,13 +152,22 @@ class Foreign:
 
 @dataclass(frozen=True)
 class ForeignScheme:
-    """See Foreign."""
+    """Layers as Foreign has them, but for those of `plain` names; tables as with int4."""
 
+    plain: str = "none"
     input_multiple: int = 32
-    head_quantization: str | None = "int8"
 
-    def tensors(self, in_features: int, sizes: Sequence[int], *, bias: bool, dtype: torch.dtype) -> Foreign:
-        return Foreign(in_features, sizes)
+    def layer(
+        self, names: Sequence[str], in_features: int, sizes: Sequence[int], *, bias: bool, dtype: torch.dtype
+    ) -> LayerTensors:
+        if any(name.endswith(self.plain) for name in names):
+            return SCHEMES[None].layer(names, in_features, sizes, bias=bias, dtype=dtype)
+        return Foreign(names, in_features, sizes)
+
+    def table(
+        self, name: str, num_rows: int, size: int, *, is_head: bool, dtype: torch.dtype
+    ) -> LayerTensors:
+        return SCHEMES["int4"].table(name, num_rows, size, is_head=is_head, dtype=dtype)
 
 
 @pytest.fixture
@@ -180,6 +191,16 @@ def test_a_scheme_of_others_needs_no_change_of_layers_loader_and_models(
     """Its tensors are loaded as they are, joined in fused layers, computed, and divided among ranks."""
     logits = check_ranks(*foreign, ForeignScheme())
     assert torch.equal(logits, Driver.load(foreign[0], quantization="int4").logits(IDS))
+
+
+def test_a_scheme_chooses_by_the_names_of_layers(foreign: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """Files exempt layers by name: here one of each kind, which is a plain matrix then."""
+    path, stored = foreign[0], dict(foreign[1])
+    layer = "model.layers.1.mlp.down_proj"
+    codes, scales = stored.pop(f"{layer}.codes"), stored.pop(f"{layer}.scales")
+    stored[f"{layer}.weight"] = dequantize_weight(codes.T, scales.T)
+    logits = check_ranks(path, stored, ForeignScheme(plain=layer))
+    torch.testing.assert_close(logits, check_ranks(*foreign, ForeignScheme()), atol=1e-4, rtol=0.0)
 
 
 def test_codes_of_another_type_are_refused(foreign: tuple[Path, dict[str, torch.Tensor]]) -> None:

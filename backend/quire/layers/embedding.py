@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire_kernels import ops
+from quire.layers.linear import Weight
+from quire.layers.scheme import LayerTensors, LinearScheme
 from quire_kernels.weights import PackedLinear
 
 
 class Embedding(nn.Module):
-    """Rows of a table by token id; `logits` uses the same table (or one of its own) as output head.
+    """Rows of a table by token id, an output head, or both of one table.
 
     Args:
         scale: what looked-up rows (not logits) are multiplied by; rounded to `dtype` first.
+        is_looked_up: whether rows are looked up.
+        is_head: whether logits are computed.
     """
 
+    tensors: LayerTensors
+    """What the loader fills, between `allocate` and `pack`."""
     packed: PackedLinear
-    """The table as output head; there is none before `pack`, nor of a table that is looked up only."""
+    """The table as output head, whose rows are looked up unless there is a `table`; none before `pack`."""
+    table: torch.Tensor | None
+    """See `LayerTensors.table`; none before `pack`."""
 
-    def __init__(self, vocab_size: int, size: int, *, dtype: torch.dtype, scale: float | None = None) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        size: int,
+        *,
+        dtype: torch.dtype,
+        scale: float | None = None,
+        is_looked_up: bool = True,
+        is_head: bool = False,
+    ) -> None:
         super().__init__()
+        self.vocab_size, self.size, self.dtype = vocab_size, size, dtype
+        self.is_looked_up, self.is_head = is_looked_up, is_head
         self.scale = None if scale is None else float(torch.tensor(scale, dtype=dtype, device="cpu"))
-        self.weight = nn.Parameter(torch.empty(vocab_size, size, dtype=dtype), requires_grad=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [num_tokens] to [num_tokens, size]; ids are within the vocabulary (checked at admission)."""
-        if hasattr(self, "weight"):
-            rows = F.embedding(token_ids, self.weight)
-        else:
-            rows = self.packed.rows(token_ids)
+        rows = self.packed.rows(token_ids) if self.table is None else F.embedding(token_ids, self.table)
         return rows if self.scale is None else rows * self.scale
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -41,13 +57,26 @@ class Embedding(nn.Module):
         """int64 [n]: `ops.argmax` of the logits of hidden [n, size]."""
         return self.packed.argmax(hidden)
 
-    def pack(self, quantization: str | None, *, is_looked_up: bool) -> int:
-        """Makes an output head of the table, which is gone then unless the head alone is quantised.
+    def allocate(self, scheme: LinearScheme, path: str) -> None:
+        """Makes the tensors that a scheme has for the table; `path` is its name."""
+        self.tensors = scheme.table(path, self.vocab_size, self.size, is_head=self.is_head, dtype=self.dtype)
 
-        Returns:
-            The head's bytes.
-        """
-        self.packed = ops.pack_linear(self.weight.data, quantization=quantization)
-        if quantization is None or not is_looked_up:
-            del self.weight
-        return self.packed.nbytes
+    def pack(self) -> int:
+        """Brings the loaded tensors into the form that computes. Returns the bytes of the weights."""
+        self.packed = self.tensors.pack(None)
+        self.table = self._kept_table()
+        del self.tensors
+        return self.packed.nbytes + (0 if self.table is None else self.table.nbytes)
+
+    def packed_bytes(self, device_type: str) -> int:
+        """What `pack` will return on such a device, about."""
+        table = self._kept_table()
+        return self.tensors.packed_bytes(None, device_type) + (0 if table is None else table.nbytes)
+
+    def weights(self) -> Iterator[Weight]:
+        """What the table's tensors fill; ranks have all of them."""
+        for tensor in self.tensors.stored():
+            yield Weight(tensor.name, tensor.memory)
+
+    def _kept_table(self) -> torch.Tensor | None:
+        return self.tensors.table if self.is_looked_up else None

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from quire.layers.scheme import LayerTensors, LinearScheme
 from quire.models.config import DecoderConfig
 from quire_kernels.weights import PackedLinear
 
@@ -28,7 +29,7 @@ class Linear(nn.Module):
     behind each other, in the order given.
 
     Args:
-        config: of the model: its scheme and type.
+        config: of the model: its type.
         in_features: size of the input.
         parts: output features of each part, by its name in the checkpoint.
         parallel: what tensor-parallel ranks divide: the output features of each part ("column"), which the
@@ -39,6 +40,8 @@ class Linear(nn.Module):
             `ops.pack_linear`.
     """
 
+    tensors: LayerTensors
+    """What the loader fills, between `allocate` and `pack`."""
     packed: PackedLinear
     """What computes; there is none before `pack`."""
 
@@ -53,13 +56,23 @@ class Linear(nn.Module):
         activation: str | None = None,
     ) -> None:
         super().__init__()
-        self.parts, self.parallel, self.activation = tuple(parts), parallel, activation
-        self.tensors = config.scheme.tensors(in_features, list(parts.values()), bias=bias, dtype=config.dtype)
-        """What the loader fills; gone when the layer is packed."""
+        self.in_features, self.parts, self.bias, self.dtype = in_features, dict(parts), bias, config.dtype
+        self.parallel, self.activation = parallel, activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, in_features] to [num_tokens, sum of the parts], or half of it with an activation."""
         return self.packed(x)
+
+    def allocate(self, scheme: LinearScheme, path: str) -> None:
+        """Makes the tensors that a scheme has for the layer; its parts are named beside `path`, its own."""
+        prefix = path.rpartition(".")[0]
+        self.tensors = scheme.layer(
+            [f"{prefix}.{part}" for part in self.parts],
+            self.in_features,
+            list(self.parts.values()),
+            bias=self.bias,
+            dtype=self.dtype,
+        )
 
     def pack(self) -> int:
         """Brings the loaded tensors into the form that computes. Returns the bytes of the weights."""
@@ -67,9 +80,11 @@ class Linear(nn.Module):
         del self.tensors
         return self.packed.nbytes
 
-    def weights(self, path: str) -> Iterator[Weight]:
-        """What the parts' tensors fill; `path` is the layer's, in whose place they are."""
-        prefix = path.rpartition(".")[0]
-        for part, suffix, memory, out_dim, in_dim in self.tensors.stored():
-            name = f"{prefix}.{self.parts[part]}.{suffix}"
+    def packed_bytes(self, device_type: str) -> int:
+        """What `pack` will return on such a device, about."""
+        return self.tensors.packed_bytes(self.activation, device_type)
+
+    def weights(self) -> Iterator[Weight]:
+        """What the parts' tensors fill."""
+        for name, memory, out_dim, in_dim in self.tensors.stored():
             yield Weight(name, memory, out_dim if self.parallel == "column" else in_dim)

@@ -15,9 +15,7 @@ from quire_kernels.weights import INT4_GROUP, W8A8_GROUP, PackedLinear
 class StoredTensor(NamedTuple):
     """A tensor that a checkpoint has for a part of a linear layer."""
 
-    part: int
-    suffix: str
-    """What its name ends with, behind the part's."""
+    name: str
     memory: torch.Tensor
     """What it fills."""
     out_dim: int | None
@@ -28,7 +26,12 @@ class StoredTensor(NamedTuple):
 
 
 class LayerTensors(Protocol):
-    """The tensors of one linear layer, from its construction until they are packed."""
+    """The tensors of one linear layer or table, from its construction until they are packed."""
+
+    @property
+    def table(self) -> torch.Tensor | None:
+        """The matrix in which a looked-up table's rows are found, where `PackedLinear.rows` of what `pack`
+        makes has other numbers; else None."""
 
     def stored(self) -> Iterator[StoredTensor]:
         """What the loader must fill."""
@@ -41,38 +44,61 @@ class LayerTensors(Protocol):
 
 
 class LinearScheme(Protocol):
-    """How a checkpoint's linear layers are stored, and how they are computed."""
+    """How a checkpoint's linear layers and tables are stored, and how they are computed."""
 
     @property
     def input_multiple(self) -> int:
         """What the input features of every layer are a multiple of."""
 
-    @property
-    def head_quantization(self) -> str | None:
-        """How the output head, a plain table in every checkpoint, is quantised; see `ops.pack_linear`."""
-
-    def tensors(
-        self, in_features: int, sizes: Sequence[int], *, bias: bool, dtype: torch.dtype
+    def layer(
+        self, names: Sequence[str], in_features: int, sizes: Sequence[int], *, bias: bool, dtype: torch.dtype
     ) -> LayerTensors:
-        """Uninitialised tensors of a layer whose parts have `sizes` output features; `dtype` is that of x."""
+        """Uninitialised tensors of a layer.
+
+        Args:
+            names: of the parts, without the ends of their tensors' names: "model.layers.0.mlp.gate_proj".
+            in_features: of every part.
+            sizes: output features of each part.
+            bias: whether every part has a bias.
+            dtype: of x.
+        """
+
+    def table(
+        self, name: str, num_rows: int, size: int, *, is_head: bool, dtype: torch.dtype
+    ) -> LayerTensors:
+        """Uninitialised tensors of a table whose rows are looked up, used as output head, or both.
+
+        Args:
+            name: without the end of its tensors' names: "model.embed_tokens" or "lm_head".
+            num_rows: tokens of the vocabulary.
+            size: of a row.
+            is_head: whether logits are computed with it.
+            dtype: of looked-up rows, and of x.
+        """
 
 
 @dataclass(frozen=True)
 class DenseTensors:
     """A matrix, and maybe a bias, in which the parts' rows lie behind each other."""
 
+    names: Sequence[str]
     weight: torch.Tensor
     bias: torch.Tensor | None
     sizes: list[int]
     quantization: str | None
 
+    @property
+    def table(self) -> torch.Tensor | None:
+        """See LayerTensors."""
+        return None if self.quantization is None else self.weight
+
     def stored(self) -> Iterator[StoredTensor]:
         """See LayerTensors."""
-        for part, rows in enumerate(self.weight.split(self.sizes)):
-            yield StoredTensor(part, "weight", rows, 0, 1)
+        for name, rows in zip(self.names, self.weight.split(self.sizes), strict=True):
+            yield StoredTensor(f"{name}.weight", rows, 0, 1)
         if self.bias is not None:
-            for part, rows in enumerate(self.bias.split(self.sizes)):
-                yield StoredTensor(part, "bias", rows, 0, None)
+            for name, rows in zip(self.names, self.bias.split(self.sizes), strict=True):
+                yield StoredTensor(f"{name}.bias", rows, 0, None)
 
     def pack(self, activation: str | None) -> PackedLinear:
         """See LayerTensors."""
@@ -93,19 +119,23 @@ class DenseScheme:
     """See `ops.pack_linear`."""
     input_multiple: int = 1
 
-    @property
-    def head_quantization(self) -> str | None:
-        """Four bits are too few for the logits; eight cost a fraction of what they save elsewhere."""
-        return "int8" if self.quantization == "int4" else self.quantization
-
-    def tensors(
-        self, in_features: int, sizes: Sequence[int], *, bias: bool, dtype: torch.dtype
+    def layer(
+        self, names: Sequence[str], in_features: int, sizes: Sequence[int], *, bias: bool, dtype: torch.dtype
     ) -> DenseTensors:
         """See LinearScheme."""
         weight = torch.empty(sum(sizes), in_features, dtype=dtype)
         return DenseTensors(
-            weight, weight.new_empty(sum(sizes)) if bias else None, list(sizes), self.quantization
+            names, weight, weight.new_empty(sum(sizes)) if bias else None, list(sizes), self.quantization
         )
+
+    def table(
+        self, name: str, num_rows: int, size: int, *, is_head: bool, dtype: torch.dtype
+    ) -> DenseTensors:
+        """See LinearScheme."""
+        # Four bits are too few for the logits; eight cost a fraction of what they save elsewhere.
+        quantization = "int8" if self.quantization == "int4" else self.quantization
+        weight = torch.empty(num_rows, size, dtype=dtype)
+        return DenseTensors([name], weight, None, [num_rows], quantization if is_head else None)
 
 
 SCHEMES: dict[str | None, LinearScheme] = {

@@ -97,12 +97,19 @@ class DecoderModel(nn.Module):
         sliding = config.sliding_rope
         self.sliding_rotary = None if sliding is None else RotaryEmbedding(sliding, max_model_len, device)
         vocab_size, size, dtype = config.vocab_size, config.hidden_size, config.dtype
+        is_tied = config.tie_word_embeddings
         with device:
-            self.embed_tokens = Embedding(vocab_size, size, dtype=dtype, scale=config.embedding_scale)
+            self.embed_tokens = Embedding(
+                vocab_size, size, dtype=dtype, scale=config.embedding_scale, is_head=is_tied
+            )
             self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_layers))
             self.norm = RMSNorm(config, size)
-            is_tied = config.tie_word_embeddings
-            self.lm_head = self.embed_tokens if is_tied else Embedding(vocab_size, size, dtype=dtype)
+            self.lm_head = self.embed_tokens
+            if not is_tied:
+                self.lm_head = Embedding(vocab_size, size, dtype=dtype, is_looked_up=False, is_head=True)
+            for name, module in self._named_modules():
+                if isinstance(module, Linear | Embedding):
+                    module.allocate(config.scheme, name)
 
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -194,21 +201,15 @@ class DecoderModel(nn.Module):
         Returns:
             Bytes of all weights as they are kept.
         """
-        num_bytes = sum(module.pack() for module in self.modules() if isinstance(module, Linear))
-        num_bytes += self.lm_head.pack(
-            self.config.scheme.head_quantization, is_looked_up=self.lm_head is self.embed_tokens
-        )
+        num_bytes = sum(module.pack() for module in self.modules() if isinstance(module, Linear | Embedding))
         self._native = self._fuse()
         return num_bytes + sum(parameter.nbytes for parameter in self.parameters())
 
     def packed_bytes(self, device_type: str) -> int:
         """What `pack` will return on such a device, about: before any weight is loaded."""
-        linear = [module for module in self.modules() if isinstance(module, Linear)]
-        quantization, table = self.config.scheme.head_quantization, self.lm_head.weight
-        num_bytes = sum(layer.tensors.packed_bytes(layer.activation, device_type) for layer in linear)
-        num_bytes += ops.packed_bytes(table, device_type=device_type, quantization=quantization)
-        is_gone = quantization is None or self.lm_head is not self.embed_tokens
-        return num_bytes + sum(one.nbytes for one in self.parameters()) - (table.nbytes if is_gone else 0)
+        packed = [module for module in self.modules() if isinstance(module, Linear | Embedding)]
+        num_bytes = sum(module.packed_bytes(device_type) for module in packed)
+        return num_bytes + sum(parameter.nbytes for parameter in self.parameters())
 
     def _fuse(self) -> NativeDecoder | None:
         """All layers as one call, where there are kernels for that and the layers are the common ones."""
@@ -264,13 +265,17 @@ class DecoderModel(nn.Module):
         return self.lm_head.best(hidden)
 
     def weights(self) -> Iterator[Weight]:
-        """What every tensor that the model needs fills; modules have the names of their tensors."""
-        for path, module in self.named_modules():
-            stored = path if path == "lm_head" else f"model.{path}"
-            if isinstance(module, Linear):
-                yield from module.weights(stored)
+        """What every tensor that the model needs fills."""
+        for path, module in self._named_modules():
+            if isinstance(module, Linear | Embedding):
+                yield from module.weights()
             for name, parameter in module.named_parameters(recurse=False):
-                yield Weight(f"{stored}.{name}", parameter)
+                yield Weight(f"{path}.{name}", parameter)
+
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules by the names of their tensors."""
+        for path, module in self.named_modules():
+            yield path if path == "lm_head" else f"model.{path}", module
 
     def convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What is kept of a checkpoint's tensor; `name` is one of `weights()`."""
