@@ -145,6 +145,16 @@ SHAPES = {
 }
 
 
+_QUANTISE = """
+import sys
+import llama_cpp
+source, path, kind = sys.argv[1:]
+params = llama_cpp.llama_model_quantize_default_params()
+params.ftype = getattr(llama_cpp, "LLAMA_FTYPE_MOSTLY_" + kind)
+sys.exit(llama_cpp.llama_model_quantize(source.encode(), path.encode(), params))
+"""
+
+
 def write_config(shape: Shape, folder: Path) -> Path:
     """A directory with the config.json of a model of this shape alone, for `load_format: dummy`."""
     kind = "Qwen3" if shape.family == "qwen3" else "Llama"
@@ -207,16 +217,24 @@ def without_weights(shape: Shape) -> Path:
     return _once(DIRECTORY / f"{shape.name}-config", make)
 
 
-def gguf(shape: Shape, kind: str) -> Path:
-    """A GGUF file of the same weights; kind: BF16, Q8_0 or Q4_0 (all matrices, the embedding too)."""
+def gguf(shape: Shape, kind: str, llama_python: Path) -> Path:
+    """A GGUF file of the same weights.
+
+    Args:
+        kind: BF16, or a mixture of types that llama.cpp makes of that: Q8_0, Q4_0, Q4_K_M, ...
+        llama_python: interpreter with llama-cpp-python.
+    """
 
     def make(path: Path) -> None:
         from tests.fixtures.gguf_files import write_gguf
 
-        write_gguf(source, path, kind)
+        write_gguf(huggingface(shape), path, kind)
 
-    source = huggingface(shape)
-    return _once(DIRECTORY / f"{shape.name}-{kind}.gguf", make)
+    def quantise(path: Path) -> None:
+        source = gguf(shape, "BF16", llama_python)
+        subprocess.run([llama_python, "-c", _QUANTISE, source, path, kind], check=True)
+
+    return _once(DIRECTORY / f"{shape.name}-{kind}.gguf", make if kind == "BF16" else quantise)
 
 
 def openvino(shape: Shape, python: Path, log: Path) -> Path:

@@ -101,6 +101,15 @@ def _quantised(quantization: str, precision: str, *, weight_copies: float, notes
     )
 
 
+def _gguf(kind: str, precision: str) -> tuple[Peer, Peer]:
+    """Quire and llama.cpp on the same file."""
+    name, weights = kind.lower(), f"gguf:{kind}"
+    return (
+        Peer(f"quire-{name}", precision, "quire_engine.py", weights=weights, is_ours=True, notes="KV bf16"),
+        Peer(f"llama.cpp-{name}", precision, "llama_cpp_engine.py", LLAMA_CPP, weights, notes=_GGUF_NOTE),
+    )
+
+
 PEERS = {
     peer.name: peer
     for peer in (
@@ -156,9 +165,10 @@ PEERS = {
         Peer("llama.cpp", "bf16", "llama_cpp_engine.py", LLAMA_CPP, "gguf:BF16", notes=_GGUF_NOTE),
         _quantised("int8", "int8", weight_copies=3.0),
         _quantised("w8a8", "int8", weight_copies=3.0, notes="; products in integers, as llama.cpp's"),
-        Peer("llama.cpp-q8_0", "int8", "llama_cpp_engine.py", LLAMA_CPP, "gguf:Q8_0", notes=_GGUF_NOTE),
+        *_gguf("Q8_0", "int8"),
         _quantised("int4", "int4", weight_copies=5.0),
-        Peer("llama.cpp-q4_0", "int4", "llama_cpp_engine.py", LLAMA_CPP, "gguf:Q4_0", notes=_GGUF_NOTE),
+        *_gguf("Q4_0", "int4"),
+        *_gguf("Q4_K_M", "int4"),
     )
 }
 TARGETS = {"W1": 1.4, "W2": 1.25, "W3": 1.05, "W4-16": 1.4, "W4-32": 1.4, "W5": 1.7}

@@ -24,7 +24,7 @@ from benchmarks import history, machine
 from benchmarks.peers import checkpoints, roofline, venvs
 from benchmarks.peers.adapter_process import AdapterError, AdapterProcess
 from benchmarks.peers.checkpoints import SHAPES, Shape
-from benchmarks.peers.registry import PEERS, Peer
+from benchmarks.peers.registry import LLAMA_CPP, PEERS, Peer
 from benchmarks.peers.table import figures, markdown
 from benchmarks.peers.venvs import PeerUnavailable
 from benchmarks.peers.workloads import KV_TOKENS, WARM_UP, WORKLOADS, Workload
@@ -135,7 +135,7 @@ class Session:
 def _weights(peer: Peer, shape: Shape, python: Path, log: Path) -> Path:
     form, _, kind = peer.weights.partition(":")
     if form == "gguf":
-        return checkpoints.gguf(shape, kind)
+        return checkpoints.gguf(shape, kind, venvs.ensure(LLAMA_CPP))
     if form == "openvino":
         return checkpoints.openvino(shape, python, log)
     return checkpoints.huggingface(shape)
