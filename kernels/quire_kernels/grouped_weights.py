@@ -60,6 +60,12 @@ class GroupedWeight:
         return self.codes.shape
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the codes in their bits, and of all else."""
+        others = (self.scales, self.minimums, self.factors, self.minimum_factors, self.row_scales)
+        return self.codes.numel() * self.bits // 8 + sum(one.nbytes for one in others if one is not None)
+
+    @property
     def device(self) -> torch.device:
         """Of all its tensors."""
         return self.codes.device

@@ -299,7 +299,8 @@ def packed_bytes(
     num_rows, num_columns = weight.shape
     if isinstance(weight, GroupedWeight):
         assert dtype is not None
-        return num_rows * num_columns * dtype.itemsize
+        picked = registry.pick("grouped_linear", device_type, dtype, **_facts(weight, activation))
+        return num_rows * num_columns * dtype.itemsize if picked.name == "reference" else weight.nbytes
     is_whole = quantization is None
     if device_type == "cpu" and not is_whole:
         facts = _facts(weight, activation, quantization=quantization)

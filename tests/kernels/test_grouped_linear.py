@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from quire_kernels import ops
+from quire_kernels.cpu.compiler import supported_isas
 from quire_kernels.grouped_weights import FACTOR_GROUP, GroupedWeight
 from quire_kernels.weights import JoinedLinear
 from tests.kernels.common import every_implementation, forced
 
 DTYPES = [torch.float32, torch.bfloat16]
 IMPLEMENTATIONS = every_implementation("grouped_linear", DTYPES)
+NATIVE = [one for one in IMPLEMENTATIONS if one.values[0] != "reference"]
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 SIXES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 KINDS: dict[str, dict[str, Any]] = {
@@ -22,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "Q5_0": {"bits": 5, "group": 32, "zero": 16},
     "Q5_1": {"bits": 5, "group": 32, "minimums": True},
     "Q8_0": {"bits": 8, "group": 32, "zero": 128},
-    "Q2_K": {"bits": 2, "group": 16, "scales": torch.int8, "minimums": True},
+    "Q2_K": {"bits": 2, "group": 16, "scales": torch.int8, "minimums": True, "most": 15},
     "Q3_K": {"bits": 3, "group": 16, "scales": torch.int8, "zero": 4},
     "Q4_K": {"bits": 4, "group": 32, "scales": torch.int8, "minimums": True},
     "Q5_K": {"bits": 5, "group": 32, "scales": torch.int8, "minimums": True},
@@ -32,13 +34,28 @@ KINDS: dict[str, dict[str, Any]] = {
     "AWQ": {"bits": 4, "group": 128, "zero": 8, "minimums": True},
     "GPTQ8": {"bits": 8, "group": 64, "zero": 128, "scales": torch.bfloat16, "row_scales": True},
 }
-"""What files have; `scales` is a type."""
+"""What files have; `scales` is a type, `most` the largest integer scale."""
+FILE_BITS = {
+    "Q4_0": 4.5,
+    "Q4_1": 5.0,
+    "Q5_0": 5.5,
+    "Q5_1": 6.0,
+    "Q8_0": 8.5,
+    "Q2_K": 2.625,
+    "Q3_K": 3.4375,
+    "Q4_K": 4.5,
+    "Q5_K": 5.5,
+    "Q6_K": 6.5625,
+    "IQ4_NL": 4.5,
+}
+"""Bits of a weight in a GGUF file, its share of the scales included."""
 
 
 def make_weight(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> GroupedWeight:
     """A weight of a kind whose numbers are about 1 / sqrt(num_columns)."""
     generator = torch.Generator().manual_seed(seed)
     facts = {"zero": 0, "table": None, "scales": torch.float16, "minimums": False, "row_scales": False}
+    facts["most"] = 64
     facts |= KINDS[kind]
     bits, group, scale_type = facts["bits"], facts["group"], facts["scales"]
     largest = 128 if facts["table"] is TABLE else 12 if facts["table"] else 2 ** (bits - 1)
@@ -51,8 +68,12 @@ def make_weight(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> Gr
     factors = (num_rows, num_columns // FACTOR_GROUP)
     is_integer = scale_type == torch.int8
     lowest = 0 if facts["minimums"] and is_integer else -60
-    scales = draw(groups, lowest, 64) if is_integer else draw(groups, 0.5, 1.5) * size
-    minimums = draw(groups, 0, 64) if is_integer else draw(groups, -0.5, 1.0) * size * 2 ** (bits - 1)
+    scales = draw(groups, lowest, facts["most"] + 0.9) if is_integer else draw(groups, 0.5, 1.5) * size
+    minimums = (
+        draw(groups, 0, facts["most"] + 0.9)
+        if is_integer
+        else draw(groups, -0.5, 1.0) * size * 2 ** (bits - 1)
+    )
     return GroupedWeight(
         codes=torch.randint(0, 2**bits, (num_rows, num_columns), generator=generator).to(torch.uint8),
         scales=scales.to(scale_type),
@@ -69,6 +90,7 @@ def make_weight(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> Gr
     )
 
 
+@pytest.mark.row("D14", clauses=("layout",))
 @pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_what_the_weights_mean(name: str, device: str, dtype: torch.dtype, kind: str) -> None:
@@ -79,13 +101,70 @@ def test_rows_are_what_the_weights_mean(name: str, device: str, dtype: torch.dty
     assert torch.equal(packed.rows(indices), weight.dequantize().to(dtype)[indices])
 
 
-@pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
+def product_of(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
+    """float32 [n, out_features] by the arithmetic of the C++ kernels (gemm_grouped.h), step by step."""
+    units = x.float().unflatten(1, (-1, 32))
+    extreme = units.abs().amax(2)
+    numbers = units * (torch.tensor(127.0) / extreme).unsqueeze(2)
+    numbers = numbers.round().nan_to_num(0.0).double()
+    x_scales = extreme / 127
+    if weight.table is None:
+        values = weight.codes.double() - weight.zero
+    else:
+        values = torch.tensor(weight.table).double()[weight.codes.long()] - weight.zero
+    part = min(weight.group, 32)
+
+    def wide(scales: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+        out = scales.float()
+        if factors is not None:
+            out = out * factors.float().repeat_interleave(FACTOR_GROUP // weight.group, 1)
+        return out.repeat_interleave(weight.group // part, 1)
+
+    def fused(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        return (left.double() * right.double() + total.double()).float()
+
+    scales = wide(weight.scales, weight.factors)
+    minimums = None if weight.minimums is None else wide(weight.minimums, weight.minimum_factors)
+    total = torch.zeros(x.shape[0], weight.shape[0])
+    for index in range(x.shape[1] // part):
+        x_scale = x_scales[:, index * part // 32].unsqueeze(1)
+        own = numbers.flatten(1)[:, index * part : (index + 1) * part]
+        products = own @ values[:, index * part : (index + 1) * part].T
+        total = fused(products.float(), scales[:, index] * x_scale, total)
+        if minimums is not None:
+            sums = x_scale * own.sum(1, keepdim=True).float()
+            total = fused(-minimums[:, index].unsqueeze(0), sums, total)
+    return total if weight.row_scales is None else total * weight.row_scales
+
+
+@pytest.mark.row("A12", clauses=("batch",))
+@pytest.mark.parametrize(("name", "device", "dtype"), NATIVE)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_rows", "num_columns"), [(100, 512), (32 * 9, 256), (1, 1280)])
+def test_arithmetic_is_that_of_the_definition(
+    name: str, device: str, dtype: torch.dtype, kind: str, num_rows: int, num_columns: int
+) -> None:
+    """To the last bit, on every instruction set, and for any number of rows."""
+    weight = make_weight(kind, num_rows, num_columns)
+    with forced("grouped_linear", name):
+        packed = ops.pack_linear(weight, dtype=dtype)
+    x = torch.randn((300, num_columns), generator=torch.Generator().manual_seed(1)).to(dtype)
+    x[3], x[5, :40] = 0, 0
+    expected = product_of(x, weight)
+    assert torch.equal(packed(x, torch.float32), expected)
+    for count in (1, 2, 3, 5, 15, 16, 17, 40, 65):
+        first = (17 * count) % (300 - count)
+        rows = slice(first, first + count)
+        assert torch.equal(packed(x[rows], torch.float32), expected[rows]), count
+
+
+@pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K", "NVFP4"])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_is_x_times_what_the_weights_mean(
     name: str, device: str, dtype: torch.dtype, kind: str, activation: str | None
 ) -> None:
-    """But for the rounding of x to eight bits."""
+    """But for the rounding of x to eight bits; with a bias, row scales and a gate."""
     weight, bias = make_weight(kind, 96, 512), torch.linspace(-1, 1, 96).to(dtype)
     with forced("grouped_linear", name):
         packed = ops.pack_linear(weight, bias, activation=activation, dtype=dtype)
@@ -97,6 +176,30 @@ def test_is_x_times_what_the_weights_mean(
             gate, up = expected.chunk(2, 1)
             expected = torch.nn.functional.silu(gate) * up
         torch.testing.assert_close(packed(x).double(), expected, atol=0.06, rtol=0.03)
+
+
+@pytest.mark.parametrize(("name", "device", "dtype"), NATIVE)
+def test_argmax_is_that_of_the_product(name: str, device: str, dtype: torch.dtype) -> None:
+    weight = make_weight("Q6_K", 1000, 256)
+    with forced("grouped_linear", name):
+        packed = ops.pack_linear(weight, dtype=dtype)
+    x = torch.randn((70, 256), generator=torch.Generator().manual_seed(1)).to(dtype)
+    x[4, 7] = torch.nan
+    for count in (1, 9, 70):
+        best = packed.argmax(x[:count])
+        assert torch.equal(best, ops.argmax(packed(x[:count], torch.float32)))
+    assert int(best[4]) == -1 and bool((best[5:] >= 0).all())
+
+
+@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize("kind", FILE_BITS)
+def test_memory_is_that_of_the_file(isa: str, kind: str) -> None:
+    weight = make_weight(kind, 64, 512)
+    with forced("grouped_linear", isa):
+        packed = ops.pack_linear(weight, dtype=torch.float32)
+        expected = ops.packed_bytes(weight, device_type="cpu", dtype=torch.float32)
+    assert packed.nbytes <= 1.04 * FILE_BITS[kind] / 8 * 64 * 512
+    assert packed.nbytes == expected or kind == "Q2_K", "scales of four bits share bytes"
 
 
 def test_parts_of_different_kinds_are_one_layer() -> None:

@@ -7,16 +7,26 @@ from ctypes import byref
 
 import torch
 
-from quire_kernels.cpu.native import TYPES, Activation, Format, as_rows, declarations
+from quire_kernels.cpu.native import TYPES, Activation, Format, ScaleType, as_rows, declarations
+from quire_kernels.grouped_weights import GroupedWeight
 from quire_kernels.host_memory import aligned_bytes
-from quire_kernels.weights import INT4_GROUP, W8A8_GROUP, quantize_weight
+from quire_kernels.weights import W8A8_GROUP, quantize_weight
 
 BLOCK_COLUMNS = 32
 """Columns of a block, as in gemm.h."""
 INPUTS_MULTIPLE = 32
 """in_features of every weight; half of a gated one's rows are a multiple of half of it."""
 _FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
+_RESTORED = (*_FORMATS.values(), Format.GROUPED)
 _QUANTISED = {"int8": Format.INT8, "int4": Format.INT4, "w8a8": Format.W8A8}
+_SCALE_TYPES = {
+    torch.float32: ScaleType.FLOAT32,
+    torch.float16: ScaleType.FLOAT16,
+    torch.bfloat16: ScaleType.BFLOAT16,
+    torch.int8: ScaleType.INT8,
+}
+TABLE_ZERO = 128
+"""What is added to the numbers of a table, which have no sign in the kernels."""
 ACTIVATIONS = {
     None: Activation.NONE,
     "silu": Activation.SILU,
@@ -40,58 +50,52 @@ def can_pack(
 
 
 class NativeLinear:
-    """See `ops.pack_linear`."""
+    """See `ops.pack_linear`. The weights are still to be packed; scales and a bias are as the kernels want
+    them, if there are any.
+
+    Args:
+        shape: [columns, in_features] of W.
+        num_scales: of each column.
+        groups: the structure Groups of grouped weights.
+    """
 
     def __init__(
         self,
         isa: str,
         library: ctypes.CDLL,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        kind: Format,
         activation: str | None,
-        quantization: str | None,
+        *,
+        num_scales: int,
+        has_bias: bool,
+        groups: ctypes.Structure | None = None,
     ) -> None:
-        self.isa, self.library = isa, library
-        num_columns, self.in_features = weight.shape
+        self.isa, self.library, self.dtype = isa, library, dtype
+        num_columns, self.in_features = shape
         self.out_features = num_columns if activation is None else num_columns // 2
-        self.dtype = weight.dtype
-        scales = None
-        source = weight.detach()
-        if quantization is None:
-            kind = _FORMATS[weight.dtype]
-        else:
-            kind = _QUANTISED[quantization]
-            source, scales = quantize_weight(source, quantization)
         padded = -(-num_columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
+        self._scales, self._bias = torch.empty(padded * num_scales), torch.empty(padded * has_bias)
         self.struct = declarations().structure("Weight")(
-            None, None, None, num_columns, self.in_features, int(kind), int(ACTIVATIONS[activation])
+            None,
+            self._scales.data_ptr() if num_scales else None,
+            self._bias.data_ptr() if has_bias else None,
+            num_columns,
+            self.in_features,
+            int(kind),
+            int(ACTIVATIONS[activation]),
+            *([] if groups is None else [groups]),
         )
         self._data = aligned_bytes(library.quire_weight_bytes(byref(self.struct)))
         self.struct.data = self._data.data_ptr()
-        self._scales = self._bias = None
-        if scales is not None:
-            groups = self.in_features // INT4_GROUP if kind is Format.INT4 else 1
-            self._scales = torch.empty(padded * groups)
-            self.struct.scales = self._scales.data_ptr()
-        wide_bias = None
-        if bias is not None:
-            wide_bias = bias.detach().float().contiguous()
-            self._bias = torch.empty(padded)
-            self.struct.bias = self._bias.data_ptr()
-        source = source.contiguous()
-        library.quire_pack(
-            source.data_ptr(),
-            None if scales is None else scales.data_ptr(),
-            None if wide_bias is None else wide_bias.data_ptr(),
-            byref(self.struct),
-        )
-        self.nbytes = self._data.nbytes + (0 if self._scales is None else self._scales.nbytes)
+        self.nbytes = self._data.nbytes + self._scales.nbytes
+        self.table: torch.Tensor | None = None
+        """Which the structure points into."""
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """See PackedLinear."""
-        assert self.struct.format in _FORMATS.values() and not self.struct.activation, (
-            "W is not kept as it was"
-        )
+        assert self.struct.format in _RESTORED and not self.struct.activation, "W is not kept as it was"
         indices = indices.contiguous()
         out = torch.empty((indices.shape[0], self.in_features), dtype=self.dtype)
         self.library.quire_unpack_rows(
@@ -130,3 +134,86 @@ class NativeLinear:
             out.stride(0),
         )
         return out.view(*x.shape[:-1], self.out_features)
+
+
+def pack_dense(
+    isa: str,
+    library: ctypes.CDLL,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    quantization: str | None,
+) -> NativeLinear:
+    """See `ops.pack_linear`."""
+    source, scales, num_scales = weight.detach(), None, 0
+    if quantization is None:
+        kind = _FORMATS[weight.dtype]
+    else:
+        kind = _QUANTISED[quantization]
+        source, scales = quantize_weight(source, quantization)
+        num_scales = scales.shape[1]
+    source = source.contiguous()
+    wide_bias = None if bias is None else bias.detach().float().contiguous()
+    packed = NativeLinear(
+        isa,
+        library,
+        weight.shape,
+        weight.dtype,
+        kind,
+        activation,
+        num_scales=num_scales,
+        has_bias=bias is not None,
+    )
+    library.quire_pack(source.data_ptr(), _pointer(scales), _pointer(wide_bias), byref(packed.struct))
+    return packed
+
+
+def pack_grouped(
+    isa: str,
+    library: ctypes.CDLL,
+    weight: GroupedWeight,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    dtype: torch.dtype,
+) -> NativeLinear:
+    """See `ops.pack_linear`."""
+    scale_type, zero, table = _SCALE_TYPES[weight.scales.dtype], weight.zero, None
+    if scale_type is ScaleType.INT8 and weight.minimums is not None:
+        both = torch.stack((weight.scales, weight.minimums))
+        if int(both.min()) >= 0 and int(both.max()) < 16:
+            scale_type = ScaleType.NIBBLES
+    if weight.table is not None:
+        zero += TABLE_ZERO
+        table = torch.tensor(weight.table).add_(TABLE_ZERO).to(torch.uint8)
+    groups = declarations().structure("Groups")(
+        _pointer(table), int(scale_type), weight.bits, weight.group, zero, weight.minimums is not None
+    )
+    packed = NativeLinear(
+        isa,
+        library,
+        weight.shape,
+        dtype,
+        Format.GROUPED,
+        activation,
+        num_scales=int(weight.row_scales is not None),
+        has_bias=bias is not None,
+        groups=groups,
+    )
+    packed.table = table
+    tensors = (
+        weight.codes,
+        weight.scales,
+        weight.minimums,
+        weight.factors,
+        weight.minimum_factors,
+        None if weight.row_scales is None else weight.row_scales.float(),
+        None if bias is None else bias.detach().float(),
+    )
+    sources = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+    source = declarations().structure("GroupedSource")(*map(_pointer, sources))
+    library.quire_pack_grouped(byref(source), byref(packed.struct))
+    return packed
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

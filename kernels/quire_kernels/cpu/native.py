@@ -34,6 +34,17 @@ class Format(IntEnum):
     INT8 = 2
     INT4 = 3
     W8A8 = 4
+    GROUPED = 5
+
+
+class ScaleType(IntEnum):
+    """Of grouped weights; `ScaleType` of gemm.h."""
+
+    FLOAT32 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
+    INT8 = 3
+    NIBBLES = 4
 
 
 class Activation(IntEnum):
@@ -48,7 +59,7 @@ class Activation(IntEnum):
 @functools.cache
 def declarations() -> Declarations:
     """Structures and functions of src/."""
-    names = ("layout.h", "gemm.h", "decoder.h", "quire.cpp")
+    names = ("layout.h", "gemm.h", "pack.h", "decoder.h", "quire.cpp")
     return Declarations("\n".join((SOURCES / name).read_text("utf-8") for name in names))
 
 

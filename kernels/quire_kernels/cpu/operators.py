@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from quire_kernels.cpu.compiler import BuildError, supported_isas
-from quire_kernels.cpu.linear import ACTIVATIONS, NativeLinear, can_pack
+from quire_kernels.cpu.linear import ACTIVATIONS, NativeLinear, can_pack, pack_dense, pack_grouped
 from quire_kernels.cpu.native import KV_TYPES, TYPES, as_rows, batch_struct, kv_struct, library
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer
@@ -178,7 +178,12 @@ def forbid_others(isa: str, logits: torch.Tensor, allowed: torch.Tensor) -> None
 
 def linear(isa: str, *args: Any) -> NativeLinear:
     """See `ops.pack_linear`."""
-    return NativeLinear(isa, _kernels(isa), *args)
+    return pack_dense(isa, _kernels(isa), *args)
+
+
+def grouped_linear(isa: str, *args: Any) -> NativeLinear:
+    """See `ops.pack_linear`."""
+    return pack_grouped(isa, _kernels(isa), *args)
 
 
 def _with_heads_together(x: torch.Tensor) -> torch.Tensor:
@@ -217,6 +222,7 @@ _OPERATORS = (
     ("top_logprobs", top_logprobs, _in_vectors()),
     ("forbid_others", forbid_others, _in_vectors()),
     ("linear", linear, _can_pack),
+    ("grouped_linear", grouped_linear, _can_pack),
 )
 
 

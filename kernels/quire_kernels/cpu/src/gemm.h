@@ -1,4 +1,4 @@
-// y = x W^T + bias with weights packed once at load: float32, bfloat16, or eight and four bits.
+// y = x W^T + bias with weights packed once at load: float32, bfloat16, or two to eight bits.
 //
 // Packed weights lie in blocks of `block_columns` output features. Within a block, bfloat16 has pairs of input
 // features next to each other ([K / 2][32][2], what VDPBF16PS and AMX take), float32 has [K][32]. Quantised
@@ -22,7 +22,10 @@
 
 namespace quire {
 
-enum class Format : int32_t { float32 = 0, bfloat16 = 1, int8 = 2, int4 = 3, w8a8 = 4 };
+enum class Format : int32_t { float32 = 0, bfloat16 = 1, int8 = 2, int4 = 3, w8a8 = 4, grouped = 5 };
+
+// Of grouped weights. The last two are integers that are multiplied by a factor; nibbles share a byte with the minimum.
+enum class ScaleType : int32_t { float32 = 0, float16 = 1, bfloat16 = 2, int8 = 3, nibbles = 4 };
 
 // Gated ones take columns in pairs (gate, up), whose blocks hold 16 of each, and give half as many.
 enum class Activation : int32_t { none = 0, silu = 1, gelu = 2, gelu_tanh = 3 };
@@ -31,14 +34,40 @@ constexpr int block_columns = 32;
 constexpr int half_block = block_columns / 2;
 constexpr int int4_group = 32;  // input features that share a scale
 
+// What weights of a group mean: scale * (value - zero) - minimum; and how a block holds them, see gemm_grouped.h.
+struct Groups {
+  const uint8_t* table;  // [16]: values of four-bit codes; null: a code is its value
+  ScaleType scale_type;
+  int32_t bits;  // of a code
+  int32_t size;  // inputs that share a scale
+  int32_t zero;
+  int32_t has_minimums;
+
+  bool has_factors() const { return scale_type >= ScaleType::int8; }
+  // Of a stretch.
+  int inputs() const { return has_factors() ? 256 : std::max(size, 32); }
+  int factors_bytes() const { return has_factors() ? 64 * (1 + has_minimums) : 0; }
+  int scales_row() const {
+    return block_columns * (scale_type == ScaleType::float32 ? 4 : scale_type >= ScaleType::int8 ? 1 : 2);
+  }
+  int scales_bytes() const { return inputs() / size * scales_row(); }
+  int header_bytes() const {
+    const int sets = has_minimums && scale_type != ScaleType::nibbles ? 2 : 1;
+    return (factors_bytes() + sets * scales_bytes() + 63) / 64 * 64;
+  }
+  int unit_bytes() const { return 4 * block_columns * bits; }
+  int64_t stretch_bytes() const { return header_bytes() + inputs() / 32 * int64_t(unit_bytes()); }
+};
+
 struct Weight {
   const void* data;     // blocks, 64-byte aligned
-  const float* scales;  // int8, w8a8: [blocks][32]; int4: [blocks][K / 32][32]
+  const float* scales;  // int8, w8a8, grouped (or null): [blocks][32]; int4: [blocks][K / 32][32]
   const float* bias;    // [blocks][32], in packed order, or null
   int64_t num_columns;  // N, output features before a gate
   int64_t num_inputs;   // K, a multiple of 32
   Format format;
   Activation activation;
+  Groups groups;  // grouped
 
   int64_t num_blocks() const { return (num_columns + block_columns - 1) / block_columns; }
   int64_t block_bytes() const {
@@ -47,6 +76,7 @@ struct Weight {
       case Format::bfloat16: return num_inputs * block_columns * 2;
       case Format::int8:
       case Format::w8a8: return num_inputs * block_columns;
+      case Format::grouped: return num_inputs / groups.inputs() * groups.stretch_bytes();
       default: return num_inputs * block_columns / 2;
     }
   }
@@ -585,7 +615,8 @@ inline vec activate(vec gate, Activation kind) {
 template <class Y>
 inline void finish(const Weight& w, int64_t block, int rows, const float* acc, Y* y, int64_t ldy) {
   const float* bias = w.bias ? w.bias + block * block_columns : nullptr;
-  const float* scales = w.format == Format::int8 || w.format == Format::w8a8 ? w.scales + block * block_columns : nullptr;
+  const bool is_scaled = w.scales && w.format >= Format::int8 && w.format != Format::int4;
+  const float* scales = is_scaled ? w.scales + block * block_columns : nullptr;
   auto result = [&](const float* row, int c) {
     vec value = load(row + c);
     if (scales) value = mul(value, load(scales + c));
@@ -801,6 +832,9 @@ inline void multiply_many(const Part& part, const bf16* x, const Weight& w, floa
 template <class X, class Sink>
 void multiply_int8(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink& to);
 
+template <class X, class Sink>
+void multiply_grouped(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink& to);
+
 #if !defined(__AVX512F__)
 template <class Sink>
 void multiply_wide(const Matrix<const bf16>& x, int64_t num_rows, const Weight& w, Sink& to);
@@ -809,7 +843,7 @@ void multiply_wide(const Matrix<const bf16>& x, int64_t num_rows, const Weight& 
 // Whether a product of so many rows takes x in tiles as it is; else it brings a plain matrix into them, or needs none.
 template <class X>
 inline bool takes_tiles(int64_t num_rows, const Weight& w) {
-  return has_tiles<X>() && num_rows > 1 && w.format != Format::w8a8;
+  return has_tiles<X>() && num_rows > 1 && w.format < Format::w8a8;
 }
 
 // x[M][K] w, to a sink; x has the type that the format is computed in (bfloat16 or float32), and is in tiles only if
@@ -821,6 +855,7 @@ void multiply(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink&
   struct Sums;
   if (num_rows == 0) return;
   if (w.format == Format::w8a8) return multiply_int8(x, num_rows, w, to);
+  if (w.format == Format::grouped) return multiply_grouped(x, num_rows, w, to);
 #if !defined(__AVX512F__)
   if constexpr (std::is_same_v<X, bf16>) return multiply_wide(x, num_rows, w, to);
 #endif

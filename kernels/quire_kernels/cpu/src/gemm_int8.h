@@ -43,33 +43,51 @@ inline uint32_t store_numbers(int8_t* p, vec x) {
   return uint32_t(_mm512_reduce_add_epi32(whole));
 }
 #else
-inline uint32_t store_numbers(int16_t* p, vec x) {
-  __m256i whole = _mm256_shuffle_epi32(_mm256_cvtps_epi32(x), 0xd8);
-  __m128i numbers = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), numbers);
-  __m128i sums = _mm_madd_epi16(numbers, _mm_set1_epi16(1));
+inline uint32_t sum_of(__m128i shorts) {
+  __m128i sums = _mm_madd_epi16(shorts, _mm_set1_epi16(1));
   sums = _mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0x4e));
   return uint32_t(_mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0xb1))));
 }
+inline __m128i shorts_of(__m256i whole) {
+  return _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+}
+inline uint32_t store_numbers(int16_t* p, vec x) {
+  __m128i numbers = shorts_of(_mm256_shuffle_epi32(_mm256_cvtps_epi32(x), 0xd8));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), numbers);
+  return sum_of(numbers);
+}
+inline uint32_t store_numbers(int8_t* p, vec x) {
+  __m128i numbers = shorts_of(_mm256_cvtps_epi32(x));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(numbers, numbers));
+  return sum_of(numbers);
+}
 #endif
+
+// Gives the numbers of GROUP inputs, and the sum of every 16 of them; returns their scale.
+template <int GROUP, class X, class N>
+inline float quantise_group(const X* x, N* numbers, uint32_t* sums) {
+  vec most = zero(), is_finite = zero();
+  for (int i = 0; i < GROUP; i += width) {
+    vec value = load(x + i);
+    most = max(most, max(value, sub(zero(), value)));
+    is_finite = add(is_finite, sub(value, value));
+  }
+  float extreme = largest(most), finite = sum(is_finite);
+  float inverse = extreme > 0 ? 127.0f / extreme : 0.0f;
+  for (int i = 0; i < GROUP; i += 16) {
+    sums[i / 16] = 0;
+    for (int j = i; j < i + 16; j += width) sums[i / 16] += store_numbers(numbers + j, mul(load(x + j), splat(inverse)));
+  }
+  // NaN where the group held one, or an infinity; its numbers are of no importance then.
+  return finite == 0 ? extreme / 127.0f : finite;
+}
 
 template <class X>
 inline void quantise_row(const X* x, int64_t row, const QuantisedRows& to) {
   for (int64_t group = 0; group < to.groups; ++group, x += int8_group) {
-    vec most = zero(), is_finite = zero();
-    for (int i = 0; i < int8_group; i += width) {
-      vec value = load(x + i);
-      most = max(most, max(value, sub(zero(), value)));
-      is_finite = add(is_finite, sub(value, value));
-    }
-    float extreme = largest(most), finite = sum(is_finite);
-    float inverse = extreme > 0 ? 127.0f / extreme : 0.0f;
-    Number* numbers = to.of(row, group);
-    uint32_t total = 0;
-    for (int i = 0; i < int8_group; i += width) total += store_numbers(numbers + i, mul(load(x + i), splat(inverse)));
-    // NaN where the group held one, or an infinity; its numbers are of no importance then.
-    to.scales[row * to.groups + group] = finite == 0 ? extreme / 127.0f : finite;
-    to.offsets[row * to.groups + group] = int32_t(-128u * total);
+    uint32_t sums[int8_group / 16];
+    to.scales[row * to.groups + group] = quantise_group<int8_group>(x, to.of(row, group), sums);
+    to.offsets[row * to.groups + group] = int32_t(-128u * (sums[0] + sums[1] + sums[2] + sums[3]));
   }
 }
 

@@ -5,6 +5,7 @@
 #include "elementwise.h"
 #include "gemm.h"
 #include "gemm_avx2.h"
+#include "gemm_grouped.h"
 #include "gemm_int8.h"
 #include "logits.h"
 #include "pack.h"
@@ -45,8 +46,13 @@ void quire_pack(const void* source, const float* scales, const float* bias, cons
   else pack(static_cast<const int8_t*>(source), scales, bias, *w);
 }
 
+void quire_pack_grouped(const GroupedSource* source, const Weight* w) { pack_grouped(*source, *w); }
+
 void quire_unpack_rows(Type type, const Weight* w, const int64_t* rows, int64_t num_rows, void* y) {
-  with_type(type, [&](auto* t) { unpack_rows(*w, rows, num_rows, static_cast<decltype(t)>(y)); });
+  with_type(type, [&](auto* t) {
+    if (w->format == Format::grouped) unpack_grouped_rows(*w, rows, num_rows, static_cast<decltype(t)>(y));
+    else unpack_rows(*w, rows, num_rows, static_cast<decltype(t)>(y));
+  });
 }
 
 void quire_linear(Type x_type, const void* x, int64_t ldx, int64_t num_rows, const Weight* w, Type y_type, void* y,
