@@ -54,17 +54,17 @@ class ModelConfig:
     model: str = ""
     """Directory of a Hugging Face checkpoint, or a .gguf file."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Computation and KV type; auto: the checkpoint's `torch_dtype`."""
+    """Computation and KV type; auto: the checkpoint's own, bfloat16 with a GGUF file of quantised weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where a CUDA device is visible."""
     max_model_len: _Tokens | None = None
     """Longest prompt plus output in tokens; None: what config.json allows."""
-    quantization: Literal["int8", "int4", "w8a8", "fp8"] | None = None
+    quantization: Literal["int8", "int4", "w8a8", "fp8", "dequantized"] | None = None
     """Weights at load: int8 (one scale per output feature) or int4 (one for 32 input features), with
     activations of `dtype`; w8a8: weights as int8, and the inputs of linear layers quantised as they come, one
     scale for 64 of a row, for products in integers; fp8: weights in e4m3, one scale per output feature (on
-    the CPU they are widened at load: its accuracy, not its size); None: as they are. The KV cache is not
-    concerned."""
+    the CPU they are widened at load: its accuracy, not its size); dequantized: numbers of `dtype`, whatever
+    the checkpoint has; None: as they are, quantised ones too. The KV cache is not concerned."""
     load_format: Literal["auto", "safetensors", "bin", "gguf", "dummy"] = "auto"
     """bin: pickles, read with weights_only; dummy: random weights of the shapes in config.json, which is all
     that the directory must hold, for measurements; auto: safetensors or gguf."""

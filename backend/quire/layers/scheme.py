@@ -140,6 +140,7 @@ class DenseScheme:
 
 SCHEMES: dict[str | None, LinearScheme] = {
     None: DenseScheme(),
+    "dequantized": DenseScheme(),
     "int8": DenseScheme("int8"),
     "int4": DenseScheme("int4", INT4_GROUP),
     "w8a8": DenseScheme("w8a8", W8A8_GROUP),

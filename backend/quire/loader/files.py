@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
+from quire.layers.scheme import LinearScheme
 from quire.loader.info import gguf_file
 from quire_ensemble.weight_files import NamedTensor, find_files, read_pickle, read_safetensors
 
@@ -24,6 +25,8 @@ class WeightFiles(NamedTuple):
     """What complaints name: the index, or the only file."""
     files: tuple[Path, ...]
     read: Callable[[Path], Iterator[NamedTensor]]
+    scheme: LinearScheme | None = None
+    """Of weights that stay as the files quantise them; None: they are plain matrices when they are read."""
 
     def tensors(self) -> Iterator[NamedTensor]:
         """All tensors, file by file; raises CheckpointError for a file that is missing or broken."""
@@ -41,9 +44,11 @@ def find_weights(config: ModelConfig) -> WeightFiles:
     if config.load_format in ("auto", "gguf"):
         found = gguf_file(path)
         if found is not None:
-            from quire.loader.gguf_weights import read_gguf
+            from quire.loader.gguf_weights import block_scheme, read_gguf
 
-            return WeightFiles(found, (found,), read_gguf)
+            keeps_blocks = config.quantization is None
+            scheme = block_scheme([found]) if keeps_blocks else None
+            return WeightFiles(found, (found,), partial(read_gguf, keeps_blocks=keeps_blocks), scheme)
         if config.load_format == "gguf":
             raise CheckpointError(f"{path}: load_format=gguf, but this is no .gguf file")
     if config.load_format in ("auto", "safetensors"):

@@ -1,18 +1,24 @@
-"""Tensors of a GGUF file under Hugging Face's names, dequantised one at a time."""
+"""Tensors of a GGUF file under Hugging Face's names, as blocks or decoded one at a time."""
 
 from __future__ import annotations
 
+import logging
+import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from gguf import GGMLQuantizationType, quants
 
 from quire.errors import CheckpointError
+from quire.loader.gguf_blocks import GROUPED
 from quire.loader.gguf_metadata import ROPE_FACTORS, open_gguf
+from quire.loader.gguf_scheme import GGUFScheme
 from quire_ensemble.gguf_file import GGUFFile, StoredTensor
 from quire_ensemble.weight_files import NamedTensor
+
+logger = logging.getLogger("quire")
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -39,8 +45,12 @@ _PLAIN = {
 }
 
 
-def read_gguf(file: Path) -> Iterator[NamedTensor]:
+def read_gguf(file: Path, *, keeps_blocks: bool) -> Iterator[NamedTensor]:
     """Tensors of one file; those without a Hugging Face name keep their own.
+
+    Args:
+        file: to read.
+        keeps_blocks: matrices of the types in GROUPED are uint8 [rows, bytes of a row].
 
     Raises:
         CheckpointError: the file is broken, or a tensor's quantisation is not known.
@@ -51,12 +61,33 @@ def read_gguf(file: Path) -> Iterator[NamedTensor]:
     for stored in opened.tensors.values():
         if stored.name == ROPE_FACTORS:
             continue
-        tensor = _decode(opened, stored)
+        is_kept = keeps_blocks and _has_blocks(stored)
+        tensor = _mapped(opened, stored) if is_kept else _decode(opened, stored)
         part = stored.name.split(".")[-2] if "." in stored.name else stored.name
         # Only this architecture's files pair neighbouring dimensions in rotary embedding, by reordering rows.
         if arch == "llama" and part in heads:
             tensor = _rotate_half_order(tensor, heads[part])
         yield NamedTensor(hf_name(stored.name), tensor, file)
+
+
+def block_scheme(files: Sequence[Path]) -> GGUFScheme:
+    """The scheme for what `read_gguf` gives where it keeps blocks; says which matrices it must decode.
+
+    Raises:
+        CheckpointError: a file is broken.
+    """
+    tensors = [stored for file in files for stored in open_gguf(file).tensors.values()]
+    decoded = [one for one in tensors if one.kind not in _PLAIN and not _has_blocks(one)]
+    if decoded:
+        logger.warning(
+            "%s: %d tensors of the types %s are decoded: %.0f MB of the file become %d numbers of `dtype`",
+            files[0],
+            len(decoded),
+            ", ".join(sorted({one.kind.name for one in decoded})),
+            sum(one.num_bytes for one in decoded) / 1e6,
+            sum(math.prod(one.shape) for one in decoded),
+        )
+    return GGUFScheme(files[0], {hf_name(one.name): one.kind for one in tensors if _has_blocks(one)})
 
 
 def hf_name(name: str) -> str:
@@ -74,18 +105,28 @@ def _heads(opened: GGUFFile, arch: str, key: str) -> int:
     return int(stated(f"{arch}.attention.{key}") or stated(f"{arch}.attention.head_count") or 0)
 
 
+def _has_blocks(stored: StoredTensor) -> bool:
+    """Whether it is a matrix that can stay as it is."""
+    return stored.kind in GROUPED and len(stored.shape) == 2
+
+
 def _decode(opened: GGUFFile, stored: StoredTensor) -> torch.Tensor:
-    data, plain = opened.data(stored), _PLAIN.get(stored.kind)
+    plain = _PLAIN.get(stored.kind)
     if plain is not None:
-        with warnings.catch_warnings():
-            # The memory map is read-only, and so is our use of it.
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return torch.from_numpy(data).view(plain)
+        return _mapped(opened, stored).view(plain)
     try:
-        return torch.from_numpy(quants.dequantize(data, stored.kind))
+        return torch.from_numpy(quants.dequantize(opened.data(stored), stored.kind))
     except NotImplementedError:
         name = stored.kind.name
         raise CheckpointError(f"{opened.path}: {stored.name} has unsupported type {name}") from None
+
+
+def _mapped(opened: GGUFFile, stored: StoredTensor) -> torch.Tensor:
+    """uint8 [rows..., bytes of a row]."""
+    with warnings.catch_warnings():
+        # The memory map is read-only, and so is our use of it.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(opened.data(stored))
 
 
 def _rotate_half_order(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

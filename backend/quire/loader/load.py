@@ -99,15 +99,12 @@ def empty_model(
     backend = None if config.attention_backend == "auto" else config.attention_backend
     with _understood(hf):
         parsed = kind.parse_config(hf, _dtype(config.dtype, hf))
-    parsed = replace(
-        parsed,
-        scheme=SCHEMES[config.quantization],
-        attention_backend=backend,
-    )
+    files = None if config.load_format == "dummy" else find_weights(config)
+    scheme = (files and files.scheme) or SCHEMES[config.quantization]
+    parsed = replace(parsed, scheme=scheme, attention_backend=backend)
     _check_input_sizes(parsed, config.quantization)
     if check is not None:
         check(parsed)
-    files = None if config.load_format == "dummy" else find_weights(config)
     with _understood(hf):
         model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device).eval()
         ends = as_token_ids(generation.get("eos_token_id")) or as_token_ids(hf.get("eos_token_id"))
