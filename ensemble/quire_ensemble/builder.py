@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from quire_ensemble import pbtxt
 from quire_ensemble.errors import BuildError
-from quire_ensemble.gguf_file import GGUFFile
+from quire_ensemble.gguf_file import GGUFError, GGUFFile
 from quire_ensemble.tokenizer import TOKENIZER_FILES, Tokenizer
 
 Placement = Literal["link", "copy", "path"]
@@ -198,25 +198,39 @@ def _checkpoint_config(checkpoint: Path) -> dict[str, Any]:
     config = checkpoint / "config.json"
     if not config.is_file():
         raise BuildError(f"{config}: missing; a Hugging Face checkpoint directory is expected")
-    try:
-        values = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BuildError(f"{config}: cannot be read as JSON: {error}") from None
-    if not isinstance(values, dict) or not values.get("architectures"):
+    values = _read_json(config)
+    if not values.get("architectures"):
         raise BuildError(f"{config}: states no 'architectures'; a model's config.json is expected")
     if not Tokenizer.exists(checkpoint):
         raise BuildError(f"{checkpoint}: no tokenizer files; expected one of {', '.join(TOKENIZER_FILES)}")
     return values
 
 
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BuildError(f"{file}: cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise BuildError(f"{file}: must hold a JSON object")
+    return values
+
+
 def has_chat_template(checkpoint: Path) -> bool:
-    """Whether the checkpoint's files hold a chat template; looked up without loading the tokenizer."""
+    """Whether the checkpoint's files hold a chat template; looked up without loading the tokenizer.
+
+    Raises:
+        BuildError: they are broken.
+    """
     if checkpoint.is_file():
-        return bool(GGUFFile.open(checkpoint).metadata.get("tokenizer.chat_template"))
+        try:
+            return bool(GGUFFile.open(checkpoint).metadata.get("tokenizer.chat_template"))
+        except (OSError, GGUFError) as error:
+            raise BuildError(f"{checkpoint}: broken GGUF file: {error}") from None
     if (checkpoint / "chat_template.jinja").is_file() or (checkpoint / "chat_template.json").is_file():
         return True
     config = checkpoint / "tokenizer_config.json"
-    return config.is_file() and bool(json.loads(config.read_text(encoding="utf-8")).get("chat_template"))
+    return config.is_file() and bool(_read_json(config).get("chat_template"))
 
 
 def engine_file(model: str, options: Mapping[str, Any]) -> str:

@@ -57,6 +57,11 @@ def shown(value: object) -> str:
     return f"{name} of {len(value)} entries" if isinstance(value, list | tuple | dict) else name
 
 
+def is_name(text: str) -> bool:
+    """Whether a file's name for something can stand in a message as it is."""
+    return 0 < len(text) <= 256 and text.isprintable()
+
+
 def kind(value: object) -> str:
     """Type and value of a client's value, as `shown`; "null" for None."""
     name, text = type(value).__name__, shown(value)
@@ -71,5 +76,5 @@ def is_panic(error: BaseException) -> bool:
 
 def one_line(error: BaseException) -> str:
     """What another library's error says, for a message of ours: on one line, its class if it says nothing."""
-    text = " ".join(str(error).split())
-    return (text or type(error).__name__)[:400]
+    text = " ".join(str(error)[:1000].split())
+    return "".join(c if c.isprintable() else "?" for c in text)[:400] or type(error).__name__

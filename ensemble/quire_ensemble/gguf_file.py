@@ -2,20 +2,24 @@
 
 The format is that of ggml's docs/gguf.md, versions 2 and 3, little-endian. (The reader of the `gguf` package
 makes several arrays of each string, and takes ten seconds for a vocabulary of 49 k.)
+
+Files are read, not mapped: one that is cut short meanwhile ends in an error here, and a mapped one in SIGBUS.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
+import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from quire_ensemble.errors import is_name, shown
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -25,6 +29,8 @@ _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
 _LENGTH = struct.Struct("<Q")
+_MAX_HEAD = 2**26
+"""Bytes of a head, which becomes up to ten times as many. The largest vocabularies take 16 MiB."""
 
 
 class GGUFError(ValueError):
@@ -62,7 +68,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A GGUF file whose head is read; its tensors' bytes are mapped when they are asked for."""
+    """A GGUF file whose head is read; its tensors' bytes are read when they are asked for."""
 
     path: Path
     metadata: dict[str, Any]
@@ -77,26 +83,29 @@ class GGUFFile:
             OSError: cannot be read.
         """
         with path.open("rb") as file:
-            try:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except ValueError:
-                raise GGUFError("is empty") from None
-        with mapped:
-            head = _Head(mapped)
+            head = _Head(file)
             return cls(path, head.metadata, head.tensors)
 
     def data(self, tensor: StoredTensor) -> np.ndarray:
-        """A tensor's bytes, mapped: uint8 [rows..., bytes of a row]."""
+        """A tensor's bytes: uint8 [rows..., bytes of a row].
+
+        Raises:
+            GGUFError: the file has become shorter.
+            OSError: cannot be read.
+        """
+        found = np.fromfile(self.path, np.uint8, tensor.num_bytes, offset=tensor.offset)
+        if found.size < tensor.num_bytes:
+            raise GGUFError(f"{tensor.name} does not lie in it any more: truncated")
         block, size = GGML_QUANT_SIZES[tensor.kind]
-        shape = (*tensor.shape[:-1], tensor.shape[-1] // block * size)
-        return np.memmap(self.path, np.uint8, "r", tensor.offset, shape)
+        return found.reshape(*tensor.shape[:-1], tensor.shape[-1] // block * size)
 
 
 class _Head:
-    """Reads the head of a mapped file from its first byte on."""
+    """Reads the head of a file from its first byte on."""
 
-    def __init__(self, mapped: mmap.mmap) -> None:
-        self._mapped, self._at, self._size = mapped, 0, len(mapped)
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._size = file, os.fstat(file.fileno()).st_size
+        self._read, self._at = bytearray(), 0
         magic = self._take(len(_MAGIC))
         if magic != _MAGIC:
             raise GGUFError(f"begins with {magic!r}, not with {_MAGIC!r}")
@@ -108,7 +117,7 @@ class _Head:
         for _ in range(num_values):
             key = self._string()
             if key in self.metadata:
-                raise GGUFError(f"states {key!r:.80} twice")
+                raise GGUFError(f"states {shown(key)} twice")
             self.metadata[key] = self._value(self._scalar("I"))
         found = [self._tensor() for _ in range(num_tensors)]
         self.tensors = {tensor.name: tensor for tensor in self._placed(found)}
@@ -116,16 +125,28 @@ class _Head:
             raise GGUFError("holds two tensors of one name")
 
     def _take(self, num_bytes: int) -> bytes:
-        begin, self._at = self._at, self._at + num_bytes
-        if self._at > self._size:
+        begin = self._at
+        self._fill(begin + num_bytes)
+        self._at = begin + num_bytes
+        return bytes(self._read[begin : self._at])
+
+    def _fill(self, end: int) -> None:
+        """Has the bytes before `end` read."""
+        if end <= len(self._read):
+            return
+        if end > self._size:
             raise GGUFError(f"ends at byte {self._size}, within its head: truncated")
-        return self._mapped[begin : self._at]
+        if end > _MAX_HEAD:
+            raise GGUFError(f"its head is longer than {_MAX_HEAD} bytes")
+        self._read += self._file.read(max(end, 2 * len(self._read), 2**20) - len(self._read))
+        if end > len(self._read):
+            raise GGUFError("has been truncated while it was read")
 
     def _scalar(self, letter: str) -> Any:
         return struct.unpack("<" + letter, self._take(struct.calcsize("<" + letter)))[0]
 
     def _string(self) -> str:
-        return self._take(self._scalar("Q")).decode("utf-8")
+        return _text(self._take(self._scalar("Q")))
 
     def _value(self, kind: int) -> Any:
         if kind in _SCALARS:
@@ -139,51 +160,60 @@ class _Head:
             return self._strings(count)
         if of not in _SCALARS:
             raise GGUFError(f"holds an array of the unknown type {of}")
-        size = struct.calcsize("<" + _SCALARS[of])
-        self._check_room(count, size)
-        return np.frombuffer(self._take(count * size), "<" + _SCALARS[of]).tolist()
+        letter = "<" + _SCALARS[of]
+        return np.frombuffer(self._take(count * struct.calcsize(letter)), letter).tolist()
 
     def _strings(self, count: int) -> list[str]:
         """The next strings; vocabularies have some 100 000, so it does by hand what `_string` does."""
-        self._check_room(count, _LENGTH.size)
-        mapped, at, last, found = self._mapped, self._at, self._size - _LENGTH.size, []
+        read, at, found = self._read, self._at, []
         for _ in range(count):
-            if at > last:
-                break
             begin = at + _LENGTH.size
-            at = begin + _LENGTH.unpack_from(mapped, at)[0]
-            found.append(mapped[begin:at].decode("utf-8"))
+            if begin > len(read):
+                self._fill(begin)
+            at = begin + _LENGTH.unpack_from(read, begin - _LENGTH.size)[0]
+            if at > len(read):
+                self._fill(at)
+            found.append(_text(read[begin:at]))
         self._at = at
-        if at > self._size or len(found) < count:
-            raise GGUFError(f"ends at byte {self._size}, within its head: truncated")
         return found
-
-    def _check_room(self, count: int, size: int) -> None:
-        if count > (self._size - self._at) // size:
-            raise GGUFError(f"has no room for an array of {count} elements: truncated")
 
     def _tensor(self) -> StoredTensor:
         """A tensor whose offset counts from where the tensors begin."""
         name, rank = self._string(), self._scalar("I")
+        if not is_name(name):
+            raise GGUFError(f"a tensor has the name {shown(name)}")
         if not 1 <= rank <= _MAX_DIMENSIONS:
-            raise GGUFError(f"{name!r:.80} has {rank} dimensions")
+            raise GGUFError(f"{name} has {rank} dimensions")
         shape = tuple(self._scalar("Q") for _ in range(rank))[::-1]
         number, offset = self._scalar("I"), self._scalar("Q")
         try:
             kind = GGMLQuantizationType(number)
         except ValueError:
-            raise GGUFError(f"{name!r:.80} has the unknown type {number}") from None
+            raise GGUFError(f"{name} has the unknown type {number}") from None
         block, size = GGML_QUANT_SIZES[kind]
         if not all(shape) or shape[-1] % block:
-            raise GGUFError(f"{name!r:.80} has the shape {shape}, rows of {kind.name} have blocks of {block}")
+            raise GGUFError(f"{name} has the shape {shape}, rows of {kind.name} have blocks of {block}")
         return StoredTensor(name, kind, shape, offset, math.prod(shape) // block * size)
 
-    def _placed(self, tensors: list[StoredTensor]) -> Iterator[StoredTensor]:
+    def _placed(self, tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise GGUFError(f"general.alignment is {alignment!r:.80}")
         begin = -(-self._at // alignment) * alignment
-        for tensor in tensors:
-            if tensor.offset % alignment or begin + tensor.offset + tensor.num_bytes > self._size:
-                raise GGUFError(f"{tensor.name!r:.80} does not lie in it: truncated")
-            yield tensor._replace(offset=begin + tensor.offset)
+        placed = [tensor._replace(offset=begin + tensor.offset) for tensor in tensors]
+        free = begin
+        for tensor in sorted(placed, key=lambda tensor: tensor.offset):
+            end = tensor.offset + tensor.num_bytes
+            if (tensor.offset - begin) % alignment or end > self._size:
+                raise GGUFError(f"{tensor.name} does not lie in it: truncated")
+            if tensor.offset < free:
+                raise GGUFError(f"{tensor.name} begins within another tensor")
+            free = end
+        return placed
+
+
+def _text(data: bytes | bytearray) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise GGUFError(f"holds a text that is not UTF-8: {error.reason}") from None

@@ -91,7 +91,10 @@ def _read(opened: GGUFFile) -> tuple[Any, dict[str, str], str | None]:
                     )
                 special[f"{role}_token"] = tokens[token_id]
         _begin_and_end(tokenizer, values, special)
-        return tokenizer, special, values.get("chat_template")
+        template = values.get("chat_template")
+        if not isinstance(template, str | None):
+            raise TokenizerError(f"{file}: tokenizer.chat_template is no text")
+        return tokenizer, special, template
     except TokenizerError:
         raise
     except BaseException as error:  # whatever lies in the file

@@ -1,26 +1,60 @@
 """A checkpoint's weight files and their tensors, for the vision part here and for the generator's loader.
 
-Tensors are memory-mapped, so that loading needs the model's memory once. Pickles are read by `weights_only`;
-whether they may be read at all is the caller's to decide.
+Tensors are memory-mapped, so that loading needs the model's memory once. Pickles are read by `weights_only`,
+after a look at what they ask for; whether they may be read at all is the caller's to decide.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
+import pickletools
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from quire_ensemble.errors import one_line, shown
+from quire_ensemble.errors import is_name, is_panic, one_line, shown
 
 Fail = Callable[[str], Exception]
 """Makes the exception of a complaint, which is one line and names the file."""
 Wanted = Callable[[str], bool]
 """Whether a tensor of this name is to be read."""
+
+_MAX_PICKLE = 2**23
+"""Bytes of the pickle that names a file's tensors: each takes some 250."""
+_PICKLED = frozenset(
+    (
+        "collections OrderedDict",
+        "torch.nn.parameter Parameter",
+        "torch._tensor _rebuild_from_type_v2",
+        *(
+            f"torch._utils _rebuild_{name}"
+            for name in ("tensor", "tensor_v2", "parameter", "parameter_with_state")
+        ),
+        *(
+            f"torch {name}Storage"
+            for name in (
+                "Double",
+                "Float",
+                "Half",
+                "BFloat16",
+                "Long",
+                "Int",
+                "Short",
+                "Char",
+                "Byte",
+                "Bool",
+            )
+        ),
+    )
+)
+"""What the pickle of a state dictionary names; others that `weights_only` allows, such as bytearray, make as
+much memory as a number in the file says."""
 
 
 class NamedTensor(NamedTuple):
@@ -57,13 +91,15 @@ def find_files(
         raise fail(f"{index}: must hold a weight_map of tensor names to files")
     files: dict[Path, None] = {}
     for shard in (shard for tensor, shard in weight_map.items() if wanted(tensor)):
-        is_name = isinstance(shard, str) and Path(shard).name == shard and shard not in ("", "..")
-        if not is_name or "\0" in shard:
+        is_file = isinstance(shard, str) and Path(shard).name == shard and shard not in ("", "..")
+        if not is_file or not is_name(shard):
             raise fail(f"{index}: {shown(shard)} is not the name of a file beside the index")
         files[directory / shard] = None
     for file in files:
-        if not file.exists():
-            raise fail(f"{file}: shard not found; {index.name} names it")
+        try:
+            file.stat()
+        except OSError:
+            raise fail(f"{file}: shard not found; {index.name} names it") from None
     return index, tuple(files)
 
 
@@ -72,23 +108,26 @@ def read_safetensors(file: Path, fail: Fail, wanted: Wanted = everything) -> Ite
     try:
         with safe_open(file, framework="pt") as reader:
             for name in filter(wanted, reader.keys()):
+                if not is_name(name):
+                    raise ValueError(f"a tensor has the name {shown(name)}")
                 yield NamedTensor(name, reader.get_tensor(name), file)
-    except (SafetensorError, OSError) as error:
+    except BaseException as error:  # whatever lies in the file
+        if isinstance(error, GeneratorExit) or not (isinstance(error, Exception) or is_panic(error)):
+            raise
         raise fail(f"{file}: broken safetensors file: {one_line(error)}") from None
 
 
 def read_pickle(file: Path, fail: Fail, wanted: Wanted = everything) -> Iterator[NamedTensor]:
     """Wanted tensors of one .bin or .pt file; code in it is refused."""
     try:
-        # Files of before torch 1.6 are no zip archives and cannot be mapped.
-        with file.open("rb") as stream:
-            mapped = stream.read(2) == b"PK"
+        mapped = _check_pickle(file)
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise fail(f"{file}: not a pickle of tensors only: {one_line(error)}") from None
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # whatever lies in the file
         raise fail(f"{file}: broken checkpoint file: {one_line(error)}") from None
-    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+    names = state if isinstance(state, dict) else (None,)
+    if not all(isinstance(name, str) and is_name(name) for name in names):
         raise fail(f"{file}: holds a {type(state).__name__}, not a dictionary of tensors")
     for name in list(state):
         tensor = state.pop(name)
@@ -97,3 +136,41 @@ def read_pickle(file: Path, fail: Fail, wanted: Wanted = everything) -> Iterator
         if not isinstance(tensor, torch.Tensor):
             raise fail(f"{file}: {name} is a {type(tensor).__name__}, not a tensor")
         yield NamedTensor(name, tensor, file)
+
+
+def _check_pickle(file: Path) -> bool:
+    """Refuses what makes more of a file than its bytes. Says whether it is an archive, which can be mapped:
+    files of before torch 1.6 are none.
+
+    Raises:
+        Exception: of many kinds; UnpicklingError: it names other things than tensors are made of.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        if stream.read(2) != b"PK":
+            stream.seek(0)
+            _check_names(io.BytesIO(stream.read(_MAX_PICKLE)))
+            return False
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+        if sum(entry.file_size for entry in entries) > size or any(
+            entry.compress_type != zipfile.ZIP_STORED for entry in entries
+        ):
+            raise ValueError("its entries are compressed, or longer than itself")
+        for entry in entries:
+            if entry.filename.endswith("data.pkl"):
+                if entry.file_size > _MAX_PICKLE:
+                    raise ValueError(f"{entry.filename} is longer than {_MAX_PICKLE} bytes")
+                _check_names(io.BytesIO(archive.read(entry)))
+    return True
+
+
+def _check_names(stream: io.BytesIO) -> None:
+    """Looks at the pickles that a stream begins with, at most five: what old files have."""
+    end = len(stream.getbuffer())
+    for _ in range(5):
+        for operation, value, _ in pickletools.genops(stream):
+            if "GLOBAL" in operation.name and value not in _PICKLED:
+                raise pickle.UnpicklingError(f"it names {shown(value)}")
+        if stream.tell() == end:
+            break

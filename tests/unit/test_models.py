@@ -476,7 +476,10 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(checkpoints: dict[str, Path
         ({"head_dim": "16"}, "head_dim must be a positive whole number up to 65536, got '16'"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a positive whole number up to 4096"),
         ({"partial_rotary_factor": 1e9}, "partial_rotary_factor=1000000000.0 of heads of"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, "factor must be a number, got 'x'"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": "x"}},
+            "factor must be a positive number, got 'x'",
+        ),
         ({"dtype": 16}, "holds a value that cannot be right: 'int' object has no attribute"),
         (
             {"architectures": ["MistralForCausalLM"], "sliding_window": -1},

@@ -75,20 +75,26 @@ class RopeConfig:
         for key in needed:
             if rope.get(key) is None:
                 raise hf.error(f"rope type {rope_type} needs the key {key!r}")
-        for key in ("factor", "low_freq_factor", "high_freq_factor"):
-            value = rope.get(key, 1.0)
-            if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
-                raise hf.error(f"rope parameter {key} must be a number, got {value!r:.40}")
+        theta = rope.get("rope_theta") or hf.get("rope_theta") or 10000.0
+        numbers = {key: rope.get(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        for key, value in {"rope_theta": theta, **numbers}.items():
+            if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
+                raise hf.error(f"rope parameter {key} must be a positive number, got {value!r:.40}")
         rotary_dim = int(head_dim * (1.0 if partial is None else partial))
-        if not 2 <= rotary_dim <= head_dim:
-            raise hf.error(f"partial_rotary_factor={partial} of heads of {head_dim}")
-        for key in ("short_factor", "long_factor") if rope_type == "longrope" else ():
-            if len(rope[key]) != rotary_dim // 2:
+        if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+            raise hf.error(
+                f"partial_rotary_factor={partial!r:.40} of heads of {head_dim}: an even number of dimensions "
+                "rotates"
+            )
+        for key in ("short_factor", "long_factor", "frequency_factors"):
+            if rope.get(key) is not None and len(rope[key]) != rotary_dim // 2:
                 raise hf.error(f"{key} has {len(rope[key])} entries, the head needs {rotary_dim // 2}")
         section, divisors = rope.get("mrope_section"), rope.get("frequency_factors")
+        if section and (len(section) != 3 or min(section) < 0 or sum(section) != rotary_dim // 2):
+            raise hf.error(f"mrope_section {section!r:.80} must be three numbers that make {rotary_dim // 2}")
         return cls(
             rope_type=rope_type,
-            theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
+            theta=float(theta),
             rotary_dim=rotary_dim,
             max_position_embeddings=max_position,
             original_max_position_embeddings=int(original or max_position),

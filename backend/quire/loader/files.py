@@ -15,6 +15,7 @@ from quire.config import ModelConfig
 from quire.errors import CheckpointError
 from quire.layers.scheme import LinearScheme
 from quire.loader.info import gguf_file
+from quire_ensemble.errors import one_line
 from quire_ensemble.weight_files import NamedTensor, find_files, read_pickle, read_safetensors
 
 
@@ -28,10 +29,17 @@ class WeightFiles(NamedTuple):
     scheme: LinearScheme | None = None
     """Of weights that stay as the files quantise them; None: they are plain matrices when they are read."""
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
     def tensors(self) -> Iterator[NamedTensor]:
         """All tensors, file by file; raises CheckpointError for a file that is missing or broken."""
         for file in self.files:
-            yield from self.read(file)
+            try:
+                yield from self.read(file)
+            except (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{file}: broken weight file: {one_line(error)}") from error
 
 
 def find_weights(config: ModelConfig) -> WeightFiles:

@@ -8,7 +8,8 @@ from typing import Any
 from gguf.constants import GGMLQuantizationType
 
 from quire.errors import CheckpointError
-from quire.models.hf_config import HFConfig
+from quire.models.hf_config import MAX_HEADS, HFConfig
+from quire_ensemble.errors import shown
 from quire_ensemble.gguf_file import GGUFError, GGUFFile
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -31,7 +32,7 @@ def open_gguf(file: Path) -> GGUFFile:
     """
     try:
         opened = GGUFFile.open(file)
-    except (OSError, GGUFError, UnicodeDecodeError) as error:
+    except (OSError, GGUFError) as error:
         raise CheckpointError(f"{file}: broken GGUF file: {error}") from None
     if "general.architecture" not in opened.metadata:
         raise CheckpointError(f"{file}: broken GGUF file: it names no general.architecture")
@@ -43,9 +44,9 @@ def read_gguf_config(file: Path) -> HFConfig:
     opened = open_gguf(file)
     stated, tensors = opened.metadata.get, opened.tensors
     arch = stated("general.architecture")
-    if arch not in ARCHITECTURES:
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise CheckpointError(f"{file}: GGUF architecture {arch!r} is not supported; supported: {known}")
+        raise CheckpointError(f"{file}: GGUF architecture {shown(arch)} is not supported; supported: {known}")
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file}: holds no token_embd.weight")
@@ -92,6 +93,8 @@ def _rope(opened: GGUFFile, arch: str) -> dict[str, Any]:
         }
     factors = opened.tensors.get(ROPE_FACTORS)
     if factors is not None and factors.kind == GGMLQuantizationType.F32:
+        if len(factors.shape) != 1 or factors.shape[0] > MAX_HEADS:
+            raise CheckpointError(f"{opened.path}: {ROPE_FACTORS} has the shape {list(factors.shape)}")
         rope["frequency_factors"] = opened.data(factors).view("<f4").tolist()
     return rope
 

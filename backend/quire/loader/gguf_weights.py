@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -62,7 +61,7 @@ def read_gguf(file: Path, *, keeps_blocks: bool) -> Iterator[NamedTensor]:
         if stored.name == ROPE_FACTORS:
             continue
         is_kept = keeps_blocks and _has_blocks(stored)
-        tensor = _mapped(opened, stored) if is_kept else _decode(opened, stored)
+        tensor = torch.from_numpy(opened.data(stored)) if is_kept else _decode(opened, stored)
         part = stored.name.split(".")[-2] if "." in stored.name else stored.name
         # Only this architecture's files pair neighbouring dimensions in rotary embedding, by reordering rows.
         if arch == "llama" and part in heads:
@@ -113,20 +112,12 @@ def _has_blocks(stored: StoredTensor) -> bool:
 def _decode(opened: GGUFFile, stored: StoredTensor) -> torch.Tensor:
     plain = _PLAIN.get(stored.kind)
     if plain is not None:
-        return _mapped(opened, stored).view(plain)
+        return torch.from_numpy(opened.data(stored)).view(plain)
     try:
         return torch.from_numpy(quants.dequantize(opened.data(stored), stored.kind))
     except NotImplementedError:
         name = stored.kind.name
         raise CheckpointError(f"{opened.path}: {stored.name} has unsupported type {name}") from None
-
-
-def _mapped(opened: GGUFFile, stored: StoredTensor) -> torch.Tensor:
-    """uint8 [rows..., bytes of a row]."""
-    with warnings.catch_warnings():
-        # The memory map is read-only, and so is our use of it.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(opened.data(stored))
 
 
 def _rotate_half_order(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

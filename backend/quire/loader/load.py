@@ -25,6 +25,8 @@ from quire_ensemble.errors import one_line
 from quire_ensemble.weight_files import NamedTensor
 
 _MAX_LISTED = 16
+_MOST_WEIGHTS_PER_BYTE = 8
+"""Of a file, however it is quantised: memory is taken only for what there may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,11 @@ def empty_model(
     _check_input_sizes(parsed, config.quantization)
     if check is not None:
         check(parsed)
+    if files is not None and parsed.num_weights > _MOST_WEIGHTS_PER_BYTE * files.num_bytes:
+        raise CheckpointError(
+            f"{files.source}: {files.num_bytes} bytes are too few for the {parsed.num_weights} weights that "
+            f"{hf.path.name} means: truncated, or another model's"
+        )
     with _understood(hf):
         model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device).eval()
         ends = as_token_ids(generation.get("eos_token_id")) or as_token_ids(hf.get("eos_token_id"))
@@ -116,7 +123,7 @@ def _understood(hf: HFConfig) -> Iterator[None]:
     """What values that are none raise is told of their file."""
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise hf.error(f"holds a value that cannot be right: {one_line(error)}") from error
 
 

@@ -9,7 +9,7 @@ import torch
 from quire.converters import INT32_MAX
 from quire.layers.rotary import RopeConfig
 from quire.layers.scheme import SCHEMES, LinearScheme
-from quire.models.hf_config import HFConfig
+from quire.models.hf_config import MAX_HEADS, HFConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = {
@@ -20,8 +20,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 """Names of the operators' activations by those of config.json."""
-MAX_HEADS = 2**16
-"""And of the size of one."""
 MAX_LAYERS = 4096
 
 
@@ -73,6 +71,14 @@ class DecoderConfig:
                 raise ValueError(f"a sliding window of {window!r:.40}")
 
     @property
+    def num_weights(self) -> int:
+        """Of the matrices."""
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        of_layer = self.hidden_size * (2 * heads + 2 * kv_heads + 3 * self.intermediate_size)
+        tables = 1 if self.tie_word_embeddings else 2
+        return self.num_layers * of_layer + tables * self.vocab_size * self.hidden_size
+
+    @property
     def norm_dtype(self) -> torch.dtype:
         """Type of the norms' scales."""
         return torch.float32 if self.unit_offset_norms else self.dtype
@@ -109,7 +115,7 @@ class DecoderConfig:
             head_dim=head_dim,
             max_position_embeddings=hf.require_int("max_position_embeddings", most=INT32_MAX),
             dtype=dtype,
-            rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
             activation=ACTIVATIONS[activation],
             tie_word_embeddings=hf.get("tie_word_embeddings", False),
             rope=RopeConfig.from_hf(hf, head_dim),

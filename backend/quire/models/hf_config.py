@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,12 @@ _OUTER_KEYS = ("architectures", "tie_word_embeddings", "dtype", "torch_dtype", "
 """Keys that concern the whole of a multimodal checkpoint, its text part included."""
 
 
+_MAX_MESSAGE = 1000
+"""Characters of a complaint."""
 MAX_SIZE = 2**24
 """Of a model's dimensions: products of three of them, and bytes, have numbers."""
+MAX_HEADS = 2**16
+"""And of the size of one."""
 
 
 def _completed(path: Path, text: dict[str, Any]) -> dict[str, Any]:
@@ -90,9 +95,17 @@ class HFConfig:
             raise self.error(f"{key} must be a positive whole number up to {most}, got {value!r:.40}")
         return value
 
+    def number(self, key: str, default: float) -> float:
+        """A finite number that is not negative, or the default where the key is missing or null; raises
+        CheckpointError naming key and file."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise self.error(f"{key} must be a number that is not negative, got {value!r:.40}")
+        return float(value)
+
     def error(self, message: str) -> CheckpointError:
-        """The error to raise for something wrong in this file."""
-        return CheckpointError(f"{self.path}: {message}")
+        """The error to raise for something wrong in this file; one line, whatever is put into it."""
+        return CheckpointError(f"{self.path}: {' '.join(message.split())[:_MAX_MESSAGE]}")
 
     @property
     def architecture(self) -> str:
@@ -104,7 +117,10 @@ class HFConfig:
 
 
 def as_token_ids(value: Any) -> frozenset[int]:
-    """An id, a list of ids or None as a set."""
+    """An id, a list of ids or None as a set; raises ValueError."""
     if value is None:
         return frozenset()
-    return frozenset(value) if isinstance(value, list) else frozenset((value,))
+    ids = value if isinstance(value, list) else [value]
+    if any(type(one) is not int or not 0 <= one < MAX_SIZE for one in ids):
+        raise ValueError(f"{value!r:.80} as ids of tokens")
+    return frozenset(ids)

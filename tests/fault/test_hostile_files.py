@@ -1,0 +1,205 @@
+"""Files with lies in them: refused in one line, without memory for what they claim, and no process dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import zipfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quire.config import ModelConfig
+from quire.errors import CheckpointError
+from quire.loader.load import load_model
+from quire_ensemble.gguf_file import GGUFError, GGUFFile
+from tests.fault.hostile_files import KINDS, gguf_fields
+from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.gguf_files import write_gguf
+
+SEED = 20
+
+
+@pytest.fixture(scope="module")
+def genuine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of each kind."""
+    folder = tmp_path_factory.mktemp("genuine")
+    whole = make_checkpoint("llama", folder / "safetensors")
+    (folder / "gguf").mkdir()
+    write_gguf(whole, folder / "gguf" / "model.gguf", "Q8_0")
+    shutil.copytree(whole, folder / "config")
+    make_checkpoint("llama", folder / "index", shards=3)
+    make_checkpoint("llama", folder / "bin", weight_format="bin")
+    shutil.copytree(folder / "bin", folder / "old_bin")
+    weights = load_file(whole / "model.safetensors")
+    torch.save(weights, folder / "old_bin" / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    return folder
+
+
+def load_lies(kinds: str, genuine: Path, count: int, tmp_path: Path, processes: int = 1) -> Counter[str]:
+    """What became of `count` files, in so many processes at a time; raises what went wrong."""
+    share = count // processes
+    found: Counter[str] = Counter()
+    running = []
+    for index in range(processes):
+        folder = shutil.copytree(genuine, tmp_path / str(index))
+        command = [sys.executable, "-m", "tests.fault.hostile_files", kinds, str(folder)]
+        environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "HF_HUB_OFFLINE": "1"}
+        running.append(
+            subprocess.Popen(
+                [*command, str(SEED), str(index * share), str(share)],
+                stdout=subprocess.PIPE, stderr=(tmp_path / f"{index}.log").open("wb"), env=environment,
+            )
+        )  # fmt: skip
+    for index, process in enumerate(running):
+        lines = process.communicate()[0].decode().splitlines()
+        log = (tmp_path / f"{index}.log").read_text("utf-8", "replace")
+        assert process.returncode == 0, (process.returncode, lines[-1:], log[-3000:])
+        report = json.loads(lines[-1])
+        assert not report["wrong"], "\n".join(report["wrong"][:20])
+        found.update(report["outcomes"])
+    assert found.total() == share * processes
+    return found
+
+
+@pytest.mark.row("G16")
+def test_files_with_lies_are_refused_in_one_line(genuine: Path, tmp_path: Path) -> None:
+    """Loaded, planned, built and generated from in a process that has little more memory than the genuine
+    files need; one that is not refused has to work."""
+    found = load_lies(",".join(KINDS), genuine, 480, tmp_path)
+    for kind in KINDS:
+        assert 15 < found[f"{kind} refused"] < 80, found
+
+
+@pytest.mark.row("G16")
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["gguf", "safetensors"])
+def test_ten_thousand_heads(kind: str, genuine: Path, tmp_path: Path) -> None:
+    found = load_lies(kind, genuine, 10_000, tmp_path, processes=2)
+    assert found[f"{kind} refused"] > 5_000 and found[f"{kind} loaded"] > 50, found
+
+
+def refusal(path: Path, **options: str) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        load_model(ModelConfig(model=str(path), **options), torch.device("cpu"))  # type: ignore[arg-type]
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "lie", "words"),
+    [
+        ("version", 1, "version 1 is not supported"),
+        ("count", 2**64 - 1, "a tensor has the name ''"),
+        ("key", 2**63, "within its head: truncated"),
+        ("type", 77, "a value of the unknown type 77"),
+        ("length", 2**61, "within its head: truncated"),
+        ("rank", 0, "has 0 dimensions"),
+        ("rank", 2**32 - 1, "has 4294967295 dimensions"),
+        ("dimension", 0, "has the shape"),
+        ("dimension", 2**63, "does not lie in it: truncated"),
+        ("kind", 31, "has the unknown type 31"),
+        ("offset", 1, "does not lie in it"),
+        ("offset", 2**63, "does not lie in it: truncated"),
+    ],
+)
+def test_each_number_of_a_gguf_head(what: str, lie: int, words: str, genuine: Path, tmp_path: Path) -> None:
+    data = bytearray((genuine / "gguf" / "model.gguf").read_bytes())
+    at, size, _ = next(field for field in gguf_fields(data)[0] if field.what == what)
+    data[at : at + size] = lie.to_bytes(size, "little")
+    file = tmp_path / "model.gguf"
+    file.write_bytes(data)
+    message = refusal(file)
+    assert message.startswith(f"{file}: broken GGUF file: ") and words in message, message
+
+
+def test_a_gguf_file_that_claims_its_bytes_twice_or_ends_early(genuine: Path, tmp_path: Path) -> None:
+    """Tensors over the same bytes make a large model of a small file. A mapped file that shrinks kills."""
+    whole = (genuine / "gguf" / "model.gguf").read_bytes()
+    offsets = [field.at for field in gguf_fields(whole)[0] if field.what == "offset"]
+    file = tmp_path / "model.gguf"
+    file.write_bytes(whole[: offsets[1]] + whole[offsets[0] : offsets[0] + 8] + whole[offsets[1] + 8 :])
+    assert "begins within another tensor" in refusal(file)
+    file.write_bytes(whole)
+    opened = GGUFFile.open(file)
+    os.truncate(file, len(whole) // 2)
+    with pytest.raises(GGUFError, match="does not lie in it any more"):
+        for tensor in opened.tensors.values():
+            opened.data(tensor)
+    with file.open("wb") as stream:  # an array of 128 Mi bytes, of a file that has them all: a hole
+        stream.write(b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 0, 2**27))
+        stream.truncate(2**28)
+    assert "its head is longer than 67108864 bytes" in refusal(file)
+
+
+class Grown:
+    """As a pickle some bytes; loaded, a terabyte."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (bytearray, (2**40,))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_pickles_that_make_memory_are_refused(zipped: bool, genuine: Path, tmp_path: Path) -> None:
+    """`weights_only` allows bytearray."""
+    path = Path(shutil.copytree(genuine / "bin", tmp_path / "copy"))
+    file = path / "pytorch_model.bin"
+    torch.save({"a": Grown(), "b": torch.zeros(2**19)}, file, _use_new_zipfile_serialization=zipped)
+    message = refusal(path, load_format="bin")
+    assert message == f"{file}: not a pickle of tensors only: it names '__builtin__ bytearray'"
+
+
+def test_archives_that_are_compressed_or_claim_too_much_are_refused(genuine: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(genuine / "bin", tmp_path / "copy"))
+    file = path / "pytorch_model.bin"
+    entries = {}
+    with zipfile.ZipFile(file) as archive:
+        for name in archive.namelist():
+            entries[name] = archive.read(name)
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+        archive.writestr("pytorch_model/data/bomb", bytes(2**26))
+    assert file.stat().st_size < 2**21
+    message = refusal(path, load_format="bin")
+    assert message == f"{file}: broken checkpoint file: its entries are compressed, or longer than itself"
+
+
+@pytest.mark.parametrize(
+    ("key", "lie", "words"),
+    [
+        ("hidden_size", 2**20, "weights that config.json means"),
+        ("vocab_size", 2**24, "weights that config.json means"),
+        ("num_hidden_layers", 4096, "weights that config.json means"),
+        ("num_hidden_layers", 2**63, "must be a positive whole number up to"),
+        ("num_attention_heads", 0, "must be a positive whole number"),
+        ("num_key_value_heads", 3, "is no multiple of num_key_value_heads=3"),
+        ("head_dim", 7, "an even number of dimensions rotates"),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps must be a number that is not negative"),
+        ("rms_norm_eps", 10**400, "holds a value that cannot be right"),
+        ("rope_parameters", {"rope_theta": -1.0}, "rope_theta must be a positive number"),
+        ("rope_parameters", {"mrope_section": [1, 2, 3]}, "must be three numbers that make 8"),
+        ("rope_parameters", {"frequency_factors": [1.0] * 3}, "has 3 entries, the head needs 8"),
+        ("eos_token_id", -5, "-5 as ids of tokens"),
+        ("hidden_act", "x\n" * 10_000, "hidden_act"),
+    ],
+)  # fmt: skip
+def test_hyperparameters_that_cannot_be(
+    key: str, lie: Any, words: str, genuine: Path, tmp_path: Path
+) -> None:
+    """Sizes that make a model larger than its files are refused before there is one."""
+    path = Path(shutil.copytree(genuine / "safetensors", tmp_path / "copy"))
+    (path / "generation_config.json").unlink()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, key: lie}))
+    message = refusal(path)
+    assert message.startswith(str(path)) and words in message, message
+    assert message.isprintable() and len(message) < 2000
