@@ -13,10 +13,12 @@ from quire.config import ModelConfig
 from quire.loader.load import load_model
 from quire.models.decoder import DecoderModel
 from quire.worker.kv_cache import KVCache
-from quire_kernels import registry
+from quire_kernels import ops, registry
 from quire_kernels.cpu.compiler import supported_isas
 from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.weights import JoinedLinear
 from tests.fixtures.checkpoints import make_checkpoint
+from tests.kernels.test_grouped_linear import make_weight
 
 BLOCK_SIZE = 8
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -125,6 +127,32 @@ def test_quantised_layers(checkpoint: Path, quantization: str) -> None:
     model = load(checkpoint, "float32", quantization)
     out = Batch(model).run(model, None)
     torch.testing.assert_close(out, hidden, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("isa", supported_isas())
+def test_queries_keys_and_values_of_different_kinds(checkpoint: Path, isa: str) -> None:
+    """As files of mixed types have them: two or three products in place of one."""
+    with all_operators(isa):
+        model = load(checkpoint, "bfloat16")
+        batch = Batch(model)
+        config = model.config
+        heads, kv_heads = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
+        kinds = [
+            [("Q4_0", heads), ("Q8_0", 2 * kv_heads)],
+            [("Q4_1", heads), ("Q5_1", kv_heads), ("Q8_0", kv_heads)],
+        ]
+        for layer, parts in zip(model.layers, kinds, strict=True):
+            layer.self_attn.qkv.packed = JoinedLinear(
+                [
+                    ops.pack_linear(make_weight(kind, count, config.hidden_size), dtype=torch.bfloat16)
+                    for kind, count in parts
+                ]
+            )
+        model._native = model._fuse()
+        assert model.is_fused
+        out = batch.run(model, None)
+        model._native = None
+        assert torch.equal(Batch(model).run(model, None), out)
 
 
 def test_a_forced_operator_is_not_fused_away(checkpoint: Path) -> None:

@@ -14,7 +14,9 @@ from quire_kernels.cpu.linear import NativeLinear
 from quire_kernels.cpu.native import KV_TYPES, TYPES, batch_struct, declarations, kv_struct
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, data_of
-from quire_kernels.weights import PackedLinear
+from quire_kernels.weights import JoinedLinear, PackedLinear
+
+QKV_PARTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,7 @@ class DecoderLayerWeights:
 
     input_norm: torch.Tensor
     qkv: PackedLinear
+    """Fused also where it is a JoinedLinear of up to QKV_PARTS."""
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
     out: PackedLinear
@@ -42,9 +45,15 @@ def can_fuse(
 ) -> bool:
     """Whether NativeDecoder computes these layers, with the implementations that the registry picks; of
     attention the one that is wanted."""
-    linears = [linear for layer in layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    linears = [linear for layer in layers for linear in _linears(layer)]
     native = [linear for linear in linears if isinstance(linear, NativeLinear)]
     if len(native) < len(linears) or len({linear.isa for linear in native}) != 1:
+        return False
+    # Products that share their input take it in the same form.
+    if any(
+        len(parts) > QKV_PARTS or len({part.struct.format for part in parts}) != 1
+        for parts in map(_qkv_parts, layers)
+    ):
         return False
     isa, size, dtype = native[0].isa, layers[0].input_norm.shape[0], layers[0].input_norm.dtype
     if dtype != native[0].dtype:
@@ -80,9 +89,7 @@ class NativeDecoder:
         head_dim: int,
         rotary_dim: int,
     ) -> None:
-        first = layers[0].qkv
-        assert isinstance(first, NativeLinear)
-        self.library = first.library
+        self.library = _qkv_parts(layers[0])[0].library
         self.hidden_size, self.dtype = final_norm.shape[0], final_norm.dtype
         self.half_rotary_dim = rotary_dim // 2
         structs = _array("DecoderLayer", map(_layer_struct, layers))
@@ -154,16 +161,31 @@ def _array(name: str, structs: Iterable[Structure]) -> Array[Any]:
     return array
 
 
+def _linears(layer: DecoderLayerWeights) -> list[PackedLinear]:
+    """The products of a layer, in order."""
+    parts = layer.qkv.parts if isinstance(layer.qkv, JoinedLinear) else (layer.qkv,)
+    return [*parts, layer.out, layer.gate_up, layer.down]
+
+
+def _qkv_parts(layer: DecoderLayerWeights) -> list[NativeLinear]:
+    parts = [part for part in _linears(layer)[:-3] if isinstance(part, NativeLinear)]
+    assert parts, layer.qkv
+    return parts
+
+
 def _layer_struct(layer: DecoderLayerWeights) -> Structure:
-    linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
+    linears = _linears(layer)
     structs = [linear.struct for linear in linears if isinstance(linear, NativeLinear)]
     assert len(structs) == len(linears), linears
+    missing = [declarations().structure("Weight")()] * (QKV_PARTS - (len(structs) - 3))
     return declarations().structure("DecoderLayer")(
         layer.input_norm.data_ptr(),
         layer.post_attention_norm.data_ptr(),
         None if layer.query_norm is None else layer.query_norm.data_ptr(),
         None if layer.key_norm is None else layer.key_norm.data_ptr(),
-        *structs,
+        *structs[:-3],
+        *missing,
+        *structs[-3:],
         layer.attention_scale,
         layer.softcap or 0.0,
         layer.sliding_window or 0,

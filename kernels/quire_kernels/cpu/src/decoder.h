@@ -14,7 +14,8 @@ enum class Type : int32_t { float32 = 0, bfloat16 = 1 };
 struct DecoderLayer {
   const void *input_norm, *post_attention_norm;
   const void *query_norm, *key_norm;  // null: none
-  Weight qkv, out, gate_up, down;
+  Weight qkv, next_qkv, last_qkv;     // one product, or two or three, whose results lie behind each other: the others have no columns
+  Weight out, gate_up, down;
   float attention_scale, softcap;  // softcap 0: none
   int32_t window;                  // 0: none
   int32_t group;                   // KV group: which of a step's batches
@@ -66,9 +67,13 @@ void forward(const Decoder& model, const Step& step) {
     const Matrix<T> normed = input_of(layer.qkv, normed_data), attended = input_of(layer.out, attended_data);
     rms_norm_rows(entering, hidden, index ? residual : nullptr, hidden, static_cast<const T*>(layer.input_norm),
                   model.eps, int(hidden), normed, num_tokens);
-    int64_t heads_size = layer.qkv.num_columns;
+    const int64_t heads_size = layer.qkv.num_columns + layer.next_qkv.num_columns + layer.last_qkv.num_columns;
     T* heads = scratch<Heads, T>(num_tokens * heads_size);
-    linear(normed, num_tokens, layer.qkv, Matrix<T>{heads, heads_size});
+    T* part = heads;
+    for (const Weight* w : {&layer.qkv, &layer.next_qkv, &layer.last_qkv}) {
+      if (w->num_columns) linear(normed, num_tokens, *w, Matrix<T>{part, heads_size});
+      part += w->num_columns;
+    }
     norm_rope_write(heads, heads_size, model.num_heads, static_cast<const T*>(layer.query_norm),
                     static_cast<const T*>(layer.key_norm), model.eps, step.cosines, step.sines,
                     model.half_rotary_dim, kv, batch.slot_mapping, num_tokens);
