@@ -18,6 +18,7 @@ from quire.errors import CheckpointError
 from quire.loader.gguf_blocks import GROUPED, grouped
 from quire.loader.gguf_weights import hf_name, read_gguf
 from quire.loader.load import load_model
+from quire_kernels import registry
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drive import Driver, hf_logits, hf_model
 from tests.fixtures.gguf_files import write_gguf
@@ -25,6 +26,8 @@ from tests.fixtures.gguf_files import write_gguf
 IDS = torch.randint(5, 512, (30,), generator=torch.Generator().manual_seed(0)).tolist()
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 """Multiples of the K-quants' blocks."""
+MOST_OFF = 0.05
+"""Distance of logits that inputs in eight bits may make."""
 KINDS = [kind.name for kind in GROUPED]
 MIXED = {
     "attn_v": "Q6_K",
@@ -52,9 +55,18 @@ def decoded(file: Path) -> Any:
     return model
 
 
+def check_logits(file: Path, expected: torch.Tensor) -> None:
+    """Asserts that a file's logits are those expected where blocks are taken for what they mean, and near
+    them where they are computed in their bits, with inputs of eight."""
+    with registry.forced({"grouped_linear": "reference"}):
+        exact = Driver.load(file, dtype="float32")
+    torch.testing.assert_close(exact.logits(IDS), expected, atol=1e-3, rtol=0.0)
+    assert distance(Driver.load(file, dtype="float32").logits(IDS), expected) < MOST_OFF
+
+
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Of logits, as a share of their size."""
-    return float((ours - theirs).norm() / theirs.norm())
+    """Of logits at most positions, as a share of their size. (At some, little tips attention over.)"""
+    return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).median())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,7 +87,7 @@ def test_blocks_of_random_bytes_mean_what_the_public_package_says(kind: str) -> 
 @pytest.mark.row("G16", clauses=("gguf",))
 @pytest.mark.parametrize("kind", [*KINDS, "F16", "BF16"])
 def test_weights_equal_those_of_the_public_reader_and_run(kind: str, tmp_path: Path) -> None:
-    """Each tensor bit for bit, as the file has it; logits differ by the rounding of inputs."""
+    """Each tensor bit for bit, as the file has it; and the logits."""
     file = write("qwen3", tmp_path, kind)
     ours = {one.name: one.tensor for one in read_gguf(file, keeps_blocks=True)}
     tensors = gguf.GGUFReader(file).tensors
@@ -84,8 +96,7 @@ def test_weights_equal_those_of_the_public_reader_and_run(kind: str, tmp_path: P
         weight, of_file = ours[hf_name(tensor.name)], tensor.tensor_type
         means = grouped(of_file, weight).dequantize() if of_file in GROUPED else weight.float()
         assert torch.equal(means, torch.from_numpy(quants.dequantize(tensor.data, of_file))), tensor.name
-    driver = Driver.load(file, dtype="float32")
-    assert distance(driver.logits(IDS), hf_logits(decoded(file), IDS)) < 0.02
+    check_logits(file, hf_logits(decoded(file), IDS))
 
 
 @pytest.mark.row("D20")
@@ -95,9 +106,7 @@ def test_parts_of_a_layer_have_kinds_of_their_own(family: str, kinds: dict[str, 
     """Queries, keys and values, and a gate and what it gates; reordered rows (llama), biases (qwen2), heads
     that are tables too (qwen3) and heads that are not."""
     file = write(family, tmp_path, "Q4_K", kinds)
-    blocks = Driver.load(file, dtype="float32").logits(IDS)
-    plain = Driver.load(file, dtype="float32", quantization="dequantized").logits(IDS)
-    assert distance(blocks, plain) < 0.02
+    check_logits(file, Driver.load(file, dtype="float32", quantization="dequantized").logits(IDS))
 
 
 def test_types_without_operators_are_decoded_and_said_to_be(
@@ -105,7 +114,7 @@ def test_types_without_operators_are_decoded_and_said_to_be(
 ) -> None:
     file = write("qwen3", tmp_path, "Q4_K", {"ffn_down": "IQ2_S"})
     with caplog.at_level(logging.WARNING, "quire"):
-        blocks = Driver.load(file, dtype="float32").logits(IDS)
+        logits = Driver.load(file, dtype="float32").logits(IDS)
     (message,) = caplog.messages
     num_layers = 2
     count = num_layers * SIZES["hidden_size"] * SIZES["intermediate_size"]
@@ -113,7 +122,7 @@ def test_types_without_operators_are_decoded_and_said_to_be(
         f"{file}: {num_layers} tensors of the types IQ2_S are decoded: "
         f"{count * 82 / 256 / 1e6:.0f} MB of the file become {count} numbers of `dtype`"
     )
-    assert distance(blocks, hf_logits(decoded(file), IDS)) < 0.02
+    assert distance(logits, hf_logits(decoded(file), IDS)) < MOST_OFF
 
 
 def test_inputs_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
