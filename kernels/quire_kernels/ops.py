@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from quire_kernels.grouped_weights import GroupedWeight
 from quire_kernels.metadata import AttentionMetadata, attention_facts
 from quire_kernels.quantized_kv import KVLayer, data_of
 from quire_kernels.sampling import SamplingTensors
-from quire_kernels.weights import PackedLinear, quantized_bytes
+from quire_kernels.weights import PackedLinear, QuantizedRows, quantized_bytes
 
 
 def paged_attention(
@@ -284,7 +285,7 @@ def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
 
 
 def packed_bytes(
-    weight: torch.Tensor | GroupedWeight,
+    weight: torch.Tensor | GroupedWeight | QuantizedRows,
     *,
     device_type: str,
     activation: str | None = None,
@@ -301,16 +302,20 @@ def packed_bytes(
         assert dtype is not None
         picked = registry.pick("grouped_linear", device_type, dtype, **_facts(weight, activation))
         return num_rows * num_columns * dtype.itemsize if picked.name == "reference" else weight.nbytes
+    if isinstance(weight, QuantizedRows):
+        quantization = weight.quantization
+    dtype = dtype or weight.dtype
     is_whole = quantization is None
     if device_type == "cpu" and not is_whole:
         facts = _facts(weight, activation, quantization=quantization)
-        picked = registry.pick("linear", device_type, weight.dtype, **facts)
+        picked = registry.pick("linear", device_type, dtype, **facts)
         is_whole = picked.name == "reference"  # it computes with what the quantised weights mean
-    return weight.nbytes if is_whole else quantized_bytes(num_rows, num_columns, quantization or "")
+    whole = num_rows * num_columns * dtype.itemsize
+    return whole if is_whole else quantized_bytes(num_rows, num_columns, quantization or "")
 
 
 def pack_linear(
-    weight: torch.Tensor | GroupedWeight,
+    weight: torch.Tensor | GroupedWeight | QuantizedRows,
     bias: torch.Tensor | None = None,
     *,
     activation: str | None = None,
@@ -327,20 +332,25 @@ def pack_linear(
         quantization: of a tensor: None, "int8", "int4", "w8a8" (weights as with "int8", and rows of x
             quantised as they come, `weights.quantize_rows`) or "fp8"; with "int4" and "w8a8" in_features is
             a multiple of their group. See `weights.quantize_weight`.
-        dtype: of x, for a GroupedWeight; a tensor has x's.
+        dtype: of x, for a GroupedWeight and QuantizedRows; a tensor has x's.
     """
     if isinstance(weight, GroupedWeight):
         assert dtype is not None and quantization is None
         select = registry.select("grouped_linear", weight.device.type, dtype, **_facts(weight, activation))
         grouped: PackedLinear = select(weight, bias, activation, dtype)
         return grouped
+    if isinstance(weight, QuantizedRows):
+        assert dtype is not None and quantization is None
+        quantization, weight = weight.quantization, replace(weight, dtype=dtype)
     facts = _facts(weight, activation, quantization=quantization)
     select = registry.select("linear", weight.device.type, weight.dtype, **facts)
     out: PackedLinear = select(weight, bias, activation, quantization)
     return out
 
 
-def _facts(weight: torch.Tensor | GroupedWeight, activation: str | None, **others: Any) -> dict[str, Any]:
+def _facts(
+    weight: torch.Tensor | GroupedWeight | QuantizedRows, activation: str | None, **others: Any
+) -> dict[str, Any]:
     """What implementations of a linear layer may depend on."""
     return {
         "in_features": weight.shape[1],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,6 +19,39 @@ W8A8_GROUP = 64
 INT4_CANDIDATES = (-8.5, -8.0, -7.5, -7.0, 7.0, 7.5)
 """What the number of largest size may become in four bits, [-8, 7]: per group, the candidate with the least
 squared error is taken."""
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """A matrix that is quantised already: a weight is its code times the scale of its row."""
+
+    codes: torch.Tensor
+    """int8 or FP8 [out_features, in_features]."""
+    scales: torch.Tensor
+    """float32 [out_features, 1]."""
+    quantization: str
+    """"int8", "w8a8" or "fp8"; see `ops.pack_linear`."""
+    dtype: torch.dtype = torch.float32
+    """Of the inputs."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[out_features, in_features]."""
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Of both tensors."""
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Of the codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    def dequantize(self) -> torch.Tensor:
+        """float32 [out_features, in_features]: what the weights mean."""
+        return dequantize_weight(self.codes, self.scales)
 
 
 class PackedLinear(Protocol):
@@ -68,6 +102,28 @@ class JoinedLinear:
         raise AssertionError("no embedding is joined")
 
 
+class ReorderedLinear:
+    """A layer whose inputs are put into another order first. See PackedLinear."""
+
+    def __init__(self, layer: PackedLinear, order: torch.Tensor) -> None:
+        self.layer, self.order = layer, order
+        """`order`: int64 [in_features], which of x's columns the layer has at each place."""
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.nbytes = layer.nbytes + order.nbytes
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See PackedLinear."""
+        return self.layer(x.index_select(-1, self.order), dtype)
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """See PackedLinear."""
+        return self.layer.argmax(x.index_select(-1, self.order))
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """See PackedLinear."""
+        return self.layer.rows(indices).index_select(-1, self.order.argsort())
+
+
 def quantized_bytes(num_rows: int, num_columns: int, quantization: str) -> int:
     """Bytes of what `quantize_weight` makes of a matrix, four bits in half a byte each."""
     if quantization == "int4":
@@ -75,11 +131,14 @@ def quantized_bytes(num_rows: int, num_columns: int, quantization: str) -> int:
     return num_rows * num_columns + 4 * num_rows
 
 
-def quantize_weight(weight: torch.Tensor, quantization: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_weight(
+    weight: torch.Tensor | QuantizedRows, quantization: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric weight-only quantisation, without calibration data.
 
     Args:
         weight: [out_features, in_features], floating point; int4: in_features is a multiple of INT4_GROUP.
+            Rows that are quantised already are left as they are.
         quantization: "int8", "w8a8" and "fp8", a scale per output feature, or "int4", one for each INT4_GROUP
             of its inputs.
 
@@ -89,6 +148,8 @@ def quantize_weight(weight: torch.Tensor, quantization: str) -> tuple[torch.Tens
         and infinities become NaN scales, and no code is NaN.
     """
     assert quantization in QUANTIZATIONS, quantization
+    if isinstance(weight, QuantizedRows):
+        return weight.codes, weight.scales
     # In parts, to need little memory beside the weight.
     parts = [_quantized(rows.float(), quantization) for rows in weight.split(1024)]
     codes, scales = (torch.cat(column) for column in zip(*parts, strict=True))

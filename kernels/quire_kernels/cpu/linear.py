@@ -10,7 +10,7 @@ import torch
 from quire_kernels.cpu.native import TYPES, Activation, Format, ScaleType, as_rows, declarations
 from quire_kernels.grouped_weights import GroupedWeight
 from quire_kernels.host_memory import aligned_bytes
-from quire_kernels.weights import W8A8_GROUP, quantize_weight
+from quire_kernels.weights import W8A8_GROUP, QuantizedRows, quantize_weight
 
 BLOCK_COLUMNS = 32
 """Columns of a block, as in gemm.h."""
@@ -139,18 +139,19 @@ class NativeLinear:
 def pack_dense(
     isa: str,
     library: ctypes.CDLL,
-    weight: torch.Tensor,
+    weight: torch.Tensor | QuantizedRows,
     bias: torch.Tensor | None,
     activation: str | None,
     quantization: str | None,
 ) -> NativeLinear:
     """See `ops.pack_linear`."""
-    source, scales, num_scales = weight.detach(), None, 0
-    if quantization is None:
-        kind = _FORMATS[weight.dtype]
+    scales, num_scales = None, 0
+    if isinstance(weight, torch.Tensor) and quantization is None:
+        kind, source = _FORMATS[weight.dtype], weight.detach()
     else:
+        assert quantization is not None
         kind = _QUANTISED[quantization]
-        source, scales = quantize_weight(source, quantization)
+        source, scales = quantize_weight(weight, quantization)
         num_scales = scales.shape[1]
     source = source.contiguous()
     wide_bias = None if bias is None else bias.detach().float().contiguous()

@@ -12,6 +12,7 @@ from quire_kernels.registry import implementation
 from quire_kernels.weights import (
     W8A8_GROUP,
     PackedLinear,
+    QuantizedRows,
     dequantize_weight,
     quantize_rows,
     quantize_weight,
@@ -24,7 +25,7 @@ class TorchLinear:
 
     def __init__(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedRows,
         bias: torch.Tensor | None,
         activation: str | None,
         quantization: str | None,
@@ -34,7 +35,9 @@ class TorchLinear:
         if quantization == "w8a8":
             codes, self.scales = quantize_weight(weight, quantization)
             self.codes = codes.float().unflatten(1, (-1, W8A8_GROUP)).permute(1, 2, 0).contiguous()
-        elif quantization is not None:
+        if isinstance(weight, QuantizedRows):
+            weight = weight.dequantize().to(weight.dtype)
+        elif quantization not in (None, "w8a8"):
             # In rows, so that no second matrix of float32 is needed at once.
             weight = torch.cat(
                 [

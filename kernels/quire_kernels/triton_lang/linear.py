@@ -25,7 +25,7 @@ from quire_kernels.triton_lang import interpreter, tuning
 from quire_kernels.triton_lang.compiler import CompileCase
 from quire_kernels.triton_lang.elementwise import ACTIVATIONS, argmax, as_rows, gate, gate_mul
 from quire_kernels.triton_lang.numerics import from_e4m3_bits
-from quire_kernels.weights import INT4_GROUP, quantize_weight
+from quire_kernels.weights import INT4_GROUP, QuantizedRows, quantize_weight
 
 interpreter.install()
 
@@ -261,7 +261,7 @@ class TritonLinear:
 
     def __init__(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedRows,
         bias: torch.Tensor | None,
         activation: str | None,
         quantization: str | None,
@@ -272,10 +272,11 @@ class TritonLinear:
         self.bias = None if bias is None else bias.detach().contiguous()
         self.num_weights = num_weights
         self.scales: torch.Tensor | None = None
-        if quantization is None:
+        if isinstance(weight, torch.Tensor) and quantization is None:
             self.weight = weight.detach().contiguous()
         else:
-            self.weight, self.scales = _packed(weight.detach(), quantization)
+            assert quantization is not None
+            self.weight, self.scales = _packed(weight, quantization)
         self.nbytes = self.weight.nbytes + (0 if self.scales is None else self.scales.nbytes)
         most_tiles = triton.cdiv(self.out_features, _MIN_BLOCK_OUT)
         self._tickets = torch.zeros(most_tiles, dtype=torch.int32, device=weight.device)
@@ -443,7 +444,7 @@ def _limits(device: torch.device) -> tuple[int, int]:
     return properties.multi_processor_count, shared - 4096
 
 
-def _packed(weight: torch.Tensor, quantization: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed(weight: torch.Tensor | QuantizedRows, quantization: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, scales) in the layout of `TritonLinear`."""
     codes, scales = quantize_weight(weight, quantization)
     if quantization == "int8":
