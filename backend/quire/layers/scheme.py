@@ -138,7 +138,7 @@ class DenseScheme:
         return DenseTensors([name], weight, None, [num_rows], quantization if is_head else None)
 
 
-SCHEMES: dict[str | None, LinearScheme] = {
+SCHEMES: dict[str | None, DenseScheme] = {
     None: DenseScheme(),
     "dequantized": DenseScheme(),
     "int8": DenseScheme("int8"),

@@ -17,6 +17,8 @@ from quire.errors import CheckpointError, ConfigError
 from quire.layers.scheme import SCHEMES
 from quire.loader.files import WeightFiles, find_weights
 from quire.loader.info import read_configs
+from quire.loader.quantized.rules import read_rules
+from quire.loader.quantized.scheme import ForeignScheme
 from quire.models.config import DTYPES, DecoderConfig
 from quire.models.decoder import DecoderModel
 from quire.models.hf_config import HFConfig, as_token_ids
@@ -79,11 +81,14 @@ def load_model(
     else:
         fill_weights(model, files.tensors(), files.source)
     weights_digest = digest_weights(model) if with_digest else ""
+    weight_bytes = model.pack()
+    if isinstance(model.config.scheme, ForeignScheme):
+        model.config.scheme.report()
     return LoadedModel(
         model=model,
         config=model.config,
         eos_token_ids=empty.eos_token_ids,
-        weight_bytes=model.pack(),
+        weight_bytes=weight_bytes,
         weights_digest=weights_digest,
     )
 
@@ -100,9 +105,18 @@ def empty_model(
     kind = model_class(hf)
     backend = None if config.attention_backend == "auto" else config.attention_backend
     with _understood(hf):
-        parsed = kind.parse_config(hf, _dtype(config.dtype, hf))
+        rules = read_rules(hf)
+        dtype = _dtype(config.dtype, hf)
+        if rules is not None and (config.dtype, dtype, device.type) == ("auto", torch.float16, "cpu"):
+            dtype = torch.bfloat16  # of which there are products here
+        parsed = kind.parse_config(hf, dtype)
     files = None if config.load_format == "dummy" else find_weights(config)
     scheme = (files and files.scheme) or SCHEMES[config.quantization]
+    if rules is not None:
+        scheme = ForeignScheme(
+            rules, hf.path, SCHEMES[config.quantization], keeps_codes=config.quantization is None
+        )
+        files = files and scheme.prepared(files)
     parsed = replace(parsed, scheme=scheme, attention_backend=backend)
     _check_input_sizes(parsed, config.quantization)
     if check is not None:
@@ -173,19 +187,17 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
                 own = f"model.{own}"  # saved without its head, and so without the prefix
             target = targets.get(own)
             if target is None:
-                if not model.ignores(own):
+                if not model.ignores(own) and not _is_absent_bias(own, tensor):
                     unexpected.setdefault(file, []).append(name)
                 continue
-            if tensor.shape != target.shape:
+            if _sizes(tensor) != _sizes(target):
                 raise CheckpointError(
                     f"{file}: {name} has shape {list(tensor.shape)}, config.json means {list(target.shape)}"
                 )
-            if tensor.dtype != target.dtype and not (
-                tensor.is_floating_point() and target.is_floating_point()
-            ):
-                wanted = "floating point" if target.is_floating_point() else target.dtype
+            if tensor.dtype != target.dtype and not (_is_wide(tensor) and _is_wide(target)):
+                wanted = "floating point" if _is_wide(target) else target.dtype
                 raise CheckpointError(f"{file}: {name} has type {tensor.dtype}, expected {wanted}")
-            target.copy_(model.convert(own, tensor))
+            target.copy_(model.convert(own, tensor).reshape(target.shape))
             filled.add(own)
     missing = [name for name in targets if name not in filled]
     complaints = [f"{source}: {len(missing)} missing tensors: {_listed(missing)}"] if missing else []
@@ -194,6 +206,21 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
     ]
     if complaints:
         raise CheckpointError("; ".join(complaints))
+
+
+def _sizes(tensor: torch.Tensor) -> list[int]:
+    """Of the dimensions, but for those of one, with which checkpoints are free where there are scales."""
+    return [size for size in tensor.shape if size > 1]
+
+
+def _is_wide(tensor: torch.Tensor) -> bool:
+    """Whether it holds floating-point numbers, and not codes of them."""
+    return tensor.is_floating_point() and tensor.itemsize > 1
+
+
+def _is_absent_bias(name: str, tensor: torch.Tensor) -> bool:
+    """Some quantisers write zeros as the bias of layers that have none."""
+    return name.endswith(".bias") and not tensor.any()
 
 
 def _check_input_sizes(config: DecoderConfig, quantization: str | None) -> None:

@@ -102,9 +102,6 @@ class DecoderConfig:
         activation = hf.get("hidden_act", "silu")
         if activation not in ACTIVATIONS:
             raise hf.error(f"hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-        if hf.get("quantization_config") is not None:
-            method = hf.values["quantization_config"].get("quant_method", "unknown")
-            raise hf.error(f"quantization_config: weights quantised by {method!r} are not supported")
         return cls(
             vocab_size=hf.require_int("vocab_size"),
             hidden_size=hidden_size,

@@ -1,0 +1,115 @@
+"""Decoded: the weights of one part of a layer, out of the tensors that a checkpoint has for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from quire_kernels.grouped_weights import GroupedWeight
+from quire_kernels.weights import QuantizedRows
+
+Matrix: TypeAlias = "torch.Tensor | GroupedWeight | QuantizedRows"
+"""[out_features, in_features]; a tensor is of float32."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A matrix, whose columns may stand in another order than the inputs."""
+
+    matrix: Matrix
+    order: torch.Tensor | None = None
+    """int64 [in_features]: the input that each column is for; None: they are in order."""
+
+    def dequantize(self) -> torch.Tensor:
+        """float32 [out_features, in_features], in the order of the inputs."""
+        matrix = self.matrix if isinstance(self.matrix, torch.Tensor) else self.matrix.dequantize()
+        return matrix if self.order is None else matrix[:, self.order.argsort()]
+
+
+def grouped(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | int,
+    bits: int,
+    group: int | None,
+    *,
+    table: tuple[int, ...] | None = None,
+    row_scales: torch.Tensor | None = None,
+) -> Matrix:
+    """Of weights that are (code - zero) * scale.
+
+    Args:
+        codes: uint8 [out_features, in_features].
+        scales: float32 [out_features, groups].
+        zeros: int32 of the same shape, or the one that all groups have.
+        bits: of a code.
+        group: inputs that share a scale, or those that are left in the last group; None: all.
+        table: what codes stand for, as of GroupedWeight.
+        row_scales: as of GroupedWeight.
+
+    Returns:
+        A GroupedWeight, or the numbers themselves where groups are of other sizes than it has.
+    """
+    num_columns = codes.shape[1]
+    group = group or num_columns
+    if isinstance(zeros, torch.Tensor) and (zeros == zeros[0, 0]).all():
+        zeros = int(zeros[0, 0])
+    minimums = None
+    if not isinstance(zeros, int) or zeros > 128:
+        # Taken off behind the product, which float32 does exactly with scales of 16 bits.
+        minimums, zeros = scales * zeros, 0
+    if num_columns % max(32, group) == 0 and (group == 16 or group % 32 == 0):
+        return GroupedWeight(
+            codes=codes,
+            scales=scales if minimums is not None else _narrow(scales),
+            bits=bits,
+            group=group,
+            zero=zeros,
+            table=table,
+            minimums=minimums,
+            row_scales=row_scales,
+        )
+    values = codes.float() if table is None else torch.tensor(table).float()[codes.long()]
+    wide = (values - zeros) * _by_column(scales, group, num_columns)
+    if minimums is not None:
+        wide -= _by_column(minimums, group, num_columns)
+    return wide if row_scales is None else wide * row_scales.unsqueeze(1)
+
+
+def in_groups(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | int,
+    bits: int,
+    group: int | None,
+    g_idx: torch.Tensor,
+) -> Decoded:
+    """As `grouped`, where g_idx, int32 [in_features], says which group each input is in.
+
+    Columns are sorted by group, so that those of one lie beside each other as the product wants them; the
+    inputs are then to be put into that order, which costs little beside a product.
+
+    Raises:
+        ValueError: groups have different sizes, or are not there.
+    """
+    columns = torch.arange(codes.shape[1])
+    sorted_groups, order = torch.sort(g_idx.long(), stable=True)
+    if not torch.equal(sorted_groups, columns // (group or len(columns))):
+        raise ValueError(f"g_idx does not divide the inputs among {scales.shape[1]} groups of one size")
+    if torch.equal(order, columns):
+        return Decoded(grouped(codes, scales, zeros, bits, group))
+    return Decoded(grouped(codes[:, order], scales, zeros, bits, group), order)
+
+
+def _by_column(values: torch.Tensor, group: int, num_columns: int) -> torch.Tensor:
+    return values.repeat_interleave(group, 1)[:, :num_columns]
+
+
+def _narrow(scales: torch.Tensor) -> torch.Tensor:
+    """In sixteen bits where no bit is lost by that."""
+    for dtype in (torch.float16, torch.bfloat16):
+        if torch.equal(scales.to(dtype).float(), scales):
+            return scales.to(dtype)
+    return scales

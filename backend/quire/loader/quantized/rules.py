@@ -1,0 +1,252 @@
+"""Rules: which layers of a checkpoint are quantised, and how, by its `quantization_config`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from quire.loader.quantized.formats import (
+    AWQ,
+    BNB4,
+    FP4,
+    GPTQ,
+    Format,
+    PackedIntegers,
+    ScaledBlocks,
+    ScaledRows,
+    WholeIntegers,
+)
+from quire.models.hf_config import HFConfig
+from quire_kernels.weights import FP8
+
+Matches = Callable[[str], bool]
+"""Whether a rule is for the layer of this name: "model.layers.0.mlp.gate_proj", "lm_head"."""
+Values = Mapping[str, Any]
+_INTEGER_LAYOUTS = ("int-quantized", "naive-quantized")
+_FLOAT_LAYOUTS = ("float-quantized", "naive-quantized")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What `quantization_config` says."""
+
+    method: str
+    """Its `quant_method`."""
+    rules: tuple[tuple[Matches, Format | None], ...]
+    """The first one for a layer decides; a layer without one, or with None, is not quantised."""
+    has_kv_scales: bool = False
+    """Whether keys and values are meant to be quantised by scales of the checkpoint."""
+
+    def format_of(self, name: str) -> Format | None:
+        """How the layer of this name is stored; None: as plain numbers."""
+        return next((form for matches, form in self.rules if matches(name)), None)
+
+
+def read_rules(hf: HFConfig) -> Rules | None:
+    """What config.json says; None: nothing is quantised.
+
+    Raises:
+        CheckpointError: a method or layout that is not supported, in one line that names it.
+    """
+    values = hf.get("quantization_config") or hf.get("compression_config")
+    if not values:
+        return None
+    method = values.get("quant_method", "compressed-tensors" if "config_groups" in values else "unknown")
+    if method not in _METHODS:
+        raise hf.error(
+            f"quantization_config: weights quantised by {method!r:.40} are not supported; "
+            f"supported: {', '.join(_METHODS)}"
+        )
+    try:
+        return _METHODS[method](values)
+    except _UnsupportedError as error:
+        raise hf.error(f"quantization_config of {method}: {error}") from None
+
+
+class _UnsupportedError(Exception):
+    """Something that quantization_config says is not supported."""
+
+
+def _known(values: Values, key: str, default: Any, known: Iterable[Any]) -> Any:
+    """A value that must be one of those known."""
+    value = values.get(key)
+    value = default if value is None else value
+    listed = [*known]
+    if value not in listed:
+        listing = ", ".join(map(str, listed))
+        raise _UnsupportedError(f"{key} {value!r:.40} is not supported; supported: {listing}")
+    return value
+
+
+def _group(values: Values, default: int | None) -> int | None:
+    """Inputs that share a scale; None: all."""
+    group = values.get("group_size", default)
+    if group in (None, -1):
+        return None
+    if not isinstance(group, int) or group < 1:
+        raise _UnsupportedError(f"group_size {group!r:.40} is no number of inputs")
+    return group
+
+
+def _named(keys: Iterable[str] | None) -> Matches:
+    """Names in which one of the keys is found whole between dots, or which it matches by wildcards."""
+    keys = tuple(keys or ())
+    return lambda name: any(
+        fnmatchcase(name, key) if "*" in key else f".{key}." in f".{name}." for key in keys
+    )
+
+
+def _all_but(method: str, form: Format, *exempt: Iterable[str] | None, head: bool = False) -> Rules:
+    """One format for all layers but some, and but the output head."""
+    names = [name for names in exempt for name in names or ()]
+    rules: list[tuple[Matches, Format | None]] = [(_named(names), None)]
+    if not head:
+        rules.append((_named(["lm_head"]), None))
+    return Rules(method, (*rules, (lambda _: True, form)))
+
+
+def _awq(values: Values) -> Rules:
+    _known(values, "bits", 4, (4,))
+    _known(values, "zero_point", True, (True,))
+    version = str(values.get("version") or "gemm").lower()
+    _known({"version": version}, "version", None, ("gemm", "gemv"))
+    form = AWQ(_group(values, 128), version == "gemv")
+    return _all_but("awq", form, values.get("modules_to_not_convert"))
+
+
+def _gptq(values: Values) -> Rules:
+    if values.get("dynamic"):
+        raise _UnsupportedError("dynamic, which gives some layers other bits, is not supported")
+    bits = _known(values, "bits", None, (2, 3, 4, 8))
+    key = "checkpoint_format" if values.get("checkpoint_format") else "format"
+    layout = _known(values, key, "gptq", ("gptq", "gptq_v2"))
+    form = GPTQ(bits, _group(values, 128), 1 if layout == "gptq" else 0)
+    head = bool(values.get("lm_head", False))
+    inside = values.get("modules_in_block_to_quantize")
+    if inside:
+        wanted = [name for names in inside for name in ([names] if isinstance(names, str) else names)]
+        return Rules("gptq", ((_named([*wanted, "lm_head"] if head else wanted), form),))
+    return _all_but("gptq", form, values.get("modules_to_not_convert"), head=head)
+
+
+def _fp8(values: Values) -> Rules:
+    _known(values, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
+    block = values.get("weight_block_size")
+    form = ScaledRows(FP8, False) if block is None else ScaledBlocks((int(block[0]), int(block[1])))
+    return _all_but("fp8", form, values.get("modules_to_not_convert"), values.get("ignored_layers"))
+
+
+def _fbgemm(values: Values) -> Rules:
+    return _all_but("fbgemm_fp8", ScaledRows(FP8, True), values.get("modules_to_not_convert"))
+
+
+def _modelopt(values: Values) -> Rules:
+    formats: dict[str, Format] = {
+        "FP8": ScaledRows(FP8, False),
+        "FP8_PER_CHANNEL_PER_TOKEN": ScaledRows(FP8, True),
+        "NVFP4": FP4(16, "weight", "weight_scale_2"),
+    }
+    algorithm = _known(values, "quant_algo", None, formats)
+    return _all_but("modelopt", formats[algorithm], values.get("exclude_modules"), values.get("ignore"))
+
+
+def _bitsandbytes(values: Values) -> Rules:
+    exempt = values.get("llm_int8_skip_modules")
+    if values.get("load_in_8bit") or values.get("_load_in_8bit"):
+        form: Format = ScaledRows(torch.int8, True, "SCB", 127.0, quantized_inputs=True)
+        return _all_but("bitsandbytes", form, exempt)
+    _known(values, "bnb_4bit_quant_storage", "uint8", ("uint8",))
+    kind = _known(values, "bnb_4bit_quant_type", "fp4", ("nf4", "fp4"))
+    form = BNB4(kind, bool(values.get("bnb_4bit_use_double_quant", False)))
+    return _all_but("bitsandbytes", form, exempt)
+
+
+def _compressed(values: Values) -> Rules:
+    for key in ("transform_config", "sparsity_config"):
+        other = values.get(key) or {}
+        if other and other.get("format") != "dense":
+            raise _UnsupportedError(f"{key} is not supported")
+    by_name: list[tuple[Matches, Format | None]] = [(_targets(values.get("ignore")), None)]
+    by_pattern: list[tuple[Matches, Format | None]] = []
+    by_class: list[tuple[Matches, Format | None]] = []
+    for group in values["config_groups"].values():
+        form = _compressed_format(group.get("format") or values.get("format"), group)
+        for target in group["targets"]:
+            # As compressed-tensors does: a name counts more than a pattern, and that more than a class.
+            if target == "Linear":
+                by_class.append((lambda _: True, form))
+            elif target.startswith("re:"):
+                by_pattern.append((_targets([target]), form))
+            elif target == "Embedding":
+                raise _UnsupportedError("quantised embeddings (targets: Embedding) are not supported")
+            else:
+                by_name.append((_targets([target]), form))
+    rules = (*by_name, *by_pattern, *by_class)
+    return Rules("compressed-tensors", rules, values.get("kv_cache_scheme") is not None)
+
+
+def _targets(targets: Iterable[str] | None) -> Matches:
+    """Names that are among the targets, or match one that begins with "re:"."""
+    names = {target for target in targets or () if not target.startswith("re:")}
+    try:
+        patterns = [re.compile(one.removeprefix("re:")) for one in targets or () if one.startswith("re:")]
+    except re.error as error:
+        raise _UnsupportedError(f"a target is no regular expression: {error}") from None
+    # A multimodal checkpoint has the names of the whole.
+    return lambda name: (
+        name in names
+        or any(one.endswith(f".{name}") for one in names)
+        or any(pattern.match(name) for pattern in patterns)
+    )
+
+
+def _compressed_format(layout: str | None, group: Values) -> Format | None:
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if group.get("output_activations") is not None:
+        raise _UnsupportedError("output_activations are not supported")
+    if weights is None or layout == "dense":
+        return None
+    kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+    size, is_symmetric = _group(weights, None), weights.get("symmetric", True)
+    strategy = weights.get("strategy") or ("tensor" if weights.get("group_size") is None else "group")
+    if strategy == "group" and size is None:
+        strategy = "channel"
+    named = f"{layout} of {kind}{bits} per {strategy}"
+    if layout == "pack-quantized" and kind == "int" and bits in (2, 3, 4, 5, 6, 8):
+        if strategy in ("group", "channel"):
+            has_order = weights.get("actorder") in (True, "group", "dynamic")
+            return PackedIntegers(bits, size, is_symmetric, has_order)
+    elif layout in _INTEGER_LAYOUTS and kind == "int" and bits in (4, 8):
+        if strategy in ("tensor", "channel") and bits == 8 and is_symmetric:
+            return ScaledRows(torch.int8, strategy == "channel", quantized_inputs=inputs is not None)
+        if strategy in ("tensor", "channel", "group"):
+            return WholeIntegers(bits, (strategy != "tensor", size), is_symmetric)
+    elif layout in _FLOAT_LAYOUTS and kind == "float" and bits == 8 and is_symmetric:
+        if strategy in ("tensor", "channel"):
+            return ScaledRows(FP8, strategy == "channel")
+        if strategy == "block":
+            rows, columns = weights["block_structure"]
+            return ScaledBlocks((int(rows), int(columns)))
+    elif layout == "mxfp8-quantized" and size == 32:
+        return ScaledBlocks((1, 32), has_exponents=True)
+    elif layout == "mxfp4-pack-quantized" and size == 32:
+        return FP4(32)
+    elif layout == "nvfp4-pack-quantized" and size == 16:
+        return FP4(16, "weight_packed", "weight_global_scale", is_divisor=True)
+    raise _UnsupportedError(f"weights of the format {named} are not supported")
+
+
+_METHODS: dict[str, Callable[[Values], Rules]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
+    "modelopt": _modelopt,
+    "bitsandbytes": _bitsandbytes,
+}

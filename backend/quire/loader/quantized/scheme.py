@@ -1,0 +1,303 @@
+"""ForeignScheme: linear layers as someone else quantised them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from quire.errors import CheckpointError
+from quire.layers.scheme import DenseScheme, LayerTensors, StoredTensor
+from quire.loader.files import WeightFiles
+from quire.loader.quantized.decoded import Decoded, Matrix
+from quire.loader.quantized.formats import Format, Plain, Slot, bnb_state
+from quire.loader.quantized.rules import Rules
+from quire_ensemble.weight_files import NamedTensor
+from quire_kernels import ops
+from quire_kernels.grouped_weights import GroupedWeight
+from quire_kernels.weights import JoinedLinear, PackedLinear, QuantizedRows, ReorderedLinear
+
+logger = logging.getLogger("quire")
+_UNUSED = ("input_scale", "input_zero_point", "input_global_scale", "weight_format")
+"""Ends of names of tensors that say how inputs were to be quantised (here that is decided as they come), or
+nothing."""
+_KV_SCALES = ("k_scale", "v_scale", "q_scale", "output_scale")
+"""Ends of names of tensors that say how keys and values were to be quantised."""
+
+
+@dataclass
+class Tally:
+    """Bytes of the quantised layers that were packed."""
+
+    stored: int = 0
+    """In the files."""
+    kept: int = 0
+    """As they are computed with."""
+    restored: int = 0
+    """Of those kept, what lies in the type of the inputs since nothing computes with it as it was stored."""
+
+    def add(self, stored: int, kept: int, whole: int) -> None:
+        """Counts a layer that would take `whole` bytes in the type of the inputs."""
+        self.stored, self.kept = self.stored + stored, self.kept + kept
+        if kept >= whole:
+            self.restored += kept
+
+
+@dataclass(frozen=True)
+class ForeignScheme:
+    """See LinearScheme. Layers that the rules exempt are plain."""
+
+    rules: Rules
+    source: Path
+    """File that complaints name."""
+    plain: DenseScheme
+    """Of layers that are not quantised, and of all without `keeps_codes`."""
+    keeps_codes: bool = True
+    """Whether quantised weights stay so; else they become numbers first."""
+    tally: Tally = field(default_factory=Tally, compare=False)
+
+    @property
+    def input_multiple(self) -> int:
+        """See LinearScheme."""
+        return self.plain.input_multiple
+
+    def layer(
+        self, names: Sequence[str], in_features: int, sizes: Sequence[int], *, bias: bool, dtype: torch.dtype
+    ) -> LayerTensors:
+        """See LinearScheme."""
+        formats = [self.rules.format_of(name) for name in names]
+        if not any(formats):
+            return self.plain.layer(names, in_features, sizes, bias=bias, dtype=dtype)
+        parts = [
+            Part(self, name, form or Plain(), size, in_features)
+            for name, form, size in zip(names, formats, sizes, strict=True)
+        ]
+        biases = [torch.empty(size, dtype=dtype) if bias else None for size in sizes]
+        return ForeignTensors(self, parts, biases, dtype)
+
+    def table(
+        self, name: str, num_rows: int, size: int, *, is_head: bool, dtype: torch.dtype
+    ) -> LayerTensors:
+        """See LinearScheme."""
+        if self.rules.format_of(name) is not None and name == "lm_head":
+            return self.layer([name], size, [num_rows], bias=False, dtype=dtype)
+        return self.plain.table(name, num_rows, size, is_head=is_head, dtype=dtype)
+
+    def prepared(self, files: WeightFiles) -> WeightFiles:
+        """Files whose tensors are as slots want them, without those that nothing is done with."""
+        return files._replace(read=lambda file: self._prepared(files.read(file)))
+
+    def _prepared(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        for name, tensor, file in tensors:
+            layer, _, suffix = name.rpartition(".")
+            if suffix in _UNUSED or suffix in _KV_SCALES:
+                continue
+            if suffix == "weight_zero_point" and getattr(self.rules.format_of(layer), "is_symmetric", False):
+                continue  # of zeros, as some versions write them
+            if suffix.startswith("bitsandbytes__"):
+                try:
+                    tensor = bnb_state(tensor)
+                except (ValueError, TypeError, LookupError) as error:
+                    raise CheckpointError(f"{file}: {name} is no quantisation state: {error}") from None
+            elif suffix == "weight_scale_inv":
+                name = f"{layer}.weight_scale"
+            yield NamedTensor(name, tensor, file)
+
+    def report(self) -> None:
+        """Says in the log what became of the layers."""
+        stored, kept, restored = (number / 2**20 for number in vars(self.tally).values())
+        text = f"{self.rules.method} weights: {stored:.1f} MiB in the files are kept in {kept:.1f} MiB"
+        if restored:
+            text += (
+                f"; {restored:.1f} MiB of these are numbers in the type of the activations, "
+                "as there is no product for what is stored here"
+            )
+        logger.info("%s: %s", self.source, text)
+        if self.rules.has_kv_scales:
+            logger.info("%s: kv_cache_scheme is not used; kv_cache_dtype quantises the cache", self.source)
+
+
+class Part:
+    """The tensors of one part of a layer.
+
+    Args:
+        scheme: what complaints are made of.
+        name: without the ends of the tensors' names.
+        form: how it is stored.
+        out_features: of the part.
+        in_features: of the layer.
+    """
+
+    def __init__(
+        self, scheme: ForeignScheme, name: str, form: Format, out_features: int, in_features: int
+    ) -> None:
+        self.scheme, self.name, self.form, self.shape = scheme, name, form, (out_features, in_features)
+        try:
+            self.slots: list[Slot] = list(form.slots(out_features, in_features))
+        except ValueError as error:
+            raise CheckpointError(f"{scheme.source}: {name}: {error}") from None
+        # What is stored is decoded on the CPU, wherever it is computed.
+        device = "meta" if torch.empty(0).is_meta else "cpu"
+        self.tensors = {
+            slot.suffix: torch.empty(slot.shape, dtype=slot.dtype, device=device) for slot in self.slots
+        }
+
+    @property
+    def num_weights(self) -> int:
+        """Inputs times outputs."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the stored tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def stored(self) -> Iterator[StoredTensor]:
+        """See LayerTensors."""
+        for slot in self.slots:
+            yield StoredTensor(
+                f"{self.name}.{slot.suffix}", self.tensors[slot.suffix], slot.out_dim, slot.in_dim
+            )
+
+    def decode(self) -> Decoded:
+        """Its weights; the tensors are gone."""
+        tensors, self.tensors = self.tensors, {}
+        try:
+            return self.form.decode(tensors)
+        except ValueError as error:
+            raise CheckpointError(f"{self.scheme.source}: {self.name}: {error}") from None
+
+
+class ForeignTensors:
+    """See LayerTensors."""
+
+    table: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        scheme: ForeignScheme,
+        parts: Sequence[Part],
+        biases: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+    ) -> None:
+        self.scheme, self.parts, self.biases, self.dtype = scheme, parts, biases, dtype
+        self.device = torch.empty(0).device
+
+    def stored(self) -> Iterator[StoredTensor]:
+        """See LayerTensors."""
+        for part in self.parts:
+            yield from part.stored()
+        for part, bias in zip(self.parts, self.biases, strict=True):
+            if bias is not None:
+                yield StoredTensor(f"{part.name}.bias", bias, 0, None)
+
+    def pack(self, activation: str | None) -> PackedLinear:
+        """See LayerTensors."""
+        stored = sum(part.nbytes for part in self.parts)
+        decoded = [self._computable(part.decode()) for part in self.parts]
+        whole = joined(decoded)
+        if whole is None and activation is not None:
+            # A gate and what it gates are computed together.
+            whole = joined([Decoded(one.dequantize().to(self.dtype)) for one in decoded])
+        if whole is not None:
+            biases = [bias for bias in self.biases if bias is not None]
+            packed = self._packed(whole, torch.cat(biases) if biases else None, activation)
+        else:
+            parts = zip(decoded, self.biases, strict=True)
+            packed = JoinedLinear([self._packed(part, bias, None) for part, bias in parts])
+        num_weights = sum(part.num_weights for part in self.parts)
+        self.scheme.tally.add(stored, packed.nbytes, num_weights * self.dtype.itemsize)
+        return packed
+
+    def packed_bytes(self, activation: str | None, device_type: str) -> int:
+        """See LayerTensors."""
+        keeps, plain = self.scheme.keeps_codes, self.scheme.plain
+        return sum(
+            part.nbytes
+            if keeps and device_type in part.form.devices
+            else ops.packed_bytes(
+                torch.empty(part.shape, dtype=self.dtype, device="meta"),
+                device_type=device_type,
+                quantization=plain.quantization,
+            )
+            for part in self.parts
+        )
+
+    def _computable(self, decoded: Decoded) -> Decoded:
+        """On the device, and in a form that it computes with."""
+        matrix, device = decoded.matrix, self.device
+        if not self.scheme.keeps_codes:
+            matrix = decoded.dequantize().to(device, self.dtype)
+            return Decoded(matrix)
+        if isinstance(matrix, QuantizedRows) and device.type != "cpu":
+            quantization = "fp8" if matrix.quantization == "fp8" else "int8"
+            codes, scales = matrix.codes.to(device), matrix.scales.to(device)
+            matrix = QuantizedRows(codes, scales, quantization)
+        elif isinstance(matrix, torch.Tensor):
+            matrix = matrix.to(device, self.dtype)
+        elif device.type != "cpu" or (isinstance(matrix, QuantizedRows) and matrix.quantization == "fp8"):
+            matrix = matrix.dequantize().to(device, self.dtype)
+        return Decoded(matrix, None if decoded.order is None else decoded.order.to(device))
+
+    def _packed(self, decoded: Decoded, bias: torch.Tensor | None, activation: str | None) -> PackedLinear:
+        matrix = decoded.matrix
+        if isinstance(matrix, torch.Tensor):
+            quantization = self.scheme.plain.quantization
+            packed = ops.pack_linear(matrix, bias, activation=activation, quantization=quantization)
+        else:
+            packed = ops.pack_linear(matrix, bias, activation=activation, dtype=self.dtype)
+        return packed if decoded.order is None else ReorderedLinear(packed, decoded.order)
+
+
+def joined(parts: Sequence[Decoded]) -> Decoded | None:
+    """One matrix of several, whose rows lie behind each other; None: their forms or orders differ."""
+    order = parts[0].order
+    for part in parts[1:]:
+        if (part.order is None) != (order is None):
+            return None
+        if order is not None and part.order is not None and not torch.equal(part.order, order):
+            return None
+    matrix = _joined_matrix([part.matrix for part in parts])
+    return None if matrix is None else Decoded(matrix, order)
+
+
+def _joined_matrix(parts: Sequence[Matrix]) -> Matrix | None:
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+        return torch.cat(tensors) if len(tensors) == len(parts) else None
+    if isinstance(first, QuantizedRows):
+        rows = [part for part in parts if isinstance(part, QuantizedRows)]
+        if len(rows) < len(parts) or any(part.quantization != first.quantization for part in rows):
+            return None
+        codes, scales = (
+            torch.cat(column) for column in zip(*((one.codes, one.scales) for one in rows), strict=True)
+        )
+        return QuantizedRows(codes, scales, first.quantization)
+    groups = [part for part in parts if isinstance(part, GroupedWeight)]
+    kinds = {
+        (one.bits, one.group, one.zero, one.table, one.minimums is None, one.row_scales is None)
+        for one in groups
+    }
+    if len(groups) < len(parts) or len(kinds) > 1:
+        return None
+    dtypes = {one.scales.dtype for one in groups}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+    def column(name: str) -> torch.Tensor | None:
+        found = [getattr(one, name) for one in groups]
+        return None if found[0] is None else torch.cat(found)
+
+    return replace(
+        first,
+        codes=torch.cat([one.codes for one in groups]),
+        scales=torch.cat([one.scales.to(dtype) for one in groups]),
+        minimums=column("minimums"),
+        row_scales=column("row_scales"),
+    )
