@@ -44,7 +44,8 @@ def fill_weights(
     filled: set[str] = set()
     unexpected: list[str] = []
     with torch.no_grad():
-        for stored, tensor, file in tensors:
+        for one in tensors:
+            stored, tensor, file = one[:3]
             name = name_of(stored)
             target = None if name is None else targets.get(name)
             if name is None or target is None:
@@ -56,7 +57,10 @@ def fill_weights(
                 )
             if tensor.dtype not in DTYPES:
                 raise VisionError(f"{file}: {stored} has type {tensor.dtype}, expected floating point")
-            target.copy_(tensor)
+            try:
+                target.copy_(one.read())
+            except OSError as error:
+                raise VisionError(f"{file}: {stored} cannot be read: {error}") from None
             filled.add(name)
     if unexpected:
         raise VisionError(f"{source}: {len(unexpected)} unexpected tensors: {_listed(unexpected)}")

@@ -1,7 +1,8 @@
 """A checkpoint's weight files and their tensors, for the vision part here and for the generator's loader.
 
-Tensors are memory-mapped, so that loading needs the model's memory once. Pickles are read by `weights_only`,
-after a look at what they ask for; whether they may be read at all is the caller's to decide.
+Readers say where tensors lie, so that they can be read in parallel, and right into the memory that they are
+for. Pickles are memory-mapped, and read by `weights_only` after a look at what they ask for; whether they may
+be read at all is the caller's to decide.
 """
 
 from __future__ import annotations
@@ -62,7 +63,45 @@ class NamedTensor(NamedTuple):
 
     name: str
     tensor: torch.Tensor
+    """Its content. With an offset it has type and shape only (on torch's "meta" device), and `read` gives the
+    content: a mapped file would be read page by page, and end the process if it is cut short meanwhile."""
     file: Path
+    offset: int | None = None
+    """Of its bytes in the file, if they lie there as the tensor's do."""
+    change: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """What makes the content of those bytes; type and shape stay."""
+
+    def read(self) -> torch.Tensor:
+        """The content, in memory.
+
+        Raises:
+            OSError: the file cannot be read, or has become shorter.
+        """
+        if self.offset is None:
+            return self.tensor
+        content = torch.empty_like(self.tensor, device="cpu")
+        read_into(bytes_of(content), self.file, self.offset)
+        return content if self.change is None else self.change(content)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    return tensor.flatten().view(torch.uint8).numpy().data
+
+
+def read_into(memory: memoryview, file: Path, offset: int) -> None:
+    """Fills memory from a file, without the interpreter's lock.
+
+    Raises:
+        OSError: the file cannot be read, or has become shorter.
+    """
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(offset)
+        while memory:
+            count = stream.readinto(memory)
+            if not count:
+                raise OSError("it has become shorter: truncated")
+            memory = memory[count:]
 
 
 def everything(name: str) -> bool:
@@ -104,13 +143,19 @@ def find_files(
 
 
 def read_safetensors(file: Path, fail: Fail, wanted: Wanted = everything) -> Iterator[NamedTensor]:
-    """Wanted tensors of one file, memory-mapped."""
+    """Wanted tensors of one file, in the order in which they lie there."""
     try:
         with safe_open(file, framework="pt") as reader:
-            for name in filter(wanted, reader.keys()):
+            with file.open("rb") as stream:
+                offset = 8 + int.from_bytes(stream.read(8), "little")
+            # The library has checked that they lie behind each other, without gaps.
+            for name in reader.offset_keys():
                 if not is_name(name):
                     raise ValueError(f"a tensor has the name {shown(name)}")
-                yield NamedTensor(name, reader.get_tensor(name), file)
+                tensor = torch.empty_like(reader.get_tensor(name), device="meta")
+                if wanted(name):
+                    yield NamedTensor(name, tensor, file, offset)
+                offset += tensor.nbytes
     except BaseException as error:  # whatever lies in the file
         if isinstance(error, GeneratorExit) or not (isinstance(error, Exception) or is_panic(error)):
             raise

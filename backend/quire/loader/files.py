@@ -1,22 +1,41 @@
-"""Which files hold a checkpoint's weights, and their tensors one after the other.
+"""Which files hold a checkpoint's weights, and their tensors one after the other, read ahead and in parallel.
 
-Every reader yields tensors that are memory-mapped (or decoded one at a time), so that loading needs the
-model's memory once. Pickles are read only when the configuration allows them.
+Tensors are read into the memory that they are for, else a few at a time, so that loading needs the model's
+memory once. Pickles are read only when the configuration allows them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
 from quire.layers.scheme import LinearScheme
 from quire.loader.info import gguf_file
 from quire_ensemble.errors import one_line
-from quire_ensemble.weight_files import NamedTensor, find_files, read_pickle, read_safetensors
+from quire_ensemble.weight_files import (
+    NamedTensor,
+    bytes_of,
+    find_files,
+    read_into,
+    read_pickle,
+    read_safetensors,
+)
+from quire_kernels.host_memory import prefer_huge_pages
+
+_THREADS = 8
+"""That wait for disks, mostly."""
+_PART = 2**21
+"""Bytes that one of them reads at a time."""
+_AHEAD = 2**25
+"""Bytes that are read, or being read, before they are asked for."""
 
 
 class WeightFiles(NamedTuple):
@@ -77,3 +96,51 @@ def find_weights(config: ModelConfig) -> WeightFiles:
         return WeightFiles(files[0], files[1], partial(read_pickle, fail=CheckpointError))
     wanted = "pytorch_model.bin" if config.load_format == "bin" else "model.safetensors"
     raise CheckpointError(f"{path}: holds no weights: neither {wanted} nor {wanted}.index.json")
+
+
+class Wanted(NamedTuple):
+    """A tensor to read, and what it is for."""
+
+    tensor: NamedTensor
+    name: str
+    """In the model."""
+    memory: torch.Tensor
+    is_kept: bool
+    """Whether the memory is to hold the bytes of the file, as they are."""
+
+
+def read_ahead(wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, torch.Tensor]]:
+    """Each tensor and its content, in their order: the tensor's own memory, if it is kept, else some other.
+
+    Raises:
+        CheckpointError: a file cannot be read, or has become shorter.
+    """
+    ahead: deque[tuple[Wanted, torch.Tensor, list[Future[None]]]] = deque()
+    with ThreadPoolExecutor(_THREADS, "weights") as pool:
+        for one in wanted:
+            stored = one.tensor
+            if stored.offset is None:
+                ahead.append((one, stored.tensor, []))
+            else:
+                content = one.memory if one.is_kept else torch.empty_like(stored.tensor, device="cpu")
+                prefer_huge_pages(content)
+                ahead.append((one, content, _begin(pool, stored.file, stored.offset, bytes_of(content))))
+            while sum(content.nbytes for _, content, _ in ahead) > _AHEAD:
+                yield _end(*ahead.popleft())
+        while ahead:
+            yield _end(*ahead.popleft())
+
+
+def _begin(pool: ThreadPoolExecutor, file: Path, offset: int, memory: memoryview) -> list[Future[None]]:
+    parts = range(0, len(memory), _PART)
+    return [pool.submit(read_into, memory[at : at + _PART], file, offset + at) for at in parts]
+
+
+def _end(one: Wanted, content: torch.Tensor, parts: list[Future[None]]) -> tuple[Wanted, torch.Tensor]:
+    try:
+        for part in parts:
+            part.result()
+    except OSError as error:
+        raise CheckpointError(f"{one.tensor.file}: {one.tensor.name} cannot be read: {error}") from None
+    change = one.tensor.change
+    return one, content if change is None else change(content)

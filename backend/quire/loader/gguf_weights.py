@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -61,12 +62,18 @@ def read_gguf(file: Path, *, keeps_blocks: bool) -> Iterator[NamedTensor]:
         if stored.name == ROPE_FACTORS:
             continue
         is_kept = keeps_blocks and _has_blocks(stored)
-        tensor = torch.from_numpy(opened.data(stored)) if is_kept else _decode(opened, stored)
         part = stored.name.split(".")[-2] if "." in stored.name else stored.name
         # Only this architecture's files pair neighbouring dimensions in rotary embedding, by reordering rows.
-        if arch == "llama" and part in heads:
-            tensor = _rotate_half_order(tensor, heads[part])
-        yield NamedTensor(hf_name(stored.name), tensor, file)
+        is_paired = arch == "llama" and part in heads
+        change = partial(_rotate_half_order, num_heads=heads[part]) if is_paired else None
+        dtype = torch.uint8 if is_kept else _PLAIN.get(stored.kind)
+        if dtype is not None:
+            shape = (*stored.shape[:-1], stored.num_bytes // math.prod(stored.shape[:-1]) // dtype.itemsize)
+            tensor = torch.empty(shape, dtype=dtype, device="meta")
+            yield NamedTensor(hf_name(stored.name), tensor, file, stored.offset, change)
+        else:
+            tensor = _decode(opened, stored)
+            yield NamedTensor(hf_name(stored.name), tensor if change is None else change(tensor), file)
 
 
 def block_scheme(files: Sequence[Path]) -> GGUFScheme:
@@ -110,9 +117,6 @@ def _has_blocks(stored: StoredTensor) -> bool:
 
 
 def _decode(opened: GGUFFile, stored: StoredTensor) -> torch.Tensor:
-    plain = _PLAIN.get(stored.kind)
-    if plain is not None:
-        return torch.from_numpy(opened.data(stored)).view(plain)
     try:
         return torch.from_numpy(quants.dequantize(opened.data(stored), stored.kind))
     except NotImplementedError:

@@ -15,7 +15,7 @@ import xxhash
 from quire.config import ModelConfig
 from quire.errors import CheckpointError, ConfigError
 from quire.layers.scheme import SCHEMES
-from quire.loader.files import WeightFiles, find_weights
+from quire.loader.files import Wanted, WeightFiles, find_weights, read_ahead
 from quire.loader.info import read_configs
 from quire.loader.quantized.rules import read_rules
 from quire.loader.quantized.scheme import ForeignScheme
@@ -25,6 +25,7 @@ from quire.models.hf_config import HFConfig, as_token_ids
 from quire.models.registry import model_class, with_head
 from quire_ensemble.errors import one_line
 from quire_ensemble.weight_files import NamedTensor
+from quire_kernels.host_memory import give_back
 
 _MAX_LISTED = 16
 _MOST_WEIGHTS_PER_BYTE = 8
@@ -82,6 +83,7 @@ def load_model(
         fill_weights(model, files.tensors(), files.source)
     weights_digest = digest_weights(model) if with_digest else ""
     weight_bytes = model.pack()
+    give_back()
     if isinstance(model.config.scheme, ForeignScheme):
         model.config.scheme.report()
     return LoadedModel(
@@ -167,7 +169,7 @@ def fill_randomly(model: DecoderModel) -> None:
 
 
 def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Path) -> None:
-    """Copies tensors into the model one at a time, converting type and device on the way.
+    """Reads tensors into the model, converting type and device on the way.
 
     Args:
         model: its `weights()` say what is needed.
@@ -180,8 +182,11 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
     targets = {name: memory for name, memory, _ in model.weights()}
     filled: set[str] = set()
     unexpected: dict[Path, list[str]] = {}
-    with torch.no_grad():
-        for name, tensor, file in tensors:
+    nothing = torch.empty(0)
+
+    def wanted() -> Iterator[Wanted]:
+        for stored in tensors:
+            name, tensor, file = stored[:3]
             own = model.canonical_name(name)
             if own not in targets and f"model.{own}" in targets:
                 own = f"model.{own}"  # saved without its head, and so without the prefix
@@ -197,8 +202,21 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
             if tensor.dtype != target.dtype and not (_is_wide(tensor) and _is_wide(target)):
                 wanted = "floating point" if _is_wide(target) else target.dtype
                 raise CheckpointError(f"{file}: {name} has type {tensor.dtype}, expected {wanted}")
-            target.copy_(model.convert(own, tensor).reshape(target.shape))
+            is_kept = (
+                stored.offset is not None
+                and stored.change is None
+                and tensor.dtype == target.dtype
+                and target.is_contiguous()
+                and target.device.type == "cpu"
+                and model.convert(own, nothing) is nothing
+            )
             filled.add(own)
+            yield Wanted(stored, own, target, is_kept)
+
+    with torch.no_grad():
+        for one, content in read_ahead(wanted()):
+            if not one.is_kept:
+                one.memory.copy_(model.convert(one.name, content).reshape(one.memory.shape))
     missing = [name for name in targets if name not in filled]
     complaints = [f"{source}: {len(missing)} missing tensors: {_listed(missing)}"] if missing else []
     complaints += [

@@ -92,20 +92,20 @@ class ForeignScheme:
         return files._replace(read=lambda file: self._prepared(files.read(file)))
 
     def _prepared(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        for name, tensor, file in tensors:
-            layer, _, suffix = name.rpartition(".")
+        for one in tensors:
+            layer, _, suffix = one.name.rpartition(".")
             if suffix in _UNUSED or suffix in _KV_SCALES:
                 continue
             if suffix == "weight_zero_point" and getattr(self.rules.format_of(layer), "is_symmetric", False):
                 continue  # of zeros, as some versions write them
             if suffix.startswith("bitsandbytes__"):
                 try:
-                    tensor = bnb_state(tensor)
+                    one = one._replace(tensor=bnb_state(one.read()), offset=None)
                 except (ValueError, TypeError, LookupError) as error:
-                    raise CheckpointError(f"{file}: {name} is no quantisation state: {error}") from None
+                    raise CheckpointError(f"{one.file}: {one.name} is no quantisation state: {error}") from None
             elif suffix == "weight_scale_inv":
-                name = f"{layer}.weight_scale"
-            yield NamedTensor(name, tensor, file)
+                one = one._replace(name=f"{layer}.weight_scale")
+            yield one
 
     def report(self) -> None:
         """Says in the log what became of the layers."""
