@@ -60,7 +60,7 @@ def fill_weights(
             try:
                 target.copy_(one.read())
             except OSError as error:
-                raise VisionError(f"{file}: {stored} cannot be read: {error}") from None
+                raise VisionError(f"a weight file cannot be read: {error}") from None
             filled.add(name)
     if unexpected:
         raise VisionError(f"{source}: {len(unexpected)} unexpected tensors: {_listed(unexpected)}")

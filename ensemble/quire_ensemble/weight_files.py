@@ -26,6 +26,24 @@ Fail = Callable[[str], Exception]
 Wanted = Callable[[str], bool]
 """Whether a tensor of this name is to be read."""
 
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""Types by their names in safetensors files."""
 _MAX_PICKLE = 2**23
 """Bytes of the pickle that names a file's tensors: each takes some 250."""
 _PICKLED = frozenset(
@@ -79,7 +97,7 @@ class NamedTensor(NamedTuple):
         """
         if self.offset is None:
             return self.tensor
-        content = torch.empty_like(self.tensor, device="cpu")
+        content = torch.empty(self.tensor.shape, dtype=self.tensor.dtype)
         read_into(bytes_of(content), self.file, self.offset)
         return content if self.change is None else self.change(content)
 
@@ -100,7 +118,7 @@ def read_into(memory: memoryview, file: Path, offset: int) -> None:
         while memory:
             count = stream.readinto(memory)
             if not count:
-                raise OSError("it has become shorter: truncated")
+                raise OSError(f"{file} has become shorter: truncated")
             memory = memory[count:]
 
 
@@ -152,7 +170,11 @@ def read_safetensors(file: Path, fail: Fail, wanted: Wanted = everything) -> Ite
             for name in reader.offset_keys():
                 if not is_name(name):
                     raise ValueError(f"a tensor has the name {shown(name)}")
-                tensor = torch.empty_like(reader.get_tensor(name), device="meta")
+                head = reader.get_slice(name)
+                dtype = _DTYPES.get(head.get_dtype())
+                if dtype is None:
+                    raise ValueError(f"{name} has the type {head.get_dtype()}, which is not supported")
+                tensor = torch.empty(head.get_shape(), dtype=dtype, device="meta")
                 if wanted(name):
                     yield NamedTensor(name, tensor, file, offset)
                 offset += tensor.nbytes

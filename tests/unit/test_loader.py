@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -21,8 +22,9 @@ from safetensors.torch import load_file, save_file
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
+from quire.loader import files as loader_files
 from quire.loader.info import read_configs
-from quire.loader.load import LoadedModel, load_model
+from quire.loader.load import LoadedModel, empty_model, fill_weights, load_model
 from quire_ensemble.gguf_file import GGUFFile
 from tests.fixtures.checkpoints import build_model, make_checkpoint
 from tests.fixtures.drive import Driver, hf_logits, hf_model
@@ -541,3 +543,43 @@ def test_index_is_preferred_to_a_stray_single_file(tmp_path: Path, expected: tor
     save_file({"other": torch.ones(1)}, path / "model.safetensors")
     torch.testing.assert_close(Driver.load(path).logits(IDS), expected, atol=1e-4, rtol=0.0)
     assert json.loads((path / "model.safetensors.index.json").read_text())["metadata"]["total_size"] > 0
+
+
+# Reading ahead.
+
+
+@pytest.mark.row("G18")
+@pytest.mark.parametrize("weight_format", ["safetensors", "gguf"])
+def test_a_file_that_is_cut_short_while_it_is_read_is_refused(
+    weight_format: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Of a mapped file the process would have died by SIGBUS."""
+    if weight_format == "gguf":
+        file = path = write_gguf(checkpoint, tmp_path / "model.gguf", "Q8_0")
+    else:
+        path = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+        file = path / "model.safetensors"
+    empty = empty_model(ModelConfig(model=str(path)), CPU)
+    assert empty.files is not None
+    tensors = empty.files.tensors()
+    first = next(tensors)
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=f"{file.name} has become shorter: truncated"):
+        fill_weights(empty.model, itertools.chain([first], tensors), file)
+
+
+@pytest.mark.row("G18")
+def test_tensors_of_many_sizes_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of 100 bytes, at most 3 000 ahead: every byte at its place, whatever is converted."""
+    path = make_checkpoint("qwen2", tmp_path, shards=2, dtype="bfloat16", tokenizer=False)
+    for name, value in {"_PART": 100, "_AHEAD": 3_000}.items():
+        monkeypatch.setattr(loader_files, name, value)
+    for dtype in ("bfloat16", "float32"):
+        model = load(path, dtype=dtype).model
+        stored = {
+            **load_file(path / "model-00001-of-00002.safetensors"),
+            **load_file(path / "model-00002-of-00002.safetensors"),
+        }
+        assert torch.equal(model.norm.weight, stored["model.norm.weight"].to(model.norm.weight.dtype))
+        rows = model.embed_tokens(torch.arange(512))
+        assert torch.equal(rows, stored["model.embed_tokens.weight"].to(rows.dtype))

@@ -113,7 +113,7 @@ def read_ahead(wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, torch.Tensor]
     """Each tensor and its content, in their order: the tensor's own memory, if it is kept, else some other.
 
     Raises:
-        CheckpointError: a file cannot be read, or has become shorter.
+        OSError: a file cannot be read, or has become shorter.
     """
     ahead: deque[tuple[Wanted, torch.Tensor, list[Future[None]]]] = deque()
     with ThreadPoolExecutor(_THREADS, "weights") as pool:
@@ -122,7 +122,8 @@ def read_ahead(wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, torch.Tensor]
             if stored.offset is None:
                 ahead.append((one, stored.tensor, []))
             else:
-                content = one.memory if one.is_kept else torch.empty_like(stored.tensor, device="cpu")
+                like = stored.tensor
+                content = one.memory if one.is_kept else torch.empty(like.shape, dtype=like.dtype)
                 prefer_huge_pages(content)
                 ahead.append((one, content, _begin(pool, stored.file, stored.offset, bytes_of(content))))
             while sum(content.nbytes for _, content, _ in ahead) > _AHEAD:
@@ -137,10 +138,7 @@ def _begin(pool: ThreadPoolExecutor, file: Path, offset: int, memory: memoryview
 
 
 def _end(one: Wanted, content: torch.Tensor, parts: list[Future[None]]) -> tuple[Wanted, torch.Tensor]:
-    try:
-        for part in parts:
-            part.result()
-    except OSError as error:
-        raise CheckpointError(f"{one.tensor.file}: {one.tensor.name} cannot be read: {error}") from None
+    for part in parts:
+        part.result()
     change = one.tensor.change
     return one, content if change is None else change(content)

@@ -192,7 +192,7 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
                 own = f"model.{own}"  # saved without its head, and so without the prefix
             target = targets.get(own)
             if target is None:
-                if not model.ignores(own) and not _is_absent_bias(own, tensor):
+                if not model.ignores(own) and not _is_absent_bias(own, stored):
                     unexpected.setdefault(file, []).append(name)
                 continue
             if _sizes(tensor) != _sizes(target):
@@ -213,10 +213,13 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
             filled.add(own)
             yield Wanted(stored, own, target, is_kept)
 
-    with torch.no_grad():
-        for one, content in read_ahead(wanted()):
-            if not one.is_kept:
-                one.memory.copy_(model.convert(one.name, content).reshape(one.memory.shape))
+    try:
+        with torch.no_grad():
+            for one, content in read_ahead(wanted()):
+                if not one.is_kept:
+                    one.memory.copy_(model.convert(one.name, content).reshape(one.memory.shape))
+    except OSError as error:
+        raise CheckpointError(f"a weight file cannot be read: {one_line(error)}") from None
     missing = [name for name in targets if name not in filled]
     complaints = [f"{source}: {len(missing)} missing tensors: {_listed(missing)}"] if missing else []
     complaints += [
@@ -236,9 +239,9 @@ def _is_wide(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.itemsize > 1
 
 
-def _is_absent_bias(name: str, tensor: torch.Tensor) -> bool:
+def _is_absent_bias(name: str, stored: NamedTensor) -> bool:
     """Some quantisers write zeros as the bias of layers that have none."""
-    return name.endswith(".bias") and not tensor.any()
+    return name.endswith(".bias") and not stored.read().any()
 
 
 def _check_input_sizes(config: DecoderConfig, quantization: str | None) -> None:

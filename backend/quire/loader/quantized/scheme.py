@@ -102,7 +102,9 @@ class ForeignScheme:
                 try:
                     one = one._replace(tensor=bnb_state(one.read()), offset=None)
                 except (ValueError, TypeError, LookupError) as error:
-                    raise CheckpointError(f"{one.file}: {one.name} is no quantisation state: {error}") from None
+                    raise CheckpointError(
+                        f"{one.file}: {one.name} is no quantisation state: {error}"
+                    ) from None
             elif suffix == "weight_scale_inv":
                 one = one._replace(name=f"{layer}.weight_scale")
             yield one
