@@ -15,6 +15,8 @@ _COMMANDS = {
     "simulate": ("quire.simulator.command:simulate", "Run the scheduler with a cost model for a model."),
     "trace": ("quire.simulator.command:trace", "Replay or draw the trace of a scheduler."),
     "plan": ("quire.plan.command:plan", "Check configurations and predict their capacity."),
+    "quantize": ("quire.quantize.command:quantize", "Quantise a checkpoint, and measure what that costs."),
+    "perplexity": ("quire.quantize.command:perplexity", "Measure how well a checkpoint foretells a text."),
     "repository": ("quire_ensemble.cli:repository", "Build model repositories from checkpoints."),
 }
 

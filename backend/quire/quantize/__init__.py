@@ -1,0 +1,1 @@
+"""Offline quantisation: checkpoints of compressed-tensors' kind, and what they cost."""

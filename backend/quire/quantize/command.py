@@ -1,0 +1,71 @@
+"""`quire quantize` and `quire perplexity`: the command lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from quire.errors import QuireError
+from quire_ensemble.errors import HubError, InputError, TokenizerError
+
+_FAILURES = (QuireError, HubError, InputError, TokenizerError)
+_SCHEMES = ("awq", "gptq", "w8a8", "w4a8", "fp8")
+_file = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.option("--checkpoint", required=True, help="A directory, a .gguf file, or a hub's OWNER/NAME.")
+@click.option("--scheme", required=True, type=click.Choice(_SCHEMES))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new directory.")
+@click.option(
+    "--calibration", "calibration_file", type=_file, help="A text; else the topics of Python's help."
+)
+def quantize(checkpoint: str, scheme: str, out: Path, calibration_file: Path | None) -> None:
+    """Quantise a checkpoint, and measure what that costs.
+
+    The linear layers of the decoder become 4-bit (awq, gptq, w4a8) or 8-bit (w8a8, fp8) numbers, stored as
+    compressed-tensors does; embeddings and head stay. Three quarters of the text calibrate, the last quarter
+    measures perplexity before and after.
+    """
+    from quire.quantize.perplexity import perplexity, split, text_of
+    from quire.quantize.quantize import quantize as run
+    from quire_ensemble.hub import find_checkpoint
+
+    try:
+        path = find_checkpoint(checkpoint)
+        calibrating, measuring = split(text_of(calibration_file))
+        num_bytes = run(path, scheme, out, calibrating, _show_progress)
+        click.echo(f"{out}: {num_bytes / 1e6:.1f} MB of tensors, {scheme}")
+        before, count = perplexity(path, measuring)
+        after, _ = perplexity(out, measuring)
+    except _FAILURES as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(
+        f"perplexity of {count} tokens: {before:.4f} before, {after:.4f} after ({after / before - 1:+.2%})"
+    )
+
+
+@click.command()
+@click.argument("checkpoint")
+@click.option("--text", "text_file", type=_file, help="A text; else what `quire quantize` measures with.")
+@click.option("--set", "settings", multiple=True, help="A configuration key, such as quantization=w8a8.")
+def perplexity(checkpoint: str, text_file: Path | None, settings: tuple[str, ...]) -> None:
+    """Measure how well a checkpoint foretells a text, as the engine would serve it.
+
+    The text is cut into windows of 512 tokens, 16384 in all, of which each but the first of a window counts.
+    """
+    from quire.quantize.perplexity import perplexity as measure
+    from quire.quantize.perplexity import split, text_of
+    from quire.simulator.command import settings_of
+
+    try:
+        text = split(text_of(None))[1] if text_file is None else text_of(text_file)
+        found, count = measure(checkpoint, text, **settings_of(settings))
+    except _FAILURES as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{checkpoint}: perplexity {found:.4f} of {count} tokens")
+
+
+def _show_progress(done: int, count: int) -> None:
+    click.echo(f"\rlayer {done} of {count}", err=True, nl=done == count)

@@ -1,0 +1,58 @@
+"""GPTQ: columns are rounded one after the other, and what that costs is made up for by those that follow.
+
+Frantar et al., 2023 (arXiv 2210.17323). The columns whose inputs are largest come first; their groups' scales
+are chosen before that, so the order is nobody else's concern.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.quantize.rounding import Grid
+
+BLOCK = 128
+"""Columns after which the errors are carried on to all that follow: one product instead of many sums."""
+_DAMPING = 0.01
+"""Of the gram matrix's mean diagonal, added to it; ten times as much where that is not enough."""
+
+
+def gptq_codes(weight: torch.Tensor, gram: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Codes on a grid, float32 whole numbers of weight's shape, that keep the products with the inputs.
+
+    Args:
+        weight: float32 [out_features, in_features].
+        gram: float32 [in_features, in_features], the mean of x x^T over inputs x.
+        grid: see `group_grid`.
+    """
+    order = torch.argsort(gram.diagonal(), descending=True)
+    upper = _inverse_factor(gram[order][:, order])
+    weight, fine = weight[:, order], grid.per_column(weight.shape[1])
+    codes = torch.empty_like(weight)
+    num_columns = weight.shape[1]
+    for start in range(0, num_columns, BLOCK):
+        end = min(start + BLOCK, num_columns)
+        block = weight[:, start:end]
+        errors = torch.empty_like(block)
+        for column in range(start, end):
+            own, place = order[column], column - start
+            found = fine.codes(block[:, place], int(own))
+            error = (block[:, place] - fine.values(found, int(own))) / upper[column, column]
+            block[:, place:] -= torch.outer(error, upper[column, column:end])
+            codes[:, own], errors[:, place] = found, error
+        weight[:, end:] -= errors @ upper[start:end, end:]
+    return codes
+
+
+def _inverse_factor(gram: torch.Tensor) -> torch.Tensor:
+    """The upper triangular U with U^T U = gram^-1, of a damped gram matrix."""
+    size = gram.diagonal().mean().clamp(min=1e-12)
+    damping = _DAMPING
+    while True:
+        damped = gram + torch.eye(len(gram)) * (size * damping)
+        lower, info = torch.linalg.cholesky_ex(damped)
+        if not info:
+            upper, info = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not info:
+                return upper
+        assert damping < 1e6, "a gram matrix is never negative"
+        damping *= 10

@@ -1,0 +1,112 @@
+"""quantize: a checkpoint of plain matrices becomes one of small numbers, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from quire.errors import CheckpointError
+from quire.quantize.calibration import Calibration
+from quire.quantize.directory import WeightsWriter, new_directory, write_json
+from quire.quantize.perplexity import CALIBRATION_TOKENS, WINDOW, windows
+from quire.quantize.rounding import QuantizedMatrix
+from quire.quantize.schemes import SCHEMES, LayerInputs, group_size
+from quire.quantize.source import SourceCheckpoint
+from quire_ensemble.tokenizer import Tokenizer
+
+
+def quantize(path: Path, scheme_name: str, out: Path, text: str, progress: Callable[[int, int], None]) -> int:
+    """Writes a quantised checkpoint and returns the bytes of its tensors.
+
+    In memory are the hidden states of the calibration text, one decoder layer in float32, and what is not yet
+    written of a file: 2 GiB.
+
+    Args:
+        path: a directory, or a .gguf file.
+        scheme_name: of SCHEMES.
+        out: the directory to make; nothing is left of it where anything fails.
+        text: to calibrate with, by CALIBRATION_TOKENS tokens of it at most.
+        progress: is called with the number of layers that are done and that there are.
+
+    Raises:
+        CheckpointError: the checkpoint is broken or not supported, or `out` exists or cannot be written.
+    """
+    scheme = SCHEMES[scheme_name]
+    with new_directory(out) as directory, torch.inference_mode():
+        source = SourceCheckpoint(path)
+        model, dtype = source.model, source.dtype
+        if scheme.weights["strategy"] == "group":
+            group_size(model.config)  # said before the work
+        writer, count = WeightsWriter(directory), model.config.num_layers
+        in_layers = {f"model.layers.{index}." for index in range(count)}
+        others = [name for name in source.tensors if ".".join((*name.split(".")[:3], "")) not in in_layers]
+        for name in others:
+            stored = source.tensors[name]
+            writer.add(stored.name, stored.tensor.to(dtype) if source.is_gguf else stored.tensor)
+        calibration = _calibration(source, text) if scheme.is_calibrated else None
+        for index in range(count):
+            prefix, tensors = f"model.layers.{index}", source.layer(index)
+            statistics = {}
+            if calibration is not None:
+                layer = calibration.layer(index, _named(prefix, tensors))
+                statistics = calibration.statistics(index, layer)
+            matrices = scheme.quantize(tensors, LayerInputs(model.config, dtype, statistics))
+            for name, matrix in matrices.items():
+                tensors[f"{name}.weight"] = matrix.dequantize()
+            if calibration is not None and index + 1 < count:
+                calibration.advance(index, calibration.layer(index, _named(prefix, tensors)))
+            _write(writer, source, prefix, tensors, matrices)
+            progress(index + 1, count)
+        writer.finish()
+        write_json(
+            directory / "config.json",
+            source.config_json(scheme.config(model.config, _ignored(source, others))),
+        )
+        source.copy_files(directory)
+    return writer.num_bytes
+
+
+def _calibration(source: SourceCheckpoint, text: str) -> Calibration:
+    tokenizer = Tokenizer.find("", source.path)
+    if tokenizer is None:
+        raise CheckpointError(f"{source.path}: has no tokenizer, so no text can calibrate it: use fp8")
+    size = min(WINDOW, source.model.config.max_position_embeddings)
+    cut = windows(tokenizer, text, size, CALIBRATION_TOKENS)
+    vocab_size = source.model.config.vocab_size
+    if not cut or max(map(max, cut)) >= vocab_size:
+        raise CheckpointError(f"{source.path}: the tokenizer gives no ids below vocab_size={vocab_size}")
+    return Calibration(source.model, source.tensors["model.embed_tokens.weight"].tensor, cut)
+
+
+def _named(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def _write(
+    writer: WeightsWriter,
+    source: SourceCheckpoint,
+    prefix: str,
+    tensors: dict[str, torch.Tensor],
+    matrices: dict[str, QuantizedMatrix],
+) -> None:
+    """A decoder layer's tensors under the checkpoint's names."""
+    for name, tensor in tensors.items():
+        linear = name.removesuffix(".weight")
+        stored = source.tensors[f"{prefix}.{name}"].name
+        if linear not in matrices:
+            writer.add(stored, tensor.to(source.dtype))
+            continue
+        for suffix, part in matrices[linear].stored():
+            writer.add(f"{stored.removesuffix('.weight')}.{suffix}", part)
+
+
+def _ignored(source: SourceCheckpoint, others: list[str]) -> list[str]:
+    """Names of the linear layers that are left as they are: the head, and all of another part's."""
+    names = {
+        source.tensors[name].name.removesuffix(".weight")
+        for name in others
+        if name.endswith(".weight") and source.tensors[name].tensor.ndim == 2 and "embed" not in name
+    }
+    return sorted({"lm_head", *names})

@@ -1,0 +1,105 @@
+"""SourceCheckpoint: a checkpoint that is to be quantised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.config import ModelConfig
+from quire.errors import CheckpointError
+from quire.loader.files import find_weights
+from quire.loader.info import gguf_file, read_configs
+from quire.models.config import DTYPES
+from quire.models.decoder import DecoderModel
+from quire.models.hf_config import read_json
+from quire.models.registry import model_class, with_head
+from quire_ensemble.tokenizer import Tokenizer
+from quire_ensemble.weight_files import NamedTensor
+
+_COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+"""Ends of the names of files that a quantised checkpoint has from its source, but for those that say what the
+weights are."""
+
+
+class SourceCheckpoint:
+    """A checkpoint of plain matrices.
+
+    Args:
+        path: a directory, or a .gguf file, which is dequantised in memory.
+
+    Raises:
+        CheckpointError: missing, broken, quantised already, or not supported; one line that names the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.is_gguf = path, gguf_file(path) is not None
+        hf, _ = read_configs(path)
+        if hf.get("quantization_config") is not None:
+            raise hf.error("quantization_config: the weights are quantised already")
+        self.hf = with_head(hf)
+        kind = model_class(self.hf)
+        name = str(self.hf.get("dtype") or self.hf.get("torch_dtype") or "float32").removeprefix("torch.")
+        if name not in DTYPES:
+            raise hf.error(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
+        self.dtype = DTYPES[name]
+        config = replace(kind.parse_config(self.hf, torch.float32), attention_backend=None)
+        self.model: DecoderModel = kind(config, config.max_position_embeddings, torch.device("meta"))
+        """In float32, on the "meta" device."""
+        self.tensors: dict[str, NamedTensor] = {}
+        """By the names of `DecoderModel.weights`; those that it does not have by their own."""
+        wanted = {name: memory.shape for name, memory, _ in self.model.weights()}
+        files = find_weights(ModelConfig(model=str(path), quantization="dequantized"))
+        for stored in files.tensors():
+            own = self.model.canonical_name(stored.name)
+            if own not in wanted and f"model.{own}" in wanted:
+                own = f"model.{own}"
+            shape = wanted.get(own, stored.tensor.shape)
+            if stored.tensor.shape != shape:
+                raise CheckpointError(
+                    f"{stored.file}: {stored.name} has shape {list(stored.tensor.shape)}, config.json means "
+                    f"{list(shape)}"
+                )
+            self.tensors[own] = stored
+        missing = sorted(wanted.keys() - self.tensors.keys())
+        if missing:
+            raise CheckpointError(
+                f"{files.source}: {len(missing)} missing tensors, {missing[0]} is the first"
+            )
+
+    def layer(self, index: int) -> dict[str, torch.Tensor]:
+        """Tensors of a decoder layer in float32, by their names in it."""
+        prefix = f"model.layers.{index}."
+        return {
+            name.removeprefix(prefix): self.tensors[name].tensor.float()
+            for name, _, _ in self.model.weights()
+            if name.startswith(prefix)
+        }
+
+    def config_json(self, quantization: dict[str, Any]) -> dict[str, Any]:
+        """config.json of the quantised checkpoint.
+
+        Raises:
+            CheckpointError: a GGUF file says of the rotary embedding what config.json has no word for.
+        """
+        if not self.is_gguf:
+            return {**read_json(self.path / "config.json"), "quantization_config": quantization}
+        if "frequency_factors" in self.hf.get("rope_parameters", {}):
+            raise self.hf.error("rope_freqs.weight has no counterpart in config.json")
+        values = {key: value for key, value in self.hf.values.items() if value is not None}
+        model_type = self.hf.architecture.removesuffix("ForCausalLM").lower()
+        return {**values, "model_type": model_type, "quantization_config": quantization}
+
+    def copy_files(self, directory: Path) -> None:
+        """Writes the tokenizer, chat template and defaults of generation into a directory."""
+        if not self.is_gguf:
+            for file in sorted(self.path.iterdir()):
+                is_other = file.name in ("config.json",) or file.name.endswith(".index.json")
+                if file.is_file() and file.suffix in _COPIED and not is_other:
+                    (directory / file.name).write_bytes(file.read_bytes())
+            return
+        tokenizer = Tokenizer.find("", self.path)
+        if tokenizer is not None:
+            tokenizer.hf.save_pretrained(directory)
