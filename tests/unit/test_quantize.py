@@ -64,7 +64,7 @@ def source() -> SourceCheckpoint:
 def calibration(source: SourceCheckpoint) -> Calibration:
     """Of the demo with texts that it knows."""
     texts = [token_ids for token_ids, _ in demo_answers(40)]
-    return Calibration(source.model, source.tensors["model.embed_tokens.weight"].tensor, texts)
+    return Calibration(source.model, source.read("model.embed_tokens.weight"), texts)
 
 
 def run(path: Path, scheme: str, out: Path, text: str = "") -> Path:
@@ -174,7 +174,7 @@ def test_layers_compute_as_the_model_does_and_scaling_changes_nothing(family: st
     every input is divided by a factor where it comes from, and multiplied again by the columns: norms that
     are stored less 1, biases, and value heads that several query heads share among them."""
     source = SourceCheckpoint(make_checkpoint(family, tmp_path, tokenizer=False))
-    model, embeddings = source.model, source.tensors["model.embed_tokens.weight"].tensor
+    model, embeddings = source.model, source.read("model.embed_tokens.weight")
     texts = [IDS[:3], IDS, *[IDS[5:20]] * 9]
     expected = hf_hidden(tmp_path, IDS)
     generator = torch.Generator().manual_seed(1)
@@ -322,8 +322,8 @@ def test_a_checkpoint_of_quantisation_aware_training_is_what_was_trained(tmp_pat
     exact = Driver.load(plain, dtype="float32").logits(IDS)
     assert torch.equal(Driver.load(foreign, **options).logits(IDS), exact)
     linears = {name: tensor for name, tensor in weights.items() if "_proj" in name}
-    read = SourceCheckpoint(file).tensors
-    assert all(torch.equal(read[name].tensor, tensor) for name, tensor in linears.items())
+    read = SourceCheckpoint(file).read
+    assert all(torch.equal(read(name), tensor) for name, tensor in linears.items())
 
 
 def test_perplexity_is_that_of_transformers(demo_text: str) -> None:

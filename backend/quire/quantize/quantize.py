@@ -43,8 +43,8 @@ def quantize(path: Path, scheme_name: str, out: Path, text: str, progress: Calla
         in_layers = {f"model.layers.{index}." for index in range(count)}
         others = [name for name in source.tensors if ".".join((*name.split(".")[:3], "")) not in in_layers]
         for name in others:
-            stored = source.tensors[name]
-            writer.add(stored.name, stored.tensor.to(dtype) if source.is_gguf else stored.tensor)
+            tensor = source.read(name)
+            writer.add(source.tensors[name].name, tensor.to(dtype) if source.is_gguf else tensor)
         calibration = _calibration(source, text) if scheme.is_calibrated else None
         for index in range(count):
             prefix, tensors = f"model.layers.{index}", source.layer(index)
@@ -77,7 +77,7 @@ def _calibration(source: SourceCheckpoint, text: str) -> Calibration:
     vocab_size = source.model.config.vocab_size
     if not cut or max(map(max, cut)) >= vocab_size:
         raise CheckpointError(f"{source.path}: the tokenizer gives no ids below vocab_size={vocab_size}")
-    return Calibration(source.model, source.tensors["model.embed_tokens.weight"].tensor, cut)
+    return Calibration(source.model, source.read("model.embed_tokens.weight"), cut)
 
 
 def _named(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from quire.models.config import DTYPES
 from quire.models.decoder import DecoderModel
 from quire.models.hf_config import read_json
 from quire.models.registry import model_class, with_head
+from quire_ensemble.errors import one_line
 from quire_ensemble.tokenizer import Tokenizer
 from quire_ensemble.weight_files import NamedTensor
 
@@ -69,11 +70,19 @@ class SourceCheckpoint:
                 f"{files.source}: {len(missing)} missing tensors, {missing[0]} is the first"
             )
 
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor's content; raises CheckpointError where its file cannot be read any more."""
+        stored = self.tensors[name]
+        try:
+            return stored.read()
+        except OSError as error:
+            raise CheckpointError(f"{stored.file}: {stored.name} cannot be read: {one_line(error)}") from None
+
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         """Tensors of a decoder layer in float32, by their names in it."""
         prefix = f"model.layers.{index}."
         return {
-            name.removeprefix(prefix): self.tensors[name].tensor.float()
+            name.removeprefix(prefix): self.read(name).float()
             for name, _, _ in self.model.weights()
             if name.startswith(prefix)
         }
