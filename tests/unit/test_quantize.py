@@ -23,7 +23,7 @@ from quire.quantize.calibration import Calibration
 from quire.quantize.gptq import gptq_codes
 from quire.quantize.perplexity import perplexity, windows
 from quire.quantize.quantize import quantize
-from quire.quantize.rounding import FP8, QuantizedMatrix, group_grid, on_grid, round_rows, round_to_groups
+from quire.quantize.rounding import FP8, Grid, QuantizedMatrix, group_grid, on_grid, round_rows
 from quire.quantize.scaling import awq_factors, input_groups, scale, sharing
 from quire.quantize.schemes import SCHEMES
 from quire.quantize.source import SourceCheckpoint
@@ -106,10 +106,8 @@ def test_what_is_stored_is_read_as_it_was_meant(scheme: str, dtype: torch.dtype)
     else:
         importance = torch.linspace(1.0, 5.0, 192)
         grid = group_grid(weight, 64, dtype, is_symmetric=scheme != "awq", importance=importance)
-        matrix = round_to_groups(weight, grid, dtype)
-        if scheme == "w4a8":
-            matrix = on_grid(matrix.codes.float(), grid, dtype, is_packed=False)
-    stored = dict(matrix.stored())
+        matrix = nearest(weight, grid, dtype)
+    stored = dict(matrix.stored(SCHEMES[scheme].format))
     assert stored["weight_scale"].dtype == dtype
     form = FORMATS[scheme](64)
     slots = {slot.suffix: slot for slot in form.slots(24, 192)}
@@ -124,6 +122,11 @@ def test_what_is_stored_is_read_as_it_was_meant(scheme: str, dtype: torch.dtype)
         1.9 if "8" in scheme[:2] else 7
     )
     assert ((matrix.dequantize() - weight).abs().amax(1) <= step).all()
+
+
+def nearest(weight: torch.Tensor, grid: Grid, dtype: torch.dtype = torch.float32) -> QuantizedMatrix:
+    """Each weight's nearest number, whatever the others become."""
+    return on_grid(grid.per_column(weight.shape[1]).codes(weight), grid, dtype)
 
 
 def error(change: torch.Tensor, gram: torch.Tensor) -> float:
@@ -144,28 +147,26 @@ def test_gptq_and_awq_keep_products_better_than_the_nearest_numbers(
         inputs = statistics[group.path]
         weights = [tensors[name] for name in group.weights]
 
-        def grid_of(weight: torch.Tensor, is_symmetric: bool = False):  # type: ignore[no-untyped-def]
+        def grid_of(weight: torch.Tensor, is_symmetric: bool = False) -> Grid:
             return group_grid(weight, 64, torch.float32, is_symmetric=is_symmetric)
 
         factors = awq_factors(weights, inputs, grid_of, sharing(group, config))
-        nearest = scaled = 0.0
+        unscaled = scaled = 0.0
         for weight in weights:
-            nearest += error(
-                round_to_groups(weight, grid_of(weight), torch.float32).dequantize() - weight, inputs.gram
-            )
-            changed = round_to_groups(weight * factors, grid_of(weight * factors), torch.float32)
+            unscaled += error(nearest(weight, grid_of(weight)).dequantize() - weight, inputs.gram)
+            changed = nearest(weight * factors, grid_of(weight * factors))
             scaled += error(changed.dequantize() / factors - weight, inputs.gram)
             grid = group_grid(weight, 64, torch.float32, is_symmetric=True, importance=inputs.gram.diagonal())
-            rounded = round_to_groups(weight, grid, torch.float32).dequantize()
+            rounded = nearest(weight, grid).dequantize()
             codes = gptq_codes(weight, inputs.gram, grid)
-            chosen = on_grid(codes, grid, torch.float32, is_packed=True).dequantize()
+            chosen = on_grid(codes, grid, torch.float32).dequantize()
             found, simple = (error(one - weight, inputs.gram) for one in (chosen, rounded))
             print(f"{index} {group.path}: GPTQ {found / simple:.3f} of the nearest numbers' error")
             assert found < 0.8 * simple
-            plain = round_to_groups(weight, grid_of(weight, True), torch.float32).dequantize()
+            plain = nearest(weight, grid_of(weight, True)).dequantize()
             assert simple < error(plain - weight, inputs.gram)
-        print(f"{index} {group.path}: AWQ {scaled / nearest:.3f}")
-        assert scaled < nearest
+        print(f"{index} {group.path}: AWQ {scaled / unscaled:.3f}")
+        assert scaled < unscaled
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
@@ -307,8 +308,10 @@ def test_a_checkpoint_of_quantisation_aware_training_is_what_was_trained(tmp_pat
         scales = (largest / -8).half().float()
         codes = (groups / scales).round().clamp(-8, 7)
         weights[name] = (codes * scales).flatten(1)
-        matrix = QuantizedMatrix(codes.flatten(1).to(torch.int8), scales.squeeze(2), is_packed=True)
-        stored |= {f"{name.removesuffix('weight')}{suffix}": one for suffix, one in matrix.stored()}
+        matrix = QuantizedMatrix(codes.flatten(1).to(torch.int8), scales.squeeze(2))
+        stored |= {
+            f"{name.removesuffix('weight')}{suffix}": one for suffix, one in matrix.stored("pack-quantized")
+        }
     save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
     foreign = tmp_path / "foreign"
     foreign.mkdir()

@@ -57,7 +57,7 @@ def quantize(path: Path, scheme_name: str, out: Path, text: str, progress: Calla
                 tensors[f"{name}.weight"] = matrix.dequantize()
             if calibration is not None and index + 1 < count:
                 calibration.advance(index, calibration.layer(index, _named(prefix, tensors)))
-            _write(writer, source, prefix, tensors, matrices)
+            _write(writer, source, prefix, tensors, matrices, scheme.format)
             progress(index + 1, count)
         writer.finish()
         write_json(
@@ -90,6 +90,7 @@ def _write(
     prefix: str,
     tensors: dict[str, torch.Tensor],
     matrices: dict[str, QuantizedMatrix],
+    layout: str,
 ) -> None:
     """A decoder layer's tensors under the checkpoint's names."""
     for name, tensor in tensors.items():
@@ -98,7 +99,7 @@ def _write(
         if linear not in matrices:
             writer.add(stored, tensor.to(source.dtype))
             continue
-        for suffix, part in matrices[linear].stored():
+        for suffix, part in matrices[linear].stored(layout):
             writer.add(f"{stored.removesuffix('.weight')}.{suffix}", part)
 
 

@@ -55,8 +55,6 @@ class QuantizedMatrix:
     """[out_features, groups], of the checkpoint's type."""
     zeros: torch.Tensor | None = None
     """int8 of the same shape."""
-    is_packed: bool = False
-    """Whether eight codes, of four bits then, are stored in a word."""
 
     def dequantize(self) -> torch.Tensor:
         """float32 [out_features, in_features]."""
@@ -65,10 +63,10 @@ class QuantizedMatrix:
             groups = groups - self.zeros.unsqueeze(2)
         return (groups * self.scales.float().unsqueeze(2)).flatten(1)
 
-    def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """compressed-tensors' tensors by the ends of their names."""
+    def stored(self, layout: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """compressed-tensors' tensors in one of its layouts, by the ends of their names."""
         yield "weight_scale", self.scales
-        if not self.is_packed:
+        if layout != "pack-quantized":
             assert self.zeros is None
             yield "weight", self.codes
             return
@@ -128,15 +126,10 @@ def group_grid(
     return best
 
 
-def round_to_groups(weight: torch.Tensor, grid: Grid, dtype: torch.dtype) -> QuantizedMatrix:
-    """The nearest numbers of a grid of four bits."""
-    return on_grid(grid.per_column(weight.shape[1]).codes(weight), grid, dtype, is_packed=True)
-
-
-def on_grid(codes: torch.Tensor, grid: Grid, dtype: torch.dtype, *, is_packed: bool) -> QuantizedMatrix:
-    """The matrix of a grid's codes, which are float32."""
+def on_grid(codes: torch.Tensor, grid: Grid, dtype: torch.dtype) -> QuantizedMatrix:
+    """The matrix of a grid's codes, which are float32; its scales are exact in `dtype`."""
     zeros = None if grid.zeros is None else grid.zeros.to(torch.int8)
-    return QuantizedMatrix(codes.to(torch.int8), grid.scales.to(dtype), zeros, is_packed)
+    return QuantizedMatrix(codes.to(torch.int8), grid.scales.to(dtype), zeros)
 
 
 def round_rows(weight: torch.Tensor, stored: torch.dtype, dtype: torch.dtype) -> QuantizedMatrix:

@@ -12,7 +12,7 @@ from quire.errors import CheckpointError
 from quire.models.config import DecoderConfig
 from quire.quantize.calibration import InputStatistics
 from quire.quantize.gptq import gptq_codes
-from quire.quantize.rounding import FP8, QuantizedMatrix, group_grid, on_grid, round_rows, round_to_groups
+from quire.quantize.rounding import FP8, QuantizedMatrix, group_grid, on_grid, round_rows
 from quire.quantize.scaling import Tensors, awq_factors, input_groups, scale, sharing, smoothing_factors
 
 _GROUPS = (128, 64, 32)
@@ -87,36 +87,42 @@ def group_size(config: DecoderConfig) -> int:
 
 
 def _awq(tensors: Tensors, inputs: LayerInputs) -> dict[str, QuantizedMatrix]:
+    """Both of AWQ's factors and GPTQ's order of rounding, which do not get in each other's way."""
     group, dtype = group_size(inputs.config), inputs.dtype
-    importance = {}
+    grams = {}
     for linears in input_groups(tensors):
-        statistics, shared = inputs.statistics[linears.path], sharing(linears, inputs.config)
+        statistics = inputs.statistics[linears.path]
         factors = awq_factors(
             [tensors[name] for name in linears.weights],
             statistics,
             lambda weight: group_grid(weight, group, dtype, is_symmetric=False),
-            shared,
+            sharing(linears, inputs.config),
         )
         scale(tensors, linears, factors, inputs.config)
         for name in linears.weights:
-            importance[name] = statistics.gram.diagonal() / factors**2
-    matrices = {}
-    for name, counts in importance.items():
-        grid = group_grid(tensors[name], group, dtype, is_symmetric=False, importance=counts)
-        matrices[name.removesuffix(".weight")] = round_to_groups(tensors[name], grid, dtype)
-    return matrices
+            grams[name] = statistics.gram / torch.outer(factors, factors)
+    return {
+        name.removesuffix(".weight"): _groups(tensors[name], gram, inputs, False)
+        for name, gram in grams.items()
+    }
 
 
-def _gptq(tensors: Tensors, inputs: LayerInputs, *, is_packed: bool) -> dict[str, QuantizedMatrix]:
+def _gptq(tensors: Tensors, inputs: LayerInputs) -> dict[str, QuantizedMatrix]:
+    return {
+        name.removesuffix(".weight"): _groups(
+            tensors[name], inputs.statistics[linears.path].gram, inputs, True
+        )
+        for linears in input_groups(tensors)
+        for name in linears.weights
+    }
+
+
+def _groups(
+    weight: torch.Tensor, gram: torch.Tensor, inputs: LayerInputs, is_symmetric: bool
+) -> QuantizedMatrix:
     group, dtype = group_size(inputs.config), inputs.dtype
-    matrices = {}
-    for linears in input_groups(tensors):
-        gram = inputs.statistics[linears.path].gram
-        for name in linears.weights:
-            grid = group_grid(tensors[name], group, dtype, is_symmetric=True, importance=gram.diagonal())
-            codes = gptq_codes(tensors[name], gram, grid)
-            matrices[name.removesuffix(".weight")] = on_grid(codes, grid, dtype, is_packed=is_packed)
-    return matrices
+    grid = group_grid(weight, group, dtype, is_symmetric=is_symmetric, importance=gram.diagonal())
+    return on_grid(gptq_codes(weight, gram, grid), grid, dtype)
 
 
 def _w8a8(tensors: Tensors, inputs: LayerInputs) -> dict[str, QuantizedMatrix]:
@@ -153,7 +159,7 @@ SCHEMES = {
     "gptq": QuantizationScheme(
         "pack-quantized",
         _arguments(4, "int", "group"),
-        lambda tensors, inputs: _gptq(tensors, inputs, is_packed=True),
+        _gptq,
     ),
     "w8a8": QuantizationScheme(
         "int-quantized",
@@ -164,7 +170,7 @@ SCHEMES = {
     "w4a8": QuantizationScheme(
         "int-quantized",
         _arguments(4, "int", "group"),
-        lambda tensors, inputs: _gptq(tensors, inputs, is_packed=False),
+        _gptq,
         _arguments(8, "int", "token", dynamic=True),
     ),
     "fp8": QuantizationScheme(
