@@ -18,6 +18,7 @@ from quire.models.decoder import DecoderModel
 from quire_kernels import registry
 from quire_kernels.cpu.linear import NativeLinear
 from quire_kernels.cpu.native import Format as NativeFormat
+from quire_kernels.weights import ReorderedLinear
 from tests.fixtures.checkpoints import build_model, make_checkpoint
 from tests.fixtures.drive import Driver, hf_logits
 from tests.fixtures.foreign_checkpoints import (
@@ -127,10 +128,20 @@ def test_eight_bits_are_near_plain_weights_and_use_the_integer_product(
         assert isinstance(packed, NativeLinear) and packed.struct.format == NativeFormat.W8A8
 
 
-def test_what_is_computed_as_chosen_is_near(make: Make) -> None:
-    """Groups may be multiplied by inputs of eight bits."""
-    path, means = make(MAKERS["AWQ gemm"])
-    assert error(Driver.load(path, dtype="float32").logits(IDS), expected(means)) < 0.1
+@pytest.mark.row("D13", clauses=("gemv",))
+@pytest.mark.parametrize("name", ["AWQ gemm", "GPTQ", "GPTQ act-order", "W4A16 with zeros"])
+def test_codes_are_what_products_read(name: str, make: Make) -> None:
+    """They are restored inside the product, of one row too: no matrix of numbers is kept anywhere."""
+    path, means = make(MAKERS[name])
+    model = load_model(ModelConfig(model=str(path), dtype="float32"), CPU).model
+    x = torch.randn(1, 128, generator=torch.Generator().manual_seed(2))
+    for index, layer in enumerate(model.layers):
+        packed = layer.mlp.down.packed  # type: ignore[union-attr]
+        native = packed.layer if isinstance(packed, ReorderedLinear) else packed
+        assert isinstance(native, NativeLinear) and native.struct.format == NativeFormat.GROUPED
+        # Half a byte a weight, and for 32 of them a scale and a minimum of float32 at most.
+        assert native.nbytes <= 64 * 128 * (0.5 + 8 / 32)
+        assert error(packed(x), x @ means[f"model.layers.{index}.mlp.down_proj.weight"].T) < 0.02
 
 
 # Orders of inputs, and parts of a fused layer that differ.

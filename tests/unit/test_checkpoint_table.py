@@ -1,0 +1,240 @@
+"""The tables of docs/checkpoints.md say what loads, and as what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from quire.config import ModelConfig, choices
+from quire.errors import CheckpointError
+from quire.loader.load import empty_model, fill_weights
+from quire.loader.quantized.scheme import ForeignTensors
+from quire.models.decoder import DecoderModel
+from quire.models.registry import ARCHITECTURES
+from quire_kernels.cpu.linear import NativeLinear
+from quire_kernels.cpu.native import Format as NativeFormat
+from quire_kernels.triton_lang.operators import can_pack
+from quire_kernels.weights import JoinedLinear, PackedLinear, QuantizedRows, ReorderedLinear
+from tests.fixtures import gguf_files
+from tests.fixtures.checkpoints import FAMILIES, GEMMA_FAMILIES, build_model, make_checkpoint
+from tests.fixtures.drive import Driver, hf_logits
+from tests.fixtures.foreign_checkpoints import MAKERS, Tensors, make_foreign
+from tests.fixtures.vision_checkpoints import VISION_KINDS, make_vision_checkpoint
+
+TEXT_FAMILIES = (*FAMILIES, *GEMMA_FAMILIES)
+OF_GGUF = ("llama", "llama3", "qwen2", "qwen3")
+IDS = torch.randint(5, 512, (24,), generator=torch.Generator().manual_seed(0)).tolist()
+MOST_OFF = 0.2
+"""Distance of logits that inputs in eight bits may make in a model of random weights."""
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+"""Multiples of GGUF's largest blocks."""
+AS = {
+    NativeFormat.GROUPED: "codes x int8",
+    NativeFormat.W8A8: "int8 x int8",
+    NativeFormat.INT8: "int8",
+    NativeFormat.INT4: "int4",
+}
+
+
+def table(first: str) -> dict[str, list[str]]:
+    """A table by the title of its first column, and its lines by what they begin with."""
+    lines = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text().splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith(f"| {first} |"))
+    found = {}
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        name, *cells = (cell.strip().strip("`") for cell in line.strip("|").split("|"))
+        assert name not in found
+        found[name] = cells
+    return found
+
+
+BY_ARCHITECTURE = {name: cells for name, *cells in table("family").values()}
+FOREIGN, GGUF, PLAIN = table("format"), table("type"), table("`quantization`")
+
+
+def linears(packed: PackedLinear) -> Iterator[PackedLinear]:
+    """The products that a layer is made of."""
+    if isinstance(packed, ReorderedLinear):
+        yield from linears(packed.layer)
+    elif isinstance(packed, JoinedLinear):
+        for part in packed.parts:
+            yield from linears(part)
+    else:
+        yield packed
+
+
+def kept(driver: Driver) -> str:
+    """What the tables call the weights of a model that is loaded, all linear layers of the decoder."""
+    assert isinstance(driver.model, DecoderModel)
+    found = {
+        AS.get(NativeFormat(one.struct.format), "numbers") if isinstance(one, NativeLinear) else "numbers"
+        for layer in driver.model.layers
+        for linear in (layer.self_attn.qkv, layer.self_attn.out, layer.mlp.gate_up, layer.mlp.down)  # type: ignore[union-attr]
+        for one in linears(linear.packed)  # type: ignore[arg-type]
+    }
+    return ", ".join(sorted(found))
+
+
+def planned(path: Path, quantization: str | None = None) -> float:
+    """Bytes that the decoder's weights are to take on a GPU, as a share of what they would as numbers."""
+    sizes = [
+        empty_model(
+            ModelConfig(model=str(path), dtype="bfloat16", quantization=one),  # type: ignore[arg-type]
+            torch.device("meta"),
+        ).model.packed_bytes("cuda")
+        for one in (quantization, "dequantized")
+    ]
+    return sizes[0] / sizes[1]
+
+
+def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes the checkpoint of plain weights of a family, once."""
+    made: dict[str, Path] = {}
+
+    def make(family: str, **sizes: int) -> Path:
+        key = f"{family} {sizes}"
+        if key not in made:
+            path = tmp_path_factory.mktemp(family)
+            made[key] = make_checkpoint(family, path, tokenizer=False, **sizes)
+        return made[key]
+
+    return make
+
+
+def architecture(path: Path) -> str:
+    (name,) = json.loads((path / "config.json").read_text())["architectures"]
+    return str(name)
+
+
+def test_the_families_are_those_there_are() -> None:
+    assert BY_ARCHITECTURE.keys() == ARCHITECTURES.keys()
+
+
+def test_plain_weights_load_of_every_family_that_says_so(plain: Callable[..., Path], tmp_path: Path) -> None:
+    paths = [plain(family) for family in TEXT_FAMILIES]
+    paths += [make_vision_checkpoint(kind, tmp_path / kind) for kind in VISION_KINDS]
+    for path in paths:
+        driver = Driver.load(path, dtype="float32")
+        assert kept(driver) == "numbers" and driver.logits(IDS).isfinite().all()
+    said = {name for name, cells in BY_ARCHITECTURE.items() if cells[0] == "loads"}
+    assert said == {architecture(path) for path in paths}
+    of_others = {name for name, cells in BY_ARCHITECTURE.items() if cells[1] == "loads"}
+    assert of_others == {architecture(plain(family)) for family in TEXT_FAMILIES}
+    of_gguf = {name for name, cells in BY_ARCHITECTURE.items() if cells[2] == "loads"}
+    assert of_gguf == {architecture(plain(family)) for family in OF_GGUF}
+
+
+def test_the_values_of_quantization_are_those_there_are() -> None:
+    assert PLAIN.keys() == {"unset", *choices("quantization"), "dequantized"}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_weights_become_what_is_said(name: str, plain: Callable[..., Path]) -> None:
+    quantization = None if name == "unset" else name
+    on_cpu, on_gpu = PLAIN[name]
+    for family in TEXT_FAMILIES:
+        theirs = hf_logits(build_model(family), IDS)
+        for dtype in ("float32", "bfloat16"):
+            driver = Driver.load(plain(family), dtype=dtype, quantization=quantization)
+            assert kept(driver) == on_cpu, (family, dtype)
+            ours = driver.logits(IDS).float()
+            assert ours.isfinite().all()
+            if name not in ("int4", "fp8"):  # with whose few bits random models are others
+                assert error(ours, theirs) < MOST_OFF, (family, dtype)
+    halves = Driver.load(plain("llama"), dtype="float16", quantization=quantization)
+    assert kept(halves) == "numbers" and halves.logits(IDS).isfinite().all()
+    is_kept = quantization is not None and can_pack(64, quantization=quantization)
+    assert on_gpu == (quantization if is_kept else "numbers")
+
+
+def test_the_formats_of_others_are_those_there_are() -> None:
+    assert {name: cells[0] for name, cells in FOREIGN.items()} == {
+        name: maker.config["quant_method"] for name, maker in MAKERS.items()
+    }
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_formats_of_others_load_with_every_family(
+    name: str, plain: Callable[..., Path], tmp_path: Path
+) -> None:
+    _, on_cpu, on_gpu = FOREIGN[name]
+    for family in TEXT_FAMILIES:
+        path, means = make_foreign(plain(family), tmp_path / family, MAKERS[name])
+        driver = Driver.load(path, dtype="float32")
+        assert kept(driver) == on_cpu, family
+        assert error(driver.logits(IDS), meant(family, means)) < MOST_OFF, family
+    assert on_device(tmp_path / "llama") == on_gpu
+    assert (planned(tmp_path / "llama") < 0.9) == (on_gpu != "numbers")
+
+
+def meant(family: str, means: Tensors) -> torch.Tensor:
+    model = build_model(family)
+    model.load_state_dict(means, strict=False)
+    model.tie_weights()
+    return hf_logits(model, IDS)
+
+
+def on_device(path: Path) -> str:
+    """What a layer's weights are made to be on a device that is no CPU; torch's "meta" is one."""
+    model, files, _ = empty_model(ModelConfig(model=str(path), dtype="bfloat16"), torch.device("cpu"))
+    assert files is not None
+    fill_weights(model, files.tensors(), files.source)
+    layer = model.layers[0].mlp.down.tensors  # type: ignore[union-attr]
+    assert isinstance(layer, ForeignTensors)
+    layer.device = torch.device("meta")
+    matrix = layer._computable(layer.parts[0].decode()).matrix
+    if isinstance(matrix, QuantizedRows):
+        return matrix.quantization
+    assert isinstance(matrix, torch.Tensor) and matrix.dtype == torch.bfloat16
+    return "numbers"
+
+
+def test_the_types_of_gguf_are_those_there_are() -> None:
+    """But for those of whole numbers and of eight bytes, in which no weights are."""
+    others = {"I8", "I16", "I32", "I64", "F64"}
+    assert GGUF.keys() == {kind.name for kind in GGMLQuantizationType} - others
+
+
+@pytest.mark.parametrize("kind", GGUF)
+def test_types_of_gguf_load_with_every_family(
+    kind: str, plain: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Types that nothing here can write hold zeros, so that of these only the way is tested."""
+    of_file = GGMLQuantizationType[kind]
+    to_blocks = gguf_files.to_blocks
+
+    def blocks(data: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+        try:
+            return to_blocks(data, kind)
+        except KeyError:
+            block, size = gguf.GGML_QUANT_SIZES[of_file]
+            return np.zeros((data.shape[0], data.shape[1] // block * size), np.uint8)
+
+    monkeypatch.setattr(gguf_files, "to_blocks", blocks)
+    on_cpu, on_gpu = GGUF[kind]
+    for family in OF_GGUF:
+        file = gguf_files.write_gguf(plain(family, **SIZES), tmp_path / f"{family}.gguf", kind)
+        if on_cpu == on_gpu == "refused":
+            with pytest.raises(CheckpointError, match=rf"^{file}: \S+ has unsupported type {kind}$"):
+                Driver.load(file, dtype="float32")
+            continue
+        driver = Driver.load(file, dtype="float32")
+        assert kept(driver) == on_cpu, family
+        exact = Driver.load(file, dtype="float32", quantization="dequantized").logits(IDS)
+        ours = driver.logits(IDS)
+        assert ours.isfinite().all() and (ours - exact).norm() <= MOST_OFF * exact.norm(), family
+        assert on_gpu == "numbers" and planned(file) == 1.0
