@@ -286,9 +286,11 @@ def test_prompt_logprobs_and_echo_are_those_of_transformers(tiny: TinyServer, mo
         top = row.topk(2)
         assert list(map(int, entry["top"])) == top.indices.tolist()
         assert list(entry["top"].values()) == pytest.approx(top.values.tolist(), abs=1e-4)
-    streamed = stream(tiny.server.grpc_url, model, {**asked, "stream": True, "stream_interval": 1})
+    # Tokens enough that they do not all come in one response, however busy the machine is.
+    long = {**asked, "max_tokens": 2000, "stream": True, "stream_interval": 1}
+    streamed = stream(tiny.server.grpc_url, model, long)
     told = [one.as_numpy("prompt_logprobs") for one in streamed.results]
-    assert json.loads(told[0][0]) == [first, *found] and len(told) > 2
+    assert json.loads(told[0][0]) == [first, *found] and len(told) > 1
     assert all(one is None for one in told[1:])
     named = stream(tiny.server.grpc_url, model, asked, outputs=["text_output"])
     assert all(one.as_numpy("prompt_logprobs") is None for one in named.results)

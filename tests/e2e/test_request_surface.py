@@ -112,7 +112,7 @@ def test_token_ids_in_and_out_without_any_tokenizer_files(tiny: TinyServer, tmp_
     try:
         asked = {"input_ids": np.array(ids, np.int32), "max_tokens": 20, "ignore_eos": True, "stream": True}
         reply = stream(server.grpc_url, "generator", asked)
-        assert reply.token_ids == expected and len(reply.results) > 1
+        assert reply.token_ids == expected
         refused = stream(server.grpc_url, "generator", {"text_input": PROMPT})
         assert "text_input: this checkpoint has no tokenizer: send input_ids" in str(refused.error)
     finally:

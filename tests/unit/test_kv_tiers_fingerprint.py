@@ -26,6 +26,8 @@ from quire.layers.linear import Weight
 from quire.loader.load import digest_weights
 from quire.worker import kv_identity as kv_identity_module
 from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.foreign_checkpoints import MAKERS, make_foreign
+from tests.fixtures.gguf_files import write_gguf
 from tests.fixtures.runner_of import runner_of
 from tests.unit.test_engine import random_prompts
 
@@ -380,3 +382,18 @@ def test_only_the_kernels_that_compute_are_made(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(kv_identity_module, "library_name", lambda isa: f"{isa}.so")
     found = kv_identity_module._processor(torch.device("cpu"))
     assert found[0] == "avx512.so" and asked == ["amx", "avx512"]
+
+
+@pytest.mark.parametrize("form", ["gguf", "awq"])
+def test_checkpoints_quantised_by_others_have_a_fingerprint(form: str, tmp_path: Path) -> None:
+    """Blocks are found again by the same file; the scheme counts, though the same bits may lie in two."""
+    path = make_checkpoint("llama", tmp_path / "plain", hidden_size=128, intermediate_size=256)
+    if form == "gguf":
+        path = write_gguf(path, tmp_path / "tiny.gguf", "Q8_0")
+    else:
+        path, _ = make_foreign(path, tmp_path / "awq", MAKERS["AWQ gemm"])
+    directory = tmp_path / "blocks"
+    cold, _ = serve(path, directory)
+    again, num_loaded = serve(path, directory)
+    assert again == cold and num_loaded
+    assert serve(path, directory, quantization="dequantized")[1] == 0

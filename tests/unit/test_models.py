@@ -496,7 +496,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(checkpoints: dict[str, Path
             {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"rope_type": "default"}},
             "rope_parameters must hold an object for each type of layer",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, "weights quantised by 'awq' are not supported"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "weights quantised by 'hqq' are not supported"),
     ],
 )
 def test_an_unsupported_configuration_is_refused(

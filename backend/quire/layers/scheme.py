@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -49,6 +49,9 @@ class LinearScheme(Protocol):
     @property
     def input_multiple(self) -> int:
         """What the input features of every layer are a multiple of."""
+
+    def identity(self) -> Any:
+        """What tells it from a scheme that takes the same stored bits for other numbers, as JSON has it."""
 
     def layer(
         self, names: Sequence[str], in_features: int, sizes: Sequence[int], *, bias: bool, dtype: torch.dtype
@@ -118,6 +121,10 @@ class DenseScheme:
     quantization: str | None = None
     """See `ops.pack_linear`."""
     input_multiple: int = 1
+
+    def identity(self) -> Any:
+        """See LinearScheme."""
+        return self.quantization
 
     def layer(
         self, names: Sequence[str], in_features: int, sizes: Sequence[int], *, bias: bool, dtype: torch.dtype

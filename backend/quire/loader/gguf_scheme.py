@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -99,6 +99,10 @@ class GGUFScheme:
     kinds: Mapping[str, GGMLQuantizationType]
     """Of the matrices that stay in blocks, by Hugging Face's names; each is one of GROUPED."""
     input_multiple: int = 1
+
+    def identity(self) -> Any:
+        """See LinearScheme."""
+        return {name: kind.name for name, kind in self.kinds.items()}
 
     def layer(
         self, names: Sequence[str], in_features: int, sizes: Sequence[int], *, bias: bool, dtype: torch.dtype

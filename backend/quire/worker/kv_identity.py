@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from quire.layers.rotary import RotaryEmbedding
+from quire.layers.scheme import SCHEMES
 from quire.loader.load import LoadedModel
 from quire_kernels import registry
 from quire_kernels.cpu.compiler import BuildError, library_name, supported_isas
@@ -30,8 +31,9 @@ _GPU_LIBRARIES = ("triton", "flashinfer-python")
 def kv_identity(loaded: LoadedModel, device: torch.device) -> dict[str, Any]:
     """The identity of keys and values as JSON can hold it; `loaded` must have its weights' digest."""
     assert loaded.weights_digest, "the weights were not looked at before they were packed"
-    model, config = loaded.model, dataclasses.asdict(loaded.config)
-    config["dtype"] = str(loaded.config.dtype)
+    model, scheme = loaded.model, loaded.config.scheme
+    config = dataclasses.asdict(dataclasses.replace(loaded.config, scheme=SCHEMES[None]))
+    config |= {"dtype": str(loaded.config.dtype), "scheme": scheme.identity()}
     return {
         "weights": loaded.weights_digest,
         "model": type(model).__name__,

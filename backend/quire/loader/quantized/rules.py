@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -41,6 +41,8 @@ class Rules:
     """The first one for a layer decides; a layer without one, or with None, is not quantised."""
     has_kv_scales: bool = False
     """Whether keys and values are meant to be quantised by scales of the checkpoint."""
+    values: Values = field(default_factory=dict)
+    """All of `quantization_config`."""
 
     def format_of(self, name: str) -> Format | None:
         """How the layer of this name is stored; None: as plain numbers."""
@@ -63,7 +65,7 @@ def read_rules(hf: HFConfig) -> Rules | None:
             f"supported: {', '.join(_METHODS)}"
         )
     try:
-        return _METHODS[method](values)
+        return replace(_METHODS[method](values), values=values)
     except _UnsupportedError as error:
         raise hf.error(f"quantization_config of {method}: {error}") from None
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -64,6 +65,10 @@ class ForeignScheme:
     def input_multiple(self) -> int:
         """See LinearScheme."""
         return self.plain.input_multiple
+
+    def identity(self) -> Any:
+        """See LinearScheme."""
+        return [self.rules.values, self.plain.identity(), self.keeps_codes]
 
     def layer(
         self, names: Sequence[str], in_features: int, sizes: Sequence[int], *, bias: bool, dtype: torch.dtype
