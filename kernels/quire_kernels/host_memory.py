@@ -31,10 +31,11 @@ def aligned_bytes(count: int) -> torch.Tensor:
     else:
         # Private: shared memory, Python's default, has huge pages only where /dev/shm has them.
         pages = mmap.mmap(-1, count + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel built without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
         memory = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages`
         start = -memory.data_ptr() % HUGE_PAGE
+        with contextlib.suppress(OSError):  # a kernel built without them
+            # Whole ones only: what is left of the last one would be taken, too.
+            pages.madvise(mmap.MADV_HUGEPAGE, start, count // HUGE_PAGE * HUGE_PAGE)
     return memory[start : start + count]
 
 

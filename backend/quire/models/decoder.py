@@ -21,6 +21,7 @@ from quire.models.kv_spec import AttentionKV, KVLayers, KVSpec
 from quire.roofline import ModelWork
 from quire_kernels import ops
 from quire_kernels.cpu.decoder import DecoderLayerWeights, NativeDecoder, can_fuse
+from quire_kernels.host_memory import give_back
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer
 
@@ -201,7 +202,11 @@ class DecoderModel(nn.Module):
         Returns:
             Bytes of all weights as they are kept.
         """
-        num_bytes = sum(module.pack() for module in self.modules() if isinstance(module, Linear | Embedding))
+        num_bytes = 0
+        for module in self.modules():
+            if isinstance(module, Linear | Embedding):
+                num_bytes += module.pack()
+                give_back()  # what was loaded of it: else all weights are in memory twice in the end
         self._native = self._fuse()
         return num_bytes + sum(parameter.nbytes for parameter in self.parameters())
 
