@@ -32,7 +32,7 @@ def test_the_times_add_up_to_what_the_client_measures(tiny: TinyServer) -> None:
     """Queue, prefill and decode are the whole of the server's part, and the first token lies where the client
     sees it: what its own clock shows is more by the way there and back alone.
 
-    Of several requests the one that was least disturbed counts: other work on the machine only adds.
+    The request that was least disturbed counts, of as many as it takes: other work on the machine only adds.
     """
     asked = {"text_input": "The times add up", "max_tokens": 24, "ignore_eos": True, "stream": True}
     outputs = [grpcclient.InferRequestedOutput(name) for name in ("text_output", "timing")]
@@ -40,7 +40,7 @@ def test_the_times_add_up_to_what_the_client_measures(tiny: TinyServer) -> None:
     missing_whole, missing_first = [], []
     with grpcclient.InferenceServerClient(tiny.server.grpc_url) as client:
         client.start_stream(lambda result, error: arrived.put((time.monotonic(), result, error)))
-        for _ in range(15):
+        for _ in range(300):
             inputs = [tensor(name, value) for name, value in asked.items()]
             sent = time.monotonic()
             client.async_stream_infer("generator", inputs, outputs=outputs)
@@ -59,6 +59,8 @@ def test_the_times_add_up_to_what_the_client_measures(tiny: TinyServer) -> None:
             assert timing["queue"] + timing["prefill"] <= timing["first_token"] <= timing["total"]
             missing_whole.append((times[-1] - sent) * 1000 - timing["total"])
             missing_first.append((times[0] - sent) * 1000 - timing["first_token"])
+            if max(min(missing_whole), min(missing_first)) < 5:
+                break
         client.stop_stream()
     assert 0 < min(missing_whole) < 5, missing_whole
     assert 0 < min(missing_first) < 5, missing_first
