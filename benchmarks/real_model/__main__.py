@@ -1,0 +1,5 @@
+"""`python -m benchmarks.real_model FILE.gguf`."""
+
+from benchmarks.real_model.run import main
+
+main()
