@@ -141,6 +141,20 @@ def test_an_idle_engine_is_healthy_until_it_does_not_look_at_a_message(
     assert watched.is_dead()
 
 
+def test_more_messages_do_not_prolong_what_the_first_may_take(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With steady requests an engine that was stopped while it rested would have lived for ever."""
+    watched.heartbeat.rest()
+    watched.client.send(AbortRequests([], "cancelled"))
+    began = time.monotonic()
+    for seconds in (WATCHDOG_S / 2, WATCHDOG_S + 1, WATCHDOG_S + 3):
+        monkeypatch.setattr(client.time, "monotonic", lambda now=began + seconds: now)
+        watched.client.send(AbortRequests([], "cancelled"))
+        watched.client.check()
+    assert watched.is_dead()
+
+
 def test_a_watchdog_of_0_never_bites(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "heartbeat", os.O_RDWR | os.O_CREAT)
     heartbeat = Heartbeat(fd)

@@ -93,7 +93,8 @@ class EngineClient:
         self._watch(self._connection)
         self._watchdog_s = watchdog_s
         self._sent_at = self._overdue_at = 0.0
-        """When a message was last sent; when the engine was first seen to be overdue, 0: it is not."""
+        """When the first message was sent that the engine may not have looked at; when it was first seen to
+        be overdue, 0: it is not."""
         self._has_died = False
         """Whether the engine ended during the last `wait`."""
         self._down_reason = ""
@@ -131,7 +132,9 @@ class EngineClient:
             due = self._next_attempt
             wait_s = None if due is None else max(1.0, due - time.monotonic())
             raise UnavailableError(self._down_reason, wait_s)
-        self._sent_at = time.monotonic()
+        heartbeat = self._connection.heartbeat
+        if heartbeat is None or self._sent_at <= heartbeat.read()[0]:
+            self._sent_at = time.monotonic()
         self._connection.send(message)
 
     @property
