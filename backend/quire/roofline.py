@@ -26,7 +26,7 @@ class ModelWork:
     up rows of the embedding table and what is written count nothing."""
 
     layer_bytes: int
-    """Of the weights of all layers."""
+    """Of the weights of all layers; of a layer's experts only as many as one token chooses."""
     layer_flops: int
     """Of all layers' products for one token, attention apart."""
     head_bytes: int

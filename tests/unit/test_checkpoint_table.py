@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from safetensors.torch import save_file
 
 from quire.config import ModelConfig, choices
 from quire.errors import CheckpointError
+from quire.layers.linear import Linear
+from quire.layers.moe import Router
 from quire.loader.load import empty_model, fill_weights
 from quire.loader.quantized.scheme import ForeignTensors
 from quire.models.decoder import DecoderModel
@@ -23,8 +27,14 @@ from quire_kernels.cpu.native import Format as NativeFormat
 from quire_kernels.triton_lang.operators import can_pack
 from quire_kernels.weights import JoinedLinear, PackedLinear, QuantizedRows, ReorderedLinear
 from tests.fixtures import gguf_files
-from tests.fixtures.checkpoints import FAMILIES, GEMMA_FAMILIES, build_model, make_checkpoint
-from tests.fixtures.drive import Driver, hf_logits
+from tests.fixtures.checkpoints import (
+    FAMILIES,
+    GEMMA_FAMILIES,
+    MOE_FAMILIES,
+    build_model,
+    make_checkpoint,
+)
+from tests.fixtures.drive import Driver, hf_logits, hf_model
 from tests.fixtures.foreign_checkpoints import MAKERS, Tensors, make_foreign
 from tests.fixtures.vision_checkpoints import VISION_KINDS, make_vision_checkpoint
 
@@ -78,8 +88,9 @@ def kept(driver: Driver) -> str:
     found = {
         AS.get(NativeFormat(one.struct.format), "numbers") if isinstance(one, NativeLinear) else "numbers"
         for layer in driver.model.layers
-        for linear in (layer.self_attn.qkv, layer.self_attn.out, layer.mlp.gate_up, layer.mlp.down)  # type: ignore[union-attr]
-        for one in linears(linear.packed)  # type: ignore[arg-type]
+        for linear in layer.modules()
+        if isinstance(linear, Linear) and not isinstance(linear, Router)
+        for one in linears(linear.packed)
     }
     return ", ".join(sorted(found))
 
@@ -125,7 +136,7 @@ def test_the_families_are_those_there_are() -> None:
 
 
 def test_plain_weights_load_of_every_family_that_says_so(plain: Callable[..., Path], tmp_path: Path) -> None:
-    paths = [plain(family) for family in TEXT_FAMILIES]
+    paths = [plain(family) for family in (*TEXT_FAMILIES, *MOE_FAMILIES)]
     paths += [make_vision_checkpoint(kind, tmp_path / kind) for kind in VISION_KINDS]
     for path in paths:
         driver = Driver.load(path, dtype="float32")
@@ -146,7 +157,7 @@ def test_the_values_of_quantization_are_those_there_are() -> None:
 def test_plain_weights_become_what_is_said(name: str, plain: Callable[..., Path]) -> None:
     quantization = None if name == "unset" else name
     on_cpu, on_gpu = PLAIN[name]
-    for family in TEXT_FAMILIES:
+    for family in (*TEXT_FAMILIES, *MOE_FAMILIES):
         theirs = hf_logits(build_model(family), IDS)
         for dtype in ("float32", "bfloat16"):
             driver = Driver.load(plain(family), dtype=dtype, quantization=quantization)
@@ -179,6 +190,23 @@ def test_formats_of_others_load_with_every_family(
         assert error(driver.logits(IDS), meant(family, means)) < MOST_OFF, family
     assert on_device(tmp_path / "llama") == on_gpu
     assert (planned(tmp_path / "llama") < 0.9) == (on_gpu != "numbers")
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_experts_load_of_the_formats_that_their_line_names(
+    family: str, plain: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Routers too, as the file has them: of GPTQ always plain."""
+    named = BY_ARCHITECTURE[architecture(plain(family))][1].split(", ")
+    assert len(named) > 2
+    for name in named:
+        exempt = ("lm_head", "gate") if name.startswith("GPTQ") else ("lm_head",)
+        path, means = make_foreign(plain(family), tmp_path / name, MAKERS[name], exempt=exempt)
+        driver = Driver.load(path, dtype="float32")
+        assert kept(driver) == FOREIGN[name][1]
+        exact = shutil.copytree(plain(family), tmp_path / f"{name} means")
+        save_file(means, exact / "model.safetensors", metadata={"format": "pt"})
+        assert error(driver.logits(IDS), hf_logits(hf_model(exact), IDS)) < MOST_OFF, name
 
 
 def meant(family: str, means: Tensors) -> torch.Tensor:

@@ -24,7 +24,7 @@ from quire.models.decoder import DecoderModel
 from quire.models.registry import model_class
 from quire_kernels import ops, registry
 from quire_kernels.weights import PackedLinear, dequantize_weight, quantize_weight
-from tests.fixtures.checkpoints import FAMILIES, GEMMA_FAMILIES, make_checkpoint
+from tests.fixtures.checkpoints import FAMILIES, GEMMA_FAMILIES, MOE_FAMILIES, make_checkpoint
 from tests.fixtures.drive import Driver
 
 RANKS = 2
@@ -55,6 +55,8 @@ def build(
             num_heads=config.num_heads // RANKS,
             num_kv_heads=config.num_kv_heads // RANKS,
             intermediate_size=config.intermediate_size // RANKS,
+            experts=config.experts
+            and replace(config.experts, intermediate_size=config.experts.intermediate_size // RANKS),
         )
     model = kind(config, 128, torch.device("cpu")).eval()
 
@@ -118,7 +120,7 @@ def stored_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [(family, {"num_key_value_heads": 2}) for family in (*FAMILIES, *GEMMA_FAMILIES)]
+    [(family, {"num_key_value_heads": 2}) for family in (*FAMILIES, *GEMMA_FAMILIES, *MOE_FAMILIES)]
     + [("llama", {"attention_bias": True, "mlp_bias": True}), ("gemma2", {"attention_bias": True})],
 )
 def test_ranks_compute_what_the_whole_model_does(

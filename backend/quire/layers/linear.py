@@ -34,7 +34,7 @@ class Linear(nn.Module):
         parts: output features of each part, by its name in the checkpoint.
         parallel: what tensor-parallel ranks divide: the output features of each part ("column"), which the
             next layer then takes divided, or the input features ("row"): the sum of what the ranks compute is
-            the result.
+            the result. None: nothing, each rank has the whole.
         bias: whether every part has a bias.
         activation: of two parts of one size, gate and up: the result is activation(gate) * up. See
             `ops.pack_linear`.
@@ -51,7 +51,7 @@ class Linear(nn.Module):
         in_features: int,
         parts: Mapping[str, int],
         *,
-        parallel: Literal["column", "row"],
+        parallel: Literal["column", "row"] | None,
         bias: bool,
         activation: str | None = None,
     ) -> None:
@@ -87,4 +87,5 @@ class Linear(nn.Module):
     def weights(self) -> Iterator[Weight]:
         """What the parts' tensors fill."""
         for name, memory, out_dim, in_dim in self.tensors.stored():
-            yield Weight(name, memory, out_dim if self.parallel == "column" else in_dim)
+            dims = {"column": out_dim, "row": in_dim, None: None}
+            yield Weight(name, memory, dims[self.parallel])

@@ -10,20 +10,32 @@ from quire.models.config import DecoderConfig
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), gate and up in one product."""
+    """down(activation(gate(x)) * up(x)), gate and up in one product.
 
-    def __init__(self, config: DecoderConfig) -> None:
+    Args:
+        config: of the model.
+        inner: size between the products.
+        names: of gate, up and down in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        inner: int,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
         super().__init__()
-        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        size, bias = config.hidden_size, config.mlp_bias
+        gate, up, down = names
         self.gate_up = Linear(
             config,
             size,
-            {"gate_proj": inner, "up_proj": inner},
+            {gate: inner, up: inner},
             parallel="column",
             bias=bias,
             activation=config.activation,
         )
-        self.down = Linear(config, inner, {"down_proj": size}, parallel="row", bias=bias)
+        self.down = Linear(config, inner, {down: size}, parallel="row", bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] to the same."""

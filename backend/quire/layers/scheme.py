@@ -50,6 +50,10 @@ class LinearScheme(Protocol):
     def input_multiple(self) -> int:
         """What the input features of every layer are a multiple of."""
 
+    @property
+    def of_routers(self) -> LinearScheme:
+        """That of what chooses experts: small matrices, quantised only where the checkpoint has them so."""
+
     def identity(self) -> Any:
         """What tells it from a scheme that takes the same stored bits for other numbers, as JSON has it."""
 
@@ -121,6 +125,11 @@ class DenseScheme:
     quantization: str | None = None
     """See `ops.pack_linear`."""
     input_multiple: int = 1
+
+    @property
+    def of_routers(self) -> DenseScheme:
+        """See LinearScheme."""
+        return SCHEMES[None]
 
     def identity(self) -> Any:
         """See LinearScheme."""

@@ -100,6 +100,11 @@ class GGUFScheme:
     """Of the matrices that stay in blocks, by Hugging Face's names; each is one of GROUPED."""
     input_multiple: int = 1
 
+    @property
+    def of_routers(self) -> GGUFScheme:
+        """See LinearScheme."""
+        return self
+
     def identity(self) -> Any:
         """See LinearScheme."""
         return {name: kind.name for name, kind in self.kinds.items()}

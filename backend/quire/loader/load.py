@@ -247,7 +247,7 @@ def _is_absent_bias(name: str, stored: NamedTensor) -> bool:
 def _check_input_sizes(config: DecoderConfig, quantization: str | None) -> None:
     sizes = {
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        **config.inner_sizes,
         "num_attention_heads * head_dim": config.num_heads * config.head_dim,
     }
     group = config.scheme.input_multiple

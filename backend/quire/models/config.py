@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,37 @@ ACTIVATIONS = {
 }
 """Names of the operators' activations by those of config.json."""
 MAX_LAYERS = 4096
+MAX_EXPERTS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Mixture-of-experts layers: each token is computed by some of a layer's experts."""
+
+    layers: tuple[int, ...]
+    """Which layers have them; the others have a feed-forward of `intermediate_size`."""
+    num_experts: int
+    """Of a layer."""
+    num_chosen: int
+    """By a token."""
+    intermediate_size: int
+    """Of one expert."""
+    renormalizes: bool
+    """Whether the weights of a token's experts sum to 1; else they are shares among all experts."""
+
+    @classmethod
+    def from_hf(
+        cls, hf: HFConfig, count_key: str, size_key: str, *, layers: Iterable[int], renormalizes: bool
+    ) -> ExpertsConfig:
+        """Reads the sizes under their keys, which families call differently; raises CheckpointError."""
+        num_experts = hf.require_int(count_key, most=MAX_EXPERTS)
+        return cls(
+            layers=tuple(layers),
+            num_experts=num_experts,
+            num_chosen=hf.require_int("num_experts_per_tok", most=num_experts),
+            intermediate_size=hf.require_int(size_key),
+            renormalizes=renormalizes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +90,8 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    """Of feed-forward layers, and of experts and what chooses them."""
+    experts: ExpertsConfig | None = None
     qk_norm: bool = False
     """RMSNorm over each query and key head before the rotary embedding."""
     scheme: LinearScheme = SCHEMES[None]
@@ -73,10 +107,29 @@ class DecoderConfig:
     @property
     def num_weights(self) -> int:
         """Of the matrices."""
-        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        of_layer = self.hidden_size * (2 * heads + 2 * kv_heads + 3 * self.intermediate_size)
+        experts = self.experts
         tables = 1 if self.tie_word_embeddings else 2
-        return self.num_layers * of_layer + tables * self.vocab_size * self.hidden_size
+        of_layers = self.layer_weights(0 if experts is None else experts.num_experts)
+        return of_layers + tables * self.vocab_size * self.hidden_size
+
+    def layer_weights(self, num_experts: int) -> int:
+        """Of the matrices of all layers, with so many of a layer's experts."""
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        rows = self.num_layers * (2 * heads + 2 * kv_heads + 3 * self.intermediate_size)
+        if self.experts is not None:
+            of_experts = self.experts.num_experts + 3 * num_experts * self.experts.intermediate_size
+            rows += len(self.experts.layers) * (of_experts - 3 * self.intermediate_size)
+        return self.hidden_size * rows
+
+    @property
+    def inner_sizes(self) -> dict[str, int]:
+        """Sizes between the products of the feed-forward layers that there are, by their names."""
+        sizes = {"intermediate_size": self.intermediate_size}
+        if self.experts is not None:
+            if len(self.experts.layers) == self.num_layers:
+                del sizes["intermediate_size"]
+            sizes["intermediate_size of experts"] = self.experts.intermediate_size
+        return sizes
 
     @property
     def norm_dtype(self) -> torch.dtype:

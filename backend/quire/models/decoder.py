@@ -12,6 +12,7 @@ from quire.layers.context import LayerContext
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear, Weight
 from quire.layers.mlp import GatedMLP
+from quire.layers.moe import MixtureOfExperts
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.config import DecoderConfig
@@ -34,7 +35,11 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config, config.hidden_size)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config, config.hidden_size)
-        self.mlp = GatedMLP(config)
+        self.mlp = self.make_mlp(config, layer)
+
+    def make_mlp(self, config: DecoderConfig, layer: int) -> nn.Module:
+        """The feed-forward of a layer: [num_tokens, hidden_size] to the same."""
+        return GatedMLP(config, config.intermediate_size)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, context: LayerContext
@@ -51,6 +56,7 @@ class DecoderLayer(nn.Module):
     def fused_weights(self, group: int) -> DecoderLayerWeights:
         """What computes the layer; `group` is the KV group it is in."""
         attention, mlp = self.self_attn, self.mlp
+        assert isinstance(mlp, GatedMLP)
         q_norm, k_norm = attention.q_norm, attention.k_norm
         return DecoderLayerWeights(
             input_norm=self.input_layernorm.weight.data,
@@ -244,11 +250,11 @@ class DecoderModel(nn.Module):
         """What steps of the packed model take; `kv_token_bytes` is what a layer keeps of a token."""
         config = self.config
         heads, size = config.num_heads * config.head_dim, config.hidden_size
-        kv_heads = config.num_kv_heads * config.head_dim
-        weights = size * (2 * heads + 2 * kv_heads) + 3 * size * config.intermediate_size
+        num_bytes = sum(module.packed.nbytes for module in self.modules() if isinstance(module, Linear))
+        unread = sum(module.unread_bytes for module in self.modules() if isinstance(module, MixtureOfExperts))
         return ModelWork(
-            layer_bytes=sum(module.packed.nbytes for module in self.modules() if isinstance(module, Linear)),
-            layer_flops=2 * config.num_layers * weights,
+            layer_bytes=num_bytes - unread,
+            layer_flops=2 * config.layer_weights(0 if config.experts is None else config.experts.num_chosen),
             head_bytes=self.lm_head.packed.nbytes,
             head_flops=2 * size * config.vocab_size,
             kv_token_bytes=kv_token_bytes,

@@ -103,6 +103,14 @@ class HFConfig:
             raise self.error(f"{key} must be a number that is not negative, got {value!r:.40}")
         return float(value)
 
+    def flag(self, key: str, default: bool) -> bool:
+        """true or false, or the default where the key is missing or null; raises CheckpointError naming key
+        and file."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(f"{key} must be true or false, got {value!r:.40}")
+        return value
+
     def error(self, message: str) -> CheckpointError:
         """The error to raise for something wrong in this file; one line, whatever is put into it."""
         return CheckpointError(f"{self.path}: {' '.join(message.split())[:_MAX_MESSAGE]}")

@@ -47,6 +47,8 @@ class SourceCheckpoint:
             raise hf.error(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
         self.dtype = DTYPES[name]
         config = replace(kind.parse_config(self.hf, torch.float32), attention_backend=None)
+        if config.experts is not None:
+            raise hf.error(f"{self.hf.architecture} has experts, which this tool does not quantise")
         self.model: DecoderModel = kind(config, config.max_position_embeddings, torch.device("meta"))
         """In float32, on the "meta" device."""
         self.tensors: dict[str, NamedTensor] = {}

@@ -115,7 +115,6 @@ class ModelRunner:
             num_blocks: of the KV cache; None: as the configuration and the memory say.
         """
         config = self._config
-        graph_backend = make_graph_backend(self.device, config.model.enforce_eager)
         timeline, kernels_before = StartTimeline(), load_seconds()
         is_shared = needs_fingerprint(config.cache)
         loaded = load_model(
@@ -125,6 +124,9 @@ class ModelRunner:
             with_digest=is_shared,
         )
         self.model, shape = loaded.model, loaded.config
+        # Which experts a step computes is known on the host only.
+        is_eager = config.model.enforce_eager or shape.experts is not None
+        graph_backend = make_graph_backend(self.device, is_eager)
         self._pooler = Pooler(read_pooling(Path(config.model.model)))
         layout = KVLayout.of(config, self.model)
         max_model_len = layout.max_model_len

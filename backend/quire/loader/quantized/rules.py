@@ -29,6 +29,8 @@ Matches = Callable[[str], bool]
 Values = Mapping[str, Any]
 _INTEGER_LAYOUTS = ("int-quantized", "naive-quantized")
 _FLOAT_LAYOUTS = ("float-quantized", "naive-quantized")
+_ROUTERS = ("gate",)
+"""Last parts of the names of what chooses experts, which GPTQ's tools leave plain and do not list."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def _gptq(values: Values) -> Rules:
     if inside:
         wanted = [name for names in inside for name in ([names] if isinstance(names, str) else names)]
         return Rules("gptq", ((_named([*wanted, "lm_head"] if head else wanted), form),))
-    return _all_but("gptq", form, values.get("modules_to_not_convert"), head=head)
+    return _all_but("gptq", form, values.get("modules_to_not_convert"), _ROUTERS, head=head)
 
 
 def _fp8(values: Values) -> Rules:

@@ -66,6 +66,11 @@ class ForeignScheme:
         """See LinearScheme."""
         return self.plain.input_multiple
 
+    @property
+    def of_routers(self) -> ForeignScheme:
+        """See LinearScheme."""
+        return replace(self, plain=self.plain.of_routers)
+
     def identity(self) -> Any:
         """See LinearScheme."""
         return [self.rules.values, self.plain.identity(), self.keeps_codes]

@@ -1,0 +1,47 @@
+"""Mixtral: Mistral with experts in every layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import nn
+
+from quire.layers.mlp import GatedMLP
+from quire.layers.moe import MixtureOfExperts
+from quire.models.config import DecoderConfig, ExpertsConfig
+from quire.models.decoder import DecoderLayer
+from quire.models.hf_config import HFConfig
+from quire.models.mistral import MistralForCausalLM
+
+
+class MixtralLayer(DecoderLayer):
+    """Attention, and experts whose matrices are called w1 (gate), w3 (up) and w2 (down)."""
+
+    def make_mlp(self, config: DecoderConfig, layer: int) -> nn.Module:
+        """See DecoderLayer."""
+        experts = config.experts
+        assert experts is not None
+        make_expert = partial(GatedMLP, config, experts.intermediate_size, ("w1", "w3", "w2"))
+        return MixtureOfExperts(config, experts, make_expert)
+
+
+class MixtralForCausalLM(MistralForCausalLM):
+    """`intermediate_size` is an expert's. A token's weights are the softmax of its experts' logits."""
+
+    layer_class = MixtralLayer
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        config = super().parse_config(hf, dtype)
+        experts = ExpertsConfig.from_hf(
+            hf, "num_local_experts", "intermediate_size", layers=range(config.num_layers), renormalizes=True
+        )
+        return dataclasses.replace(config, experts=experts)
+
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for path, module in super()._named_modules():
+            yield path.replace(".mlp", ".block_sparse_moe"), module

@@ -1,0 +1,231 @@
+"""Mixture-of-experts layers beside those of `transformers`, and what they read."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import SamplingParams
+from quire.config import ModelConfig
+from quire.errors import CheckpointError
+from quire.layers.linear import Linear
+from quire.layers.moe import MixtureOfExperts, Router
+from quire.loader.load import empty_model
+from quire.quantize.source import SourceCheckpoint
+from tests.fixtures.checkpoints import MOE_FAMILIES, make_checkpoint
+from tests.fixtures.drive import Driver, hf_greedy, hf_logits, hf_model
+from tests.fixtures.graphs import recorded_steps
+from tests.fixtures.runner_of import runner_of
+from tests.unit.test_engine import random_prompts
+from tests.unit.test_oracle_matrix import engine
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("experts")
+    return {family: make_checkpoint(family, root / family) for family in MOE_FAMILIES}
+
+
+def inputs(num_tokens: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(num_tokens)
+    return torch.randn(num_tokens, 64, generator=generator).to(dtype)
+
+
+def experts_of(path: Path, **options: Any) -> MixtureOfExperts:
+    """Those of the last layer."""
+    mlp = Driver.load(path, **options).model.layers[-1].mlp
+    assert isinstance(mlp, MixtureOfExperts)
+    return mlp
+
+
+@contextmanager
+def counted(layer: MixtureOfExperts) -> Iterator[Counter[str]]:
+    """Counts the bytes of the weights of each product that is computed, and its rows."""
+    found: Counter[str] = Counter()
+
+    def count(module: torch.nn.Module, given: tuple[torch.Tensor], result: Any) -> None:
+        assert isinstance(module, Linear)
+        found["bytes"] += module.packed.nbytes
+        found["rows"] += len(given[0])
+
+    hooks = [one.register_forward_hook(count) for one in layer.experts.modules() if isinstance(one, Linear)]
+    yield found
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.row("E14")
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("num_tokens", [1, 2, 1000])
+@torch.inference_mode()
+def test_a_layer_equals_that_of_transformers(
+    family: str, num_tokens: int, checkpoints: dict[str, Path]
+) -> None:
+    x = inputs(num_tokens)
+    expected = hf_model(checkpoints[family]).model.layers[-1].mlp(x[None])[0]
+    torch.testing.assert_close(experts_of(checkpoints[family])(x), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.row("E14", clauses=("skips",))
+@pytest.mark.parametrize("num_tokens", [1, 3, 1000])
+@torch.inference_mode()
+def test_experts_without_tokens_are_not_read(num_tokens: int, checkpoints: dict[str, Path]) -> None:
+    """Each expert that is chosen is read once, the others never; all rows are computed."""
+    layer = experts_of(checkpoints["mixtral"])
+    x = inputs(num_tokens)
+    chosen = layer.router(x).experts
+    each = sum(one.packed.nbytes for one in layer.experts[0].modules() if isinstance(one, Linear))
+    with counted(layer) as found:
+        layer(x)
+    assert found == {"bytes": len(chosen.unique()) * each, "rows": 2 * chosen.numel()}
+    assert len(chosen.unique()) == min(2 * num_tokens, 8) or num_tokens == 3
+    if num_tokens == 1:
+        assert layer.unread_bytes == 8 * each - found["bytes"]
+
+
+@pytest.mark.row("E14")
+@torch.inference_mode()
+def test_all_tokens_may_choose_the_same_experts(checkpoints: dict[str, Path]) -> None:
+    hf = hf_model(checkpoints["qwen3_moe"]).model.layers[-1].mlp
+    x = inputs(1).expand(50, 64).contiguous()
+    layer = experts_of(checkpoints["qwen3_moe"])
+    with counted(layer) as found:
+        torch.testing.assert_close(layer(x), hf(x[None])[0], atol=1e-4, rtol=1e-5)
+    assert found["rows"] == 2 * 3 * 50 and layer.router(x).experts.unique().numel() == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "w8a8"}])
+@torch.inference_mode()
+def test_a_token_does_not_depend_on_the_others(options: dict[str, Any], checkpoints: dict[str, Path]) -> None:
+    """In no bit, whoever else its experts compute; a token of NaN stays alone."""
+    layer = experts_of(checkpoints["qwen3_moe"], **options)
+    x = inputs(70, layer.router.dtype)
+    x[33] = torch.nan
+    together = layer(x)
+    alone = torch.cat([layer(row[None]) for row in x])
+    assert torch.equal(together.nan_to_num(), alone.nan_to_num())
+    assert together.isnan().any(1).nonzero().flatten().tolist() == [33]
+
+
+@pytest.mark.row("E7", clauses=("equal",))
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_the_engine_equals_transformers(family: str, checkpoints: dict[str, Path]) -> None:
+    """Chunks of prompts beside decodes, cold and cached; nothing is recorded, as steps differ in experts."""
+    prompts = [*random_prompts(7, seed=3), random_prompts(1, longest=1)[0] * 50]
+    hf = hf_model(checkpoints[family])
+    expected = [hf_greedy(hf, prompt, 16) for prompt in prompts]
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    with recorded_steps():
+        llm = engine(checkpoints[family], max_num_batched_tokens=7)
+    runner = runner_of(llm.core)
+    assert runner.graphs is None and runner.prompt_graphs is None and not runner.model.is_fused
+    for _ in range(2):
+        assert [output.token_ids for output in llm.generate(prompts, params)] == expected
+    assert llm.core.stats().num_cached_tokens > 0
+    llm.core.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("mixtral", {"sliding_window": 12}),
+        ("mixtral", {"num_experts_per_tok": 8, "tied": True}),
+        ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1, "head_dim": 32}),
+        ("qwen3_moe", {"norm_topk_prob": False}),
+        ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 2, "attention_bias": True}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}),
+    ],
+)
+def test_switches_of_the_configuration(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    path = make_checkpoint(family, tmp_path, tokenizer=False, **options)
+    ids = random_prompts(1, longest=1, seed=4)[0] * 40
+    torch.testing.assert_close(
+        Driver.load(path).logits(ids), hf_logits(hf_model(path), ids), atol=3e-4, rtol=0.0
+    )
+
+
+def with_values(path: Path, copy: Path, **values: Any) -> Path:
+    """The checkpoint with other values in config.json; None: without the key."""
+    copy.mkdir()
+    for file in path.iterdir():
+        (copy / file.name).symlink_to(file)
+    config = {**json.loads((path / "config.json").read_text()), **values}
+    (copy / "config.json").unlink()
+    (copy / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None})
+    )
+    return copy
+
+
+def test_the_number_of_experts_as_files_of_the_hub_have_it(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """`num_experts`; transformers 5 writes `num_local_experts`."""
+    path = checkpoints["qwen3_moe"]
+    assert "num_experts" not in json.loads((path / "config.json").read_text())
+    copy = with_values(path, tmp_path / "copy", num_local_experts=None, num_experts=8)
+    ids = random_prompts(1, longest=1)[0]
+    assert torch.equal(Driver.load(copy).logits(ids), Driver.load(path).logits(ids))
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "complaint"),
+    [
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts must be a positive whole number up to 4096"),
+        ("mixtral", {"num_local_experts": "8"}, "num_local_experts must be a positive whole number"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok must be .* number up to 8, got 9"),
+        ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok must be .*, got 0"),
+        ("mixtral", {"num_experts_per_tok": None}, "num_experts_per_tok must be .*, got None"),
+        ("mixtral", {"num_local_experts": 4096}, "are too few for the .* weights that config.json means"),
+        ("mixtral", {"num_local_experts": 9}, r"gate.weight has shape \[8, 64\], config.json means \[9, "),
+        ("qwen3_moe", {"mlp_only_layers": None}, "missing tensors: model.layers.1.mlp.experts.0.down_proj"),
+        ("qwen3_moe", {"moe_intermediate_size": -1}, "moe_intermediate_size must be a positive whole number"),
+        ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false, got 'yes'"),
+        ("qwen3_moe", {"use_sliding_window": 1}, "use_sliding_window must be true or false, got 1"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive whole number"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers must be a list of layers' numbers, got 1"),
+        ("qwen3_moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers must be a list of layers' numbers"),
+    ],
+)
+def test_values_that_cannot_be_right(
+    family: str, values: dict[str, Any], complaint: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    path = with_values(checkpoints[family], tmp_path / "copy", **values)
+    with pytest.raises(CheckpointError, match=complaint) as caught:
+        Driver.load(path)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_the_numbers_of_weights(family: str, checkpoints: dict[str, Path]) -> None:
+    """Of all, which bound what a file may claim, and of those that a step of one token reads."""
+    path = checkpoints[family]
+    empty, _, _ = empty_model(ModelConfig(model=str(path)), torch.device("meta"))
+    sizes = {one.name: one.memory.numel() for one in empty.weights() if one.memory.dim() > 1}
+    assert empty.config.num_weights == sum(sizes.values())
+    model = Driver.load(path).model
+    assert model.config.experts is not None
+    first = tuple(f".{expert}." for expert in range(model.config.experts.num_chosen))
+    read = {
+        name: size
+        for name, size in sizes.items()
+        if "layers" in name and (".experts" not in name or name.partition(".experts")[2].startswith(first))
+    }
+    work = model.work(0)
+    assert work.layer_flops == 2 * sum(read.values())
+    # Routers have so few columns that the kernels pad them.
+    routers = sum(one.packed.nbytes for one in model.modules() if isinstance(one, Router))
+    assert work.layer_bytes == routers + 4 * sum(size for name, size in read.items() if ".gate." not in name)
+
+
+def test_the_quantiser_refuses_experts(checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(CheckpointError, match="MixtralForCausalLM has experts, which this tool does not"):
+        SourceCheckpoint(checkpoints["mixtral"])
