@@ -39,7 +39,7 @@ class LLM:
     """Generates with the same engine that Triton serves.
 
     Args:
-        model: checkpoint directory, .gguf file, or a hub's OWNER/NAME[/FILE.gguf][@REVISION].
+        model: checkpoint directory, .gguf file, or a hub's OWNER/NAME[/FILE.gguf|:TYPE][@REVISION].
         options: keys of `EngineConfig` (max_num_seqs, dtype, ...), flat.
 
     Raises:

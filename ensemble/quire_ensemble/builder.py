@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from quire_ensemble import pbtxt
 from quire_ensemble.errors import BuildError
-from quire_ensemble.gguf_file import GGUFError, GGUFFile
+from quire_ensemble.gguf_file import GGUFError, GGUFFile, part_names
 from quire_ensemble.tokenizer import TOKENIZER_FILES, Tokenizer
 
 Placement = Literal["link", "copy", "path"]
@@ -167,20 +167,22 @@ def build_repository(
     existing = sorted(str(path) for path in files if path.exists())
     if existing and not force:
         raise BuildError(f"{existing[0]} exists already; use --force to overwrite, or --name-prefix")
-    puts_checkpoint = placement != "path" and not in_place
-    if puts_checkpoint:
-        if place.is_symlink() and force:
-            place.unlink()
-        if place.exists() or place.is_symlink():
-            raise BuildError(f"{place} exists already and is not this checkpoint; remove it first")
+    places = {}
+    if placement != "path" and not in_place:
+        names = part_names(checkpoint.name) if checkpoint.is_file() else (checkpoint.name,)
+        places = {place.with_name(name): checkpoint.with_name(name) for name in names}
+    for part in places:
+        if part.is_symlink() and force:
+            part.unlink()
+        if part.exists() or part.is_symlink():
+            raise BuildError(f"{part} exists already and is not this checkpoint; remove it first")
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     written = list(files)
-    if puts_checkpoint:
-        _place_checkpoint(checkpoint, place, placement)
-        written.append(place)
-    return written
+    for part, source in places.items():
+        _place_checkpoint(source, part, placement)
+    return [*written, *places]
 
 
 def _checkpoint_config(checkpoint: Path) -> dict[str, Any]:
@@ -190,8 +192,8 @@ def _checkpoint_config(checkpoint: Path) -> dict[str, Any]:
         BuildError: neither a directory nor a .gguf file, config.json missing or broken, no tokenizer.
     """
     if checkpoint.is_file() and checkpoint.suffix == ".gguf":
-        if not Tokenizer.exists(checkpoint):
-            raise BuildError(f"{checkpoint}: holds no tokenizer, or is broken")
+        if "tokenizer.ggml.model" not in _open_gguf(checkpoint).metadata:
+            raise BuildError(f"{checkpoint}: holds no tokenizer")
         return {}
     if not checkpoint.is_dir():
         raise BuildError(f"{checkpoint}: neither a Hugging Face checkpoint directory nor a .gguf file")
@@ -204,6 +206,13 @@ def _checkpoint_config(checkpoint: Path) -> dict[str, Any]:
     if not Tokenizer.exists(checkpoint):
         raise BuildError(f"{checkpoint}: no tokenizer files; expected one of {', '.join(TOKENIZER_FILES)}")
     return values
+
+
+def _open_gguf(file: Path) -> GGUFFile:
+    try:
+        return GGUFFile.open(file)
+    except (OSError, GGUFError) as error:
+        raise BuildError(f"{file}: broken GGUF file: {error}") from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -223,10 +232,7 @@ def has_chat_template(checkpoint: Path) -> bool:
         BuildError: they are broken.
     """
     if checkpoint.is_file():
-        try:
-            return bool(GGUFFile.open(checkpoint).metadata.get("tokenizer.chat_template"))
-        except (OSError, GGUFError) as error:
-            raise BuildError(f"{checkpoint}: broken GGUF file: {error}") from None
+        return bool(_open_gguf(checkpoint).metadata.get("tokenizer.chat_template"))
     if (checkpoint / "chat_template.jinja").is_file() or (checkpoint / "chat_template.json").is_file():
         return True
     config = checkpoint / "tokenizer_config.json"

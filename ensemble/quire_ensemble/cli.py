@@ -22,7 +22,7 @@ def repository() -> None:
 @click.option(
     "--checkpoint",
     required=True,
-    help="Hugging Face directory, .gguf file, or a hub's OWNER/NAME[/FILE.gguf][@REVISION].",
+    help="Hugging Face directory, .gguf file, or a hub's OWNER/NAME[/FILE.gguf|:TYPE][@REVISION].",
 )
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory of the repository.")
 @click.option("--name-prefix", default="", help="Put before every model's name.")

@@ -1,7 +1,9 @@
 """The head of a GGUF file: what it says of itself, and where its tensors lie.
 
 The format is that of ggml's docs/gguf.md, versions 2 and 3, little-endian. (The reader of the `gguf` package
-makes several arrays of each string, and takes ten seconds for a vocabulary of 49 k.)
+makes several arrays of each string, and takes ten seconds for a vocabulary of 49 k.) A large file may be
+split into NAME-00001-of-00003.gguf and so on: the first part says what the model is, and all say `split.no`
+(from 0), `split.count` and `split.tensors.count` (of all parts together).
 
 Files are read, not mapped: one that is cut short meanwhile ends in an error here, and a mapped one in SIGBUS.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,23 +34,34 @@ _DEFAULT_ALIGNMENT = 32
 _LENGTH = struct.Struct("<Q")
 _MAX_HEAD = 2**26
 """Bytes of a head, which becomes up to ten times as many. The largest vocabularies take 16 MiB."""
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)
 
 
 class GGUFError(ValueError):
     """A GGUF file is broken, or not the only one; one line without the path."""
 
 
+def part_names(name: str) -> tuple[str, ...]:
+    """Names of the parts of a split file, by that of any of them; the name alone if it is not a part's."""
+    match = _PART.fullmatch(name)
+    if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
+        return (name,)
+    count = int(match["count"])
+    return tuple(f"{match['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1))
+
+
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that `path` is, or that is all a directory without config.json holds; else None.
+    """The GGUF file that `path` is, or that is all a directory without config.json holds; else None. Of a
+    split one the first part, whichever is named.
 
     Raises:
         GGUFError: the directory holds several.
     """
     if path.is_file():
-        return path if path.suffix == ".gguf" else None
+        return path.with_name(part_names(path.name)[0]) if path.suffix == ".gguf" else None
     if (path / "config.json").exists():
         return None
-    files = sorted(path.glob("*.gguf"))
+    files = sorted({file.with_name(part_names(file.name)[0]) for file in path.glob("*.gguf")})
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise GGUFError(f"holds several .gguf files ({names}); name one of them")
@@ -64,27 +78,56 @@ class StoredTensor(NamedTuple):
     offset: int
     """Of its first byte in the file."""
     num_bytes: int
+    file: Path
 
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A GGUF file whose head is read; its tensors' bytes are read when they are asked for."""
+    """A GGUF file, in all its parts, whose head is read; tensors' bytes are read when they are asked for."""
 
     path: Path
+    """Of a split one the first part."""
     metadata: dict[str, Any]
     tensors: dict[str, StoredTensor]
+    files: tuple[Path, ...]
+    """All its parts."""
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """Reads the head. Nothing is allocated that the file is not long enough for.
+        """Reads the head, and those of other parts. Nothing is allocated that they are not long enough for.
+
+        Args:
+            path: of the file, or of any of its parts.
 
         Raises:
-            GGUFError: not a GGUF file, truncated, or of an unknown version; or its tensors do not lie in it.
+            GGUFError: not a GGUF file, truncated, or of an unknown version; its tensors do not lie in it; or
+                its parts are not all there, or not of one file.
             OSError: cannot be read.
         """
-        with path.open("rb") as file:
-            head = _Head(file)
-            return cls(path, head.metadata, head.tensors)
+        names = part_names(path.name)
+        path = path.with_name(names[0])
+        metadata, tensors = _read_head(path)
+        count = metadata.get("split.count", 1)
+        if not _is_number(count) or (count > 1 and count != len(names)):
+            raise GGUFError(f"states split.count {shown(count)}, its name says {len(names)}")
+        files = tuple(map(path.with_name, names)) if count > 1 else (path,)
+        if count > 1:
+            _check_split(metadata, 0, metadata)
+            for number, file in enumerate(files[1:], 1):
+                try:
+                    of_part, further = _read_head(file)
+                    _check_split(of_part, number, metadata)
+                    if double := tensors.keys() & further.keys():
+                        raise GGUFError(f"holds {min(double)}, as a part before it does")
+                except (OSError, GGUFError) as error:
+                    raise GGUFError(
+                        f"its part {file.name}: {getattr(error, 'strerror', None) or error}"
+                    ) from None
+                tensors |= further
+            if metadata["split.tensors.count"] != len(tensors):
+                stated = metadata["split.tensors.count"]
+                raise GGUFError(f"states split.tensors.count {stated}, its parts hold {len(tensors)}")
+        return cls(path, metadata, tensors, files)
 
     def data(self, tensor: StoredTensor) -> np.ndarray:
         """A tensor's bytes: uint8 [rows..., bytes of a row].
@@ -93,17 +136,39 @@ class GGUFFile:
             GGUFError: the file has become shorter.
             OSError: cannot be read.
         """
-        found = np.fromfile(self.path, np.uint8, tensor.num_bytes, offset=tensor.offset)
+        found = np.fromfile(tensor.file, np.uint8, tensor.num_bytes, offset=tensor.offset)
         if found.size < tensor.num_bytes:
             raise GGUFError(f"{tensor.name} does not lie in it any more: truncated")
         block, size = GGML_QUANT_SIZES[tensor.kind]
         return found.reshape(*tensor.shape[:-1], tensor.shape[-1] // block * size)
 
 
+def _read_head(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    with path.open("rb") as file:
+        head = _Head(path, file)
+        return head.metadata, head.tensors
+
+
+def _check_split(metadata: dict[str, Any], number: int, first: dict[str, Any]) -> None:
+    """Refuses a part that is not the one of this number of the split whose first part states `first`."""
+    for key in ("split.no", "split.count", "split.tensors.count"):
+        stated, wanted = metadata.get(key), number if key == "split.no" else first.get(key)
+        if not _is_number(stated) or stated != wanted:
+            raise GGUFError(f"states {key} {shown(stated)}, not {shown(wanted)}")
+    for key, value in metadata.items():
+        if not key.startswith("split.") and value != first.get(key, value):
+            raise GGUFError(f"states another {key} than the first part: of another file")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 class _Head:
     """Reads the head of a file from its first byte on."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path = path
         self._file, self._size = file, os.fstat(file.fileno()).st_size
         self._read, self._at = bytearray(), 0
         magic = self._take(len(_MAGIC))
@@ -193,7 +258,7 @@ class _Head:
         block, size = GGML_QUANT_SIZES[kind]
         if not all(shape) or shape[-1] % block:
             raise GGUFError(f"{name} has the shape {shape}, rows of {kind.name} have blocks of {block}")
-        return StoredTensor(name, kind, shape, offset, math.prod(shape) // block * size)
+        return StoredTensor(name, kind, shape, offset, math.prod(shape) // block * size, self._path)
 
     def _placed(self, tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)

@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quire_ensemble.errors import HubError, one_line
 
+_FILE = r"(\w[\w.-]*/)*\w[\w.-]*\.gguf"
 _NAME = re.compile(
-    r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(/(?P<file>(\w[\w.-]*/)*\w[\w.-]*\.gguf))?(@(?P<revision>\w[\w./-]*))?",
+    rf"(?P<repository>\w[\w.-]*/\w[\w.-]*)(/(?P<file>{_FILE})|:(?P<kind>\w[\w.-]*))?(@(?P<revision>\w[\w./-]*))?",
     re.ASCII,
 )
 _HEADERS = ("etag", "x-linked-etag", "x-repo-commit")
 """Whose values `huggingface_hub` makes names of files of."""
 _FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.tiktoken")
 """Of a repository: weights in safetensors, and what is said of them; no code and no pickles."""
+_MOST_LISTED = 12
 
 
 def find_checkpoint(named: str | Path) -> Path:
-    """The directory or .gguf file of a checkpoint, fetched where it is named as a hub does.
+    """The directory or .gguf file of a checkpoint, fetched where it is named as a hub does; of a split file
+    all parts.
 
     What exists here is never looked for elsewhere. Cache, offline mode, token and the hub's address are those
     of `huggingface_hub` (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT).
 
     Args:
-        named: a path, or OWNER/NAME, OWNER/NAME/FILE.gguf, each with @REVISION if need be.
+        named: a path, or OWNER/NAME, OWNER/NAME/FILE.gguf, OWNER/NAME:TYPE, each with @REVISION if need be.
+            TYPE is how the name of a .gguf file ends, such as Q4_K_M, in any case. A repository without
+            config.json needs neither if it has one .gguf file.
 
     Returns:
-        `named` itself where it is a path, which may not exist.
+        `named` itself where it is a path, which may not exist; else a directory, or the first part of a file.
 
     Raises:
-        HubError: the hub has no such repository, revision or file, or cannot be reached; one line.
+        HubError: the hub has no such repository, revision or file, several files may be meant, or it cannot
+            be reached; one line.
     """
     path = Path(named).expanduser()
     match = _NAME.fullmatch(str(named))
@@ -42,16 +50,58 @@ def find_checkpoint(named: str | Path) -> Path:
     session = huggingface_hub.get_session()
     if _check_headers not in (hooks := session.event_hooks)["response"]:
         session.event_hooks = {**hooks, "response": [*hooks["response"], _check_headers]}
-    repository, file, revision = match["repository"], match["file"], match["revision"]
+    fetch = partial(huggingface_hub.snapshot_download, match["repository"], revision=match["revision"])
     try:
-        if file is not None:
-            return Path(huggingface_hub.hf_hub_download(repository, file, revision=revision))
-        found = huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=list(_FILES))
+        if match["file"] is None and match["kind"] is None:
+            found = Path(fetch(allow_patterns=list(_FILES)))
+            if (found / "config.json").is_file():
+                return found
+        try:
+            listed: Any = fetch(allow_patterns=["*.gguf"], dry_run=True)
+            files = [file.filename for file in listed]
+        except huggingface_hub.errors.DryRunError:  # offline: what has been fetched before
+            here = Path(fetch(allow_patterns=[], local_files_only=True))
+            files = [str(file.relative_to(here)) for file in here.rglob("*.gguf")]
+        names = _chosen(files, match["file"], match["kind"])
+        found = Path(fetch(allow_patterns=list(names)))
     except Exception as error:  # of the network, the disk, or the hub's answer
         raise HubError(f"{named}: neither a path nor to be had from the hub: {one_line(error)}") from error
-    if not (Path(found) / "config.json").is_file():
-        raise HubError(f"{named}: the repository has no config.json; name one of its .gguf files")
-    return Path(found)
+    return found / names[0]
+
+
+def _chosen(files: Iterable[str], file: str | None, kind: str | None) -> tuple[str, ...]:
+    """Names of one of a repository's .gguf files, all parts of it.
+
+    Args:
+        files: names of all, below the repository.
+        file: of one, or of a part; None: any.
+        kind: how the name ends before its number as a part; None: in any way.
+
+    Raises:
+        LookupError: it is none of them, it may be several, or parts are missing.
+    """
+    from quire_ensemble.gguf_file import part_names
+
+    listed = {name for name in files if re.fullmatch(_FILE, name, re.ASCII)}
+    whole = {part_names(name)[0] for name in listed}
+    if file is not None:
+        found = [part_names(file)[0]]
+    else:
+        # What encodes images stands beside the model as mmproj-*.gguf.
+        found = [name for name in whole if not name.rpartition("/")[2].lower().startswith("mmproj")]
+    if kind is not None:
+        ends = re.compile(rf"(.*[-._/])?{re.escape(kind)}(-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
+        found = list(filter(ends.fullmatch, found))
+    if len(found) != 1 or found[0] not in whole:
+        several = len(found) > 1
+        these = sorted(found if several else whole)
+        there = ", ".join(these[:_MOST_LISTED]) + (", ..." if len(these) > _MOST_LISTED else "")
+        problem = "several .gguf files may be meant" if several else "it has no such .gguf file; it has"
+        raise LookupError(f"{problem}: {there or 'none'}")
+    names = part_names(found[0])
+    if missing := sorted(set(names) - listed):
+        raise LookupError(f"it has no {missing[0]}, a part of {found[0]}")
+    return names
 
 
 def _check_headers(response: Any) -> None:

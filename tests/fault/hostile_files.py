@@ -113,7 +113,8 @@ def lie_in_gguf(data: bytes, rng: random.Random) -> bytes:
     for _ in range(rng.randrange(1, 4)):
         choice = rng.random()
         if choice < 0.8:
-            at, size, _ = rng.choice(by_what[rng.choice(DEEP if choice < 0.65 else list(by_what))])
+            deep = [what for what in DEEP if what in by_what]
+            at, size, _ = rng.choice(by_what[rng.choice(deep if choice < 0.65 else list(by_what))])
             old = int.from_bytes(lies[at : at + size], "little")
             near = (
                 old + 1,
@@ -253,6 +254,7 @@ def lie_in_pickle(data: bytes, rng: random.Random) -> bytes:
 
 KINDS: dict[str, tuple[tuple[str, ...], Callable[[bytes, random.Random], bytes], dict[str, str]]] = {
     "gguf": (("model.gguf",), lie_in_gguf, {}),
+    "split": (("model-00001-of-00002.gguf", "model-00002-of-00002.gguf"), lie_in_gguf, {}),
     "safetensors": (("model.safetensors",), lie_in_safetensors, {}),
     "config": (("config.json", "generation_config.json"), lie_in_json_file, {}),
     "index": (("model.safetensors.index.json",), lie_in_json_file, {}),
@@ -330,8 +332,7 @@ def main(kinds: list[str], folder: Path, seed: int, first: int, count: int) -> N
 
 
 def checkpoint(folder: Path) -> Path:
-    file = folder / "model.gguf"
-    return file if file.exists() else folder
+    return min(folder.glob("*.gguf"), default=folder)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from quire.errors import CheckpointError
 from quire.loader.gguf_blocks import GROUPED, grouped
 from quire.loader.gguf_weights import hf_name, read_gguf
 from quire.loader.load import load_model
+from quire_ensemble.gguf_file import GGUFFile
 from quire_kernels import registry
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drive import Driver, hf_logits, hf_model
@@ -89,7 +90,7 @@ def test_blocks_of_random_bytes_mean_what_the_public_package_says(kind: str) -> 
 def test_weights_equal_those_of_the_public_reader_and_run(kind: str, tmp_path: Path) -> None:
     """Each tensor bit for bit, as the file has it; and the logits."""
     file = write("qwen3", tmp_path, kind)
-    ours = {one.name: one.read() for one in read_gguf(file, keeps_blocks=True)}
+    ours = {one.name: one.read() for one in read_gguf(file, GGUFFile.open(file), keeps_blocks=True)}
     tensors = gguf.GGUFReader(file).tensors
     assert ours.keys() == {hf_name(tensor.name) for tensor in tensors}
     for tensor in tensors:

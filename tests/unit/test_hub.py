@@ -10,7 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from quire.loader.load import load_model
+from quire.triton.config_completion import read_engine_config
+from quire_ensemble.builder import build_repository
+from quire_ensemble.gguf_file import GGUFFile
 from quire_ensemble.hub import find_checkpoint
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.gguf_files import write_gguf
@@ -53,6 +58,16 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     (checkpoint / "pytorch_model.bin").write_bytes(b"a pickle")
     (root / "files" / "owner" / "tiny-GGUF").mkdir()
     write_gguf(checkpoint, root / "files" / "owner" / "tiny-GGUF" / "tiny-Q8_0.gguf", "Q8_0")
+    many = root / "files" / "owner" / "many-GGUF"
+    (many / "F16").mkdir(parents=True)
+    for kind in ("F16", "BF16", "Q8_0", "Q4_0"):
+        write_gguf(checkpoint, many / f"tiny-{kind}.gguf", kind)
+    (many / "tiny-Q8_0.gguf").rename(many / "tiny-UD-Q8_0.gguf")
+    (many / "mmproj-Q4_0.gguf").write_bytes(b"a tower")
+    (many / "tiny-F16.gguf").unlink()
+    write_gguf(checkpoint, many / "F16" / "tiny-F16.gguf", "F16", tensors_per_part=9)
+    write_gguf(checkpoint, many / "tiny-Q5_0.gguf", "Q5_0", tensors_per_part=13)
+    (many / "tiny-Q5_0-00002-of-00002.gguf").unlink()
     with serve_hub(root / "files") as (url, asked):
         yield Hub(url, asked, root / "home")
 
@@ -71,9 +86,57 @@ def test_a_repository_is_fetched_once_without_code_and_pickles(hub: Hub) -> None
 
 
 def test_one_file_of_a_repository(hub: Hub) -> None:
-    whole, (found,) = hub.find("owner/tiny-GGUF"), hub.find("owner/tiny-GGUF/tiny-Q8_0.gguf")
-    assert "no config.json; name one of its .gguf files" in whole[0]
-    assert Path(found).name == "tiny-Q8_0.gguf" and Path(found).read_bytes()[:4] == b"GGUF"
+    names = ("owner/tiny-GGUF/tiny-Q8_0.gguf", "owner/tiny-GGUF", "owner/tiny-GGUF:q8_0@main")
+    found = hub.find(*names)
+    assert Path(found[0]).name == "tiny-Q8_0.gguf" and Path(found[0]).read_bytes()[:4] == b"GGUF"
+    assert found == [found[0]] * 3 == hub.find(*names, HF_HUB_OFFLINE="1")
+
+
+def test_one_type_of_several_in_all_its_parts(hub: Hub) -> None:
+    """The same file as llama.cpp and as vLLM name it, by any part; and nothing beside it is fetched."""
+    part = "owner/many-GGUF/F16/tiny-F16-00002-of-00003.gguf"
+    names = ("owner/many-GGUF:F16", "owner/many-GGUF:f16@main", part)
+    found = hub.find(*names)
+    first = Path(found[0])
+    assert found == [str(first)] * 3 == hub.find(*names, HF_HUB_OFFLINE="1")
+    assert sorted(file.name for file in first.parents[1].rglob("*.gguf")) == [
+        f"tiny-F16-0000{number}-of-00003.gguf" for number in (1, 2, 3)
+    ]
+    assert len(GGUFFile.open(first).files) == 3
+    assert [Path(one).name for one in hub.find("owner/many-GGUF:Q4_0", "owner/many-GGUF:UD-Q8_0")] == [
+        "tiny-Q4_0.gguf", "tiny-UD-Q8_0.gguf",
+    ]  # fmt: skip
+
+
+def test_what_is_named_by_none_or_several_is_told_with_what_there_is(hub: Hub) -> None:
+    first, others = "F16/tiny-F16-00001-of-00003.gguf", "tiny-BF16.gguf, tiny-Q4_0.gguf, "
+    last = "tiny-Q5_0-00001-of-00002.gguf, tiny-UD-Q8_0.gguf"
+    none = f"it has no such .gguf file; it has: {first}, mmproj-Q4_0.gguf, {others}{last}"
+    problems = {
+        "owner/many-GGUF": f"several .gguf files may be meant: {first}, {others}{last}",
+        "owner/many-GGUF:0": f"several .gguf files may be meant: tiny-Q4_0.gguf, {last}",
+        "owner/many-GGUF:Q4_K_M": none,
+        "owner/many-GGUF/tiny-Q8_0.gguf": none,
+        "owner/many-GGUF:Q5_0": "it has no tiny-Q5_0-00002-of-00002.gguf, a part of "
+        "tiny-Q5_0-00001-of-00002.gguf",
+        "owner/tiny:Q4_K_M": "it has no such .gguf file; it has: none",
+    }
+    told = [
+        f"HubError: {name}: neither a path nor to be had from the hub: {problems[name]}" for name in problems
+    ]
+    assert hub.find(*problems) == told
+
+
+def test_a_model_of_a_repository_is_a_hubs_file(hub: Hub, tmp_path: Path) -> None:
+    """The cache's files are links to others without a name that says what they are."""
+    (first,) = hub.find("owner/many-GGUF:F16")
+    build_repository(Path(first), tmp_path)
+    version = tmp_path / "generator" / "1"
+    assert len(list(version.glob("*.gguf"))) == 3
+    for folder in (version, tmp_path / "generator_unary" / "1"):
+        config = read_engine_config({}, folder)
+        assert config.model.model == str(version / Path(first).name)
+    load_model(config.model, torch.device("cpu"))
 
 
 def test_what_is_not_there_is_told_in_one_line(hub: Hub) -> None:

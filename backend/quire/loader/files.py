@@ -71,11 +71,13 @@ def find_weights(config: ModelConfig) -> WeightFiles:
     if config.load_format in ("auto", "gguf"):
         found = gguf_file(path)
         if found is not None:
+            from quire.loader.gguf_metadata import open_gguf
             from quire.loader.gguf_weights import block_scheme, read_gguf
 
-            keeps_blocks = config.quantization is None
-            scheme = block_scheme([found]) if keeps_blocks else None
-            return WeightFiles(found, (found,), partial(read_gguf, keeps_blocks=keeps_blocks), scheme)
+            opened, keeps_blocks = open_gguf(found), config.quantization is None
+            scheme = block_scheme(opened) if keeps_blocks else None
+            read = partial(read_gguf, opened=opened, keeps_blocks=keeps_blocks)
+            return WeightFiles(opened.path, opened.files, read, scheme)
         if config.load_format == "gguf":
             raise CheckpointError(f"{path}: load_format=gguf, but this is no .gguf file")
     if config.load_format in ("auto", "safetensors"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType, quants
 
 from quire.errors import CheckpointError
 from quire.loader.gguf_blocks import GROUPED
-from quire.loader.gguf_metadata import ROPE_FACTORS, open_gguf
+from quire.loader.gguf_metadata import ROPE_FACTORS
 from quire.loader.gguf_scheme import GGUFScheme
 from quire_ensemble.gguf_file import GGUFFile, StoredTensor
 from quire_ensemble.weight_files import NamedTensor
@@ -45,21 +45,21 @@ _PLAIN = {
 }
 
 
-def read_gguf(file: Path, *, keeps_blocks: bool) -> Iterator[NamedTensor]:
+def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[NamedTensor]:
     """Tensors of one file; those without a Hugging Face name keep their own.
 
     Args:
-        file: to read.
+        file: one of `opened.files`.
+        opened: the GGUF file whose part it is.
         keeps_blocks: matrices of the types in GROUPED are uint8 [rows, bytes of a row].
 
     Raises:
-        CheckpointError: the file is broken, or a tensor's quantisation is not known.
+        CheckpointError: a tensor's quantisation is not known.
     """
-    opened = open_gguf(file)
     arch = opened.metadata["general.architecture"]
     heads = {"attn_q": _heads(opened, arch, "head_count"), "attn_k": _heads(opened, arch, "head_count_kv")}
     for stored in opened.tensors.values():
-        if stored.name == ROPE_FACTORS:
+        if stored.file != file or stored.name == ROPE_FACTORS:
             continue
         is_kept = keeps_blocks and _has_blocks(stored)
         part = stored.name.split(".")[-2] if "." in stored.name else stored.name
@@ -76,24 +76,20 @@ def read_gguf(file: Path, *, keeps_blocks: bool) -> Iterator[NamedTensor]:
             yield NamedTensor(hf_name(stored.name), tensor if change is None else change(tensor), file)
 
 
-def block_scheme(files: Sequence[Path]) -> GGUFScheme:
-    """The scheme for what `read_gguf` gives where it keeps blocks; says which matrices it must decode.
-
-    Raises:
-        CheckpointError: a file is broken.
-    """
-    tensors = [stored for file in files for stored in open_gguf(file).tensors.values()]
+def block_scheme(opened: GGUFFile) -> GGUFScheme:
+    """The scheme for what `read_gguf` gives where it keeps blocks; says which matrices it must decode."""
+    tensors = list(opened.tensors.values())
     decoded = [one for one in tensors if one.kind not in _PLAIN and not _has_blocks(one)]
     if decoded:
         logger.warning(
             "%s: %d tensors of the types %s are decoded: %.0f MB of the file become %d numbers of `dtype`",
-            files[0],
+            opened.path,
             len(decoded),
             ", ".join(sorted({one.kind.name for one in decoded})),
             sum(one.num_bytes for one in decoded) / 1e6,
             sum(math.prod(one.shape) for one in decoded),
         )
-    return GGUFScheme(files[0], {hf_name(one.name): one.kind for one in tensors if _has_blocks(one)})
+    return GGUFScheme(opened.path, {hf_name(one.name): one.kind for one in tensors if _has_blocks(one)})
 
 
 def hf_name(name: str) -> str:
@@ -121,7 +117,7 @@ def _decode(opened: GGUFFile, stored: StoredTensor) -> torch.Tensor:
         return torch.from_numpy(quants.dequantize(opened.data(stored), stored.kind))
     except NotImplementedError:
         name = stored.kind.name
-        raise CheckpointError(f"{opened.path}: {stored.name} has unsupported type {name}") from None
+        raise CheckpointError(f"{stored.file}: {stored.name} has unsupported type {name}") from None
 
 
 def _rotate_half_order(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

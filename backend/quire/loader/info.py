@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.errors import CheckpointError
 from quire.models.hf_config import HFConfig, read_json
-from quire_ensemble.gguf_file import GGUFError, find_gguf
+from quire_ensemble.gguf_file import GGUFError, find_gguf, part_names
 
 
 def read_configs(path: str | Path) -> tuple[HFConfig, dict[str, Any]]:
@@ -43,7 +43,7 @@ def checkpoint_state(*paths: str) -> list[tuple[str, int, int]]:
     state is another checkpoint in the same place. Empty where there is nothing."""
     found = {}
     for path in map(Path, filter(None, paths)):
-        for file in path.iterdir() if path.is_dir() else (path,):
+        for file in path.iterdir() if path.is_dir() else map(path.with_name, part_names(path.name)):
             if file.suffix in _CHECKPOINT_SUFFIXES and file.is_file():
                 stat = file.stat()
                 found[str(file)] = stat.st_size, stat.st_mtime_ns

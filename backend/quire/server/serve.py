@@ -503,7 +503,7 @@ class _Command(click.Command):
 def serve(**options: Any) -> None:
     """Serve a checkpoint, or model repositories, with tritonserver; arguments after -- go to it unchanged.
 
-    CHECKPOINT is a Hugging Face directory, a .gguf file, or a hub's OWNER/NAME[/FILE.gguf][@REVISION].
+    CHECKPOINT is a Hugging Face directory, a .gguf file, or a hub's OWNER/NAME[/FILE.gguf|:TYPE][@REVISION].
     """
     try:
         config = ServeConfig(**options)

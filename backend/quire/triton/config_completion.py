@@ -16,6 +16,7 @@ from typing import Any
 
 from quire.config import EngineConfig, load_config_file
 from quire.errors import CheckpointError, ConfigError
+from quire.loader.info import gguf_file
 from quire.logits_processors import resolved
 from quire_ensemble.errors import HubError
 from quire_ensemble.generator_schema import MAX_PROMPTS, inputs_of, outputs_of
@@ -105,23 +106,28 @@ def _checkpoint(named: str, version_directory: Path) -> Path:
         for base in (version_directory, version_directory.parent):
             path = base / Path(named).expanduser()
             if path.exists():
-                return path.resolve()
+                return _resolved(path)
         try:
             if (path := find_checkpoint(named)).exists():
-                return path.resolve()
+                return _resolved(path)
         except HubError as error:
             raise CheckpointError(f"model {error} (relative to {version_directory})") from None
         raise CheckpointError(f"model {named!r}: no such directory or file (relative to {version_directory})")
     for path in (version_directory, version_directory.parent):
         if (path / "config.json").exists():
             return path.resolve()
-        weights = sorted(path.glob("*.gguf"))
-        if len(weights) == 1:
-            return weights[0].resolve()
+        if (file := gguf_file(path)) is not None:
+            return _resolved(file)
     raise CheckpointError(
         f"no checkpoint: {version_directory} has neither config.json nor a quire.json that names a `model`, "
         f"and {version_directory.parent} has no config.json"
     )
+
+
+def _resolved(path: Path) -> Path:
+    """One path for all that name a checkpoint. A file keeps its name: a link's says that it is a .gguf file,
+    and of which parts; what it leads to may not."""
+    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
 def visible_device(args: Mapping[str, str]) -> dict[str, str]:
