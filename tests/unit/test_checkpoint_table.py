@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -45,6 +46,11 @@ MOST_OFF = 0.2
 """Distance of logits that inputs in eight bits may make in a model of random weights."""
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 """Multiples of GGUF's largest blocks."""
+_FEW = {**SIZES, "intermediate_size": 256, "num_local_experts": 4, "num_hidden_layers": 1}
+SIZES_OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": _FEW,
+    "qwen3_moe": {**_FEW, "moe_intermediate_size": 256, "mlp_only_layers": []},
+}
 AS = {
     NativeFormat.GROUPED: "codes x int8",
     NativeFormat.W8A8: "int8 x int8",
@@ -116,7 +122,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Makes the checkpoint of plain weights of a family, once."""
     made: dict[str, Path] = {}
 
-    def make(family: str, **sizes: int) -> Path:
+    def make(family: str, **sizes: Any) -> Path:
         key = f"{family} {sizes}"
         if key not in made:
             path = tmp_path_factory.mktemp(family)
@@ -129,6 +135,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def architecture(path: Path) -> str:
     (name,) = json.loads((path / "config.json").read_text())["architectures"]
     return str(name)
+
+
+def cell(path: Path, column: int) -> str:
+    """Of the line of a checkpoint's family."""
+    return BY_ARCHITECTURE[architecture(path)][column]
 
 
 def test_the_families_are_those_there_are() -> None:
@@ -197,7 +208,7 @@ def test_experts_load_of_the_formats_that_their_line_names(
     family: str, plain: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Routers too, as the file has them: of GPTQ always plain."""
-    named = BY_ARCHITECTURE[architecture(plain(family))][1].split(", ")
+    named = cell(plain(family), 1).split(", ")
     assert len(named) > 2
     for name in named:
         exempt = ("lm_head", "gate") if name.startswith("GPTQ") else ("lm_head",)
@@ -254,8 +265,11 @@ def test_types_of_gguf_load_with_every_family(
 
     monkeypatch.setattr(gguf_files, "to_blocks", blocks)
     on_cpu, on_gpu = GGUF[kind]
-    for family in OF_GGUF:
-        file = gguf_files.write_gguf(plain(family, **SIZES), tmp_path / f"{family}.gguf", kind)
+    # Of experts, which are many, some types: those that the family's line names.
+    of_experts = [family for family in MOE_FAMILIES if kind in cell(plain(family), 2).split(", ")]
+    for family in (*OF_GGUF, *of_experts):
+        sizes = SIZES if family in OF_GGUF else SIZES_OF_EXPERTS[family]
+        file = gguf_files.write_gguf(plain(family, **sizes), tmp_path / f"{family}.gguf", kind)
         if on_cpu == on_gpu == "refused":
             with pytest.raises(CheckpointError, match=rf"^{file}: \S+ has unsupported type {kind}$"):
                 Driver.load(file, dtype="float32")

@@ -100,6 +100,35 @@ def test_weights_equal_those_of_the_public_reader_and_run(kind: str, tmp_path: P
     check_logits(file, hf_logits(decoded(file), IDS))
 
 
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("mixtral", ("block_sparse_moe", "w1", "w3", "w2")),
+        ("qwen3_moe", ("mlp", "gate_proj", "up_proj", "down_proj")),
+    ],
+)
+def test_an_expert_is_a_slice_of_its_tensor(family: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    """Bit for bit, in the kind that the file has it in, also of kinds that are decoded; and the logits."""
+    options = {"moe_intermediate_size": 256, "mlp_only_layers": []} if family == "qwen3_moe" else {}
+    kinds = {"ffn_down_exps": "Q6_K", "blk.1.ffn_up_exps": "Q8_0", "blk.0.ffn_gate_exps": "IQ2_S"}
+    file = write(family, tmp_path, "Q4_K", kinds, **options)
+    ours = {one.name: one.read() for one in read_gguf(file, GGUFFile.open(file), keeps_blocks=True)}
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    for layer in range(2):
+        for part, name in zip(("gate", "up", "down"), names[1:], strict=True):
+            tensor = tensors[f"blk.{layer}.ffn_{part}_exps.weight"]
+            expected = torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type))
+            for expert in range(8):
+                weight = ours.pop(f"model.layers.{layer}.{names[0]}.experts.{expert}.{name}.weight")
+                if tensor.tensor_type in GROUPED:
+                    assert weight.dtype == torch.uint8
+                    weight = grouped(tensor.tensor_type, weight).dequantize()
+                assert torch.equal(weight, expected[expert])
+    assert not any(".experts." in name for name in ours if not name.startswith("model.layers.2."))
+    exact = Driver.load(file, dtype="float32", quantization="dequantized").logits(IDS)
+    check_logits(file, exact)
+
+
 @pytest.mark.row("D20")
 @pytest.mark.parametrize("kinds", [{}, MIXED], ids=["one kind", "mixed"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

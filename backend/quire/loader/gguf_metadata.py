@@ -12,8 +12,13 @@ from quire.models.hf_config import MAX_HEADS, HFConfig
 from quire_ensemble.errors import shown
 from quire_ensemble.gguf_file import GGUFError, GGUFFile
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""`general.architecture` to HF's name; Mistral's files say llama."""
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+"""`general.architecture` to HF's name; Mistral's files say llama, as do Mixtral's, which have experts."""
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor with divisors of the rotary frequencies: llama3 scaling, worked out by the converter."""
 
@@ -68,7 +73,21 @@ def read_gguf_config(file: Path) -> HFConfig:
         "bos_token_id": stated("tokenizer.ggml.bos_token_id"),
         "dtype": _dtype(opened, embedding.kind),
     }
+    if stated(f"{arch}.expert_count"):
+        values |= {
+            "architectures": ["MixtralForCausalLM" if is_mixtral(opened) else ARCHITECTURES[arch]],
+            "num_local_experts": stated(f"{arch}.expert_count"),
+            "num_experts_per_tok": stated(f"{arch}.expert_used_count"),
+            "moe_intermediate_size": stated(f"{arch}.expert_feed_forward_length"),
+            "norm_topk_prob": True,  # no key says so, and llama.cpp always does it
+        }
     return HFConfig(file, values)
+
+
+def is_mixtral(opened: GGUFFile) -> bool:
+    """Whether a file's experts have Mixtral's names at Hugging Face."""
+    stated = opened.metadata.get
+    return stated("general.architecture") == "llama" and bool(stated("llama.expert_count"))
 
 
 def _dtype(opened: GGUFFile, kind: GGMLQuantizationType) -> str:

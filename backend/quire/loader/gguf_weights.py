@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType, quants
 
 from quire.errors import CheckpointError
 from quire.loader.gguf_blocks import GROUPED
-from quire.loader.gguf_metadata import ROPE_FACTORS
+from quire.loader.gguf_metadata import ROPE_FACTORS, is_mixtral
 from quire.loader.gguf_scheme import GGUFScheme
 from quire_ensemble.gguf_file import GGUFFile, StoredTensor
 from quire_ensemble.weight_files import NamedTensor
@@ -37,6 +37,13 @@ _IN_BLOCK = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_OF_MIXTRAL = {
+    "mlp": "block_sparse_moe",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
 }
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
@@ -58,7 +65,8 @@ def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[N
     """
     arch = opened.metadata["general.architecture"]
     heads = {"attn_q": _heads(opened, arch, "head_count"), "attn_k": _heads(opened, arch, "head_count_kv")}
-    for stored in opened.tensors.values():
+    is_of_mixtral = is_mixtral(opened)
+    for stored in _matrices(opened):
         if stored.file != file or stored.name == ROPE_FACTORS:
             continue
         is_kept = keeps_blocks and _has_blocks(stored)
@@ -70,15 +78,16 @@ def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[N
         if dtype is not None:
             shape = (*stored.shape[:-1], stored.num_bytes // math.prod(stored.shape[:-1]) // dtype.itemsize)
             tensor = torch.empty(shape, dtype=dtype, device="meta")
-            yield NamedTensor(hf_name(stored.name), tensor, file, stored.offset, change)
+            yield NamedTensor(hf_name(stored.name, is_of_mixtral), tensor, file, stored.offset, change)
         else:
             tensor = _decode(opened, stored)
-            yield NamedTensor(hf_name(stored.name), tensor if change is None else change(tensor), file)
+            tensor = tensor if change is None else change(tensor)
+            yield NamedTensor(hf_name(stored.name, is_of_mixtral), tensor, file)
 
 
 def block_scheme(opened: GGUFFile) -> GGUFScheme:
     """The scheme for what `read_gguf` gives where it keeps blocks; says which matrices it must decode."""
-    tensors = list(opened.tensors.values())
+    tensors = list(_matrices(opened))
     decoded = [one for one in tensors if one.kind not in _PLAIN and not _has_blocks(one)]
     if decoded:
         logger.warning(
@@ -89,17 +98,43 @@ def block_scheme(opened: GGUFFile) -> GGUFScheme:
             sum(one.num_bytes for one in decoded) / 1e6,
             sum(math.prod(one.shape) for one in decoded),
         )
-    return GGUFScheme(opened.path, {hf_name(one.name): one.kind for one in tensors if _has_blocks(one)})
+    kept = {hf_name(one.name, is_mixtral(opened)): one.kind for one in tensors if _has_blocks(one)}
+    return GGUFScheme(opened.path, kept)
 
 
-def hf_name(name: str) -> str:
+def _matrices(opened: GGUFFile) -> Iterator[StoredTensor]:
+    """A file's tensors, with a matrix for each expert of those that hold a layer's experts ("..._exps") under
+    the names that files had before there were such."""
+    for stored in opened.tensors.values():
+        name, _, suffix = stored.name.rpartition("_exps.")
+        if not name or len(stored.shape) != 3:
+            yield stored
+            continue
+        count, *shape = stored.shape
+        size = stored.num_bytes // count
+        for expert in range(count):
+            yield stored._replace(
+                name=f"{name}.{expert}.{suffix}",
+                shape=tuple(shape),
+                offset=stored.offset + expert * size,
+                num_bytes=size,
+            )
+
+
+def hf_name(name: str, is_of_mixtral: bool = False) -> str:
     """Hugging Face's name of a GGUF tensor, or the name itself where there is none."""
     parts = name.split(".")
     if len(parts) == 2 and parts[0] in _TOP:
         return f"{_TOP[parts[0]]}.{parts[1]}"
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in _IN_BLOCK:
-        return f"model.layers.{parts[1]}.{_IN_BLOCK[parts[2]]}.{parts[3]}"
-    return name
+        in_block = _IN_BLOCK[parts[2]]
+    elif len(parts) == 5 and parts[0] == "blk" and parts[2] in _IN_BLOCK:
+        in_block = _IN_BLOCK[parts[2]].replace(".", f".experts.{parts[3]}.")
+    else:
+        return name
+    if is_of_mixtral:
+        in_block = ".".join(_OF_MIXTRAL.get(part, part) for part in in_block.split("."))
+    return f"model.layers.{parts[1]}.{in_block}.{parts[-1]}"
 
 
 def _heads(opened: GGUFFile, arch: str, key: str) -> int:

@@ -26,6 +26,10 @@ from quire_kernels.host_memory import give_back
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer
 
+_GIVE_BACK = 2**25
+"""Bytes of packed weights behind which what they were loaded into is given back: of thousands of experts not
+after each, as that takes milliseconds."""
+
 
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
@@ -208,11 +212,13 @@ class DecoderModel(nn.Module):
         Returns:
             Bytes of all weights as they are kept.
         """
-        num_bytes = 0
+        num_bytes = given_back = 0
         for module in self.modules():
             if isinstance(module, Linear | Embedding):
                 num_bytes += module.pack()
-                give_back()  # what was loaded of it: else all weights are in memory twice in the end
+                if num_bytes - given_back >= _GIVE_BACK:
+                    give_back()  # what was loaded: else all weights are in memory twice in the end
+                    given_back = num_bytes
         self._native = self._fuse()
         return num_bytes + sum(parameter.nbytes for parameter in self.parameters())
 
