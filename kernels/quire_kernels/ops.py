@@ -212,7 +212,8 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 def gate_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """activation(gate) * up of gate_up [num_tokens, 2 * size], gate first; returns [num_tokens, size].
 
-    `activation` is "silu", "gelu" or "gelu_tanh" (gelu by its approximation with tanh).
+    `activation` is "silu", "gelu", "gelu_tanh" (gelu by its approximation with tanh) or, of gpt-oss,
+    "clamped_swiglu": with gate at most 7 and up in [-7, 7], gate * sigmoid(1.702 * gate) * (up + 1).
     """
     out: torch.Tensor = registry.select(
         "gate_mul", gate_up.device.type, gate_up.dtype, size=gate_up.shape[-1] // 2
@@ -327,8 +328,8 @@ def pack_linear(
     Args:
         weight: [out_features, in_features]; the result may keep it, so it must not be changed afterwards.
         bias: [out_features].
-        activation: "silu", "gelu" or "gelu_tanh": the result is activation(gate) * up of a weight whose first
-            half of rows is the gate.
+        activation: as of `gate_mul`: the result is activation(gate) * up of a weight whose first half of rows
+            is the gate.
         quantization: of a tensor: None, "int8", "int4", "w8a8" (weights as with "int8", and rows of x
             quantised as they come, `weights.quantize_rows`) or "fp8"; with "int4" and "w8a8" in_features is
             a multiple of their group. See `weights.quantize_weight`.

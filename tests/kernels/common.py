@@ -55,6 +55,17 @@ def is_interpreted(name: str, device: str) -> bool:
     """Whether an implementation runs in Triton's interpreter: a thousandth as fast, so tests give it less."""
     return name == "triton" and device == "cpu" and operators.is_interpreted()
 
+def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """What a gated layer's halves become, by the definitions."""
+    if activation == "silu":
+        return torch.nn.functional.silu(gate) * up
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    kind = "tanh" if activation == "gelu_tanh" else "none"
+    return torch.nn.functional.gelu(gate, approximate=kind) * up
+
+
 
 def with_cases(parameters: list[Any], cases: Sequence[Any], interpreted: int) -> list[Any]:
     """Every implementation with every case behind its own values; the interpreter with the first ones."""

@@ -18,7 +18,7 @@ from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import QuantizedKV
 from quire_kernels.sampling import SamplingTensors
 from tests.kernels import cuda_emulator, test_cache_ops, test_elementwise, test_sampling
-from tests.kernels.common import dequantized, forced, quantized_pool
+from tests.kernels.common import dequantized, forced, gated, quantized_pool
 from tests.kernels.cuda_emulator import EmulatedLauncher
 from tests.kernels.test_paged_attention import Case, check, make_case
 
@@ -343,7 +343,7 @@ def test_sample_edits_logits(seed: int, launcher: EmulatedLauncher, monkeypatch:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "clamped_swiglu"])
 def test_linear(dtype: torch.dtype, activation: str | None, launcher: EmulatedLauncher) -> None:
     """Slices of the inputs in several blocks, rows that are no whole tile, bits that no neighbour changes."""
     generator = torch.Generator().manual_seed(1)
@@ -358,12 +358,7 @@ def test_linear(dtype: torch.dtype, activation: str | None, launcher: EmulatedLa
     for layer, product in zip(layers, (wide + bias.double(), wide), strict=True):
         expected = product
         if activation is not None:
-            gate, up = product.chunk(2, -1)
-            if activation == "silu":
-                expected = torch.nn.functional.silu(gate) * up
-            else:
-                kind = "tanh" if activation == "gelu_tanh" else "none"
-                expected = torch.nn.functional.gelu(gate, approximate=kind) * up
+            expected = gated(activation, *product.chunk(2, -1))
         outs = {count: layer(x[:count], torch.float32) for count in (1, 8, 9, 16)}
         for count, out in outs.items():
             torch.testing.assert_close(out.double(), expected[:count], atol=1e-4, rtol=1e-4)

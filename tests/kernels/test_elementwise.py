@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire_kernels import ops
-from tests.kernels.common import every_implementation, forced
+from tests.kernels.common import every_implementation, forced, gated
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -84,6 +84,18 @@ def test_gelu_with_the_product(name: str, device: str, dtype: torch.dtype) -> No
     with forced("gate_mul", name):
         close(ops.gate_mul(x, "gelu"), exact * up, dtype)
         close(ops.gate_mul(x, "gelu_tanh"), tanh * up, dtype)
+
+
+@pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("gate_mul", DTYPES))
+def test_clamped_swiglu(name: str, device: str, dtype: torch.dtype) -> None:
+    """Limits of both halves are reached, and what is no number stays so."""
+    x = 6 * draw(7, 96, dtype=dtype, device=device)
+    assert (x.abs() > 7).any(0).sum() > 48
+    expected = gated("clamped_swiglu", *x.double().chunk(2, -1))
+    with forced("gate_mul", name):
+        close(ops.gate_mul(x, "clamped_swiglu"), expected, dtype)
+        x[3, 5] = x[4, 50] = math.nan
+        assert ops.gate_mul(x, "clamped_swiglu").isnan().nonzero().tolist() == [[3, 5], [4, 2]]
 
 
 @pytest.mark.row("D4", clauses=("argmax",))

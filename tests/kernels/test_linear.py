@@ -18,7 +18,7 @@ from quire_kernels.weights import (
     quantize_rows,
     quantize_weight,
 )
-from tests.kernels.common import every_implementation, forced, is_interpreted
+from tests.kernels.common import every_implementation, forced, gated, is_interpreted
 
 DTYPES = [torch.float32, torch.bfloat16]
 IMPLEMENTATIONS = every_implementation("linear", DTYPES)
@@ -102,7 +102,7 @@ def test_float32_results_are_not_rounded_to_the_weights_type(
 
 @pytest.mark.row("D3", clauses=("activation",))
 @pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "clamped_swiglu"])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_gate_is_its_composition(
     name: str, device: str, dtype: torch.dtype, activation: str, has_bias: bool
@@ -117,14 +117,11 @@ def test_a_gate_is_its_composition(
     for rows in (1, 18, 70):
         x = draw(rows, 64, dtype=dtype, seed=rows)
         gate, up = expected_of(x, weight, bias).chunk(2, 1)
-        if activation == "silu":
-            gate = torch.nn.functional.silu(gate)
-        else:
-            approximate = "tanh" if activation == "gelu_tanh" else "none"
-            gate = torch.nn.functional.gelu(gate, approximate=approximate)
         # Of bfloat16, products of two rounded numbers of up to 12.
         atol, rtol = (2e-5, 2e-5) if dtype == torch.float32 else (0.15, 2e-2)
-        torch.testing.assert_close(packed(x.to(device)).double().cpu(), gate * up, atol=atol, rtol=rtol)
+        torch.testing.assert_close(
+            packed(x.to(device)).double().cpu(), gated(activation, gate, up), atol=atol, rtol=rtol
+        )
 
 
 @pytest.mark.row("D6")

@@ -32,6 +32,7 @@ ACTIVATIONS = {
     "silu": Activation.SILU,
     "gelu": Activation.GELU,
     "gelu_tanh": Activation.GELU_TANH,
+    "clamped_swiglu": Activation.CLAMPED_SWIGLU,
 }
 
 

@@ -54,6 +54,7 @@ class Activation(IntEnum):
     SILU = 1
     GELU = 2
     GELU_TANH = 3
+    CLAMPED_SWIGLU = 4
 
 
 @functools.cache

@@ -29,7 +29,7 @@ _LINEAR_THREADS = 256
 _LINEAR_STEP = 64
 LINEAR_TOKENS = 16
 """Rows of x up to which `Linear` runs here and not in cuBLAS."""
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 
 
 def attention_shared_bytes(query: torch.dtype, head_dim: int, cache: int) -> int:

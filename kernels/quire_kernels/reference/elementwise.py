@@ -7,6 +7,9 @@ import torch.nn.functional as F
 
 from quire_kernels.registry import implementation
 
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""Of clamped_swiglu."""
+
 
 @implementation("rms_norm", "reference")
 def rms_norm(
@@ -50,4 +53,7 @@ def gate_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
         return F.silu(gate) * up
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return gate * torch.sigmoid(gate * SWIGLU_ALPHA) * (up + 1)
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up

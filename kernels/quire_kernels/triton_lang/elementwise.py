@@ -22,8 +22,8 @@ _ELEMENTS = 2048
 """Numbers that a program holds, where rows are short enough for several."""
 _GATE_BLOCK = 1024
 _ARGMAX_BLOCK = 4096
-SILU, GELU, GELU_TANH = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
+SILU, GELU, GELU_TANH, CLAMPED_SWIGLU = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "clamped_swiglu": 4}
 """What the kernels call them."""
 INT_MAX = tl.constexpr(0x7FFFFFFF)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -45,16 +45,28 @@ def sigmoid(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """SILU, GELU or GELU_TANH of float32."""
+    """An activation of float32."""
     if ACTIVATION == SILU:
         return x * sigmoid(x)
     elif ACTIVATION == GELU:
         return 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
+    elif ACTIVATION == CLAMPED_SWIGLU:
+        clamped = tl.minimum(x, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        return clamped * sigmoid(clamped * 1.702)
     else:
         # (1 + tanh(z)) / 2 is sigmoid(2 z).
         tl.static_assert(ACTIVATION == GELU_TANH)
         # In Triton 3.7's interpreter a constant on the left of a tensor makes a constant of it.
         return x * sigmoid((x + 0.044715 * x * x * x) * _TWICE_SQRT_2_OVER_PI)
+
+
+@triton.jit
+def factor(up, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the activated gate is multiplied by, in float32."""
+    if ACTIVATION == CLAMPED_SWIGLU:
+        up = tl.minimum(up, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
+    return up
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -156,7 +168,7 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     mask = column < size
     wide = tl.load(x_ptr + row * x_stride + column, mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + size + column, mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * size + column, gate(wide, ACTIVATION) * up, mask)
+    tl.store(out_ptr + row * size + column, gate(wide, ACTIVATION) * factor(up, ACTIVATION), mask)
 
 
 def gate_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from quire_kernels.triton_lang import interpreter, tuning
 from quire_kernels.triton_lang.compiler import CompileCase
-from quire_kernels.triton_lang.elementwise import ACTIVATIONS, argmax, as_rows, gate, gate_mul
+from quire_kernels.triton_lang.elementwise import ACTIVATIONS, argmax, as_rows, factor, gate, gate_mul
 from quire_kernels.triton_lang.numerics import from_e4m3_bits
 from quire_kernels.weights import INT4_GROUP, QuantizedRows, quantize_weight
 
@@ -211,7 +211,7 @@ def _skinny_kernel(  # type: ignore[no-untyped-def]
         out = _finished(sums, scale_ptr, bias_ptr, column, FORMAT, HAS_BIAS)
         if IS_GATED:
             up = _finished(up_sums, scale_ptr, bias_ptr, column + out_features, FORMAT, HAS_BIAS)
-            out = gate(out, ACTIVATION) * up
+            out = gate(out, ACTIVATION) * factor(up, ACTIVATION)
         targets = out_ptr + row.to(tl.int64)[None, :] * out_features + index[:, None]
         tl.store(targets, out, (row < num_rows)[None, :] & (index < out_features)[:, None])
 

@@ -113,14 +113,14 @@ void norm_rope_write(T* qkv, int64_t stride, int num_heads, const T* query_norm,
   });
 }
 
-template <class T, class F>
-void gate_rows(const T* gate_up, int64_t stride, int size, T* y, int64_t ldy, int num_rows, F activate) {
+template <class T, class F, class G>
+void gate_rows(const T* gate_up, int64_t stride, int size, T* y, int64_t ldy, int num_rows, F activate, G factor) {
   parallel_for(num_rows, 4096 / size, [&](int64_t row) {
     const T* gate = gate_up + row * stride;
     alignas(64) T rounded[width];
     for (int i = 0; i < size; i += width) {
       store(rounded, activate(load(gate + i)));
-      store(y + row * ldy + i, mul(load(rounded), load(gate + size + i)));
+      store(y + row * ldy + i, mul(load(rounded), factor(load(gate + size + i))));
     }
   });
 }

@@ -28,7 +28,7 @@ enum class Format : int32_t { float32 = 0, bfloat16 = 1, int8 = 2, int4 = 3, w8a
 enum class ScaleType : int32_t { float32 = 0, float16 = 1, bfloat16 = 2, int8 = 3, nibbles = 4 };
 
 // Gated ones take columns in pairs (gate, up), whose blocks hold 16 of each, and give half as many.
-enum class Activation : int32_t { none = 0, silu = 1, gelu = 2, gelu_tanh = 3 };
+enum class Activation : int32_t { none = 0, silu = 1, gelu = 2, gelu_tanh = 3, clamped_swiglu = 4 };
 
 constexpr int block_columns = 32;
 constexpr int half_block = block_columns / 2;
@@ -595,12 +595,18 @@ inline void one_row(const Weight& w, int64_t block, int blocks, const bf16* x, f
 
 #endif
 
+constexpr float swiglu_limit = 7.0f;
+
 inline vec activate(vec gate, Activation kind) {
   switch (kind) {
     case Activation::silu: return mul(gate, sigmoid(gate));
     case Activation::gelu_tanh: {
       vec inner = mul(splat(0.7978845608028654f), fma(mul(mul(gate, gate), gate), splat(0.044715f), gate));
       return mul(mul(splat(0.5f), gate), add(splat(1.0f), tanh(inner)));
+    }
+    case Activation::clamped_swiglu: {
+      vec clamped = min(splat(swiglu_limit), gate);  // NaN stays NaN
+      return mul(clamped, sigmoid(mul(clamped, splat(1.702f))));
     }
     default: {
       alignas(64) float values[width];
@@ -609,6 +615,12 @@ inline vec activate(vec gate, Activation kind) {
       return load(values);
     }
   }
+}
+
+// What the activated gate is multiplied by.
+inline vec factor(vec up, Activation kind) {
+  if (kind != Activation::clamped_swiglu) return up;
+  return add(max(splat(-swiglu_limit), min(splat(swiglu_limit), up)), splat(1.0f));
 }
 
 // Sums of a block, bias and activation applied, to y: [rows][outputs of the block].
@@ -630,7 +642,7 @@ inline void finish(const Weight& w, int64_t block, int rows, const float* acc, Y
     Y* to = valid == columns ? y + r * ldy : last;
     for (int c = 0; c < columns; c += width) {
       vec value = result(acc, c);
-      if (is_gated) value = mul(activate(value, w.activation), result(acc, half_block + c));
+      if (is_gated) value = mul(activate(value, w.activation), factor(result(acc, half_block + c), w.activation));
       store(to + c, value);
     }
     if (to == last) std::memcpy(y + r * ldy, last, valid * sizeof(Y));

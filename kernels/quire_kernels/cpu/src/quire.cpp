@@ -130,7 +130,8 @@ void quire_gate(Type type, Activation activation, const void* gate_up, int64_t s
   with_type(type, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     gate_rows(static_cast<const T*>(gate_up), stride, size, static_cast<T*>(y), size, num_rows,
-              [activation](vec x) { return gemm::activate(x, activation); });
+              [activation](vec x) { return gemm::activate(x, activation); },
+              [activation](vec x) { return gemm::factor(x, activation); });
   });
 }
 

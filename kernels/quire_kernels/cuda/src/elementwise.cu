@@ -31,7 +31,7 @@ struct GateParams {
     const Storage* x;  // [rows, 2 * size]
     Storage* out;      // [rows, size]
     int64 x_stride;
-    int size, activation;  // 0: silu, 1: gelu, 2: gelu by tanh
+    int size, activation;  // see activations.cuh
 };
 
 }  // namespace
@@ -93,7 +93,8 @@ KERNEL(gate, GateParams, 256, 1) {
 #pragma unroll
     for (int e = 0; e < PER_VECTOR; e++) {
         const float x = TYPE::to_float(gate.numbers[e]);
-        gate.numbers[e] = TYPE::from_float(activate(x, p.activation) * TYPE::to_float(up.numbers[e]));
+        gate.numbers[e] = TYPE::from_float(
+            activate(x, p.activation) * factor(TYPE::to_float(up.numbers[e]), p.activation));
     }
     reinterpret_cast<Vector16*>(p.out + row * p.size)[i] = gate.vector;
 }

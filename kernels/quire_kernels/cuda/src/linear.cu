@@ -156,7 +156,7 @@ DEVICE void multiply_rows(const LinearParams& p, float* sums, int* flag) {
         if (GATED) {
             float up = sums[token * (16 * ROW_TILES) + 16 + local];
             if (p.bias) up += TYPE::to_float(p.bias[p.num_columns + column]);
-            value = activate(value, p.activation) * up;
+            value = activate(value, p.activation) * factor(up, p.activation);
         }
         const int64 place = token * p.out_stride + column;
         if (p.out_is_float) static_cast<float*>(p.out)[place] = value;
