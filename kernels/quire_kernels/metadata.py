@@ -12,6 +12,8 @@ T = TypeVar("T")
 SHORT_QUERY = 16
 """Most new tokens per sequence of a batch that is for implementations which read the context again for every
 few of them."""
+NO_SINKS = "no attention sinks"
+"""Why an implementation of `ops.paged_attention` without them cannot compute a call."""
 Attend = Callable[[torch.Tensor, "AttentionMetadata"], torch.Tensor]
 
 
@@ -24,6 +26,8 @@ def attention_facts(
     sliding_window: int | None,
     softcap: float | None,
     max_query_len: int = 1,
+    *,
+    sinks: bool = False,
 ) -> dict[str, Any]:
     """What implementations of `ops.paged_attention` are chosen by, beside device and type."""
     return {
@@ -33,6 +37,7 @@ def attention_facts(
         "kv_dtype": kv_dtype,
         "sliding_window": sliding_window is not None,
         "softcap": softcap is not None,
+        "sinks": sinks,
         "long_queries": max_query_len > SHORT_QUERY,
     }
 

@@ -37,6 +37,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
     """Causal attention of a ragged batch over its paged context, for prefill, decode and any mixture.
@@ -52,6 +53,9 @@ def paged_attention(
         scale: factor of the scores, usually head_dim ** -0.5.
         sliding_window: number of positions a token sees, itself included.
         softcap: scores become softcap * tanh(score / softcap).
+        sinks: float32 [num_heads]: a score of every row of a head, not capped, whose value is zero: it takes
+            part in the softmax's denominator alone (gpt-oss; "Efficient Streaming Language Models with
+            Attention Sinks", arXiv 2309.17453).
         implementation: name of the one to take, but for calls that it leaves to others; None: the best.
 
     Returns:
@@ -63,6 +67,7 @@ def paged_attention(
         scale=scale,
         sliding_window=sliding_window,
         softcap=softcap,
+        sinks=sinks,
         wanted=implementation,
     )
     return attend(query, meta) if meta.interrupt is None else meta.interrupt(query, attend)
@@ -75,6 +80,7 @@ def _attend(
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
     wanted: str | None,
 ) -> torch.Tensor:
     data = data_of(kv_layer)
@@ -88,13 +94,16 @@ def _attend(
         sliding_window,
         softcap,
         meta.max_query_len,
+        sinks=sinks is not None,
     )
+    # Implementations without sinks need not know of them: their predicates refuse these calls.
+    others = () if sinks is None else (sinks,)
     failed: tuple[Callable[..., Any], ...] = ()
     while True:
         function = registry.select(
             "paged_attention", query.device.type, query.dtype, wanted=wanted, without=failed, **facts
         )
-        out: torch.Tensor | None = function(query, kv_layer, meta, scale, sliding_window, softcap)
+        out: torch.Tensor | None = function(query, kv_layer, meta, scale, sliding_window, softcap, *others)
         if out is not None:
             return out
         failed = (*failed, function)

@@ -25,7 +25,10 @@ def devices() -> list[str]:
 
 
 def every_implementation(
-    operator: str, dtypes: Sequence[torch.dtype] = (), kv_dtypes: Sequence[torch.dtype | None] = ()
+    operator: str,
+    dtypes: Sequence[torch.dtype] = (),
+    kv_dtypes: Sequence[torch.dtype | None] = (),
+    **others: Any,
 ) -> list[Any]:
     """Parameters of all implementations that run on this machine.
 
@@ -33,6 +36,7 @@ def every_implementation(
         dtypes: of the operands; if given, the third parameter is one that the implementation computes.
         kv_dtypes: of the cache (None: that of the operands); if given, the last parameter is one that it
             knows.
+        others: facts of the call, beside those of the types.
 
     Returns:
         (implementation name, device), then a dtype, then a KV dtype.
@@ -42,7 +46,7 @@ def every_implementation(
         registry.implementations(operator), devices(), dtypes or [None], kv_dtypes or [None]
     ):
         computed = dtype or torch.float32
-        facts: dict[str, Any] = {"kv_dtype": kv_dtype or computed, "activation": None}
+        facts: dict[str, Any] = {"kv_dtype": kv_dtype or computed, "activation": None, **others}
         facts |= dict.fromkeys(("size", "head_dim", "rotary_dim", "in_features", "out_features"), 64)
         if one.can_do(device, computed, facts):
             values = [one.name, device, *[dtype][: len(dtypes)], *[kv_dtype][: len(kv_dtypes)]]
@@ -50,10 +54,6 @@ def every_implementation(
             parameters.append(pytest.param(*values, id="-".join(words)))
     return parameters
 
-
-def is_interpreted(name: str, device: str) -> bool:
-    """Whether an implementation runs in Triton's interpreter: a thousandth as fast, so tests give it less."""
-    return name == "triton" and device == "cpu" and operators.is_interpreted()
 
 def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """What a gated layer's halves become, by the definitions."""
@@ -65,6 +65,10 @@ def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor
     kind = "tanh" if activation == "gelu_tanh" else "none"
     return torch.nn.functional.gelu(gate, approximate=kind) * up
 
+
+def is_interpreted(name: str, device: str) -> bool:
+    """Whether an implementation runs in Triton's interpreter: a thousandth as fast, so tests give it less."""
+    return name == "triton" and device == "cpu" and operators.is_interpreted()
 
 
 def with_cases(parameters: list[Any], cases: Sequence[Any], interpreted: int) -> list[Any]:

@@ -95,7 +95,8 @@ def test_attention_does_not_depend_on_how_a_prompt_is_cut(
         seed=seed,
     )
     window = draw.choice([None, None, draw.randint(1, 400)])
-    options = case.scale, window, draw.choice([None, None, 20.0])
+    sinks = torch.linspace(-2.0, 3.0, case.query.shape[1])
+    options = case.scale, window, draw.choice([None, None, 20.0]), draw.choice([None, sinks])
     whole = attend(isa, case.query, case.kv_layer, case.meta, *options)
     assert not whole.isnan().any()
     for size in (*CHUNKS, draw.randint(1, length)):

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire_kernels import ops
-from quire_kernels.metadata import AttentionMetadata
+from quire_kernels import ops, registry
+from quire_kernels.metadata import AttentionMetadata, attention_facts
 from quire_kernels.quantized_kv import KVLayer
 from quire_kernels.reference import attention as reference
 from tests.kernels.common import (
@@ -99,7 +99,12 @@ def make_case(
     return Case(query, kv_layer, pool, meta, keys, values, head_dim**-0.5)
 
 
-def dense(case: Case, sliding_window: int | None = None, softcap: float | None = None) -> torch.Tensor:
+def dense(
+    case: Case,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention of each sequence by itself, with the whole score matrix, in float64."""
     results, start = [], 0
     for key, value, query_len in zip(case.keys, case.values, case.meta.query_lens, strict=True):
@@ -117,7 +122,11 @@ def dense(case: Case, sliding_window: int | None = None, softcap: float | None =
         if sliding_window is not None:
             seen &= columns > rows - sliding_window
         scores = scores.masked_fill(~seen, float("-inf"))
-        results.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide_value))
+        if sinks is not None:
+            column = sinks.double()[:, None, None].expand(-1, query_len, 1)
+            scores = torch.cat((scores, column), -1)
+        weights = scores.softmax(-1)[..., : key.shape[0]]
+        results.append(torch.einsum("hqk,khd->qhd", weights, wide_value))
     return torch.cat(results)
 
 
@@ -320,6 +329,56 @@ def test_small_tiles_and_small_decode_groups(
     lengths = [(1, n) for n in (1, 8, 9, 30, 32, 33, 70)] + [(5, 40), (40, 40), (9, 17), (16, 33)]
     with forced("paged_attention", "reference"):
         check(make_case(lengths, kv_dtype=kv_dtype), sliding_window=window)
+
+
+def with_sinks() -> list[Any]:
+    """Every implementation that has attention sinks."""
+    known = every_implementation(
+        "paged_attention", [torch.float32, torch.bfloat16], [None, torch.int8], sinks=True
+    )
+    assert {one.values[0] for one in known} >= {"reference"}
+    return known
+
+
+@pytest.mark.parametrize(("name", "device", "dtype", "kv_dtype"), with_sinks())
+@pytest.mark.parametrize("groups", [1, 8])
+def test_sinks_take_their_share_of_the_weights(
+    name: str, device: str, dtype: torch.dtype, kv_dtype: torch.dtype | None, groups: int
+) -> None:
+    """Decoding in one split and several, chunks of prompts; sinks below, among and far above the scores."""
+    lengths = [(1, 1), (1, 33), (1, 900), (3, 270), (40, 300), (600, 600)]
+    case = make_case(
+        lengths,
+        groups=groups,
+        head_dim=64,
+        block_size=16,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        device=device,
+    )
+    sinks = torch.linspace(-4.0, 8.0, 2 * groups).to(device)
+    with forced("paged_attention", name):
+        check(case, sinks=sinks)
+        check(case, sinks=sinks, sliding_window=9)
+        check(case, sinks=sinks, sliding_window=300, softcap=15.0)
+        none = torch.full_like(sinks, -torch.inf)
+        torch.testing.assert_close(case.run(sinks=none), case.run())
+        # A head whose sink is no number has no result; its neighbours have theirs.
+        sinks[1], rest = torch.nan, [0, *range(2, 2 * groups)]
+        expected, found = dense(case, sinks=sinks)[:, rest], case.run(sinks=sinks)
+        assert found[:, 1].isnan().all()
+        torch.testing.assert_close(
+            found[:, rest].double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
+
+
+def test_a_kernel_without_sinks_is_refused_by_name() -> None:
+    facts = attention_facts(8, 64, 2, 16, torch.bfloat16, None, None, sinks=True)
+    able = registry.capabilities("paged_attention", "cuda", torch.bfloat16, **facts)
+    assert able["reference"] is None
+    assert registry.pick("paged_attention", "cuda", torch.bfloat16, **facts).name == "reference"
+    assert able["flashinfer"] == "no attention sinks"
+    assert all(able[name] is not None for name in ("cuda", "triton"))
 
 
 def test_a_prompt_in_chunks_equals_the_prompt_at_once() -> None:

@@ -115,6 +115,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.paged_attention`."""
     query = _with_heads_together(query)
@@ -131,6 +132,7 @@ def paged_attention(
         scale,
         sliding_window or 0,
         softcap or 0.0,
+        None if sinks is None else sinks.data_ptr(),
     )
     return out
 

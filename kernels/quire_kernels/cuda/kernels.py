@@ -10,7 +10,7 @@ import torch
 
 from quire_kernels.cuda.compiler import Unit, attention_unit
 from quire_kernels.cuda.launch import Launcher
-from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.metadata import NO_SINKS, AttentionMetadata
 from quire_kernels.quantized_kv import KV_KINDS, KVLayer, QuantizedKV
 from quire_kernels.reference.linear import TorchLinear
 from quire_kernels.registry import LeftToOthers
@@ -349,8 +349,10 @@ def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 and is_aligned else rows.contiguous()
 
 
-def can_attend(**facts: Any) -> bool | LeftToOthers:
+def can_attend(**facts: Any) -> bool | str:
     """Whether `Kernels.paged_attention` knows a head size and block size, and queries are short."""
+    if facts.get("sinks"):
+        return NO_SINKS
     quantized = facts.get("kv_dtype") in KV_KINDS
     block_size = facts.get("block_size", 16)
     known = (

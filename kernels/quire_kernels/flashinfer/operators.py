@@ -16,7 +16,7 @@ import torch
 
 from quire_kernels import registry
 from quire_kernels.flashinfer.wrappers import MODULE, Plan, Shape, plan_batch, try_out
-from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.metadata import NO_SINKS, AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer
 
 logger = logging.getLogger("quire_kernels")
@@ -82,9 +82,12 @@ def _can_attend(
     block_size: int = 16,
     sliding_window: bool = False,
     softcap: bool = False,
+    sinks: bool = False,
     **_: Any,
 ) -> bool | str:
     """No quantised cache: FlashInfer has one scale for all tokens, ours have one each."""
+    if sinks:
+        return NO_SINKS
     if head_dim not in HEAD_DIMS or kv_dtype not in _HALVES:
         return False
     return why_unavailable() or works(head_dim, num_groups, block_size, kv_dtype, sliding_window, softcap)

@@ -102,6 +102,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.paged_attention`."""
     _, _, num_kv_heads, block_size, head_dim = data_of(kv_layer).shape
@@ -113,15 +114,17 @@ def paged_attention(
     plan = _plan(meta, block_size, block_bytes, sliding_window)
     # [num_tokens, num_kv_heads, groups, head_dim]: heads that share keys are neighbours.
     grouped = (query.float() * scale).view(num_tokens, num_kv_heads, -1, head_dim)
+    # [num_kv_heads, groups, 1]
+    columns = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
     if len(plan.decode) == 1 and not plan.tiles:
-        out = _decode(grouped, kv_layer, *plan.decode[0], softcap)
+        out = _decode(grouped, kv_layer, *plan.decode[0], softcap, columns)
     else:
         out = torch.empty_like(grouped)
         for group, blocks in plan.decode:
-            out[group.rows] = _decode(grouped[group.rows], kv_layer, group, blocks, softcap)
+            out[group.rows] = _decode(grouped[group.rows], kv_layer, group, blocks, softcap, columns)
         for tile in plan.tiles:
             rows = slice(tile.start, tile.stop)
-            out[rows] = _tiled(grouped[rows], kv_layer, tile, plan.table[tile.sequence], softcap)
+            out[rows] = _tiled(grouped[rows], kv_layer, tile, plan.table[tile.sequence], softcap, columns)
     return out.view(num_tokens, num_heads, head_dim).to(query.dtype)
 
 
@@ -220,9 +223,14 @@ def _to_float(data: torch.Tensor) -> torch.Tensor:
 
 
 def _decode(
-    query: torch.Tensor, kv_layer: KVLayer, group: _DecodeGroup, blocks: torch.Tensor, softcap: float | None
+    query: torch.Tensor,
+    kv_layer: KVLayer,
+    group: _DecodeGroup,
+    blocks: torch.Tensor,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """query [n, num_kv_heads, groups, head_dim], scaled already."""
+    """query [n, num_kv_heads, groups, head_dim], scaled already; sinks [num_kv_heads, groups, 1]."""
     context = gather_context(kv_layer, blocks)
     if group.unwritten is not None:
         # What lies behind a sequence's end may be anything, even NaN of another request, which neither adding
@@ -232,18 +240,30 @@ def _decode(
     scores = context.scores(query, softcap)
     if group.mask is not None:
         scores += group.mask
-    return context.weighted(torch.softmax(scores, dim=-1))
+    if sinks is None:
+        return context.weighted(torch.softmax(scores, dim=-1))
+    scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    return context.weighted(torch.softmax(scores, dim=-1)[..., :-1])
 
 
 def _tiled(
-    query: torch.Tensor, kv_layer: KVLayer, tile: _QueryTile, blocks: torch.Tensor, softcap: float | None
+    query: torch.Tensor,
+    kv_layer: KVLayer,
+    tile: _QueryTile,
+    blocks: torch.Tensor,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """query [n, num_kv_heads, groups, head_dim], scaled already; blocks [max_blocks]: of one sequence."""
+    """As `_decode`, of one sequence: blocks [max_blocks]."""
     count, num_kv_heads, groups, head_dim = query.shape
     # [num_kv_heads, groups * n, head_dim]
     flat = query.permute(1, 2, 0, 3).reshape(num_kv_heads, groups * count, head_dim)
-    top = flat.new_full((num_kv_heads, groups * count, 1), float("-inf"))
-    total = torch.zeros_like(top)
+    if sinks is None:
+        top = flat.new_full((num_kv_heads, groups * count, 1), float("-inf"))
+        total = torch.zeros_like(top)
+    else:
+        top = sinks.repeat_interleave(count, dim=1)
+        total = torch.ones_like(top)
     out = torch.zeros_like(flat)
     for keys in tile.keys:
         context = gather_context(kv_layer, blocks[keys.blocks])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from quire_kernels.cache import cache_directory
+from quire_kernels.metadata import NO_SINKS
 from quire_kernels.registry import implementation
 from quire_kernels.sampling import is_not_typical
 from quire_kernels.weights import INT4_GROUP
@@ -72,9 +73,17 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _can_attend(
-    *, head_dim: int, kv_dtype: torch.dtype, num_groups: int = 1, block_size: int = 16, **_: Any
-) -> bool:
+    *,
+    head_dim: int,
+    kv_dtype: torch.dtype,
+    num_groups: int = 1,
+    block_size: int = 16,
+    sinks: bool = False,
+    **_: Any,
+) -> bool | str:
     """Any window and any softcap; at most 256 dimensions, and 64 query heads for a KV head."""
+    if sinks:
+        return NO_SINKS
     return _can_write(head_dim=head_dim, kv_dtype=kv_dtype, block_size=block_size) and num_groups <= 64
 
 

@@ -229,11 +229,13 @@ void run(const Call<T>& call) {
 
 // query and out: [num_tokens][num_heads][head_dim], tokens of the query `query_stride` elements apart; keys and values
 // of the new tokens are in the cache. The token at position p sees (p - window, p], or [0, p] if window is 0.
-// Scores are q . k * scale, or softcap * tanh(q . k * scale / softcap) if softcap is not 0. scale is positive.
+// Scores are q . k * scale, or softcap * tanh(q . k * scale / softcap) if softcap is not 0. scale is positive. A head's sink,
+// if there are any, is one more score whose value is zero.
 template <class T>
 void paged_attention(const T* query, int64_t query_stride, int num_heads, const Matrix<T>& out,
-                     const KVLayer& kv, const Batch& batch, float scale, int window, float softcap) {
-  attention::Call<T> call{query, query_stride, out, kv, batch, num_heads / kv.num_kv_heads, scale, window, softcap};
+                     const KVLayer& kv, const Batch& batch, float scale, int window, float softcap,
+                     const float* sinks) {
+  attention::Call<T> call{query, query_stride, out, kv, batch, num_heads / kv.num_kv_heads, scale, window, softcap, sinks};
   switch (kv.type) {
     case KVType::float32: return attention::run<T, float>(call);
     case KVType::bfloat16: return attention::run<T, bf16>(call);

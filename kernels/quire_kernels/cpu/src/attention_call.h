@@ -55,6 +55,7 @@ struct Call {
   float scale;
   int window;     // 0: none
   float softcap;  // 0: none
+  const float* sinks;  // [num_heads], as scores behind `cap`; null: none
 
   // "Row" i of a sequence's KV head is query head i % groups of its new token i / groups.
   const T* query_row(int sequence, int head, int64_t row) const {
@@ -72,6 +73,11 @@ struct Call {
   vec cap(vec score) const {
     return softcap ? mul(splat(softcap), tanh(mul(score, splat(scale / softcap)))) : score;
   }
+  // A row's softmax before its first unit: the maximum of the exponents, and the sum of the weights.
+  float first_peak(int head, int64_t row) const {
+    return sinks ? std::max(sinks[head * groups + row % groups] * log2_e, no_peak) : no_peak;
+  }
+  float first_total() const { return sinks ? 1.0f : 0.0f; }
 
  private:
   int64_t token_of(int sequence, int64_t row) const { return batch.query_start_loc[sequence] + row / groups; }

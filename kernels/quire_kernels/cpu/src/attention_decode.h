@@ -535,7 +535,7 @@ template <class T>
 inline void merge_units(const Call<T>& call, int sequence, int head, float* partials, int count, int64_t stride) {
   const int size = call.kv.head_dim, rows = call.num_new(sequence) * call.groups;
   for (int r = 0; r < rows; ++r) {
-    Running state{splat(no_peak), zero(), zero(), zero()};
+    Running state{splat(call.first_peak(head, r)), splat(call.first_total()), zero(), zero()};
     float* sums = Partial(partials, rows).sums + int64_t(r) * Partial::row_size(size);
     for (int u = 0; u < count; ++u) {
       const Partial unit(partials + u * stride, rows);

@@ -475,8 +475,9 @@ inline void tile_task(const Call<T>& call, int sequence, int head, int first_tok
     for (int i = 0; i < width; ++i)
       from[i] = row + i < rows ? call.query_row(sequence, head, int64_t(first_token) * groups + row + i) : nullptr;
     tile.load_query(row / row_block, row % row_block, from);
-    store(states[row / row_block].peaks + row % row_block, splat(no_peak));
-    store(states[row / row_block].totals + row % row_block, zero());
+    Softmax& state = states[row / row_block];
+    for (int i = 0; i < width; ++i) state.peaks[row % row_block + i] = call.first_peak(head, row + i);
+    store(state.totals + row % row_block, splat(call.first_total()));
   }
 
   float* scores = scratch<Scores, float>(chunk * row_block);

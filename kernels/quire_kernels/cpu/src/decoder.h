@@ -79,7 +79,7 @@ void forward(const Decoder& model, const Step& step) {
                     model.half_rotary_dim, kv, batch.slot_mapping, num_tokens);
     if (is_last && step.num_rows == 0) return;
     paged_attention(heads, heads_size, model.num_heads, attended, kv, batch, layer.attention_scale, layer.window,
-                    layer.softcap);
+                    layer.softcap, nullptr);
     if (is_last) num_tokens = int(step.num_rows);
     const Matrix<T> wanted = input_of(layer.out, attended_data), second = input_of(layer.gate_up, normed_data);
     if (is_last)

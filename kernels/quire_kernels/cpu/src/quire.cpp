@@ -136,12 +136,13 @@ void quire_gate(Type type, Activation activation, const void* gate_up, int64_t s
 }
 
 void quire_paged_attention(Type type, const void* query, int64_t query_stride, int num_heads, void* out,
-                           const KVLayer* kv, const Batch* batch, float scale, int window, float softcap) {
+                           const KVLayer* kv, const Batch* batch, float scale, int window, float softcap,
+                           const float* sinks) {
   with_type(type, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     paged_attention(static_cast<const T*>(query), query_stride, num_heads,
                     Matrix<T>{static_cast<T*>(out), int64_t(num_heads) * kv->head_dim}, *kv, *batch, scale, window,
-                    softcap);
+                    softcap, sinks);
   });
 }
 
