@@ -87,7 +87,9 @@ class NamedTensor(NamedTuple):
     offset: int | None = None
     """Of its bytes in the file, if they lie there as the tensor's do."""
     change: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """What makes the content of those bytes; type and shape stay."""
+    """What makes the content of those bytes; type and shape stay, but for what `raw` says."""
+    raw: torch.Tensor | None = None
+    """Type and shape of those bytes, on torch's "meta" device, where `change` makes others."""
 
     def read(self) -> torch.Tensor:
         """The content, in memory.
@@ -97,9 +99,14 @@ class NamedTensor(NamedTuple):
         """
         if self.offset is None:
             return self.tensor
-        content = torch.empty(self.tensor.shape, dtype=self.tensor.dtype)
+        content = self.empty()
         read_into(bytes_of(content), self.file, self.offset)
         return content if self.change is None else self.change(content)
+
+    def empty(self) -> torch.Tensor:
+        """Memory for its bytes, with an offset."""
+        like = self.tensor if self.raw is None else self.raw
+        return torch.empty(like.shape, dtype=like.dtype)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

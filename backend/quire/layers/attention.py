@@ -13,7 +13,8 @@ from quire_kernels import ops
 
 
 class Attention(nn.Module):
-    """Projections, optional query and key norms, rotary embedding, cache write and paged attention.
+    """Projections, optional query and key norms, rotary embedding, cache write and paged attention, with
+    optional sinks.
 
     Args:
         config: of the model.
@@ -42,6 +43,9 @@ class Attention(nn.Module):
         self.norm_eps = config.rms_norm_eps
         self.q_norm = RMSNorm(config, self.head_dim) if config.qk_norm else None
         self.k_norm = RMSNorm(config, self.head_dim) if config.qk_norm else None
+        self.sinks: nn.Parameter | None = None
+        if config.attention_sinks:
+            self.sinks = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32), requires_grad=False)
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """[num_tokens, hidden_size] to the same; writes the new tokens' keys and values into the cache."""
@@ -60,6 +64,7 @@ class Attention(nn.Module):
             scale=self.scale,
             sliding_window=self.sliding_window,
             softcap=self.softcap,
+            sinks=self.sinks,
             implementation=self.backend,
         )
         out: torch.Tensor = self.out(attended.flatten(1))

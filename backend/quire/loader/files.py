@@ -124,8 +124,7 @@ def read_ahead(wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, torch.Tensor]
             if stored.offset is None:
                 ahead.append((one, stored.tensor, []))
             else:
-                like = stored.tensor
-                content = one.memory if one.is_kept else torch.empty(like.shape, dtype=like.dtype)
+                content = one.memory if one.is_kept else stored.empty()
                 prefer_huge_pages(content)
                 ahead.append((one, content, _begin(pool, stored.file, stored.offset, bytes_of(content))))
             while sum(content.nbytes for _, content, _ in ahead) > _AHEAD:

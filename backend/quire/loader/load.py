@@ -185,7 +185,7 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
     nothing = torch.empty(0)
 
     def wanted() -> Iterator[Wanted]:
-        for stored in tensors:
+        for stored in (part for one in tensors for part in model.split(one)):
             name, tensor, file = stored[:3]
             own = model.canonical_name(name)
             if own not in targets and f"model.{own}" in targets:

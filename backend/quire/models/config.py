@@ -81,6 +81,8 @@ class DecoderConfig:
     """Rotary embedding of the layers with a window, where it differs from `rope`."""
     attention_scale: float
     attention_softcap: float | None = None
+    attention_sinks: bool = False
+    """Whether each query head has a score whose value is nothing; see `ops.paged_attention`."""
     logits_softcap: float | None = None
     """Logits become softcap * tanh(logit / softcap)."""
     embedding_scale: float | None = None

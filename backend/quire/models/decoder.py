@@ -20,6 +20,7 @@ from quire.models.hf_config import HFConfig
 from quire.models.kv_groups import kv_groups
 from quire.models.kv_spec import AttentionKV, KVLayers, KVSpec
 from quire.roofline import ModelWork
+from quire_ensemble.weight_files import NamedTensor
 from quire_kernels import ops
 from quire_kernels.cpu.decoder import DecoderLayerWeights, NativeDecoder, can_fuse
 from quire_kernels.host_memory import give_back
@@ -235,6 +236,7 @@ class DecoderModel(nn.Module):
             self.layer_class is not DecoderLayer
             or self.sliding_rotary is not None
             or config.unit_offset_norms
+            or config.attention_sinks
         ):
             return None
         layers = []
@@ -287,7 +289,7 @@ class DecoderModel(nn.Module):
             if isinstance(module, Linear | Embedding):
                 yield from module.weights()
             for name, parameter in module.named_parameters(recurse=False):
-                yield Weight(f"{path}.{name}", parameter)
+                yield Weight(f"{path}.{name}", parameter, 0 if name == "sinks" else None)
 
     def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules by the names of their tensors."""
@@ -299,6 +301,10 @@ class DecoderModel(nn.Module):
         if self.config.unit_offset_norms and name.endswith("norm.weight"):
             return tensor.float() + 1.0
         return tensor
+
+    def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
+        """What a tensor of the checkpoint holds, under names that `canonical_name` takes: mostly itself."""
+        yield stored
 
     def canonical_name(self, name: str) -> str:
         """The name in `weights()` of a checkpoint's tensor."""

@@ -16,6 +16,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "MinistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
+    "GptOssForCausalLM": "gpt_oss",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",

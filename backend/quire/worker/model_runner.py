@@ -492,6 +492,7 @@ def _attention_facts(config: EngineConfig, shape: DecoderConfig) -> list[dict[st
             QUANTIZED_DTYPES.get(config.cache.kv_cache_dtype, shape.dtype),
             window,
             shape.attention_softcap,
+            sinks=shape.attention_sinks,
         )
         for window in dict.fromkeys(shape.sliding_windows)
     ]

@@ -170,6 +170,12 @@ def _bitsandbytes(values: Values) -> Rules:
     return _all_but("bitsandbytes", form, exempt)
 
 
+def _mxfp4(values: Values) -> Rules:
+    # A name may stand for what lies below it, "model.layers.*.self_attn" for its projections.
+    exempt = [key for name in values.get("modules_to_not_convert") or () for key in (name, f"{name}.*")]
+    return Rules("mxfp4", ((_named(exempt), None), (_named(["mlp.experts"]), FP4(32))))
+
+
 def _compressed(values: Values) -> Rules:
     for key in ("transform_config", "sparsity_config"):
         other = values.get(key) or {}
@@ -253,4 +259,5 @@ _METHODS: dict[str, Callable[[Values], Rules]] = {
     "fbgemm_fp8": _fbgemm,
     "modelopt": _modelopt,
     "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
 }

@@ -1,0 +1,123 @@
+"""gpt-oss: experts in every layer, attention sinks, windows in every other layer, biases everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import nn
+
+from quire.errors import CheckpointError
+from quire.layers.mlp import GatedMLP
+from quire.layers.moe import MixtureOfExperts
+from quire.models.config import DecoderConfig, ExpertsConfig, windows_by_layer_type
+from quire.models.decoder import DecoderLayer, DecoderModel
+from quire.models.hf_config import HFConfig
+from quire_ensemble.weight_files import NamedTensor
+from quire_kernels.reference.elementwise import SWIGLU_ALPHA, SWIGLU_LIMIT
+
+_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""Of files that state none."""
+_ENDS = {
+    "": ("weight", 3),
+    "_bias": ("bias", 2),
+    "_blocks": ("weight_packed", 4),
+    "_scales": ("weight_scale", 3),
+}
+"""By what follows the matrix in the name of a tensor of all experts: the end of the names of one expert's
+tensors, and the number of dimensions."""
+
+
+class GptOssLayer(DecoderLayer):
+    """Attention, and experts."""
+
+    def make_mlp(self, config: DecoderConfig, layer: int) -> nn.Module:
+        """See DecoderLayer."""
+        experts = config.experts
+        assert experts is not None
+        make_expert = partial(GatedMLP, config, experts.intermediate_size)
+        return MixtureOfExperts(config, experts, make_expert, "router")
+
+
+class GptOssForCausalLM(DecoderModel):
+    """Every other layer has a window, beginning with the first, unless `layer_types` says otherwise.
+
+    (OpenAI, gpt-oss model card, arXiv 2508.10925.) A checkpoint has one tensor for all experts of a layer, in
+    which the rows of gate and up take turns.
+    """
+
+    layer_class = GptOssLayer
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        for key, known in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+            if hf.number(key, known) != known:
+                raise hf.error(f"{key} {hf.get(key)!r:.40} is not supported; supported: {known}")
+        if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
+            hf = hf.replace(rope_parameters=_ROPE)
+        config = super().parse_config(hf, dtype)
+        window = hf.require_int("sliding_window", 128)
+        alternating = tuple(None if layer % 2 else window for layer in range(config.num_layers))
+        bias = hf.flag("attention_bias", True)
+        return dataclasses.replace(
+            config,
+            activation="clamped_swiglu",
+            attention_sinks=True,
+            sliding_windows=windows_by_layer_type(hf, config.num_layers, window) or alternating,
+            qkv_bias=bias,
+            out_bias=bias,
+            mlp_bias=True,
+            experts=ExpertsConfig.from_hf(
+                hf,
+                "num_local_experts",
+                "intermediate_size",
+                layers=range(config.num_layers),
+                renormalizes=True,
+            ),
+        )
+
+    def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
+        """See DecoderModel: of a tensor of all experts those of each expert's layers."""
+        prefix, separator, rest = stored.name.partition(".mlp.experts.")
+        matrix = next((name for name in ("gate_up_proj", "down_proj") if rest.startswith(name)), None)
+        if not separator or matrix is None or rest.removeprefix(matrix) not in _ENDS:
+            yield stored
+            return
+        end, num_dims = _ENDS[rest.removeprefix(matrix)]
+        tensor, experts = stored.tensor, self.config.experts
+        assert experts is not None
+        if tensor.ndim != num_dims or tensor.shape[0] != experts.num_experts:
+            raise CheckpointError(
+                f"{stored.file}: {stored.name} has shape {list(tensor.shape)}, config.json means "
+                f"{experts.num_experts} experts, each of {num_dims - 1} dimensions"
+            )
+        parts = {"down_proj": slice(None)}
+        if matrix == "gate_up_proj":
+            parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+        for expert, content in enumerate(tensor):
+            for part, rows in parts.items():
+                name = f"{prefix}.mlp.experts.{expert}.{part}.{end}"
+                change = partial(_as_layer, rows=rows, is_transposed=end == "weight")
+                one = stored._replace(name=name, tensor=change(content))
+                if stored.offset is not None:
+                    offset = stored.offset + expert * content.nbytes
+                    one = one._replace(offset=offset, change=change, raw=content)
+                yield one
+
+
+def _as_layer(tensor: torch.Tensor, *, rows: slice, is_transposed: bool) -> torch.Tensor:
+    """Some rows of an expert's tensor, which is [in_features, out_features] or begins with out_features."""
+    if is_transposed:
+        return tensor.T[rows]
+    return tensor[rows].flatten(1) if tensor.ndim == 3 else tensor[rows]
