@@ -60,6 +60,9 @@ def build(
         )
     model = kind(config, 128, torch.device("cpu")).eval()
 
+    parts = (part for name, one in stored.items() for part in model.split(NamedTensor(name, one, path)))
+    stored = {part.name: part.tensor for part in parts}
+
     def tensors() -> Iterator[NamedTensor]:
         for name, _, dim in model.weights():
             is_divided = rank is not None and dim is not None
