@@ -372,6 +372,7 @@ def shape(attention_backend: str) -> Any:
         num_kv_heads=2,
         dtype=torch.bfloat16,
         attention_softcap=None,
+        attention_sinks=False,
         attention_backend=attention_backend,
     )
 

@@ -203,7 +203,7 @@ def test_formats_of_others_load_with_every_family(
     assert (planned(tmp_path / "llama") < 0.9) == (on_gpu != "numbers")
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", [one for one in MOE_FAMILIES if one != "gpt_oss"])
 def test_experts_load_of_the_formats_that_their_line_names(
     family: str, plain: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from quire_kernels import registry
 from quire_kernels.cpu.linear import NativeLinear
 from quire_kernels.cpu.native import Format as NativeFormat
 from tests.fixtures.checkpoints import build_model, make_checkpoint
-from tests.fixtures.drive import Driver, hf_greedy, hf_logits
+from tests.fixtures.drive import Driver, hf_greedy, hf_logits, hf_model
 from tests.fixtures.foreign_checkpoints import make_mxfp4_gpt_oss
 
 CPU = torch.device("cpu")
@@ -49,6 +49,18 @@ def meant(path: Path) -> Any:
     model = build_model("gpt_oss")
     model.load_state_dict(weights)
     return model
+
+
+@pytest.mark.row("C15", clauses=("equal",))
+def test_sinks_equal_those_of_transformers(plain: Path) -> None:
+    """Whose logits are others without them."""
+    hf = hf_model(plain)
+    theirs = hf_logits(hf, IDS)
+    torch.testing.assert_close(Driver.load(plain).logits(IDS), theirs, atol=1e-3, rtol=0.0)
+    with torch.no_grad():
+        for layer in hf.model.layers:
+            layer.self_attn.sinks.fill_(-torch.inf)
+    assert (hf_logits(hf, IDS) - theirs).norm() > 0.1 * theirs.norm()
 
 
 @pytest.mark.row("D16", clauses=("moe",))
