@@ -23,11 +23,19 @@ _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+
+def _by_case(ending: str, digits: str) -> str:
+    """Words end where small letters do, and with an ending."""
+    begin, rest = r"[^\r\n\p{L}\p{N}]?", _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
+    return f"{begin}{_UPPER}*{_LOWER}+{ending}|{begin}{_UPPER}+{_LOWER}*{ending}|{digits}{rest}"
+
+
 _PATTERNS = {
     "llama3": _WORDS + r"\p{N}{1,3}" + _REST,
     "qwen2": _WORDS + r"\p{N}" + _REST,
-    "tekken": rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    + _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1),
+    "tekken": _by_case("", r"\p{N}"),
+    "gpt-4o": _by_case(f"{_ENDINGS}?", r"\p{N}{1,3}"),
 }
 _RULES = {
     **dict.fromkeys(("gpt-2", "default"), "gpt2"),
@@ -35,6 +43,7 @@ _RULES = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama3"),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
     "tekken": "tekken",
+    "gpt-4o": "gpt-4o",
 }
 """Rule of each name that `tokenizer.ggml.pre` may have."""
 _BEGIN_WITH_BOS = ("llama3", "tekken")

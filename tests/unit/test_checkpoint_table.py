@@ -50,6 +50,7 @@ _FEW = {**SIZES, "intermediate_size": 256, "num_local_experts": 4, "num_hidden_l
 SIZES_OF_EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": _FEW,
     "qwen3_moe": {**_FEW, "moe_intermediate_size": 256, "mlp_only_layers": []},
+    "gpt_oss": _FEW,
 }
 AS = {
     NativeFormat.GROUPED: "codes x int8",

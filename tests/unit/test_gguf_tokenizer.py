@@ -15,6 +15,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import GPT2Tokenizer, LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.integrations.gguf.gguf_tokenizer_mapping import set_split_regex
 
 from quire_ensemble.builder import build_repository, has_chat_template
 from quire_ensemble.errors import BuildError, TokenizerError
@@ -95,11 +96,19 @@ def _smollm(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+def _gpt_4o(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
+    """As transformers reads the files of gpt-oss."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=RustTokenizer(models.BPE(vocab, merges)))
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    return set_split_regex(tokenizer, {"pre_tokenizer_type": "gpt-4o"})
+
+
 ORACLES: dict[str, Callable[..., Any]] = {
     "gpt-2": lambda vocab, merges: GPT2Tokenizer(vocab=vocab, merges=merges),
     "qwen2": lambda vocab, merges: Qwen2Tokenizer(vocab=vocab, merges=merges),
     "llama-bpe": _llama3,
     "smollm": _smollm,
+    "gpt-4o": _gpt_4o,
 }
 
 

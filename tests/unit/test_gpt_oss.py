@@ -6,15 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 import transformers
+from gguf import quants
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
+from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
+from quire.layers.moe import Router
+from quire.loader.gguf_metadata import read_gguf_config
+from quire.loader.gguf_weights import hf_name
 from quire.loader.load import load_model
 from quire_kernels import registry
 from quire_kernels.cpu.linear import NativeLinear
@@ -22,6 +29,7 @@ from quire_kernels.cpu.native import Format as NativeFormat
 from tests.fixtures.checkpoints import build_model, make_checkpoint
 from tests.fixtures.drive import Driver, hf_greedy, hf_logits, hf_model
 from tests.fixtures.foreign_checkpoints import make_mxfp4_gpt_oss
+from tests.fixtures.gguf_files import write_gguf
 
 CPU = torch.device("cpu")
 IDS = torch.randint(5, 512, (40,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -119,6 +127,61 @@ def test_other_types_and_quantisations_load(dtype: str, quantization: str | None
     ours = Driver.load(mxfp4, dtype=dtype, quantization=quantization).logits(IDS).float()
     of_tokens = (ours - theirs).norm(dim=1) / theirs.norm(dim=1)
     assert ours.isfinite().all() and of_tokens.median() < 0.2
+
+
+def read_by_gguf(plain: Path, file: Path) -> Any:
+    """The `transformers` model with the weights that the public package finds in a GGUF file."""
+    weights = load_file(plain / "model.safetensors")
+    for tensor in gguf.GGUFReader(file).tensors:
+        means = torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        _, layer, part, end = [*tensor.name.split("."), "", ""][:4]
+        matrix, is_bias = {"ffn_down_exps": "down_proj"}.get(part, "gate_up_proj"), end == "bias"
+        if not part.endswith("_exps"):
+            weights[hf_name(tensor.name, {"gate": "router"})] = means
+            continue
+        whole = weights[f"model.layers.{layer}.mlp.experts.{matrix}" + "_bias" * is_bias]
+        first, step = {"ffn_gate_exps": (0, 2), "ffn_up_exps": (1, 2)}.get(part, (0, 1))
+        whole[..., first::step] = means if is_bias else means.transpose(1, 2)
+    model = build_model("gpt_oss")
+    model.load_state_dict(weights)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["MXFP4", "Q8_0"])
+def test_gguf_equals_transformers(kind: str, plain: Path, tmp_path: Path) -> None:
+    """With the weights that gguf-py reads; experts stay in their blocks, in one file or several."""
+    others = {"token_embd": "Q8_0", "output": "Q8_0", "attn_q": "BF16", "attn_k": "F16"}
+    parts = 20 if kind == "MXFP4" else 0
+    whole = write_gguf(plain, tmp_path / "whole.gguf", kind, kinds=others)
+    file = write_gguf(plain, tmp_path / "model.gguf", kind, kinds=others, tensors_per_part=parts)
+    hf = read_by_gguf(plain, whole)
+    with registry.forced({"grouped_linear": "reference"}):
+        driver = Driver.load(file, dtype="float32")
+        torch.testing.assert_close(driver.logits(IDS), hf_logits(hf, IDS), atol=1e-3, rtol=0.0)
+        assert driver.greedy([IDS, IDS[:5]], 16, chunk=7) == [
+            hf_greedy(hf, one, 16) for one in (IDS, IDS[:5])
+        ]
+    decoder = Driver.load(file).model
+    for layer in decoder.layers:
+        for linear in layer.mlp.modules():  # type: ignore[union-attr]
+            if isinstance(linear, Linear) and not isinstance(linear, Router):
+                assert isinstance(linear.packed, NativeLinear)
+                assert linear.packed.struct.format == NativeFormat.GROUPED
+    decoded = Driver.load(file, dtype="float32", quantization="dequantized").logits(IDS)
+    torch.testing.assert_close(decoded, hf_logits(hf, IDS), atol=1e-3, rtol=0.0)
+
+
+def test_a_call_ends_a_generation_of_a_gguf_file(tmp_path: Path) -> None:
+    """Files state one end alone, that of an answer."""
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "gpt-oss")
+    writer.add_token_list(["a", "<|return|>", "b", "<|call|>"])
+    writer.add_eos_token_id(1)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert read_gguf_config(tmp_path / "model.gguf").get("eos_token_id") == [1, 3]
 
 
 @pytest.mark.parametrize(

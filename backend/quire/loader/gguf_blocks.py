@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from quire.loader.quantized.unpacking import E2M1
 from quire_kernels.grouped_weights import GroupedWeight
 
 _EVERY_BYTE = 0x0101010101010101
@@ -131,6 +132,15 @@ def _iq4_xs(blocks: torch.Tensor) -> _Fields:
     }  # fmt: skip
 
 
+def _mxfp4(blocks: torch.Tensor) -> _Fields:
+    exponent, codes = blocks.split((1, 16), 2)
+    wide = exponent.int()
+    # Half of 2 ** (exponent - 127), since the table has twice the numbers: a subnormal one below 2.
+    bits = torch.where(wide < 2, 32 << wide, (wide - 1) << 7)
+    scales = bits.to(torch.int16).view(torch.bfloat16)
+    return {"bits": 4, "group": 32, "table": E2M1, "codes": _apart(codes, 4, 16), "scales": scales}
+
+
 GROUPED: dict[GGMLQuantizationType, Callable[[torch.Tensor], _Fields]] = {
     GGMLQuantizationType.Q4_0: _q4_0,
     GGMLQuantizationType.Q4_1: _q4_1,
@@ -144,6 +154,7 @@ GROUPED: dict[GGMLQuantizationType, Callable[[torch.Tensor], _Fields]] = {
     GGMLQuantizationType.Q6_K: _q6_k,
     GGMLQuantizationType.IQ4_NL: _iq4_nl,
     GGMLQuantizationType.IQ4_XS: _iq4_xs,
+    GGMLQuantizationType.MXFP4: _mxfp4,
 }
 """Types that are kept: what a GroupedWeight has, of uint8 [rows, blocks in a row, bytes in a block]."""
 

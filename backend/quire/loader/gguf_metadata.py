@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
 }
 """`general.architecture` to HF's name; Mistral's files say llama, as do Mixtral's, which have experts."""
 ROPE_FACTORS = "rope_freqs.weight"
@@ -63,6 +64,7 @@ def read_gguf_config(file: Path) -> HFConfig:
         "num_hidden_layers": stated(f"{arch}.block_count"),
         "num_attention_heads": stated(f"{arch}.attention.head_count"),
         "num_key_value_heads": stated(f"{arch}.attention.head_count_kv"),
+        "sliding_window": stated(f"{arch}.attention.sliding_window"),
         "head_dim": stated(f"{arch}.attention.key_length"),
         "max_position_embeddings": stated(f"{arch}.context_length"),
         "rms_norm_eps": stated(f"{arch}.attention.layer_norm_rms_epsilon"),
@@ -109,6 +111,7 @@ def _rope(opened: GGUFFile, arch: str) -> dict[str, Any]:
             "rope_type": scaling,
             "factor": stated(f"{prefix}scaling.factor"),
             "original_max_position_embeddings": stated(f"{prefix}scaling.original_context_length"),
+            "truncate": arch != "gpt-oss",  # whose files do not say that its checkpoints have it so
         }
     factors = opened.tensors.get(ROPE_FACTORS)
     if factors is not None and factors.kind == GGMLQuantizationType.F32:
@@ -120,4 +123,8 @@ def _rope(opened: GGUFFile, arch: str) -> dict[str, Any]:
 
 def _eos(opened: GGUFFile) -> list[int]:
     ids = [opened.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    if opened.metadata["general.architecture"] == "gpt-oss":
+        # A call ends a generation too; the files leave that to who reads them.
+        tokens = opened.metadata.get("tokenizer.ggml.tokens") or []
+        ids += [tokens.index("<|call|>")] if "<|call|>" in tokens else []
     return [token_id for token_id in ids if token_id is not None]

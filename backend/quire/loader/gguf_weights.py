@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from gguf import GGMLQuantizationType, quants
@@ -38,6 +39,8 @@ _IN_BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks",
 }
 _OF_MIXTRAL = {
     "mlp": "block_sparse_moe",
@@ -45,6 +48,7 @@ _OF_MIXTRAL = {
     "up_proj": "w3",
     "down_proj": "w2",
 }
+_OF_GPT_OSS = {"gate": "router"}
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -65,7 +69,7 @@ def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[N
     """
     arch = opened.metadata["general.architecture"]
     heads = {"attn_q": _heads(opened, arch, "head_count"), "attn_k": _heads(opened, arch, "head_count_kv")}
-    is_of_mixtral = is_mixtral(opened)
+    own_parts = _own_parts(opened)
     for stored in _matrices(opened):
         if stored.file != file or stored.name == ROPE_FACTORS:
             continue
@@ -78,11 +82,11 @@ def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[N
         if dtype is not None:
             shape = (*stored.shape[:-1], stored.num_bytes // math.prod(stored.shape[:-1]) // dtype.itemsize)
             tensor = torch.empty(shape, dtype=dtype, device="meta")
-            yield NamedTensor(hf_name(stored.name, is_of_mixtral), tensor, file, stored.offset, change)
+            yield NamedTensor(hf_name(stored.name, own_parts), tensor, file, stored.offset, change)
         else:
             tensor = _decode(opened, stored)
             tensor = tensor if change is None else change(tensor)
-            yield NamedTensor(hf_name(stored.name, is_of_mixtral), tensor, file)
+            yield NamedTensor(hf_name(stored.name, own_parts), tensor, file)
 
 
 def block_scheme(opened: GGUFFile) -> GGUFScheme:
@@ -98,16 +102,17 @@ def block_scheme(opened: GGUFFile) -> GGUFScheme:
             sum(one.num_bytes for one in decoded) / 1e6,
             sum(math.prod(one.shape) for one in decoded),
         )
-    kept = {hf_name(one.name, is_mixtral(opened)): one.kind for one in tensors if _has_blocks(one)}
+    own_parts = _own_parts(opened)
+    kept = {hf_name(one.name, own_parts): one.kind for one in tensors if _has_blocks(one)}
     return GGUFScheme(opened.path, kept)
 
 
 def _matrices(opened: GGUFFile) -> Iterator[StoredTensor]:
-    """A file's tensors, with a matrix for each expert of those that hold a layer's experts ("..._exps") under
-    the names that files had before there were such."""
+    """A file's tensors, with a matrix or bias for each expert of those that hold a layer's experts
+    ("..._exps") under the names that files had before there were such."""
     for stored in opened.tensors.values():
         name, _, suffix = stored.name.rpartition("_exps.")
-        if not name or len(stored.shape) != 3:
+        if not name or len(stored.shape) != (2 if suffix == "bias" else 3):
             yield stored
             continue
         count, *shape = stored.shape
@@ -121,7 +126,14 @@ def _matrices(opened: GGUFFile) -> Iterator[StoredTensor]:
             )
 
 
-def hf_name(name: str, is_of_mixtral: bool = False) -> str:
+def _own_parts(opened: GGUFFile) -> Mapping[str, str]:
+    """What parts of the usual names are called in the checkpoints of a file's architecture."""
+    if is_mixtral(opened):
+        return _OF_MIXTRAL
+    return _OF_GPT_OSS if opened.metadata["general.architecture"] == "gpt-oss" else {}
+
+
+def hf_name(name: str, own_parts: Mapping[str, str] = MappingProxyType({})) -> str:
     """Hugging Face's name of a GGUF tensor, or the name itself where there is none."""
     parts = name.split(".")
     if len(parts) == 2 and parts[0] in _TOP:
@@ -132,8 +144,9 @@ def hf_name(name: str, is_of_mixtral: bool = False) -> str:
         in_block = _IN_BLOCK[parts[2]].replace(".", f".experts.{parts[3]}.")
     else:
         return name
-    if is_of_mixtral:
-        in_block = ".".join(_OF_MIXTRAL.get(part, part) for part in in_block.split("."))
+    in_block = ".".join(own_parts.get(part, part) for part in in_block.split("."))
+    if parts[2] == "attn_sinks":
+        return f"model.layers.{parts[1]}.{in_block}"
     return f"model.layers.{parts[1]}.{in_block}.{parts[-1]}"
 
 
