@@ -538,6 +538,13 @@ _MODELS = (
         ("tests/unit/test_rope.py::test_mrope_equals_transformers",),
     ),
     Mutant(
+        "gpt-oss: a gate's rows are those of what it gates",
+        "backend/quire/models/gpt_oss.py",
+        '"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)',
+        '"gate_proj": slice(1, None, 2), "up_proj": slice(0, None, 2)',
+        ("tests/unit/test_gpt_oss.py::test_mxfp4_equals_transformers",),
+    ),
+    Mutant(
         "every layer has the window of the first",
         "backend/quire/layers/attention.py",
         "config.sliding_windows[layer]",
@@ -568,8 +575,8 @@ _MODELS = (
     Mutant(
         "ranks divide the inputs of a layer whose inputs are whole",
         "backend/quire/layers/linear.py",
-        'out_dim if self.parallel == "column" else in_dim',
-        'in_dim if self.parallel == "column" else out_dim',
+        '"column": out_dim, "row": in_dim',
+        '"column": in_dim, "row": out_dim',
         ("tests/unit/test_schemes.py::test_ranks_compute_what_the_whole_model_does",),
     ),
     Mutant(
@@ -630,6 +637,13 @@ _KERNELS = (
         "factor[:, keys.written :] = 0.0",
         "factor[:, keys.written + 1 :] = 0.0",
         ("tests/kernels/test_paged_attention.py::test_random_batches_equal_dense_attention",),
+    ),
+    Mutant(
+        "reference: rows of a tile have the sinks of other heads",
+        "kernels/quire_kernels/reference/attention.py",
+        "sinks.repeat_interleave(count, dim=1)",
+        "sinks.repeat(1, count, 1)",
+        ("tests/kernels/test_paged_attention.py::test_sinks_take_their_share_of_the_weights",),
     ),
     Mutant(
         "reference: the newest token counts for its neighbours too",

@@ -206,8 +206,19 @@ def test_what_config_json_may_not_say(
         load_model(ModelConfig(model=str(path)), CPU)
 
 
+def test_quantised_weights_are_computed_in_bfloat16_where_no_type_is_stated(
+    mxfp4: Path, tmp_path: Path
+) -> None:
+    """As openai/gpt-oss-20b states none."""
+    stated = json.loads((mxfp4 / "config.json").read_text())
+    del stated["dtype"]
+    (tmp_path / "model.safetensors").symlink_to(mxfp4 / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    assert load_model(ModelConfig(model=str(tmp_path)), CPU).config.dtype == torch.bfloat16
+
+
 def test_what_config_json_need_not_say(plain: Path, tmp_path: Path) -> None:
-    """Windows and YaRN as the first checkpoints have them; old files name the scaling `rope_scaling`."""
+    """Windows and YaRN as the first checkpoints have them."""
     stated = json.loads((plain / "config.json").read_text())
     for key in ("layer_types", "rope_parameters", "sliding_window"):
         stated.pop(key)

@@ -108,7 +108,8 @@ def empty_model(
     backend = None if config.attention_backend == "auto" else config.attention_backend
     with _understood(hf):
         rules = read_rules(hf)
-        dtype = _dtype(config.dtype, hf)
+        # What is quantised has lost more than bfloat16 takes from activations.
+        dtype = _dtype(config.dtype, hf, "float32" if rules is None else "bfloat16")
         if rules is not None and (config.dtype, dtype, device.type) == ("auto", torch.float16, "cpu"):
             dtype = torch.bfloat16  # of which there are products here
         parsed = kind.parse_config(hf, dtype)
@@ -265,8 +266,8 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
 
 
-def _dtype(asked: str, hf: HFConfig) -> torch.dtype:
-    stated = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+def _dtype(asked: str, hf: HFConfig, default: str) -> torch.dtype:
+    stated = hf.get("dtype") or hf.get("torch_dtype") or default
     name = stated.removeprefix("torch.") if asked == "auto" else asked
     if name not in DTYPES:
         raise hf.error(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
