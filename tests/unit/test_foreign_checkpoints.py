@@ -339,7 +339,7 @@ def test_gptq_may_have_quantised_the_head(make: Make) -> None:
             "compressed-tensors, fp8, fbgemm_fp8, modelopt, bitsandbytes",
         ),
         ({"bits": 4}, "weights quantised by 'unknown' are not supported"),
-        ({"quant_method": "mxfp4"}, "weights quantised by 'mxfp4' are not supported"),
+        ({"quant_method": "hqq"}, "weights quantised by 'hqq' are not supported"),
         (
             {"quant_method": "awq", "version": "marlin"},
             "version 'marlin' is not supported; supported: gemm, gemv",
