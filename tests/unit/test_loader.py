@@ -534,7 +534,8 @@ def test_gguf_of_noise_and_of_an_unknown_architecture(checkpoint: Path, tmp_path
     )
     file.write_bytes(data)
     assert complaint(file) == (
-        f"{file}: GGUF architecture 'gpt2x' is not supported; supported: llama, qwen2, qwen3, qwen3moe"
+        f"{file}: GGUF architecture 'gpt2x' is not supported; supported: "
+        "llama, qwen2, qwen3, qwen3moe, gpt-oss"
     )
 
 
