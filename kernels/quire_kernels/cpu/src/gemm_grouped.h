@@ -97,9 +97,12 @@ inline vec load_nibbles(const uint8_t* p, bool upper) {
 // Of each 16 bits; to the left by less than nothing.
 inline bytes right(bytes x, int by) { return by < 0 ? bytes(shorts(x) << -by) : bytes(shorts(x) >> by); }
 
+// What is called for every unit is inlined by force: which of it GCC inlines by itself changes with any line of a caller,
+// and a call takes the vectors out of their registers.
+
 // sum + w x of 16 inputs. MOST: the largest weight.
 template <int MOST>
-inline bytes dot(const bytes* w, const int8_t* x, bytes sum) {
+[[gnu::always_inline]] inline bytes dot(const bytes* w, const int8_t* x, bytes sum) {
   bytes numbers[4];
   for (int i = 0; i < 4; ++i) {
     int32_t four;
@@ -133,7 +136,7 @@ struct GroupedKind {
   static constexpr int bits = BITS, most = TABLED ? 255 : (1 << BITS) - 1;
 
   // Vector v of columns of a unit: [8].
-  static void decode(const uint8_t* planes, int v, const uint8_t* table, bytes* w) {
+  [[gnu::always_inline]] static void decode(const uint8_t* planes, int v, const uint8_t* table, bytes* w) {
     const uint8_t* p = planes + v * sizeof(bytes);
     if (BITS == 8)
 #pragma GCC unroll 8
@@ -184,7 +187,8 @@ inline void with_kind(const Groups& groups, F&& f) {
 }
 
 // Scales, or minimums, of a group, from a column on.
-inline vec load_scales(const Groups& groups, const char* stretch, bool minimums, int group, int column) {
+[[gnu::always_inline]] inline vec load_scales(const Groups& groups, const char* stretch, bool minimums, int group,
+                                              int column) {
   const char* p = stretch + groups.factors_bytes() + group * groups.scales_row();
   auto whole = [&] { return minimums ? p + groups.scales_bytes() : p; };
   auto factors = [&] { return load_half(reinterpret_cast<const uint16_t*>(stretch + 64 * minimums) + column); };
@@ -201,7 +205,7 @@ inline vec load_scales(const Groups& groups, const char* stretch, bool minimums,
 struct UnitScales {
   vec scales[2], minimums[2];
 
-  UnitScales(const Groups& groups, const char* stretch, int unit, int column) {
+  [[gnu::always_inline]] UnitScales(const Groups& groups, const char* stretch, int unit, int column) {
     const int group = unit * unit_inputs / groups.size;
     for (int half = 0; half < (groups.size < unit_inputs ? 2 : 1); ++half) {
       scales[half] = load_scales(groups, stretch, false, group + half, column);
@@ -211,7 +215,7 @@ struct UnitScales {
 
   // sum + what a unit of x adds.
   template <int MOST, bool HALVES, bool MINIMUMS>
-  vec add_unit(vec sum, const bytes* w, const int8_t* numbers, const GroupedRows::Unit& x) const {
+  [[gnu::always_inline]] vec add_unit(vec sum, const bytes* w, const int8_t* numbers, const GroupedRows::Unit& x) const {
     bytes products = dot<MOST>(w, numbers, every_int(x.offsets[0]));
     const vec x_scale = splat(x.scale);
     auto add_group = [&](int half) {
@@ -254,21 +258,28 @@ inline void grouped_row(const Weight& w, int64_t block, const GroupedRows& x, fl
   for (auto& stream : sums)
     for (vec& sum : stream) sum = zero();
   const char* stretch = grouped_block(w, block);
-  // What comes next of a stream, or the first of the next blocks, is asked for little by little.
-  constexpr int distance = 2048, unit_bytes = 4 * block_columns * Kind::bits;
-  const char* last = stretch + block_bytes - distance;
-  const int64_t beyond = (STREAMS - 1) * block_bytes;
-  auto prefetch = [&](const char* p, int size) {
-    for (int i = 0; i < size; i += 64) _mm_prefetch(p + i, _MM_HINT_T0);
+  // What comes next of a stream, or the first of the next blocks, is asked for little by little: from memory early, and
+  // from the second-level cache late, since few lines can be under way to the first. Inlined by force: GCC 12 drops
+  // calls of what only prefetches.
+  constexpr int near = 1024, far = 4096, unit_bytes = 4 * block_columns * Kind::bits;
+  const char* end = stretch + block_bytes;
+  auto prefetch = [&](const char* p, int64_t offset, int size) __attribute__((always_inline)) {
+    auto ahead = [&](int distance) {
+      return p + distance + (p + distance < end ? 0 : (STREAMS - 1) * block_bytes) + offset;
+    };
+    const char *soon = ahead(near), *later = ahead(far);
+    for (int i = 0; i < size; i += 64) {
+      _mm_prefetch(soon + i, _MM_HINT_T0);
+      _mm_prefetch(later + i, _MM_HINT_T1);
+    }
   };
   for (int64_t done = 0; done < num_units; stretch += groups.stretch_bytes()) {
-    for (int q = 0; q < STREAMS; ++q) prefetch(stretch + q * block_bytes + distance + (stretch < last ? 0 : beyond), header);
+    for (int q = 0; q < STREAMS; ++q) prefetch(stretch, q * block_bytes, header);
     const char* planes = stretch + header;
     for (int unit = 0; unit < units; ++unit, ++done, planes += unit_bytes) {
-      const char* ahead = planes + distance + (planes < last ? 0 : beyond);
       for (int q = 0; q < STREAMS; ++q)
         for (int v = 0; v < num; ++v) {
-          prefetch(ahead + q * block_bytes + v * (unit_bytes / num), unit_bytes / num);
+          prefetch(planes, q * block_bytes + v * (unit_bytes / num), unit_bytes / num);
           bytes weights[8];
           Kind::decode(reinterpret_cast<const uint8_t*>(planes) + q * block_bytes, v, groups.table, weights);
           const UnitScales scales(groups, stretch + q * block_bytes, unit, v * width);

@@ -104,8 +104,11 @@ inline void int8_tile(const Weight& w, int64_t block, const QuantisedRows& x, in
   for (auto& stream : sums)
     for (auto& sum : stream) sum[0] = sum[1] = zero();
   for (int64_t group = 0; group < x.groups; ++group) {
-    // The next group of each stream, or the first of the next blocks.
-    const int64_t ahead = int8_group * block_columns + (group + 1 < x.groups ? 0 : (STREAMS - 1) * w.block_bytes());
+    // The next groups of each stream, or the first of the next blocks: see grouped_row.
+    auto after = [&](int groups) {
+      return groups * int8_group * block_columns + (group + groups < x.groups ? 0 : (STREAMS - 1) * w.block_bytes());
+    };
+    const int64_t near = after(1), far = after(2);
     __m512i dots[STREAMS][ROWS][2];
     const int8_t* numbers[ROWS];
     for (int r = 0; r < ROWS; ++r) {
@@ -116,8 +119,10 @@ inline void int8_tile(const Weight& w, int64_t block, const QuantisedRows& x, in
       for (int q = 0; q < STREAMS; ++q) {
         const uint8_t* p = int8_block(w, block + q) + (group * int8_group + i) * block_columns;
         if (prefetch) {
-          _mm_prefetch(reinterpret_cast<const char*>(p + ahead), _MM_HINT_T0);
-          _mm_prefetch(reinterpret_cast<const char*>(p + ahead + 64), _MM_HINT_T0);
+          for (int line = 0; line < 128; line += 64) {
+            _mm_prefetch(reinterpret_cast<const char*>(p + near + line), _MM_HINT_T0);
+            if (ROWS == 1) _mm_prefetch(reinterpret_cast<const char*>(p + far + line), _MM_HINT_T1);
+          }
         }
         __m512i left = _mm512_load_si512(p), right = _mm512_load_si512(p + 64);
         for (int r = 0; r < ROWS; ++r) {
