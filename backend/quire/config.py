@@ -68,6 +68,9 @@ class ModelConfig:
     load_format: Literal["auto", "safetensors", "bin", "gguf", "dummy"] = "auto"
     """bin: pickles, read with weights_only; dummy: random weights of the shapes in config.json, which is all
     that the directory must hold, for measurements; auto: safetensors or gguf."""
+    packed_weights_size: _Bytes = 8 * 1024**3
+    """Most bytes below QUIRE_CACHE_DIR of weights as CPU kernels compute with them, for the next start. Those
+    that take longer to read than to pack are not kept. 0: none are."""
     num_threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
     """CPU threads of the engine; None: OMP_NUM_THREADS, else the cores it may use, by affinity and by
     the quota of its control group."""

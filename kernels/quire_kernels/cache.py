@@ -42,6 +42,13 @@ def cache_directory(name: str) -> Path:
     return folder
 
 
+def lasting_directory(name: str) -> Path | None:
+    """As `cache_directory`, for what may be large; None: it would lie in a place that is none to keep it."""
+    return (
+        cache_directory(name) if _root(wanted := _wanted(), Path(tempfile.gettempdir())) == wanted else None
+    )
+
+
 @functools.cache
 def private_directory() -> Path:
     """A folder of this process alone, removed when it ends."""

@@ -18,6 +18,7 @@ from quire.config import CacheConfig, EngineConfig
 HARMLESS_KEYS = frozenset({
     # What they lead to is part of what the runner says of itself: weights, types, frequencies.
     "device", "dtype", "load_format", "max_model_len", "model",
+    "packed_weights_size",
     # Text, randomness after the logits, and by how many threads the same sums are done.
     "logits_processors", "num_threads", "seed", "tokenizer",
     # Where blocks lie and for how long.

@@ -61,11 +61,18 @@ class Embedding(nn.Module):
         """Makes the tensors that a scheme has for the table; `path` is its name."""
         self.tensors = scheme.table(path, self.vocab_size, self.size, is_head=self.is_head, dtype=self.dtype)
 
-    def pack(self) -> int:
-        """Brings the loaded tensors into the form that computes. Returns the bytes of the weights."""
-        self.packed = self.tensors.pack(None)
-        self.table = self._kept_table()
+    def pack(self) -> None:
+        """Brings the loaded tensors into the form that computes."""
+        self.take(self.tensors.pack(None), self._kept_table())
+
+    def take(self, packed: PackedLinear, table: torch.Tensor | None) -> None:
+        """Computes with what `pack` made of the same tensors before."""
+        self.packed, self.table = packed, table
         del self.tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Of the packed weights."""
         return self.packed.nbytes + (0 if self.table is None else self.table.nbytes)
 
     def packed_bytes(self, device_type: str) -> int:

@@ -74,10 +74,18 @@ class Linear(nn.Module):
             dtype=self.dtype,
         )
 
-    def pack(self) -> int:
-        """Brings the loaded tensors into the form that computes. Returns the bytes of the weights."""
-        self.packed = self.tensors.pack(self.activation)
+    def pack(self) -> None:
+        """Brings the loaded tensors into the form that computes."""
+        self.take(self.tensors.pack(self.activation))
+
+    def take(self, packed: PackedLinear) -> None:
+        """Computes with what `pack` made of the same tensors before."""
+        self.packed = packed
         del self.tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Of the packed weights."""
         return self.packed.nbytes
 
     def packed_bytes(self, device_type: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from quire.errors import CheckpointError, ConfigError
 from quire.layers.scheme import SCHEMES
 from quire.loader.files import Wanted, WeightFiles, find_weights, read_ahead
 from quire.loader.info import read_configs
+from quire.loader.packed_cache import Keeping, PackedCache, PackedEntry
 from quire.loader.quantized.rules import read_rules
 from quire.loader.quantized.scheme import ForeignScheme
 from quire.models.config import DTYPES, DecoderConfig
@@ -43,6 +45,14 @@ class LoadedModel:
     weight_bytes: int
     weights_digest: str = ""
     """`digest_weights`, if it was asked for."""
+    keeping: Keeping | None = None
+    """Of the packed weights for the next start, if they are."""
+
+
+def is_worth_keeping(read_s: float, pack_s: float) -> bool:
+    """Whether packed weights are read sooner at the next start than files are read and packed again: those
+    are about as many bytes."""
+    return pack_s > max(read_s, 1.0)
 
 
 class EmptyModel(NamedTuple):
@@ -66,7 +76,7 @@ def load_model(
 
     Args:
         config: `model` (directory or .gguf file), dtype, load_format, max_model_len, quantization and
-            attention_backend.
+            attention_backend; packed_weights_size.
         device: of the weights.
         check: called before the weights are read; raises what the model's shape does not allow.
         with_digest: whether the weights are to be told from others.
@@ -75,23 +85,34 @@ def load_model(
         CheckpointError: missing, broken or unsupported; one line that names the file.
         ConfigError: the checkpoint's shapes do not allow the quantisation.
     """
+    cache = PackedCache.of(config, device)
+    entry = cache and PackedEntry(cache, config)
     empty = empty_model(config, device, check=check)
     model, files = empty.model, empty.files
-    if files is None:
-        fill_randomly(model)
+    keeping, weights_digest = None, entry.fill(model) if entry else None
+    if weights_digest is not None:
+        weight_bytes = model.finish()
     else:
-        fill_weights(model, files.tensors(), files.source)
-    weights_digest = digest_weights(model) if with_digest else ""
-    weight_bytes = model.pack()
+        begin = time.monotonic()
+        if files is None:
+            fill_randomly(model)
+        else:
+            fill_weights(model, files.tensors(), files.source)
+        weights_digest = digest_weights(model) if with_digest or entry else ""
+        filled = time.monotonic()
+        weight_bytes = model.pack()
+        if entry and is_worth_keeping(filled - begin, time.monotonic() - filled):
+            keeping = entry.keep(model, weights_digest)
+        if isinstance(model.config.scheme, ForeignScheme):
+            model.config.scheme.report()
     give_back()
-    if isinstance(model.config.scheme, ForeignScheme):
-        model.config.scheme.report()
     return LoadedModel(
         model=model,
         config=model.config,
         eos_token_ids=empty.eos_token_ids,
         weight_bytes=weight_bytes,
         weights_digest=weights_digest,
+        keeping=keeping,
     )
 
 

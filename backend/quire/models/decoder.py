@@ -213,20 +213,30 @@ class DecoderModel(nn.Module):
         Returns:
             Bytes of all weights as they are kept.
         """
-        num_bytes = given_back = 0
-        for module in self.modules():
+        packed = 0
+        for _, module in self.packed_modules():
+            module.pack()
+            packed += module.nbytes
+            if packed >= _GIVE_BACK:
+                give_back()  # what was loaded: else all weights are in memory twice in the end
+                packed = 0
+        return self.finish()
+
+    def packed_modules(self) -> Iterator[tuple[str, Linear | Embedding]]:
+        """What has a packed form, by name."""
+        for name, module in self.named_modules():
             if isinstance(module, Linear | Embedding):
-                num_bytes += module.pack()
-                if num_bytes - given_back >= _GIVE_BACK:
-                    give_back()  # what was loaded: else all weights are in memory twice in the end
-                    given_back = num_bytes
+                yield name, module
+
+    def finish(self) -> int:
+        """Completes the model once all `packed_modules` are packed; returns what `pack` does."""
         self._native = self._fuse()
+        num_bytes = sum(module.nbytes for _, module in self.packed_modules())
         return num_bytes + sum(parameter.nbytes for parameter in self.parameters())
 
     def packed_bytes(self, device_type: str) -> int:
         """What `pack` will return on such a device, about: before any weight is loaded."""
-        packed = [module for module in self.modules() if isinstance(module, Linear | Embedding)]
-        num_bytes = sum(module.packed_bytes(device_type) for module in packed)
+        num_bytes = sum(module.packed_bytes(device_type) for _, module in self.packed_modules())
         return num_bytes + sum(parameter.nbytes for parameter in self.parameters())
 
     def _fuse(self) -> NativeDecoder | None:

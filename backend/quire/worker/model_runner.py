@@ -123,7 +123,7 @@ class ModelRunner:
             check=lambda shape: check_attention_backend(config, shape, self.device),
             with_digest=is_shared,
         )
-        self.model, shape = loaded.model, loaded.config
+        self.model, shape, self._keeping = loaded.model, loaded.config, loaded.keeping
         # Which experts a step computes is known on the host only.
         is_eager = config.model.enforce_eager or shape.experts is not None
         graph_backend = make_graph_backend(self.device, is_eager)
@@ -209,6 +209,8 @@ class ModelRunner:
 
     def sleep(self) -> None:
         """See `Runner`: what `_load` made is gone; the device's context, kernels and threads stay."""
+        if self._keeping is not None:
+            self._keeping.stop()  # it holds the weights
         if "kv_cache" in vars(self) and self.kv_cache.fd is not None:
             os.close(self.kv_cache.fd)
         self.tiers = None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import byref
+from typing import Any
 
 import torch
 
@@ -93,6 +95,38 @@ class NativeLinear:
         self.nbytes = self._data.nbytes + self._scales.nbytes
         self.table: torch.Tensor | None = None
         """Which the structure points into."""
+
+    def state(self) -> dict[str, Any]:
+        """All that `restored` needs, on this processor and with this library: values of JSON, and tensors."""
+        struct = type(self.struct).from_buffer_copy(self.struct)
+        struct.data = struct.scales = struct.bias = struct.groups.table = None
+        return {
+            "isa": self.isa,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "struct": bytes(struct).hex(),
+            "data": self._data,
+            "scales": self._scales,
+            "bias": self._bias,
+            "table": self.table,
+        }
+
+    @classmethod
+    def restored(cls, library: ctypes.CDLL, state: Mapping[str, Any]) -> NativeLinear:
+        """What `state` was taken of; its data must be aligned as `aligned_bytes` are."""
+        self = cls.__new__(cls)
+        self.isa, self.library, self.dtype = state["isa"], library, getattr(torch, state["dtype"])
+        self._data, self._scales, self._bias = state["data"], state["scales"], state["bias"]
+        self.table = state["table"]
+        self.struct = struct = (
+            declarations().structure("Weight").from_buffer_copy(bytes.fromhex(state["struct"]))
+        )
+        struct.data, struct.groups.table = self._data.data_ptr(), _pointer(self.table)
+        struct.scales = self._scales.data_ptr() if self._scales.numel() else None
+        struct.bias = self._bias.data_ptr() if self._bias.numel() else None
+        self.in_features, num_columns = struct.num_inputs, struct.num_columns
+        self.out_features = num_columns // 2 if struct.activation else num_columns
+        self.nbytes = self._data.nbytes + self._scales.nbytes
+        return self
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """See PackedLinear."""

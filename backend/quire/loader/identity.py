@@ -1,0 +1,102 @@
+"""What decides, beside numbers in files, what weights become and what is computed with them: code, processor;
+and what tells a checkpoint's files from others in their place.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.loader.info import checkpoint_files
+from quire_kernels import registry
+from quire_kernels.cpu.compiler import BuildError, library_name, supported_isas
+from quire_kernels.cpu.native import library
+
+_CODE = ("quire.layers", "quire.loader", "quire.models", "quire.worker", "quire_kernels")
+"""Packages that decide what is computed."""
+_GPU_LIBRARIES = ("triton", "flashinfer-python")
+
+
+def code_identity(device: torch.device) -> dict[str, Any]:
+    """All that computes, as JSON can hold it."""
+    return {
+        "code": _code_digest(),
+        "torch": torch.__version__,
+        "forced": registry.choices(),
+        "processor": _processor(device),
+    }
+
+
+class FileIdentity(NamedTuple):
+    """A checkpoint's files at some time: while it is equal, they are the same files with the same content."""
+
+    files: list[tuple[str, int, int, int, int]]
+    """Of each what it is a link to, bytes, times of change of content and of the file (ns), inode."""
+    places: list[tuple[str, int, int]]
+    """Inode and time of change (ns) of the folders that hold them and of all links on the way: what was put
+    in their place and taken away again leaves its trace there."""
+
+    @classmethod
+    def of(cls, path: str) -> FileIdentity:
+        """Of a directory or GGUF file; without files where there is nothing."""
+        files, places = [], dict[Path, tuple[int, int]]()
+        for file in checkpoint_files(path):
+            try:
+                _add_links(file.absolute(), places)
+                real = file.resolve(strict=True)
+                stat, folder = real.stat(), real.parent.stat()
+            except OSError:
+                continue
+            files.append((str(real), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
+            places[real.parent] = folder.st_ino, folder.st_ctime_ns
+        return cls(files, [(str(place), *state) for place, state in sorted(places.items())])
+
+
+def _add_links(path: Path, places: dict[Path, tuple[int, int]]) -> None:
+    for place in (path, *path.parents):
+        if place not in places and place.is_symlink():
+            stat = place.lstat()
+            places[place] = stat.st_ino, stat.st_ctime_ns
+            _add_links(place.parent / place.readlink(), places)
+
+
+def _processor(device: torch.device) -> list[str]:
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        found = [torch.cuda.get_device_name(device), str(capability), str(torch.version.cuda)]
+        return found + [f"{name} {_version(name)}" for name in _GPU_LIBRARIES]
+    try:
+        # Its name stands for the instruction set, the sources and the compiler; `code` holds prebuilt ones.
+        # The best is the one that computes: those behind it need not be compiled.
+        best = next((isa for isa in supported_isas() if library(isa) is not None), None)
+        libraries = [] if best is None else [library_name(best)]
+    except BuildError:
+        libraries = []
+    return [*libraries, torch.backends.cpu.get_cpu_capability()]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Digest of all files of the packages that compute."""
+    digest = hashlib.blake2b(digest_size=16)
+    for package in _CODE:
+        spec = util.find_spec(package)
+        assert spec is not None and spec.submodule_search_locations, package
+        root = Path(next(iter(spec.submodule_search_locations)))
+        for file in sorted(root.rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                for part in (f"{package}/{file.relative_to(root)}".encode(), file.read_bytes()):
+                    digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()

@@ -1,0 +1,355 @@
+"""PackedCache: weights as CPU kernels compute with them, kept on disk for the next start.
+
+One file per model, named by a digest of the checkpoint's files, what was asked for, and all code that
+computes: what lies there under that name is what packing would make. A file is written under another name
+and renamed; its index and every tensor have a checksum, so whatever became of it is told from what was
+written. It is read into memory, not mapped: from huge pages weights are computed with faster, and a file that
+is cut short is no SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import struct
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+import torch
+import xxhash
+
+from quire.config import ModelConfig
+from quire.layers.embedding import Embedding
+from quire.layers.linear import Linear
+from quire.loader.identity import FileIdentity, code_identity
+from quire.models.decoder import DecoderModel
+from quire_ensemble.errors import one_line
+from quire_ensemble.weight_files import bytes_of
+from quire_kernels.cache import lasting_directory, locked
+from quire_kernels.cpu.linear import NativeLinear
+from quire_kernels.cpu.native import library
+from quire_kernels.host_memory import aligned_bytes
+from quire_kernels.weights import JoinedLinear, PackedLinear, ReorderedLinear
+
+logger = logging.getLogger("quire")
+
+_HEAD = struct.Struct("<8sQ16s")
+"""Magic, bytes of the index behind it (JSON), and its XXH3."""
+_MAGIC = b"QUIREPW1"
+_ALIGNMENT = 4096
+"""Of tensors behind the index."""
+_THREADS = 8
+"""That read."""
+_PART = 2**23
+"""Bytes written at a time."""
+_SETTLED_NS = 10**9
+"""What changed a shorter time before it was looked at may have changed again without another time."""
+
+
+class _Tensor(NamedTuple):
+    """Where a tensor lies in an entry."""
+
+    offset: int
+    """From the first tensor."""
+    num_bytes: int
+    dtype: str
+    shape: list[int]
+    digest: str
+    """XXH3 of its bytes."""
+
+
+class _Index(msgspec.Struct):
+    key: str
+    tree: Any
+    """What `_tree` made, with tensors as {"tensor": place in `tensors`}."""
+    tensors: list[_Tensor]
+
+
+class Keeping:
+    """An entry that is being written, in a thread of its own."""
+
+    def __init__(self, cache: PackedCache, key: str, tree: Any) -> None:
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=cache.write, args=(key, tree, self._stopped), name="packed-weights", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Gives up what is not written yet; the weights are held no longer afterwards."""
+        self._stopped.set()
+        self.wait()
+
+    def wait(self) -> None:
+        """Returns when it has ended."""
+        self._thread.join()
+
+
+class PackedCache:
+    """A directory of entries.
+
+    Args:
+        directory: of this user alone, made when something is kept.
+        limit: most bytes in it; the entries that were used last stay.
+    """
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        self.directory, self.limit = directory, limit
+
+    @classmethod
+    def of(cls, config: ModelConfig, device: torch.device) -> PackedCache | None:
+        """The cache for a model; None: it is not to have one, or no directory lasts."""
+        if not config.packed_weights_size or config.load_format == "dummy" or device.type != "cpu":
+            return None
+        directory = lasting_directory("packed")
+        return None if directory is None else cls(directory, config.packed_weights_size)
+
+    def path(self, key: str) -> Path:
+        """Of an entry."""
+        return self.directory / f"{key}.weights"
+
+    def read(self, key: str) -> Any:
+        """The tree of an entry, checked in every byte; None: there is none, or a damaged one, which is
+        removed."""
+        path = self.path(key)
+        try:
+            with path.open("rb", buffering=0) as file:
+                tree = _read(file, key)
+                with contextlib.suppress(OSError):
+                    os.utime(path)
+                return tree
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            logger.warning("%s cannot be used, weights are packed again: %s", path, one_line(error))
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+
+    def write(self, key: str, tree: Any, stopped: threading.Event) -> None:
+        """Makes an entry, unless it is too large or there is no room, which is logged."""
+        head, tensors, size = _encode(key, tree)
+        try:
+            if size > self.limit:
+                raise OSError(f"{size / 1e6:.0f} MB are more than packed_weights_size")
+            with locked(self.directory / ".lock"):
+                self._remove_left()
+                if shutil.disk_usage(self.directory).free < 2 * size:
+                    raise OSError(f"{size / 1e6:.0f} MB would take more than half of what the disk has left")
+                handle, name = tempfile.mkstemp(dir=self.directory, prefix=".", suffix=".tmp")
+                # Held as long as somebody writes: what nobody holds was left by a process that has died.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(handle, fcntl.LOCK_EX)
+            with open(handle, "wb", buffering=0) as file:
+                try:
+                    begin = time.monotonic()
+                    if _write(file, head, tensors, stopped):
+                        os.fsync(handle)
+                        with locked(self.directory / ".lock"):
+                            self._make_room(size, self.path(key))
+                            Path(name).replace(self.path(key))
+                        seconds = time.monotonic() - begin
+                        logger.info("%s: %.0f MB kept in %.1f s", self.path(key), size / 1e6, seconds)
+                finally:
+                    Path(name).unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("packed weights are not kept in %s: %s", self.directory, one_line(error))
+
+    def _remove_left(self) -> None:
+        for path in self.directory.glob(".*.tmp"):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+
+    def _make_room(self, size: int, place: Path) -> None:
+        """Removes the entries that were not used for longest; who reads one still has it."""
+        found = []
+        for path in self.directory.glob("*.weights"):
+            with contextlib.suppress(OSError):
+                stat = path.stat()
+                found.append((stat.st_mtime_ns, stat.st_size, path))
+        others = sorted(one for one in found if one[2] != place)
+        total = size + sum(entry_size for _, entry_size, _ in others)
+        for _, entry_size, path in others:
+            if total <= self.limit:
+                break
+            path.unlink(missing_ok=True)
+            total -= entry_size
+
+
+class PackedEntry:
+    """What a cache has, or is to have, of one model; to be made before anything of the checkpoint is read."""
+
+    def __init__(self, cache: PackedCache, config: ModelConfig) -> None:
+        self._cache, self._config = cache, config
+        self._seen_ns, self._before = time.time_ns(), FileIdentity.of(config.model)
+
+    def key(self, model: DecoderModel) -> str:
+        """Stands for all that decides what the weights of an empty model become."""
+        identity = {
+            "files": self._before.files,
+            "dtype": str(model.config.dtype),
+            "quantization": self._config.quantization,
+            "load_format": self._config.load_format,
+            **code_identity(torch.device("cpu")),
+        }
+        return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def fill(self, model: DecoderModel) -> str | None:
+        """Gives an empty model the weights that are kept.
+
+        Returns:
+            `digest_weights` of what they were made of; None: nothing is kept, and the model is still empty.
+        """
+        tree = self._cache.read(self.key(model))
+        if tree is None or FileIdentity.of(self._config.model) != self._before:
+            return None
+        for name, module in model.packed_modules():
+            kept = tree["modules"][name]
+            if isinstance(module, Embedding):
+                module.take(_restored(kept["packed"]), kept["table"])
+            else:
+                module.take(_restored(kept["packed"]))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(tree["parameters"][name])
+        digest: str = tree["weights_digest"]
+        return digest
+
+    def keep(self, model: DecoderModel, weights_digest: str) -> Keeping | None:
+        """Begins to write a packed model. None: it has weights without a form to keep, or the files it was
+        read from may not have been the same all the time."""
+        newest = max((max(file[2:4]) for file in self._before.files), default=0)
+        is_settled = newest < self._seen_ns - _SETTLED_NS
+        if not is_settled or FileIdentity.of(self._config.model) != self._before:
+            return None
+        modules = {}
+        for name, module in model.packed_modules():
+            packed = _state(module.packed)
+            if packed is None:
+                return None
+            modules[name] = {"packed": packed, "table": None if isinstance(module, Linear) else module.table}
+        parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+        tree = {"modules": modules, "parameters": parameters, "weights_digest": weights_digest}
+        return Keeping(self._cache, self.key(model), tree)
+
+
+def _state(packed: PackedLinear) -> dict[str, Any] | None:
+    """What `_restored` needs; None: of another implementation's weights."""
+    if isinstance(packed, NativeLinear):
+        return {"native": packed.state()}
+    if isinstance(packed, ReorderedLinear):
+        layer = _state(packed.layer)
+        return layer and {"reordered": layer, "order": packed.order}
+    if isinstance(packed, JoinedLinear):
+        parts = [_state(part) for part in packed.parts]
+        return {"joined": parts} if all(parts) else None
+    return None
+
+
+def _restored(state: dict[str, Any]) -> PackedLinear:
+    if "joined" in state:
+        return JoinedLinear([_restored(part) for part in state["joined"]])
+    if "reordered" in state:
+        return ReorderedLinear(_restored(state["reordered"]), state["order"])
+    found = library(state["native"]["isa"])
+    assert found is not None, "the key says that there is one"
+    return NativeLinear.restored(found, state["native"])
+
+
+def _encode(key: str, tree: Any) -> tuple[bytes, list[tuple[int, torch.Tensor]], int]:
+    """All that stands before the tensors; these and their offsets in the file; the bytes of it all."""
+    tensors: list[torch.Tensor] = []
+    places: list[_Tensor] = []
+    end = 0
+
+    def place(tensor: Any) -> dict[str, int]:
+        nonlocal end
+        assert isinstance(tensor, torch.Tensor), tensor
+        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        memory = bytes_of(tensor)
+        dtype, digest = str(tensor.dtype).removeprefix("torch."), xxhash.xxh3_128_hexdigest(memory)
+        tensors.append(tensor)
+        places.append(_Tensor(offset, len(memory), dtype, list(tensor.shape), digest))
+        end = offset + len(memory)
+        return {"tensor": len(places) - 1}
+
+    tree = msgspec.to_builtins(tree, enc_hook=place)
+    index = msgspec.json.encode(_Index(key, tree, places))
+    head = _HEAD.pack(_MAGIC, len(index), xxhash.xxh3_128_digest(index)) + index
+    first = _first(len(index))
+    return head, [(first + at.offset, one) for at, one in zip(places, tensors, strict=True)], first + end
+
+
+def _first(index_size: int) -> int:
+    """Where the first tensor begins."""
+    return -(-(_HEAD.size + index_size) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _write(
+    file: BinaryIO, head: bytes, tensors: list[tuple[int, torch.Tensor]], stopped: threading.Event
+) -> bool:
+    """Whether all was written before it was stopped."""
+    for offset, memory in ((0, memoryview(head)), *((at, bytes_of(one)) for at, one in tensors)):
+        file.seek(offset)
+        while memory:
+            if stopped.is_set():
+                return False
+            memory = memory[file.write(memory[:_PART]) :]
+    return True
+
+
+def _read(file: BinaryIO, key: str) -> Any:
+    """The tree of an entry.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not what was written.
+    """
+    size = os.fstat(file.fileno()).st_size
+    head = file.read(_HEAD.size)
+    magic, index_size, digest = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, b"")
+    if magic != _MAGIC or index_size > size:
+        raise ValueError("it does not begin as an entry does")
+    content = file.read(index_size)
+    if xxhash.xxh3_128_digest(content) != digest:
+        raise ValueError("its index is damaged")
+    index, first = msgspec.json.decode(content, type=_Index), _first(index_size)
+    if index.key != key or size < max((first + at.offset + at.num_bytes for at in index.tensors), default=0):
+        raise ValueError("it is truncated, or another one")
+    with ThreadPoolExecutor(_THREADS, "packed-weights") as pool:
+        tensors = list(pool.map(lambda at: _read_tensor(file.fileno(), first, at), index.tensors))
+
+    def filled(node: Any) -> Any:
+        if isinstance(node, list):
+            return [filled(each) for each in node]
+        if not isinstance(node, dict):
+            return node
+        if node.keys() == {"tensor"}:
+            return tensors[node["tensor"]]
+        return {name: filled(each) for name, each in node.items()}
+
+    return filled(index.tree)
+
+
+def _read_tensor(fd: int, first: int, at: _Tensor) -> torch.Tensor:
+    memory = aligned_bytes(at.num_bytes)
+    content, done = bytes_of(memory), 0
+    while done < at.num_bytes:
+        count = os.preadv(fd, [content[done:]], first + at.offset + done)
+        if not count:
+            raise ValueError("it has become shorter")
+        done += count
+    if xxhash.xxh3_128_hexdigest(content) != at.digest:
+        raise ValueError("a tensor is damaged")
+    return memory.view(getattr(torch, at.dtype)).view(at.shape)
