@@ -59,12 +59,14 @@ class ModelConfig:
     """auto: cuda where a CUDA device is visible."""
     max_model_len: _Tokens | None = None
     """Longest prompt plus output in tokens; None: what config.json allows."""
-    quantization: Literal["int8", "int4", "w8a8", "fp8", "dequantized"] | None = None
+    quantization: Literal["int8", "int4", "w8a8", "w4a8", "fp8", "dequantized"] | None = None
     """Weights at load: int8 (one scale per output feature) or int4 (one for 32 input features), with
     activations of `dtype`; w8a8: weights as int8, and the inputs of linear layers quantised as they come, one
-    scale for 64 of a row, for products in integers; fp8: weights in e4m3, one scale per output feature (on
-    the CPU they are widened at load: its accuracy, not its size); dequantized: numbers of `dtype`, whatever
-    the checkpoint has; None: as they are, quantised ones too. The KV cache is not concerned."""
+    scale for 64 of a row, for products in integers; w4a8: the same with weights of four bits, as int4 has
+    them, one scale for 32 of a row, and the output head of w8a8; fp8: weights in e4m3, one scale per output
+    feature (on the CPU they are widened at load: its accuracy, not its size, as of w8a8 and w4a8 on a GPU);
+    dequantized: numbers of `dtype`, whatever the checkpoint has; None: as they are, quantised ones too. The
+    KV cache is not concerned."""
     load_format: Literal["auto", "safetensors", "bin", "gguf", "dummy"] = "auto"
     """bin: pickles, read with weights_only; dummy: random weights of the shapes in config.json, which is all
     that the directory must hold, for measurements; auto: safetensors or gguf."""

@@ -26,7 +26,7 @@ from quire_kernels.grouped_weights import GroupedWeight
 from quire_kernels.metadata import AttentionMetadata, attention_facts
 from quire_kernels.quantized_kv import KVLayer, data_of
 from quire_kernels.sampling import SamplingTensors
-from quire_kernels.weights import PackedLinear, QuantizedRows, quantized_bytes
+from quire_kernels.weights import PackedLinear, QuantizedRows, group_weight, quantized_bytes
 
 
 def paged_attention(
@@ -308,6 +308,8 @@ def packed_bytes(
         weight: as of `pack_linear`; it may be on torch's "meta" device, as its numbers do not matter.
     """
     num_rows, num_columns = weight.shape
+    if quantization == "w4a8" and isinstance(weight, torch.Tensor):
+        dtype, weight = weight.dtype, group_weight(weight)
     if isinstance(weight, GroupedWeight):
         assert dtype is not None
         picked = registry.pick("grouped_linear", device_type, dtype, **_facts(weight, activation))
@@ -340,10 +342,13 @@ def pack_linear(
         activation: as of `gate_mul`: the result is activation(gate) * up of a weight whose first half of rows
             is the gate.
         quantization: of a tensor: None, "int8", "int4", "w8a8" (weights as with "int8", and rows of x
-            quantised as they come, `weights.quantize_rows`) or "fp8"; with "int4" and "w8a8" in_features is
-            a multiple of their group. See `weights.quantize_weight`.
+            quantised as they come, `weights.quantize_rows`), "w4a8" (the GroupedWeight of
+            `weights.group_weight`) or "fp8"; with "int4", "w4a8" and "w8a8" in_features is a multiple of
+            their group. See `weights.quantize_weight`.
         dtype: of x, for a GroupedWeight and QuantizedRows; a tensor has x's.
     """
+    if quantization == "w4a8" and isinstance(weight, torch.Tensor):
+        dtype, weight, quantization = weight.dtype, group_weight(weight), None
     if isinstance(weight, GroupedWeight):
         assert dtype is not None and quantization is None
         select = registry.select("grouped_linear", weight.device.type, dtype, **_facts(weight, activation))

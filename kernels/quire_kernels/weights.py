@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from quire_kernels.grouped_weights import GroupedWeight
+
 QUANTIZATIONS = ("int8", "int4", "w8a8", "fp8")
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -165,16 +167,35 @@ def _quantized(wide: torch.Tensor, quantization: str) -> tuple[torch.Tensor, tor
     if quantization != "int4":
         scales = wide.abs().amax(1, keepdim=True) / 127
         return _codes(wide, scales, -127, 127), scales
+    return _four_bits(wide, torch.float32)
+
+
+def _four_bits(wide: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes in [-8, 7], and scales of `dtype`: those with which the codes are right."""
     groups = wide.unflatten(1, (-1, INT4_GROUP))
     extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
     best, least = torch.zeros_like(extreme), torch.full_like(extreme, torch.inf)
     for candidate in INT4_CANDIDATES:
-        scales = extreme / candidate
+        scales = (extreme / candidate).to(dtype).float()
         error = (groups - _codes(groups, scales, -8, 7) * scales).square().sum(2, keepdim=True)
         # NaN errors, of what is not finite, keep the NaN scale.
         is_better = ~(error >= least)
         best, least = torch.where(is_better, scales, best), torch.where(is_better, error, least)
-    return _codes(groups, best, -8, 7).flatten(1), best.squeeze(2)
+    return _codes(groups, best, -8, 7).flatten(1), best.squeeze(2).to(dtype)
+
+
+def group_weight(weight: torch.Tensor) -> GroupedWeight:
+    """A matrix in four bits and a half, as w4a8 has it.
+
+    Args:
+        weight: [out_features, in_features], floating point; in_features is a multiple of INT4_GROUP.
+
+    Returns:
+        Codes as int4 has them, with scales of bfloat16: those of tiny weights would be zero in float16.
+    """
+    parts = [_four_bits(rows.float(), torch.bfloat16) for rows in weight.split(1024)]
+    codes, scales = (torch.cat(column) for column in zip(*parts, strict=True))
+    return GroupedWeight(codes=codes.add_(8).to(torch.uint8), scales=scales, bits=4, group=INT4_GROUP, zero=8)
 
 
 def dequantize_weight(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

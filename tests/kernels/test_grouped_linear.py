@@ -10,7 +10,7 @@ import torch
 from quire_kernels import ops
 from quire_kernels.cpu.compiler import supported_isas
 from quire_kernels.grouped_weights import FACTOR_GROUP, GroupedWeight
-from quire_kernels.weights import JoinedLinear
+from quire_kernels.weights import JoinedLinear, dequantize_weight, group_weight, quantize_weight
 from tests.kernels.common import every_implementation, forced
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -189,6 +189,48 @@ def test_argmax_is_that_of_the_product(name: str, device: str, dtype: torch.dtyp
         best = packed.argmax(x[:count])
         assert torch.equal(best, ops.argmax(packed(x[:count], torch.float32)))
     assert int(best[4]) == -1 and bool((best[5:] >= 0).all())
+
+
+@pytest.mark.parametrize(("name", "device", "dtype"), NATIVE)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_plain_weights_in_four_bits(
+    name: str, device: str, dtype: torch.dtype, activation: str | None
+) -> None:
+    """w4a8: the product of `group_weight`, in half a byte and a share of a scale per weight."""
+    plain = (torch.randn((2080, 544), generator=torch.Generator().manual_seed(0)) / 24).to(dtype)
+    plain[::2] *= 1e-8  # whose scales float16 would not have
+    weight = group_weight(plain)
+    with forced("grouped_linear", name):
+        packed = ops.pack_linear(plain, activation=activation, quantization="w4a8")
+        expected = ops.pack_linear(weight, activation=activation, dtype=dtype)
+        num_bytes = ops.packed_bytes(plain, device_type=device, activation=activation, quantization="w4a8")
+    assert packed.nbytes == num_bytes == 2080 * 544 * 4.5 / 8
+    x = torch.randn((18, 544), generator=torch.Generator().manual_seed(1)).to(dtype)
+    for count in (1, 18):
+        assert torch.equal(packed(x[:count], torch.float32), expected(x[:count], torch.float32))
+    if activation is None:
+        assert torch.equal(packed(x, torch.float32), product_of(x, weight))
+        exact = x.double() @ plain.double().T
+        error = packed(x, torch.float32) - exact
+        for rows in (slice(0, None, 2), slice(1, None, 2)):
+            assert error[:, rows].norm() < 0.1 * exact[:, rows].norm()
+
+
+def test_four_bits_are_those_of_int4_but_for_the_scales_rounding() -> None:
+    plain = torch.randn((64, 512), generator=torch.Generator().manual_seed(0))
+    plain[0], plain[1] = 0, 1e-12
+    plain[2, 40], plain[3, 50] = torch.nan, torch.inf
+    weight = group_weight(plain)
+    assert weight.scales.dtype == torch.bfloat16 and weight.dequantize()[4:].isfinite().all()
+    means, int4 = (
+        one[4:] - plain[4:]
+        for one in (weight.dequantize(), dequantize_weight(*quantize_weight(plain, "int4")))
+    )
+    assert means.norm() < 1.005 * int4.norm()
+    assert not weight.dequantize()[0].any()
+    torch.testing.assert_close(weight.dequantize()[1], plain[1], rtol=0.01, atol=0)
+    assert weight.dequantize()[2, 40].isnan() and not weight.dequantize()[3, 50].isfinite()
+    assert weight.dequantize()[2:4, :32].isfinite().all()
 
 
 @pytest.mark.parametrize("isa", supported_isas())

@@ -176,7 +176,7 @@ def test_plain_weights_become_what_is_said(name: str, plain: Callable[..., Path]
             assert kept(driver) == on_cpu, (family, dtype)
             ours = driver.logits(IDS).float()
             assert ours.isfinite().all()
-            if name not in ("int4", "fp8"):  # with whose few bits random models are others
+            if name not in ("int4", "w4a8", "fp8"):  # with whose few bits random models are others
                 assert error(ours, theirs) < MOST_OFF, (family, dtype)
     halves = Driver.load(plain("llama"), dtype="float16", quantization=quantization)
     assert kept(halves) == "numbers" and halves.logits(IDS).isfinite().all()

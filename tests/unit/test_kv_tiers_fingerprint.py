@@ -107,7 +107,7 @@ VALUES: dict[str, list[Any]] = {
     "max_waiting_requests": [5],
     "max_waiting_tokens": [10**6],
     "preemption_mode": ["auto"],
-    "quantization": ["int8", "int4", "w8a8", "fp8"],
+    "quantization": ["int8", "int4", "w8a8", "w4a8", "fp8"],
     "queue_policy": ["priority", "longest_prefix", "shortest_first", "fair"],
     "result_cache_url": ["redis://127.0.0.1:1"],
     "scheduler": ["static"],

@@ -25,7 +25,7 @@ SHARE = 2e-3
 MEMORY = {"cpu_memory_utilization": SHARE, "max_num_seqs": 60_000, "num_threads": 1}
 FAMILIES = ("llama", "mistral", "qwen3", "gemma", "gemma2", "gemma3", "qwen3_moe")
 """With windows in no layer, in all, in none, in none, in half of the layers and in two thirds."""
-QUANTIZATIONS = (None, "int8", "int4", "w8a8", "fp8")
+QUANTIZATIONS = (None, "int8", "int4", "w8a8", "w4a8", "fp8")
 
 
 @pytest.fixture(scope="module")

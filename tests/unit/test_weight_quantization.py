@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire import LLM
 from quire.config import EngineConfig, choices
 from quire.errors import ConfigError
 from quire.worker.model_runner import ModelRunner
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.perplexity import DEMO, demo_answers, logits_of, own_texts, perplexity_of
+from tests.fixtures.runner_of import runner_of
 
 LIMITS = {
     ("demo", "int8"): (0.001, 0.03),
     ("demo", "w8a8"): (0.001, 0.05),
     ("demo", "int4"): (0.001, 0.2),
+    ("demo", "w4a8"): (0.001, 0.2),
     ("demo", "fp8"): (0.001, 0.06),
     ("random", "int8"): (0.02, 0.07),
     ("random", "w8a8"): (0.03, 0.1),
@@ -51,7 +54,18 @@ def test_accuracy(kind: str, quantization: str, tmp_path: Path) -> None:
     assert abs(change) < most_change and 0 < distance < most_distance
 
 
-@pytest.mark.parametrize("quantization", ["int4", "w8a8"])
+def test_answers_in_four_and_eight_bits() -> None:
+    """Those that the demo was to learn, greedily, of one call for all layers."""
+    texts = demo_answers(8)
+    llm = LLM(DEMO, quantization="w4a8", dtype="bfloat16", max_model_len=1024, num_blocks=512)
+    assert runner_of(llm.core).model.is_fused
+    outputs = llm.generate([ids[:given] for ids, given in texts], temperature=0.0, max_tokens=200)
+    found = [list(out.token_ids) for out in outputs]
+    llm.core.close()
+    assert [ids[given:] for ids, given in texts] == found
+
+
+@pytest.mark.parametrize("quantization", ["int4", "w8a8", "w4a8"])
 def test_sizes_that_do_not_divide_are_refused_by_name(quantization: str, tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path, tokenizer=False, intermediate_size=144)
     config = EngineConfig.from_mapping({"model": str(path), "quantization": quantization})

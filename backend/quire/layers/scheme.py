@@ -149,7 +149,7 @@ class DenseScheme:
     ) -> DenseTensors:
         """See LinearScheme."""
         # Four bits are too few for the logits; eight cost a fraction of what they save elsewhere.
-        quantization = "int8" if self.quantization == "int4" else self.quantization
+        quantization = {"int4": "int8", "w4a8": "w8a8"}.get(self.quantization or "", self.quantization)
         weight = torch.empty(num_rows, size, dtype=dtype)
         return DenseTensors([name], weight, None, [num_rows], quantization if is_head else None)
 
@@ -160,6 +160,7 @@ SCHEMES: dict[str | None, DenseScheme] = {
     "int8": DenseScheme("int8"),
     "int4": DenseScheme("int4", INT4_GROUP),
     "w8a8": DenseScheme("w8a8", W8A8_GROUP),
+    "w4a8": DenseScheme("w4a8", W8A8_GROUP),
     "fp8": DenseScheme("fp8"),
 }
 """Schemes of checkpoints of plain matrices, by `quantization` (see ModelConfig)."""
