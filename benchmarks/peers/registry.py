@@ -167,6 +167,7 @@ PEERS = {
         _quantised("w8a8", "int8", weight_copies=3.0, notes="; products in integers, as llama.cpp's"),
         *_gguf("Q8_0", "int8"),
         _quantised("int4", "int4", weight_copies=5.0),
+        _quantised("w4a8", "int4", weight_copies=5.0, notes="; products in integers; the head in 8 bits"),
         *_gguf("Q4_0", "int4"),
         *_gguf("Q4_K_M", "int4"),
     )
