@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType, quants
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
+from quire.loader import gguf_weights
 from quire.loader.gguf_blocks import GROUPED, grouped
 from quire.loader.gguf_weights import hf_name, read_gguf
 from quire.loader.load import load_model
@@ -107,7 +108,9 @@ def test_weights_equal_those_of_the_public_reader_and_run(kind: str, tmp_path: P
         ("qwen3_moe", ("mlp", "gate_proj", "up_proj", "down_proj")),
     ],
 )
-def test_an_expert_is_a_slice_of_its_tensor(family: str, names: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_expert_is_a_slice_of_its_tensor(
+    family: str, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit for bit, in the kind that the file has it in, also of kinds that are decoded; and the logits."""
     options = {"moe_intermediate_size": 256, "mlp_only_layers": []} if family == "qwen3_moe" else {}
     kinds = {"ffn_down_exps": "Q6_K", "blk.1.ffn_up_exps": "Q8_0", "blk.0.ffn_gate_exps": "IQ2_S"}
@@ -127,6 +130,10 @@ def test_an_expert_is_a_slice_of_its_tensor(family: str, names: tuple[str, ...],
     assert not any(".experts." in name for name in ours if not name.startswith("model.layers.2."))
     exact = Driver.load(file, dtype="float32", quantization="dequantized").logits(IDS)
     check_logits(file, exact)
+    # More slices than a layer may have experts are none.
+    monkeypatch.setattr(gguf_weights, "MAX_EXPERTS", 7)
+    with pytest.raises(CheckpointError, match=r"unexpected tensors: blk\.0\.ffn_down_exps\.weight"):
+        Driver.load(file)
 
 
 @pytest.mark.row("D20")

@@ -16,6 +16,7 @@ from quire.errors import CheckpointError
 from quire.loader.gguf_blocks import GROUPED
 from quire.loader.gguf_metadata import ROPE_FACTORS, is_mixtral
 from quire.loader.gguf_scheme import GGUFScheme
+from quire.models.config import MAX_EXPERTS
 from quire_ensemble.gguf_file import GGUFFile, StoredTensor
 from quire_ensemble.weight_files import NamedTensor
 
@@ -112,7 +113,8 @@ def _matrices(opened: GGUFFile) -> Iterator[StoredTensor]:
     ("..._exps") under the names that files had before there were such."""
     for stored in opened.tensors.values():
         name, _, suffix = stored.name.rpartition("_exps.")
-        if not name or len(stored.shape) != (2 if suffix == "bias" else 3):
+        rank = 2 if suffix == "bias" else 3
+        if not name or len(stored.shape) != rank or stored.shape[0] > MAX_EXPERTS:
             yield stored
             continue
         count, *shape = stored.shape
