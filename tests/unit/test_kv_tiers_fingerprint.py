@@ -23,8 +23,8 @@ from quire.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from quire.kv_tiers import fingerprint, needs_fingerprint
 from quire.kv_tiers.fingerprint import HARMLESS_KEYS
 from quire.layers.linear import Weight
+from quire.loader import identity as identity_module
 from quire.loader.load import digest_weights
-from quire.worker import kv_identity as kv_identity_module
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.foreign_checkpoints import MAKERS, make_foreign
 from tests.fixtures.gguf_files import write_gguf
@@ -332,11 +332,11 @@ def test_another_processor_or_code_finds_nothing(
     """Machines may share a directory: sums in another order are other bits, and each keeps its own."""
     for name, value in (("_processor", lambda device: ["another one"]), ("_code_digest", lambda: "changed")):
         with monkeypatch.context() as patch:
-            patch.setattr(kv_identity_module, name, value)
+            patch.setattr(identity_module, name, value)
             (tmp_path / name).mkdir()
             assert not hits(checkpoint, filled, tmp_path / name)
-    monkeypatch.setattr(kv_identity_module, "supported_isas", lambda: ())
-    assert kv_identity_module._processor(torch.device("cpu")) == [torch.backends.cpu.get_cpu_capability()]
+    monkeypatch.setattr(identity_module, "supported_isas", lambda: ())
+    assert identity_module._processor(torch.device("cpu")) == [torch.backends.cpu.get_cpu_capability()]
     (tmp_path / "isa").mkdir()
     assert not hits(checkpoint, filled, tmp_path / "isa")
 
@@ -347,8 +347,8 @@ def test_every_file_of_the_code_counts(tmp_path: Path, monkeypatch: pytest.Monke
     (package / "__init__.py").write_text("")
     (package / "gemm.h").write_text("a + b")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(kv_identity_module, "_CODE", (package.name,))
-    digest = kv_identity_module._code_digest.__wrapped__
+    monkeypatch.setattr(identity_module, "_CODE", (package.name,))
+    digest = identity_module._code_digest.__wrapped__
     found = {digest()}
     (package / "gemm.h").write_text("b + a")
     found.add(digest())
@@ -377,10 +377,10 @@ def test_only_the_kernels_that_compute_are_made(monkeypatch: pytest.MonkeyPatch)
         asked.append(isa)
         return object() if isa == "avx512" else None
 
-    monkeypatch.setattr(kv_identity_module, "supported_isas", lambda: ("amx", "avx512", "avx2"))
-    monkeypatch.setattr(kv_identity_module, "library", library)
-    monkeypatch.setattr(kv_identity_module, "library_name", lambda isa: f"{isa}.so")
-    found = kv_identity_module._processor(torch.device("cpu"))
+    monkeypatch.setattr(identity_module, "supported_isas", lambda: ("amx", "avx512", "avx2"))
+    monkeypatch.setattr(identity_module, "library", library)
+    monkeypatch.setattr(identity_module, "library_name", lambda isa: f"{isa}.so")
+    found = identity_module._processor(torch.device("cpu"))
     assert found[0] == "avx512.so" and asked == ["amx", "avx512"]
 
 

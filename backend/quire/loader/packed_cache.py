@@ -3,8 +3,8 @@
 One file per model, named by a digest of the checkpoint's files, what was asked for, and all code that
 computes: what lies there under that name is what packing would make. A file is written under another name
 and renamed; its index and every tensor have a checksum, so whatever became of it is told from what was
-written. It is read into memory, not mapped: from huge pages weights are computed with faster, and a file that
-is cut short is no SIGBUS.
+written. It is read into memory, not mapped, since all of it is checked, and a mapped file that somebody cuts
+short is a SIGBUS. (Products were as fast from a mapped file: 17.9 and 17.3 GB/s, 2026-11-26.)
 """
 
 from __future__ import annotations
