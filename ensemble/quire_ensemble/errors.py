@@ -76,5 +76,10 @@ def is_panic(error: BaseException) -> bool:
 
 def one_line(error: BaseException) -> str:
     """What another library's error says, for a message of ours: on one line, its class if it says nothing."""
-    text = " ".join(str(error)[:1000].split())
-    return "".join(c if c.isprintable() else "?" for c in text)[:400] or type(error).__name__
+    return in_line(str(error))[:400] or type(error).__name__
+
+
+def in_line(text: str) -> str:
+    """A text of which parts are not ours, as one line of at most 1000 characters that can be printed."""
+    text = " ".join(text[:1000].split())
+    return "".join(c if c.isprintable() else "?" for c in text)

@@ -16,6 +16,7 @@ from `transformers`, which decides for each anew.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,8 +78,10 @@ class RopeConfig:
                 raise hf.error(f"rope type {rope_type} needs the key {key!r}")
         theta = rope.get("rope_theta") or hf.get("rope_theta") or 10000.0
         numbers = {key: rope.get(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        numbers["original_max_position_embeddings"] = original or None
         for key, value in {"rope_theta": theta, **numbers}.items():
-            if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
+            most = sys.float_info.max if key == "rope_theta" else INT32_MAX
+            if value is not None and (type(value) not in (int, float) or not 0 < value <= most):
                 raise hf.error(f"rope parameter {key} must be a positive number, got {value!r:.40}")
         rotary_dim = int(head_dim * (1.0 if partial is None else partial))
         if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
@@ -128,6 +131,9 @@ def rope_frequencies(rope: RopeConfig, max_model_len: int) -> tuple[torch.Tensor
 
     Returns:
         float32 [rotary_dim / 2], radians per position; and the attention factor.
+
+    Raises:
+        ValueError: the parameters make numbers that are not finite.
     """
     if rope.rope_type == "dynamic" and max_model_len > rope.max_position_embeddings:
         return _inverse(rope.rotary_dim, _dynamic_theta(rope, max_model_len)), 1.0
@@ -142,6 +148,8 @@ def rope_frequencies(rope: RopeConfig, max_model_len: int) -> tuple[torch.Tensor
         frequencies, factor = _longrope(rope, max_model_len)
     if rope.frequency_factors is not None:
         frequencies = frequencies / torch.tensor(rope.frequency_factors, dtype=torch.float32)
+    if not (frequencies.isfinite().all() and 0 < factor < math.inf):
+        raise ValueError("the rope parameters make frequencies, or an attention factor, that are not numbers")
     return frequencies, factor
 
 

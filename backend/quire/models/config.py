@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -103,8 +104,12 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         for window in self.sliding_windows:
-            if window is not None and not 1 <= window <= INT32_MAX:
+            if window is not None and (type(window) is not int or not 1 <= window <= INT32_MAX):
                 raise ValueError(f"a sliding window of {window!r:.40}")
+        for name in ("attention_scale", "attention_softcap", "logits_softcap"):
+            value = getattr(self, name)
+            if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
+                raise ValueError(f"{name} of {value!r:.40} is no positive number")
 
     @property
     def num_weights(self) -> int:
@@ -169,7 +174,7 @@ class DecoderConfig:
             dtype=dtype,
             rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
             activation=ACTIVATIONS[activation],
-            tie_word_embeddings=hf.get("tie_word_embeddings", False),
+            tie_word_embeddings=hf.flag("tie_word_embeddings", False),
             rope=RopeConfig.from_hf(hf, head_dim),
             sliding_windows=(None,) * num_layers,
             attention_scale=head_dim**-0.5,
@@ -187,6 +192,8 @@ def windows_by_layer_type(hf: HFConfig, num_layers: int, window: int | None) -> 
         return None
     if len(types) != num_layers:
         raise hf.error(f"layer_types has {len(types)} entries for {num_layers} layers")
+    if window is None and "sliding_attention" in types:
+        raise hf.error("layer_types names sliding_attention, but no sliding_window is switched on")
     windows = {"full_attention": None, "sliding_attention": window}
     for name in types:
         if name not in windows:

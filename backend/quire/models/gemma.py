@@ -23,11 +23,11 @@ class GemmaForCausalLM(DecoderModel):
         config = super().parse_config(
             hf.replace(
                 hidden_act="gelu_pytorch_tanh" if activation == "gelu" else activation,
-                tie_word_embeddings=hf.get("tie_word_embeddings", True),
+                tie_word_embeddings=hf.flag("tie_word_embeddings", True),
             ),
             dtype,
         )
-        bias = hf.get("attention_bias", False)
+        bias = hf.flag("attention_bias", False)
         return dataclasses.replace(
             config,
             embedding_scale=config.hidden_size**0.5,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import CheckpointError
+from quire_ensemble.errors import in_line, shown
 
 
 def read_json(path: Path, kind: type[Any] = dict) -> Any:
@@ -32,8 +33,6 @@ _OUTER_KEYS = ("architectures", "tie_word_embeddings", "dtype", "torch_dtype", "
 """Keys that concern the whole of a multimodal checkpoint, its text part included."""
 
 
-_MAX_MESSAGE = 1000
-"""Characters of a complaint."""
 MAX_SIZE = 2**24
 """Of a model's dimensions: products of three of them, and bytes, have numbers."""
 MAX_HEADS = 2**16
@@ -45,12 +44,12 @@ def _completed(path: Path, text: dict[str, Any]) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     model_type = text.get("model_type", "llama")
-    if model_type not in CONFIG_MAPPING:
-        raise CheckpointError(f"{path}: text_config has the unknown model_type {model_type!r}")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise CheckpointError(f"{path}: text_config has the unknown model_type {shown(model_type)}")
     try:
         return dict(CONFIG_MAPPING[model_type](**text).to_dict())
     except Exception as error:  # transformers' checks raise what they like
-        raise CheckpointError(f"{path}: text_config: {' '.join(str(error).split())}") from None
+        raise CheckpointError(f"{path}: text_config: {in_line(str(error))}") from None
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class HFConfig:
 
     def error(self, message: str) -> CheckpointError:
         """The error to raise for something wrong in this file; one line, whatever is put into it."""
-        return CheckpointError(f"{self.path}: {' '.join(message.split())[:_MAX_MESSAGE]}")
+        return CheckpointError(f"{self.path}: {in_line(message)}")
 
     @property
     def architecture(self) -> str:

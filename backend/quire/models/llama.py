@@ -17,10 +17,10 @@ class LlamaForCausalLM(DecoderModel):
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
-        bias = hf.get("attention_bias", False)
+        bias = hf.flag("attention_bias", False)
         return dataclasses.replace(
             super().parse_config(hf, dtype),
             qkv_bias=bias,
             out_bias=bias,
-            mlp_bias=hf.get("mlp_bias", False),
+            mlp_bias=hf.flag("mlp_bias", False),
         )

@@ -13,7 +13,7 @@ from quire.models.hf_config import HFConfig
 
 def qwen_windows(hf: HFConfig, num_layers: int) -> tuple[int | None, ...]:
     """`use_sliding_window` switches on; `layer_types`, or else `max_window_layers`, says from which layer."""
-    window = hf.get("sliding_window") if hf.get("use_sliding_window", False) else None
+    window = hf.get("sliding_window") if hf.flag("use_sliding_window", False) else None
     windows = windows_by_layer_type(hf, num_layers, window)
     if windows is not None:
         return windows

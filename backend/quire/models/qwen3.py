@@ -19,7 +19,7 @@ class Qwen3ForCausalLM(DecoderModel):
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
         config = super().parse_config(hf, dtype)
-        bias = hf.get("attention_bias", False)
+        bias = hf.flag("attention_bias", False)
         windows = qwen_windows(hf, config.num_layers)
         return dataclasses.replace(
             config, qk_norm=True, qkv_bias=bias, out_bias=bias, sliding_windows=windows
