@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire_ensemble import pbtxt
+from quire_ensemble.checkpoint_files import check_directory
 from quire_ensemble.errors import BuildError
 from quire_ensemble.gguf_file import GGUFError, GGUFFile, part_names
 from quire_ensemble.tokenizer import TOKENIZER_FILES, Tokenizer
@@ -216,6 +217,7 @@ def _open_gguf(file: Path) -> GGUFFile:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    check_directory(file.parent, BuildError)
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import stat
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from quire_ensemble.errors import is_name, shown
+from quire_ensemble.errors import in_line, is_name, shown
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -43,11 +44,26 @@ class GGUFError(ValueError):
 
 def part_names(name: str) -> tuple[str, ...]:
     """Names of the parts of a split file, by that of any of them; the name alone if it is not a part's."""
+    stem, count = _split(name)
+    return tuple(_part(stem, number, count) for number in range(1, count + 1)) or (name,)
+
+
+def first_part(name: str) -> str:
+    """The first of `part_names`, which may be many."""
+    stem, count = _split(name)
+    return _part(stem, 1, count) if count else name
+
+
+def _split(name: str) -> tuple[str, int]:
+    """What the names of a split file's parts begin with, and their number; 0: the name is not a part's."""
     match = _PART.fullmatch(name)
     if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
-        return (name,)
-    count = int(match["count"])
-    return tuple(f"{match['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1))
+        return name, 0
+    return match["stem"], int(match["count"])
+
+
+def _part(stem: str, number: int, count: int) -> str:
+    return f"{stem}-{number:05}-of-{count:05}.gguf"
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -58,12 +74,12 @@ def find_gguf(path: Path) -> Path | None:
         GGUFError: the directory holds several.
     """
     if path.is_file():
-        return path.with_name(part_names(path.name)[0]) if path.suffix == ".gguf" else None
+        return path.with_name(first_part(path.name)) if path.suffix == ".gguf" else None
     if (path / "config.json").exists():
         return None
-    files = sorted({file.with_name(part_names(file.name)[0]) for file in path.glob("*.gguf")})
+    files = sorted({file.with_name(first_part(file.name)) for file in path.glob("*.gguf")})
     if len(files) > 1:
-        names = ", ".join(file.name for file in files)
+        names = in_line(", ".join(file.name for file in files))
         raise GGUFError(f"holds several .gguf files ({names}); name one of them")
     return files[0] if files else None
 
@@ -144,6 +160,8 @@ class GGUFFile:
 
 
 def _read_head(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise GGUFError("is a directory, a pipe or a device")
     with path.open("rb") as file:
         head = _Head(path, file)
         return head.metadata, head.tensors
@@ -157,7 +175,7 @@ def _check_split(metadata: dict[str, Any], number: int, first: dict[str, Any]) -
             raise GGUFError(f"states {key} {shown(stated)}, not {shown(wanted)}")
     for key, value in metadata.items():
         if not key.startswith("split.") and value != first.get(key, value):
-            raise GGUFError(f"states another {key} than the first part: of another file")
+            raise GGUFError(f"states another {shown(key)} than the first part: of another file")
 
 
 def _is_number(value: Any) -> bool:

@@ -80,12 +80,12 @@ def _chosen(files: Iterable[str], file: str | None, kind: str | None) -> tuple[s
     Raises:
         LookupError: it is none of them, it may be several, or parts are missing.
     """
-    from quire_ensemble.gguf_file import part_names
+    from quire_ensemble.gguf_file import first_part, part_names
 
     listed = {name for name in files if re.fullmatch(_FILE, name, re.ASCII)}
-    whole = {part_names(name)[0] for name in listed}
+    whole = {first_part(name) for name in listed}
     if file is not None:
-        found = [part_names(file)[0]]
+        found = [first_part(file)]
     else:
         # What encodes images stands beside the model as mmproj-*.gguf.
         found = [name for name in whole if not name.rpartition("/")[2].lower().startswith("mmproj")]

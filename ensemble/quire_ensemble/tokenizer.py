@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quire_ensemble import messages as chat
 from quire_ensemble.chat_format import ChatFormat
+from quire_ensemble.checkpoint_files import check_directory
 from quire_ensemble.client_json import decode_utf8
 from quire_ensemble.errors import InputError, TokenizerError, is_panic, one_line
 
@@ -360,6 +361,7 @@ def _load(path: Path) -> Any:
         raise TokenizerError(f"{path}: no tokenizer files; expected one of {', '.join(TOKENIZER_FILES)}")
     from transformers import AutoTokenizer
 
+    check_directory(path, TokenizerError)
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except BaseException as error:  # the loaders of transformers raise whatever their files make them raise

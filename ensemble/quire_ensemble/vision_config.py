@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire_ensemble.checkpoint_files import check_directory
 from quire_ensemble.errors import VisionError, one_line
 
 _MODEL_TYPES = ("llava", "qwen2_vl", "qwen2_5_vl")
@@ -48,6 +49,7 @@ def read_vision_config(path: Path) -> VisionConfig:
     file = path / "config.json"
     if not file.is_file():
         raise VisionError(f"{file}: not found")
+    check_directory(path, VisionError)
     try:
         hf = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the file makes it raise

@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -20,7 +21,9 @@ from safetensors.torch import load_file
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
 from quire.loader.load import load_model
+from quire_ensemble.errors import TokenizerError
 from quire_ensemble.gguf_file import GGUFError, GGUFFile
+from quire_ensemble.tokenizer import Tokenizer
 from tests.fault.hostile_files import KINDS, gguf_fields
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.gguf_files import write_gguf
@@ -192,6 +195,16 @@ def test_archives_that_are_compressed_or_claim_too_much_are_refused(genuine: Pat
         ("rope_parameters", {"frequency_factors": [1.0] * 3}, "has 3 entries, the head needs 8"),
         ("eos_token_id", -5, "-5 as ids of tokens"),
         ("hidden_act", "x\n" * 10_000, "hidden_act"),
+        ("tie_word_embeddings", "false", "must be true or false, got 'false'"),
+        ("attention_bias", 1, "must be true or false, got 1"),
+        ("rope_parameters", {"rope_type": "yarn", "attention_factor": float("nan")}, "not numbers"),
+        ("rope_parameters", {"rope_type": "dynamic", "factor": 1e308}, "factor must be a positive number"),
+        ("rope_parameters", {"original_max_position_embeddings": -5}, "must be a positive number, got -5"),
+        ("rope_parameters", {"frequency_factors": [0.0] * 8}, "not numbers"),
+        ("text_config", {"model_type": ["x"]}, "unknown model_type list of 1 entries"),
+        ("text_config", {"model_type": "x\x1b" * 10_000}, "unknown model_type"),
+        ("quantization_config", {"quant_method": "compressed-tensors", "format": "\x1b[2J\n", "config_groups":
+            {"": {"targets": [], "weights": {}}}}, "of the format ?[2J of int8 per tensor are not supported"),
     ],
 )  # fmt: skip
 def test_hyperparameters_that_cannot_be(
@@ -205,3 +218,61 @@ def test_hyperparameters_that_cannot_be(
     message = refusal(path)
     assert message.startswith(str(path)) and words in message, message
     assert message.isprintable() and len(message) < 2000
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "hole"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_files_that_are_none(kind: str, name: str, genuine: Path, tmp_path: Path) -> None:
+    """A pipe's reader waits for ever, that of /dev/zero takes all memory, and so does one of a large hole."""
+    path = Path(shutil.copytree(genuine / "safetensors", tmp_path / "copy"))
+    (path / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path / name)
+    elif kind == "device":
+        (path / name).symlink_to("/dev/zero")
+    else:
+        with (path / name).open("wb") as file:
+            file.truncate(2**40)
+    words = "longer than 134217728 bytes" if kind == "hole" else "neither a file nor a directory"
+    assert refusal(path) == f"{path}: '{name}' is {words}"
+    with pytest.raises(TokenizerError, match=words):
+        Tokenizer(path)
+
+
+def test_gguf_files_that_are_none(tmp_path: Path) -> None:
+    """Nor does a directory's listing go into a message as it is, or take a name for each part that may be."""
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(GGUFError, match="is a directory, a pipe or a device"):
+        GGUFFile.open(tmp_path / "pipe.gguf")
+    assert refusal(tmp_path) == f"{tmp_path}: 'pipe.gguf' is neither a file nor a directory"
+    (tmp_path / "pipe.gguf").unlink()
+    for number in range(300):
+        (tmp_path / f"{number}\n\x1b[2J-00001-of-99999.gguf").touch()
+    begin = time.process_time()
+    message = refusal(tmp_path)
+    assert message.startswith(f"{tmp_path}: holds several .gguf files (0 ?[2J-00001-of-99999.gguf, ")
+    assert message.isprintable() and len(message) < 2000 and time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize(
+    ("family", "lies", "words"),
+    [
+        ("Mistral", {"sliding_window": True}, "a sliding window of True"),
+        ("Mistral", {"sliding_window": 3.5}, "a sliding window of 3.5"),
+        ("Mistral", {"layer_types": ["sliding_attention"] * 2}, "no sliding_window is switched on"),
+        ("Qwen2", {"use_sliding_window": "false"}, "use_sliding_window must be true or false"),
+        ("Gemma2", {"query_pre_attn_scalar": -4}, "attention_scale of"),
+        ("Gemma2", {"query_pre_attn_scalar": float("nan")}, "attention_scale of nan"),
+        ("Gemma2", {"attn_logit_softcapping": 0}, "attention_softcap of 0"),
+        ("Gemma2", {"final_logit_softcapping": "30"}, "logits_softcap of '30'"),
+    ],
+)
+def test_hyperparameters_of_one_family_that_cannot_be(
+    family: str, lies: dict[str, Any], words: str, genuine: Path, tmp_path: Path
+) -> None:
+    """What would be computed, wrongly, or fail with the first request."""
+    path = Path(shutil.copytree(genuine / "safetensors", tmp_path / "copy"))
+    config = {**json.loads((path / "config.json").read_text()), "architectures": [f"{family}ForCausalLM"]}
+    (path / "config.json").write_text(json.dumps({**config, **lies}))
+    message = refusal(path)
+    assert message.startswith(str(path)) and words in message and message.isprintable(), message

@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.errors import CheckpointError
 from quire.models.hf_config import HFConfig, read_json
+from quire_ensemble.checkpoint_files import check_directory
 from quire_ensemble.gguf_file import GGUFError, find_gguf, part_names
 
 
@@ -22,6 +23,8 @@ def read_configs(path: str | Path) -> tuple[HFConfig, dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such checkpoint directory or file")
+    if path.is_dir():
+        check_directory(path, CheckpointError)
     gguf = gguf_file(path)
     if gguf is not None:
         from quire.loader.gguf_metadata import read_gguf_config
