@@ -354,7 +354,7 @@ def test_gptq_may_have_quantised_the_head(make: Make) -> None:
             {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
             "checkpoint_format 'marlin'",
         ),
-        ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "group_size 'x' is no number of inputs"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "group_size 'x' is no number of features"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported"),
         (
             {

@@ -53,7 +53,7 @@ def grouped(
         A GroupedWeight, or the numbers themselves where groups are of other sizes than it has.
     """
     num_columns = codes.shape[1]
-    group = group or num_columns
+    group = min(group or num_columns, num_columns)
     if isinstance(zeros, torch.Tensor) and (zeros == zeros[0, 0]).all():
         zeros = int(zeros[0, 0])
     minimums = None

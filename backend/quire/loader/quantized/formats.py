@@ -274,7 +274,7 @@ class ScaledBlocks:
         wide, scales = tensors["weight"].float(), tensors[self.scale]
         if self.has_exponents:
             scales = powers_of_two(scales)
-        by_column = scales.repeat_interleave(self.block[1], 1)[:, : wide.shape[1]]
+        by_column = scales.repeat_interleave(min(self.block[1], wide.shape[1]), 1)[:, : wide.shape[1]]
         for rows, row_scales in zip(wide.split(self.block[0]), by_column, strict=True):
             rows *= row_scales
         return Decoded(wide)

@@ -21,7 +21,7 @@ from quire.loader.quantized.formats import (
     ScaledRows,
     WholeIntegers,
 )
-from quire.models.hf_config import HFConfig
+from quire.models.hf_config import MAX_SIZE, HFConfig
 from quire_kernels.weights import FP8
 
 Matches = Callable[[str], bool]
@@ -92,9 +92,20 @@ def _group(values: Values, default: int | None) -> int | None:
     group = values.get("group_size", default)
     if group in (None, -1):
         return None
-    if not isinstance(group, int) or group < 1:
-        raise _UnsupportedError(f"group_size {group!r:.40} is no number of inputs")
-    return group
+    return _size("group_size", group)
+
+
+def _size(key: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_SIZE:
+        raise _UnsupportedError(f"{key} {value!r:.40} is no number of features")
+    return value
+
+
+def _block(key: str, value: Any) -> tuple[int, int]:
+    """Output and input features that share a scale."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise _UnsupportedError(f"{key} {value!r:.40} is not two numbers of features")
+    return _size(key, value[0]), _size(key, value[1])
 
 
 def _named(keys: Iterable[str] | None) -> Matches:
@@ -141,7 +152,7 @@ def _gptq(values: Values) -> Rules:
 def _fp8(values: Values) -> Rules:
     _known(values, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
     block = values.get("weight_block_size")
-    form = ScaledRows(FP8, False) if block is None else ScaledBlocks((int(block[0]), int(block[1])))
+    form = ScaledRows(FP8, False) if block is None else ScaledBlocks(_block("weight_block_size", block))
     return _all_but("fp8", form, values.get("modules_to_not_convert"), values.get("ignored_layers"))
 
 
@@ -222,7 +233,7 @@ def _compressed_format(layout: str | None, group: Values) -> Format | None:
     if weights is None or layout == "dense":
         return None
     kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
-    size, is_symmetric = _group(weights, None), weights.get("symmetric", True)
+    size, is_symmetric = _group(weights, None), _known(weights, "symmetric", True, (True, False))
     strategy = weights.get("strategy") or ("tensor" if weights.get("group_size") is None else "group")
     if strategy == "group" and size is None:
         strategy = "channel"
@@ -240,8 +251,7 @@ def _compressed_format(layout: str | None, group: Values) -> Format | None:
         if strategy in ("tensor", "channel"):
             return ScaledRows(FP8, strategy == "channel")
         if strategy == "block":
-            rows, columns = weights["block_structure"]
-            return ScaledBlocks((int(rows), int(columns)))
+            return ScaledBlocks(_block("block_structure", weights["block_structure"]))
     elif layout == "mxfp8-quantized" and size == 32:
         return ScaledBlocks((1, 32), has_exponents=True)
     elif layout == "mxfp4-pack-quantized" and size == 32:

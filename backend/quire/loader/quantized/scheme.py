@@ -17,6 +17,7 @@ from quire.loader.files import WeightFiles
 from quire.loader.quantized.decoded import Decoded, Matrix
 from quire.loader.quantized.formats import Format, Plain, Slot, bnb_state
 from quire.loader.quantized.rules import Rules
+from quire_ensemble.errors import one_line
 from quire_ensemble.weight_files import NamedTensor
 from quire_kernels import ops
 from quire_kernels.grouped_weights import GroupedWeight
@@ -26,6 +27,8 @@ logger = logging.getLogger("quire")
 _UNUSED = ("input_scale", "input_zero_point", "input_global_scale", "weight_format")
 """Ends of names of tensors that say how inputs were to be quantised (here that is decided as they come), or
 nothing."""
+_MAX_STATE = 2**16
+"""Bytes of bitsandbytes' quant_state of a layer; it has some 100."""
 _KV_SCALES = ("k_scale", "v_scale", "q_scale", "output_scale")
 """Ends of names of tensors that say how keys and values were to be quantised."""
 
@@ -110,10 +113,12 @@ class ForeignScheme:
                 continue  # of zeros, as some versions write them
             if suffix.startswith("bitsandbytes__"):
                 try:
+                    if one.tensor.numel() > _MAX_STATE:
+                        raise ValueError(f"it is longer than {_MAX_STATE} bytes")
                     one = one._replace(tensor=bnb_state(one.read()), offset=None)
-                except (ValueError, TypeError, LookupError) as error:
+                except (RecursionError, ValueError, TypeError, LookupError) as error:
                     raise CheckpointError(
-                        f"{one.file}: {one.name} is no quantisation state: {error}"
+                        f"{one.file}: {one.name} is no quantisation state: {one_line(error)}"
                     ) from None
             elif suffix == "weight_scale_inv":
                 one = one._replace(name=f"{layer}.weight_scale")
@@ -179,9 +184,15 @@ class Part:
         """Its weights; the tensors are gone."""
         tensors, self.tensors = self.tensors, {}
         try:
-            return self.form.decode(tensors)
-        except ValueError as error:
-            raise CheckpointError(f"{self.scheme.source}: {self.name}: {error}") from None
+            decoded = self.form.decode(tensors)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.scheme.source}: {self.name}: {one_line(error)}") from None
+        if tuple(decoded.matrix.shape) != self.shape:
+            shape = list(decoded.matrix.shape)
+            raise CheckpointError(
+                f"{self.scheme.source}: {self.name}: stored as {shape}, its layer has {list(self.shape)}"
+            )
+        return decoded
 
 
 class ForeignTensors:
