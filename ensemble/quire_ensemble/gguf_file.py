@@ -175,7 +175,7 @@ def _check_split(metadata: dict[str, Any], number: int, first: dict[str, Any]) -
             raise GGUFError(f"states {key} {shown(stated)}, not {shown(wanted)}")
     for key, value in metadata.items():
         if not key.startswith("split.") and value != first.get(key, value):
-            raise GGUFError(f"states another {shown(key)} than the first part: of another file")
+            raise GGUFError(f"states another {in_line(key)} than the first part: of another file")
 
 
 def _is_number(value: Any) -> bool:

@@ -81,13 +81,15 @@ class NamedTensor(NamedTuple):
 
     name: str
     tensor: torch.Tensor
-    """Its content. With an offset it has type and shape only (on torch's "meta" device), and `read` gives the
-    content: a mapped file would be read page by page, and end the process if it is cut short meanwhile."""
+    """Its content. With an offset or a change it has type and shape only (on torch's "meta" device), and
+    `read` gives the content: a mapped file would be read page by page, and end the process if it is cut short
+    meanwhile."""
     file: Path
     offset: int | None = None
     """Of its bytes in the file, if they lie there as the tensor's do."""
     change: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """What makes the content of those bytes; type and shape stay, but for what `raw` says."""
+    """What makes the content of those bytes, or without an offset of anything;
+    type and shape stay, but for what `raw` says."""
     raw: torch.Tensor | None = None
     """Type and shape of those bytes, on torch's "meta" device, where `change` makes others."""
 
@@ -97,10 +99,10 @@ class NamedTensor(NamedTuple):
         Raises:
             OSError: the file cannot be read, or has become shorter.
         """
-        if self.offset is None:
-            return self.tensor
-        content = self.empty()
-        read_into(bytes_of(content), self.file, self.offset)
+        content = self.tensor
+        if self.offset is not None:
+            content = self.empty()
+            read_into(bytes_of(content), self.file, self.offset)
         return content if self.change is None else self.change(content)
 
     def empty(self) -> torch.Tensor:

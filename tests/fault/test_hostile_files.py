@@ -11,12 +11,13 @@ import sys
 import time
 import zipfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
@@ -26,6 +27,7 @@ from quire_ensemble.gguf_file import GGUFError, GGUFFile
 from quire_ensemble.tokenizer import Tokenizer
 from tests.fault.hostile_files import KINDS, gguf_fields
 from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.foreign_checkpoints import MAKERS, make_foreign
 from tests.fixtures.gguf_files import write_gguf
 
 SEED = 20
@@ -276,3 +278,78 @@ def test_hyperparameters_of_one_family_that_cannot_be(
     (path / "config.json").write_text(json.dumps({**config, **lies}))
     message = refusal(path)
     assert message.startswith(str(path)) and words in message and message.isprintable(), message
+
+
+def test_experts_are_no_more_than_the_file_has_bytes_for(genuine: Path, tmp_path: Path) -> None:
+    """4096 layers of 4096 experts with four weights each: a file of 60 MB has bytes for the weights, while
+    Python's objects take a hundred GB."""
+    path = Path(shutil.copytree(genuine / "safetensors", tmp_path / "copy"))
+    sizes = {"hidden_size": 4, "head_dim": 2, "num_hidden_layers": 4096, "vocab_size": 2}
+    sizes |= {"num_experts": 4096, "num_experts_per_tok": 1, "moe_intermediate_size": 1}
+    config = json.loads((path / "config.json").read_text())
+    config |= {**sizes, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config["architectures"] = ["Qwen3MoeForCausalLM"]
+    (path / "config.json").write_text(json.dumps(config))
+    os.truncate(path / "model.safetensors", 60_000_000)
+    assert "weights in 16777216 experts that config.json means" in refusal(path)
+
+
+def test_tensors_that_contradict_each_other(genuine: Path, tmp_path: Path) -> None:
+    """Which of two is meant, nobody knows: the loader would take the last, or a mixture."""
+    path = Path(shutil.copytree(genuine / "safetensors", tmp_path / "copy"))
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, "norm.weight": torch.zeros(64)}, file)
+    assert " stands for model.norm.weight, as a tensor before it does" in refusal(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    save_file(weights, file)
+    assert "lm_head.weight is not model.embed_tokens.weight, but tie_word_embeddings says" in refusal(path)
+    save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, file)
+    load_model(ModelConfig(model=str(path)), torch.device("cpu"))
+
+
+def bnb_state_with(**lies: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def lie(octets: torch.Tensor) -> torch.Tensor:
+        state = {**json.loads(bytes(octets.tolist())), **lies}
+        return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+    return lie
+
+
+@pytest.mark.parametrize(
+    ("name", "lies", "suffix", "lie", "words"),
+    [
+        ("GPTQ v2, 8 bits", {"group_size": 2**40}, "", None, "group_size 1099511627776 is no number of fea"),
+        ("GPTQ", {}, "g_idx", lambda g_idx: g_idx - 5, "g_idx does not divide the inputs"),
+        ("FP8 blocks", {"weight_block_size": [-128, -128]}, "", None, "weight_block_size -128 is no number"),
+        ("FP8 blocks", {"weight_block_size": "99"}, "", None, "weight_block_size '99' is not two numbers"),
+        ("W4A16", {}, "weight_shape", lambda shape: shape - torch.tensor([0, 3]), "stored as ["),
+        ("NF4", {}, "nf4", bnb_state_with(shape=[32, 128]), "stored as [32, 128], its layer has [64, 64]"),
+        ("NF4", {}, "nf4", bnb_state_with(shape=[-64, -64]), "invalid shape dimension"),
+        ("NF4", {}, "nf4", lambda _: torch.zeros(2**17, dtype=torch.uint8), "it is longer than 65536 bytes"),
+    ],
+)  # fmt: skip
+def test_quantised_layers_that_contradict_themselves(
+    name: str, lies: dict[str, Any], suffix: str, lie: Any, words: str, genuine: Path, tmp_path: Path
+) -> None:
+    """Layers of another shape than their neighbours have would be read beyond their ends."""
+    config = {**MAKERS[name].config, **lies}
+    path, _ = make_foreign(genuine / "safetensors", tmp_path / "foreign", MAKERS[name], config=config)
+    if suffix:
+        weights = load_file(path / "model.safetensors")
+        key = next(key for key in weights if "q_proj" in key and key.endswith(suffix))
+        save_file({**weights, key: lie(weights[key])}, path / "model.safetensors")
+    message = refusal(path)
+    assert message.startswith(str(path)) and words in message and message.isprintable(), message
+
+
+def test_scales_that_are_symmetric_are_said_to_be_by_true(genuine: Path, tmp_path: Path) -> None:
+    """ "false" is a true value, and zeros would not be read."""
+    config = json.loads(json.dumps(MAKERS["W4A16 with zeros"].config))
+    for group in config["config_groups"].values():
+        group["weights"]["symmetric"] = "false"
+    path, _ = make_foreign(
+        genuine / "safetensors", tmp_path / "foreign", MAKERS["W4A16 with zeros"], config=config
+    )
+    assert "symmetric 'false' is not supported" in refusal(path)

@@ -101,6 +101,12 @@ def _dtype(opened: GGUFFile, kind: GGMLQuantizationType) -> str:
 
 def _rope(opened: GGUFFile, arch: str) -> dict[str, Any]:
     stated, prefix = opened.metadata.get, f"{arch}.rope."
+    rotated, size = stated(f"{prefix}dimension_count"), stated(f"{arch}.attention.key_length")
+    if None not in (rotated, size) and rotated != size:
+        raise CheckpointError(
+            f"{opened.path}: {prefix}dimension_count is {shown(rotated)}, of heads of {shown(size)} "
+            "dimensions: not supported"
+        )
     rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": stated(f"{prefix}freq_base") or 10000.0,
@@ -114,10 +120,14 @@ def _rope(opened: GGUFFile, arch: str) -> dict[str, Any]:
             "truncate": arch != "gpt-oss",  # whose files do not say that its checkpoints have it so
         }
     factors = opened.tensors.get(ROPE_FACTORS)
-    if factors is not None and factors.kind == GGMLQuantizationType.F32:
-        if len(factors.shape) != 1 or factors.shape[0] > MAX_HEADS:
-            raise CheckpointError(f"{opened.path}: {ROPE_FACTORS} has the shape {list(factors.shape)}")
-        rope["frequency_factors"] = opened.data(factors).view("<f4").tolist()
+    if factors is not None:
+        kind, shape = factors.kind, factors.shape
+        if kind != GGMLQuantizationType.F32 or len(shape) != 1 or shape[0] > MAX_HEADS:
+            raise CheckpointError(f"{opened.path}: {ROPE_FACTORS} is {kind.name} of the shape {list(shape)}")
+        try:
+            rope["frequency_factors"] = opened.data(factors).view("<f4").tolist()
+        except (OSError, GGUFError) as error:
+            raise CheckpointError(f"{opened.path}: broken GGUF file: {error}") from None
     return rope
 
 

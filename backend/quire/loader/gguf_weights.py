@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 from gguf import GGMLQuantizationType, quants
@@ -17,11 +18,15 @@ from quire.loader.gguf_blocks import GROUPED
 from quire.loader.gguf_metadata import ROPE_FACTORS, is_mixtral
 from quire.loader.gguf_scheme import GGUFScheme
 from quire.models.config import MAX_EXPERTS
+from quire_ensemble.errors import shown
 from quire_ensemble.gguf_file import GGUFFile, StoredTensor
 from quire_ensemble.weight_files import NamedTensor
 
 logger = logging.getLogger("quire")
 
+_Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+_LEAST_MATRIX = 128
+"""Bytes of an expert's: the Python objects for it take some three times as many."""
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -78,16 +83,16 @@ def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[N
         part = stored.name.split(".")[-2] if "." in stored.name else stored.name
         # Only this architecture's files pair neighbouring dimensions in rotary embedding, by reordering rows.
         is_paired = arch == "llama" and part in heads
-        change = partial(_rotate_half_order, num_heads=heads[part]) if is_paired else None
+        change: _Change | None = partial(_rotate_half_order, num_heads=heads[part]) if is_paired else None
         dtype = torch.uint8 if is_kept else _PLAIN.get(stored.kind)
         if dtype is not None:
             shape = (*stored.shape[:-1], stored.num_bytes // math.prod(stored.shape[:-1]) // dtype.itemsize)
             tensor = torch.empty(shape, dtype=dtype, device="meta")
             yield NamedTensor(hf_name(stored.name, own_parts), tensor, file, stored.offset, change)
         else:
-            tensor = _decode(opened, stored)
-            tensor = tensor if change is None else change(tensor)
-            yield NamedTensor(hf_name(stored.name, own_parts), tensor, file)
+            tensor = torch.empty(stored.shape, device="meta")
+            change = partial(_decode, opened, stored, change)
+            yield NamedTensor(hf_name(stored.name, own_parts), tensor, file, None, change)
 
 
 def block_scheme(opened: GGUFFile) -> GGUFScheme:
@@ -110,7 +115,8 @@ def block_scheme(opened: GGUFFile) -> GGUFScheme:
 
 def _matrices(opened: GGUFFile) -> Iterator[StoredTensor]:
     """A file's tensors, with a matrix or bias for each expert of those that hold a layer's experts
-    ("..._exps") under the names that files had before there were such."""
+    ("..._exps") under the names that files had before there were such; raises CheckpointError."""
+    stated = opened.metadata.get(f"{opened.metadata['general.architecture']}.expert_count")
     for stored in opened.tensors.values():
         name, _, suffix = stored.name.rpartition("_exps.")
         rank = 2 if suffix == "bias" else 3
@@ -119,6 +125,11 @@ def _matrices(opened: GGUFFile) -> Iterator[StoredTensor]:
             continue
         count, *shape = stored.shape
         size = stored.num_bytes // count
+        if count != stated or (rank == 3 and size < _LEAST_MATRIX):
+            raise CheckpointError(
+                f"{stored.file}: {stored.name} holds {count} matrices of {size} bytes, the file states "
+                f"{shown(stated)} experts"
+            )
         for expert in range(count):
             yield stored._replace(
                 name=f"{name}.{expert}.{suffix}",
@@ -162,9 +173,15 @@ def _has_blocks(stored: StoredTensor) -> bool:
     return stored.kind in GROUPED and len(stored.shape) == 2
 
 
-def _decode(opened: GGUFFile, stored: StoredTensor) -> torch.Tensor:
+def _decode(
+    opened: GGUFFile,
+    stored: StoredTensor,
+    change: _Change | None,
+    _: torch.Tensor,
+) -> torch.Tensor:
     try:
-        return torch.from_numpy(quants.dequantize(opened.data(stored), stored.kind))
+        decoded = torch.from_numpy(quants.dequantize(opened.data(stored), stored.kind))
+        return decoded if change is None else change(decoded)
     except NotImplementedError:
         name = stored.kind.name
         raise CheckpointError(f"{stored.file}: {stored.name} has unsupported type {name}") from None

@@ -23,15 +23,18 @@ from quire.loader.quantized.rules import read_rules
 from quire.loader.quantized.scheme import ForeignScheme
 from quire.models.config import DTYPES, DecoderConfig
 from quire.models.decoder import DecoderModel
-from quire.models.hf_config import HFConfig, as_token_ids
+from quire.models.hf_config import MAX_SIZE, HFConfig, as_token_ids
 from quire.models.registry import model_class, with_head
 from quire_ensemble.errors import one_line
 from quire_ensemble.weight_files import NamedTensor
 from quire_kernels.host_memory import give_back
 
 _MAX_LISTED = 16
+_HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _MOST_WEIGHTS_PER_BYTE = 8
 """Of a file, however it is quantised: memory is taken only for what there may be."""
+_WEIGHTS_PER_EXPERT = 2**14
+"""What an expert counts for beside its weights: Python's objects for it take some 10 KB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +148,14 @@ def empty_model(
     _check_input_sizes(parsed, config.quantization)
     if check is not None:
         check(parsed)
-    if files is not None and parsed.num_weights > _MOST_WEIGHTS_PER_BYTE * files.num_bytes:
+    experts = parsed.experts
+    num_experts = 0 if experts is None else len(experts.layers) * experts.num_experts
+    needed = parsed.num_weights + _WEIGHTS_PER_EXPERT * num_experts
+    if files is not None and needed > _MOST_WEIGHTS_PER_BYTE * files.num_bytes:
+        of_experts = f" in {num_experts} experts" if num_experts else ""
         raise CheckpointError(
-            f"{files.source}: {files.num_bytes} bytes are too few for the {parsed.num_weights} weights that "
-            f"{hf.path.name} means: truncated, or another model's"
+            f"{files.source}: {files.num_bytes} bytes are too few for the {parsed.num_weights} weights"
+            f"{of_experts} that {hf.path.name} means: truncated, or another model's"
         )
     with _understood(hf):
         model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device).eval()
@@ -204,6 +211,7 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
     targets = {name: memory for name, memory, _ in model.weights()}
     filled: set[str] = set()
     unexpected: dict[Path, list[str]] = {}
+    tied_heads: list[NamedTensor] = []
     nothing = torch.empty(0)
 
     def wanted() -> Iterator[Wanted]:
@@ -213,8 +221,12 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
             if own not in targets and f"model.{own}" in targets:
                 own = f"model.{own}"  # saved without its head, and so without the prefix
             target = targets.get(own)
+            if own in filled:
+                raise CheckpointError(f"{file}: {name} stands for {own}, as a tensor before it does")
             if target is None:
-                if not model.ignores(own) and not _is_absent_bias(own, stored):
+                if own == _HEAD and model.config.tie_word_embeddings:
+                    tied_heads.append(stored)
+                elif not model.ignores(own) and not _is_absent_bias(own, stored):
                     unexpected.setdefault(file, []).append(name)
                 continue
             if _sizes(tensor) != _sizes(target):
@@ -240,7 +252,9 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
             for one, content in read_ahead(wanted()):
                 if not one.is_kept:
                     one.memory.copy_(model.convert(one.name, content).reshape(one.memory.shape))
-    except OSError as error:
+            for stored in tied_heads:
+                _check_tied(stored, targets[_TABLE])
+    except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"a weight file cannot be read: {one_line(error)}") from None
     missing = [name for name in targets if name not in filled]
     complaints = [f"{source}: {len(missing)} missing tensors: {_listed(missing)}"] if missing else []
@@ -249,6 +263,14 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
     ]
     if complaints:
         raise CheckpointError("; ".join(complaints))
+
+
+def _check_tied(head: NamedTensor, table: torch.Tensor) -> None:
+    """Refuses an output head that is stored beside the table that is to be one, and differs from it."""
+    if head.tensor.shape != table.shape or not torch.equal(head.read().to(table), table):
+        raise CheckpointError(
+            f"{head.file}: {head.name} is not {_TABLE}, but tie_word_embeddings says that they are one"
+        )
 
 
 def _sizes(tensor: torch.Tensor) -> list[int]:
@@ -263,7 +285,8 @@ def _is_wide(tensor: torch.Tensor) -> bool:
 
 def _is_absent_bias(name: str, stored: NamedTensor) -> bool:
     """Some quantisers write zeros as the bias of layers that have none."""
-    return name.endswith(".bias") and not stored.read().any()
+    is_bias = name.endswith(".bias") and stored.tensor.numel() <= MAX_SIZE
+    return is_bias and not stored.read().any()
 
 
 def _check_input_sizes(config: DecoderConfig, quantization: str | None) -> None:
