@@ -35,6 +35,9 @@ _DEFAULT_ALIGNMENT = 32
 _LENGTH = struct.Struct("<Q")
 _MAX_HEAD = 2**26
 """Bytes of a head, which becomes up to ten times as many. The largest vocabularies take 16 MiB."""
+_MAX_VALUES = 2**22
+"""In all its arrays: a number of one byte becomes one of forty. The largest vocabularies have 1.3 million."""
+_MAX_TENSORS = 2**16
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)
 
 
@@ -188,7 +191,7 @@ class _Head:
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
         self._file, self._size = file, os.fstat(file.fileno()).st_size
-        self._read, self._at = bytearray(), 0
+        self._read, self._at, self._num_values = bytearray(), 0, 0
         magic = self._take(len(_MAGIC))
         if magic != _MAGIC:
             raise GGUFError(f"begins with {magic!r}, not with {_MAGIC!r}")
@@ -196,6 +199,8 @@ class _Head:
         if version not in _VERSIONS:
             raise GGUFError(f"version {version} is not supported; supported: 2, 3 (little-endian)")
         num_tensors, num_values = self._scalar("Q"), self._scalar("Q")
+        if num_tensors > _MAX_TENSORS:
+            raise GGUFError(f"states {num_tensors} tensors, at most {_MAX_TENSORS} are allowed")
         self.metadata: dict[str, Any] = {}
         for _ in range(num_values):
             key = self._string()
@@ -239,6 +244,9 @@ class _Head:
         if kind != _ARRAY:
             raise GGUFError(f"holds a value of the unknown type {kind}")
         of, count = self._scalar("I"), self._scalar("Q")
+        self._num_values += count
+        if self._num_values > _MAX_VALUES:
+            raise GGUFError(f"states arrays of {self._num_values} values, at most {_MAX_VALUES} are allowed")
         if of == _STRING:
             return self._strings(count)
         if of not in _SCALARS:

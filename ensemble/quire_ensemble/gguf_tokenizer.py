@@ -10,14 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quire_ensemble.errors import TokenizerError, is_panic, one_line
+from quire_ensemble.errors import TokenizerError, is_panic, one_line, shown
 from quire_ensemble.gguf_file import GGUFFile
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Types of tokens (the GGUF specification's `tokenizer.ggml.token_type`)."""
 
-_MAX_LENGTH = 1024
-"""Characters of a token whose parts are looked for."""
+_MAX_SQUARES = 2**27
+"""Sum of the squares of tokens' lengths, for which their parts are looked for: what that takes of time, and
+of memory if all parts are tokens. The largest vocabularies have some 2**24."""
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -87,7 +88,7 @@ def _read(opened: GGUFFile) -> tuple[Any, dict[str, str], str | None]:
             tokenizer = _sentencepiece(values)
         else:
             raise TokenizerError(
-                f"{file}: tokenizer.ggml.model {kind!r} is not supported; supported: gpt2, llama"
+                f"{file}: tokenizer.ggml.model {shown(kind)} is not supported; supported: gpt2, llama"
             )
         _add_special(tokenizer, tokens, kinds)
         special = {}
@@ -119,7 +120,7 @@ def _byte_level(file: Path, values: dict[str, Any]) -> Any:
     rule = _RULES.get(name)
     if rule is None:
         known = ", ".join(sorted(_RULES))
-        raise TokenizerError(f"{file}: tokenizer.ggml.pre {name!r} is not supported; supported: {known}")
+        raise TokenizerError(f"{file}: tokenizer.ggml.pre {shown(name)} is not supported; supported: {known}")
     vocab = {token: token_id for token_id, token in enumerate(values["tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in values["merges"]]
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=rule in _BEGIN_WITH_BOS))
@@ -144,11 +145,11 @@ def _sentencepiece(values: dict[str, Any]) -> Any:
     tokens, scores = values["tokens"], values["scores"]
     kinds = values.get("token_type") or [_NORMAL] * len(tokens)
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
+        raise ValueError(f"its tokens' lengths have squares of more than {_MAX_SQUARES} in total")
     merges: list[tuple[float, int, int, str, str]] = []
     for token, score, kind in zip(tokens, scores, kinds, strict=True):
         if kind == _NORMAL:
-            if len(token) > _MAX_LENGTH:
-                raise ValueError(f"a token has {len(token)} characters, at most {_MAX_LENGTH} are allowed")
             pairs = ((token[:at], token[at:]) for at in range(1, len(token)))
             known = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
             merges += [(-score, vocab[left], vocab[right], left, right) for left, right in known]

@@ -254,8 +254,13 @@ def test_tokens_cost_a_time_that_grows_with_their_number_alone(tmp_path: Path) -
     assert Tokenizer(write(tmp_path / "many.gguf", vocab, **values)).encode("ab<x9>") == [2, 12]
     assert time.process_time() - begin < 15
     scores = {"tokenizer_model": "llama", "token_scores": [0.0] * 3}
-    with pytest.raises(TokenizerError, match="a token has 1000000 characters, at most 1024"):
+    with pytest.raises(TokenizerError, match="have squares of more than 134217728 in total"):
         Tokenizer(write(tmp_path / "long.gguf", {"a": 0, "b": 1, "a" * 10**6: 2}, **scores))
+    # Each beginning of a token is a token, too: pairs of half a GB out of half a MB.
+    vocab = {"a" * length: length - 1 for length in range(1, 1025)}
+    scores = {"tokenizer_model": "llama", "token_scores": [0.0] * 1024}
+    with pytest.raises(TokenizerError, match="have squares of more than 134217728 in total"):
+        Tokenizer(write(tmp_path / "pairs.gguf", vocab, **scores))
 
 
 def test_ids_of_no_token_are_refused(tmp_path: Path) -> None:

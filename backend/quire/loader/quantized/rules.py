@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import regex
 import torch
 
 from quire.loader.quantized.formats import (
@@ -22,6 +22,7 @@ from quire.loader.quantized.formats import (
     WholeIntegers,
 )
 from quire.models.hf_config import MAX_SIZE, HFConfig
+from quire_ensemble.errors import shown
 from quire_kernels.weights import FP8
 
 Matches = Callable[[str], bool]
@@ -29,6 +30,8 @@ Matches = Callable[[str], bool]
 Values = Mapping[str, Any]
 _INTEGER_LAYOUTS = ("int-quantized", "naive-quantized")
 _FLOAT_LAYOUTS = ("float-quantized", "naive-quantized")
+_MATCH_S = 1.0
+"""For one regular expression and one name: some go back for ever."""
 _ROUTERS = ("gate",)
 """Last parts of the names of what chooses experts, which GPTQ's tools leave plain and do not list."""
 
@@ -215,14 +218,21 @@ def _targets(targets: Iterable[str] | None) -> Matches:
     """Names that are among the targets, or match one that begins with "re:"."""
     names = {target for target in targets or () if not target.startswith("re:")}
     try:
-        patterns = [re.compile(one.removeprefix("re:")) for one in targets or () if one.startswith("re:")]
-    except re.error as error:
+        patterns = [regex.compile(one.removeprefix("re:")) for one in targets or () if one.startswith("re:")]
+    except regex.error as error:
         raise _UnsupportedError(f"a target is no regular expression: {error}") from None
+
+    def matches(pattern: Any, name: str) -> bool:
+        try:
+            return pattern.match(name, timeout=_MATCH_S) is not None
+        except TimeoutError:
+            raise ValueError(f"{shown(pattern.pattern)} as a target: it takes too long to match") from None
+
     # A multimodal checkpoint has the names of the whole.
     return lambda name: (
         name in names
         or any(one.endswith(f".{name}") for one in names)
-        or any(pattern.match(name) for pattern in patterns)
+        or any(matches(pattern, name) for pattern in patterns)
     )
 
 
