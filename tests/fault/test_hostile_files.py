@@ -17,13 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
+from quire.loader.gguf_weights import block_scheme, read_gguf
 from quire.loader.load import load_model
 from quire_ensemble.errors import TokenizerError
-from quire_ensemble.gguf_file import GGUFError, GGUFFile
+from quire_ensemble.gguf_file import GGUFError, GGUFFile, StoredTensor
 from quire_ensemble.tokenizer import Tokenizer
 from tests.fault.hostile_files import KINDS, gguf_fields
 from tests.fixtures.checkpoints import make_checkpoint
@@ -355,3 +357,32 @@ def test_scales_that_are_symmetric_are_said_to_be_by_true(genuine: Path, tmp_pat
         genuine / "safetensors", tmp_path / "foreign", MAKERS["W4A16 with zeros"], config=config
     )
     assert "symmetric 'false' is not supported" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stated", "words"),
+    [
+        ((8, 64, 64), 4, "holds 8 matrices of 16384 bytes, the file states 4 experts"),
+        ((8, 64, 64), None, "the file states None experts"),
+        ((4096, 1, 1), 4096, "holds 4096 matrices of 4 bytes"),
+    ],
+)
+def test_a_gguf_tensor_of_experts_is_of_as_many_as_there_are(
+    shape: tuple[int, ...], stated: int | None, words: str
+) -> None:
+    """An object for each matrix of four bytes takes a hundred times the file."""
+    file, size = Path("/nowhere.gguf"), 4 * shape[0] * shape[1] * shape[2]
+    name = "blk.0.ffn_up_exps.weight"
+    tensors = {name: StoredTensor(name, GGMLQuantizationType.F32, shape, 0, size, file)}
+    metadata = {"general.architecture": "llama", "llama.expert_count": stated}
+    with pytest.raises(CheckpointError, match=words):
+        block_scheme(GGUFFile(file, metadata, tensors, (file,)))
+
+
+def test_a_gguf_tensor_that_is_not_wanted_is_not_decoded() -> None:
+    """Its numbers may take twenty times its bytes; there is not even a file here."""
+    file, name = Path("/nowhere.gguf"), "junk.weight"
+    tensors = {name: StoredTensor(name, GGMLQuantizationType.IQ1_S, (2**20, 256), 0, 50 * 2**20, file)}
+    opened = GGUFFile(file, {"general.architecture": "llama"}, tensors, (file,))
+    [stored] = read_gguf(file, opened, keeps_blocks=True)
+    assert stored.tensor.is_meta and stored.tensor.shape == (2**20, 256)
