@@ -34,4 +34,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid.partition("::")[0])
 
+        def _assign_work_unit(self, node: Any) -> None:
+            if SERVER in self.workqueue:  # it takes longest, so it must not begin last
+                self.workqueue.move_to_end(SERVER, last=False)
+            super()._assign_work_unit(node)
+
     return Groups(config, log)
