@@ -111,12 +111,13 @@ class Deadline:
     def explained(self, error: QuireClientError) -> QuireClientError:
         """What a call's error was, where it came of this deadline.
 
-        gRPC's own text is only "Deadline Exceeded", or, of a call that it had only begun to send, INTERNAL.
+        gRPC's own text is only "Deadline Exceeded"; a call that it had only begun to send ends with INTERNAL,
+        or as if it had been cancelled here.
         """
         if self._end is None:
             return error
-        has_passed = time.monotonic() >= self._end
-        if not isinstance(error, DeadlineExceeded) and not (has_passed and error.code == "INTERNAL"):
+        is_late = time.monotonic() >= self._end and error.code in ("INTERNAL", "CANCELLED")
+        if not (is_late or isinstance(error, DeadlineExceeded)):
             return error
         return DeadlineExceeded(
             f"the request did not end within {self.timeout:g} s", request_id=error.request_id

@@ -1108,3 +1108,11 @@ def test_time_of_a_cancel_is_bounded(server: FakeKServe, client: Client) -> None
     begin = time.monotonic()
     stream.cancel()
     assert time.monotonic() - begin < WAIT
+
+
+def test_a_call_that_ends_as_cancelled_behind_its_deadline_has_exceeded_it() -> None:
+    """gRPC says "Locally cancelled by application!" of one that it had only begun to send."""
+    error = Cancelled("Locally cancelled by application!", request_id="7")
+    assert conn.Deadline(60.0).explained(error) is error and conn.Deadline(None).explained(error) is error
+    explained = conn.Deadline(1e-9).explained(error)
+    assert isinstance(explained, DeadlineExceeded) and explained.request_id == "7"
