@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -11,9 +12,14 @@ from quire.models.decoder import DecoderModel
 from quire.models.hf_config import HFConfig
 
 
+def qwen_window(hf: HFConfig) -> Any:
+    """The window of layers that have one, unchecked; None: `use_sliding_window` does not switch it on."""
+    return hf.get("sliding_window") if hf.flag("use_sliding_window", False) else None
+
+
 def qwen_windows(hf: HFConfig, num_layers: int) -> tuple[int | None, ...]:
     """`use_sliding_window` switches on; `layer_types`, or else `max_window_layers`, says from which layer."""
-    window = hf.get("sliding_window") if hf.flag("use_sliding_window", False) else None
+    window = qwen_window(hf)
     windows = windows_by_layer_type(hf, num_layers, window)
     if windows is not None:
         return windows

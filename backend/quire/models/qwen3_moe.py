@@ -13,6 +13,7 @@ from quire.layers.moe import MixtureOfExperts
 from quire.models.config import DecoderConfig, ExpertsConfig
 from quire.models.decoder import DecoderLayer
 from quire.models.hf_config import HFConfig
+from quire.models.qwen2 import qwen_window
 from quire.models.qwen3 import Qwen3ForCausalLM
 
 
@@ -37,7 +38,6 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
         config = super().parse_config(hf, dtype)
-        window = hf.get("sliding_window") if hf.flag("use_sliding_window", False) else None
         # transformers 5 writes num_local_experts.
         count_key = "num_experts" if hf.get("num_experts") is not None else "num_local_experts"
         experts = ExpertsConfig.from_hf(
@@ -47,7 +47,8 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
             layers=_sparse_layers(hf, config.num_layers),
             renormalizes=hf.flag("norm_topk_prob", False),
         )
-        return dataclasses.replace(config, experts=experts, sliding_windows=(window,) * config.num_layers)
+        windows = (qwen_window(hf),) * config.num_layers
+        return dataclasses.replace(config, experts=experts, sliding_windows=windows)
 
 
 def _sparse_layers(hf: HFConfig, num_layers: int) -> list[int]:
