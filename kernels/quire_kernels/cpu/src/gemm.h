@@ -117,8 +117,7 @@ constexpr int task_rows = 256;
 constexpr int task_blocks = 4;
 #endif
 constexpr int64_t streams = 4;  // blocks that are read side by side where rows are few
-constexpr int64_t task_bytes = 1 << 20;  // of weights, where each is used for few rows
-constexpr int tasks_per_thread = 4;
+constexpr int few_tasks = 4, many_tasks = 64;  // of a thread
 
 // acc[rows][32] += x[rows][k] * w, or = with `first`. `prefetch`: w comes from memory.
 
@@ -661,14 +660,11 @@ class Split {
     row_tasks_ = (num_rows + task_rows - 1) / task_rows;
     rows_each_ = ((num_rows + 15) / 16 + row_tasks_ - 1) / row_tasks_ * 16;
     // With many rows the blocks of a task share their cache lines. With few, a task is worth claiming from some 32 k
-    // products on, and reads on where nothing is prefetched yet only once, but no thread is to end much later.
+    // products on, and is small, so that all threads end together: in streams if that leaves each thread a few tasks.
     blocks_each_ = task_blocks;
     if (num_rows < 64) {
-      int64_t fair = num_blocks_ / (tasks_per_thread * pool().num_threads());
-      int64_t worth = 1024 / (w.num_inputs * num_rows);
-      blocks_each_ = std::max({int64_t{1}, worth, std::min(fair, task_bytes / w.block_bytes())});
-      // Streams of weights are four, and begin anew with each task.
-      if (fair >= streams) blocks_each_ = std::max(streams, blocks_each_ / streams * streams);
+      const int64_t share = num_blocks_ / pool().num_threads(), worth = 1024 / (w.num_inputs * num_rows);
+      blocks_each_ = std::max({int64_t{1}, worth, std::min(share / few_tasks, streams), share / many_tasks / streams * streams});
     }
     column_tasks_ = (num_blocks_ + blocks_each_ - 1) / blocks_each_;
   }
@@ -877,7 +873,7 @@ void multiply(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink&
 #if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<X, bf16>) {
     if (num_rows == 1) {
-      parallel_for(split.num_tasks(), [&](int task) {
+      parallel_stretches(split.num_tasks(), [&](int task) {
         Part part = split.part(task);
         float* sums = scratch<Sums, float>(part.blocks * block_columns);
         one_row(w, part.first_block, part.blocks, x.data, sums);
@@ -899,7 +895,7 @@ void multiply(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink&
       tiles = copy;
     }
 #endif
-  parallel_for(split.num_tasks(), [&](int task) {
+  parallel_stretches(split.num_tasks(), [&](int task) {
     const Part part = split.part(task);
     const auto [first_row, first_block, column, rows, num_blocks] = part;
     int blocks = num_blocks;

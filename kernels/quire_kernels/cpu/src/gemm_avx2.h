@@ -248,7 +248,7 @@ void multiply_wide(const Matrix<const bf16>& x, int64_t num_rows, const Weight& 
       });
     }
   });
-  parallel_for(split.num_tasks(), [&](int task) {
+  parallel_stretches(split.num_tasks(), [&](int task) {
     const Part part = split.part(task);
     if (part.rows <= 0) return;
     float* sums = scratch<Sums, float>(int64_t(part.rows) * part.blocks * block_columns);

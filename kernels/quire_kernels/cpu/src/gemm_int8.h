@@ -346,7 +346,7 @@ void multiply_int8(const Matrix<const X>& x, int64_t num_rows, const Weight& w, 
   parallel_for(num_rows, 8192 / k, [&](int64_t row) { quantise_row(x.data + row * x.ld, row, quantised); });
   Split split(num_rows, w);
   to.begin(split);
-  parallel_for(split.num_tasks(), [&](int task) {
+  parallel_stretches(split.num_tasks(), [&](int task) {
     Part part = split.part(task);
     if (part.rows <= 0) return;
     float* sums = scratch<Sums, float>(int64_t(part.rows) * part.blocks * block_columns);

@@ -146,4 +146,33 @@ inline void parallel_for(int64_t count, int64_t each, F&& body) {
   });
 }
 
+// Calls body(i) for every i of [0, count). Each thread begins with a stretch of its own and takes it in order, so that what
+// it asks for ahead is what it reads next; when it is through, it takes the last ones of others.
+template <class F>
+inline void parallel_stretches(int count, F&& body) {
+  struct alignas(64) Stretch {
+    std::atomic<uint64_t> left;  // first << 32 | end
+
+    // Its first or its last; -1: there is none left.
+    int64_t take(bool is_own) {
+      uint64_t now = left.load(std::memory_order_relaxed);
+      for (;;) {
+        const uint64_t first = now >> 32, end = now & 0xffffffff;
+        if (first >= end) return -1;
+        if (left.compare_exchange_weak(now, is_own ? now + (uint64_t{1} << 32) : now - 1, std::memory_order_relaxed))
+          return int64_t(is_own ? first : end - 1);
+      }
+    }
+  };
+  constexpr int most = 512;
+  Stretch stretches[most];
+  const int num = std::min({pool().num_threads(), count, most});
+  auto border = [&](int i) { return uint64_t(int64_t(count) * i / num); };
+  for (int i = 0; i < num; ++i) stretches[i].left.store(border(i) << 32 | border(i + 1), std::memory_order_relaxed);
+  parallel_for(num, [&](int own) {
+    for (int i = 0; i < num; ++i)
+      for (int64_t task; (task = stretches[(own + i) % num].take(i == 0)) >= 0;) body(int(task));
+  });
+}
+
 }  // namespace quire
