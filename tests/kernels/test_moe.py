@@ -21,7 +21,7 @@ from tests.kernels.common import every_implementation, forced, gated
 from tests.kernels.test_grouped_linear import make_weight
 
 NUM_EXPERTS, HIDDEN, INNER = 9, 256, 320
-KINDS = [None, "int8", "int4", "w8a8", "w4a8", "Q4_K"]
+KINDS = [None, "int8", "int4", "w8a8", "w4a8", "Q4_K", "IQ4_NL"]
 ISAS = supported_isas()
 Experts = tuple[list[PackedLinear], list[PackedLinear]]
 
@@ -33,9 +33,10 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 def pack(
     weight: torch.Tensor, bias: torch.Tensor | None, kind: str | None, activation: str | None, seed: int
 ) -> PackedLinear:
-    """One layer, of any kind of weights that are computed; K-quants have numbers of their own."""
-    if kind == "Q4_K":
-        grouped = make_weight("Q4_1" if weight.shape[1] % 256 else kind, *weight.shape, seed)
+    """One layer, of any kind of weights that are computed; those of files have numbers of their own."""
+    if kind in ("Q4_K", "IQ4_NL"):
+        is_short = kind == "Q4_K" and weight.shape[1] % 256
+        grouped = make_weight("Q4_1" if is_short else kind, *weight.shape, seed)
         return ops.pack_linear(grouped, bias, activation=activation, dtype=weight.dtype)
     return ops.pack_linear(weight, bias, activation=activation, quantization=kind)
 
