@@ -9,7 +9,7 @@ its scales. The slot of a token is `block_id * block_size + offset`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from quire_kernels.grouped_weights import GroupedWeight
 from quire_kernels.metadata import AttentionMetadata, attention_facts
 from quire_kernels.quantized_kv import KVLayer, data_of
 from quire_kernels.sampling import SamplingTensors
-from quire_kernels.weights import PackedLinear, QuantizedRows, group_weight, quantized_bytes
+from quire_kernels.weights import PackedExperts, PackedLinear, QuantizedRows, group_weight, quantized_bytes
 
 
 def paged_attention(
@@ -360,6 +360,43 @@ def pack_linear(
     facts = _facts(weight, activation, quantization=quantization)
     select = registry.select("linear", weight.device.type, weight.dtype, **facts)
     out: PackedLinear = select(weight, bias, activation, quantization)
+    return out
+
+
+def route(logits: torch.Tensor, num_chosen: int, *, renormalizes: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which experts compute each token: those of the largest logits.
+
+    Args:
+        logits: float32 [num_tokens, num_experts].
+        num_chosen: experts of a token.
+        renormalizes: whether a token's shares are the softmax of its experts' logits; else of all logits.
+
+    Returns:
+        int64 [num_tokens, num_chosen], in descending order of the logits, and their shares, float32 of that
+        shape. A token with NaN among its logits has any experts, and NaN shares.
+    """
+    function = registry.select("route", logits.device.type, logits.dtype)
+    out: tuple[torch.Tensor, torch.Tensor] = function(logits, num_chosen, renormalizes)
+    return out
+
+
+def pack_experts(
+    gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], *, device_type: str, dtype: torch.dtype
+) -> PackedExperts:
+    """The experts of a layer as one operator, `moe`, over weights that are packed already.
+
+    Each token goes through its experts' gate_up (gated, with its activation) and down; an expert without
+    tokens is not read. (Shazeer et al., 2017, arXiv 1701.06538; Fedus et al., 2021, arXiv 2101.03961.)
+
+    Args:
+        gate_up: of each expert, hidden_size to its inner size; the result may keep them.
+        down: of each expert, its inner size to hidden_size.
+        device_type: where they are.
+        dtype: of x.
+    """
+    # Not `select`, which keeps the facts of calls for the life of the process.
+    picked = registry.pick("moe", device_type, dtype, gate_up=gate_up, down=down)
+    out: PackedExperts = picked.function(gate_up, down)
     return out
 
 

@@ -79,6 +79,23 @@ class PackedLinear(Protocol):
         ...
 
 
+class PackedExperts(Protocol):
+    """The experts of a layer: gated feed-forward parts, of which each token is computed by a few."""
+
+    def __call__(self, x: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """The sum of each token's experts, in the order of their numbers and in float32, times their shares.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            experts: int64 [num_tokens, num_chosen], those of a token all different.
+            shares: float32 of that shape.
+
+        Returns:
+            [num_tokens, hidden_size] in x's type.
+        """
+        ...
+
+
 class JoinedLinear:
     """Layers of one input, none gated, as one: their outputs lie behind each other.
 

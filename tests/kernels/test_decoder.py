@@ -17,7 +17,7 @@ from quire_kernels import ops, registry
 from quire_kernels.cpu.compiler import supported_isas
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.weights import JoinedLinear
-from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.checkpoints import MOE_FAMILIES, make_checkpoint
 from tests.kernels.test_grouped_linear import make_weight
 
 BLOCK_SIZE = 8
@@ -153,6 +153,23 @@ def test_queries_keys_and_values_of_different_kinds(checkpoint: Path, isa: str) 
         out = batch.run(model, None)
         model._native = None
         assert torch.equal(Batch(model).run(model, None), out)
+
+
+@pytest.mark.row("E14")
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("isa", supported_isas())
+def test_layers_with_experts(family: str, isa: str, tmp_path: Path) -> None:
+    """Beside dense ones, with windows and attention sinks: in one call what operators give, to the bit."""
+    path = make_checkpoint(family, tmp_path, tokenizer=False)
+    rows = torch.tensor([0, 7, 8, 38])
+    with all_operators(isa):
+        for dtype, quantization in (("float32", None), ("bfloat16", None), ("bfloat16", "w4a8")):
+            model = load(path, dtype, quantization)
+            assert model.is_fused
+            out, some = Batch(model).run(model, None), Batch(model).run(model, rows)
+            model._native = None
+            assert torch.equal(Batch(model).run(model, None), out)
+            assert torch.equal(some, out[rows])
 
 
 def test_a_forced_operator_is_not_fused_away(checkpoint: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from quire_kernels.cpu import compiler, native, operators
 from quire_kernels.cpu.compiler import supported_isas
 from quire_kernels.metadata import AttentionMetadata
+from quire_kernels.reference.moe import LoopedExperts
 from tests.kernels.test_paged_attention import Case, make_case
 
 EMULATED = "amx, emulated"
@@ -166,3 +167,29 @@ def test_linear_layers_do_not_depend_on_the_number_of_rows(
     for count in (1, 2, 3, 5, 7, 12, 13, 16, 31, 64, 73, 193):
         first = (17 * count) % (300 - count)
         assert torch.equal(layer(x[first : first + count]), whole[first : first + count]), count
+
+
+@pytest.mark.row("A12")
+@pytest.mark.parametrize("isa", ISAS[len(supported_isas()) :])
+@pytest.mark.parametrize("quantization", [None, "int8", "w8a8"])
+def test_experts_on_tiles(
+    isa: str, quantization: str | None, emulated: Callable[[], ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1 to 100 rows; tests/kernels/test_moe.py has the other instruction sets."""
+    monkeypatch.setattr(operators, "_kernels", lambda _: emulated())
+    layers = [
+        [
+            operators.linear(isa, weight.bfloat16(), None, activation, quantization)
+            for weight in torch.randn(shape, generator=torch.Generator().manual_seed(0)) / 16
+        ]
+        for shape, activation in (((5, 640, 256), "silu"), ((5, 256, 320), None))
+    ]
+    moe = operators.moe(isa, *layers)
+    x = torch.randn(104, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    experts = torch.tensor([[0, 3]] * 100 + [[3, 1]] * 3 + [[2, 0]])
+    shares = torch.rand(104, 2, generator=torch.Generator().manual_seed(2))
+    out = moe(x, experts, shares)
+    for rows in (slice(0, 1), slice(100, 101), slice(103, 104), slice(60, 102), slice(20, 90)):
+        assert torch.equal(moe(x[rows], experts[rows], shares[rows]), out[rows])
+    loop = LoopedExperts(*layers)(x, experts, shares)
+    torch.testing.assert_close(out, loop, atol=0.02, rtol=0.02)

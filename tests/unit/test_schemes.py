@@ -16,6 +16,7 @@ from torch import nn
 
 from quire.errors import CheckpointError
 from quire.layers.linear import Linear
+from quire.layers.moe import MixtureOfExperts
 from quire.layers.scheme import SCHEMES, LayerTensors, LinearScheme, StoredTensor
 from quire.loader.files import NamedTensor
 from quire.loader.info import read_configs
@@ -80,7 +81,8 @@ def build(
 
 
 def logits_of_ranks(models: Sequence[DecoderModel]) -> list[torch.Tensor]:
-    """Each rank's logits: all compute at once, and what row-parallel layers give is added up over them."""
+    """Each rank's logits: all compute at once, and what row-parallel layers give is added up over them; of a
+    layer's experts, which are one operator, their sum."""
     barrier = threading.Barrier(len(models), timeout=60)
     given: list[Any] = [None] * len(models)
 
@@ -96,7 +98,7 @@ def logits_of_ranks(models: Sequence[DecoderModel]) -> list[torch.Tensor]:
 
     def compute(rank: int) -> torch.Tensor:
         for layer in models[rank].modules():
-            if isinstance(layer, Linear) and layer.parallel == "row":
+            if isinstance(layer, MixtureOfExperts) or (isinstance(layer, Linear) and layer.parallel == "row"):
                 layer.register_forward_hook(add_up(rank))
         try:
             return Driver(models[rank]).logits(IDS)

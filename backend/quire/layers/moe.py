@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
 from quire.layers.scheme import LinearScheme
 from quire.models.config import DecoderConfig, ExpertsConfig
+from quire_kernels import ops
+from quire_kernels.weights import PackedExperts
 
 
 class Routes(NamedTuple):
@@ -18,7 +20,7 @@ class Routes(NamedTuple):
 
     experts: torch.Tensor
     """int64 [num_tokens, num_chosen]."""
-    weights: torch.Tensor
+    shares: torch.Tensor
     """float32 of that shape: what the experts' results are multiplied by before they are added."""
 
 
@@ -38,49 +40,47 @@ class Router(Linear):
     def forward(self, x: torch.Tensor) -> Routes:  # type: ignore[override]
         """[num_tokens, hidden_size] to the routes, by logits that are not rounded to x's type."""
         logits = self.packed(x, torch.float32)
-        chosen, experts = logits.topk(self.num_chosen)
-        if self.renormalizes:
-            return Routes(experts, chosen.softmax(-1))
-        return Routes(experts, (chosen - logits.logsumexp(-1, keepdim=True)).exp())
+        return Routes(*ops.route(logits, self.num_chosen, renormalizes=self.renormalizes))
 
 
 class MixtureOfExperts(nn.Module):
-    """The weighted sum of what a token's experts make of it. Experts without tokens are not read.
-
-    A token's results are added in the order of its experts, in float32, so that other tokens of the batch
-    change nothing. (Shazeer et al., 2017, arXiv 1701.06538; Fedus et al., 2021, arXiv 2101.03961.)
+    """The weighted sum of what a token's experts make of it; see `ops.pack_experts`.
 
     Args:
         config: of the model.
         experts: its part about experts.
-        make_expert: an expert, [n, hidden_size] to the same; a GatedMLP for example.
+        names: of an expert's gate, up and down in the checkpoint.
         router_name: of the router in the checkpoint.
     """
+
+    packed: PackedExperts
+    """What computes the experts; there is none before `finish`."""
 
     def __init__(
         self,
         config: DecoderConfig,
         experts: ExpertsConfig,
-        make_expert: Callable[[], nn.Module],
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         router_name: str = "gate",
     ) -> None:
         super().__init__()
         self.router = Router(config, experts, router_name)
-        self.experts = nn.ModuleList(make_expert() for _ in range(experts.num_experts))
+        self.experts = nn.ModuleList(
+            GatedMLP(config, experts.intermediate_size, names) for _ in range(experts.num_experts)
+        )
+
+    def finish(self, device_type: str) -> None:
+        """Joins the experts, once their layers are packed."""
+        gate_up, down = [], []
+        for expert in self.experts:
+            assert isinstance(expert, GatedMLP)
+            gate_up.append(expert.gate_up.packed)
+            down.append(expert.down.packed)
+        self.packed = ops.pack_experts(gate_up, down, device_type=device_type, dtype=self.router.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] to the same."""
-        routes = self.router(x)
-        chosen, weights = routes.experts.flatten(), routes.weights.flatten()
-        order = chosen.argsort(stable=True)
-        counts = chosen.bincount(minlength=len(self.experts)).tolist()
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert, places in zip(self.experts, order.split(counts), strict=True):
-            if len(places):
-                tokens = places // self.router.num_chosen
-                result = expert(x.index_select(0, tokens)).float()
-                out.index_add_(0, tokens, result * weights.index_select(0, places).unsqueeze(1))
-        return out.to(x.dtype)
+        return self.packed(x, *self.router(x))
 
     @property
     def unread_bytes(self) -> int:

@@ -22,7 +22,13 @@ from quire.models.kv_spec import AttentionKV, KVLayers, KVSpec
 from quire.roofline import ModelWork
 from quire_ensemble.weight_files import NamedTensor
 from quire_kernels import ops
-from quire_kernels.cpu.decoder import DecoderLayerWeights, NativeDecoder, can_fuse
+from quire_kernels.cpu.decoder import (
+    DecoderLayerWeights,
+    ExpertsWeights,
+    FeedForwardWeights,
+    NativeDecoder,
+    can_fuse,
+)
 from quire_kernels.host_memory import give_back
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer
@@ -61,8 +67,19 @@ class DecoderLayer(nn.Module):
     def fused_weights(self, group: int) -> DecoderLayerWeights:
         """What computes the layer; `group` is the KV group it is in."""
         attention, mlp = self.self_attn, self.mlp
-        assert isinstance(mlp, GatedMLP)
-        q_norm, k_norm = attention.q_norm, attention.k_norm
+        forward: FeedForwardWeights | ExpertsWeights
+        if isinstance(mlp, MixtureOfExperts):
+            router = mlp.router
+            forward = ExpertsWeights(
+                router=router.packed,
+                experts=mlp.packed,
+                num_chosen=router.num_chosen,
+                renormalizes=router.renormalizes,
+            )
+        else:
+            assert isinstance(mlp, GatedMLP)
+            forward = FeedForwardWeights(gate_up=mlp.gate_up.packed, down=mlp.down.packed)
+        q_norm, k_norm, sinks = attention.q_norm, attention.k_norm, attention.sinks
         return DecoderLayerWeights(
             input_norm=self.input_layernorm.weight.data,
             qkv=attention.qkv.packed,
@@ -70,10 +87,10 @@ class DecoderLayer(nn.Module):
             key_norm=None if k_norm is None else k_norm.weight.data,
             out=attention.out.packed,
             post_attention_norm=self.post_attention_layernorm.weight.data,
-            gate_up=mlp.gate_up.packed,
-            down=mlp.down.packed,
+            feed_forward=forward,
             attention_scale=attention.scale,
             softcap=attention.softcap,
+            sinks=None if sinks is None else sinks.data,
             sliding_window=attention.sliding_window,
             group=group,
         )
@@ -230,6 +247,9 @@ class DecoderModel(nn.Module):
 
     def finish(self) -> int:
         """Completes the model once all `packed_modules` are packed; returns what `pack` does."""
+        for module in self.modules():
+            if isinstance(module, MixtureOfExperts):
+                module.finish(self.norm.weight.device.type)
         self._native = self._fuse()
         num_bytes = sum(module.nbytes for _, module in self.packed_modules())
         return num_bytes + sum(parameter.nbytes for parameter in self.parameters())
@@ -243,10 +263,9 @@ class DecoderModel(nn.Module):
         """All layers as one call, where there are kernels for that and the layers are the common ones."""
         config = self.config
         if (
-            self.layer_class is not DecoderLayer
+            self.layer_class.forward is not DecoderLayer.forward
             or self.sliding_rotary is not None
             or config.unit_offset_norms
-            or config.attention_sinks
         ):
             return None
         layers = []

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from quire.errors import CheckpointError
-from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts
 from quire.models.config import DecoderConfig, ExpertsConfig, windows_by_layer_type
 from quire.models.decoder import DecoderLayer, DecoderModel
@@ -45,8 +44,7 @@ class GptOssLayer(DecoderLayer):
         """See DecoderLayer."""
         experts = config.experts
         assert experts is not None
-        make_expert = partial(GatedMLP, config, experts.intermediate_size)
-        return MixtureOfExperts(config, experts, make_expert, "router")
+        return MixtureOfExperts(config, experts, router_name="router")
 
 
 class GptOssForCausalLM(DecoderModel):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import nn
 
-from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts
 from quire.models.config import DecoderConfig, ExpertsConfig
 from quire.models.decoder import DecoderLayer
@@ -24,8 +22,7 @@ class MixtralLayer(DecoderLayer):
         """See DecoderLayer."""
         experts = config.experts
         assert experts is not None
-        make_expert = partial(GatedMLP, config, experts.intermediate_size, ("w1", "w3", "w2"))
-        return MixtureOfExperts(config, experts, make_expert)
+        return MixtureOfExperts(config, experts, ("w1", "w3", "w2"))
 
 
 class MixtralForCausalLM(MistralForCausalLM):

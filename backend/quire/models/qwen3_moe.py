@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import torch
 from torch import nn
 
-from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts
 from quire.models.config import DecoderConfig, ExpertsConfig
 from quire.models.decoder import DecoderLayer
@@ -26,7 +24,7 @@ class Qwen3MoeLayer(DecoderLayer):
         assert experts is not None
         if layer not in experts.layers:
             return super().make_mlp(config, layer)
-        return MixtureOfExperts(config, experts, partial(GatedMLP, config, experts.intermediate_size))
+        return MixtureOfExperts(config, experts)
 
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):

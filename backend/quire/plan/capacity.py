@@ -101,14 +101,14 @@ def predict(
 def _workspace_bytes(config: EngineConfig, shape: DecoderConfig) -> int:
     """Residual stream, a layer's input, query, key, value and gate of each token; float32 logits twice.
 
-    Experts come one after the other, at worst with all tokens: what they take and give, and its sum.
+    Of experts what each of a token's takes and has between its products, as they are computed together.
     """
     limits = config.scheduler
     heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    rows = (3 if shape.experts is None else 5) * shape.hidden_size
-    of_token = (rows + heads + 3 * max(shape.inner_sizes.values())) * shape.dtype.itemsize
+    inner = max(shape.inner_sizes.values())
+    of_token = (3 * shape.hidden_size + heads + 3 * inner) * shape.dtype.itemsize
     if shape.experts is not None:
-        of_token += 4 * shape.hidden_size
+        of_token += shape.experts.num_chosen * (shape.hidden_size + inner) * shape.dtype.itemsize
     return limits.max_num_batched_tokens * of_token + limits.max_num_seqs * shape.vocab_size * 8
 
 

@@ -11,17 +11,38 @@ import torch
 
 from quire_kernels import registry
 from quire_kernels.cpu.linear import NativeLinear
+from quire_kernels.cpu.moe import NativeExperts
 from quire_kernels.cpu.native import KV_TYPES, TYPES, batch_struct, declarations, kv_struct
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, data_of
-from quire_kernels.weights import JoinedLinear, PackedLinear
+from quire_kernels.weights import JoinedLinear, PackedExperts, PackedLinear
 
 QKV_PARTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
+class FeedForwardWeights:
+    """A gated feed-forward."""
+
+    gate_up: PackedLinear
+    """Gated: with its activation."""
+    down: PackedLinear
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsWeights:
+    """Experts, and what chooses them."""
+
+    router: PackedLinear
+    experts: PackedExperts
+    num_chosen: int
+    renormalizes: bool
+    """See `ops.route`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderLayerWeights:
-    """One layer: attention and gated feed-forward, each behind an RMSNorm, added to the residual stream."""
+    """One layer: attention and feed-forward, each behind an RMSNorm, added to the residual stream."""
 
     input_norm: torch.Tensor
     qkv: PackedLinear
@@ -30,11 +51,11 @@ class DecoderLayerWeights:
     key_norm: torch.Tensor | None
     out: PackedLinear
     post_attention_norm: torch.Tensor
-    gate_up: PackedLinear
-    """Gated: with its activation."""
-    down: PackedLinear
+    feed_forward: FeedForwardWeights | ExpertsWeights
     attention_scale: float
     softcap: float | None
+    sinks: torch.Tensor | None
+    """float32 [num_heads]."""
     sliding_window: int | None
     group: int
     """KV group: which of a step's metadata is this layer's."""
@@ -55,6 +76,10 @@ def can_fuse(
         for parts in map(_qkv_parts, layers)
     ):
         return False
+    forwards = [layer.feed_forward for layer in layers]
+    experts = [one.experts for one in forwards if isinstance(one, ExpertsWeights)]
+    if not all(isinstance(one, NativeExperts) and one.isa == native[0].isa for one in experts):
+        return False
     isa, size, dtype = native[0].isa, layers[0].input_norm.shape[0], layers[0].input_norm.dtype
     if dtype != native[0].dtype:
         return False
@@ -63,6 +88,7 @@ def can_fuse(
         "rope": {"head_dim": head_dim, "rotary_dim": rotary_dim},
         "write_kv": {"head_dim": head_dim},
         "paged_attention": {"head_dim": head_dim, "wanted": attention},
+        **({"route": {}} if experts else {}),
     }
     return all(registry.pick(name, "cpu", dtype, **known).name == isa for name, known in facts.items())
 
@@ -92,8 +118,9 @@ class NativeDecoder:
         self.library = _qkv_parts(layers[0])[0].library
         self.hidden_size, self.dtype = final_norm.shape[0], final_norm.dtype
         self.half_rotary_dim = rotary_dim // 2
-        structs = _array("DecoderLayer", map(_layer_struct, layers))
-        self._owned = (list(layers), structs, final_norm)  # what the structure points into
+        experts = [_experts_struct(layer) for layer in layers]
+        structs = _array("DecoderLayer", map(_layer_struct, layers, experts))
+        self._owned = (list(layers), experts, structs, final_norm)  # what the structure points into
         self._struct = declarations().structure("Decoder")(
             TYPES[final_norm.dtype],
             len(layers),
@@ -161,33 +188,57 @@ def _array(name: str, structs: Iterable[Structure]) -> Array[Any]:
     return array
 
 
+def _qkv(layer: DecoderLayerWeights) -> Sequence[PackedLinear]:
+    return layer.qkv.parts if isinstance(layer.qkv, JoinedLinear) else (layer.qkv,)
+
+
 def _linears(layer: DecoderLayerWeights) -> list[PackedLinear]:
-    """The products of a layer, in order."""
-    parts = layer.qkv.parts if isinstance(layer.qkv, JoinedLinear) else (layer.qkv,)
-    return [*parts, layer.out, layer.gate_up, layer.down]
+    """The products of a layer, but for those of its experts."""
+    forward = layer.feed_forward
+    last = [forward.router] if isinstance(forward, ExpertsWeights) else [forward.gate_up, forward.down]
+    return [*_qkv(layer), layer.out, *last]
 
 
 def _qkv_parts(layer: DecoderLayerWeights) -> list[NativeLinear]:
-    parts = [part for part in _linears(layer)[:-3] if isinstance(part, NativeLinear)]
+    parts = [part for part in _qkv(layer) if isinstance(part, NativeLinear)]
     assert parts, layer.qkv
     return parts
 
 
-def _layer_struct(layer: DecoderLayerWeights) -> Structure:
-    linears = _linears(layer)
-    structs = [linear.struct for linear in linears if isinstance(linear, NativeLinear)]
-    assert len(structs) == len(linears), linears
-    missing = [declarations().structure("Weight")()] * (QKV_PARTS - (len(structs) - 3))
+def _struct_of(linear: PackedLinear | None) -> Structure:
+    assert linear is None or isinstance(linear, NativeLinear), linear
+    empty: Structure = declarations().structure("Weight")()
+    return empty if linear is None else linear.struct
+
+
+def _layer_struct(layer: DecoderLayerWeights, experts: Structure | None) -> Structure:
+    forward, parts = layer.feed_forward, _qkv(layer)
+    gate_up = down = router = None
+    if isinstance(forward, ExpertsWeights):
+        router = forward.router
+    else:
+        gate_up, down = forward.gate_up, forward.down
+    linears = [*parts, *[None] * (QKV_PARTS - len(parts)), layer.out, gate_up, down, router]
     return declarations().structure("DecoderLayer")(
         layer.input_norm.data_ptr(),
         layer.post_attention_norm.data_ptr(),
         None if layer.query_norm is None else layer.query_norm.data_ptr(),
         None if layer.key_norm is None else layer.key_norm.data_ptr(),
-        *structs[:-3],
-        *missing,
-        *structs[-3:],
+        *map(_struct_of, linears),
+        None if experts is None else addressof(experts),
+        isinstance(forward, ExpertsWeights) and forward.renormalizes,
+        None if layer.sinks is None else layer.sinks.data_ptr(),
         layer.attention_scale,
         layer.softcap or 0.0,
         layer.sliding_window or 0,
         layer.group,
     )
+
+
+def _experts_struct(layer: DecoderLayerWeights) -> Structure | None:
+    forward = layer.feed_forward
+    if not isinstance(forward, ExpertsWeights):
+        return None
+    assert isinstance(forward.experts, NativeExperts), forward.experts
+    struct: Structure = forward.experts.struct(forward.num_chosen)
+    return struct

@@ -12,6 +12,8 @@ import torch
 
 from quire_kernels.cpu.compiler import BuildError, supported_isas
 from quire_kernels.cpu.linear import ACTIVATIONS, NativeLinear, can_pack, pack_dense, pack_grouped
+from quire_kernels.cpu.moe import NativeExperts, can_join
+from quire_kernels.cpu.moe import route as native_route
 from quire_kernels.cpu.native import KV_TYPES, TYPES, as_rows, batch_struct, kv_struct, library
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer
@@ -188,6 +190,16 @@ def grouped_linear(isa: str, *args: Any) -> NativeLinear:
     return pack_grouped(isa, _kernels(isa), *args)
 
 
+def route(isa: str, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.route`."""
+    return native_route(_kernels(isa), *args)
+
+
+def moe(isa: str, *args: Any) -> NativeExperts:
+    """See `ops.pack_experts`."""
+    return NativeExperts(_kernels(isa), *args)
+
+
 def _with_heads_together(x: torch.Tensor) -> torch.Tensor:
     """x [num_tokens, num_heads, head_dim] whose tokens are contiguous, one by one."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
@@ -225,6 +237,8 @@ _OPERATORS = (
     ("forbid_others", forbid_others, _in_vectors()),
     ("linear", linear, _can_pack),
     ("grouped_linear", grouped_linear, _can_pack),
+    ("route", route, _in_vectors()),
+    ("moe", moe, can_join),
 )
 
 

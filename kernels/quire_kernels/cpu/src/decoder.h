@@ -6,6 +6,7 @@
 #include "gemm.h"
 #include "layout.h"
 #include "matrix.h"
+#include "moe.h"
 
 namespace quire {
 
@@ -15,7 +16,11 @@ struct DecoderLayer {
   const void *input_norm, *post_attention_norm;
   const void *query_norm, *key_norm;  // null: none
   Weight qkv, next_qkv, last_qkv;     // one product, or two or three, whose results lie behind each other: the others have no columns
-  Weight out, gate_up, down;
+  Weight out, gate_up, down;          // the last two without experts
+  Weight router;                      // with experts, as the two lines that follow
+  const Experts* experts;             // null: none
+  int32_t renormalizes;               // see route
+  const float* sinks;                 // [num_heads], or null
   float attention_scale, softcap;  // softcap 0: none
   int32_t window;                  // 0: none
   int32_t group;                   // KV group: which of a step's batches
@@ -46,6 +51,9 @@ void forward(const Decoder& model, const Step& step) {
   struct Attended;
   struct Inner;
   struct Output;
+  struct Logits;
+  struct Chosen;
+  struct Shares;
   int num_tokens = step.batches[0].num_tokens;
   int64_t hidden = model.hidden_size;
   int64_t query_size = int64_t(model.num_heads) * model.head_dim;
@@ -79,9 +87,10 @@ void forward(const Decoder& model, const Step& step) {
                     model.half_rotary_dim, kv, batch.slot_mapping, num_tokens);
     if (is_last && step.num_rows == 0) return;
     paged_attention(heads, heads_size, model.num_heads, attended, kv, batch, layer.attention_scale, layer.window,
-                    layer.softcap, nullptr);
+                    layer.softcap, layer.sinks);
     if (is_last) num_tokens = int(step.num_rows);
-    const Matrix<T> wanted = input_of(layer.out, attended_data), second = input_of(layer.gate_up, normed_data);
+    const Matrix<T> wanted = input_of(layer.out, attended_data);
+    const Matrix<T> second = layer.experts ? Matrix<T>{normed_data, hidden} : input_of(layer.gate_up, normed_data);
     if (is_last)
       // Nothing reads the other rows any more. Rows ascend, and a single one may leave the tiles: none is overwritten
       // before it is read.
@@ -94,6 +103,16 @@ void forward(const Decoder& model, const Step& step) {
     linear(wanted, num_tokens, layer.out, to_output);
     rms_norm_rows(output, hidden, residual, hidden, static_cast<const T*>(layer.post_attention_norm), model.eps,
                   int(hidden), second, num_tokens);
+    if (layer.experts) {
+      const int num_experts = layer.experts->num_experts, num_chosen = layer.experts->num_chosen;
+      float* logits = scratch<Logits, float>(int64_t(num_tokens) * num_experts);
+      int64_t* experts = scratch<Chosen, int64_t>(int64_t(num_tokens) * num_chosen);
+      float* shares = scratch<Shares, float>(int64_t(num_tokens) * num_chosen);
+      linear(second, num_tokens, layer.router, Matrix<float>{logits, num_experts});
+      route_rows(logits, num_tokens, num_experts, num_chosen, layer.renormalizes != 0, experts, shares);
+      moe<T>(second, num_tokens, experts, shares, *layer.experts, to_output);
+      continue;
+    }
     const Matrix<T> inner = input_of(layer.down, scratch<Inner, T>(size_of(layer.down.num_inputs)));
     linear(second, num_tokens, layer.gate_up, inner);
     linear(inner, num_tokens, layer.down, to_output);

@@ -656,14 +656,15 @@ struct Part {
 
 class Split {
  public:
-  Split(int64_t num_rows, const Weight& w) : num_rows_(num_rows), num_blocks_(w.num_blocks()) {
+  // `num_products`: of this size, about, whose tasks are shared by all threads together.
+  Split(int64_t num_rows, const Weight& w, int64_t num_products = 1) : num_rows_(num_rows), num_blocks_(w.num_blocks()) {
     row_tasks_ = (num_rows + task_rows - 1) / task_rows;
     rows_each_ = ((num_rows + 15) / 16 + row_tasks_ - 1) / row_tasks_ * 16;
     // With many rows the blocks of a task share their cache lines. With few, a task is worth claiming from some 32 k
     // products on, and is small, so that all threads end together: in streams if that leaves each thread a few tasks.
     blocks_each_ = task_blocks;
     if (num_rows < 64) {
-      const int64_t share = num_blocks_ / pool().num_threads(), worth = 1024 / (w.num_inputs * num_rows);
+      const int64_t share = num_blocks_ * num_products / pool().num_threads(), worth = 1024 / (w.num_inputs * num_rows);
       blocks_each_ = std::max({int64_t{1}, worth, std::min(share / few_tasks, streams), share / many_tasks / streams * streams});
     }
     column_tasks_ = (num_blocks_ + blocks_each_ - 1) / blocks_each_;
@@ -671,6 +672,7 @@ class Split {
 
   int num_tasks() const { return int(row_tasks_ * column_tasks_); }
   int64_t num_columns() const { return column_tasks_; }
+  int64_t num_row_tasks() const { return row_tasks_; }
 
   // Rows begin at a multiple of 16; there may be none.
   Part part(int task) const {
@@ -837,16 +839,118 @@ inline void multiply_many(const Part& part, const bf16* x, const Weight& w, floa
 
 #endif
 
-template <class X, class Sink>
-void multiply_int8(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink& to);
+// Memory that is handed out piece by piece; without any, what is asked for is only counted.
+struct Arena {
+  char* memory = nullptr;
+  int64_t size = 0;
 
-template <class X, class Sink>
-void multiply_grouped(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink& to);
+  template <class T>
+  T* take(int64_t count) {
+    T* piece = memory ? reinterpret_cast<T*>(memory + size) : nullptr;
+    size += (count * int64_t(sizeof(T)) + 63) / 64 * 64;
+    return piece;
+  }
+};
 
-#if !defined(__AVX512F__)
-template <class Sink>
-void multiply_wide(const Matrix<const bf16>& x, int64_t num_rows, const Weight& w, Sink& to);
+// Rows of x as products with weights of some format take them. Each format's class takes its memory from an Arena; then
+// prepare() has to be called for each of num_pieces(), which are independent of each other, and `pieces_each()` of which are
+// worth a task; then multiply() computes parts.
+//
+// This one: float32, and bfloat16 with 512-bit vectors or tiles; x itself unless it has to be brought into tiles.
+template <class X>
+class PlainInput {
+ public:
+  PlainInput(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Arena& arena)
+      : x_(x), num_rows_(num_rows), k_(w.num_inputs), tiles_(x.data) {
+    if (has_tiles<X>() && num_rows > 1 && !x.is_tiled)
+      tiles_ = copy_ = arena.take<X>(Matrix<X>::tiled_size(num_rows, k_));
+  }
+
+  int64_t num_pieces() const { return copy_ ? (num_rows_ + 15) / 16 : 0; }
+  int64_t pieces_each() const { return 16384 / (16 * k_); }
+
+  void prepare(int64_t tile) const {
+#if defined(__AMX_BF16__)
+    if constexpr (has_tiles<X>())
+      to_tiles(x_.data + tile * 16 * x_.ld, x_.ld, int(std::min<int64_t>(16, num_rows_ - tile * 16)), k_,
+               copy_ + tile * 16 * k_);
 #endif
+  }
+
+  template <class Sink>
+  void multiply(const Part& part, const Weight& w, Sink& to) const {
+    struct Room;
+    struct Sums;
+    const auto [first_row, first_block, column, rows, num_blocks] = part;
+    int blocks = num_blocks;
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<X, bf16>) {
+      if (num_rows_ == 1) {
+        float* sums = scratch<Sums, float>(blocks * block_columns);
+        one_row(w, first_block, blocks, x_.data, sums);
+        return to.take(part, sums);
+      }
+    }
+#endif
+    X* room = w.format >= Format::int8 ? scratch<Room, X>(room_inputs * block_columns) : nullptr;
+    float* sums = scratch<Sums, float>((rows + 15) / 16 * 16 * blocks * block_columns);
+#if defined(__AMX_BF16__)
+    if constexpr (has_tiles<X>())
+      if (rows <= max_streamed_rows && blocks % 4 == 0 && !room) {
+        tiled_blocks(rows, tiles_ + first_row * k_, chunk_of<bf16>(w, first_block, 0, int(k_), nullptr), k_, blocks, sums);
+        blocks = 0;
+      }
+    if constexpr (has_tiles<X>())
+      if (rows > max_streamed_rows && !room) return multiply_many(part, tiles_ + first_row * k_, w, sums, to);
+#endif
+    // Few rows need no second pass over x, and unquantised weights no room.
+    int64_t chunk = room ? room_inputs : rows <= max_streamed_rows ? k_ : chunk_inputs;
+    for (int64_t start = 0; start < k_; start += chunk) {
+      int size = int(std::min(chunk, k_ - start));
+      for (int b = 0; b < blocks; ++b) {
+        const X* weights = chunk_of(w, first_block + b, start, size, room);
+        float* acc = sums + b * rows * block_columns;
+#if defined(__AMX_BF16__)
+        if constexpr (has_tiles<X>()) {
+          tiled_rows(rows, tiles_ + first_row * k_ + start * 16, 16 * k_, weights, size, acc, start == 0, !room);
+          continue;
+        }
+#endif
+        if constexpr (std::is_same_v<X, float>)
+          vector_rows(rows, x_.data + first_row * x_.ld + start, x_.ld, weights, size, acc, start == 0, !room);
+        else if (room || rows > max_streamed_rows)
+          vector_rows(rows, x_.data + first_row * x_.ld + start, x_.ld, weights, size, acc, start == 0);
+        else
+          streamed_rows(rows, x_.data + first_row * x_.ld, x_.ld, weights, size, acc);
+      }
+    }
+    to.take(part, sums);
+  }
+
+ private:
+  Matrix<const X> x_;
+  int64_t num_rows_, k_;
+  const X* tiles_;
+  X* copy_ = nullptr;
+};
+
+template <class X>
+class Int8Input;
+template <class X>
+class GroupedInput;
+class WideInput;
+
+// f(null pointer to the class of inputs that products of x's type and w's format take)
+template <class X, class F>
+inline void with_input(const Weight& w, F&& f) {
+  if (w.format == Format::w8a8) return f(static_cast<Int8Input<X>*>(nullptr));
+  if (w.format == Format::grouped) return f(static_cast<GroupedInput<X>*>(nullptr));
+#if !defined(__AVX512F__)
+  if constexpr (std::is_same_v<X, bf16>) return f(static_cast<WideInput*>(nullptr));
+  else
+#endif
+  return f(static_cast<PlainInput<X>*>(nullptr));
+}
 
 // Whether a product of so many rows takes x in tiles as it is; else it brings a plain matrix into them, or needs none.
 template <class X>
@@ -858,81 +962,21 @@ inline bool takes_tiles(int64_t num_rows, const Weight& w) {
 // takes_tiles() says so.
 template <class X, class Sink>
 void multiply(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink& to) {
-  struct Tiles;
-  struct Room;
-  struct Sums;
+  struct Memory;
   if (num_rows == 0) return;
-  if (w.format == Format::w8a8) return multiply_int8(x, num_rows, w, to);
-  if (w.format == Format::grouped) return multiply_grouped(x, num_rows, w, to);
-#if !defined(__AVX512F__)
-  if constexpr (std::is_same_v<X, bf16>) return multiply_wide(x, num_rows, w, to);
-#endif
-  int64_t k = w.num_inputs;
-  Split split(num_rows, w);
-  to.begin(split);
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<X, bf16>) {
-    if (num_rows == 1) {
-      parallel_stretches(split.num_tasks(), [&](int task) {
-        Part part = split.part(task);
-        float* sums = scratch<Sums, float>(part.blocks * block_columns);
-        one_row(w, part.first_block, part.blocks, x.data, sums);
-        to.take(part, sums);
-      });
-      return;
-    }
-  }
-#endif
-  const X* tiles = x.data;
-#if defined(__AMX_BF16__)
-  if constexpr (has_tiles<X>())
-    if (!x.is_tiled) {
-      X* copy = scratch<Tiles, X>(Matrix<X>::tiled_size(num_rows, k));
-      parallel_for((num_rows + 15) / 16, 16384 / (16 * k), [&](int64_t tile) {
-        to_tiles(x.data + tile * 16 * x.ld, x.ld, int(std::min<int64_t>(16, num_rows - tile * 16)), k,
-                 copy + tile * 16 * k);
-      });
-      tiles = copy;
-    }
-#endif
-  parallel_stretches(split.num_tasks(), [&](int task) {
-    const Part part = split.part(task);
-    const auto [first_row, first_block, column, rows, num_blocks] = part;
-    int blocks = num_blocks;
-    if (rows <= 0) return;
-    X* room = w.format >= Format::int8 ? scratch<Room, X>(room_inputs * block_columns) : nullptr;
-    float* sums = scratch<Sums, float>((rows + 15) / 16 * 16 * blocks * block_columns);
-#if defined(__AMX_BF16__)
-    if constexpr (has_tiles<X>())
-      if (rows <= max_streamed_rows && blocks % 4 == 0 && !room) {
-        tiled_blocks(rows, tiles + first_row * k, chunk_of<bf16>(w, first_block, 0, int(k), nullptr), k, blocks, sums);
-        blocks = 0;
-      }
-    if constexpr (has_tiles<X>())
-      if (rows > max_streamed_rows && !room) return multiply_many(part, tiles + first_row * k, w, sums, to);
-#endif
-    // Few rows need no second pass over x, and unquantised weights no room.
-    int64_t chunk = room ? room_inputs : rows <= max_streamed_rows ? k : chunk_inputs;
-    for (int64_t start = 0; start < k; start += chunk) {
-      int size = int(std::min(chunk, k - start));
-      for (int b = 0; b < blocks; ++b) {
-        const X* weights = chunk_of(w, first_block + b, start, size, room);
-        float* acc = sums + b * rows * block_columns;
-#if defined(__AMX_BF16__)
-        if constexpr (has_tiles<X>()) {
-          tiled_rows(rows, tiles + first_row * k + start * 16, 16 * k, weights, size, acc, start == 0, !room);
-          continue;
-        }
-#endif
-        if constexpr (std::is_same_v<X, float>)
-          vector_rows(rows, x.data + first_row * x.ld + start, x.ld, weights, size, acc, start == 0, !room);
-        else if (room || rows > max_streamed_rows)
-          vector_rows(rows, x.data + first_row * x.ld + start, x.ld, weights, size, acc, start == 0);
-        else
-          streamed_rows(rows, x.data + first_row * x.ld, x.ld, weights, size, acc);
-      }
-    }
-    to.take(part, sums);
+  with_input<X>(w, [&](auto* type) {
+    using Input = std::remove_pointer_t<decltype(type)>;
+    Arena sizes;
+    Input(x, num_rows, w, sizes);
+    Arena arena{scratch<Memory, char>(sizes.size)};
+    const Input input(x, num_rows, w, arena);
+    parallel_for(input.num_pieces(), input.pieces_each(), [&](int64_t piece) { input.prepare(piece); });
+    Split split(num_rows, w);
+    to.begin(split);
+    parallel_stretches(split.num_tasks(), [&](int task) {
+      const Part part = split.part(task);
+      if (part.rows > 0) input.multiply(part, w, to);
+    });
   });
 }
 

@@ -228,39 +228,47 @@ inline void wide_part(const Part& part, const float* x, const Weight& w, float* 
   }
 }
 
-template <class Sink>
-void multiply_wide(const Matrix<const bf16>& x, int64_t num_rows, const Weight& w, Sink& to) {
-  struct Wide;
-  struct Sums;
-  const int64_t k = w.num_inputs;
-  Split split(num_rows, w);
-  to.begin(split);
-  float* wide = scratch<Wide, float>(num_rows * k);
-  const int64_t piece = std::max<int64_t>(wide_inputs, 8192 / num_rows / width * width), pieces = (k + piece - 1) / piece;
-  const int64_t row_tasks = split.num_tasks() / split.num_columns();
-  parallel_for(int(row_tasks * pieces), [&](int task) {
-    const Part part = split.part(int(task / pieces * split.num_columns()));
-    const int64_t start = task % pieces * piece, size = std::min(piece, k - start);
+// See PlainInput.
+class WideInput {
+ public:
+  WideInput(const Matrix<const bf16>& x, int64_t num_rows, const Weight& w, Arena& arena)
+      : x_(x), split_(num_rows, w), k_(w.num_inputs), wide_(arena.take<float>(num_rows * k_)),
+        piece_(std::max<int64_t>(wide_inputs, 8192 / num_rows / width * width)), pieces_((k_ + piece_ - 1) / piece_) {}
+
+  int64_t num_pieces() const { return split_.num_row_tasks() * pieces_; }
+  int64_t pieces_each() const { return 1; }
+
+  void prepare(int64_t task) const {
+    const Part part = split_.part(int(task / pieces_ * split_.num_columns()));
+    const int64_t start = task % pieces_ * piece_, size = std::min(piece_, k_ - start);
     for (int row = 0, count; row < part.rows; row += count) {
       count = next_wide_tile(part.rows - row);
       with_rows<wide_rows>(count, [&](auto n) {
-        widen_x<n>(x.data + (part.first_row + row) * x.ld + start, x.ld, size, wide + (part.first_row + row) * k + start * n);
+        widen_x<n>(x_.data + (part.first_row + row) * x_.ld + start, x_.ld, size, wide_ + (part.first_row + row) * k_ + start * n);
       });
     }
-  });
-  parallel_stretches(split.num_tasks(), [&](int task) {
-    const Part part = split.part(task);
-    if (part.rows <= 0) return;
+  }
+
+  template <class Sink>
+  void multiply(const Part& part, const Weight& w, Sink& to) const {
+    struct Sums;
     float* sums = scratch<Sums, float>(int64_t(part.rows) * part.blocks * block_columns);
-    const float* rows = wide + part.first_row * k;
+    const float* rows = wide_ + part.first_row * k_;
     switch (w.format) {
       case Format::int8: wide_part<Format::int8>(part, rows, w, sums); break;
       case Format::int4: wide_part<Format::int4>(part, rows, w, sums); break;
       default: wide_part<Format::bfloat16>(part, rows, w, sums);
     }
     to.take(part, sums);
-  });
-}
+  }
+
+ private:
+  Matrix<const bf16> x_;
+  Split split_;
+  int64_t k_;
+  float* wide_;
+  int64_t piece_, pieces_;
+};
 
 }  // namespace gemm
 }  // namespace quire

@@ -348,27 +348,36 @@ inline void grouped_part(const Part& part, const GroupedRows& x, const Weight& w
   });
 }
 
-template <class X, class Sink>
-void multiply_grouped(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink& to) {
-  struct Numbers;
-  struct Units;
-  struct Sums;
-  const int64_t k = w.num_inputs, num_units = k / unit_inputs;
-  const int tile = num_rows == 1 ? 1 : row_tile;
-  const int64_t padded = (num_rows + tile - 1) / tile * tile;
-  const GroupedRows quantised{scratch<Numbers, int8_t>(padded * k), scratch<Units, GroupedRows::Unit>(padded * num_units),
-                              num_units, tile};
-  parallel_for(num_rows, 8192 / k, [&](int64_t row) { quantise_row(x.data + row * x.ld, row, quantised, w.groups); });
-  Split split(num_rows, w);
-  to.begin(split);
-  parallel_stretches(split.num_tasks(), [&](int task) {
-    const Part part = split.part(task);
-    if (part.rows <= 0) return;
+// See PlainInput.
+template <class X>
+class GroupedInput {
+ public:
+  GroupedInput(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Arena& arena)
+      : x_(x), num_rows_(num_rows), groups_(w.groups) {
+    const int64_t k = w.num_inputs, num_units = k / unit_inputs;
+    const int tile = num_rows == 1 ? 1 : row_tile;
+    const int64_t padded = (num_rows + tile - 1) / tile * tile;
+    quantised_ = {arena.take<int8_t>(padded * k), arena.take<GroupedRows::Unit>(padded * num_units), num_units, tile};
+  }
+
+  int64_t num_pieces() const { return num_rows_; }
+  int64_t pieces_each() const { return 8192 / (quantised_.num_units * unit_inputs); }
+  void prepare(int64_t row) const { quantise_row(x_.data + row * x_.ld, row, quantised_, groups_); }
+
+  template <class Sink>
+  void multiply(const Part& part, const Weight& w, Sink& to) const {
+    struct Sums;
     float* sums = scratch<Sums, float>(int64_t(part.rows) * part.blocks * block_columns);
-    grouped_part(part, quantised, w, sums);
+    grouped_part(part, quantised_, w, sums);
     to.take(part, sums);
-  });
-}
+  }
+
+ private:
+  Matrix<const X> x_;
+  int64_t num_rows_;
+  Groups groups_;
+  GroupedRows quantised_;
+};
 
 }  // namespace gemm
 }  // namespace quire

@@ -334,26 +334,33 @@ inline void int8_rows(const Weight& w, int64_t block, int blocks, const Quantise
 }
 #endif
 
-template <class X, class Sink>
-void multiply_int8(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Sink& to) {
-  struct Numbers;
-  struct Scales;
-  struct Offsets;
-  struct Sums;
-  int64_t k = w.num_inputs, groups = k / int8_group, padded = (num_rows + 15) / 16 * 16;
-  QuantisedRows quantised{scratch<Numbers, Number>(padded * k), scratch<Scales, float>(num_rows * groups),
-                          scratch<Offsets, int32_t>(num_rows * groups), groups};
-  parallel_for(num_rows, 8192 / k, [&](int64_t row) { quantise_row(x.data + row * x.ld, row, quantised); });
-  Split split(num_rows, w);
-  to.begin(split);
-  parallel_stretches(split.num_tasks(), [&](int task) {
-    Part part = split.part(task);
-    if (part.rows <= 0) return;
+// See PlainInput.
+template <class X>
+class Int8Input {
+ public:
+  Int8Input(const Matrix<const X>& x, int64_t num_rows, const Weight& w, Arena& arena) : x_(x), num_rows_(num_rows) {
+    const int64_t k = w.num_inputs, groups = k / int8_group, padded = (num_rows + 15) / 16 * 16;
+    quantised_ = {arena.take<Number>(padded * k), arena.take<float>(num_rows * groups),
+                  arena.take<int32_t>(num_rows * groups), groups};
+  }
+
+  int64_t num_pieces() const { return num_rows_; }
+  int64_t pieces_each() const { return 8192 / (quantised_.groups * int8_group); }
+  void prepare(int64_t row) const { quantise_row(x_.data + row * x_.ld, row, quantised_); }
+
+  template <class Sink>
+  void multiply(const Part& part, const Weight& w, Sink& to) const {
+    struct Sums;
     float* sums = scratch<Sums, float>(int64_t(part.rows) * part.blocks * block_columns);
-    int8_rows(w, part.first_block, part.blocks, quantised, part.first_row, part.rows, sums);
+    int8_rows(w, part.first_block, part.blocks, quantised_, part.first_row, part.rows, sums);
     to.take(part, sums);
-  });
-}
+  }
+
+ private:
+  Matrix<const X> x_;
+  int64_t num_rows_;
+  QuantisedRows quantised_;
+};
 
 }  // namespace gemm
 }  // namespace quire

@@ -8,6 +8,7 @@
 #include "gemm_grouped.h"
 #include "gemm_int8.h"
 #include "logits.h"
+#include "moe.h"
 #include "pack.h"
 
 using namespace quire;
@@ -143,6 +144,20 @@ void quire_paged_attention(Type type, const void* query, int64_t query_stride, i
     paged_attention(static_cast<const T*>(query), query_stride, num_heads,
                     Matrix<T>{static_cast<T*>(out), int64_t(num_heads) * kv->head_dim}, *kv, *batch, scale, window,
                     softcap, sinks);
+  });
+}
+
+void quire_route(const float* logits, int64_t num_tokens, int num_experts, int num_chosen, int renormalizes,
+                 int64_t* experts, float* shares) {
+  route_rows(logits, num_tokens, num_experts, num_chosen, renormalizes != 0, experts, shares);
+}
+
+void quire_moe(Type type, const void* x, int64_t ldx, int64_t num_tokens, const int64_t* experts, const float* shares,
+               const Experts* layer, void* y, int64_t ldy) {
+  with_type(type, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    moe(Matrix<const T>{static_cast<const T*>(x), ldx}, num_tokens, experts, shares, *layer,
+        Matrix<T>{static_cast<T*>(y), ldy});
   });
 }
 

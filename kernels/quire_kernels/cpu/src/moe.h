@@ -1,0 +1,221 @@
+// Mixture of experts: each token is computed by a few of a layer's gated feed-forward parts, whose results are added.
+//
+// Tokens are brought together by experts. Then there are two phases, and in each the threads share the products of all
+// experts that have tokens: gate and up, split as any product; and down, split by columns alone. There a task computes its
+// columns of one expert after the other, and adds what comes of a token, times the expert's share, in float32: a token's
+// sum has the order of its experts' numbers, whatever tokens are beside it. Weights of other experts are not touched.
+#pragma once
+
+#include <vector>
+
+#include "gemm.h"
+#include "gemm_avx2.h"
+#include "gemm_grouped.h"
+#include "gemm_int8.h"
+#include "matrix.h"
+#include "pool.h"
+
+namespace quire {
+
+// All have one shape, and one format of gate_up and of down; `down` is plain and has as many columns as gate_up inputs, a
+// multiple of 32.
+struct Experts {
+  const Weight *gate_up, *down;  // [num_experts]
+  int32_t num_experts, num_chosen;
+};
+
+namespace gemm {
+
+// Rows of an expert: [first, first + count) of those in the order of experts.
+struct ExpertRows {
+  const Weight *gate_up, *down;
+  int64_t first, count;
+};
+
+// Calls body(i, j) for every j of [0, count(i)) of every i of [0, num).
+template <class Count, class Body>
+void parallel_for_all(int64_t num, Count&& count, Body&& body) {
+  std::vector<int64_t> ends;
+  int64_t total = 0;
+  for (int64_t i = 0; i < num; ++i) ends.push_back(total += count(i));
+  parallel_stretches(int(total), [&](int task) {
+    const int64_t i = std::upper_bound(ends.begin(), ends.end(), task) - ends.begin();
+    body(i, task - (i ? ends[i - 1] : 0));
+  });
+}
+
+// Inputs of the products of rows_of(i) rows x_of(i) with weights w_of(i), for every i of [0, num).
+template <class Input, class Rows, class X, class W>
+std::vector<Input> prepared_inputs(int64_t num, Rows&& rows_of, X&& x_of, W&& w_of) {
+  struct Memory;
+  Arena sizes, arena;
+  std::vector<Input> inputs;
+  for (Arena* each : {&sizes, &arena}) {
+    inputs.clear();
+    if (each == &arena) arena.memory = scratch<Memory, char>(sizes.size);
+    for (int64_t i = 0; i < num; ++i) inputs.emplace_back(x_of(i), rows_of(i), w_of(i), *each);
+  }
+  const int64_t each = std::max<int64_t>(1, inputs[0].pieces_each());
+  parallel_for_all(
+      num, [&](int64_t i) { return (inputs[i].num_pieces() + each - 1) / each; },
+      [&](int64_t i, int64_t task) {
+        const int64_t stop = std::min(inputs[i].num_pieces(), (task + 1) * each);
+        for (int64_t piece = task * each; piece < stop; ++piece) inputs[i].prepare(piece);
+      });
+  return inputs;
+}
+
+// Adds a product of an expert's rows to the sums of their tokens: [tokens][columns], from `first_block` on.
+struct Weighted {
+  const Weight& w;
+  const int64_t* tokens;  // of each row
+  const float* shares;
+  float* sums;
+  int64_t columns, first_block;
+
+  void take(const Part& part, const float* products) const {
+    for (int b = 0; b < part.blocks; ++b)
+      for (int r = 0; r < part.rows; ++r, products += block_columns) {
+        alignas(64) float values[block_columns];
+        finish(w, part.first_block + b, 1, products, values, block_columns);
+        const int64_t row = part.first_row + r;
+        float* to = sums + tokens[row] * columns + (part.first_block - first_block + b) * block_columns;
+        for (int c = 0; c < block_columns; c += width)
+          store(to + c, fma(splat(shares[row]), load(values + c), load(to + c)));
+      }
+  }
+};
+
+}  // namespace gemm
+
+// The experts of a token with the largest logits (of equal ones the first; NaN is the largest), in descending order; and
+// their shares, the softmax over all experts or, with `renormalizes`, over these.
+inline void route(const float* logits, int num_experts, int num_chosen, bool renormalizes, int64_t* experts, float* shares) {
+  auto is_larger = [](float a, float b) { return a > b || (a != a && b == b); };
+  int count = 0;
+  for (int expert = 0; expert < num_experts; ++expert) {
+    int place = count;
+    while (place > 0 && is_larger(logits[expert], logits[experts[place - 1]])) --place;
+    if (place == num_chosen) continue;
+    count = std::min(count + 1, num_chosen);
+    std::copy_backward(experts + place, experts + count - 1, experts + count);
+    experts[place] = expert;
+  }
+  const float most = logits[experts[0]];
+  float total = 0;
+  for (int i = 0; i < num_chosen; ++i) total += shares[i] = std::exp(logits[experts[i]] - most);
+  if (!renormalizes) {
+    total = 0;
+    for (int expert = 0; expert < num_experts; ++expert) total += std::exp(logits[expert] - most);
+  }
+  for (int i = 0; i < num_chosen; ++i) shares[i] /= total;
+}
+
+// The same for rows: experts and shares are [num_tokens][num_chosen].
+inline void route_rows(const float* logits, int64_t num_tokens, int num_experts, int num_chosen, bool renormalizes,
+                       int64_t* experts, float* shares) {
+  parallel_for(num_tokens, 4096 / num_experts, [&](int64_t token) {
+    route(logits + token * num_experts, num_experts, num_chosen, renormalizes, experts + token * num_chosen,
+          shares + token * num_chosen);
+  });
+}
+
+// y[token] = sum of shares[token][i] * expert experts[token][i] of x[token]. x and y are plain matrices; experts of a token
+// are different ones.
+template <class T>
+void moe(const Matrix<const T>& x, int64_t num_tokens, const int64_t* experts, const float* shares, const Experts& layer,
+         const Matrix<T>& y) {
+  using namespace gemm;
+  struct Tokens;
+  struct Shares;
+  struct Gathered;
+  struct Inner;
+  struct Sums;
+  if (num_tokens == 0) return;
+  const int64_t num_rows = num_tokens * layer.num_chosen;
+  const int64_t hidden = layer.gate_up->num_inputs, inner_size = layer.down->num_inputs;
+
+  // Rows in the order of their experts, those of an expert in the order of tokens.
+  std::vector<int64_t> places(layer.num_experts + 1);
+  for (int64_t i = 0; i < num_rows; ++i) ++places[experts[i] + 1];
+  std::vector<ExpertRows> used;
+  for (int expert = 0; expert < layer.num_experts; ++expert) {
+    if (const int64_t count = places[expert + 1])
+      used.push_back({layer.gate_up + expert, layer.down + expert, places[expert], count});
+    places[expert + 1] += places[expert];
+  }
+  const int64_t num_used = int64_t(used.size());
+  int64_t* tokens = scratch<Tokens, int64_t>(num_rows);
+  float* weights = scratch<Shares, float>(num_rows);
+  for (int64_t i = 0; i < num_rows; ++i) {
+    const int64_t place = places[experts[i]]++;
+    tokens[place] = i / layer.num_chosen;
+    weights[place] = shares[i];
+  }
+  Matrix<const T> gathered{x.data, 0};  // of one token: all rows are the same
+  if (num_tokens > 1) {
+    T* rows = scratch<Gathered, T>(num_rows * hidden);
+    parallel_for(num_rows, 16384 / hidden,
+                 [&](int64_t row) { std::memcpy(rows + row * hidden, x.data + tokens[row] * x.ld, hidden * sizeof(T)); });
+    gathered = {rows, hidden};
+  }
+  auto rows_of = [&](int64_t i) { return used[i].count; };
+
+  // Gate and up.
+  std::vector<Matrix<T>> inner;
+  int64_t inner_total = 0;
+  for (const ExpertRows& one : used) inner_total += Matrix<T>::tiled_size(one.count, inner_size);
+  T* inner_data = scratch<Inner, T>(inner_total);
+  for (const ExpertRows& one : used) {
+    inner.push_back({inner_data, inner_size, takes_tiles<T>(one.count, *one.down)});
+    inner_data += Matrix<T>::tiled_size(one.count, inner_size);
+  }
+  with_input<T>(*layer.gate_up, [&](auto* type) {
+    using Input = std::remove_pointer_t<decltype(type)>;
+    auto x_of = [&](int64_t i) { return Matrix<const T>{gathered.row(used[i].first).data, hidden}; };
+    const auto inputs = prepared_inputs<Input>(num_used, rows_of, x_of, [&](int64_t i) { return *used[i].gate_up; });
+    std::vector<Split> splits;
+    for (const ExpertRows& one : used) splits.emplace_back(one.count, *one.gate_up, num_used);
+    parallel_for_all(
+        num_used, [&](int64_t i) { return splits[i].num_tasks(); },
+        [&](int64_t i, int64_t task) {
+          const Part part = splits[i].part(int(task));
+          Stored<T> to{*used[i].gate_up, inner[i]};
+          if (part.rows > 0) inputs[i].multiply(part, *used[i].gate_up, to);
+        });
+  });
+
+  // Down, and the sums. Without a task for each thread some would have nothing to do.
+  const int64_t num_blocks = layer.down->num_blocks();
+  const int64_t blocks_each = std::clamp<int64_t>(num_blocks / (few_tasks * pool().num_threads()), 1,
+                                                  num_tokens < 64 ? streams : task_blocks);
+  with_input<T>(*layer.down, [&](auto* type) {
+    using Input = std::remove_pointer_t<decltype(type)>;
+    const auto inputs = prepared_inputs<Input>(
+        num_used, rows_of, [&](int64_t i) { return Matrix<const T>(inner[i]); },
+        [&](int64_t i) { return *used[i].down; });
+    parallel_stretches(int((num_blocks + blocks_each - 1) / blocks_each), [&](int task) {
+      const int64_t first = task * blocks_each;
+      const int blocks = int(std::min(blocks_each, num_blocks - first));
+      const int64_t columns = int64_t(blocks) * block_columns;
+      float* sums = scratch<Sums, float>(num_tokens * columns);
+      std::memset(sums, 0, num_tokens * columns * sizeof(float));
+      for (int64_t i = 0; i < num_used; ++i) {
+        const ExpertRows& one = used[i];
+        const Split split(one.count, *one.down);
+        Weighted to{*one.down, tokens + one.first, weights + one.first, sums, columns, first};
+        for (int64_t turn = 0; turn < split.num_row_tasks(); ++turn) {
+          Part part = split.part(int(turn * split.num_columns()));
+          part.first_block = first;
+          part.blocks = blocks;
+          if (part.rows > 0) inputs[i].multiply(part, *one.down, to);
+        }
+      }
+      for (int64_t token = 0; token < num_tokens; ++token)
+        for (int64_t c = 0; c < columns; c += width)
+          store(y.data + token * y.ld + first * block_columns + c, load(sums + token * columns + c));
+    });
+  });
+}
+
+}  // namespace quire
