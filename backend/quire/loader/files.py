@@ -20,6 +20,7 @@ from quire.errors import CheckpointError
 from quire.layers.scheme import LinearScheme
 from quire.loader.info import gguf_file
 from quire_ensemble.errors import one_line
+from quire_ensemble.gguf_file import GGUFFile
 from quire_ensemble.weight_files import (
     NamedTensor,
     bytes_of,
@@ -34,8 +35,8 @@ _THREADS = 8
 """That wait for disks, mostly."""
 _PART = 2**21
 """Bytes that one of them reads at a time."""
-_AHEAD = 2**25
-"""Bytes that are read, or being read, before they are asked for."""
+_AHEAD = 2**27
+"""Bytes that are read, or being read, before they are asked for: while a large table is packed, too."""
 
 
 class WeightFiles(NamedTuple):
@@ -61,8 +62,12 @@ class WeightFiles(NamedTuple):
                 raise CheckpointError(f"{file}: broken weight file: {one_line(error)}") from error
 
 
-def find_weights(config: ModelConfig) -> WeightFiles:
+def find_weights(config: ModelConfig, gguf: GGUFFile | None = None) -> WeightFiles:
     """Chooses the weight files by `load_format`; `auto`: safetensors or GGUF.
+
+    Args:
+        config: `model`, load_format and quantization.
+        gguf: the GGUF file, if it was opened.
 
     Raises:
         CheckpointError: there are none of that format, or only pickles, which were not asked for.
@@ -74,7 +79,7 @@ def find_weights(config: ModelConfig) -> WeightFiles:
             from quire.loader.gguf_metadata import open_gguf
             from quire.loader.gguf_weights import block_scheme, read_gguf
 
-            opened, keeps_blocks = open_gguf(found), config.quantization is None
+            opened, keeps_blocks = gguf or open_gguf(found), config.quantization is None
             scheme = block_scheme(opened) if keeps_blocks else None
             read = partial(read_gguf, opened=opened, keeps_blocks=keeps_blocks)
             return WeightFiles(opened.path, opened.files, read, scheme)
