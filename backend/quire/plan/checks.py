@@ -53,8 +53,10 @@ def read(path: Path, settings: Mapping[str, Any]) -> list[Planned]:
 
 
 def _is_generator(folder: Path) -> bool:
-    text = folder / "config.pbtxt"
-    return text.is_file() and 'backend: "quire"' in " ".join(text.read_text("utf-8", "replace").split())
+    try:
+        return bool(read_model_config(folder).get("backend") == "quire")
+    except ConfigError:
+        return (folder / "config.pbtxt").exists()  # `_of_model` says what is wrong with it
 
 
 def _of_file(file: Path) -> dict[str, Any]:
