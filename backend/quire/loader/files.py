@@ -36,7 +36,7 @@ _THREADS = 8
 _PART = 2**21
 """Bytes that one of them reads at a time."""
 _AHEAD = 2**27
-"""Bytes that are read, or being read, before they are asked for: while a large table is packed, too."""
+"""Bytes that are read, or being read, while what was read before them is packed."""
 
 
 class WeightFiles(NamedTuple):
@@ -132,7 +132,7 @@ def read_ahead(wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, torch.Tensor]
                 content = one.memory if one.is_kept else stored.empty()
                 prefer_huge_pages(content)
                 ahead.append((one, content, _begin(pool, stored.file, stored.offset, bytes_of(content))))
-            while sum(content.nbytes for _, content, _ in ahead) > _AHEAD:
+            while sum(content.nbytes for _, content, _ in ahead) - ahead[0][1].nbytes > _AHEAD:
                 yield _end(*ahead.popleft())
         while ahead:
             yield _end(*ahead.popleft())
