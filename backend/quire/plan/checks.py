@@ -37,9 +37,11 @@ def read(path: Path, settings: Mapping[str, Any]) -> list[Planned]:
     Raises:
         ConfigError: it is none of these.
     """
+    if not path.exists():
+        raise ConfigError(f"{path}: does not exist")
     if path.is_file() and path.suffix == ".json":
         return [_planned(str(path), lambda: _of_file(path), settings)]
-    if (path / "config.json").exists() or (path.exists() and gguf_file(path) is not None):
+    if (path / "config.json").exists() or gguf_file(path) is not None:
         return [_planned(str(path), lambda: {"model": str(path)}, settings)]
     folders = [path] if (path / "config.pbtxt").exists() else sorted(path.glob("*/"))
     found = [
