@@ -6,6 +6,7 @@ memory once. Pickles are read only when the configuration allows them.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,8 +32,8 @@ from quire_ensemble.weight_files import (
 )
 from quire_kernels.host_memory import prefer_huge_pages
 
-_THREADS = 8
-"""That wait for disks, mostly."""
+_THREADS = min(8, 2 * len(os.sched_getaffinity(0)))
+"""That wait for disks, and copy: more of them take the cores from what packs meanwhile."""
 _PART = 2**21
 """Bytes that one of them reads at a time."""
 _AHEAD = 2**27
