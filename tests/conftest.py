@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # Tests run tiny shapes, where more threads only fight each other (and other test runs) for the cores. Set
 # before torch is imported, and inherited by the processes that tests start.
@@ -10,3 +11,5 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Nothing a test does may reach for the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What is compiled is kept for the next run; packed weights of tiny models are not for the user's own cache.
+os.environ.setdefault("QUIRE_CACHE_DIR", str(Path.home() / ".cache" / "quire-tests"))

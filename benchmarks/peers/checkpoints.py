@@ -225,16 +225,25 @@ def gguf(shape: Shape, kind: str, llama_python: Path) -> Path:
         llama_python: interpreter with llama-cpp-python.
     """
 
+    if kind == "BF16":
+        return pure_gguf(shape, kind)
+
+    def quantise(path: Path) -> None:
+        source = pure_gguf(shape, "BF16")
+        subprocess.run([llama_python, "-c", _QUANTISE, source, path, kind], check=True)
+
+    return _once(DIRECTORY / f"{shape.name}-{kind}.gguf", quantise)
+
+
+def pure_gguf(shape: Shape, kind: str) -> Path:
+    """A GGUF file of the same weights, whose matrices are all of one type that the package gguf can write."""
+
     def make(path: Path) -> None:
         from tests.fixtures.gguf_files import write_gguf
 
         write_gguf(huggingface(shape), path, kind)
 
-    def quantise(path: Path) -> None:
-        source = gguf(shape, "BF16", llama_python)
-        subprocess.run([llama_python, "-c", _QUANTISE, source, path, kind], check=True)
-
-    return _once(DIRECTORY / f"{shape.name}-{kind}.gguf", make if kind == "BF16" else quantise)
+    return _once(DIRECTORY / f"{shape.name}-{kind}-pure.gguf", make)
 
 
 def openvino(shape: Shape, python: Path, log: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,8 @@ class GroupedWeight:
     """
 
     codes: torch.Tensor
-    """uint8 [out_features, in_features], below 2 ** bits."""
+    """uint8 [out_features, in_features], below 2 ** bits; or, of four bits, [out_features, in_features / 32,
+    16]: of 32 inputs the first half in the low halves of bytes."""
     scales: torch.Tensor
     """[out_features, in_features / group], of SCALE_TYPES."""
     bits: int
@@ -41,7 +43,7 @@ class GroupedWeight:
     """float32 [out_features]: what a row is multiplied by in the end; None: by nothing."""
 
     def __post_init__(self) -> None:
-        num_rows, num_columns = self.codes.shape
+        num_rows, num_columns = self.shape
         groups = (num_rows, num_columns // self.group)
         assert self.codes.dtype == torch.uint8 and num_columns % max(self.group, 32) == 0, self.codes.shape
         assert self.bits in (2, 3, 4, 5, 6, 8) and (self.group == 16 or self.group % 32 == 0), self.group
@@ -57,13 +59,19 @@ class GroupedWeight:
     @property
     def shape(self) -> torch.Size:
         """[out_features, in_features]."""
-        return self.codes.shape
+        num_rows, *others = self.codes.shape
+        return torch.Size((num_rows, 2 * math.prod(others) if self.is_halved else others[0]))
+
+    @property
+    def is_halved(self) -> bool:
+        """Whether a byte of the codes holds two."""
+        return self.codes.dim() == 3
 
     @property
     def nbytes(self) -> int:
         """Bytes of the codes in their bits, and of all else."""
         others = (self.scales, self.minimums, self.factors, self.minimum_factors, self.row_scales)
-        return self.codes.numel() * self.bits // 8 + sum(one.nbytes for one in others if one is not None)
+        return math.prod(self.shape) * self.bits // 8 + sum(one.nbytes for one in others if one is not None)
 
     @property
     def device(self) -> torch.device:
@@ -91,10 +99,13 @@ class GroupedWeight:
 
     def dequantize(self) -> torch.Tensor:
         """float32 [out_features, in_features]: what the weights mean."""
+        codes = self.codes
+        if self.is_halved:
+            codes = torch.cat((codes & 15, codes >> 4), 2).flatten(1)
         if self.table is None:
-            values = self.codes.float() - self.zero
+            values = codes.float() - self.zero
         else:
-            values = torch.tensor(self.table).float()[self.codes.long()] - self.zero
+            values = torch.tensor(self.table).float()[codes.long()] - self.zero
         groups = values.unflatten(1, (-1, self.group))
         groups = groups * _wide(self.scales, self.factors).unsqueeze(2)
         if self.minimums is not None:

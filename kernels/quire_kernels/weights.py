@@ -18,6 +18,8 @@ INT4_GROUP = 32
 """Input features that share a scale in four bits."""
 W8A8_GROUP = 64
 """Input features of a row of activations that share a scale in w8a8."""
+_AT_ONCE = 2**18
+"""Weights that are quantised at a time."""
 INT4_CANDIDATES = (-8.5, -8.0, -7.5, -7.0, 7.0, 7.5)
 """What the number of largest size may become in four bits, [-8, 7]: per group, the candidate with the least
 squared error is taken."""
@@ -169,10 +171,14 @@ def quantize_weight(
     assert quantization in QUANTIZATIONS, quantization
     if isinstance(weight, QuantizedRows):
         return weight.codes, weight.scales
-    # In parts, to need little memory beside the weight.
-    parts = [_quantized(rows.float(), quantization) for rows in weight.split(1024)]
+    parts = [_quantized(rows.float(), quantization) for rows in _in_parts(weight)]
     codes, scales = (torch.cat(column) for column in zip(*parts, strict=True))
     return codes, scales
+
+
+def _in_parts(weight: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Some rows after the others: what is computed with them stays in a cache, but on "meta"."""
+    return weight.split(len(weight) if weight.is_meta else max(1, _AT_ONCE // weight.shape[1]))
 
 
 def _quantized(wide: torch.Tensor, quantization: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,7 +216,7 @@ def group_weight(weight: torch.Tensor) -> GroupedWeight:
     Returns:
         Codes as int4 has them, with scales of bfloat16: those of tiny weights would be zero in float16.
     """
-    parts = [_four_bits(rows.float(), torch.bfloat16) for rows in weight.split(1024)]
+    parts = [_four_bits(rows.float(), torch.bfloat16) for rows in _in_parts(weight)]
     codes, scales = (torch.cat(column) for column in zip(*parts, strict=True))
     return GroupedWeight(codes=codes.add_(8).to(torch.uint8), scales=scales, bits=4, group=INT4_GROUP, zero=8)
 

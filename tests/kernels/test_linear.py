@@ -143,6 +143,27 @@ def test_a_row_does_not_depend_on_the_batch(
     assert torch.equal(packed(wide[:, 640:]), together)
 
 
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "quantization"), with_quantizations(IMPLEMENTATIONS, ["int8", "w8a8"])
+)
+def test_numbers_are_rounded_alike_everywhere(
+    name: str, device: str, dtype: torch.dtype, quantization: str
+) -> None:
+    """Kernels that quantise what they pack make of it what `quantize_weight` does."""
+    weight = draw(100, 192, dtype=dtype)
+    weight[5], weight[6, 7:], weight[7] = 0.0, 1e-3, 2.0**-130
+    codes, scales = quantize_weight(weight, quantization)
+    quantised = QuantizedRows(codes.to(device), scales.to(device), quantization)
+    x = draw(3, 192, dtype=dtype, seed=1).to(device)
+    with forced("linear", name):
+        found = ops.pack_linear(weight.to(device), quantization=quantization)
+        expected = ops.pack_linear(quantised, dtype=dtype)
+        assert torch.equal(found(x), expected(x))
+        weight[9, 3], weight[11, 100] = torch.nan, torch.inf
+        products = ops.pack_linear(weight.to(device), quantization=quantization)(x)
+    assert products.isfinite().all(0).logical_not().nonzero().flatten().tolist() == [9, 11]
+
+
 @pytest.mark.row("D11")
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "quantization"),

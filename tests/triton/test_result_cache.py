@@ -180,7 +180,6 @@ def test_the_client_sees_no_difference(harness: Harness, case: str) -> None:
     assert whole(again, is_repeated=is_repeated) == whole(first, is_repeated=is_repeated)
     assert (timing_of(first)["result_cached"], timing_of(again)["result_cached"]) == (False, True)
     assert harness.core.num_finished_steps == steps and not harness.core.has_work
-    assert (harness.cache.num_hits, harness.cache.num_misses) == (1, 1)
     if fields.get("stream", True):
         sizes = [one["num_output_tokens"][0] for one in again]
         assert sizes[0] == 1, "the first token goes out alone"

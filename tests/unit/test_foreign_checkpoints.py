@@ -160,8 +160,8 @@ def test_orders_that_are_none_are_refused(make: Make) -> None:
 
     path, _ = make(Maker(MAKERS["GPTQ"].config, store))
     assert complaint(path) == (
-        f"{path / 'config.json'}: model.layers.0.self_attn.q_proj: g_idx does not divide the inputs among "
-        "2 groups of one size"
+        f"{path / 'config.json'}: model.layers.0.mlp.down_proj: g_idx does not divide the inputs among "
+        "4 groups of one size"
     )
 
 

@@ -92,6 +92,13 @@ def test_one_file_of_a_repository(hub: Hub) -> None:
     assert found == [found[0]] * 3 == hub.find(*names, HF_HUB_OFFLINE="1")
 
 
+def test_what_is_planned_may_be_a_hubs(hub: Hub) -> None:
+    command = [sys.executable, "-m", "quire.cli", "plan", "owner/tiny-GGUF", "--json", "--memory", "4GiB"]
+    done = subprocess.run(command, env=hub.env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[0]["name"].endswith("tiny-Q8_0.gguf")
+
+
 def test_one_type_of_several_in_all_its_parts(hub: Hub) -> None:
     """The same file as llama.cpp and as vLLM name it, by any part; and nothing beside it is fetched."""
     part = "owner/many-GGUF/F16/tiny-F16-00002-of-00003.gguf"

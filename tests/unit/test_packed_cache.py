@@ -162,6 +162,25 @@ def test_a_waking_engine_reads_them_and_generates_the_same(llama: Path, director
     llm.core.close()
 
 
+def test_a_digest_is_made_only_where_it_is_asked_for(llama: Path, directory: Path) -> None:
+    """What was kept without it is packed once more when it is wanted, and then serves both."""
+
+    def start(with_digest: bool) -> LoadedModel:
+        config = ModelConfig(model=str(llama), **W8A8)
+        loaded = load_model(config, torch.device("cpu"), with_digest=with_digest)
+        if loaded.keeping is not None:
+            loaded.keeping.wait()
+        return loaded
+
+    assert start(False).weights_digest == ""
+    assert start(False).keeping is None
+    first = start(True)
+    assert first.weights_digest and first.keeping is not None and len(entries(directory)) == 1
+    second = start(True)
+    assert second.keeping is None and second.weights_digest == first.weights_digest
+    assert weights(second) == weights(first)
+
+
 # What is found is of this checkpoint.
 
 

@@ -6,6 +6,7 @@ memory once. Pickles are read only when the configuration allows them.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,7 @@ from quire.errors import CheckpointError
 from quire.layers.scheme import LinearScheme
 from quire.loader.info import gguf_file
 from quire_ensemble.errors import one_line
+from quire_ensemble.gguf_file import GGUFFile
 from quire_ensemble.weight_files import (
     NamedTensor,
     bytes_of,
@@ -30,12 +32,12 @@ from quire_ensemble.weight_files import (
 )
 from quire_kernels.host_memory import prefer_huge_pages
 
-_THREADS = 8
-"""That wait for disks, mostly."""
+_THREADS = min(8, 2 * len(os.sched_getaffinity(0)))
+"""That wait for disks, and copy: more of them take the cores from what packs meanwhile."""
 _PART = 2**21
 """Bytes that one of them reads at a time."""
-_AHEAD = 2**25
-"""Bytes that are read, or being read, before they are asked for."""
+_AHEAD = 2**27
+"""Bytes that are read, or being read, while what was read before them is packed."""
 
 
 class WeightFiles(NamedTuple):
@@ -61,8 +63,12 @@ class WeightFiles(NamedTuple):
                 raise CheckpointError(f"{file}: broken weight file: {one_line(error)}") from error
 
 
-def find_weights(config: ModelConfig) -> WeightFiles:
+def find_weights(config: ModelConfig, gguf: GGUFFile | None = None) -> WeightFiles:
     """Chooses the weight files by `load_format`; `auto`: safetensors or GGUF.
+
+    Args:
+        config: `model`, load_format and quantization.
+        gguf: the GGUF file, if it was opened.
 
     Raises:
         CheckpointError: there are none of that format, or only pickles, which were not asked for.
@@ -74,7 +80,7 @@ def find_weights(config: ModelConfig) -> WeightFiles:
             from quire.loader.gguf_metadata import open_gguf
             from quire.loader.gguf_weights import block_scheme, read_gguf
 
-            opened, keeps_blocks = open_gguf(found), config.quantization is None
+            opened, keeps_blocks = gguf or open_gguf(found), config.quantization is None
             scheme = block_scheme(opened) if keeps_blocks else None
             read = partial(read_gguf, opened=opened, keeps_blocks=keeps_blocks)
             return WeightFiles(opened.path, opened.files, read, scheme)
@@ -127,7 +133,7 @@ def read_ahead(wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, torch.Tensor]
                 content = one.memory if one.is_kept else stored.empty()
                 prefer_huge_pages(content)
                 ahead.append((one, content, _begin(pool, stored.file, stored.offset, bytes_of(content))))
-            while sum(content.nbytes for _, content, _ in ahead) > _AHEAD:
+            while sum(content.nbytes for _, content, _ in ahead) - ahead[0][1].nbytes > _AHEAD:
                 yield _end(*ahead.popleft())
         while ahead:
             yield _end(*ahead.popleft())

@@ -16,6 +16,8 @@ from quire.loader.quantized.unpacking import E2M1
 from quire_kernels.grouped_weights import GroupedWeight
 
 _EVERY_BYTE = 0x0101010101010101
+_BYTES_AT_ONCE = 2**17
+"""Of blocks that are taken apart."""
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the codes of IQ4_NL and IQ4_XS stand for."""
 _BITS_OF_BYTES = torch.tensor(
@@ -30,11 +32,28 @@ def grouped(kind: GGMLQuantizationType, rows: torch.Tensor) -> GroupedWeight:
     `kind` is one of GROUPED.
     """
     blocks = rows.view(rows.shape[0], -1, GGML_QUANT_SIZES[kind][1])
-    parts: _Fields = {
-        name: part.flatten(1) if isinstance(part, torch.Tensor) else part
-        for name, part in GROUPED[kind](blocks).items()
-    }
-    return GroupedWeight(**parts)
+    # In parts that stay in a cache of the processor, where there is something to compute.
+    at_once = max(1, _BYTES_AT_ONCE // rows.shape[1])
+    if rows.is_meta or kind in _HALVED or at_once >= len(rows):
+        return GroupedWeight(**_flat(kind, blocks))
+    whole: _Fields = {}
+    for number, some in enumerate(blocks.split(at_once)):
+        for name, part in _flat(kind, some).items():
+            if not isinstance(part, torch.Tensor):
+                whole[name] = part
+                continue
+            if number == 0:
+                whole[name] = part.new_empty(len(rows), part.shape[1])
+            whole[name][number * at_once : (number + 1) * at_once] = part
+    return GroupedWeight(**whole)
+
+
+def _flat(kind: GGMLQuantizationType, blocks: torch.Tensor) -> _Fields:
+    fields = GROUPED[kind](blocks)
+    for name, part in fields.items():
+        if isinstance(part, torch.Tensor) and not (name == "codes" and kind in _HALVED):
+            fields[name] = part.flatten(1)
+    return fields
 
 
 _Fields = dict[str, Any]
@@ -43,7 +62,7 @@ _Fields = dict[str, Any]
 
 def _q4_0(blocks: torch.Tensor) -> _Fields:
     scale, codes = blocks.split((2, 16), 2)
-    return {"bits": 4, "group": 32, "zero": 8, "codes": _apart(codes, 4, 16), "scales": _half(scale)}
+    return {"bits": 4, "group": 32, "zero": 8, "codes": codes, "scales": _half(scale)}
 
 
 def _q4_1(blocks: torch.Tensor) -> _Fields:
@@ -51,7 +70,7 @@ def _q4_1(blocks: torch.Tensor) -> _Fields:
     return {
         "bits": 4,
         "group": 32,
-        "codes": _apart(codes, 4, 16),
+        "codes": codes,
         "scales": _half(scale),
         "minimums": -_half(offset),
     }
@@ -138,7 +157,7 @@ def _mxfp4(blocks: torch.Tensor) -> _Fields:
     # Half of 2 ** (exponent - 127), since the table has twice the numbers: a subnormal one below 2.
     bits = torch.where(wide < 2, 32 << wide, (wide - 1) << 7)
     scales = bits.to(torch.int16).view(torch.bfloat16)
-    return {"bits": 4, "group": 32, "table": E2M1, "codes": _apart(codes, 4, 16), "scales": scales}
+    return {"bits": 4, "group": 32, "table": E2M1, "codes": codes, "scales": scales}
 
 
 GROUPED: dict[GGMLQuantizationType, Callable[[torch.Tensor], _Fields]] = {
@@ -157,6 +176,15 @@ GROUPED: dict[GGMLQuantizationType, Callable[[torch.Tensor], _Fields]] = {
     GGMLQuantizationType.MXFP4: _mxfp4,
 }
 """Types that are kept: what a GroupedWeight has, of uint8 [rows, blocks in a row, bytes in a block]."""
+_HALVED = frozenset(
+    (
+        GGMLQuantizationType.Q4_0,
+        GGMLQuantizationType.Q4_1,
+        GGMLQuantizationType.IQ4_NL,
+        GGMLQuantizationType.MXFP4,
+    )
+)
+"""Those whose codes are halves of bytes as a GroupedWeight may have them."""
 
 
 def _apart(packed: torch.Tensor, bits: int, run: int) -> torch.Tensor:
@@ -194,7 +222,8 @@ def _six_bit_scales(head: torch.Tensor) -> _Fields:
 
 
 def _half(numbers: torch.Tensor) -> torch.Tensor:
-    return numbers.contiguous().view(torch.float16)
+    is_aligned = not numbers.storage_offset() % 2 and not any(stride % 2 for stride in numbers.stride()[:2])
+    return (numbers if is_aligned else numbers.contiguous()).view(torch.float16)
 
 
 def _signed(scales: torch.Tensor) -> torch.Tensor:

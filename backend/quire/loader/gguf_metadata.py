@@ -83,7 +83,7 @@ def read_gguf_config(file: Path) -> HFConfig:
             "moe_intermediate_size": stated(f"{arch}.expert_feed_forward_length"),
             "norm_topk_prob": True,  # no key says so, and llama.cpp always does it
         }
-    return HFConfig(file, values)
+    return HFConfig(file, values, opened)
 
 
 def is_mixtral(opened: GGUFFile) -> bool:

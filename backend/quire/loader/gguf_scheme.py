@@ -19,21 +19,24 @@ from quire_kernels.grouped_weights import GroupedWeight
 from quire_kernels.weights import JoinedLinear, PackedLinear
 
 
-class _Part(NamedTuple):
-    """A part of a layer, as the file has it."""
+class _Run(NamedTuple):
+    """Neighbouring parts of a layer that the file has in one kind."""
 
-    name: str
+    names: list[str]
+    sizes: list[int]
+    """Output features of each."""
     kind: GGMLQuantizationType | None
     """Of the blocks; None: plain numbers."""
     memory: torch.Tensor
-    """uint8 [out_features, bytes of a row], or [out_features, in_features] of x's type."""
+    """uint8 [out_features, bytes of a row], or [out_features, in_features] of x's type; the parts behind each
+    other."""
 
 
 @dataclass(frozen=True)
 class BlockTensors:
     """Matrices in blocks, each of a kind of its own. Those of one kind that are neighbours become one."""
 
-    parts: list[_Part]
+    runs: list[_Run]
     bias: torch.Tensor | None
     dtype: torch.dtype
     """Of x."""
@@ -41,11 +44,14 @@ class BlockTensors:
 
     def stored(self) -> Iterator[StoredTensor]:
         """See LayerTensors."""
-        for name, _, memory in self.parts:
-            yield StoredTensor(f"{name}.weight", memory, 0, 1)
+        for run in self.runs:
+            for name, memory in zip(run.names, run.memory.split(run.sizes), strict=True):
+                yield StoredTensor(f"{name}.weight", memory, 0, 1)
         if self.bias is not None:
-            for part, rows in zip(self.parts, self.bias.split(self._sizes()), strict=True):
-                yield StoredTensor(f"{part.name}.bias", rows, 0, None)
+            names = [name for run in self.runs for name in run.names]
+            sizes = [size for run in self.runs for size in run.sizes]
+            for name, rows in zip(names, self.bias.split(sizes), strict=True):
+                yield StoredTensor(f"{name}.bias", rows, 0, None)
 
     def pack(self, activation: str | None) -> PackedLinear:
         """See LayerTensors."""
@@ -65,13 +71,9 @@ class BlockTensors:
             for weight in self._weights(activation)
         )
 
-    def _sizes(self) -> list[int]:
-        return [part.memory.shape[0] for part in self.parts]
-
     def _weights(self, activation: str | None) -> Iterator[torch.Tensor | GroupedWeight]:
         """The parts, joined where they are of one kind."""
-        runs = itertools.groupby(self.parts, lambda part: part.kind)
-        weights = (self._weight(kind, [part.memory for part in parts]) for kind, parts in runs)
+        weights = (run.memory if run.kind is None else grouped(run.kind, run.memory) for run in self.runs)
         if activation is None:
             yield from weights
             return
@@ -82,13 +84,6 @@ class BlockTensors:
             return
         plain = (one.dequantize() if isinstance(one, GroupedWeight) else one for one in (first, *others))
         yield torch.cat([one.to(self.dtype) for one in plain])
-
-    @staticmethod
-    def _weight(
-        kind: GGMLQuantizationType | None, memories: list[torch.Tensor]
-    ) -> torch.Tensor | GroupedWeight:
-        rows = memories[0] if len(memories) == 1 else torch.cat(memories)
-        return rows if kind is None else grouped(kind, rows)
 
 
 @dataclass(frozen=True)
@@ -116,11 +111,12 @@ class GGUFScheme:
         kinds = [self.kinds.get(f"{name}.weight") for name in names]
         if all(kind is None for kind in kinds):
             return SCHEMES[None].layer(names, in_features, sizes, bias=bias, dtype=dtype)
-        parts = [
-            _Part(name, kind, self._memory(name, kind, size, in_features, dtype))
-            for name, kind, size in zip(names, kinds, sizes, strict=True)
-        ]
-        return BlockTensors(parts, torch.empty(sum(sizes), dtype=dtype) if bias else None, dtype)
+        runs = []
+        for kind, run in itertools.groupby(zip(kinds, names, sizes, strict=True), lambda one: one[0]):
+            _, own, rows = map(list, zip(*run, strict=True))
+            memory = self._memory(own[0], kind, sum(rows), in_features, dtype)
+            runs.append(_Run(own, rows, kind, memory))
+        return BlockTensors(runs, torch.empty(sum(sizes), dtype=dtype) if bias else None, dtype)
 
     def table(
         self, name: str, num_rows: int, size: int, *, is_head: bool, dtype: torch.dtype

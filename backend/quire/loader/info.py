@@ -44,20 +44,17 @@ _CHECKPOINT_SUFFIXES = frozenset((".json", ".safetensors", ".gguf", ".bin", ".pt
 def checkpoint_state(*paths: str) -> list[tuple[str, int, int]]:
     """Name, bytes and time of change (ns) of the files of checkpoints (directories or GGUF files): another
     state is another checkpoint in the same place. Empty where there is nothing."""
-    found = {}
-    for file in checkpoint_files(*paths):
-        stat = file.stat()
-        found[str(file)] = stat.st_size, stat.st_mtime_ns
-    return [(name, *state) for name, state in sorted(found.items())]
+    found = [(file, file.stat()) for file in checkpoint_files(*paths)]
+    return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in found]
 
 
 def checkpoint_files(*paths: str) -> list[Path]:
-    """The files of checkpoints (directories or GGUF files), in order."""
-    found = []
+    """The files of checkpoints (directories or GGUF files), in order, each once."""
+    found = set()
     for path in map(Path, filter(None, paths)):
         for file in path.iterdir() if path.is_dir() else map(path.with_name, part_names(path.name)):
             if file.suffix in _CHECKPOINT_SUFFIXES and file.is_file():
-                found.append(file)
+                found.add(file)
     return sorted(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ import xxhash
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError, ConfigError
+from quire.layers.embedding import Embedding
+from quire.layers.linear import Linear
 from quire.layers.scheme import SCHEMES
 from quire.loader.files import Wanted, WeightFiles, find_weights, read_ahead
 from quire.loader.info import read_configs
@@ -53,8 +56,8 @@ class LoadedModel:
 
 
 def is_worth_keeping(read_s: float, pack_s: float) -> bool:
-    """Whether packed weights are read sooner at the next start than files are read and packed again: those
-    are about as many bytes."""
+    """Whether packed weights, about as many bytes as the files, are read sooner at the next start than these
+    are read and packed again. `read_s` is what reading took beside packing."""
     return pack_s > max(read_s, 1.0)
 
 
@@ -92,19 +95,19 @@ def load_model(
     entry = cache and PackedEntry(cache, config)
     empty = empty_model(config, device, check=check)
     model, files = empty.model, empty.files
-    keeping, weights_digest = None, entry.fill(model) if entry else None
+    keeping, weights_digest = None, entry.fill(model, with_digest) if entry else None
     if weights_digest is not None:
         weight_bytes = model.finish()
-    else:
-        begin = time.monotonic()
-        if files is None:
-            fill_randomly(model)
-        else:
-            fill_weights(model, files.tensors(), files.source)
-        weights_digest = digest_weights(model) if with_digest or entry else ""
-        filled = time.monotonic()
+    elif files is None:
+        fill_randomly(model)
+        weights_digest = digest_weights(model) if with_digest else ""
         weight_bytes = model.pack()
-        if entry and is_worth_keeping(filled - begin, time.monotonic() - filled):
+    else:
+        begin, packing = time.monotonic(), _Packing(model, with_digest)
+        fill_weights(model, files.tensors(), files.source, packing.take)
+        weight_bytes, weights_digest = model.finish(), packing.weights_digest()
+        others_s = time.monotonic() - begin - packing.seconds
+        if entry and is_worth_keeping(others_s, packing.seconds):
             keeping = entry.keep(model, weights_digest)
         if isinstance(model.config.scheme, ForeignScheme):
             model.config.scheme.report()
@@ -137,7 +140,7 @@ def empty_model(
         if rules is not None and (config.dtype, dtype, device.type) == ("auto", torch.float16, "cpu"):
             dtype = torch.bfloat16  # of which there are products here
         parsed = kind.parse_config(hf, dtype)
-    files = None if config.load_format == "dummy" else find_weights(config)
+    files = None if config.load_format == "dummy" else find_weights(config, hf.gguf)
     scheme = (files and files.scheme) or SCHEMES[config.quantization]
     if rules is not None:
         scheme = ForeignScheme(
@@ -177,12 +180,47 @@ def digest_weights(model: DecoderModel) -> str:
 
     XXH3 notices any accident; who may choose the weights needs no collision to change what is generated.
     """
-    state = hashlib.blake2b(digest_size=16)
-    for name, weight, _ in model.weights():
-        bits = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
-        state.update(f"{name} {list(weight.shape)} {weight.dtype}\n".encode())
-        state.update(xxhash.xxh3_128(bits.numpy().data).digest())
-    return state.hexdigest()
+    return _joined([_digest(name, weight) for name, weight, _ in model.weights()])
+
+
+def _digest(name: str, weight: torch.Tensor) -> bytes:
+    bits = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
+    head = f"{name} {list(weight.shape)} {weight.dtype}\n".encode()
+    return head + xxhash.xxh3_128(bits.numpy().data).digest()
+
+
+def _joined(digests: Iterable[bytes]) -> str:
+    return hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
+
+
+class _Packing:
+    """Packs each layer as soon as the last of its tensors is there, while others are read."""
+
+    def __init__(self, model: DecoderModel, with_digest: bool) -> None:
+        self._model, self._with_digest = model, with_digest
+        self._digests = {name: b"" for name, _, _ in model.weights()}
+        self._layers: dict[str, tuple[Linear | Embedding, set[str]]] = {}
+        for _, module in model.packed_modules():
+            names = {weight.name for weight in module.weights()}
+            self._layers |= dict.fromkeys(names, (module, names))
+        self.seconds = 0.0
+        """What packing has taken."""
+
+    def take(self, name: str, memory: torch.Tensor) -> None:
+        """A tensor is there; its memory may be gone afterwards."""
+        if self._with_digest:
+            self._digests[name] = _digest(name, memory)
+        if name in self._layers:
+            module, left = self._layers[name]
+            left.remove(name)
+            if not left:
+                begin = time.monotonic()
+                self._model.pack_module(module)
+                self.seconds += time.monotonic() - begin
+
+    def weights_digest(self) -> str:
+        """`digest_weights`, once all tensors were there; empty without it."""
+        return _joined(self._digests.values()) if self._with_digest else ""
 
 
 def fill_randomly(model: DecoderModel) -> None:
@@ -197,20 +235,35 @@ def fill_randomly(model: DecoderModel) -> None:
                 weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
 
 
-def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Path) -> None:
+def fill_weights(
+    model: DecoderModel,
+    tensors: Iterable[NamedTensor],
+    source: Path,
+    take: Callable[[str, torch.Tensor], None] = lambda name, memory: None,
+) -> None:
     """Reads tensors into the model, converting type and device on the way.
 
     Args:
         model: its `weights()` say what is needed.
         tensors: of the checkpoint, in any order.
         source: file named in complaints about missing tensors.
+        take: called with the name and memory of each of `weights()` that is filled, which is held no longer.
 
     Raises:
         CheckpointError: a shape differs, tensors are missing, or there are some the model has no place for.
     """
+    with torch.no_grad():
+        for name, memory in _filled(model, tensors, source):
+            take(name, memory)
+
+
+def _filled(
+    model: DecoderModel, tensors: Iterable[NamedTensor], source: Path
+) -> Iterator[tuple[str, torch.Tensor]]:
     targets = {name: memory for name, memory, _ in model.weights()}
-    filled: set[str] = set()
+    needed = frozenset(targets)
     unexpected: dict[Path, list[str]] = {}
+    tables: list[NamedTensor] = []
     tied_heads: list[NamedTensor] = []
     nothing = torch.empty(0)
 
@@ -218,10 +271,10 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
         for stored in (part for one in tensors for part in model.split(one)):
             name, tensor, file = stored[:3]
             own = model.canonical_name(name)
-            if own not in targets and f"model.{own}" in targets:
+            if own not in needed and f"model.{own}" in needed:
                 own = f"model.{own}"  # saved without its head, and so without the prefix
-            target = targets.get(own)
-            if own in filled:
+            target = targets.pop(own, None)
+            if target is None and own in needed:
                 raise CheckpointError(f"{file}: {name} stands for {own}, as a tensor before it does")
             if target is None:
                 if own == _HEAD and model.config.tie_word_embeddings:
@@ -244,20 +297,20 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
                 and target.device.type == "cpu"
                 and model.convert(own, nothing) is nothing
             )
-            filled.add(own)
+            if own == _TABLE:
+                tables.append(stored)
             yield Wanted(stored, own, target, is_kept)
 
     try:
-        with torch.no_grad():
-            for one, content in read_ahead(wanted()):
-                if not one.is_kept:
-                    one.memory.copy_(model.convert(one.name, content).reshape(one.memory.shape))
-            for stored in tied_heads:
-                _check_tied(stored, targets[_TABLE])
+        for one, content in read_ahead(wanted()):
+            if not one.is_kept:
+                one.memory.copy_(model.convert(one.name, content).reshape(one.memory.shape))
+            yield one.name, one.memory
+        for head, table in itertools.product(tied_heads, tables):
+            _check_tied(head, table, model.config.dtype)
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"a weight file cannot be read: {one_line(error)}") from None
-    missing = [name for name in targets if name not in filled]
-    complaints = [f"{source}: {len(missing)} missing tensors: {_listed(missing)}"] if missing else []
+    complaints = [f"{source}: {len(targets)} missing tensors: {_listed(targets)}"] if targets else []
     complaints += [
         f"{file}: {len(names)} unexpected tensors: {_listed(names)}" for file, names in unexpected.items()
     ]
@@ -265,9 +318,11 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
         raise CheckpointError("; ".join(complaints))
 
 
-def _check_tied(head: NamedTensor, table: torch.Tensor) -> None:
+def _check_tied(head: NamedTensor, table: NamedTensor, dtype: torch.dtype) -> None:
     """Refuses an output head that is stored beside the table that is to be one, and differs from it."""
-    if head.tensor.shape != table.shape or not torch.equal(head.read().to(table), table):
+    if head.tensor.shape != table.tensor.shape or not torch.equal(
+        head.read().to(dtype), table.read().to(dtype)
+    ):
         raise CheckpointError(
             f"{head.file}: {head.name} is not {_TABLE}, but tie_word_embeddings says that they are one"
         )

@@ -20,6 +20,7 @@ import struct
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -45,13 +46,13 @@ logger = logging.getLogger("quire")
 
 _HEAD = struct.Struct("<8sQ16s")
 """Magic, bytes of the index behind it (JSON), and its XXH3."""
-_MAGIC = b"QUIREPW1"
+_MAGIC = b"QUIREPW2"
 _ALIGNMENT = 4096
 """Of tensors behind the index."""
 _THREADS = 8
 """That read."""
-_PART = 2**23
-"""Bytes written at a time."""
+_PART = 2**21
+"""Bytes that are read, written and digested at a time: they are still in a cache of the processor then."""
 _SETTLED_NS = 10**9
 """What changed a shorter time before it was looked at may have changed again without another time."""
 
@@ -65,7 +66,7 @@ class _Tensor(NamedTuple):
     dtype: str
     shape: list[int]
     digest: str
-    """XXH3 of its bytes."""
+    """See `_digest`."""
 
 
 class _Index(msgspec.Struct):
@@ -205,14 +206,17 @@ class PackedEntry:
         }
         return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
-    def fill(self, model: DecoderModel) -> str | None:
+    def fill(self, model: DecoderModel, with_digest: bool) -> str | None:
         """Gives an empty model the weights that are kept.
 
         Returns:
-            `digest_weights` of what they were made of; None: nothing is kept, and the model is still empty.
+            `digest_weights` of what they were made of, or nothing where that was not asked for when they were
+            kept; None: nothing is kept, or not the digest asked for, and the model is still empty.
         """
         tree = self._cache.read(self.key(model))
         if tree is None or FileIdentity.of(self._config.model) != self._before:
+            return None
+        if with_digest and not tree["weights_digest"]:
             return None
         for name, module in model.packed_modules():
             kept = tree["modules"][name]
@@ -278,7 +282,8 @@ def _encode(key: str, tree: Any) -> tuple[bytes, list[tuple[int, torch.Tensor]],
         assert isinstance(tensor, torch.Tensor), tensor
         offset = -(-end // _ALIGNMENT) * _ALIGNMENT
         memory = bytes_of(tensor)
-        dtype, digest = str(tensor.dtype).removeprefix("torch."), xxhash.xxh3_128_hexdigest(memory)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        digest = _digest(xxhash.xxh3_128_digest(memory[at : at + _PART]) for at in _parts(len(memory)))
         tensors.append(tensor)
         places.append(_Tensor(offset, len(memory), dtype, list(tensor.shape), digest))
         end = offset + len(memory)
@@ -289,6 +294,16 @@ def _encode(key: str, tree: Any) -> tuple[bytes, list[tuple[int, torch.Tensor]],
     head = _HEAD.pack(_MAGIC, len(index), xxhash.xxh3_128_digest(index)) + index
     first = _first(len(index))
     return head, [(first + at.offset, one) for at, one in zip(places, tensors, strict=True)], first + end
+
+
+def _parts(num_bytes: int) -> range:
+    """Where the parts of a tensor begin."""
+    return range(0, num_bytes, _PART)
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    """Of a tensor: XXH3 of the XXH3 of its parts."""
+    return xxhash.xxh3_128_hexdigest(b"".join(parts))
 
 
 def _first(index_size: int) -> int:
@@ -327,8 +342,20 @@ def _read(file: BinaryIO, key: str) -> Any:
     index, first = msgspec.json.decode(content, type=_Index), _first(index_size)
     if index.key != key or size < max((first + at.offset + at.num_bytes for at in index.tensors), default=0):
         raise ValueError("it is truncated, or another one")
+    tensors, readings, fd = [], [], file.fileno()
     with ThreadPoolExecutor(_THREADS, "packed-weights") as pool:
-        tensors = list(pool.map(lambda at: _read_tensor(file.fileno(), first, at), index.tensors))
+        for place in index.tensors:
+            memory = aligned_bytes(place.num_bytes)
+            readings.append(
+                [
+                    pool.submit(_read_part, fd, first + place.offset + at, bytes_of(memory[at : at + _PART]))
+                    for at in _parts(place.num_bytes)
+                ]
+            )
+            tensors.append(memory.view(getattr(torch, place.dtype)).view(place.shape))
+        for place, parts in zip(index.tensors, readings, strict=True):
+            if _digest(part.result() for part in parts) != place.digest:
+                raise ValueError("a tensor is damaged")
 
     def filled(node: Any) -> Any:
         if isinstance(node, list):
@@ -342,14 +369,12 @@ def _read(file: BinaryIO, key: str) -> Any:
     return filled(index.tree)
 
 
-def _read_tensor(fd: int, first: int, at: _Tensor) -> torch.Tensor:
-    memory = aligned_bytes(at.num_bytes)
-    content, done = bytes_of(memory), 0
-    while done < at.num_bytes:
-        count = os.preadv(fd, [content[done:]], first + at.offset + done)
+def _read_part(fd: int, offset: int, memory: memoryview) -> bytes:
+    """Fills memory; returns its digest."""
+    done = 0
+    while done < len(memory):
+        count = os.preadv(fd, [memory[done:]], offset + done)
         if not count:
             raise ValueError("it has become shorter")
         done += count
-    if xxhash.xxh3_128_hexdigest(content) != at.digest:
-        raise ValueError("a tensor is damaged")
-    return memory.view(getattr(torch, at.dtype)).view(at.shape)
+    return xxhash.xxh3_128_digest(memory)

@@ -120,6 +120,8 @@ class DecoderModel(nn.Module):
             for group, (_, layers) in enumerate(self.kv_groups)
             for position, layer in enumerate(layers)
         }
+        self._packed_bytes = 0
+        """Of modules packed since memory was last given back."""
         self._native: NativeDecoder | None = None
         self._kv_layers: tuple[KVLayers, list[KVLayer]] | None = None
         self.rotary = RotaryEmbedding(config.rope, max_model_len, device)
@@ -230,14 +232,17 @@ class DecoderModel(nn.Module):
         Returns:
             Bytes of all weights as they are kept.
         """
-        packed = 0
         for _, module in self.packed_modules():
-            module.pack()
-            packed += module.nbytes
-            if packed >= _GIVE_BACK:
-                give_back()  # what was loaded: else all weights are in memory twice in the end
-                packed = 0
+            self.pack_module(module)
         return self.finish()
+
+    def pack_module(self, module: Linear | Embedding) -> None:
+        """Packs one of `packed_modules`."""
+        module.pack()
+        self._packed_bytes += module.nbytes
+        if self._packed_bytes >= _GIVE_BACK:
+            give_back()  # what was loaded: else all weights are in memory twice in the end
+            self._packed_bytes = 0
 
     def packed_modules(self) -> Iterator[tuple[str, Linear | Embedding]]:
         """What has a packed form, by name."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.errors import CheckpointError
 from quire_ensemble.errors import in_line, shown
+from quire_ensemble.gguf_file import GGUFFile
 
 
 def read_json(path: Path, kind: type[Any] = dict) -> Any:
@@ -58,6 +59,8 @@ class HFConfig:
 
     path: Path
     values: dict[str, Any]
+    gguf: GGUFFile | None = None
+    """The file that says so."""
 
     @classmethod
     def read(cls, directory: Path) -> HFConfig:

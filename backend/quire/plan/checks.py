@@ -37,9 +37,11 @@ def read(path: Path, settings: Mapping[str, Any]) -> list[Planned]:
     Raises:
         ConfigError: it is none of these.
     """
+    if not path.exists():
+        raise ConfigError(f"{path}: does not exist")
     if path.is_file() and path.suffix == ".json":
         return [_planned(str(path), lambda: _of_file(path), settings)]
-    if (path / "config.json").exists() or (path.exists() and gguf_file(path) is not None):
+    if (path / "config.json").exists() or gguf_file(path) is not None:
         return [_planned(str(path), lambda: {"model": str(path)}, settings)]
     folders = [path] if (path / "config.pbtxt").exists() else sorted(path.glob("*/"))
     found = [
@@ -53,8 +55,10 @@ def read(path: Path, settings: Mapping[str, Any]) -> list[Planned]:
 
 
 def _is_generator(folder: Path) -> bool:
-    text = folder / "config.pbtxt"
-    return text.is_file() and 'backend: "quire"' in " ".join(text.read_text("utf-8", "replace").split())
+    try:
+        return bool(read_model_config(folder).get("backend") == "quire")
+    except ConfigError:
+        return (folder / "config.pbtxt").exists()  # `_of_model` says what is wrong with it
 
 
 def _of_file(file: Path) -> dict[str, Any]:

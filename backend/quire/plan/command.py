@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import click
@@ -12,8 +11,11 @@ import click
 from quire.config import parse_bytes
 from quire.errors import ConfigError, QuireError
 from quire.plan import checks
-from quire.simulator.command import cost_model, settings_of
+from quire.simulator.command import cost_model
 from quire.simulator.cost import PRESETS
+from quire_ensemble.cli import parse_option
+from quire_ensemble.errors import HubError
+from quire_ensemble.hub import find_checkpoint
 
 
 def _bytes(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
@@ -24,7 +26,7 @@ def _bytes(context: click.Context, parameter: click.Parameter, value: str | None
 
 
 @click.command()
-@click.argument("path", type=click.Path(exists=True, path_type=Path))
+@click.argument("path")
 @click.option("--set", "settings", multiple=True, help="A configuration key, such as kv_cache_dtype=int8.")
 @click.option("--memory", callback=_bytes, help="Free bytes of the host or the GPU, such as 80GiB.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Else that of the configuration.")
@@ -36,7 +38,7 @@ def _bytes(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--cost", help=f"Model of steps' times: {', '.join(PRESETS)} or JSON.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(
-    path: Path,
+    path: str,
     settings: tuple[str, ...],
     memory: int | None,
     device: str | None,
@@ -50,8 +52,9 @@ def plan(
 ) -> None:
     """Check configurations and predict their capacity; loads nothing.
 
-    PATH is a checkpoint, a quire.json, a model of a repository, or a repository. The exit status is 1 where
-    an engine would not start. With --cost, and a target (--ttft-ms, --itl-ms), it says how many clients at a
+    PATH is a checkpoint (a directory, a .gguf file, or a hub's OWNER/NAME[/FILE.gguf|:TYPE][@REVISION], which
+    is fetched), a quire.json, a model of a repository, or a repository. The exit status is 1 where an engine
+    would not start. With --cost, and a target (--ttft-ms, --itl-ms), it says how many clients at a
     time get that.
     """
     if (ttft_ms is not None or itl_ms is not None) and cost is None:
@@ -62,8 +65,8 @@ def plan(
 
     target = Target(prompt_tokens, output_tokens, ttft_ms, itl_ms)
     try:
-        found = checks.read(path, settings_of(settings))
-    except QuireError as error:
+        found = checks.read(find_checkpoint(path), dict(map(parse_option, settings)))
+    except (QuireError, HubError) as error:
         raise click.ClickException(str(error)) from None
     documents = []
     for planned in found:

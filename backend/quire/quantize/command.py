@@ -57,11 +57,11 @@ def perplexity(checkpoint: str, text_file: Path | None, settings: tuple[str, ...
     """
     from quire.quantize.perplexity import perplexity as measure
     from quire.quantize.perplexity import split, text_of
-    from quire.simulator.command import settings_of
+    from quire_ensemble.cli import parse_option
 
     try:
         text = split(text_of(None))[1] if text_file is None else text_of(text_file)
-        found, count = measure(checkpoint, text, **settings_of(settings))
+        found, count = measure(checkpoint, text, **dict(map(parse_option, settings)))
     except _FAILURES as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{checkpoint}: perplexity {found:.4f} of {count} tokens")

@@ -18,6 +18,7 @@ from quire.simulator.plot import DEFAULT_MAX_REQUESTS, plot_timeline
 from quire.simulator.replay import replay
 from quire.simulator.simulate import Simulator
 from quire.simulator.workload import Arrival, Workload, arrivals_of_trace, read_mooncake, read_records
+from quire_ensemble.cli import parse_option
 
 DEFAULT_NUM_BLOCKS = 4096
 
@@ -119,18 +120,7 @@ def _engine_config(path: Path | None, settings: tuple[str, ...]) -> EngineConfig
     values["max_waiting_tokens"] = 2**62
     if path is not None:
         values |= load_config_file(path)
-    return EngineConfig.from_mapping({**values, **settings_of(settings)})
-
-
-def settings_of(settings: tuple[str, ...]) -> dict[str, str]:
-    """Configuration keys as `--set` has them."""
-    values = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise click.BadParameter(f"must be KEY=VALUE, got {setting!r}", param_hint="--set")
-        values[key] = value
-    return values
+    return EngineConfig.from_mapping({**values, **dict(map(parse_option, settings))})
 
 
 def cost_model(text: str, records: list[dict[str, Any]]) -> CostModel:

@@ -126,8 +126,6 @@ class ResultCache:
         if config.result_cache_url:
             self._redis = RedisStore(config.result_cache_url, config.result_cache_ttl_s, MAX_ENTRY_BYTES)
         self._tokenizer = "" if tokenizer is None else _digest_of_files(tokenizer)
-        self.num_hits = 0
-        self.num_misses = 0
 
     @classmethod
     def of(cls, config: CacheConfig, tokenizer: Path | None = None) -> ResultCache | None:
@@ -146,10 +144,8 @@ class ResultCache:
             if found is not None:
                 self._memory.put(key, data)
         if found is None:
-            self.num_misses += 1
             parsed.recording = Recording(key, info.fingerprint)
         else:
-            self.num_hits += 1
             parsed.results = found
 
     def keep(self, recording: Recording, finished: list[OutputProcessor], fingerprint: str) -> None:

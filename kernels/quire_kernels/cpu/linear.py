@@ -180,15 +180,14 @@ def pack_dense(
     quantization: str | None,
 ) -> NativeLinear:
     """See `ops.pack_linear`."""
-    scales, num_scales = None, 0
-    if isinstance(weight, torch.Tensor) and quantization is None:
-        kind, source = _FORMATS[weight.dtype], weight.detach()
-    else:
+    kind = _FORMATS[weight.dtype] if quantization is None else _QUANTISED[quantization]
+    numbers, num_scales = None, 0 if quantization is None else 1
+    if isinstance(weight, torch.Tensor) and quantization != "int4":
+        numbers = weight.detach().contiguous()
+    else:  # numbers in int4 are a search, and left to PyTorch
         assert quantization is not None
-        kind = _QUANTISED[quantization]
-        source, scales = quantize_weight(weight, quantization)
+        codes, scales = (part.contiguous() for part in quantize_weight(weight, quantization))
         num_scales = scales.shape[1]
-    source = source.contiguous()
     wide_bias = None if bias is None else bias.detach().float().contiguous()
     packed = NativeLinear(
         isa,
@@ -200,7 +199,12 @@ def pack_dense(
         num_scales=num_scales,
         has_bias=bias is not None,
     )
-    library.quire_pack(source.data_ptr(), _pointer(scales), _pointer(wide_bias), byref(packed.struct))
+    if numbers is None:
+        library.quire_pack(codes.data_ptr(), scales.data_ptr(), _pointer(wide_bias), byref(packed.struct))
+    else:
+        library.quire_pack_numbers(
+            TYPES[weight.dtype], numbers.data_ptr(), _pointer(wide_bias), byref(packed.struct)
+        )
     return packed
 
 
@@ -236,9 +240,8 @@ def pack_grouped(
         groups=groups,
     )
     packed.table = table
+    (codes, codes_distance), (scales, scales_distance) = _evenly(weight.codes), _evenly(weight.scales)
     tensors = (
-        weight.codes,
-        weight.scales,
         weight.minimums,
         weight.factors,
         weight.minimum_factors,
@@ -246,9 +249,24 @@ def pack_grouped(
         None if bias is None else bias.detach().float(),
     )
     sources = [None if tensor is None else tensor.contiguous() for tensor in tensors]
-    source = declarations().structure("GroupedSource")(*map(_pointer, sources))
+    source = declarations().structure("GroupedSource")(
+        codes_distance if weight.is_halved else 0,
+        scales_distance,
+        codes.data_ptr(),
+        scales.data_ptr(),
+        *map(_pointer, sources),
+    )
     library.quire_pack_grouped(byref(source), byref(packed.struct))
     return packed
+
+
+def _evenly(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The same numbers, [n, m, ...], each of n * m as far from the one before, and how many bytes."""
+    count = tensor.shape[1]
+    if tensor[0, 0].is_contiguous() and (count == 1 or tensor.stride(0) == count * tensor.stride(1)):
+        return tensor, tensor.stride(0) // count * tensor.itemsize
+    tensor = tensor.contiguous()
+    return tensor, tensor[0, 0].nbytes
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

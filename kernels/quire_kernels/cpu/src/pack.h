@@ -16,44 +16,93 @@ inline int64_t packed_row(const Weight& w, int64_t c) {
 // Position of input i of a block's column c in pair order.
 inline int64_t pair_place(int64_t i, int64_t c) { return i / 2 * 2 * block_columns + 2 * c + i % 2; }
 
+constexpr int64_t packed_at_once = 128;  // inputs of a block, which stay in the first-level cache while its columns take turns
+
+// A row in eight bits, as `quantize_weight` rounds it, but for rows that are not finite, whose scale is NaN, and numbers
+// too small for a scale; returns its scale.
+template <class T>
+inline float quantise_weights(const T* from, int64_t k, int8_t* to) {
+  vec most = zero(), is_finite = zero();
+  for (int64_t i = 0; i < k; i += width) {
+    const vec value = load(from + i);
+    most = max(most, max(value, sub(zero(), value)));
+    is_finite = add(is_finite, sub(value, value));
+  }
+  const float finite = sum(is_finite), scale = finite == 0 ? largest(most) / 127.0f : finite;
+  if (!(scale > 0)) {
+    std::memset(to, 0, k);
+    return scale;
+  }
+  for (int64_t i = 0; i < k; i += width)
+    gemm::store_numbers(to + i, max(min(div(load(from + i), splat(scale)), splat(127.0f)), splat(-127.0f)));
+  return scale;
+}
+
+// Gives a block `count` columns of packed_at_once inputs, or as many as there are from input `start` on.
+template <class T>
+inline void pack_inputs(const T* const* columns, int count, int64_t start, const Weight& w, char* block) {
+  const int64_t stop = std::min(w.num_inputs, start + packed_at_once);
+  for (int c = 0; c < count; ++c) {
+    const T* from = columns[c];
+    // Inputs that lie beside each other in the block, as one number.
+    auto put = [&](auto together, auto flip) {
+      constexpr int64_t size = sizeof(together) / sizeof(T);
+      auto* to = reinterpret_cast<decltype(together)*>(block) + c;
+      for (int64_t i = start; i < stop; i += size) {
+        std::memcpy(&together, from + i, sizeof together);
+        to[i / size * block_columns] = together ^ flip;
+      }
+    };
+    if constexpr (sizeof(T) > 1) {
+      put(uint32_t(), 0u);
+    } else if (w.format == Format::w8a8) {
+      put(uint32_t(), 0x80808080u);
+    } else if (w.format == Format::int8) {
+      put(uint16_t(), uint16_t(0));
+    } else {
+      for (int64_t i = start; i < stop; ++i) {
+        // Byte b of a line of 64 numbers holds those at b and b + 32.
+        int64_t place = pair_place(i, c) % (2 * block_columns), line = i / 2 * block_columns;
+        block[line + place % block_columns] |= char((from[i] + 8) << (place < block_columns ? 0 : 4));
+      }
+    }
+  }
+}
+
 // Writes W, [N][K] and contiguous, into the memory of `w`, padded with zeros to whole blocks. T is float or bfloat16
-// for those formats, int8_t for quantised ones: their numbers, [-127, 127] or [-8, 7], with the scales of each
-// row, float32 [N][1] or [N][K / 32]. `bias` is float32 [N] or null.
+// for those formats, and for int8 and w8a8, which are quantised on the way; or int8_t for quantised ones: their numbers,
+// [-127, 127] or [-8, 7], with the scales of each row, float32 [N][1] or [N][K / 32]. `bias` is float32 [N] or null.
 template <class T>
 void pack(const T* source, const float* scales, const float* bias, const Weight& w) {
+  struct Codes;
   // The engine only reads weights; here they are still to be written.
   char* data = static_cast<char*>(const_cast<void*>(w.data));
   float* packed_scales = const_cast<float*>(w.scales);
   float* packed_bias = const_cast<float*>(w.bias);
-  int64_t k = w.num_inputs, num_scales = w.format == Format::int4 ? k / int4_group : 1;
+  const int64_t k = w.num_inputs, num_scales = w.format == Format::int4 ? k / int4_group : 1;
+  const bool quantises = sizeof(T) > 1 && w.scales;
   parallel_for(int(w.num_blocks()), [&](int block) {
     char* to = data + block * w.block_bytes();
-    std::memset(to, 0, w.block_bytes());
-    for (int64_t c = 0; c < block_columns; ++c) {
-      int64_t column = int64_t(block) * block_columns + c;
-      bool is_there = column < w.num_columns;
-      int64_t row = is_there ? packed_row(w, column) : 0;
-      const T* from = source + row * k;
-      if (bias) packed_bias[column] = is_there ? bias[row] : 0;
-      if (scales)
-        for (int64_t s = 0; s < num_scales; ++s)
-          packed_scales[(block * num_scales + s) * block_columns + c] = is_there ? scales[row * num_scales + s] : 0;
-      if (!is_there) continue;
-      for (int64_t i = 0; i < k; ++i) {
-        if constexpr (sizeof(T) == 4) {
-          reinterpret_cast<float*>(to)[i * block_columns + c] = from[i];
-        } else if constexpr (sizeof(T) == 2) {
-          reinterpret_cast<bf16*>(to)[pair_place(i, c)] = from[i];
-        } else if (w.format == Format::w8a8) {
-          reinterpret_cast<uint8_t*>(to)[i / 4 * 4 * block_columns + 4 * c + i % 4] = uint8_t(from[i] + 128);
-        } else if (w.format == Format::int8) {
-          reinterpret_cast<int8_t*>(to)[pair_place(i, c)] = from[i];
-        } else {
-          // Byte b of a line of 64 numbers holds those at b and b + 32.
-          int64_t place = pair_place(i, c) % (2 * block_columns), line = i / 2 * block_columns;
-          to[line + place % block_columns] |= char((from[i] + 8) << (place < block_columns ? 0 : 4));
-        }
-      }
+    const int64_t first = int64_t(block) * block_columns;
+    const int count = int(std::min<int64_t>(block_columns, w.num_columns - first));
+    if (count < block_columns || w.format == Format::int4) std::memset(to, 0, w.block_bytes());
+    int8_t* codes = quantises ? scratch<Codes, int8_t>(block_columns * k) : nullptr;
+    const T* columns[block_columns];
+    const int8_t* coded[block_columns];
+    for (int c = 0; c < block_columns; ++c) {
+      const bool is_there = c < count;
+      const int64_t row = is_there ? packed_row(w, first + c) : 0;
+      columns[c] = source + row * k;
+      coded[c] = codes + c * k;
+      if (bias) packed_bias[first + c] = is_there ? bias[row] : 0;
+      for (int64_t s = 0; scales && s < num_scales; ++s)
+        packed_scales[(block * num_scales + s) * block_columns + c] = is_there ? scales[row * num_scales + s] : 0;
+      if constexpr (sizeof(T) > 1)
+        if (quantises) packed_scales[first + c] = is_there ? quantise_weights(columns[c], k, codes + c * k) : 0;
+    }
+    for (int64_t start = 0; start < k; start += packed_at_once) {
+      if (quantises) pack_inputs(coded, count, start, w, to);
+      else pack_inputs(columns, count, start, w, to);
     }
   });
 }
@@ -76,10 +125,13 @@ void unpack_rows(const Weight& w, const int64_t* rows, int64_t num_rows, T* y) {
   });
 }
 
-// What grouped weights are packed from, contiguous: codes [N][K] of a byte each; scales and minimums (or null) [N][K / group]
+// What grouped weights are packed from, contiguous: codes [N][K] of a byte each, or, with a `halves_stride`, [N][K / 32]
+// sixteens of two each, so many bytes from each other, with the first 16 of 32 inputs in the low halves; scales,
+// `scales_stride` bytes from each other, and minimums (or null) [N][K / group]
 // of the type in a block, nibbles of a byte each; their factors float16 [N][K / 256] where they are integers; float32 [N]
 // what rows are multiplied by in the end, and a bias, each of them or null.
 struct GroupedSource {
+  int64_t halves_stride, scales_stride;
   const uint8_t* codes;
   const void *scales, *minimums, *factors, *minimum_factors;
   const float *row_scales, *bias;
@@ -102,6 +154,19 @@ inline void pack_planes(const uint8_t* codes, int bits, uint8_t* to) {
   if (bits == 3 || bits == 5)
     for (int i = 0; i < 8; ++i)
       for (int b = 0; b < row; ++b) to[b] |= uint8_t((codes[i * row + b] >> (bits - 1) & 1) << i);
+}
+
+// Column c of a unit's planes of four bits, from codes in halves.
+inline void pack_halves(const uint8_t* codes, int64_t c, uint8_t* to) {
+  constexpr uint32_t low = 0x0f0f0f0f;
+  uint32_t words[4];
+  std::memcpy(words, codes, sizeof words);
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t first = words[2 * i], second = words[2 * i + 1];
+    const uint32_t lower = (first & low) | (second & low) << 4, upper = (first >> 4 & low) | (second & ~low);
+    std::memcpy(to + i * gemm::unit_row + 4 * c, &lower, 4);
+    std::memcpy(to + (i + 2) * gemm::unit_row + 4 * c, &upper, 4);
+  }
 }
 
 // The four codes of a column in row i of a unit's planes, a byte each.
@@ -135,18 +200,18 @@ inline void pack_grouped(const GroupedSource& source, const Weight& w) {
         const int64_t column = int64_t(block) * block_columns + c;
         if (column >= w.num_columns) break;
         const int64_t row = packed_row(w, column);
-        // `count` numbers of every row, of `size` bytes each, behind each other; those that this stretch has.
-        auto put = [&](const void* from, int count, int bytes, char* to) {
+        // `count` numbers of every row, of so many bytes each, `stride` bytes from each other; those that this stretch has.
+        auto put = [&](const void* from, int count, int bytes, int64_t stride, char* to) {
           if (!from) return;
-          const char* p = static_cast<const char*>(from) + (row * (k / groups.inputs()) + start / groups.inputs()) * count * bytes;
-          for (int i = 0; i < count; ++i) std::memcpy(to + (i * block_columns + c) * bytes, p + i * bytes, bytes);
+          const char* p = static_cast<const char*>(from) + (row * (k / groups.inputs()) + start / groups.inputs()) * count * stride;
+          for (int i = 0; i < count; ++i) std::memcpy(to + (i * block_columns + c) * bytes, p + i * stride, bytes);
         };
         char* scales = stretch + groups.factors_bytes();
-        put(source.factors, 1, 2, stretch);
-        put(source.minimum_factors, 1, 2, stretch + 64);
-        put(source.scales, stretch_groups, size, scales);
+        put(source.factors, 1, 2, 2, stretch);
+        put(source.minimum_factors, 1, 2, 2, stretch + 64);
+        put(source.scales, stretch_groups, size, source.scales_stride, scales);
         if (groups.scale_type != ScaleType::nibbles) {
-          put(source.minimums, stretch_groups, size, scales + groups.scales_bytes());
+          put(source.minimums, stretch_groups, size, size, scales + groups.scales_bytes());
         } else {
           const uint8_t* minimums = static_cast<const uint8_t*>(source.minimums) + (row * k + start) / groups.size;
           for (int i = 0; i < stretch_groups; ++i) scales[i * block_columns + c] |= char(minimums[i] << 4);
@@ -157,6 +222,13 @@ inline void pack_grouped(const GroupedSource& source, const Weight& w) {
     uint8_t* planes = reinterpret_cast<uint8_t*>(data + block * w.block_bytes());
     for (int64_t start = 0; start < k; start += unit_inputs, planes += groups.unit_bytes()) {
       if (start % groups.inputs() == 0) planes += groups.header_bytes();
+      if (source.halves_stride) {
+        for (int64_t c = 0; c < block_columns && int64_t(block) * block_columns + c < w.num_columns; ++c) {
+          const int64_t row = packed_row(w, int64_t(block) * block_columns + c);
+          pack_halves(source.codes + (row * k + start) / unit_inputs * source.halves_stride, c, planes);
+        }
+        continue;
+      }
       uint8_t codes[8][block_columns][4] = {};
       for (int64_t c = 0; c < block_columns; ++c) {
         const int64_t column = int64_t(block) * block_columns + c;

@@ -40,11 +40,13 @@ void quire_set_num_threads(int num_threads) { pool().resize(num_threads); }
 
 int64_t quire_weight_bytes(const Weight* w) { return w->num_blocks() * w->block_bytes(); }
 
-// `source` is float32, bfloat16 or, for quantised formats, int8, as the format says.
-void quire_pack(const void* source, const float* scales, const float* bias, const Weight* w) {
-  if (w->format == Format::float32) pack(static_cast<const float*>(source), nullptr, bias, *w);
-  else if (w->format == Format::bfloat16) pack(static_cast<const bf16*>(source), nullptr, bias, *w);
-  else pack(static_cast<const int8_t*>(source), scales, bias, *w);
+// `source` is int8, of quantised formats; see pack.
+void quire_pack(const int8_t* source, const float* scales, const float* bias, const Weight* w) {
+  pack(source, scales, bias, *w);
+}
+
+void quire_pack_numbers(Type type, const void* source, const float* bias, const Weight* w) {
+  with_type(type, [&](auto* t) { pack(static_cast<const std::remove_pointer_t<decltype(t)>*>(source), nullptr, bias, *w); });
 }
 
 void quire_pack_grouped(const GroupedSource* source, const Weight* w) { pack_grouped(*source, *w); }
