@@ -53,7 +53,7 @@ def bounded(field: str, max_characters: int) -> Iterator[None]:
     `max_characters`, in all or as one JSON text; TimeoutError beyond MAX_S, MemoryError beyond MAX_MADE."""
     from transformers.utils import chat_template_utils
 
-    chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
+    chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment  # type: ignore[misc]
     token = _bounds.set(_Bounds(field, max_characters, time.thread_time() + MAX_S))
     try:
         yield
@@ -85,7 +85,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         # What is constant would be computed while a template is compiled.
         super().__init__(**options, optimized=False, finalize=_in_context)
-        self.concat = _joined  # type: ignore[assignment]
+        self.concat = _joined  # type: ignore[method-assign]
         del self.globals["lipsum"]  # makes any amount of text
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:

@@ -386,7 +386,7 @@ def _processor_template(path: Path) -> str | None:
         return None
     try:
         template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
         raise TokenizerError(f"{file}: cannot be read: {one_line(error)}") from None
     if not isinstance(template, str):
         raise TokenizerError(f"{file}: chat_template must be a string")
