@@ -30,7 +30,7 @@ from quire_ensemble.weight_files import NamedTensor
 from quire_kernels.host_memory import give_back
 
 _MAX_LISTED = 16
-_HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _MOST_WEIGHTS_PER_BYTE = 8
 """Of a file, however it is quantised: memory is taken only for what there may be."""
 _WEIGHTS_PER_EXPERT = 2**14
@@ -130,7 +130,7 @@ def empty_model(
     hf = with_head(hf)
     kind = model_class(hf)
     backend = None if config.attention_backend == "auto" else config.attention_backend
-    with _understood(hf):
+    with understood(hf):
         rules = read_rules(hf)
         # What is quantised has lost more than bfloat16 takes from activations.
         dtype = _dtype(config.dtype, hf, "float32" if rules is None else "bfloat16")
@@ -157,14 +157,14 @@ def empty_model(
             f"{files.source}: {files.num_bytes} bytes are too few for the {parsed.num_weights} weights"
             f"{of_experts} that {hf.path.name} means: truncated, or another model's"
         )
-    with _understood(hf):
+    with understood(hf):
         model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device).eval()
         ends = as_token_ids(generation.get("eos_token_id")) or as_token_ids(hf.get("eos_token_id"))
     return EmptyModel(model, files, ends)
 
 
 @contextmanager
-def _understood(hf: HFConfig) -> Iterator[None]:
+def understood(hf: HFConfig) -> Iterator[None]:
     """What values that are none raise is told of their file."""
     try:
         yield
@@ -224,7 +224,7 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
             if own in filled:
                 raise CheckpointError(f"{file}: {name} stands for {own}, as a tensor before it does")
             if target is None:
-                if own == _HEAD and model.config.tie_word_embeddings:
+                if own == HEAD and model.config.tie_word_embeddings:
                     tied_heads.append(stored)
                 elif not model.ignores(own) and not _is_absent_bias(own, stored):
                     unexpected.setdefault(file, []).append(name)
@@ -253,7 +253,7 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
                 if not one.is_kept:
                     one.memory.copy_(model.convert(one.name, content).reshape(one.memory.shape))
             for stored in tied_heads:
-                _check_tied(stored, targets[_TABLE])
+                check_tied(stored, targets[TABLE])
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"a weight file cannot be read: {one_line(error)}") from None
     missing = [name for name in targets if name not in filled]
@@ -265,11 +265,11 @@ def fill_weights(model: DecoderModel, tensors: Iterable[NamedTensor], source: Pa
         raise CheckpointError("; ".join(complaints))
 
 
-def _check_tied(head: NamedTensor, table: torch.Tensor) -> None:
+def check_tied(head: NamedTensor, table: torch.Tensor) -> None:
     """Refuses an output head that is stored beside the table that is to be one, and differs from it."""
     if head.tensor.shape != table.shape or not torch.equal(head.read().to(table), table):
         raise CheckpointError(
-            f"{head.file}: {head.name} is not {_TABLE}, but tie_word_embeddings says that they are one"
+            f"{head.file}: {head.name} is not {TABLE}, but tie_word_embeddings says that they are one"
         )
 
 
