@@ -17,7 +17,7 @@ from quire.config import ModelConfig
 from quire.errors import CheckpointError, ConfigError
 from quire.layers.scheme import SCHEMES
 from quire.loader.files import Wanted, WeightFiles, find_weights, read_ahead
-from quire.loader.info import read_configs
+from quire.loader.info import checkpoint_state, read_configs
 from quire.loader.packed_cache import Keeping, PackedCache, PackedEntry
 from quire.loader.quantized.rules import read_rules
 from quire.loader.quantized.scheme import ForeignScheme
@@ -85,9 +85,11 @@ def load_model(
         with_digest: whether the weights are to be told from others.
 
     Raises:
-        CheckpointError: missing, broken or unsupported; one line that names the file.
+        CheckpointError: missing, broken, unsupported, or not the same all the time; one line that names the
+            file.
         ConfigError: the checkpoint's shapes do not allow the quantisation.
     """
+    state = checkpoint_state(config.model)
     cache = PackedCache.of(config, device)
     entry = cache and PackedEntry(cache, config)
     empty = empty_model(config, device, check=check)
@@ -101,6 +103,10 @@ def load_model(
             fill_randomly(model)
         else:
             fill_weights(model, files.tensors(), files.source)
+            if checkpoint_state(config.model) != state:
+                raise CheckpointError(
+                    f"{files.source}: the checkpoint changed while it was read: load it again"
+                )
         weights_digest = digest_weights(model) if with_digest or entry else ""
         filled = time.monotonic()
         weight_bytes = model.pack()
