@@ -9,6 +9,8 @@ from typing import Any
 
 from quire.errors import CheckpointError
 from quire.models.hf_config import read_json
+from quire_ensemble.checkpoint_files import check_directory
+from quire_ensemble.errors import is_name, shown
 
 _KINDS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
 
@@ -49,7 +51,7 @@ def read_pooling(checkpoint: Path) -> Pooling:
     for module in modules:
         kind = str(module.get("type")).rpartition(".")[2]
         if kind == "Pooling":
-            stated = read_json(checkpoint / str(module.get("path")) / "config.json")
+            stated = read_json(_folder(file, module.get("path")) / "config.json")
             modes = _modes(stated)
             if len(modes) != 1 or modes[0] not in _KINDS:
                 return Pooling(why_not=f"the checkpoint pools by {', '.join(modes) or 'nothing'}")
@@ -59,6 +61,16 @@ def read_pooling(checkpoint: Path) -> Pooling:
         elif kind != "Transformer":
             return Pooling(why_not=f"the checkpoint has a module {kind}")
     return Pooling(is_mean, normalizes)
+
+
+def _folder(file: Path, name: Any) -> Path:
+    """The folder of a module that `file` names."""
+    if not isinstance(name, str) or not is_name(name) or Path(name).name != name or name == "..":
+        raise CheckpointError(f"{file}: {shown(name)} is not the name of a folder beside it")
+    folder = file.with_name(name)
+    if folder.is_dir():
+        check_directory(folder, CheckpointError)
+    return folder
 
 
 def _modes(stated: Mapping[str, Any]) -> list[str]:

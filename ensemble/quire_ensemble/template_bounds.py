@@ -1,46 +1,157 @@
-"""A bound on the text that a chat template makes: a small conversation may become a very long one.
+"""Bounds on what a chat template takes: it is a program of the checkpoint, run on what clients send.
 
-A template may write each tool once per message, and `tojson(indent=4)` puts every value of deep JSON on a
-line of its own behind hundreds of spaces. So rendering ends as soon as there is more text than is allowed.
+Text: a template may write each tool once per message, and `tojson(indent=4)` puts every value of deep JSON on
+a line of its own behind hundreds of spaces. So rendering ends as soon as there is more than is allowed. Time:
+each turn of a loop and each call of a macro looks at the clock. Memory: Jinja's sandbox bounds `range`, and
+here what operators make is bounded too; filters and methods are not (`limited_memory` is for these).
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import resource
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import nodes, pass_context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from quire_ensemble.errors import InputError
 
-_most: ContextVar[tuple[str, int]] = ContextVar("most", default=("", sys.maxsize))
-"""The field to name, and the most characters; other renderings of the same template have no bound."""
+MAX_S = 5.0
+"""Seconds of CPU for rendering."""
+MAX_MADE = 2**24
+"""Characters or entries of what an operator makes, or bits of a number."""
+MAX_MEMORY = 2**31
+"""Bytes that a process may grow by in `limited_memory`."""
+
+
+class _Bounds(NamedTuple):
+    field: str
+    """To name."""
+    max_characters: int
+    end: float
+    """When the thread's clock of CPU time says this, it has been too long."""
+
+
+_NONE = _Bounds("", sys.maxsize, math.inf)
+_bounds: ContextVar[_Bounds] = ContextVar("bounds", default=_NONE)
+"""Other renderings of the same template have no bound but MAX_MADE."""
 
 
 @contextmanager
-def bounded(template: str, field: str, max_characters: int) -> Iterator[None]:
-    """Context in which transformers' renderer raises InputError of `field` where a template writes more.
+def bounded(field: str, max_characters: int) -> Iterator[None]:
+    """Context in which transformers' renderer raises InputError of `field` where a template writes more than
+    `max_characters`, in all or as one JSON text; TimeoutError beyond MAX_S, MemoryError beyond MAX_MADE."""
+    from transformers.utils import chat_template_utils
 
-    Args:
-        template: source of the template that will be rendered, in this thread.
-        max_characters: of the rendered text, and of each JSON text in it.
-    """
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    environment = _compile_jinja_template(template).environment  # one for each template, shared by threads
-    environment.concat = _joined
-    environment.filters["tojson"] = _to_json
-    token = _most.set((field, max_characters))
+    chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment  # type: ignore[misc]
+    token = _bounds.set(_Bounds(field, max_characters, time.thread_time() + MAX_S))
     try:
         yield
     finally:
-        _most.reset(token)
+        _bounds.reset(token)
+
+
+@contextmanager
+def limited_memory() -> Iterator[None]:
+    """Context in which a process that takes MAX_MEMORY more than it has gets MemoryError: all its threads, so
+    it is for the time before there are requests."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    most = pages * os.sysconf("SC_PAGE_SIZE") + MAX_MEMORY
+    resource.setrlimit(
+        resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard)
+    )
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox of transformers' renderer, with the bounds of `bounded`."""
+
+    intercepted_binops = frozenset(("+", "*", "**"))
+
+    def __init__(self, **options: Any) -> None:
+        # What is constant would be computed while a template is compiled.
+        super().__init__(**options, optimized=False, finalize=_in_context)
+        self.concat = _joined  # type: ignore[method-assign]
+        del self.globals["lipsum"]  # makes any amount of text
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        self.filters["tojson"] = _to_json  # in place of the one that transformers puts there
+        return super()._generate(_Bounding().visit(source), *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """See SandboxedEnvironment."""
+        if _num_made(operator, left, right) > MAX_MADE:
+            raise MemoryError(f"{operator} makes more than {MAX_MADE} characters, entries or bits")
+        return super().call_binop(context, operator, left, right)
+
+    @staticmethod
+    def concatenated(*parts: Any) -> str:
+        """What the operator ~ makes."""
+        return _joined(map(str, parts))
+
+    @staticmethod
+    def look_at_clock() -> None:
+        """Raises TimeoutError where it is too late."""
+        if time.thread_time() > _bounds.get().end:
+            raise TimeoutError(f"it takes more than {MAX_S:g} s")
+
+
+@pass_context
+def _in_context(_: Any, value: Any) -> Any:
+    """The value. What a function wants a context for is not computed before there is one."""
+    return value
+
+
+class _Bounding(NodeTransformer):
+    """Puts calls of the environment's own methods into a template."""
+
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        super().generic_visit(node, *args, **kwargs)
+        if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block):
+            look = nodes.ExprStmt(_own_call("look_at_clock", []))
+            node.body.insert(0, look.set_lineno(node.lineno))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _own_call("concatenated", node.nodes).set_lineno(node.lineno)
+
+
+def _own_call(name: str, arguments: list[nodes.Expr]) -> nodes.Call:
+    return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None)
+
+
+def _num_made(operator: str, left: Any, right: Any) -> int:
+    """Characters, entries or bits, about."""
+
+    def size(value: Any) -> int:
+        if isinstance(value, int):
+            return value.bit_length()
+        return len(value) if isinstance(value, str | bytes | list | tuple) else 0
+
+    if isinstance(right, int) and (operator == "**" or (operator == "*" and not isinstance(left, int))):
+        return size(left) * right
+    if operator == "*" and isinstance(left, int) and not isinstance(right, int):
+        return left * size(right)
+    return size(left) + size(right)
 
 
 def _joined(pieces: Iterable[str]) -> str:
-    field, most = _most.get()
+    field, most, _ = _bounds.get()
     kept, size = [], 0
     for piece in pieces:
         size += len(piece)

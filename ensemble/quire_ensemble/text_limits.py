@@ -62,6 +62,6 @@ def _longest_sequence(checkpoint: Path) -> int | None:
     try:
         config = json.loads((checkpoint / "config.json").read_text("utf-8"))
         found = config.get("max_position_embeddings") or config["text_config"]["max_position_embeddings"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
     return found if isinstance(found, int) and found > 0 else None

@@ -7,7 +7,6 @@ ever used.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import json
@@ -86,10 +85,21 @@ class Tokenizer:
             self.hf.chat_template = _processor_template(self.path)
 
     def warm_up(self) -> None:
-        """Does what is done once, such as to compile the template, so that no request waits for it."""
+        """Does what is done once, such as to compile the template, so that no request waits for it. To be
+        called before there are requests.
+
+        Raises:
+            TokenizerError: the chat template takes more time or memory than it may.
+        """
+        from quire_ensemble.template_bounds import limited_memory
+
         self.encode("warm-up")
-        with contextlib.suppress(InputError):  # a template may want other messages; there may be none
-            self.encode_chat('[{"role": "user", "content": "warm-up"}]')
+        try:
+            with limited_memory():
+                self.encode_chat('[{"role": "user", "content": "warm-up"}]')
+        except InputError as error:  # a template may want other messages; there may be none
+            if isinstance(error.__cause__, MemoryError | TimeoutError):
+                raise TokenizerError(f"{self.path}: {error.reason}") from None
 
     @staticmethod
     def exists(path: str | Path) -> bool:
@@ -276,8 +286,7 @@ class Tokenizer:
     def _render(self, messages: list[dict[str, Any]], max_bytes: int = chat.MAX_BYTES, **kwargs: Any) -> str:
         from quire_ensemble.template_bounds import bounded
 
-        template = self.hf.get_chat_template(None, kwargs.get("tools"))
-        with bounded(template, chat.FIELD, max_bytes):
+        with bounded(chat.FIELD, max_bytes):
             return self.hf.apply_chat_template(messages, tokenize=False, **kwargs)
 
     def takes_images(self, placeholder: str) -> bool:
@@ -377,7 +386,7 @@ def _processor_template(path: Path) -> str | None:
         return None
     try:
         template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
         raise TokenizerError(f"{file}: cannot be read: {one_line(error)}") from None
     if not isinstance(template, str):
         raise TokenizerError(f"{file}: chat_template must be a string")

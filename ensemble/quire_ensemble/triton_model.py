@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from quire_ensemble import logs
+from quire_ensemble.checkpoint_files import check_directory
 from quire_ensemble.errors import EnsembleError, InputError, ParameterError, one_line, shown
 
 _log = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ class EnsembleModel(ABC):
         parameters = {name: value["string_value"] for name, value in stated.items()}
         try:
             checkpoint = checkpoint_path(parameters, Path(args["model_repository"]))
+            if checkpoint.is_dir():
+                check_directory(checkpoint, ParameterError)
             self._load(checkpoint, parameters, args)
         except EnsembleError as error:
             raise self.pb_utils.TritonModelException(str(error)) from None

@@ -144,9 +144,8 @@ def find_files(
     Raises:
         Exception: made by `fail`: the index is broken, or a shard is not there.
     """
-    index = directory / f"{name}.index.json"
+    index, single = directory / f"{name}.index.json", directory / name
     if not index.exists():
-        single = directory / name
         return (single, (single,)) if single.exists() else None
     try:
         content = json.loads(index.read_text("utf-8"))
@@ -157,9 +156,10 @@ def find_files(
         raise fail(f"{index}: must hold a weight_map of tensor names to files")
     files: dict[Path, None] = {}
     for shard in (shard for tensor, shard in weight_map.items() if wanted(tensor)):
-        is_file = isinstance(shard, str) and Path(shard).name == shard and shard not in ("", "..")
-        if not is_file or not is_name(shard):
-            raise fail(f"{index}: {shown(shard)} is not the name of a file beside the index")
+        # By its suffix a change of a file is known for one of the checkpoint.
+        is_file = isinstance(shard, str) and Path(shard).name == shard
+        if not is_file or not is_name(shard) or Path(shard).suffix != single.suffix:
+            raise fail(f"{index}: {shown(shard)} is not the name of a {single.suffix} file beside the index")
         files[directory / shard] = None
     for file in files:
         try:

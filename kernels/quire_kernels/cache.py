@@ -44,9 +44,8 @@ def cache_directory(name: str) -> Path:
 
 def lasting_directory(name: str) -> Path | None:
     """As `cache_directory`, for what may be large; None: it would lie in a place that is none to keep it."""
-    return (
-        cache_directory(name) if _root(wanted := _wanted(), Path(tempfile.gettempdir())) == wanted else None
-    )
+    folder, wanted = cache_directory(name), _wanted()
+    return folder if folder.parent == wanted else None
 
 
 @functools.cache

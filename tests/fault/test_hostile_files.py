@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
+from quire.loader import load as load_module
 from quire.loader.gguf_weights import block_scheme, read_gguf
 from quire.loader.load import load_model
 from quire_ensemble.errors import TokenizerError
@@ -310,6 +311,23 @@ def test_tensors_that_contradict_each_other(genuine: Path, tmp_path: Path) -> No
     assert "lm_head.weight is not model.embed_tokens.weight, but tie_word_embeddings says" in refusal(path)
     save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, file)
     load_model(ModelConfig(model=str(path)), torch.device("cpu"))
+
+
+def test_a_checkpoint_that_changes_while_it_is_read_is_refused(
+    genuine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some layers of the old weights and some of the new ones answered, and nobody knew."""
+    path = Path(shutil.copytree(genuine / "safetensors", tmp_path / "copy"))
+    file, fill = path / "model.safetensors", load_module.fill_weights
+    new = make_checkpoint("llama", tmp_path / "new", seed=1) / file.name
+
+    def copied_over(model: Any, tensors: Any, source: Path) -> None:
+        given = list(tensors)
+        file.write_bytes(new.read_bytes())
+        fill(model, given, source)
+
+    monkeypatch.setattr(load_module, "fill_weights", copied_over)
+    assert refusal(path) == f"{file}: the checkpoint changed while it was read: load it again"
 
 
 def bnb_state_with(**lies: Any) -> Callable[[torch.Tensor], torch.Tensor]:

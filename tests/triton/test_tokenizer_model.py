@@ -232,6 +232,26 @@ def test_an_unusable_checkpoint_fails_the_load_with_one_line(
     assert "\n" not in str(refused.value)
 
 
+def test_files_that_are_none_fail_the_load(directory: Path, tmp_path: Path) -> None:
+    """config.json was read for its lengths before anything looked at it: a pipe's reader waits for ever."""
+    shutil.copytree(directory.parent / "generator" / "1" / "tiny", tmp_path / "tiny")
+    config = tmp_path / "tiny" / "config.json"
+    os.mkfifo(config)
+    with pytest.raises(
+        fake_pb_utils.TritonModelException, match=r"'config\.json' is neither a file nor a dir"
+    ):
+        Model().initialize(arguments(directory, str(config.parent)))
+    config.unlink()
+    config.write_text('{"a":' * 100_000)
+    with pytest.raises(fake_pb_utils.TritonModelException, match="cannot be loaded: maximum recursion depth"):
+        Model().initialize(arguments(directory, str(config.parent)))
+    config.unlink()
+    (tmp_path / "tiny" / "chat_template.jinja").unlink()
+    (tmp_path / "tiny" / "chat_template.json").write_text('{"a":' * 100_000)
+    with pytest.raises(fake_pb_utils.TritonModelException, match=r"chat_template\.json: cannot be read: max"):
+        Model().initialize(arguments(directory, str(config.parent)))
+
+
 def test_the_served_file_works_in_the_c_locale_and_without_torch(directory: Path) -> None:
     """Triton's stub runs model.py in the C locale; importing torch would triple the process's size."""
     program = f"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -280,3 +281,11 @@ def test_broken_files_of_pooling_are_named(tmp_path: Path) -> None:
     (tmp_path / "1_Pooling" / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"1_Pooling/config\.json"):
         read_pooling(tmp_path)
+    os.mkfifo(tmp_path / "1_Pooling" / "config.json")
+    with pytest.raises(CheckpointError, match=r"'config\.json' is neither a file nor a directory"):
+        read_pooling(tmp_path)
+    for name in ("../elsewhere", "..", "/etc", "x\n" * 1000, None, 3):
+        (tmp_path / "modules.json").write_text(json.dumps([{"type": "a.Pooling", "path": name}]), "utf-8")
+        with pytest.raises(CheckpointError, match="is not the name of a folder beside it") as refused:
+            read_pooling(tmp_path)
+        assert str(refused.value).isprintable() and len(str(refused.value)) < 500

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from quire_ensemble import template_bounds
 from quire_ensemble.errors import InputError, TokenizerError
 from quire_ensemble.messages import MAX_BYTES, parse_conversation
 from quire_ensemble.tokenizer import TOKENIZER_FILES, Tokenizer
@@ -48,11 +51,16 @@ def render(tokenizer: Tokenizer, messages: Any, max_bytes: int = MAX_BYTES) -> s
 
 
 def hf_ids(path: Path, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
-    """Token ids by transformers itself, from a tokenizer of its own."""
+    """Token ids by transformers itself, from a tokenizer of its own, in Jinja's own sandbox."""
     from transformers import AutoTokenizer
+    from transformers.utils import chat_template_utils
 
     loaded = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    ids: Any = loaded.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template_utils, "ImmutableSandboxedEnvironment", ImmutableSandboxedEnvironment)
+        chat_template_utils._compile_jinja_template.cache_clear()
+        ids: Any = loaded.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)
+        chat_template_utils._compile_jinja_template.cache_clear()
     return ids
 
 
@@ -315,6 +323,70 @@ def test_a_template_does_not_make_a_long_text_of_a_short_one(
     tracemalloc.stop()
     assert peak < 10 * 2**18
     assert render(tokenizer, long).count("1,") == 20_000 * (20 if name == "repeated" else 1)
+
+
+BOMBS = {
+    "text": "{{ 'a' * 10**9 }}",
+    "text, before": "{{ 10**9 * 'a' }}",
+    "list": "{% set x = [0] * 10**9 %}",
+    "number": "{{ 9 ** (9 ** 9) }}",
+    "doubled": "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "joined": "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "constant": "{% if messages|length > 9 %}{{ 'a'|center(10**8) }}{% endif %}{{ 'a' * 10**8 }}",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_template_does_not_make_memory(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    """What is constant was computed, and written into Python's source, while the template was compiled."""
+    tokenizer = Tokenizer(with_template(checkpoint, tmp_path / "t", BOMBS[name]))
+    tracemalloc.start()
+    with pytest.raises(InputError, match="makes more than 16777216"):
+        render(tokenizer, [{"role": "user", "content": "a"}])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**27
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+    ],
+)
+def test_a_template_takes_no_time_without_end(
+    template: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server with such a model never became ready, nor any other of its models."""
+    monkeypatch.setattr(template_bounds, "MAX_S", 0.1)
+    path = with_template(checkpoint, tmp_path / "t", template)
+    with pytest.raises(TokenizerError) as refused:
+        Tokenizer(path).warm_up()
+    assert str(refused.value) == f"{path}: refused by the chat template: it takes more than 0.1 s"
+
+
+def test_a_tokenizer_whose_template_takes_all_memory_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    path = with_template(checkpoint, tmp_path / "t", "{% set x = 'a'|center(10**11) %}")
+    with pytest.raises(TokenizerError, match=r"refused by the chat template: MemoryError$"):
+        Tokenizer(path).warm_up()
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+    Tokenizer(with_template(checkpoint, tmp_path / "none", None)).warm_up()
+
+
+def test_operators_in_templates_are_those_of_jinja(checkpoint: Path, tmp_path: Path) -> None:
+    template = (
+        "{% set m = messages[0] %}{{ 'a' ~ 1 ~ none ~ nothing ~ [m.content] ~ true }}|{{ 2 ** 10 * -3 }}|"
+        "{{ ['x'] * 2 + ['y'] }}|{{ 'ab' * 2 }}|{{ -1 * 'ab' }}|{{ 1.5 * 2 ** 0.5 }}|{{ '%5d' % 3 }}|"
+        "{% macro f(x) %}<{{ x ~ caller() }}>{% endmacro %}{% call f(m.content) %}{{ loop }}c{% endcall %}|"
+        "{% for i in [1, 2] recursive %}{{ i ~ '/' }}{% if i == 2 %}{% break %}{% endif %}{% endfor %}"
+        "{% set b %}{{ '<' ~ ('&'|e) }}{% endset %}{{ b ~ b }}{{ none }}{{ nothing }}"
+    )
+    path = with_template(checkpoint, tmp_path / "t", template)
+    messages = [{"role": "user", "content": "hello"}]
+    expected = hf_ids(path, messages)
+    assert len(expected) > 30 and Tokenizer(path).encode_messages(json.dumps(messages)) == expected
 
 
 @pytest.mark.parametrize(

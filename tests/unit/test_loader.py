@@ -489,10 +489,11 @@ def test_truncated_shard(tmp_path: Path) -> None:
         ("nonsense", "cannot be read as JSON"),
         (
             '{"weight_map": {"a": "../secret.safetensors"}}',
-            "'../secret.safetensors' is not the name of a file",
+            "'../secret.safetensors' is not the name of a .safetensors file beside",
         ),
-        ('{"weight_map": {"a": 3}}', "3 is not the name of a file"),
-        ('{"weight_map": {"a": ["b"]}}', "list of 1 entries is not the name of a file"),
+        ('{"weight_map": {"a": 3}}', "3 is not the name of a .safetensors file beside"),
+        ('{"weight_map": {"a": ["b"]}}', "list of 1 entries is not the name of a .safetensors file beside"),
+        ('{"weight_map": {"a": "shard.dat"}}', "'shard.dat' is not the name of a .safetensors file beside"),
         ('{"a":' * 100_000, "cannot be read as JSON"),
     ],
 )

@@ -19,8 +19,8 @@ import torch
 
 from quire import LLM
 from quire.config import ModelConfig
+from quire.loader import identity, packed_cache
 from quire.loader import load as load_module
-from quire.loader import packed_cache
 from quire.loader.load import LoadedModel, is_worth_keeping, load_model
 from quire.loader.packed_cache import PackedCache
 from tests.fixtures.checkpoints import make_checkpoint
@@ -240,6 +240,35 @@ def test_nothing_is_kept_of_files_that_changed_just_now(copy: Path, directory: P
     assert load(copy, **W8A8).keeping is None and not entries(directory)
 
 
+def test_links_to_the_same_files_under_other_names_are_another_checkpoint(
+    llama: Path, directory: Path, tmp_path: Path
+) -> None:
+    """As of two revisions in a hub's cache: which of two files is model.safetensors only the names say."""
+    other = make_checkpoint("llama", tmp_path / "other", seed=1)
+    expected = weights(load(other, packed_weights_size=0, **W8A8))
+    for place, ours, theirs in (("a", "model", "n"), ("b", "l", "model")):
+        (tmp_path / place).mkdir()
+        for file in llama.iterdir():
+            if file.name != "model.safetensors":
+                (tmp_path / place / file.name).symlink_to(file)
+        (tmp_path / place / f"{ours}.safetensors").symlink_to(llama / "model.safetensors")
+        (tmp_path / place / f"{theirs}.safetensors").symlink_to(other / "model.safetensors")
+    load(tmp_path / "a", **W8A8)
+    assert weights(load(tmp_path / "b", **W8A8)) == expected and len(entries(directory)) == 2
+
+
+@pytest.mark.parametrize("of", ["_code_digest", "_version"])
+def test_code_that_reads_files_tells_entries_apart(
+    of: str, llama: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a mended reader of files, ours or a library's, makes of them is not what was packed before."""
+    assert "quire_ensemble" in identity._CODE and "gguf" in identity._LIBRARIES
+    load(llama, **W8A8)
+    monkeypatch.setattr(identity, of, lambda *_: "changed")
+    load(llama, **W8A8)
+    assert len(entries(directory)) == 2
+
+
 def test_what_is_asked_for_tells_entries_apart(llama: Path, directory: Path) -> None:
     for options in ({}, W8A8, {"quantization": "int8"}, {"dtype": "bfloat16"}):
         load(llama, **options)
@@ -301,6 +330,17 @@ def test_an_entry_under_anothers_name_is_not_taken(llama: Path, directory: Path)
         shutil.copyfile(source, place)
         assert weights(load(llama, quantization="int8")) == expected
         place.write_bytes(data)
+
+
+def test_a_pipe_in_place_of_an_entry_is_not_waited_for(llama: Path, directory: Path) -> None:
+    load(llama, **W8A8)
+    (path,) = directory.glob("*.weights")
+    whole = path.read_bytes()
+    path.unlink()
+    os.mkfifo(path)
+    os.mkfifo(directory / ".left.tmp")
+    load(llama, **W8A8)
+    assert path.read_bytes() == whole
 
 
 def trouble(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -292,6 +292,26 @@ def test_checkpoints_that_cannot_be_quantised(options: dict, scheme: str, says: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["once", "plain"]
 
 
+def test_checkpoints_that_contradict_themselves_are_not_quantised(tmp_path: Path) -> None:
+    """Of two tensors for one place the last was taken; a head that is not the table was found at the load of
+    what had been made of it."""
+    path = make_checkpoint("llama", tmp_path, tokenizer=False)
+    file, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
+    weights = load_file(file)
+    save_file({**weights, "norm.weight": torch.zeros(64)}, file)
+    with pytest.raises(CheckpointError, match=r" stands for model\.norm\.weight, as a tensor before it does"):
+        SourceCheckpoint(path)
+    save_file(weights, file)
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is not model\.embed_tokens\.weight, but"):
+        SourceCheckpoint(path)
+    (path / "config.json").write_text(
+        json.dumps({**config, "architectures": ["MistralForCausalLM"], "layer_types": 3})
+    )
+    with pytest.raises(CheckpointError, match=r"config\.json: holds a value that cannot be right: "):
+        SourceCheckpoint(path)
+
+
 @pytest.mark.row("D19", clauses=("qat",))
 def test_a_checkpoint_of_quantisation_aware_training_is_what_was_trained(tmp_path: Path) -> None:
     """Training has moved all weights onto a grid of four bits, so their small numbers lose nothing: in

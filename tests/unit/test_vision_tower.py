@@ -260,7 +260,7 @@ def test_shards_of_the_language_model_are_not_opened(copy: Callable[[str], Path]
     (path / "b.safetensors").unlink()
     assert complaint(path) == f"{path}/b.safetensors: shard not found; {index.name} names it"
     index.write_text(json.dumps({"weight_map": {"visual.x": "../b.safetensors"}}), "utf-8")
-    assert "'../b.safetensors' is not the name of a file beside the index" in complaint(path)
+    assert "'../b.safetensors' is not the name of a .safetensors file beside the index" in complaint(path)
     index.write_text("{", "utf-8")
     assert complaint(path).startswith(f"{index}: cannot be read as JSON: ")
 

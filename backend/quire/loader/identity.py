@@ -17,8 +17,10 @@ from quire_kernels import registry
 from quire_kernels.cpu.compiler import BuildError, library_name, supported_isas
 from quire_kernels.cpu.native import library
 
-_CODE = ("quire.layers", "quire.loader", "quire.models", "quire.worker", "quire_kernels")
+_CODE = ("quire.layers", "quire.loader", "quire.models", "quire.worker", "quire_ensemble", "quire_kernels")
 """Packages that decide what is computed."""
+_LIBRARIES = ("gguf", "safetensors", "torch", "transformers")
+"""That decide what is read of files."""
 _GPU_LIBRARIES = ("triton", "flashinfer-python")
 
 
@@ -26,7 +28,7 @@ def code_identity(device: torch.device) -> dict[str, Any]:
     """All that computes, as JSON can hold it."""
     return {
         "code": _code_digest(),
-        "torch": torch.__version__,
+        "libraries": [f"{name} {_version(name)}" for name in _LIBRARIES],
         "forced": registry.choices(),
         "processor": _processor(device),
     }
@@ -35,8 +37,8 @@ def code_identity(device: torch.device) -> dict[str, Any]:
 class FileIdentity(NamedTuple):
     """A checkpoint's files at some time: while it is equal, they are the same files with the same content."""
 
-    files: list[tuple[str, int, int, int, int]]
-    """Of each what it is a link to, bytes, times of change of content and of the file (ns), inode."""
+    files: list[tuple[str, str, int, int, int, int]]
+    """Of each its name, what that is a link to, bytes, times of change of content and file (ns), inode."""
     places: list[tuple[str, int, int]]
     """Inode and time of change (ns) of the folders that hold them and of all links on the way: what was put
     in their place and taken away again leaves its trace there."""
@@ -52,7 +54,8 @@ class FileIdentity(NamedTuple):
                 stat, folder = real.stat(), real.parent.stat()
             except OSError:
                 continue
-            files.append((str(real), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
+            state = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+            files.append((file.name, str(real), *state))
             places[real.parent] = folder.st_ino, folder.st_ctime_ns
         return cls(files, [(str(place), *state) for place, state in sorted(places.items())])
 

@@ -20,7 +20,7 @@ from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.scheme import SCHEMES
 from quire.loader.files import Wanted, WeightFiles, find_weights, read_ahead
-from quire.loader.info import read_configs
+from quire.loader.info import checkpoint_state, read_configs
 from quire.loader.packed_cache import Keeping, PackedCache, PackedEntry
 from quire.loader.quantized.rules import read_rules
 from quire.loader.quantized.scheme import ForeignScheme
@@ -33,7 +33,7 @@ from quire_ensemble.weight_files import NamedTensor
 from quire_kernels.host_memory import give_back
 
 _MAX_LISTED = 16
-_HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _MOST_WEIGHTS_PER_BYTE = 8
 """Of a file, however it is quantised: memory is taken only for what there may be."""
 _WEIGHTS_PER_EXPERT = 2**14
@@ -88,9 +88,11 @@ def load_model(
         with_digest: whether the weights are to be told from others.
 
     Raises:
-        CheckpointError: missing, broken or unsupported; one line that names the file.
+        CheckpointError: missing, broken, unsupported, or not the same all the time; one line that names the
+            file.
         ConfigError: the checkpoint's shapes do not allow the quantisation.
     """
+    state = checkpoint_state(config.model)
     cache = PackedCache.of(config, device)
     entry = cache and PackedEntry(cache, config)
     empty = empty_model(config, device, check=check)
@@ -105,6 +107,8 @@ def load_model(
     else:
         begin, packing = time.monotonic(), _Packing(model, with_digest)
         fill_weights(model, files.tensors(), files.source, packing.take)
+        if checkpoint_state(config.model) != state:
+            raise CheckpointError(f"{files.source}: the checkpoint changed while it was read: load it again")
         weight_bytes, weights_digest = model.finish(), packing.weights_digest()
         others_s = time.monotonic() - begin - packing.seconds
         if entry and is_worth_keeping(others_s, packing.seconds):
@@ -133,7 +137,7 @@ def empty_model(
     hf = with_head(hf)
     kind = model_class(hf)
     backend = None if config.attention_backend == "auto" else config.attention_backend
-    with _understood(hf):
+    with understood(hf):
         rules = read_rules(hf)
         # What is quantised has lost more than bfloat16 takes from activations.
         dtype = _dtype(config.dtype, hf, "float32" if rules is None else "bfloat16")
@@ -160,14 +164,14 @@ def empty_model(
             f"{files.source}: {files.num_bytes} bytes are too few for the {parsed.num_weights} weights"
             f"{of_experts} that {hf.path.name} means: truncated, or another model's"
         )
-    with _understood(hf):
+    with understood(hf):
         model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device).eval()
         ends = as_token_ids(generation.get("eos_token_id")) or as_token_ids(hf.get("eos_token_id"))
     return EmptyModel(model, files, ends)
 
 
 @contextmanager
-def _understood(hf: HFConfig) -> Iterator[None]:
+def understood(hf: HFConfig) -> Iterator[None]:
     """What values that are none raise is told of their file."""
     try:
         yield
@@ -277,7 +281,7 @@ def _filled(
             if target is None and own in needed:
                 raise CheckpointError(f"{file}: {name} stands for {own}, as a tensor before it does")
             if target is None:
-                if own == _HEAD and model.config.tie_word_embeddings:
+                if own == HEAD and model.config.tie_word_embeddings:
                     tied_heads.append(stored)
                 elif not model.ignores(own) and not _is_absent_bias(own, stored):
                     unexpected.setdefault(file, []).append(name)
@@ -297,7 +301,7 @@ def _filled(
                 and target.device.type == "cpu"
                 and model.convert(own, nothing) is nothing
             )
-            if own == _TABLE:
+            if own == TABLE:
                 tables.append(stored)
             yield Wanted(stored, own, target, is_kept)
 
@@ -307,7 +311,7 @@ def _filled(
                 one.memory.copy_(model.convert(one.name, content).reshape(one.memory.shape))
             yield one.name, one.memory
         for head, table in itertools.product(tied_heads, tables):
-            _check_tied(head, table, model.config.dtype)
+            check_tied(head, table, model.config.dtype)
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"a weight file cannot be read: {one_line(error)}") from None
     complaints = [f"{source}: {len(targets)} missing tensors: {_listed(targets)}"] if targets else []
@@ -318,13 +322,13 @@ def _filled(
         raise CheckpointError("; ".join(complaints))
 
 
-def _check_tied(head: NamedTensor, table: NamedTensor, dtype: torch.dtype) -> None:
+def check_tied(head: NamedTensor, table: NamedTensor, dtype: torch.dtype) -> None:
     """Refuses an output head that is stored beside the table that is to be one, and differs from it."""
     if head.tensor.shape != table.tensor.shape or not torch.equal(
         head.read().to(dtype), table.read().to(dtype)
     ):
         raise CheckpointError(
-            f"{head.file}: {head.name} is not {_TABLE}, but tie_word_embeddings says that they are one"
+            f"{head.file}: {head.name} is not {TABLE}, but tie_word_embeddings says that they are one"
         )
 
 

@@ -123,6 +123,8 @@ class PackedCache:
         """The tree of an entry, checked in every byte; None: there is none, or a damaged one, which is
         removed."""
         path = self.path(key)
+        if not path.is_file():  # who opens a pipe waits for ever
+            return None
         try:
             with path.open("rb", buffering=0) as file:
                 tree = _read(file, key)
@@ -168,6 +170,8 @@ class PackedCache:
 
     def _remove_left(self) -> None:
         for path in self.directory.glob(".*.tmp"):
+            if not path.is_file():
+                continue
             with contextlib.suppress(OSError), path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
@@ -233,7 +237,7 @@ class PackedEntry:
     def keep(self, model: DecoderModel, weights_digest: str) -> Keeping | None:
         """Begins to write a packed model. None: it has weights without a form to keep, or the files it was
         read from may not have been the same all the time."""
-        newest = max((max(file[2:4]) for file in self._before.files), default=0)
+        newest = max((max(file[3:5]) for file in self._before.files), default=0)
         is_settled = newest < self._seen_ns - _SETTLED_NS
         if not is_settled or FileIdentity.of(self._config.model) != self._before:
             return None

@@ -12,6 +12,7 @@ from quire.config import ModelConfig
 from quire.errors import CheckpointError
 from quire.loader.files import find_weights
 from quire.loader.info import gguf_file, read_configs
+from quire.loader.load import HEAD, TABLE, check_tied, understood
 from quire.models.config import DTYPES
 from quire.models.decoder import DecoderModel
 from quire.models.hf_config import read_json
@@ -46,10 +47,12 @@ class SourceCheckpoint:
         if name not in DTYPES:
             raise hf.error(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
         self.dtype = DTYPES[name]
-        config = replace(kind.parse_config(self.hf, torch.float32), attention_backend=None)
+        with understood(self.hf):
+            config = replace(kind.parse_config(self.hf, torch.float32), attention_backend=None)
         if config.experts is not None:
             raise hf.error(f"{self.hf.architecture} has experts, which this tool does not quantise")
-        self.model: DecoderModel = kind(config, config.max_position_embeddings, torch.device("meta"))
+        with understood(self.hf):
+            self.model: DecoderModel = kind(config, config.max_position_embeddings, torch.device("meta"))
         """In float32, on the "meta" device."""
         self.tensors: dict[str, NamedTensor] = {}
         """By the names of `DecoderModel.weights`; those that it does not have by their own."""
@@ -65,12 +68,18 @@ class SourceCheckpoint:
                     f"{stored.file}: {stored.name} has shape {list(stored.tensor.shape)}, config.json means "
                     f"{list(shape)}"
                 )
+            if own in self.tensors:
+                raise CheckpointError(
+                    f"{stored.file}: {stored.name} stands for {own}, as a tensor before it does"
+                )
             self.tensors[own] = stored
         missing = sorted(wanted.keys() - self.tensors.keys())
         if missing:
             raise CheckpointError(
                 f"{files.source}: {len(missing)} missing tensors, {missing[0]} is the first"
             )
+        if config.tie_word_embeddings and HEAD in self.tensors:
+            check_tied(self.tensors[HEAD], self.tensors[TABLE], self.dtype)
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor's content; raises CheckpointError where its file cannot be read any more."""
