@@ -64,7 +64,6 @@ KNOWN_INPUTS: dict[str, TensorInfo] = {
         " no_repeat_ngram_size:INT32 temperature:FP32 top_p:FP32 min_p:FP32 typical_p:FP32"
         " repetition_penalty:FP32 presence_penalty:FP32 frequency_penalty:FP32 seed:UINT64"
         " n:INT32 best_of:INT32 beam_width:INT32 length_penalty:FP32 early_stopping:BOOL"
-        " structured_output:BYTES"
         " request_priority:INT32 tenant:BYTES ttft_deadline_ms:INT32 deadline_ms:INT32"
         " cache_salt:BYTES cache_retention:INT32 cache_ttl_ms:INT32 cache_pin:BOOL"
         " cache_result:BOOL session:BYTES session_end:BOOL stream_interval:INT32 stream_interval_ms:INT32"

@@ -244,6 +244,7 @@ def collect(request_id: str, model: str, started_at: float, chunks: Sequence[Chu
         if chunk.num_input_tokens is not None:
             by_prompt.setdefault(chunk.batch_index, chunk)
     prompts = by_prompt.values()
+    prompt_logprobs = {c.batch_index: c.prompt_logprobs for c in chunks if c.prompt_logprobs is not None}
     return Result(
         request_id,
         model,
@@ -251,7 +252,7 @@ def collect(request_id: str, model: str, started_at: float, chunks: Sequence[Chu
         Timing(ttft, end - started_at, sum(c.num_tokens for c in chunks)),
         _sum(c.num_input_tokens for c in prompts),
         _sum(c.num_cached_tokens for c in prompts),
-        tuple(c.prompt_logprobs for c in chunks if c.prompt_logprobs is not None),
+        tuple(prompt_logprobs[prompt] for prompt in sorted(prompt_logprobs)),
     )
 
 

@@ -21,6 +21,7 @@ from tritonclient.utils import serialize_byte_tensor, triton_to_np_dtype
 from quire_client import AsyncClient, Chunk, Client, ProtocolError, ServerError
 from quire_client._io import AsyncioCall
 from quire_client.protocol import parse_response
+from quire_client.types import Extras, collect
 from tests.unit.fake_kserve import FakeKServe
 
 WAIT = 60.0
@@ -204,6 +205,12 @@ def test_a_damaged_response_is_chunks_or_one_error(response: Any) -> None:
 def test_what_is_wrong_with_a_response_is_named(response: Any, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
         parse_response(response, 0.0)
+
+
+def test_log_probabilities_of_prompts_are_in_their_order() -> None:
+    """They were in the order in which their responses came, and were told of another prompt's text."""
+    chunks = [Chunk("", extras=Extras(batch_index=prompt, prompt_logprobs=[prompt])) for prompt in (2, 0, 1)]
+    assert collect("r", "m", 0.0, chunks).prompt_logprobs == ([0], [1], [2])
 
 
 def test_a_request_whose_response_is_malformed_is_ended_on_the_server() -> None:
