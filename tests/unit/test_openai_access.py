@@ -21,7 +21,10 @@ from click.testing import CliRunner
 
 from quire_client.cli import cli
 from quire_client.openai.app import GatewaySettings
+from quire_client.openai.errors import RequestError
 from quire_client.openai.keys import Budget, KeyRing, entry_of
+from quire_client.openai.observer import Exchange, Observer
+from quire_client.types import Chunk, Extras
 from tests.fixtures.server import ROOT
 from tests.unit.fake_kserve import FakeKServe
 from tests.unit.test_openai_gateway import WAIT, chat_body, gateway, inputs_of
@@ -304,6 +307,30 @@ def test_metrics(server: FakeKServe) -> None:
     assert found[f"{name}_inter_token_seconds_count{model}"] == 3
     assert found[f"{name}_request_seconds_count{{{path}}}"] == 4
     assert "no-such" not in str(found), "no label is a client's to make up"
+
+
+def test_the_tokens_of_all_prompts_of_a_stream_are_counted(tmp_path: Path) -> None:
+    """Of several prompts those of the first alone were charged to the key, and the rest was free."""
+    keys = write(tmp_path / "keys.json", a={**entry_of("one"), "tokens_per_minute": 600})
+    observer = Observer(keys, metrics=True, log=None)
+    assert observer.keys is not None
+    key = observer.keys.find("Bearer one")
+    exchange = Exchange("POST", "/v1/completions", "", observer, key=key, model="m")
+    for prompt, num_reasoning_tokens in ((1, None), (0, None), (1, 5), (0, 6)):
+        extras = Extras(batch_index=prompt, num_reasoning_tokens=num_reasoning_tokens)
+        chunk = Chunk("a", (5,), num_input_tokens=500 + prompt, num_cached_tokens=prompt, extras=extras)
+        exchange.streamed(chunk)
+    assert exchange.usage == {
+        "prompt_tokens": 1001,
+        "completion_tokens": 4,
+        "total_tokens": 1005,
+        "prompt_tokens_details": {"cached_tokens": 1},
+        "completion_tokens_details": {"reasoning_tokens": 11},
+    }
+    with pytest.raises(RequestError, match="600 tokens per minute"):
+        observer.keys.admit(key)
+    assert 'quire_gateway_input_tokens_total{model="m"} 1001.0' in observer.metrics.text().decode()
+    assert 'quire_gateway_inter_token_seconds_count{model="m"} 2.0' in observer.metrics.text().decode()
 
 
 def test_the_log_has_a_line_for_each_request_and_no_text(server: FakeKServe, tmp_path: Path) -> None:

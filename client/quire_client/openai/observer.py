@@ -18,6 +18,7 @@ from quire_client._connection import CALLER_TRACE
 from quire_client.openai.errors import RequestError, describe, retry_after
 from quire_client.openai.keys import ApiKey, KeyRing
 from quire_client.openai.metrics import Metrics
+from quire_client.openai.replies import usage
 from quire_client.types import Chunk, Embeddings, Result
 
 GONE = 499
@@ -50,8 +51,12 @@ class Exchange:
     ttft: float | None = None
     """Seconds; of streams."""
     began: float = field(default_factory=time.monotonic)
-    _last: dict[int, float] = field(default_factory=dict)
-    """When the last token of each choice came."""
+    _last: dict[tuple[int, int], float] = field(default_factory=dict)
+    """When the last token of each prompt's choice came."""
+    _prompts: set[int] = field(default_factory=set)
+    """Those whose tokens are counted: their number comes with each chunk."""
+    _num_reasoning_tokens: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By prompt and choice."""
 
     @property
     def counts_tokens(self) -> bool:
@@ -61,15 +66,20 @@ class Exchange:
 
     def streamed(self, chunk: Chunk) -> None:
         """A chunk of a stream has come."""
-        self._prompt(chunk.num_input_tokens, chunk.num_cached_tokens)
+        choice = chunk.batch_index, chunk.index
+        if chunk.num_input_tokens is not None and chunk.batch_index not in self._prompts:
+            self._prompts.add(chunk.batch_index)
+            self._prompt(chunk.num_input_tokens, chunk.num_cached_tokens)
+        if chunk.num_reasoning_tokens is not None:
+            self._num_reasoning_tokens[choice] = chunk.num_reasoning_tokens
         self.finish_reason = chunk.finish_reason or self.finish_reason
         count = chunk.num_tokens
         if not count:
             return
         self._answered(count)
         now, metrics = time.monotonic(), self.observer.metrics
-        last = self._last.get(chunk.index)
-        self._last[chunk.index] = now
+        last = self._last.get(choice)
+        self._last[choice] = now
         if self.ttft is None:
             self.ttft = now - self.began
             if metrics:
@@ -78,6 +88,15 @@ class Exchange:
             between = metrics.between.labels(self.model)
             for _ in range(count):
                 between.observe((now - last) / count)
+
+    @property
+    def usage(self) -> dict[str, Any] | None:
+        """The tokens of a stream, as OpenAI tells them."""
+        counts = self._num_reasoning_tokens.values()
+        num_reasoning_tokens = sum(counts) if counts else None
+        return usage(
+            self.num_input_tokens, self.num_output_tokens, self.num_cached_tokens, num_reasoning_tokens
+        )
 
     def answered(self, result: Result) -> None:
         """A whole answer has come."""
@@ -90,9 +109,11 @@ class Exchange:
         self._prompt(result.num_input_tokens, result.num_cached_tokens)
 
     def _prompt(self, tokens: int | None, cached: int | None) -> None:
-        if tokens is None or self.num_input_tokens is not None:
+        if tokens is None:
             return
-        self.num_input_tokens, self.num_cached_tokens = tokens, cached
+        self.num_input_tokens = (self.num_input_tokens or 0) + tokens
+        if cached is not None:
+            self.num_cached_tokens = (self.num_cached_tokens or 0) + cached
         self._charge(tokens)
         if self.observer.metrics:
             self.observer.metrics.input.labels(self.model).inc(tokens)

@@ -15,7 +15,7 @@ from quire_client.aio import AsyncStream
 from quire_client.errors import QuireClientError
 from quire_client.openai.errors import describe
 from quire_client.openai.observer import Exchange
-from quire_client.openai.replies import ReplyFormat, usage
+from quire_client.openai.replies import ReplyFormat
 from quire_client.types import Chunk
 
 T = TypeVar("T")
@@ -75,32 +75,6 @@ async def _disconnect(receive: Any) -> None:
         pass
 
 
-class _Tally:
-    """Token counts of a stream's chunks; each prompt's count comes with each of its chunks."""
-
-    def __init__(self) -> None:
-        self._prompts: dict[int, int] = {}
-        self._cached: dict[int, int] = {}
-        self._reasoning: dict[tuple[int, int], int] = {}
-        self._completion = 0
-
-    def add(self, chunk: Chunk) -> None:
-        self._completion += chunk.num_tokens
-        prompt = chunk.batch_index
-        if chunk.num_input_tokens is not None:
-            self._prompts.setdefault(prompt, chunk.num_input_tokens)
-        if chunk.num_cached_tokens is not None:
-            self._cached.setdefault(prompt, chunk.num_cached_tokens)
-        if chunk.num_reasoning_tokens is not None:
-            self._reasoning[prompt, chunk.index] = chunk.num_reasoning_tokens
-
-    @property
-    def usage(self) -> dict[str, Any] | None:
-        counts = (self._prompts, self._cached, self._reasoning)
-        prompt, cached, reasoning = (sum(c.values()) if c else None for c in counts)
-        return usage(prompt, self._completion, cached, reasoning)
-
-
 @dataclass(frozen=True)
 class EventStream:
     """ASGI response: the rest of a stream as `data: {...}` events, ended by `data: [DONE]`.
@@ -129,7 +103,7 @@ class EventStream:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        tally = _Tally()
+        counts_tokens = self.exchange.counts_tokens or self.reply.include_usage
         lengths: dict[int, int] = {}
         open_choices = set(range(self.num_choices))
         for index in sorted(open_choices):
@@ -138,10 +112,8 @@ class EventStream:
                 yield _event(opening)
         try:
             async for chunk in self._chunks():
-                if self.exchange.counts_tokens:
+                if counts_tokens:
                     self.exchange.streamed(chunk)
-                if self.reply.include_usage:
-                    tally.add(chunk)
                 index = self.reply.index_of(chunk)
                 length = lengths.get(index, 0)
                 delta = self.reply.delta(chunk, length)
@@ -157,7 +129,7 @@ class EventStream:
         for index in sorted(open_choices):
             yield _event(self.reply.closing(index, None))
         if self.reply.include_usage:
-            yield _event(self.reply.counts(tally.usage))
+            yield _event(self.reply.counts(self.exchange.usage))
         yield b"data: [DONE]\n\n"
 
     async def _chunks(self) -> AsyncIterator[Chunk]:
