@@ -127,6 +127,19 @@ def test_pieces_come_as_the_text_comes(name: str) -> None:
     assert "am" in "".join(delta["function"]["arguments"] for delta in deltas)
 
 
+def test_arguments_without_a_utf8_form_are_no_call() -> None:
+    """A string of arguments may spell half of a surrogate pair: the response could not be written, and the
+    request ended with an error."""
+    call = {"name": "get_weather", "arguments": '{"city": "\ud83d"}'}
+    text = f"<tool_call>{json.dumps(call)}</tool_call>"
+    assert "\\ud83d" in text
+    answer = parser("hermes")
+    answer.feed(text)
+    answer.finish()
+    content, _, calls = answer.take()
+    assert (content, calls) == (text.removesuffix("</tool_call>") + "</tool_call>", [])
+
+
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_no_more_calls_than_allowed(name: str) -> None:
     expected = next(one for one in TRANSCRIPTS[name].values() if len(one.calls) == 2)

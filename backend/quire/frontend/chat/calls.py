@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from quire.converters import has_surrogates
 from quire.frontend.chat.json_reader import JsonReader
 from quire.frontend.chat.sink import AnswerSink
 
@@ -159,7 +160,7 @@ class CallReader:
         value = json.loads("".join(self._held))
         reader = JsonReader()
         text = "{}" if value is None else str(value).strip() or "{}"
-        if reader.feed(text) != len(text) or not reader.is_done:
+        if reader.feed(text) != len(text) or not reader.is_done or has_surrogates(text):
             return False
         self._held = [text]
         return self._tell_object()
