@@ -107,16 +107,17 @@ class LLM:
         assert len(each) == len(images) == len(plans) == len(batch), "one of each per prompt"
         processors: dict[str, RequestProcessor] = {}
         request_ids: list[str] = []
+
+        @functools.cache
+        def check(grammar: StructuredOutput) -> None:
+            self._vocabulary.compile(grammar)
+
         try:
-            compiled: set[StructuredOutput] = set()
             for prompt, one, image, plan in zip(batch, each, images, plans, strict=True):
                 token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 request_id = f"llm-{next(self._ids)}"
                 chat = None if chats is None else chats[len(processors)]
-                one, new_answer = prepare_answer(self._chat_parsing, one, chat)
-                if one.structured_output is not None and one.structured_output not in compiled:
-                    self._vocabulary.compile(one.structured_output)
-                    compiled.add(one.structured_output)
+                one, new_answer = prepare_answer(self._chat_parsing, one, chat, check)
                 if one.bad_words and self.tokenizer is not None:
                     one = with_bad_words_ids(one, self.tokenizer)
                 request_ids.append(request_id)

@@ -141,7 +141,9 @@ def test_a_call_that_begins_by_itself_is_valid(name: str, llm: LLM) -> None:
     use(llm, TEMPLATES[name])
     assert llm.tokenizer is not None and llm._chat_parsing is not None
     _, chat = llm.tokenizer.encode_chat(json.dumps({"messages": MESSAGES, "tools": TOOLS}))
-    structured = prepare_answer(llm._chat_parsing, llm.default_params, chat)[0].structured_output
+    structured = prepare_answer(llm._chat_parsing, llm.default_params, chat, llm._vocabulary.compile)[
+        0
+    ].structured_output
     assert structured is not None
     trigger = json.loads(structured.structural_tag)["format"]["triggers"][0]
     vocabulary = llm._vocabulary.compile(structured)
@@ -209,5 +211,7 @@ def test_a_schema_that_is_none_is_told_as_an_argument(
 ) -> None:
     use(llm, TEMPLATES[name])
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    with contextlib.suppress(InvalidArgumentError):
+    # A grammar that nobody asked for is done without, as behind Triton.
+    refusal = contextlib.suppress(InvalidArgumentError) if choice == "required" else contextlib.nullcontext()
+    with refusal:
         ask(llm, 1, {"tools": tools, "tool_choice": choice}, max_tokens=2)

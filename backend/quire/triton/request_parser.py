@@ -454,21 +454,13 @@ class RequestParser:
                     "exclude_input_in_output", "must be true: a prompt given as prompt_embeds has no text"
                 )
             echo_wanted = False
-        is_own = params.structured_output is None and chat is not None and not chat.asks_for_grammar
-        params, new_answer = prepare_answer(self.chat_parsing, params, chat)
+        for token_ids, _ in prompts:
+            check_prompt_logprobs(params, len(token_ids))
+        params, new_answer = prepare_answer(self.chat_parsing, params, chat, self._check_grammar)
+        check_token_parameters(params, info.vocab_size)
         skips_empty = raw.requested_outputs == self._all_outputs
         if new_answer is not None and skips_empty:
             outputs, final_outputs = outputs | CHAT_OUTPUTS, final_outputs | CHAT_OUTPUTS
-        check_token_parameters(params, info.vocab_size)
-        for token_ids, _ in prompts:
-            check_prompt_logprobs(params, len(token_ids))
-        if params.structured_output is not None:
-            try:
-                self._check_grammar(params.structured_output)  # last: it may take a while
-            except InvalidArgumentError:
-                if not is_own:
-                    raise
-                params = msgspec.structs.replace(params, structured_output=None)  # nobody asked for it
         embeds = _embeds(raw, len(prompts[0][0]), info)
         stops = StopAutomaton(params.stop) if params.stop else None
         first, *others = (

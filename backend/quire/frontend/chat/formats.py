@@ -240,13 +240,17 @@ class ChatParsing:
 
 
 def prepare_answer(
-    parsing: ChatParsing | None, params: SamplingParams, chat: ChatFormat | None
+    parsing: ChatParsing | None,
+    params: SamplingParams,
+    chat: ChatFormat | None,
+    check: Callable[[StructuredOutput], object],
 ) -> tuple[SamplingParams, Callable[[], Answer] | None]:
     """How a request's answer is generated and read.
 
     Args:
         parsing: the model's; None: it has no tokenizer.
         chat: of the messages that the prompt is made of; None: it is of none.
+        check: raises InvalidArgumentError for a grammar that cannot be followed.
 
     Returns:
         `params` with the grammar that the messages ask for and the tags of a thinking budget; and what makes
@@ -255,15 +259,21 @@ def prepare_answer(
     Raises:
         InvalidArgumentError: the model cannot do what is asked for; names the field.
     """
-    if parsing is None:
-        if params.thinking_budget is not None:
-            raise InvalidArgumentError("thinking_budget", "needs a tokenizer, and this checkpoint has none")
-        return params, None
-    if chat is not None:
+    if parsing is None and params.thinking_budget is not None:
+        raise InvalidArgumentError("thinking_budget", "needs a tokenizer, and this checkpoint has none")
+    is_own = params.structured_output is None and chat is not None and not chat.asks_for_grammar
+    if parsing is not None and chat is not None:
         params = parsing.with_grammar(params, chat)
-    if params.thinking_budget is not None:
+    if parsing is not None and params.thinking_budget is not None:
         params = parsing.with_thinking(params, chat)
-    if chat is None or not parsing.wants(chat):
+    if params.structured_output is not None:
+        try:
+            check(params.structured_output)
+        except InvalidArgumentError:
+            if not is_own:
+                raise
+            params = msgspec.structs.replace(params, structured_output=None)  # nobody asked for it
+    if parsing is None or chat is None or not parsing.wants(chat):
         return params, None
     return params, partial(parsing.answer, chat, skip_special_tokens=params.skip_special_tokens)
 
