@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.engine.cache_commands import Sleep
-from quire.engine.core import PROBE_ID
+from quire.engine.core import PROBE_ID, EngineCore
 from quire.errors import CheckpointError, UnavailableError
+from quire.outputs import EngineCoreOutput
 from quire.scheduling_params import SchedulingParams
 from tests.fixtures.checkpoints import make_checkpoint
 
@@ -119,6 +121,25 @@ def test_sleep_gives_the_memory_back(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr[-2000:]
         assert done.stdout.count("freed") == 2, done.stdout
         print(done.stdout)
+
+
+def test_what_goes_on_after_a_death_is_let_in_before_the_engine_sleeps(tmp_path: Path) -> None:
+    """Another frontend may be later with it than a command to sleep: its streams were broken off."""
+    core = LLM(str(make_checkpoint("llama", tmp_path / "llama")), **OPTIONS).core
+    core.begin_sleep(Sleep())
+    with pytest.raises(UnavailableError, match="about to sleep"):
+        core.add_request("new", [5], GREEDY)
+    core.add_request("old", [5], GREEDY, num_deaths=1, outputs={0: [7, 8]})
+    tokens = [token for output in iter_outputs(core) for token in output.new_token_ids]
+    assert len(tokens) == GREEDY.max_tokens - 2
+    core.sleep()
+    with pytest.raises(UnavailableError, match="is asleep"):
+        core.add_request("old", [5], GREEDY, num_deaths=1, outputs={0: [7, 8]})
+
+
+def iter_outputs(core: EngineCore) -> Iterator[EngineCoreOutput]:
+    while core.has_work:
+        yield from core.step()
 
 
 def test_a_health_check_under_way_does_not_keep_an_engine_awake(tmp_path: Path) -> None:

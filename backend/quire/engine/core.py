@@ -155,9 +155,10 @@ class EngineCore:
         Raises:
             InvalidArgumentError: empty prompt, token id outside the vocabulary, prompt longer than
                 max_model_len or (refused by the scheduler) than the KV cache can ever hold.
-            UnavailableError: the queue is full, or the engine asleep.
+            UnavailableError: the queue is full, or the engine asleep. What goes on is let in as long as it
+                does not sleep yet: nobody could know of it who asked for that.
         """
-        if self._rest:
+        if self.is_asleep or (self._rest and not num_deaths):
             raise UnavailableError(self._rest)
         for output in [[]] if outputs is None else outputs.values():
             check_prompt(
