@@ -20,6 +20,7 @@ from quire.engine.client import EngineClient  # noqa: E402
 from quire.engine.connection import EngineConnection  # noqa: E402
 from quire.engine.messages import EngineInfo, Goodbye, frontend_message_decoder  # noqa: E402
 from quire.engine.processes import start_time_of  # noqa: E402
+from quire.engine.runtime_directory import EngineState, RuntimeDirectory  # noqa: E402
 from quire.engine.supervisor import EngineAddress  # noqa: E402
 from quire.errors import CheckpointError, EngineStoppedError  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
@@ -40,6 +41,7 @@ class Engines:
         self.context: zmq.Context[Any] = zmq.Context()
         self.router = self.context.socket(zmq.ROUTER)
         self.address = f"ipc://{directory}/engine.ipc"
+        self.directory = directory / "run"
         self.router.bind(self.address)
         self.script: list[Exception] = []
         self.process: subprocess.Popen[bytes] | None = None
@@ -54,7 +56,7 @@ class Engines:
         self.process = subprocess.Popen(["sleep", "600"])
         start_time = start_time_of(self.process.pid)
         assert start_time is not None
-        address = EngineAddress(self.process.pid, self.address, self.num_attempts, start_time)
+        address = EngineAddress(self.process.pid, self.address, self.num_attempts, start_time, self.directory)
         connection = EngineConnection(self.context, address)
         return connection, EngineInfo(self.process.pid, 64, 600, 8, False, 8, 16, 0, "float32", "cpu")
 
@@ -126,7 +128,7 @@ def test_pauses_grow_until_an_engine_has_lived_for_a_while(
     """An engine that dies of its first request must not be started as fast as it dies."""
     engines, served = make()
     waited: list[float] = []
-    monkeypatch.setattr(served.engine._closed, "wait", lambda timeout: waited.append(timeout))
+    monkeypatch.setattr(served.engine, "_pause", lambda seconds, died: waited.append(seconds))
     for _ in range(8):
         engines.allowed.release()
         process = engines.process
@@ -150,6 +152,27 @@ def test_an_operators_stop_is_the_end_of_it(make: Callable[[], tuple[Engines, Re
     error = ask(served).error
     assert "told to stop" in error.message() and "retry" not in error.message()
     assert engines.num_attempts == 2
+
+
+def test_a_stop_ends_a_pause(
+    make: Callable[[], tuple[Engines, Responder]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two attempts to start an engine nobody looked for it, for half a minute: the server ended
+    before, and what waited for an engine got no final response."""
+    monkeypatch.setattr(client, "RESTART_PAUSES_S", (10 * WAIT_S,))
+    engines, served = make()
+    sender = fake_pb_utils.ResponseSender()
+    served.submit(RequestHandle(sender, "r", ""), ParsedRequest([1], SamplingParams(), "", OUTPUTS, OUTPUTS))
+    wait_until(lambda: bool(served._generating))
+    engines.script = [EngineStoppedError("the engine was told to stop")]
+    engines.allowed.release()
+    engines.kill()
+    wait_until(lambda: served._is_paused)
+    assert engines.process is not None and not sender.final.is_set()
+    with RuntimeDirectory.locked(engines.directory) as directory:
+        directory.write_state(EngineState("stopped", engines.process.pid, 0, 0))
+    assert sender.final.wait(WAIT_S)
+    assert "told to stop" in sender.responses[0].error.message()
 
 
 def test_an_engine_that_is_there_after_the_end_is_left_at_once(

@@ -176,7 +176,7 @@ def test_the_model_is_ready_while_its_engine_is(watched: Watched, monkeypatch: p
     assert not model.is_ready(), "stuck"
     monkeypatch.undo()
     monkeypatch.setattr(served, "is_alive", lambda: True)
-    monkeypatch.setattr(watched.client, "_restart", lambda: None)
+    monkeypatch.setattr(watched.client, "_restart", lambda died: None)
     assert model.is_ready()
     monkeypatch.setattr(served.drain, "_ends_at", 1.0)
     assert not model.is_ready(), "it is being unloaded"

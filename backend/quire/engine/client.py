@@ -24,6 +24,7 @@ from quire.engine.messages import (
     Outputs,
     Stats,
 )
+from quire.engine.supervisor import EngineAddress
 from quire.errors import EngineStoppedError, UnavailableError
 from quire.request import FinishReason
 
@@ -35,6 +36,8 @@ SOUND_S = 60.0
 """An engine that lived this long, or brought a token, is replaced at once."""
 THAWED_S = 1.0
 """How long an engine must be seen to be overdue: after all processes were frozen it is for a moment."""
+STOP_LOOK_S = 0.2
+"""Time between two looks, during such a pause, whether the engine was told to stop meanwhile."""
 MAX_FAILED_STARTS = 3
 """Attempts in a row to start an engine after which requests that wait for one end."""
 
@@ -228,11 +231,13 @@ class EngineClient:
         if self._has_answered or time.monotonic() - self._connected_at >= SOUND_S:
             self._num_restarts = 0
         try:
-            threading.Thread(target=self._restart, name="quire-restart", daemon=True).start()
+            threading.Thread(
+                target=self._restart, args=(connection.address,), name="quire-restart", daemon=True
+            ).start()
         except RuntimeError as error:  # what was in flight must be ended all the same
             self._give_up(f"the engine process died and no other can be started: {error}")
 
-    def _restart(self) -> None:
+    def _restart(self, died: EngineAddress) -> None:
         """Tries until there is an engine again, since what it lacks (a checkpoint, memory) may come back.
 
         Only an operator's stop ends it: of this frontend, or of the engine.
@@ -241,7 +246,8 @@ class EngineClient:
             pause_s = RESTART_PAUSES_S[min(self._num_restarts, len(RESTART_PAUSES_S) - 1)]
             self._next_attempt = time.monotonic() + pause_s
             self._num_restarts += 1
-            if self._closed.wait(pause_s):
+            self._pause(pause_s, died)
+            if self._closed.is_set():
                 return
             try:
                 successor = self._connect()
@@ -262,6 +268,13 @@ class EngineClient:
                 self.wake()
                 return
         successor[0].close(goodbye=True)
+
+    def _pause(self, seconds: float, died: EngineAddress) -> None:
+        """Waits, at most until this frontend or the engine is told to stop."""
+        ends_at = time.monotonic() + seconds
+        while not died.was_stopped() and (left_s := ends_at - time.monotonic()) > 0:
+            if self._closed.wait(min(left_s, STOP_LOOK_S)):
+                return
 
     def _give_up(self, reason: str) -> None:
         self._next_attempt = None

@@ -71,6 +71,12 @@ class EngineAddress:
         with self._opened() as directory:
             return None if directory is None else directory.heartbeat(self.pid)
 
+    def was_stopped(self) -> bool:
+        """Whether it, or an engine in its place, was told to stop: no other is to follow."""
+        with self._opened() as directory:
+            state = None if directory is None else directory.read_state()
+        return state is not None and state.state == "stopped"
+
     @contextlib.contextmanager
     def _opened(self) -> Iterator[RuntimeDirectory | None]:
         found = None
