@@ -627,6 +627,27 @@ def test_what_is_at_risk_is_told_however_many_they_are_and_a_full_disk_ends_noth
     assert [path.name for path in tmp_path.iterdir()] == ["at-risk-7"]
 
 
+def test_what_engines_leave_does_not_pile_up(site: Site) -> None:
+    """Each that was killed left files behind for as long as the server lived; of the latest another frontend
+    may still have to read what was at risk."""
+    supervisor = site.supervisor()
+    pids = []
+    for _ in range(3):
+        pids.append(pid := supervisor.ensure().pid)
+        directory = RuntimeDirectory(supervisor.directory)
+        assert directory.heartbeat(pid, 1.0) is not None
+        directory.write_risk(pid, NO_RISK)
+        (directory.path / f"engine-{pid}.ipc").touch()
+        directory.write(".interrupted", b"")
+        directory.close()
+        os.kill(pid, signal.SIGKILL)
+        until(lambda pid=pid: start_time_of(pid) is None)
+    supervisor.ensure()
+    of_engines = {f"{kind}-{pids[-1]}" for kind in ("heartbeat", "at-risk")}
+    kept = {path.name for path in supervisor.directory.iterdir() if not path.name.startswith("frontend-")}
+    assert kept == {"lock", "state.json", "config.json", *of_engines}
+
+
 def test_the_end_of_a_process_is_seen_at_descriptors_beyond_those_of_select() -> None:
     """A frontend with many clients has more than 1024, and could not end an engine then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

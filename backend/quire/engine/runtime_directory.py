@@ -167,6 +167,14 @@ class RuntimeDirectory:
             return None
         return Heartbeat(fd, watchdog_s or 0.0)
 
+    def tidy(self, pid: int) -> None:
+        """Removes what engines have left, all of which have ended, but for what the latest one with this pid
+        said of its end: its other frontends may not have read that yet."""
+        kept = {f"at-risk-{pid}", f"heartbeat-{pid}"}
+        for name in os.listdir(self._fd):  # noqa: PTH208 (of the open one)
+            if name.startswith(("at-risk-", "heartbeat-", "engine-", ".")) and name not in kept:
+                os.unlink(name, dir_fd=self._fd)
+
     def socket_path(self) -> Path:
         """A path for a new socket, one that was never used.
 

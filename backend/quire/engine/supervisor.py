@@ -142,6 +142,7 @@ class EngineSupervisor:
                 if state is None or not state.is_alive or state.state in ("failed", "stopped"):
                     if state is not None:
                         _wait_or_kill(state.pid, state.start_time, STOP_WAIT_S)
+                        directory.tidy(state.pid)
                     state = self._start(directory, 0 if state is None else state.generation + 1)
                 self._address = self._wait_ready(directory, state)
                 return self._address
