@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -146,9 +146,7 @@ class RequestHandle:
         last_sent = self.last_sent.get(key)
         if self.parsed.cumulative:
             output = self.so_far[key] = output.after(self.so_far.get(key))
-        request = self.parsed.of_item(output.item)
-        echo = request.echo if last_sent is None or request.cumulative else ""
-        num_bytes, tensors = self._tensors(output, request, echo)
+        num_bytes, tensors = self._tensors(output)
         response = pb_utils.InferenceResponse(tensors)
         now = self.last_sent[key] = time.monotonic()
         pause_s = 0.0
@@ -168,10 +166,17 @@ class RequestHandle:
         self._sender = None
         return pause_s
 
-    def _tensors(self, output: RequestOutput, parsed: ParsedRequest, echo: str) -> tuple[int, list[Any]]:
+    def request_of(self, output: RequestOutput) -> ParsedRequest:
+        """What is asked of the prompt that an output belongs to."""
+        assert self.parsed is not None
+        return self.parsed.of_item(output.item)
+
+    def _tensors(self, output: RequestOutput) -> tuple[int, list[Any]]:
         """The tensors of one response, and how many bytes they hold at least."""
         num_bytes = 0
         tensors = []
+        parsed = self.request_of(output)
+        arrays = _ARRAYS[parsed.form]
         names = parsed.final_outputs if output.finished else parsed.outputs
         if output.prompt_logprobs is not None:
             names |= {"prompt_logprobs"}
@@ -180,26 +185,14 @@ class RequestHandle:
                 none = "None" if parsed.form == "vllm" else ""
                 tensors.append(finish_reason_tensor(output.finish_reason or none))
                 continue
-            if name == "text_output":
-                array = _bytes(echo + output.text if echo else output.text)
-            elif name == "timing":
-                array = _bytes(self._timing(output, parsed))
-            elif parsed.form == "vllm" and name == "logprobs":
-                found = b"null" if parsed.hides_logprobs else _vllm_logprobs(output, self.text_of)
-                array = np.array([found], dtype=_OBJECT)
-            elif name in ("logprobs", "prompt_logprobs"):
-                array = np.array([_logprobs(getattr(output, name) or [], self.text_of)], dtype=_OBJECT)
-            elif parsed.form == "batched" and name in _BATCHED_ARRAYS:
-                array = _BATCHED_ARRAYS[name](output)
-            else:
-                array = _ARRAYS[name](output)
-                if parsed.skips_empty and name in CHAT_OUTPUTS and array[0] in (b"", b"[]"):
-                    continue
+            array = arrays[name](output, self)
+            if parsed.skips_empty and name in CHAT_OUTPUTS and array[0] in (b"", b"[]"):
+                continue
             num_bytes += len(array[0]) if array.dtype == _OBJECT else array.nbytes
             tensors.append(pb_utils.Tensor(name, array))
         return num_bytes, tensors
 
-    def _timing(self, output: RequestOutput, parsed: ParsedRequest) -> str:
+    def timing(self, output: RequestOutput) -> bytes:
         """JSON of where a choice's time went, in milliseconds since the request came to the model.
 
         queue, prefill (to the first token) and decode are the parts of total, which ends with this response;
@@ -207,9 +200,9 @@ class RequestHandle:
         response was sent. Empty where nothing was generated (a command).
         """
         if not self.processors:
-            return "{}"
+            return b"{}"
         choice = self.processors[output.item].choices[output.index]
-        arrived, now = parsed.arrived_at, time.monotonic()
+        arrived, now = self.request_of(output).arrived_at, time.monotonic()
         admitted = choice.admitted_at or now
         first_token = choice.first_token_at or now
         seconds = {
@@ -229,7 +222,7 @@ class RequestHandle:
                 "num_accepted_drafts": 0,
                 "result_cached": self.is_replay,
             }
-        )
+        ).encode()
 
     def send_error(
         self, message: str, code: str, retry_after_s: float | None = None, *, careful: bool = False
@@ -272,23 +265,23 @@ def finish_reason_tensor(reason: str) -> Any:
 
     Where Triton's utilities end before the interpreter does, the cache must be cleared before them.
     """
-    return pb_utils.Tensor("finish_reason", _bytes(reason))
+    return pb_utils.Tensor("finish_reason", _bytes(reason.encode()))
 
 
-def _bytes(text: str) -> Any:
+def _bytes(value: bytes) -> Any:
     array = np.empty(1, dtype=_OBJECT)
-    array[0] = text.encode("utf-8")
+    array[0] = value
     return array
 
 
-def _logprobs(entries: Sequence[TokenLogprobs | None], text_of: Callable[[int], str] | None) -> bytes:
+def _logprobs(entries: Sequence[TokenLogprobs | None] | None, text_of: Callable[[int], str] | None) -> bytes:
     """JSON: per token its id, its log-probability and rank, and those of the most likely ones, with the texts
     of all where there is a tokenizer; null for the first token of a prompt.
 
     An answer that is sent whole may hold millions of numbers, and all streams wait while they are written.
     """
     told: list[dict[str, Any] | None] = []
-    for entry in entries:
+    for entry in entries or ():
         if entry is None:
             told.append(None)
             continue
@@ -307,46 +300,67 @@ def _logprobs(entries: Sequence[TokenLogprobs | None], text_of: Callable[[int], 
 
 
 def _vllm_logprobs(output: RequestOutput, text_of: Callable[[int], str] | None) -> bytes:
-    """As vllm_backend writes them: per token an object by token id, the most likely ones ranked by place."""
+    """JSON as vllm_backend writes it: per token an object by token id, of the token and the most likely ones.
+
+    The rank of the latter is their place; that of a token behind them may be unknown (beam search), and is
+    then the next one.
+    """
     entries = []
-    for entry in output.logprobs or []:
-        (drawn, *top), (logprob, *logprobs) = entry.token_ids, entry.logprobs
-        ranked = {token: (one, rank) for rank, (token, one) in enumerate(zip(top, logprobs, strict=True), 1)}
-        ranked.setdefault(drawn, (logprob, entry.rank or len(top) + 1))
+    for entry in output.logprobs or ():
+        ranks = (entry.rank or len(entry.token_ids), *range(1, len(entry.token_ids)))
         entries.append(
             {
-                token: {"logprob": one, "rank": rank, "decoded_token": text_of(token) if text_of else ""}
-                for token, (one, rank) in ranked.items()
+                token: {"logprob": logprob, "rank": rank, "decoded_token": text_of(token) if text_of else ""}
+                for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True)
             }
         )
     return msgspec.json.encode(entries)
 
 
-_BATCHED_ARRAYS: dict[str, Callable[[RequestOutput], Any]] = {
-    "output_ids": lambda output: np.array([[output.token_ids]], dtype=np.int32),
-    "batch_index": lambda output: np.array([[output.item]], dtype=np.int32),
-    "sequence_index": lambda output: np.array([[output.index]], dtype=np.int32),
-    "sequence_length": lambda output: np.array([[len(output.token_ids)]], dtype=np.int32),
-    "embedding": lambda output: np.frombuffer(output.embedding, np.float32)[None],
-    "cum_log_probs": lambda output: np.array([[output.cumulative_logprob or 0.0]], dtype=np.float32),
-    "output_log_probs": lambda output: np.array(
-        [[[entry.logprobs[0] for entry in output.logprobs or []]]], dtype=np.float32
-    ),
-}
-"""What differs where tensors have a batch dimension and, as TensorRT-LLM's, one for the beams of a row."""
+_Array: TypeAlias = Callable[[RequestOutput, RequestHandle], Any]
+"""Makes what an output's tensor holds."""
 
-_ARRAYS: dict[str, Callable[[RequestOutput], Any]] = {
-    "output_ids": lambda output: np.array(output.token_ids, dtype=np.int32),
-    "embedding": lambda output: np.frombuffer(output.embedding, np.float32),
-    "stop_reason": lambda output: _bytes("" if output.stop_reason is None else str(output.stop_reason)),
-    "index": lambda output: np.array([output.index], dtype=np.int32),
-    "batch_index": lambda output: np.array([output.item], dtype=np.int32),
-    "num_input_tokens": lambda output: np.array([output.num_prompt_tokens], dtype=np.uint32),
-    "num_output_tokens": lambda output: np.array([len(output.token_ids)], dtype=np.uint32),
-    "num_cached_tokens": lambda output: np.array([output.num_cached_tokens], dtype=np.uint32),
-    "num_reasoning_tokens": lambda output: np.array([output.num_reasoning_tokens], dtype=np.uint32),
-    "reasoning_output": lambda output: _bytes(output.reasoning),
-    "tool_calls": lambda output: np.array([msgspec.json.encode(output.tool_calls)], dtype=np.object_),
-    "cumulative_logprob": lambda output: np.array([output.cumulative_logprob or 0.0], dtype=np.float32),
+_QUIRE_ARRAYS: dict[str, _Array] = {
+    "text_output": lambda output, handle: _bytes((handle.request_of(output).echo + output.text).encode()),
+    "output_ids": lambda output, _: np.array(output.token_ids, dtype=np.int32),
+    "embedding": lambda output, _: np.frombuffer(output.embedding, np.float32),
+    "stop_reason": lambda output, _: _bytes(
+        b"" if output.stop_reason is None else str(output.stop_reason).encode()
+    ),
+    "index": lambda output, _: np.array([output.index], dtype=np.int32),
+    "batch_index": lambda output, _: np.array([output.item], dtype=np.int32),
+    "num_input_tokens": lambda output, _: np.array([output.num_prompt_tokens], dtype=np.uint32),
+    "num_output_tokens": lambda output, _: np.array([len(output.token_ids)], dtype=np.uint32),
+    "num_cached_tokens": lambda output, _: np.array([output.num_cached_tokens], dtype=np.uint32),
+    "num_reasoning_tokens": lambda output, _: np.array([output.num_reasoning_tokens], dtype=np.uint32),
+    "reasoning_output": lambda output, _: _bytes(output.reasoning.encode()),
+    "tool_calls": lambda output, _: _bytes(msgspec.json.encode(output.tool_calls)),
+    "logprobs": lambda output, handle: _bytes(_logprobs(output.logprobs, handle.text_of)),
+    "prompt_logprobs": lambda output, handle: _bytes(_logprobs(output.prompt_logprobs, handle.text_of)),
+    "cumulative_logprob": lambda output, _: np.array([output.cumulative_logprob or 0.0], np.float32),
+    "timing": lambda output, handle: _bytes(handle.timing(output)),
 }
-"""What an output's tensor holds, but for texts of tokens, `finish_reason` and `timing`."""
+
+_ARRAYS: dict[str, dict[str, _Array]] = {
+    "quire": _QUIRE_ARRAYS,
+    "vllm": {
+        **_QUIRE_ARRAYS,
+        "logprobs": lambda output, handle: _bytes(
+            b"null" if handle.request_of(output).hides_logprobs else _vllm_logprobs(output, handle.text_of)
+        ),
+    },
+    "batched": {
+        **_QUIRE_ARRAYS,
+        "output_ids": lambda output, _: np.array([[output.token_ids]], dtype=np.int32),
+        "batch_index": lambda output, _: np.array([[output.item]], dtype=np.int32),
+        "sequence_index": lambda output, _: np.array([[output.index]], dtype=np.int32),
+        "sequence_length": lambda output, _: np.array([[len(output.token_ids)]], dtype=np.int32),
+        "embedding": lambda output, _: np.frombuffer(output.embedding, np.float32)[None],
+        "cum_log_probs": lambda output, _: np.array([[output.cumulative_logprob or 0.0]], np.float32),
+        "output_log_probs": lambda output, _: np.array(
+            [[[entry.logprobs[0] for entry in output.logprobs or ()]]], dtype=np.float32
+        ),
+    },
+}
+"""By `ParsedRequest.form` and name, but for `finish_reason`; "batched" tensors have a batch dimension and, as
+TensorRT-LLM's, one for the beams of a row."""
