@@ -210,8 +210,8 @@ def test_requests_end_as_usual_while_there_is_no_engine(frontend: Frontend) -> N
     frontend.kill()
     served = frontend.responder
     *_, last = served._open.values()
-    assert last.parsed is not None
-    last.parsed.scheduling = SchedulingParams(ttft_deadline=now)
+    paused = served._generating[last.request_id]
+    paused.message = msgspec.structs.replace(paused.message, scheduling=SchedulingParams(ttft_deadline=now))
     new = submit()
     assert new.responses[0].error.code() == fake_pb_utils.TritonError.UNAVAILABLE
     cancel = submit(external_id="mine", cancel=True)
@@ -230,6 +230,42 @@ def test_requests_end_as_usual_while_there_is_no_engine(frontend: Frontend) -> N
     assert len(frontend.engine.core.scheduler.roster.requests) == 1, "only one is to go on"
     frontend.run([patient])
     assert len(answers(patient)[0, 0]["ids"]) == 60
+
+
+def test_each_prompt_has_its_own_deadline_while_there_is_no_engine(frontend: Frontend) -> None:
+    """Those of a batch were all ended by the deadline of its first row, or not at all."""
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    sender = frontend.submit([[4, 5], [6, 7]], params, outputs=TENSORS, final_outputs=TENSORS)
+    for _ in range(3):
+        frontend.step()
+    served = frontend.responder
+    _, second = served._generating.values()
+    scheduling = SchedulingParams(deadline=time.monotonic())
+    second.message = msgspec.structs.replace(second.message, scheduling=scheduling)
+    frontend.kill()
+    served._poll_queue = [(0.0, request_id, handle) for _, request_id, handle in served._poll_queue]
+    frontend.turn()
+    frontend.replace()
+    frontend.run([sender])
+    found = answers(sender)
+    assert (found[0, 0]["reason"], len(found[0, 0]["ids"])) == ("length", 30)
+    assert found[1, 0]["reason"] == "timeout" and 0 < len(found[1, 0]["ids"]) < 30
+
+
+def test_a_death_is_learned_of_behind_an_answer_that_cannot_be_handled(frontend: Frontend) -> None:
+    """All that had come with such an answer was lost: requests waited for an engine that was dead."""
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    sender = frontend.submit([[4, 5]], params)
+    (generation,) = frontend.responder._generating.values()
+    frontend.step()
+    frontend.engine.step()
+    generation.recording = object()  # type: ignore[assignment]  # what fails when it is told of an output
+    frontend.kill()
+    assert frontend.responder._is_paused
+    generation.recording = None
+    frontend.replace()
+    frontend.run([sender])
+    assert len(answers(sender)[0, 0]["ids"]) == 9
 
 
 @pytest.mark.parametrize("max_pause_s", [60.0, 0.0])

@@ -256,7 +256,7 @@ def test_what_ended_otherwise_is_not_kept(harness: Harness) -> None:
     harness.runner.gate.set()
     assert responses(late)[-1]["finish_reason"] == [b"timeout"]
     assert harness.cache._memory.num_bytes == 0
-    assert harness.responder._num_recordings == 0
+    assert not harness.responder._generating
     assert not timing_of(harness.ask(GREEDY))["result_cached"]
     assert timing_of(harness.ask(GREEDY))["result_cached"]
 
@@ -268,7 +268,7 @@ def test_one_that_is_refused_leaves_the_others_recordings_whole(harness: Harness
     refused = harness.submit(GREEDY)
     assert refused.final.wait(WAIT_S) and refused.responses[-1].error is not None
     harness.responder.drain._ends_at = None  # the model was loaded again
-    assert harness.responder._num_recordings == 0
+    assert not harness.responder._generating
     assert not timing_of(harness.ask(GREEDY))["result_cached"]
     assert timing_of(harness.ask(GREEDY))["result_cached"]
 

@@ -10,6 +10,7 @@ from quire.core.probation import Risk
 from quire.engine.messages import AddRequest
 from quire.frontend.output_processor import RequestProcessor
 from quire.triton.request_handle import RequestHandle
+from quire.triton.result_cache import Recording
 
 MAX_KILLS = 2
 
@@ -22,10 +23,17 @@ class Generation:
     processor: RequestProcessor
     message: AddRequest
     """As the first engine was given it; its embeddings' memory is open as long as the request is."""
+    recording: Recording | None = None
+    """Notes what engines say of the request."""
     num_deaths: int = 0
     """Engines that died and had it, since it last was no suspect (`core/probation.py`)."""
     num_kills: int = 0
     """Those among them, in a row, that computed nothing else when they died."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no engine is to go on with it: it has ended, or comes from the result cache."""
+        return self.processor.finished or self.handle.is_replay or not self.handle.is_open
 
     def take_death(self, risk: Risk) -> bool:
         """An engine that had it died; whether that, and the death before, was of nothing else."""

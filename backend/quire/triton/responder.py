@@ -22,12 +22,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from quire.core.probation import Risk
-from quire.engine.client import EngineClient, EngineGone, EngineLost, EngineReplaced
+from quire.engine.client import Answer, EngineClient, EngineGone, EngineLost, EngineReplaced
 from quire.engine.messages import (
     CancelByExternalId,
     CommandResult,
@@ -100,8 +101,6 @@ class Responder(threading.Thread):
         self.drain = Drain() if drain is None else drain
         self._model, self._observers, self._meter = model, observers, meter
         self._results = results
-        self._num_recordings = 0
-        """Open requests of which the engine's answers are noted."""
         self._replays: deque[tuple[RequestHandle, Iterator[EngineCoreOutput]]] = deque()
         """Requests that are answered from the result cache, and what is still to be said of them."""
         self._inbox: deque[tuple[Callable[[], None], RequestHandle | None]] = deque()
@@ -211,7 +210,6 @@ class Responder(threading.Thread):
     def _submit(self, handle: RequestHandle, parsed: ParsedRequest) -> None:
         handle.parsed = parsed
         self._open[handle.request_id] = handle
-        self._num_recordings += parsed.recording is not None
         try:
             for message in self._messages(handle, parsed):
                 self.engine.send(message)
@@ -255,7 +253,7 @@ class Responder(threading.Thread):
             )
             handle.processors.append(processor)
             message = add_request(request_id, prompt, prompt.arrived_at or now)
-            self._generating[request_id] = Generation(handle, processor, message)
+            self._generating[request_id] = Generation(handle, processor, message, parsed.recording)
             messages.append(message)
         handle.num_open_choices = sum(len(processor.choices) for processor in handle.processors)
         if parsed.results is not None:
@@ -286,36 +284,36 @@ class Responder(threading.Thread):
             self._abort(handle, FinishReason.ERROR)
 
     def _receive(self) -> None:
-        stopped: list[str] = []
         for answer in self.engine.receive():
-            match answer:
-                case Outputs():
-                    self._pace.step(time.monotonic())
-                    if self._num_recordings:
-                        self._record(answer.outputs)
-                    for output in answer.outputs:
-                        found = self._generating.get(output.request_id)
-                        if found is None:
-                            continue
-                        choice = found.processor.choices[output.index]
-                        if choice not in self._due or not choice.append(output):
-                            stopped += self._process(found.handle, found.processor, choice, output)
-                case CommandResult():
-                    self._answer(answer)
-                case EngineLost():
-                    self._pause_all(answer.risk)
-                case EngineReplaced():
-                    self._continue_all()
-                case EngineGone():
-                    self._end_all(answer.reason)
-        self.engine.abort(stopped, FinishReason.STOP)
+            # Each by itself: the death of an engine must be learned of, whatever its last words do.
+            self._guard(partial(self._take, answer))
 
-    def _record(self, outputs: list[EngineCoreOutput]) -> None:
+    def _take(self, answer: Answer) -> None:
+        match answer:
+            case Outputs():
+                self._take_outputs(answer.outputs)
+            case CommandResult():
+                self._answer(answer)
+            case EngineLost():
+                self._pause_all(answer.risk)
+            case EngineReplaced():
+                self._continue_all()
+            case EngineGone():
+                self._end_all(answer.reason)
+
+    def _take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
+        self._pace.step(time.monotonic())
+        stopped: list[str] = []
         for output in outputs:
             found = self._generating.get(output.request_id)
-            parsed = None if found is None else found.handle.parsed
-            if found is not None and parsed is not None and parsed.recording and output.error is None:
-                parsed.recording.take(found.processor.choices[output.index], output)
+            if found is None:
+                continue
+            choice = found.processor.choices[output.index]
+            if found.recording is not None and output.error is None:
+                found.recording.take(choice, output)
+            if choice not in self._due or not choice.append(output):
+                stopped += self._process(found.handle, found.processor, choice, output)
+        self.engine.abort(stopped, FinishReason.STOP)
 
     def _process(
         self,
@@ -437,9 +435,7 @@ class Responder(threading.Thread):
 
     def _forget(self, handle: RequestHandle) -> None:
         """Nothing more is to be sent of the request but, maybe, an end that failed."""
-        was_open = self._open.pop(handle.request_id, None) is not None
-        if was_open and handle.parsed is not None and handle.parsed.recording is not None:
-            self._num_recordings -= 1
+        self._open.pop(handle.request_id, None)
         if handle.parsed is not None and handle.parsed.buffer is not None:
             handle.parsed.buffer.close()
         for processor in handle.processors:
@@ -574,7 +570,7 @@ class Responder(threading.Thread):
         if not self._max_pause_s:
             return self._end_all("max_pause_s is 0")
         for generation in list(self._generating.values()):
-            if generation.handle.is_replay or generation.processor.finished:
+            if generation.is_over:
                 continue
             if generation.take_death(risk):
                 self._tell_end(generation.handle, FinishReason.ERROR)
@@ -587,7 +583,7 @@ class Responder(threading.Thread):
         """There is an engine again: it is given what is not finished, oldest first."""
         self._is_paused = False
         for generation in list(self._generating.values()):
-            if generation.processor.finished or generation.handle.is_replay:
+            if generation.is_over:
                 continue
             try:
                 self.engine.send(generation.next_message())
@@ -602,37 +598,37 @@ class Responder(threading.Thread):
                 self._tell_end(handle, FinishReason.ERROR)
                 self._fail(handle, message, "UNAVAILABLE")
 
-    def _finish(self, handle: RequestHandle, reason: FinishReason) -> None:
-        """Ends a request that no engine has, as the engine would: its choices keep what was generated."""
-        for processor in handle.processors:
-            for choice in processor.choices:
-                if not choice.finished:
-                    choice.finish(reason)
-                    self._mark(handle, choice)
+    def _finish(self, generation: Generation, reason: FinishReason) -> None:
+        """Ends a prompt that no engine has, as the engine would: its choices keep what was generated."""
+        for choice in generation.processor.choices:
+            if not choice.finished:
+                choice.finish(reason)
+                self._mark(generation.handle, choice)
 
     def _cancel_here(self, command: RequestHandle, parsed: ParsedRequest) -> bool:
         """Ends paused requests that a command names; False where it names none."""
         found = [
-            generation.handle
+            generation
             for generation in self._generating.values()
             if generation.message.external_id == parsed.external_id
             and generation.message.scheduling.tenant == parsed.scheduling.tenant
         ]
-        for handle in found:
-            self._finish(handle, FinishReason.CANCELLED)
+        for generation in found:
+            self._finish(generation, FinishReason.CANCELLED)
         if found:
             self._answer(CommandResult(command.request_id, {}))
         return bool(found)
 
     def _expire(self, handle: RequestHandle, now: float) -> None:
-        """Ends a paused request whose deadline is over."""
-        assert handle.parsed is not None
-        scheduling = handle.parsed.scheduling
-        has_tokens = any(c.num_output_tokens for processor in handle.processors for c in processor.choices)
-        due = [scheduling.deadline, None if has_tokens else scheduling.ttft_deadline]
-        if any(one is not None and one <= now for one in due):
-            self._finish(handle, FinishReason.TIMEOUT)
-        elif now >= self._paused_until:
+        """Ends paused prompts of a request whose deadlines are over."""
+        for processor in handle.processors:
+            generation = self._generating[processor.request_id]
+            scheduling = generation.message.scheduling
+            has_tokens = any(choice.num_output_tokens for choice in processor.choices)
+            due = (scheduling.deadline, None if has_tokens else scheduling.ttft_deadline)
+            if any(one is not None and one <= now for one in due):
+                self._finish(generation, FinishReason.TIMEOUT)
+        if now >= self._paused_until:
             self._end_all(f"there is no other after {self._max_pause_s:g} s (max_pause_s)")
 
     def _poll_later(self, handle: RequestHandle, when: float) -> None:
