@@ -54,7 +54,8 @@ class KVEventBatch(msgspec.Struct, array_like=True):
     ts: float
     """Seconds since the epoch."""
     events: list[KVEvent]
-    data_parallel_rank: int | None = None
+    data_parallel_rank: int = 0
+    """vLLM's; each engine here is one of its own."""
 
 
 def external_hash(content_hash: bytes) -> int:

@@ -36,10 +36,9 @@ class KVEventPublisher:
 
     Args:
         endpoint: bound where it names this machine (a wildcard, loopback, ipc, inproc), else connected to,
-            for subscribers that bind. With rank r the port is r higher (inproc: the name gets _dpR).
+            for subscribers that bind.
         replay_endpoint: always bound; empty: no replay.
         buffer_batches: how many batches are kept for replay.
-        rank: the engine's data-parallel rank, told in every batch.
 
     Raises:
         ConfigError: an address cannot be used.
@@ -51,7 +50,6 @@ class KVEventPublisher:
         replay_endpoint: str = "",
         topic: str = "",
         buffer_batches: int = 10_000,
-        rank: int = 0,
     ) -> None:
         for address in filter(None, (endpoint, replay_endpoint)):
             if not _OF_THIS_MACHINE.search(address):
@@ -60,7 +58,6 @@ class KVEventPublisher:
                     "(docs/kv-events.md)",
                     address,
                 )
-        self._rank = rank
         self._topic = topic.encode()
         self._encoder = msgspec.msgpack.Encoder()
         self._next_number = 0
@@ -76,13 +73,12 @@ class KVEventPublisher:
         self._replay.set_hwm(buffer_batches + 1)
         self._replay.linger = LINGER_MS
         try:
-            address = _of_rank(endpoint, rank)
-            if _BOUND.search(address):
-                self._pub.bind(address)
+            if _BOUND.search(endpoint):
+                self._pub.bind(endpoint)
             else:
-                self._pub.connect(address)
+                self._pub.connect(endpoint)
             if replay_endpoint:
-                self._replay.bind(_of_rank(replay_endpoint, rank))
+                self._replay.bind(replay_endpoint)
         except (zmq.ZMQError, ValueError) as error:
             self._context.destroy(linger=0)
             raise ConfigError(
@@ -100,7 +96,6 @@ class KVEventPublisher:
     def publish(self, batch: KVEventBatch) -> None:
         """Hands a batch to the thread; never blocks. Batches that pile up beyond `buffer_batches` are lost,
         which subscribers see by a gap in the numbers."""
-        batch.data_parallel_rank = self._rank
         self._pending.append((self._next_number, batch))
         self._next_number += 1
         os.eventfd_write(self._wake, 1)
@@ -149,13 +144,3 @@ class KVEventPublisher:
     @staticmethod
     def _address(socket: zmq.Socket[bytes]) -> str:
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-
-def _of_rank(endpoint: str, rank: int) -> str:
-    """The address that the engine of a rank uses, so that ranks do not collide."""
-    if rank == 0:
-        return endpoint
-    if not endpoint.startswith("tcp://"):
-        return f"{endpoint}_dp{rank}"
-    host, _, port = endpoint.rpartition(":")
-    return f"{host}:{int(port) + rank}"
