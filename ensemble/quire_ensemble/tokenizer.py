@@ -259,12 +259,6 @@ class Tokenizer:
         except Exception as error:  # a template is a program of the checkpoint: it may raise anything
             raise InputError(chat.FIELD, f"refused by the chat template: {one_line(error)}") from error
 
-    def encode_messages(
-        self, raw_json: str | bytes, *, max_bytes: int = chat.MAX_BYTES, max_tokens: int | None = None
-    ) -> list[int]:
-        """Token ids of chat messages: the first half of `encode_chat`."""
-        return self.encode_chat(raw_json, max_bytes=max_bytes, max_tokens=max_tokens)[0]
-
     def encode_chat(
         self, raw_json: str | bytes, *, max_bytes: int = chat.MAX_BYTES, max_tokens: int | None = None
     ) -> tuple[list[int], ChatFormat]:

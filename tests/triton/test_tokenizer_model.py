@@ -280,7 +280,7 @@ print(json.dumps(response.tensors["input_ids"][0].tolist()))
     assert ran.returncode == 0, ran.stderr
     model = Model()
     model.initialize(arguments(directory, "../generator/1/tiny"))
-    assert json.loads(ran.stdout) == model.tokenizer.encode_messages(json.dumps(MESSAGES))
+    assert json.loads(ran.stdout) == model.tokenizer.encode_chat(json.dumps(MESSAGES))[0]
 
 
 @pytest.mark.row("A27", clauses=("grpc",))

@@ -74,8 +74,8 @@ def test_messages_equal_apply_chat_template(name: str, checkpoint: Path, tmp_pat
         for prompt in (True, False):
             expected = hf_ids(path, messages, tools=tools, add_generation_prompt=prompt)
             whole = {"messages": messages, "tools": tools, "add_generation_prompt": prompt}
-            assert tokenizer.encode_messages(json.dumps(whole)) == expected
-            assert tokenizer.encode_messages(json.dumps(whole, ensure_ascii=False).encode()) == expected
+            assert tokenizer.encode_chat(json.dumps(whole))[0] == expected
+            assert tokenizer.encode_chat(json.dumps(whole, ensure_ascii=False).encode())[0] == expected
             assert expected.count(tokenizer.hf.bos_token_id) <= 1, "the template's BOS and no second one"
             compared += len(expected)
     assert compared > 100
@@ -142,14 +142,14 @@ def test_a_refusing_or_broken_template_is_an_error_of_messages(
 ) -> None:
     tokenizer = Tokenizer(with_template(checkpoint, tmp_path / "t", template))
     with pytest.raises(InputError, match=f"messages: refused by the chat template: .*{reason}") as refused:
-        tokenizer.encode_messages('[{"role": "user", "content": "a"}]')
+        tokenizer.encode_chat('[{"role": "user", "content": "a"}]')[0]
     assert refused.value.field == "messages"
 
 
 def test_a_checkpoint_without_template_says_so(checkpoint: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer(with_template(checkpoint, tmp_path / "t", None))
     with pytest.raises(InputError, match="messages: the checkpoint has no chat template; send text_input"):
-        tokenizer.encode_messages('[{"role": "user", "content": "a"}]')
+        tokenizer.encode_chat('[{"role": "user", "content": "a"}]')[0]
 
 
 def test_text_equals_transformers_and_decodes_back(checkpoint: Path, tokenizer: Tokenizer) -> None:
@@ -181,7 +181,7 @@ def test_wrong_bytes_name_field_and_offset(tokenizer: Tokenizer, raw: bytes, rea
 def test_an_unpaired_surrogate_from_json_is_the_clients_error(tokenizer: Tokenizer) -> None:
     """JSON spells what UTF-8 cannot; tokenizers raises a TypeError for it, which is not a bug of ours."""
     with pytest.raises(InputError, match=r"messages: unpaired surrogate U\+D83D"):
-        tokenizer.encode_messages('[{"role": "user", "content": "\\ud83d"}]')
+        tokenizer.encode_chat('[{"role": "user", "content": "\\ud83d"}]')[0]
     with pytest.raises(InputError, match=r"text_input: unpaired surrogate U\+DC00 at character 1"):
         tokenizer.encode("a\udc00b")
 
@@ -398,7 +398,7 @@ def test_json_in_templates_is_that_of_transformers(options: str, checkpoint: Pat
     other = {"b": [1, 2.5, None, True, {}], "a": 'ü\u2028😀<&>"', "c": {"d": []}}
     tools = [{"type": "function", "function": {"name": "f", "z": other}}]
     messages = [{"role": "user", "content": "a"}]
-    ids = Tokenizer(path).encode_messages(json.dumps({"messages": messages, "tools": tools}))
+    ids = Tokenizer(path).encode_chat(json.dumps({"messages": messages, "tools": tools}))[0]
     script = (
         "import json, sys; from transformers import AutoTokenizer; "
         "t = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True); "

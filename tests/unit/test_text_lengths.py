@@ -175,7 +175,7 @@ def test_a_text_at_the_limit_and_one_far_beyond_it_take_the_same(tmp_path: Path)
     assert peaks[1] < 2 * peaks[0]
     long = json.dumps([{"role": "user", "content": "x" * 2**17}])
     with pytest.raises(InputError, match=r"messages: .* are more than 10 tokens can hold"):
-        tokenizer.encode_messages(long, max_tokens=10)
+        tokenizer.encode_chat(long, max_tokens=10)[0]
 
 
 @pytest.mark.parametrize("text", ["a" + " " * 100_000 + "<l>", "<r>" + " " * 100_000 + "a"])

@@ -444,7 +444,7 @@ def test_texts_only_callers_refuse_image_parts_as_before(processors: dict[str, V
         with pytest.raises(
             InputError, match=rf"content\[0\].type '{part['type']}' is not supported; known: 'text'$"
         ):
-            processors["llava"].tokenizer.encode_messages(dump(user(part)))
+            processors["llava"].tokenizer.encode_chat(dump(user(part)))[0]
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)
