@@ -274,12 +274,15 @@ class OutputProcessor:
         self._decode(flush=self.finished)
         has_parts = self._answer is not None and not self._answer.is_empty
         if self._text or has_parts or self.finished or (self._detokenizer is None and self._token_ids):
-            return self.take()
+            return self._take()
         return None
 
     def take(self) -> RequestOutput:
         """Returns everything that may be sent now, and forgets it."""
         self._decode(flush=self.finished)
+        return self._take()
+
+    def _take(self) -> RequestOutput:
         text, self._text = self._text, ""
         if not self.finished:
             self._taken_ids.extend(self._token_ids)

@@ -152,7 +152,6 @@ class DeepSeek(TextMachine):
         closers = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>")
         super().__init__(sink, {"<｜tool▁call▁begin｜>": self._head}, closers)
         self._arguments: ArgumentsReader
-        self._kind = ""
 
     def _head(self) -> bool:
         found = self._until(self._SEPARATOR)
@@ -327,7 +326,7 @@ class Harmony(TextMachine):
         """The rest of the first message's header: it may name a recipient before the channel."""
         if not self._skip():
             return False
-        begins = self._may_begin(" to=") or self._may_begin("to=")
+        begins = self._may_begin("to=")
         if begins is None:
             return False
         if begins:
