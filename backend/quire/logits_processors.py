@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import msgspec
 from msgspec import Meta
 
-from quire.converters import fail
+from quire.converters import fail, has_surrogates
 from quire.errors import ConfigError, EngineError, InvalidArgumentError, describe
 from quire_ensemble.client_json import parse_json
 from quire_ensemble.errors import InputError, kind
@@ -82,8 +82,8 @@ def _parse_entry(field: str, entry: Any) -> NamedProcessor:
     if not isinstance(entry, dict) or not entry.keys() <= {"name", "args"} or "name" not in entry:
         raise fail(field, f'entries must be a name or an object of "name" and "args", got {kind(entry)}')
     name, args = entry["name"], entry.get("args", {})
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-        raise fail(field, f"a name must be a string of 1 to {MAX_NAME} characters")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or has_surrogates(name):
+        raise fail(field, f"a name must be a string of 1 to {MAX_NAME} characters with a UTF-8 form")
     if not isinstance(args, dict):
         raise fail(field, f'"args" must be an object, got {kind(args)}')
     text = json.dumps(args)

@@ -201,6 +201,7 @@ def test_what_is_not_listed_is_refused(checkpoint: Path, listed: dict[str, str])
         ([{"name": "a", "more": 1}], "entries must be a name"),
         ([{"name": 5}], "a name must be a string"),
         ([{"name": "x" * 129}], "a name must be a string"),
+        ([{"name": "\ud800"}], "a name must be a string"),
         ([{"name": "a", "args": []}], "must be an object"),
         ([{"name": "a", "args": {"x": "y" * 20000}}], "limited to 16384"),
         (["a"] * (MAX_PROCESSORS + 1), "at most 8"),
