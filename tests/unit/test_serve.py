@@ -270,13 +270,13 @@ def test_only_the_engine_itself_is_told_to_stop(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         start = start_time_of(process.pid)
         assert start is not None
-        (tmp_path / "engine").mkdir()
-        state = tmp_path / "engine" / "state.json"
-        state.write_text(json.dumps({"pid": process.pid, "start_time": start - 1}))
+        with RuntimeDirectory.locked(tmp_path / "engine") as directory:
+            directory.write_state(EngineState("ready", process.pid, start - 1, 0))
         serve._stop_engines(tmp_path)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.2)
-        state.write_text(json.dumps({"pid": process.pid, "start_time": start}))
+        with RuntimeDirectory.locked(tmp_path / "engine") as directory:
+            directory.write_state(EngineState("ready", process.pid, start, 0))
         serve._stop_engines(tmp_path)
         assert process.wait(10) == -signal.SIGTERM
         serve._stop_engines(tmp_path)

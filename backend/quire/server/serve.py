@@ -365,23 +365,22 @@ def _stop_engines(directory: Path) -> None:
     """Tell the engines of this run to stop: each of their requests ends with a final response, and none takes
     the place of one that has died."""
     for path in directory.glob("*/state.json"):
-        try:
-            state = json.loads(path.read_text("utf-8"))
-            pidfd = open_verified_pidfd(state["pid"], state["start_time"])
-        except (OSError, ValueError, KeyError):
-            continue  # it ended by itself meanwhile, or never came to say who it is
-        if pidfd is not None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGTERM)
-            os.close(pidfd)
-            continue
-        with (  # who has it locked starts one: it is told when it is there, or ends with the server
-            contextlib.suppress(OSError, ConfigError),
-            RuntimeDirectory.locked(path.parent, 0.0, make=False) as found,
-        ):
-            last = found.read_state()
-            if last is not None and not last.is_alive:
-                found.write_state(msgspec.structs.replace(last, state="stopped"))
+        with contextlib.suppress(OSError, ConfigError):
+            with contextlib.closing(RuntimeDirectory(path.parent)) as found:
+                state = found.read_state()
+            if state is None:
+                continue
+            pidfd = open_verified_pidfd(state.pid, state.start_time)
+            if pidfd is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+                os.close(pidfd)
+                continue
+            # Who has it locked starts one: it is told when it is there, or ends with the server.
+            with RuntimeDirectory.locked(path.parent, 0.0, make=False) as found:
+                last = found.read_state()
+                if last is not None and not last.is_alive:
+                    found.write_state(msgspec.structs.replace(last, state="stopped"))
 
 
 def _end_leftovers() -> None:
