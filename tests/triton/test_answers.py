@@ -18,7 +18,7 @@ from quire.outputs import EngineCoreOutput, RequestOutput, TokenLogprobs  # noqa
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.request_handle import RequestHandle, _vllm_logprobs  # noqa: E402
 from quire.triton.request_parser import ParsedRequest  # noqa: E402
-from quire_ensemble.generator_schema import OUTPUTS  # noqa: E402
+from quire_ensemble.generator_schema import OUTPUTS, outputs_of  # noqa: E402
 from tests.triton.test_choices import WAIT_S, Harness, tokens  # noqa: E402
 
 ALL = frozenset(spec.name for spec in OUTPUTS)
@@ -95,6 +95,17 @@ def test_reasoning_tokens_are_those_that_the_output_counts() -> None:
     handle.parsed = ParsedRequest([1], SamplingParams(), "", ALL, ALL)
     handle.send(RequestOutput("t-1", "x", [1, 2], "stop", None, 1, 2, 0, num_reasoning_tokens=1))
     assert value(sender.responses[0], "num_reasoning_tokens") == 1
+
+
+@pytest.mark.parametrize("form", ["quire", "vllm", "tensorrt_llm", "batched"])
+def test_every_dialect_has_every_output(form: str) -> None:
+    names = frozenset(spec.name for spec in outputs_of(batched=form == "batched"))
+    sender = fake_pb_utils.ResponseSender()
+    handle = RequestHandle(sender, "t-1", "")
+    handle.parsed = ParsedRequest([1], SamplingParams(), "", names, names, form=form)
+    handle.send(RequestOutput("t-1", "x", [1, 2], "stop", None, 1, 2, 0))
+    assert sender.responses[0].tensors.keys() == names
+    assert sender.responses[0].text == "x"
 
 
 def test_log_probabilities_as_vllm_backend_writes_them() -> None:

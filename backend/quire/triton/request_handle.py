@@ -343,6 +343,7 @@ _QUIRE_ARRAYS: dict[str, _Array] = {
 
 _ARRAYS: dict[str, dict[str, _Array]] = {
     "quire": _QUIRE_ARRAYS,
+    "tensorrt_llm": _QUIRE_ARRAYS,
     "vllm": {
         **_QUIRE_ARRAYS,
         "logprobs": lambda output, handle: _bytes(
