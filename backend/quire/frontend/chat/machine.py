@@ -134,13 +134,14 @@ class TextMachine:
             return True
         return None if marker.startswith(rest) and not self._is_last else False
 
-    def _until(self, markers: Markers, most: int = MAX_HEADER) -> re.Match[str] | None:
-        """A marker within the next `most` characters; None: it has not come, see `_is_hopeless`."""
-        return markers.find(self._text, self._at, most)
+    def _until(self, markers: Markers, behind: int = 0) -> re.Match[str] | None:
+        """A marker within MAX_HEADER characters, from `behind` on or from here; None: it has not come, see
+        `_is_hopeless`."""
+        return markers.find(self._text, behind or self._at, MAX_HEADER)
 
-    def _is_hopeless(self, most: int = MAX_HEADER) -> bool:
+    def _is_hopeless(self, markers: Markers, behind: int = 0) -> bool:
         """Whether what `_until` did not find cannot come any more."""
-        return self._is_last or len(self._text) - self._at > most + len(self._opened) + 64
+        return self._is_last or markers.is_late(self._text, behind or self._at, MAX_HEADER)
 
     def _give_up(self, raw: str = "") -> bool:
         """It is no call: its marker and `raw` are content, and so is what follows."""

@@ -121,15 +121,14 @@ class Mistral(ObjectMachine):
     def _name(self) -> bool:
         found = self._until(self._HEAD)
         if found is None:
-            return self._give_up() if self._is_hopeless() else False
+            return self._give_up() if self._is_hopeless(self._HEAD) else False
         name = self._text[self._at : found.start()].strip()
         if name not in self.sink.names:
             return self._give_up()
         if found[0] == "[CALL_ID]":
-            rest = self._ARGUMENTS.find(self._text, found.end(), MAX_HEADER)
+            rest = self._until(self._ARGUMENTS, found.end())
             if rest is None:
-                is_late = self._ARGUMENTS.is_late(self._text, found.end(), MAX_HEADER)
-                return self._give_up() if self._is_last or is_late else False
+                return self._give_up() if self._is_hopeless(self._ARGUMENTS, found.end()) else False
             found = rest
         self._at = found.end() - (found[0] == "{")
         self.sink.begin_call(name)
@@ -156,12 +155,11 @@ class DeepSeek(TextMachine):
     def _head(self) -> bool:
         found = self._until(self._SEPARATOR)
         if found is None:
-            return self._give_up() if self._is_hopeless() else False
+            return self._give_up() if self._is_hopeless(self._SEPARATOR) else False
         kind = self._text[self._at : found.start()]
-        brace = self._BRACE.find(self._text, found.end(), MAX_HEADER)
+        brace = self._until(self._BRACE, found.end())
         if brace is None:
-            is_late = self._BRACE.is_late(self._text, found.end(), MAX_HEADER)
-            return self._give_up() if self._is_last or is_late else False
+            return self._give_up() if self._is_hopeless(self._BRACE, found.end()) else False
         behind = self._text[found.end() : brace.start()]
         name = behind.replace("```json", "").strip() or kind.strip()
         if name not in self.sink.names:
@@ -205,7 +203,7 @@ class Glm(TextMachine):
     def _name(self) -> bool:
         found = self._until(self._NAME_END)
         if found is None:
-            return self._give_up() if self._is_hopeless() else False
+            return self._give_up() if self._is_hopeless(self._NAME_END) else False
         name = self._text[self._at : found.start()].strip()
         if not name and found[0] == "\n" and found.start() - self._at < MAX_HEADER:
             self._at = found.end()
@@ -238,7 +236,7 @@ class Glm(TextMachine):
     def _key(self) -> bool:
         found = self._until(self._KEY_END)
         if found is None:
-            return self._go(self._content) if self._is_hopeless() else False
+            return self._go(self._content) if self._is_hopeless(self._KEY_END) else False
         key = self._text[self._at : found.start()].strip()
         at, self._at = self._at, found.end()
         is_there = self._skip()
@@ -337,7 +335,7 @@ class Harmony(TextMachine):
     def _head(self) -> bool:
         found = self._until(self._HEAD)
         if found is None:
-            return self._give_up() if self._is_hopeless() else False
+            return self._give_up() if self._is_hopeless(self._HEAD) else False
         head = self._opened + self._text[self._at : found.start()]
         self._at, self._opened = found.end(), ""
         channel, recipient = self._CHANNEL.search(head), self._RECIPIENT.search(head)
