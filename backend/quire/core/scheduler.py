@@ -18,7 +18,6 @@ from quire.core.policies.reservation import make_reservation
 from quire.core.probation import Probation
 from quire.core.roster import Roster
 from quire.core.step import Step
-from quire.core.trace import SchedulerTrace
 from quire.core.transfers import BlockTransfers
 from quire.errors import EngineError, InvalidArgumentError, describe
 from quire.outputs import (
@@ -75,7 +74,6 @@ class Scheduler:
         config: SchedulerConfig,
         kv: KVCacheManager,
         max_model_len: int,
-        trace: SchedulerTrace | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         tiers: KVTiers | None = None,
@@ -97,7 +95,6 @@ class Scheduler:
         )
         self.transfers = BlockTransfers(kv, tiers, self.preemption_cost.should_swap)
         self.roster = Roster(config, kv, self.transfers, clock=clock, session_ttl_s=session_ttl_s)
-        self.roster.trace = trace
         self._admission = AdmissionControl(config)
         self._reservation = make_reservation(config, self.max_model_len, len(kv.groups))
         self.probation = Probation()

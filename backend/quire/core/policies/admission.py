@@ -68,9 +68,7 @@ class AdmissionControl:
         self._departures = self._departures * fade + self._num_departures
         self._num_departures = 0
 
-    def predicted_ttft_s(
-        self, num_tokens: int, num_waiting: int, num_free_seats: int, sigmas: float = 0.0
-    ) -> float | None:
+    def predicted_ttft_s(self, num_tokens: int, num_waiting: int, num_free_seats: int) -> float | None:
         """Seconds until a new request would have its first token; None: not known yet.
 
         The larger of the time to compute the prompts and, by Little's law, the time until enough of those
@@ -80,7 +78,6 @@ class AdmissionControl:
             num_tokens: prompt tokens to compute until then, its own included.
             num_waiting: requests that begin before it.
             num_free_seats: 0 also if the pool has no room for the next request.
-            sigmas: standard deviations above the mean, where requests end as a Poisson process.
         """
         if not self._tokens:
             return None
@@ -90,7 +87,7 @@ class AdmissionControl:
         seats = 0.0
         num_departures = num_waiting + 1 - max(0, num_free_seats)
         if num_departures > 0 and self._departures >= MIN_DEPARTURES:
-            late = sigmas * math.sqrt(num_departures)
+            late = SIGMAS * math.sqrt(num_departures)
             seats = (num_departures + late) * self._seconds / self._departures
         return max(drain, seats)
 
@@ -151,7 +148,7 @@ class AdmissionControl:
             return
         num_ahead, tokens_ahead = (num_waiting, num_waiting_tokens) if ahead is None else ahead
         num_tokens = tokens_ahead + num_running_tokens + request.num_tokens
-        predicted = self.predicted_ttft_s(num_tokens, num_ahead, num_free_seats, SIGMAS)
+        predicted = self.predicted_ttft_s(num_tokens, num_ahead, num_free_seats)
         limit, name = min(limits)
         if predicted is not None and predicted > limit:
             raise UnavailableError(
