@@ -6,6 +6,7 @@ import base64
 import fcntl
 import http.client
 import json
+import math
 import os
 import re
 import resource
@@ -13,10 +14,12 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -280,6 +283,21 @@ def test_only_the_engine_itself_is_told_to_stop(tmp_path: Path) -> None:
         serve._stop_engines(tmp_path)
         assert process.wait(10) == -signal.SIGTERM
         serve._stop_engines(tmp_path)
+
+
+def test_engines_are_told_to_stop_until_the_server_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once was too early for one that was being started then, and died: streams waited for the next."""
+    told: list[Path] = []
+    monkeypatch.setattr(serve, "_stop_engines", told.append)
+    monkeypatch.setattr(signal, "sigtimedwait", lambda _, seconds: time.sleep(seconds))
+    run = object.__new__(serve.ServerRun)
+    run._drain_until, run._deadline = 0.0, math.inf
+    run._files = SimpleNamespace(directory=tmp_path)  # type: ignore[assignment]
+    for _ in range(3):
+        assert run._handle_signal(SimpleNamespace(returncode=None), 10.0) is None  # type: ignore[arg-type]
+    assert len(told) == 3
 
 
 def test_an_engine_that_has_died_is_not_replaced_while_the_server_ends(tmp_path: Path) -> None:

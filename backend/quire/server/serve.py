@@ -60,6 +60,7 @@ MAX_HTTP_BODY = 64 << 20
 DEFAULT_EXIT_TIMEOUT_S = 3
 UNLOAD_S = 2.5
 STOP_GRACE_S = 1.0
+STOP_AGAIN_S = 0.2
 LEFTOVER_GRACE_S = 0.5
 READY_POLL_S = 0.1
 IDLE_S = 3600.0
@@ -296,7 +297,7 @@ class ServerRun:
             return process.returncode
         now = time.monotonic()
         if now >= self._drain_until:
-            self._drain_until = math.inf
+            self._drain_until = now + STOP_AGAIN_S  # one may be just being started
             _stop_engines(self._files.directory)
         if now >= self._deadline:
             process.kill()
@@ -376,7 +377,7 @@ def _stop_engines(directory: Path) -> None:
                     signal.pidfd_send_signal(pidfd, signal.SIGTERM)
                 os.close(pidfd)
                 continue
-            # Who has it locked starts one: it is told when it is there, or ends with the server.
+            # Who has it locked starts one: it is told when it is there.
             with RuntimeDirectory.locked(path.parent, 0.0, make=False) as found:
                 last = found.read_state()
                 if last is not None and not last.is_alive:
