@@ -73,7 +73,6 @@ class VisionProcessor:
         tokenizer: Tokenizer,
         limits: ImageLimits | None = None,
         texts: TextLimits | None = None,
-        threads: int = THREADS,
     ) -> None:
         """Loads the image processor and tries it.
 
@@ -82,7 +81,6 @@ class VisionProcessor:
             tokenizer: of the same checkpoint.
             limits: of one request's images; None: the defaults.
             texts: of one request's text; messages may be longer by what their images may take.
-            threads: images of a prompt processed at a time.
 
         Raises:
             VisionError: config.json or the image processor's file is missing or broken, the model is of no
@@ -99,7 +97,7 @@ class VisionProcessor:
         self.placeholder_id, self._placeholder, self._placeholder_line = self._find_placeholder()
         self._template_takes_images = tokenizer.takes_images(self._placeholder)
         self.row_size = self._try_processor()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="images")
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
         self._gate = MemoryGate(self.limits.max_image_pixels)
 
     def close(self) -> None:

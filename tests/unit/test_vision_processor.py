@@ -873,7 +873,7 @@ def test_images_of_several_requests_share_the_memory(
 ) -> None:
     """Each within its limits, requests side by side took four times what one may."""
     path = checkpoints["qwen2_vl"]
-    processor = VisionProcessor(path, Tokenizer(path), ImageLimits(max_image_pixels=40_000), threads=4)
+    processor = VisionProcessor(path, Tokenizer(path), ImageLimits(max_image_pixels=40_000))
     inside: list[int] = []
     hold = processor._gate.hold
 
