@@ -34,6 +34,7 @@ from quire_client.errors import (
     error_from_text,
 )
 from quire_client.protocol import (
+    CHAT_MODEL,
     GENERATOR_MODEL,
     ModelSchema,
     Prompt,
@@ -420,7 +421,7 @@ class AsyncClient:
         """Wakes an engine, with the same weights. Arguments as of `cache_control`."""
         return await self.cache_control({"command": "wake"}, **arguments)
 
-    async def cancel(self, request_id: str, *, model: str = "chat", tenant: str = "") -> bool:
+    async def cancel(self, request_id: str, *, model: str = CHAT_MODEL, tenant: str = "") -> bool:
         """Ends a tenant's running request by its id, whichever client started it.
 
         Returns:

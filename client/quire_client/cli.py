@@ -113,7 +113,7 @@ def chat(
 @cli.command()
 @click.argument("prompt", required=False)
 @_url_option
-@click.option("--model", default="generator", show_default=True)
+@click.option("--model", default=GENERATOR_MODEL, show_default=True)
 @_request_options
 def generate(prompt: str | None, url: str, model: str, **options: Any) -> None:
     """Continues PROMPT as raw text, without a chat template; `-` reads it from stdin."""
