@@ -57,12 +57,7 @@ class LLM:
         self.core = EngineCore(self.config)
         self.default_params = defaults_from_generation_config(generation)
         self.tokenizer = Tokenizer.find(self.config.model.tokenizer, model)
-        self._chat_parsing: ChatParsing | None = None
-        if self.tokenizer is not None:
-            frontend = self.config.frontend
-            self._chat_parsing = ChatParsing(
-                self.tokenizer.hf, frontend.tool_parser, frontend.reasoning_parser
-            )
+        self._chat_parsing = ChatParsing.of(self.tokenizer, self.config.frontend)
         self._ids = itertools.count()
 
     def generate(

@@ -66,6 +66,14 @@ def batch(
     return parser.parse(parser.read(request))
 
 
+def test_rows_without_a_width_are_no_failure_of_ours(tokenizer: Tokenizer) -> None:  # noqa: F811
+    """They were UNAVAILABLE, as "cannot reshape array of size 0"."""
+    given = {"input_ids": [[5, 6, 7, 8]], "image_embeds": np.zeros((1, 3, 0), np.float32)}
+    assert batch(tokenizer, given).embeds is None
+    with pytest.raises(InvalidArgumentError, match="image_spans"):
+        batch(tokenizer, {**given, "image_spans": [[[0, 3]]]})
+
+
 IDS = {"input_ids": [[5, 6, 7, 8]], "input_lengths": [[3]], "request_output_len": [[9]]}
 TEXT = {"text_input": [[b"hello"]], "max_tokens": [[9]]}
 

@@ -81,7 +81,7 @@ def test_text_messages_and_ids_give_the_same_kind_of_request(tokenizer: Tokenize
     assert parse(tokenizer, {"text_input": text("hello")}).prompt_token_ids == ids
     assert parse(tokenizer, {"input_ids": np.array(ids, np.int32)}).prompt_token_ids == ids
     messages = json.dumps([{"role": "user", "content": "hello"}])
-    expected = tokenizer.encode_messages(messages)
+    expected, _ = tokenizer.encode_chat(messages)
     assert parse(tokenizer, {"messages": text(messages)}).prompt_token_ids == expected
 
 

@@ -37,13 +37,12 @@ from quire.core.probation import NO_RISK, Risk
 from quire.engine.heartbeat import Heartbeat
 from quire.engine.processes import open_verified_pidfd, start_time_of, wait_readable
 from quire.engine.run_module import RUN_MODULE
-from quire.engine.runtime_directory import EngineState, RuntimeDirectory
+from quire.engine.runtime_directory import POLL_S, EngineState, RuntimeDirectory
 from quire.errors import CheckpointError, ConfigError, EngineStoppedError, UnavailableError
 from quire.loader.info import checkpoint_state
 
 logger = logging.getLogger("quire")
 
-POLL_S = 0.02
 KILL_WAIT_S = 1.0
 STOP_WAIT_S = 3.0
 STOPPED = "the engine was told to stop: the server is shutting down"

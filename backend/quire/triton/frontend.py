@@ -175,9 +175,9 @@ class TritonPythonModel:
             self._count += 1
             sender = request.get_response_sender()
             handle = RequestHandle(sender, f"{self._prefix}-{self._count}", "")
-            if self._traces is not None:
-                handle.traces = self._traces.context_of(request)
             try:
+                if self._traces is not None:
+                    handle.traces = self._traces.context_of(request)
                 self._intake.check_room()
                 raw = self._parser.read(request)
                 handle.external_id = raw.external_id

@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from quire.frontend.output_processor import RequestProcessor
 from quire.outputs import RequestOutput, TokenLogprobs
-from quire.triton.request_parser import CHAT_OUTPUTS, ParsedRequest
+from quire.triton.request_parser import CHAT_OUTPUTS, UNPARSED, ParsedRequest
 from quire_ensemble.shared_memory import SMALL_BYTES, ask_for_room
 
 _OBJECT = np.dtype(np.object_)
@@ -79,7 +79,7 @@ class RequestHandle:
         """Of the choice that ended last."""
         self.is_reported = False
         """Whether observers know of its end."""
-        self.parsed: ParsedRequest | None = None
+        self.parsed = UNPARSED
         self.processors: list[RequestProcessor] = []
         """One for each prompt."""
         self.num_open_choices = 1
@@ -108,7 +108,7 @@ class RequestHandle:
     @property
     def is_replay(self) -> bool:
         """Whether its results come from the cache: it does not need an engine."""
-        return self.parsed is not None and self.parsed.results is not None
+        return self.parsed.results is not None
 
     @property
     def is_open(self) -> bool:
@@ -141,7 +141,6 @@ class RequestHandle:
         Raises whatever Triton raises: then the delta is lost.
         """
         assert self._sender is not None and not self.is_ending, f"{self.request_id}: sent after FINAL"
-        assert self.parsed is not None
         key = output.item, output.index
         last_sent = self.last_sent.get(key)
         if self.parsed.cumulative:
@@ -168,7 +167,6 @@ class RequestHandle:
 
     def request_of(self, output: RequestOutput) -> ParsedRequest:
         """What is asked of the prompt that an output belongs to."""
-        assert self.parsed is not None
         return self.parsed.of_item(output.item)
 
     def _tensors(self, output: RequestOutput) -> tuple[int, list[Any]]:

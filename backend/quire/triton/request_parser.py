@@ -179,7 +179,7 @@ class ParsedRequest:
     arrived_at: float = 0.0
     """CLOCK_MONOTONIC seconds."""
     form: str = "quire"
-    """How tensors are written: "batched" with TensorRT-LLM's ranks, "vllm" with vllm_backend's JSON."""
+    """How tensors are written: "batched" with TensorRT-LLM's ranks, else as the dialect has them."""
     hides_logprobs: bool = False
     """Whether they are asked for by the sum alone: vllm_backend's `logprobs` is null then."""
     cumulative: bool = False
@@ -204,6 +204,10 @@ class ParsedRequest:
 
     def of_item(self, item: int) -> ParsedRequest:
         return self.others[item - 1] if item else self
+
+
+UNPARSED = ParsedRequest([], SamplingParams(), "", frozenset(), frozenset())
+"""Stands for a request that is refused before it is parsed."""
 
 
 class RequestParser:
@@ -231,9 +235,7 @@ class RequestParser:
     ) -> None:
         self.grammars = grammars
         self.tokenizer = tokenizer
-        self.chat_parsing: ChatParsing | None = None
-        if tokenizer is not None:
-            self.chat_parsing = ChatParsing(tokenizer.hf, config.tool_parser, config.reasoning_parser)
+        self.chat_parsing = ChatParsing.of(tokenizer, config)
         self.batched = batched
         self._form = "batched" if batched else config.dialect
         self._all_outputs = frozenset(spec.name for spec in outputs_of(batched=batched))
@@ -275,10 +277,10 @@ class RequestParser:
             array = tensor.as_numpy()
             self._check_elements(name, array, info)
             if name in _EMBEDS:
-                if self.batched and array.ndim:
-                    raw.shapes[name], array = array.shape, array.reshape(-1, array.shape[-1])
+                raw.shapes[name] = array.shape
                 if array.size:
-                    raw.embeds = SharedBuffer(array, self.config.max_embeds_bytes)
+                    rows_of_all = array.reshape(-1, array.shape[-1])
+                    raw.embeds = SharedBuffer(rows_of_all, self.config.max_embeds_bytes)
                 continue
             values = array.reshape(-1).tolist()
             if array.dtype == np.object_:
@@ -683,7 +685,7 @@ def _with_lists_of_strings(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spelled_list(name: str, value: Any) -> Any:
-    if name not in ("stop", "stop_words", "bad_words") or not isinstance(value, str):
+    if name not in ("stop", "bad_words") or not isinstance(value, str):
         return value
     try:
         found = client_json.parse_json(name, value)

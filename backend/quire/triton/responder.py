@@ -46,7 +46,7 @@ from quire.triton.generation import Generation
 from quire.triton.observers import RequestEnded, RequestObserver, StreamMeter
 from quire.triton.pacing import Pace
 from quire.triton.request_handle import RequestHandle
-from quire.triton.request_parser import ParsedRequest
+from quire.triton.request_parser import UNPARSED, ParsedRequest
 from quire.triton.result_cache import ResultCache, add_request, replayed
 from quire_ensemble.shared_memory import END_PAUSES_S
 
@@ -97,13 +97,14 @@ class Responder(threading.Thread):
     ) -> None:
         super().__init__(name="quire-responder", daemon=True)
         self.tokenizer = tokenizer
+        self._text_of = None if tokenizer is None else TokenDecoder.of(tokenizer).text_of
         self.engine = engine
         self.drain = Drain() if drain is None else drain
         self._model, self._observers, self._meter = model, observers, meter
         self._results = results
         self._replays: deque[tuple[RequestHandle, Iterator[EngineCoreOutput]]] = deque()
         """Requests that are answered from the result cache, and what is still to be said of them."""
-        self._inbox: deque[tuple[Callable[[], None], RequestHandle | None]] = deque()
+        self._inbox: deque[tuple[Callable[[], None], RequestHandle]] = deque()
         self._stopped = threading.Event()
         self._open: dict[str, RequestHandle] = {}
         """Requests and commands whose end is not sent, by id."""
@@ -144,7 +145,7 @@ class Responder(threading.Thread):
         self._stopped.set()
         self.engine.wake()
 
-    def _post(self, action: Callable[[], None], handle: RequestHandle | None = None) -> None:
+    def _post(self, action: Callable[[], None], handle: RequestHandle) -> None:
         self._inbox.append((action, handle))
         self.engine.wake()
 
@@ -234,9 +235,7 @@ class Responder(threading.Thread):
             return [Control(parsed.cache_control, handle.request_id)]
         if self.drain.is_on:
             raise UnavailableError(UNLOADING)
-        of_tokens = (parsed.params.logprobs, parsed.params.prompt_logprobs)
-        if self.tokenizer is not None and of_tokens != (None, None):
-            handle.text_of = TokenDecoder.of(self.tokenizer).text_of
+        handle.text_of = self._text_of
         messages: list[FrontendMessage] = []
         for item, prompt in enumerate([parsed, *parsed.others]):
             # The first has the id of the request, so that one prompt is as good as none beside it.
@@ -323,7 +322,6 @@ class Responder(threading.Thread):
         output: EngineCoreOutput,
     ) -> list[str]:
         """Takes an output; returns the ids of what has ended here and is still to be ended in the engine."""
-        assert handle.parsed is not None
         try:
             if output.error is not None:
                 self._tell_end(handle, FinishReason.ERROR)
@@ -342,7 +340,6 @@ class Responder(threading.Thread):
     def _mark(self, handle: RequestHandle, choice: OutputProcessor) -> None:
         """Says when a choice that has got tokens, or has ended, is to be sent."""
         parsed = handle.parsed
-        assert parsed is not None
         last_sent = handle.last_sent.get((choice.item, choice.index))
         if choice.finished or (parsed.stream and last_sent is None):
             due = URGENT
@@ -412,7 +409,7 @@ class Responder(threading.Thread):
         except Exception as error:
             self._send_failed(handle, error)
         else:
-            if self._meter is not None and num_tokens and handle.parsed is not None and handle.parsed.stream:
+            if self._meter is not None and num_tokens and handle.parsed.stream:
                 if pause_s:
                     self._meter.interval(pause_s / num_tokens, num_tokens)
                 elif len(handle.last_sent) == 1:
@@ -428,7 +425,7 @@ class Responder(threading.Thread):
             self._report(handle, handle.finish_reason)
 
     def _keep_results(self, handle: RequestHandle) -> None:
-        recording = None if handle.parsed is None else handle.parsed.recording
+        recording = handle.parsed.recording
         if self._results is not None and recording is not None and not handle.is_open:
             choices = [choice for processor in handle.processors for choice in processor.choices]
             self._results.keep(recording, choices, self.engine.info.fingerprint)
@@ -436,7 +433,7 @@ class Responder(threading.Thread):
     def _forget(self, handle: RequestHandle) -> None:
         """Nothing more is to be sent of the request but, maybe, an end that failed."""
         self._open.pop(handle.request_id, None)
-        if handle.parsed is not None and handle.parsed.buffer is not None:
+        if handle.parsed.buffer is not None:
             handle.parsed.buffer.close()
         for processor in handle.processors:
             self._generating.pop(processor.request_id, None)
@@ -455,7 +452,7 @@ class Responder(threading.Thread):
         Args:
             taken: what `take` gave of one choice.
         """
-        if handle.parsed is None or not (handle.parsed.stream and handle.last_sent):
+        if not (handle.parsed.stream and handle.last_sent):
             return
         try:
             outputs = [] if taken is None else [taken]
@@ -541,7 +538,6 @@ class Responder(threading.Thread):
         if result.error:
             self._fail(handle, result.error, result.error_code)
             return
-        assert handle.parsed is not None
         is_cancel = handle.parsed.cancel
         try:
             text = "" if is_cancel else msgspec.json.encode(result.result).decode()
@@ -560,11 +556,7 @@ class Responder(threading.Thread):
         now = time.monotonic()
         self._is_paused, self._paused_until = True, now + self._max_pause_s
         for handle in [handle for handle in self._open.values() if not handle.processors]:
-            if (
-                handle.parsed is not None
-                and handle.parsed.cancel
-                and self._cancel_here(handle, handle.parsed)
-            ):
+            if handle.parsed.cancel and self._cancel_here(handle, handle.parsed):
                 continue
             self._fail(handle, "the engine process died while it worked on the request", "UNAVAILABLE")
         if not self._max_pause_s:
@@ -676,10 +668,10 @@ def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> 
         request_id=handle.request_id,
         external_id=handle.external_id,
         model=model,
-        tenant="" if parsed is None else parsed.scheduling.tenant,
-        is_command=parsed is not None and (parsed.cancel or parsed.cache_control is not None),
-        is_stream=parsed is not None and parsed.stream,
-        params=None if parsed is None else parsed.params,
+        tenant=parsed.scheduling.tenant,
+        is_command=parsed.cancel or parsed.cache_control is not None,
+        is_stream=parsed.stream,
+        params=None if parsed is UNPARSED else parsed.params,
         n=len(choices),
         arrived_at=handle.arrived_at,
         admitted_at=min((choice.admitted_at for choice in choices if choice.admitted_at), default=0.0),
@@ -692,13 +684,13 @@ def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> 
         num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
         num_preemptions=sum(choice.num_preemptions for choice in choices),
         num_continuations=max((choice.num_continuations for choice in choices), default=0),
-        result_cached=True if handle.is_replay else (False if parsed and parsed.recording else None),
+        result_cached=True if handle.is_replay else (False if parsed.recording else None),
         paused_s=max(
             (c.paused_s + (now - c.paused_at if c.paused_at else 0.0) for c in choices), default=0.0
         ),
         finish_reason=reason,
         error_code=error_code,
-        is_chat=parsed is not None and parsed.is_chat,
+        is_chat=parsed.is_chat,
         caller_trace=handle.traces[0],
         server_trace=handle.traces[1],
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,6 +31,10 @@ from quire.frontend.detokenizer import TokenDecoder
 from quire.sampling_params import SamplingParams, Thinking
 from quire.structured_output import MAX_GRAMMAR_LENGTH, StructuredOutput, parse_structured_output
 from quire_ensemble.chat_format import ChatFormat
+
+if TYPE_CHECKING:
+    from quire.config import FrontendConfig
+    from quire_ensemble.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,11 @@ class ChatParsing:
         decoder = TokenDecoder.of(tokenizer)
         self.decoder, self._hidden = decoder.showing(markers)
         """Decoder that shows the markers among the special tokens; these are `_hidden` in content."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None, config: FrontendConfig) -> ChatParsing | None:
+        """As a model's configuration has it; None where there is no tokenizer."""
+        return None if tokenizer is None else cls(tokenizer.hf, config.tool_parser, config.reasoning_parser)
 
     def wants(self, chat: ChatFormat) -> bool:
         """Whether an answer to such messages is to be parsed at all."""
