@@ -10,6 +10,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from quire.frontend.chat.formats import Answer
@@ -23,6 +24,7 @@ MAX_UNDECODED = 256
 """Tokens of a choice that wait to become text together: one call for a long answer would hold up others."""
 
 
+@dataclass(slots=True, eq=False)
 class OutputProcessor:
     """State of one choice of a request between engine outputs and responses.
 
@@ -33,102 +35,62 @@ class OutputProcessor:
     Args:
         tokenizer: anything IncrementalDetokenizer accepts; None: token ids only, no text.
         stops: automaton of the request's stop strings, if it has any.
-        num_wanted: pending tokens from which on `append` takes no more, so that its caller looks at them.
-        item: number of the prompt, for a request with several.
-        answer: parser of the text, where it is an answer to chat messages.
     """
 
-    __slots__ = (
-        "_answer",
-        "_detokenizer",
-        "_embedding",
-        "_has_stops",
-        "_logprobs",
-        "_num_decoded",
-        "_num_hidden",
-        "_num_wanted",
-        "_params",
-        "_prompt_logprobs",
-        "_taken_ids",
-        "_text",
-        "_token_ids",
-        "_wanted_before",
-        "admitted_at",
-        "cumulative_logprob",
-        "error",
-        "error_code",
-        "finish_reason",
-        "first_token_at",
-        "index",
-        "item",
-        "num_cached_tokens",
-        "num_continuations",
-        "num_output_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "paused_at",
-        "paused_s",
-        "request_id",
-        "seed",
-        "stop_reason",
-    )
+    request_id: str
+    num_prompt_tokens: int
+    params: SamplingParams
+    tokenizer: InitVar[Any | None]
+    index: int = 0
+    stops: InitVar[StopAutomaton | None] = None
+    num_wanted: int = sys.maxsize
+    """Pending tokens from which on `append` takes no more, so that its caller looks at them."""
+    item: int = 0
+    """Number of the prompt, for a request with several."""
+    answer: Answer | None = None
+    """Parser of the text, where it is an answer to chat messages."""
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    seed: int | None = None
+    """As of `EngineCoreOutput`."""
+    num_continuations: int = 0
+    """Engines that have died before it ended."""
+    paused_s: float = 0.0
+    """Seconds from these deaths to the next token each."""
+    paused_at: float = 0.0
+    """When it was paused by a death, CLOCK_MONOTONIC seconds; 0: it goes on."""
+    admitted_at: float = 0.0
+    """As of `EngineCoreOutput`, like the next; 0: not known yet, or never."""
+    first_token_at: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    error_code: str = ""
+    cumulative_logprob: float | None = None
+    _detokenizer: IncrementalDetokenizer | None = None
+    _has_stops: bool = False
+    _text: str = ""
+    _token_ids: list[int] = field(default_factory=list)
+    _taken_ids: array[int] = field(default_factory=lambda: array("i"))
+    _num_decoded: int = 0
+    _num_hidden: int = 0
+    """Last tokens that are no part of the text: a stop token id that ended the choice, or none."""
+    _logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _embedding: bytes = b""
+    _prompt_logprobs: list[TokenLogprobs | None] | None = None
 
-    def __init__(
-        self,
-        request_id: str,
-        num_prompt_tokens: int,
-        params: SamplingParams,
-        tokenizer: Any | None,
-        index: int = 0,
-        stops: StopAutomaton | None = None,
-        num_wanted: int = sys.maxsize,
-        item: int = 0,
-        answer: Answer | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self.index = index
-        self.item = item
-        self.num_prompt_tokens = num_prompt_tokens
-        self.num_output_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
-        self.seed: int | None = None
-        """As of `EngineCoreOutput`."""
-        self.num_continuations = 0
-        """Engines that have died before it ended."""
-        self.paused_s = 0.0
-        """Seconds from these deaths to the next token each."""
-        self.paused_at = 0.0
-        """When it was paused by a death, CLOCK_MONOTONIC seconds; 0: it goes on."""
-        self.admitted_at = self.first_token_at = 0.0
-        """As of `EngineCoreOutput`; 0: not known yet, or never."""
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.error: str | None = None
-        self.error_code = ""
-        self.cumulative_logprob: float | None = None
-        self._params = params
-        self._detokenizer: IncrementalDetokenizer | None = None
-        self._answer = answer
+    def __post_init__(self, tokenizer: Any | None, stops: StopAutomaton | None) -> None:
+        params = self.params
+        self._has_stops = bool(params.stop)
         if tokenizer is not None:
             self._detokenizer = IncrementalDetokenizer(
-                tokenizer if answer is None else answer.decoder,
+                tokenizer if self.answer is None else self.answer.decoder,
                 skip_special_tokens=params.skip_special_tokens,
                 stop=params.stop if stops is None else stops,
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
-        self._has_stops = bool(params.stop)
-        self._text = ""
-        self._num_wanted = self._wanted_before = num_wanted
-        self._token_ids: list[int] = []
-        self._taken_ids = array("i")
-        self._num_decoded = 0
-        # A stop token id that ended the choice is no part of the text: the last token, or none.
-        self._num_hidden = 0
-        self._logprobs: list[TokenLogprobs] = []
-        self._embedding = b""
-        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def finished(self) -> bool:
@@ -137,7 +99,7 @@ class OutputProcessor:
     @property
     def num_reasoning_tokens(self) -> int:
         """Of the tokens that have become text."""
-        return 0 if self._answer is None else self._answer.num_reasoning_tokens
+        return 0 if self.answer is None else self.answer.num_reasoning_tokens
 
     @property
     def token_ids(self) -> list[int]:
@@ -149,12 +111,10 @@ class OutputProcessor:
         if not self.finished:
             self.num_continuations += 1
             self.paused_at = self.paused_at or now
-            self._num_wanted = 0  # the next output is one for `process`
 
     def _go_on(self) -> None:
         self.paused_s += time.monotonic() - self.paused_at
         self.paused_at = 0.0
-        self._num_wanted = self._wanted_before
 
     def append(self, output: EngineCoreOutput) -> bool:
         """Takes a further output that is nothing but tokens, of which there are too few to look at them.
@@ -169,7 +129,8 @@ class OutputProcessor:
             or output.error is not None
             or self._has_stops
             or self.finish_reason is not None
-            or num_tokens >= self._num_wanted
+            or num_tokens >= self.num_wanted
+            or self.paused_at
             or num_tokens - self._num_decoded >= MAX_UNDECODED
             or not self.num_output_tokens
         ):
@@ -224,14 +185,14 @@ class OutputProcessor:
     @property
     def has_wanted(self) -> bool:
         """Whether there are `num_wanted` tokens to take."""
-        return len(self._token_ids) >= self._num_wanted
+        return len(self._token_ids) >= self.num_wanted
 
     def _decode(self, *, flush: bool) -> None:
         if self._detokenizer is not None:
             undecoded = self._token_ids[self._num_decoded : len(self._token_ids) - self._num_hidden]
             self._num_decoded = len(self._token_ids)
-            if self._answer is not None:
-                self._parse(self._answer, self._detokenizer, undecoded, flush=flush)
+            if self.answer is not None:
+                self._parse(self.answer, self._detokenizer, undecoded, flush=flush)
                 return
             if undecoded:
                 self._detokenizer.append(undecoded)
@@ -258,7 +219,7 @@ class OutputProcessor:
         return (
             output.finish_reason == FinishReason.STOP.value
             and isinstance(output.stop_reason, int)
-            and not self._params.include_stop_str_in_output
+            and not self.params.include_stop_str_in_output
         )
 
     def finish(self, reason: FinishReason, error: str | None = None, error_code: str = "") -> None:
@@ -272,7 +233,7 @@ class OutputProcessor:
     def take_ready(self) -> RequestOutput | None:
         """As `take`; None where there is neither the end, nor text, nor (without a tokenizer) token ids."""
         self._decode(flush=self.finished)
-        has_parts = self._answer is not None and not self._answer.is_empty
+        has_parts = self.answer is not None and not self.answer.is_empty
         if self._text or has_parts or self.finished or (self._detokenizer is None and self._token_ids):
             return self._take()
         return None
@@ -307,10 +268,10 @@ class OutputProcessor:
             prompt_logprobs=prompt_logprobs,
             embedding=self._embedding,
         )
-        if self._answer is not None:
-            output.text, output.reasoning, output.tool_calls = self._answer.take()
+        if self.answer is not None:
+            output.text, output.reasoning, output.tool_calls = self.answer.take()
             output.num_reasoning_tokens = self.num_reasoning_tokens
-            if self.finish_reason == FinishReason.STOP.value and self._answer.has_all_calls:
+            if self.finish_reason == FinishReason.STOP.value and self.answer.has_all_calls:
                 output.finish_reason = FinishReason.TOOL_CALLS.value
         return output
 

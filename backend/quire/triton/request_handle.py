@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -38,6 +39,7 @@ _MESSAGE_CHARACTERS = 2000
 """Most characters of an error's message."""
 
 
+@dataclass(slots=True, eq=False)
 class RequestHandle:
     """Owns a response sender, open until `_sender` is dropped with FINAL. Only the responder uses it.
 
@@ -51,54 +53,33 @@ class RequestHandle:
     request an end: `send_error`, and then `retry_end` until `is_open` is false.
     """
 
-    __slots__ = (
-        "_error",
-        "_first_sent",
-        "_sender",
-        "arrived_at",
-        "external_id",
-        "finish_reason",
-        "is_reported",
-        "last_sent",
-        "num_open_choices",
-        "parsed",
-        "processors",
-        "request_id",
-        "so_far",
-        "step_s",
-        "text_of",
-        "traces",
-    )
-
-    def __init__(self, sender: Any, request_id: str, external_id: str) -> None:
-        self._sender: Any | None = sender
-        self.request_id = request_id
-        self.external_id = external_id
-        self.arrived_at = time.monotonic()
-        self.finish_reason = ""
-        """Of the choice that ended last."""
-        self.is_reported = False
-        """Whether observers know of its end."""
-        self.parsed = UNPARSED
-        self.processors: list[RequestProcessor] = []
-        """One for each prompt."""
-        self.num_open_choices = 1
-        """Choices whose last response is not sent."""
-        self.last_sent: dict[tuple[int, int], float] = {}
-        """Time of the latest response of each (item, choice), CLOCK_MONOTONIC seconds; none before the
-        first."""
-        self.so_far: dict[tuple[int, int], RequestOutput] = {}
-        """What each (item, choice) has brought, where every response repeats it."""
-        self._first_sent: dict[tuple[int, int], float] = {}
-        """Time of the first response of each."""
-        self.step_s = 0.0
-        """Seconds between the last two responses of a choice; 0 before there were two."""
-        self.text_of: Callable[[int], str] | None = None
-        """Text of a token in log-probabilities; None: there is no tokenizer."""
-        self.traces: tuple[dict[str, str], dict[str, str]] = {}, {}
-        """See `RequestTraces.context_of`."""
-        self._error: Any | None = None
-        """The response that ends the request, where it could not be sent yet."""
+    _sender: Any | None
+    request_id: str
+    external_id: str
+    arrived_at: float = field(default_factory=time.monotonic)
+    finish_reason: str = ""
+    """Of the choice that ended last."""
+    is_reported: bool = False
+    """Whether observers know of its end."""
+    parsed: ParsedRequest = field(default_factory=lambda: UNPARSED)
+    processors: list[RequestProcessor] = field(default_factory=list)
+    """One for each prompt."""
+    num_open_choices: int = 1
+    """Choices whose last response is not sent."""
+    last_sent: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Time of the latest response of each (item, choice), CLOCK_MONOTONIC seconds; none before the first."""
+    so_far: dict[tuple[int, int], RequestOutput] = field(default_factory=dict)
+    """What each (item, choice) has brought, where every response repeats it."""
+    _first_sent: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Time of the first response of each."""
+    step_s: float = 0.0
+    """Seconds between the last two responses of a choice; 0 before there were two."""
+    text_of: Callable[[int], str] | None = None
+    """Text of a token in log-probabilities; None: there is no tokenizer."""
+    traces: tuple[dict[str, str], dict[str, str]] = field(default_factory=lambda: ({}, {}))
+    """See `RequestTraces.context_of`."""
+    _error: Any | None = None
+    """The response that ends the request, where it could not be sent yet."""
 
     @property
     def named(self) -> dict[str, str]:
