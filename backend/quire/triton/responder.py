@@ -104,7 +104,7 @@ class Responder(threading.Thread):
         self._results = results
         self._replays: deque[tuple[RequestHandle, Iterator[EngineCoreOutput]]] = deque()
         """Requests that are answered from the result cache, and what is still to be said of them."""
-        self._inbox: deque[tuple[Callable[[], None], RequestHandle]] = deque()
+        self._inbox: deque[tuple[Callable[[], None], RequestHandle | None]] = deque()
         self._stopped = threading.Event()
         self._open: dict[str, RequestHandle] = {}
         """Requests and commands whose end is not sent, by id."""
@@ -145,7 +145,7 @@ class Responder(threading.Thread):
         self._stopped.set()
         self.engine.wake()
 
-    def _post(self, action: Callable[[], None], handle: RequestHandle) -> None:
+    def _post(self, action: Callable[[], None], handle: RequestHandle | None = None) -> None:
         self._inbox.append((action, handle))
         self.engine.wake()
 
