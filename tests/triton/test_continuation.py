@@ -245,6 +245,9 @@ def test_each_prompt_has_its_own_deadline_while_there_is_no_engine(frontend: Fro
     frontend.kill()
     served._poll_queue = [(0.0, request_id, handle) for _, request_id, handle in served._poll_queue]
     frontend.turn()
+    frontend.turn()
+    ended = [one.tensors["batch_index"][0] for one in sender.responses if one.tensors["finish_reason"][0]]
+    assert ended == [1], "while there is no engine"
     frontend.replace()
     frontend.run([sender])
     found = answers(sender)
