@@ -386,7 +386,7 @@ def test_operators_in_templates_are_those_of_jinja(checkpoint: Path, tmp_path: P
     path = with_template(checkpoint, tmp_path / "t", template)
     messages = [{"role": "user", "content": "hello"}]
     expected = hf_ids(path, messages)
-    assert len(expected) > 30 and Tokenizer(path).encode_messages(json.dumps(messages)) == expected
+    assert len(expected) > 30 and Tokenizer(path).encode_chat(json.dumps(messages))[0] == expected
 
 
 @pytest.mark.parametrize(
