@@ -25,7 +25,7 @@ import click
 
 from benchmarks import machine, report
 from benchmarks.growth import engine
-from benchmarks.peers.checkpoints import SHAPES
+from benchmarks.peers.checkpoints import SHAPES, Shape
 from quire.engine.core import EngineCore
 from quire.sampling_params import parse_sampling_params
 
@@ -88,10 +88,48 @@ def run(core: EngineCore, prompts: Sequence[list[int]], max_tokens: int, asked: 
     return found
 
 
+def measure(
+    shape: Shape,
+    names: Sequence[str],
+    requests: int,
+    prompt: int,
+    max_tokens: int,
+    rounds: int,
+    threads: int | None = None,
+) -> dict[str, list[Run]]:
+    """Runs of features by name, in turns: so many requests at a time with prompts of `prompt` tokens."""
+    rng, runs = random.Random(1), {name: list[Run]() for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        write_vocabulary(Path(folder), shape.vocab_size)
+        options = {
+            "tokenizer": folder,
+            "num_threads": threads,
+            "max_num_seqs": requests,
+            "max_model_len": prompt + max_tokens + 16,
+            "num_blocks": requests * ((prompt + max_tokens) // 16 + 2),
+        }
+        with engine(shape, **options) as core:
+            for number in range(rounds + 1):
+                for name in names[:: 1 if number % 2 else -1]:
+                    prompts = [
+                        [rng.randrange(3, shape.vocab_size) for _ in range(prompt)] for _ in range(requests)
+                    ]
+                    found = run(core, prompts, max_tokens, FEATURES[name])
+                    if number:  # the first round compiles grammars
+                        runs[name].append(found)
+                        click.echo(f"features: {name}: {found}", err=True)
+    return runs
+
+
+def costs(runs: dict[str, list[Run]]) -> dict[str, float]:
+    """Seconds of CPU time per token of each feature: the least, which others on the machine disturb least."""
+    return {name: min(one.cpu_s / one.tokens for one in each) for name, each in runs.items()}
+
+
 def table(runs: dict[str, list[Run]]) -> str:
     """Markdown; "plain" is among the runs."""
     rates = {name: statistics.median(one.tokens / one.wall_s for one in each) for name, each in runs.items()}
-    costs = {name: min(one.cpu_s / one.tokens for one in each) for name, each in runs.items()}
+    cpu = costs(runs)
     return report.table(
         ("all requests with", "tokens/s", "of plain", "CPU us per token", "plain's CPU of it"),
         [
@@ -99,8 +137,8 @@ def table(runs: dict[str, list[Run]]) -> str:
                 name,
                 f"{rates[name]:.1f}",
                 f"{rates[name] / rates['plain']:.3f}",
-                f"{1e6 * costs[name]:.0f}",
-                f"{costs['plain'] / costs[name]:.3f}",
+                f"{1e6 * cpu[name]:.0f}",
+                f"{cpu['plain'] / cpu[name]:.3f}",
             ]
             for name in runs
         ],
@@ -116,25 +154,7 @@ def table(runs: dict[str, list[Run]]) -> str:
 @click.option("--threads", type=int)
 def main(shape: str, requests: int, prompt: int, max_tokens: int, rounds: int, threads: int | None) -> None:
     """Measures, writes JSON under benchmarks/out, prints a table."""
-    rng, runs = random.Random(1), {name: list[Run]() for name in FEATURES}
-    with tempfile.TemporaryDirectory() as folder:
-        size = SHAPES[shape].vocab_size
-        write_vocabulary(Path(folder), size)
-        options = {
-            "tokenizer": folder,
-            "num_threads": threads,
-            "max_num_seqs": requests,
-            "max_model_len": prompt + max_tokens + 16,
-            "num_blocks": requests * ((prompt + max_tokens) // 16 + 2),
-        }
-        with engine(SHAPES[shape], **options) as core:
-            for number in range(rounds + 1):
-                for name in list(FEATURES)[:: 1 if number % 2 else -1]:
-                    prompts = [[rng.randrange(3, size) for _ in range(prompt)] for _ in range(requests)]
-                    found = run(core, prompts, max_tokens, FEATURES[name])
-                    if number:  # the first round compiles grammars
-                        runs[name].append(found)
-                        click.echo(f"features: {name}: {found}", err=True)
+    runs = measure(SHAPES[shape], list(FEATURES), requests, prompt, max_tokens, rounds, threads)
     out = report.output_directory()
     document = {
         "environment": machine.environment(),

@@ -17,6 +17,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from benchmarks import features
+from benchmarks.peers.checkpoints import SHAPES
 from quire import LLM
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.frontend import grammar_checker
@@ -494,3 +496,14 @@ def test_a_checker_says_what_the_tokenizer_lacks(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"needs a tokenizer\.json"):
         checker.check(StructuredOutput(regex="a"))
     checker.close()
+
+
+@pytest.mark.slow
+@pytest.mark.row("A23", clauses=("cost",))
+def test_masks_cost_less_than_a_tenth_of_a_step() -> None:
+    """In CPU time of all threads, with Qwen3-0.6B's shape and 151 936 tokens, on all of 16 streams; each
+    token of a repetition that is bounded needs a new mask."""
+    kinds = ("json", "regex")
+    runs = features.measure(SHAPES["qwen3-0.6b"], ["plain", *kinds], 16, prompt=16, max_tokens=64, rounds=4)
+    costs = features.costs(runs)
+    assert max(costs[kind] for kind in kinds) < 1.1 * costs["plain"], costs
