@@ -321,10 +321,10 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_refused(
     file, fill = path / "model.safetensors", load_module.fill_weights
     new = make_checkpoint("llama", tmp_path / "new", seed=1) / file.name
 
-    def copied_over(model: Any, tensors: Any, source: Path) -> None:
+    def copied_over(model: Any, tensors: Any, *others: Any) -> None:
         given = list(tensors)
         file.write_bytes(new.read_bytes())
-        fill(model, given, source)
+        fill(model, given, *others)
 
     monkeypatch.setattr(load_module, "fill_weights", copied_over)
     assert refusal(path) == f"{file}: the checkpoint changed while it was read: load it again"

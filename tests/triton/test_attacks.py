@@ -124,7 +124,7 @@ def weights_elsewhere(shard: Any, checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     index = {"weight_map": {"model.embed_tokens.weight": shard}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises((CheckpointError, ValueError), match=r"not the name of a file|not found|null byte"):
+    with pytest.raises((CheckpointError, ValueError), match=r"not the name of a .* file|not found|null byte"):
         load(checkpoint)
 
 
