@@ -22,6 +22,7 @@ import quire_kernels.flashinfer
 import quire_kernels.reference
 import quire_kernels.triton_lang  # noqa: F401
 from quire_kernels import registry
+from quire_kernels.block_weights import BlockWeight
 from quire_kernels.grouped_weights import GroupedWeight
 from quire_kernels.metadata import AttentionMetadata, attention_facts
 from quire_kernels.quantized_kv import KVLayer, data_of
@@ -295,7 +296,7 @@ def sample(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
 
 
 def packed_bytes(
-    weight: torch.Tensor | GroupedWeight | QuantizedRows,
+    weight: torch.Tensor | GroupedWeight | BlockWeight | QuantizedRows,
     *,
     device_type: str,
     activation: str | None = None,
@@ -310,7 +311,7 @@ def packed_bytes(
     num_rows, num_columns = weight.shape
     if quantization == "w4a8" and isinstance(weight, torch.Tensor):
         dtype, weight = weight.dtype, group_weight(weight)
-    if isinstance(weight, GroupedWeight):
+    if isinstance(weight, GroupedWeight | BlockWeight):
         assert dtype is not None
         picked = registry.pick("grouped_linear", device_type, dtype, **_facts(weight, activation))
         return num_rows * num_columns * dtype.itemsize if picked.name == "reference" else weight.nbytes
@@ -327,7 +328,7 @@ def packed_bytes(
 
 
 def pack_linear(
-    weight: torch.Tensor | GroupedWeight | QuantizedRows,
+    weight: torch.Tensor | GroupedWeight | BlockWeight | QuantizedRows,
     bias: torch.Tensor | None = None,
     *,
     activation: str | None = None,
@@ -345,11 +346,11 @@ def pack_linear(
             quantised as they come, `weights.quantize_rows`), "w4a8" (the GroupedWeight of
             `weights.group_weight`) or "fp8"; with "int4", "w4a8" and "w8a8" in_features is a multiple of
             their group. See `weights.quantize_weight`.
-        dtype: of x, for a GroupedWeight and QuantizedRows; a tensor has x's.
+        dtype: of x, for whatever is no tensor; a tensor has x's.
     """
     if quantization == "w4a8" and isinstance(weight, torch.Tensor):
         dtype, weight, quantization = weight.dtype, group_weight(weight), None
-    if isinstance(weight, GroupedWeight):
+    if isinstance(weight, GroupedWeight | BlockWeight):
         assert dtype is not None and quantization is None
         select = registry.select("grouped_linear", weight.device.type, dtype, **_facts(weight, activation))
         grouped: PackedLinear = select(weight, bias, activation, dtype)
@@ -401,7 +402,7 @@ def pack_experts(
 
 
 def _facts(
-    weight: torch.Tensor | GroupedWeight | QuantizedRows, activation: str | None, **others: Any
+    weight: torch.Tensor | GroupedWeight | BlockWeight | QuantizedRows, activation: str | None, **others: Any
 ) -> dict[str, Any]:
     """What implementations of a linear layer may depend on."""
     return {

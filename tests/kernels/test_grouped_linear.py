@@ -4,37 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from quire_kernels import ops
+from quire_kernels.block_weights import BLOCK_KINDS, BlockWeight
 from quire_kernels.cpu.compiler import supported_isas
-from quire_kernels.grouped_weights import FACTOR_GROUP, GroupedWeight
+from quire_kernels.grouped_weights import E2M1, GroupedWeight
 from quire_kernels.weights import JoinedLinear, dequantize_weight, group_weight, quantize_weight
 from tests.kernels.common import every_implementation, forced
 
 DTYPES = [torch.float32, torch.bfloat16]
 IMPLEMENTATIONS = every_implementation("grouped_linear", DTYPES)
 NATIVE = [one for one in IMPLEMENTATIONS if one.values[0] != "reference"]
-TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-SIXES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+FACTORS = {
+    "Q4_0": (0, None, slice(2, 18), 15),
+    "Q4_1": (0, 2, slice(4, 20), 15),
+    "Q5_0": (0, None, slice(2, 22), 31),
+    "Q5_1": (0, 2, slice(4, 24), 31),
+    "Q8_0": (0, None, slice(2, 34), -1),
+    "Q2_K": (80, 82, slice(16, 80), 3),
+    "Q3_K": (108, None, slice(0, 96), 7),
+    "Q4_K": (0, 2, slice(16, 144), 15),
+    "Q5_K": (0, 2, slice(16, 176), 31),
+    "Q6_K": (208, None, slice(0, 192), 63),
+    "IQ4_NL": (0, None, slice(2, 18), 240),
+    "IQ4_XS": (0, None, slice(8, 136), 240),
+}
+"""Of a block: where the float16 of its scales is, and that of its minimums; the bytes of its codes; and how
+far codes of ones only are from zeros only."""
 KINDS: dict[str, dict[str, Any]] = {
-    "Q4_0": {"bits": 4, "group": 32, "zero": 8},
-    "Q4_1": {"bits": 4, "group": 32, "minimums": True},
-    "Q5_0": {"bits": 5, "group": 32, "zero": 16},
-    "Q5_1": {"bits": 5, "group": 32, "minimums": True},
-    "Q8_0": {"bits": 8, "group": 32, "zero": 128},
-    "Q2_K": {"bits": 2, "group": 16, "scales": torch.int8, "minimums": True, "most": 15},
-    "Q3_K": {"bits": 3, "group": 16, "scales": torch.int8, "zero": 4},
-    "Q4_K": {"bits": 4, "group": 32, "scales": torch.int8, "minimums": True},
-    "Q5_K": {"bits": 5, "group": 32, "scales": torch.int8, "minimums": True},
-    "Q6_K": {"bits": 6, "group": 16, "scales": torch.int8, "zero": 32},
-    "IQ4_NL": {"bits": 4, "group": 32, "table": TABLE},
-    "NVFP4": {"bits": 4, "group": 16, "table": SIXES, "scales": torch.float32, "row_scales": True},
+    **{kind: {} for kind in FACTORS},
+    "NVFP4": {"bits": 4, "group": 16, "table": E2M1, "scales": torch.float32, "row_scales": True},
     "AWQ": {"bits": 4, "group": 128, "zero": 8, "minimums": True},
     "GPTQ8": {"bits": 8, "group": 64, "zero": 128, "scales": torch.bfloat16, "row_scales": True},
 }
-"""What files have; `scales` is a type, `most` the largest integer scale."""
+"""What files have: blocks of GGUF, or a scale for each group, `scales` being a type."""
 FILE_BITS = {
     "Q4_0": 4.5,
     "Q4_1": 5.0,
@@ -47,47 +54,93 @@ FILE_BITS = {
     "Q5_K": 5.5,
     "Q6_K": 6.5625,
     "IQ4_NL": 4.5,
+    "IQ4_XS": 4.25,
 }
 """Bits of a weight in a GGUF file, its share of the scales included."""
 
 
-def make_weight(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> GroupedWeight:
+def make_weight(kind: str, num_rows: int, num_columns: int) -> GroupedWeight | BlockWeight:
     """A weight of a kind whose numbers are about 1 / sqrt(num_columns)."""
-    generator = torch.Generator().manual_seed(seed)
+    if kind in FACTORS:
+        return make_blocks(kind, num_rows, num_columns)
+    generator = torch.Generator().manual_seed(0)
     facts = {"zero": 0, "table": None, "scales": torch.float16, "minimums": False, "row_scales": False}
-    facts["most"] = 64
     facts |= KINDS[kind]
-    bits, group, scale_type = facts["bits"], facts["group"], facts["scales"]
-    largest = 128 if facts["table"] is TABLE else 12 if facts["table"] else 2 ** (bits - 1)
-    size = 1.7 / largest / num_columns**0.5
+    bits, group = facts["bits"], facts["group"]
+    size = 1.7 / (12 if facts["table"] else 2 ** (bits - 1)) / num_columns**0.5
 
     def draw(shape: tuple[int, ...], low: float, high: float) -> torch.Tensor:
         return torch.rand(shape, generator=generator) * (high - low) + low
 
     groups = (num_rows, num_columns // group)
-    factors = (num_rows, num_columns // FACTOR_GROUP)
-    is_integer = scale_type == torch.int8
-    lowest = 0 if facts["minimums"] and is_integer else -60
-    scales = draw(groups, lowest, facts["most"] + 0.9) if is_integer else draw(groups, 0.5, 1.5) * size
-    minimums = (
-        draw(groups, 0, facts["most"] + 0.9)
-        if is_integer
-        else draw(groups, -0.5, 1.0) * size * 2 ** (bits - 1)
-    )
+    minimums = draw(groups, -0.5, 1.0) * size * 2 ** (bits - 1)
     return GroupedWeight(
         codes=torch.randint(0, 2**bits, (num_rows, num_columns), generator=generator).to(torch.uint8),
-        scales=scales.to(scale_type),
+        scales=(draw(groups, 0.5, 1.5) * size).to(facts["scales"]),
         bits=bits,
         group=group,
         zero=facts["zero"],
         table=facts["table"],
-        minimums=minimums.to(scale_type) if facts["minimums"] else None,
-        factors=(draw(factors, 0.5, 1.5) * size / 32).half() if is_integer else None,
-        minimum_factors=(draw(factors, 0.5, 1.5) * size * 2 ** (bits - 1) / 32).half()
-        if is_integer and facts["minimums"]
-        else None,
+        minimums=minimums.to(facts["scales"]) if facts["minimums"] else None,
         row_scales=draw((num_rows,), 0.5, 1.5) if facts["row_scales"] else None,
     )
+
+
+def make_blocks(kind: str, num_rows: int, num_columns: int) -> BlockWeight:
+    """Random bytes, but for the float16 numbers."""
+    of_file, generator = GGMLQuantizationType[kind], np.random.default_rng(0)
+    means, (inputs, num_bytes) = BLOCK_KINDS[of_file], GGML_QUANT_SIZES[of_file]
+    blocks = generator.integers(0, 256, (num_rows, num_columns // inputs, num_bytes), dtype=np.uint8)
+    largest = 128 if means.table else 2 ** (means.bits - 1)
+    integers = {32: 1, 256: 8 if kind == "Q2_K" else 32}[inputs]
+    size = 1.7 / num_columns**0.5 / integers
+    if kind == "Q6_K":  # whose scales have eight bits
+        size /= 2
+    scale_at, minimum_at, _, _ = FACTORS[kind]
+    for at, most in ((scale_at, size / largest), (minimum_at, size / 2)):
+        if at is not None:
+            drawn = generator.uniform(0.5, 1.5, blocks.shape[:2]) * most
+            if at == minimum_at and inputs == 32:
+                drawn -= most  # what is added may have either sign
+            blocks[..., at : at + 2] = drawn.astype("<f2")[..., None].view(np.uint8)
+    return BlockWeight(of_file, torch.from_numpy(blocks.reshape(num_rows, -1)))
+
+
+def parts_of(weight: GroupedWeight | BlockWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Values less their zeros, float64 [out_features, in_features], and the scales and minimums of each,
+    float32 of that shape. Of blocks by what the public package takes them for with other factors or codes."""
+    if isinstance(weight, GroupedWeight):
+        codes = weight.codes.long()
+        values = codes if weight.table is None else torch.tensor(weight.table)[codes]
+        scales, minimums = (
+            None if one is None else one.float().repeat_interleave(weight.group, 1)
+            for one in (weight.scales, weight.minimums)
+        )
+        assert scales is not None
+        return values.double() - weight.zero, scales, minimums
+    scale_at, minimum_at, codes_at, reach = FACTORS[weight.kind.name]
+    inputs, num_bytes = GGML_QUANT_SIZES[weight.kind]
+    blocks = weight.blocks.numpy().reshape(weight.shape[0], -1, num_bytes)
+    zero, one = [0, 0], [0, 60]
+
+    def factor(at: int) -> torch.Tensor:
+        numbers = blocks[..., at : at + 2].copy().view("<f2")[..., 0].astype(np.float32)
+        return torch.from_numpy(numbers).repeat_interleave(inputs, 1)
+
+    def means(scale: list[int], minimum: list[int], codes: int | None) -> torch.Tensor:
+        changed = blocks.copy()
+        changed[..., scale_at : scale_at + 2] = scale
+        if minimum_at is not None:
+            changed[..., minimum_at : minimum_at + 2] = minimum
+        if codes is not None:
+            changed[..., codes_at] = codes
+        out = quants.dequantize(changed.reshape(weight.shape[0], -1), weight.kind)
+        return torch.from_numpy(out)
+
+    scales = (means(one, zero, 255) - means(one, zero, 0)) / reach
+    values = (means(one, zero, None).double() / scales).nan_to_num(0.0)
+    minimums = None if minimum_at is None else -means(zero, one, None) * factor(minimum_at)
+    return values, scales * factor(scale_at), minimums
 
 
 @pytest.mark.row("D14", clauses=("layout",))
@@ -101,40 +154,30 @@ def test_rows_are_what_the_weights_mean(name: str, device: str, dtype: torch.dty
     assert torch.equal(packed.rows(indices), weight.dequantize().to(dtype)[indices])
 
 
-def product_of(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
+def product_of(x: torch.Tensor, weight: GroupedWeight | BlockWeight) -> torch.Tensor:
     """float32 [n, out_features] by the arithmetic of the C++ kernels (gemm_grouped.h), step by step."""
     units = x.float().unflatten(1, (-1, 32))
     extreme = units.abs().amax(2)
     numbers = units * (torch.tensor(127.0) / extreme).unsqueeze(2)
     numbers = numbers.round().nan_to_num(0.0).double()
     x_scales = extreme / 127
-    if weight.table is None:
-        values = weight.codes.double() - weight.zero
-    else:
-        values = torch.tensor(weight.table).double()[weight.codes.long()] - weight.zero
-    part = min(weight.group, 32)
-
-    def wide(scales: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
-        out = scales.float()
-        if factors is not None:
-            out = out * factors.float().repeat_interleave(FACTOR_GROUP // weight.group, 1)
-        return out.repeat_interleave(weight.group // part, 1)
+    values, scales, minimums = parts_of(weight)
+    part = min(weight.group if isinstance(weight, GroupedWeight) else BLOCK_KINDS[weight.kind].group, 32)
 
     def fused(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return (left.double() * right.double() + total.double()).float()
 
-    scales = wide(weight.scales, weight.factors)
-    minimums = None if weight.minimums is None else wide(weight.minimums, weight.minimum_factors)
     total = torch.zeros(x.shape[0], weight.shape[0])
     for index in range(x.shape[1] // part):
         x_scale = x_scales[:, index * part // 32].unsqueeze(1)
         own = numbers.flatten(1)[:, index * part : (index + 1) * part]
         products = own @ values[:, index * part : (index + 1) * part].T
-        total = fused(products.float(), scales[:, index] * x_scale, total)
+        total = fused(products.float(), scales[:, index * part] * x_scale, total)
         if minimums is not None:
             sums = x_scale * own.sum(1, keepdim=True).float()
-            total = fused(-minimums[:, index].unsqueeze(0), sums, total)
-    return total if weight.row_scales is None else total * weight.row_scales
+            total = fused(-minimums[:, index * part].unsqueeze(0), sums, total)
+    row_scales = weight.row_scales if isinstance(weight, GroupedWeight) else None
+    return total if row_scales is None else total * row_scales
 
 
 @pytest.mark.row("A12", clauses=("batch",))
@@ -241,7 +284,7 @@ def test_memory_is_that_of_the_file(isa: str, kind: str) -> None:
         packed = ops.pack_linear(weight, dtype=torch.float32)
         expected = ops.packed_bytes(weight, device_type="cpu", dtype=torch.float32)
     assert packed.nbytes <= 1.04 * FILE_BITS[kind] / 8 * 64 * 512
-    assert packed.nbytes == expected or kind == "Q2_K", "scales of four bits share bytes"
+    assert packed.nbytes == expected
 
 
 def test_parts_of_different_kinds_are_one_layer() -> None:

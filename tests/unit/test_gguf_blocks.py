@@ -16,11 +16,12 @@ from gguf import GGMLQuantizationType, quants
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
 from quire.loader import gguf_weights
-from quire.loader.gguf_blocks import GROUPED, grouped
 from quire.loader.gguf_weights import hf_name, read_gguf
 from quire.loader.load import load_model
 from quire_ensemble.gguf_file import GGUFFile
-from quire_kernels import registry
+from quire_kernels import ops, registry
+from quire_kernels.block_weights import BLOCK_KINDS, BlockWeight
+from quire_kernels.cpu.compiler import supported_isas
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drive import Driver, hf_logits, hf_model
 from tests.fixtures.gguf_files import write_gguf
@@ -30,7 +31,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
 """Multiples of the K-quants' blocks."""
 MOST_OFF = 0.05
 """Distance of logits that inputs in eight bits may make."""
-KINDS = [kind.name for kind in GROUPED]
+KINDS = [kind.name for kind in BLOCK_KINDS]
 MIXED = {
     "attn_v": "Q6_K",
     "blk.1.ffn_up": "Q5_K",
@@ -66,6 +67,12 @@ def check_logits(file: Path, expected: torch.Tensor) -> None:
     assert distance(Driver.load(file, dtype="float32").logits(IDS), expected) < MOST_OFF
 
 
+def packed_rows(kind: GGMLQuantizationType, blocks: torch.Tensor) -> torch.Tensor:
+    """float32: what a matrix means once it is packed."""
+    packed = ops.pack_linear(BlockWeight(kind, blocks), dtype=torch.float32)
+    return packed.rows(torch.arange(blocks.shape[0]))
+
+
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Of logits at most positions, as a share of their size. (At some, little tips attention over.)"""
     return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).median())
@@ -79,10 +86,12 @@ def test_blocks_of_random_bytes_mean_what_the_public_package_says(kind: str) -> 
     data = np.random.default_rng(of_file).integers(0, 256, (64, 3 * size), dtype=np.uint8)
     with np.errstate(invalid="ignore", over="ignore"):
         theirs = quants.dequantize(data, of_file)
-    weight = grouped(of_file, torch.from_numpy(data))
+    weight = BlockWeight(of_file, torch.from_numpy(data))
     assert weight.shape == (64, 3 * block)
-    np.testing.assert_array_equal(weight.dequantize().numpy(), theirs)
-    assert grouped(of_file, torch.from_numpy(data).to("meta")).shape == weight.shape
+    for isa in supported_isas():
+        with registry.forced({"grouped_linear": isa}):
+            rows = ops.pack_linear(weight, dtype=torch.float32).rows(torch.arange(64))
+        np.testing.assert_array_equal(rows.numpy(), theirs)
 
 
 @pytest.mark.row("D15", clauses=("equal",))
@@ -96,7 +105,7 @@ def test_weights_equal_those_of_the_public_reader_and_run(kind: str, tmp_path: P
     assert ours.keys() == {hf_name(tensor.name) for tensor in tensors}
     for tensor in tensors:
         weight, of_file = ours[hf_name(tensor.name)], tensor.tensor_type
-        means = grouped(of_file, weight).dequantize() if of_file in GROUPED else weight.float()
+        means = packed_rows(of_file, weight) if of_file in BLOCK_KINDS else weight.float()
         assert torch.equal(means, torch.from_numpy(quants.dequantize(tensor.data, of_file))), tensor.name
     check_logits(file, hf_logits(decoded(file), IDS))
 
@@ -123,9 +132,9 @@ def test_an_expert_is_a_slice_of_its_tensor(
             expected = torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type))
             for expert in range(8):
                 weight = ours.pop(f"model.layers.{layer}.{names[0]}.experts.{expert}.{name}.weight")
-                if tensor.tensor_type in GROUPED:
+                if tensor.tensor_type in BLOCK_KINDS:
                     assert weight.dtype == torch.uint8
-                    weight = grouped(tensor.tensor_type, weight).dequantize()
+                    weight = packed_rows(tensor.tensor_type, weight)
                 assert torch.equal(weight, expected[expert])
     assert not any(".experts." in name for name in ours if not name.startswith("model.layers.2."))
     exact = Driver.load(file, dtype="float32", quantization="dequantized").logits(IDS)

@@ -13,9 +13,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from quire.errors import CheckpointError
 from quire.layers.scheme import SCHEMES, LayerTensors, StoredTensor
-from quire.loader.gguf_blocks import grouped
 from quire_kernels import ops
-from quire_kernels.grouped_weights import GroupedWeight
+from quire_kernels.block_weights import BlockWeight
 from quire_kernels.weights import JoinedLinear, PackedLinear
 
 
@@ -59,7 +58,7 @@ class BlockTensors:
         first = 0
         for weight in self._weights(activation):
             bias = None if self.bias is None else self.bias[first : first + weight.shape[0]]
-            dtype = self.dtype if isinstance(weight, GroupedWeight) else None
+            dtype = self.dtype if isinstance(weight, BlockWeight) else None
             packed.append(ops.pack_linear(weight, bias, activation=activation, dtype=dtype))
             first += weight.shape[0]
         return packed[0] if len(packed) == 1 else JoinedLinear(packed)
@@ -71,9 +70,9 @@ class BlockTensors:
             for weight in self._weights(activation)
         )
 
-    def _weights(self, activation: str | None) -> Iterator[torch.Tensor | GroupedWeight]:
+    def _weights(self, activation: str | None) -> Iterator[torch.Tensor | BlockWeight]:
         """The parts, joined where they are of one kind."""
-        weights = (run.memory if run.kind is None else grouped(run.kind, run.memory) for run in self.runs)
+        weights = (run.memory if run.kind is None else BlockWeight(run.kind, run.memory) for run in self.runs)
         if activation is None:
             yield from weights
             return
@@ -82,7 +81,7 @@ class BlockTensors:
         if not others:
             yield first
             return
-        plain = (one.dequantize() if isinstance(one, GroupedWeight) else one for one in (first, *others))
+        plain = (one.dequantize() if isinstance(one, BlockWeight) else one for one in (first, *others))
         yield torch.cat([one.to(self.dtype) for one in plain])
 
 
@@ -92,7 +91,7 @@ class GGUFScheme:
 
     file: Path
     kinds: Mapping[str, GGMLQuantizationType]
-    """Of the matrices that stay in blocks, by Hugging Face's names; each is one of GROUPED."""
+    """Of the matrices that stay in blocks, by Hugging Face's names; each is one of BLOCK_KINDS."""
     input_multiple: int = 1
 
     @property

@@ -14,13 +14,13 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from quire.errors import CheckpointError
-from quire.loader.gguf_blocks import GROUPED
 from quire.loader.gguf_metadata import ROPE_FACTORS, is_mixtral
 from quire.loader.gguf_scheme import GGUFScheme
 from quire.models.config import MAX_EXPERTS
 from quire_ensemble.errors import shown
 from quire_ensemble.gguf_file import GGUFFile, StoredTensor
 from quire_ensemble.weight_files import NamedTensor
+from quire_kernels.block_weights import BLOCK_KINDS
 
 logger = logging.getLogger("quire")
 
@@ -68,7 +68,7 @@ def read_gguf(file: Path, opened: GGUFFile, *, keeps_blocks: bool) -> Iterator[N
     Args:
         file: one of `opened.files`.
         opened: the GGUF file whose part it is.
-        keeps_blocks: matrices of the types in GROUPED are uint8 [rows, bytes of a row].
+        keeps_blocks: matrices of the types in BLOCK_KINDS are uint8 [rows, bytes of a row].
 
     Raises:
         CheckpointError: a tensor's quantisation is not known.
@@ -170,7 +170,7 @@ def _heads(opened: GGUFFile, arch: str, key: str) -> int:
 
 def _has_blocks(stored: StoredTensor) -> bool:
     """Whether it is a matrix that can stay as it is."""
-    return stored.kind in GROUPED and len(stored.shape) == 2
+    return stored.kind in BLOCK_KINDS and len(stored.shape) == 2
 
 
 def _decode(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quire_kernels.block_weights import BLOCK_KINDS, BlockKind, BlockWeight
 from quire_kernels.cpu.native import TYPES, Activation, Format, ScaleType, as_rows, declarations
 from quire_kernels.grouped_weights import GroupedWeight
 from quire_kernels.host_memory import aligned_bytes
@@ -25,7 +26,6 @@ _SCALE_TYPES = {
     torch.float32: ScaleType.FLOAT32,
     torch.float16: ScaleType.FLOAT16,
     torch.bfloat16: ScaleType.BFLOAT16,
-    torch.int8: ScaleType.INT8,
 }
 TABLE_ZERO = 128
 """What is added to the numbers of a table, which have no sign in the kernels."""
@@ -211,22 +211,29 @@ def pack_dense(
 def pack_grouped(
     isa: str,
     library: ctypes.CDLL,
-    weight: GroupedWeight,
+    weight: GroupedWeight | BlockWeight,
     bias: torch.Tensor | None,
     activation: str | None,
     dtype: torch.dtype,
 ) -> NativeLinear:
     """See `ops.pack_linear`."""
-    scale_type, zero, table = _SCALE_TYPES[weight.scales.dtype], weight.zero, None
-    if scale_type is ScaleType.INT8 and weight.minimums is not None:
-        both = torch.stack((weight.scales, weight.minimums))
-        if int(both.min()) >= 0 and int(both.max()) < 16:
-            scale_type = ScaleType.NIBBLES
-    if weight.table is not None:
+    means: BlockKind | GroupedWeight
+    if isinstance(weight, BlockWeight):
+        means = BLOCK_KINDS[weight.kind]
+        scale_type, has_minimums = ScaleType[means.scale_type], means.has_minimums
+        numbers = [weight.blocks, None, None, None]
+        kind = int(weight.kind)
+    else:
+        means, kind = weight, 0
+        scale_type, has_minimums = _SCALE_TYPES[weight.scales.dtype], weight.minimums is not None
+        row_scales = None if weight.row_scales is None else weight.row_scales.float()
+        numbers = [weight.codes, weight.scales, weight.minimums, row_scales]
+    zero, table = means.zero, None
+    if means.table is not None:
         zero += TABLE_ZERO
-        table = torch.tensor(weight.table).add_(TABLE_ZERO).to(torch.uint8)
+        table = torch.tensor(means.table).add_(TABLE_ZERO).to(torch.uint8)
     groups = declarations().structure("Groups")(
-        _pointer(table), int(scale_type), weight.bits, weight.group, zero, weight.minimums is not None
+        _pointer(table), int(scale_type), means.bits, means.group, zero, has_minimums
     )
     packed = NativeLinear(
         isa,
@@ -235,38 +242,16 @@ def pack_grouped(
         dtype,
         Format.GROUPED,
         activation,
-        num_scales=int(weight.row_scales is not None),
+        num_scales=int(numbers[3] is not None),
         has_bias=bias is not None,
         groups=groups,
     )
     packed.table = table
-    (codes, codes_distance), (scales, scales_distance) = _evenly(weight.codes), _evenly(weight.scales)
-    tensors = (
-        weight.minimums,
-        weight.factors,
-        weight.minimum_factors,
-        None if weight.row_scales is None else weight.row_scales.float(),
-        None if bias is None else bias.detach().float(),
-    )
-    sources = [None if tensor is None else tensor.contiguous() for tensor in tensors]
-    source = declarations().structure("GroupedSource")(
-        codes_distance if weight.is_halved else 0,
-        scales_distance,
-        codes.data_ptr(),
-        scales.data_ptr(),
-        *map(_pointer, sources),
-    )
+    numbers.append(None if bias is None else bias.detach().float())
+    sources = [None if tensor is None else tensor.contiguous() for tensor in numbers]
+    source = declarations().structure("GroupedSource")(*map(_pointer, sources), kind)
     library.quire_pack_grouped(byref(source), byref(packed.struct))
     return packed
-
-
-def _evenly(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The same numbers, [n, m, ...], each of n * m as far from the one before, and how many bytes."""
-    count = tensor.shape[1]
-    if tensor[0, 0].is_contiguous() and (count == 1 or tensor.stride(0) == count * tensor.stride(1)):
-        return tensor, tensor.stride(0) // count * tensor.itemsize
-    tensor = tensor.contiguous()
-    return tensor, tensor[0, 0].nbytes
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from quire_kernels import registry
+from quire_kernels.block_weights import BlockWeight
 from quire_kernels.grouped_weights import GroupedWeight
 from quire_kernels.reference.elementwise import argmax, gate_mul
 from quire_kernels.registry import implementation
@@ -80,7 +81,10 @@ class TorchLinear:
 
 @implementation("grouped_linear", "reference")
 def dequantized_linear(
-    weight: GroupedWeight, bias: torch.Tensor | None, activation: str | None, dtype: torch.dtype
+    weight: GroupedWeight | BlockWeight,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    dtype: torch.dtype,
 ) -> PackedLinear:
     """See `ops.pack_linear`: the layer of what the weights mean, with neither their size nor their speed."""
     # In rows, so that no second matrix of float32 is needed at once.

@@ -10,7 +10,8 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 
 from quire.loader.quantized.decoded import Decoded, grouped, in_groups
-from quire.loader.quantized.unpacking import E2M1, powers_of_two, unpack_nibbles, unpack_words
+from quire.loader.quantized.unpacking import powers_of_two, unpack_nibbles, unpack_words
+from quire_kernels.grouped_weights import E2M1
 from quire_kernels.weights import FP8, W8A8_GROUP, QuantizedRows
 
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]

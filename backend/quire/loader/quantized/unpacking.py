@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import torch
 
-E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the sixteen numbers of four-bit floating point (two bits of exponent, one of mantissa)."""
-
 
 def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Numbers that lie behind each other in the bits of a row's words, the lowest bit first.

@@ -1,6 +1,7 @@
 // Packing of weights, once at load.
 #pragma once
 
+#include "blocks.h"
 #include "gemm.h"
 #include "gemm_grouped.h"
 
@@ -125,16 +126,14 @@ void unpack_rows(const Weight& w, const int64_t* rows, int64_t num_rows, T* y) {
   });
 }
 
-// What grouped weights are packed from, contiguous: codes [N][K] of a byte each, or, with a `halves_stride`, [N][K / 32]
-// sixteens of two each, so many bytes from each other, with the first 16 of 32 inputs in the low halves; scales,
-// `scales_stride` bytes from each other, and minimums (or null) [N][K / group]
-// of the type in a block, nibbles of a byte each; their factors float16 [N][K / 256] where they are integers; float32 [N]
-// what rows are multiplied by in the end, and a bias, each of them or null.
+// What grouped weights are packed from, contiguous: codes [N][K] of a byte each, scales and minimums (or null) [N][K / group]
+// of the type in a block; or, of a `kind`, a file's blocks in place of codes, and no scales. float32 [N]: what rows are
+// multiplied by in the end, and a bias, each of them or null.
 struct GroupedSource {
-  int64_t halves_stride, scales_stride;
   const uint8_t* codes;
-  const void *scales, *minimums, *factors, *minimum_factors;
+  const void *scales, *minimums;
   const float *row_scales, *bias;
+  BlockKind kind;
 };
 
 // A unit's codes [8][128], a byte each, in planes of bits, which are zeros before.
@@ -156,19 +155,6 @@ inline void pack_planes(const uint8_t* codes, int bits, uint8_t* to) {
       for (int b = 0; b < row; ++b) to[b] |= uint8_t((codes[i * row + b] >> (bits - 1) & 1) << i);
 }
 
-// Column c of a unit's planes of four bits, from codes in halves.
-inline void pack_halves(const uint8_t* codes, int64_t c, uint8_t* to) {
-  constexpr uint32_t low = 0x0f0f0f0f;
-  uint32_t words[4];
-  std::memcpy(words, codes, sizeof words);
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t first = words[2 * i], second = words[2 * i + 1];
-    const uint32_t lower = (first & low) | (second & low) << 4, upper = (first >> 4 & low) | (second & ~low);
-    std::memcpy(to + i * gemm::unit_row + 4 * c, &lower, 4);
-    std::memcpy(to + (i + 2) * gemm::unit_row + 4 * c, &upper, 4);
-  }
-}
-
 // The four codes of a column in row i of a unit's planes, a byte each.
 inline uint32_t unpack_planes(const uint8_t* planes, int bits, int i, int64_t column) {
   auto four = [&](int row) {
@@ -187,56 +173,53 @@ inline uint32_t unpack_planes(const uint8_t* planes, int bits, int i, int64_t co
 
 inline void pack_grouped(const GroupedSource& source, const Weight& w) {
   using namespace gemm;
+  struct Codes;
   char* data = static_cast<char*>(const_cast<void*>(w.data));
   float *packed_scales = const_cast<float*>(w.scales), *packed_bias = const_cast<float*>(w.bias);
   const Groups& groups = w.groups;
-  const int64_t k = w.num_inputs;
-  const int stretch_groups = groups.inputs() / groups.size, size = groups.scales_row() / block_columns;
+  const int64_t inputs = groups.inputs(), stretches = w.num_inputs / inputs, block_size = bytes_of_block(source.kind);
+  const int num_scales = int(inputs) / groups.size, scale_size = groups.scales_row() / block_columns;
+  auto read = [&](int64_t stretch, BlockRoom& room) -> RowStretch {
+    if (source.kind != BlockKind::none) return take_apart(source.kind, source.codes + stretch * block_size, room);
+    auto of = [&](const void* scales) {
+      return scales ? static_cast<const char*>(scales) + stretch * num_scales * scale_size : nullptr;
+    };
+    return {source.codes + stretch * inputs, of(source.scales), of(source.minimums), nullptr, nullptr};
+  };
   parallel_for(int(w.num_blocks()), [&](int block) {
     char* stretch = data + block * w.block_bytes();
     std::memset(stretch, 0, w.block_bytes());
-    for (int64_t start = 0; start < k; start += groups.inputs(), stretch += groups.stretch_bytes())
-      for (int64_t c = 0; c < block_columns; ++c) {
-        const int64_t column = int64_t(block) * block_columns + c;
-        if (column >= w.num_columns) break;
-        const int64_t row = packed_row(w, column);
-        // `count` numbers of every row, of so many bytes each, `stride` bytes from each other; those that this stretch has.
-        auto put = [&](const void* from, int count, int bytes, int64_t stride, char* to) {
-          if (!from) return;
-          const char* p = static_cast<const char*>(from) + (row * (k / groups.inputs()) + start / groups.inputs()) * count * stride;
-          for (int i = 0; i < count; ++i) std::memcpy(to + (i * block_columns + c) * bytes, p + i * stride, bytes);
+    const int64_t first = int64_t(block) * block_columns;
+    const int count = int(std::min<int64_t>(block_columns, w.num_columns - first));
+    auto* codes = scratch<Codes, uint8_t>(inputs * block_columns);  // [inputs / 4][32][4]
+    std::memset(codes, 0, inputs * block_columns);
+    for (int64_t done = 0; done < stretches; ++done, stretch += groups.stretch_bytes()) {
+      char* scales = stretch + groups.factors_bytes();
+      uint8_t* planes = reinterpret_cast<uint8_t*>(stretch + groups.header_bytes());
+      for (int c = 0; c < count; ++c) {
+        const int64_t row = packed_row(w, first + c);
+        BlockRoom room;
+        const RowStretch from = read(row * stretches + done, room);
+        auto put = [&](auto number, const void* numbers, int n, char* to) {
+          for (int i = 0; numbers && i < n; ++i)
+            std::memcpy(to + (i * block_columns + c) * sizeof number,
+                        static_cast<const char*>(numbers) + i * sizeof number, sizeof number);
         };
-        char* scales = stretch + groups.factors_bytes();
-        put(source.factors, 1, 2, 2, stretch);
-        put(source.minimum_factors, 1, 2, 2, stretch + 64);
-        put(source.scales, stretch_groups, size, source.scales_stride, scales);
-        if (groups.scale_type != ScaleType::nibbles) {
-          put(source.minimums, stretch_groups, size, size, scales + groups.scales_bytes());
-        } else {
-          const uint8_t* minimums = static_cast<const uint8_t*>(source.minimums) + (row * k + start) / groups.size;
-          for (int i = 0; i < stretch_groups; ++i) scales[i * block_columns + c] |= char(minimums[i] << 4);
-        }
-        if (start == 0 && w.scales) packed_scales[column] = source.row_scales[row];
-        if (start == 0 && w.bias) packed_bias[column] = source.bias[row];
+        auto put_scales = [&](const void* numbers, char* to) {
+          if (scale_size == 1) put(uint8_t(), numbers, num_scales, to);
+          else if (scale_size == 2) put(uint16_t(), numbers, num_scales, to);
+          else put(float(), numbers, num_scales, to);
+        };
+        put(uint16_t(), from.factor, 1, stretch);
+        put(uint16_t(), from.minimum_factor, 1, stretch + 64);
+        put_scales(from.scales, scales);
+        put_scales(from.minimums, scales + groups.scales_bytes());
+        for (int64_t i = 0; i < inputs; i += 4) std::memcpy(codes + i * block_columns + 4 * c, from.codes + i, 4);
+        if (done == 0 && w.scales) packed_scales[first + c] = source.row_scales[row];
+        if (done == 0 && w.bias) packed_bias[first + c] = source.bias[row];
       }
-    uint8_t* planes = reinterpret_cast<uint8_t*>(data + block * w.block_bytes());
-    for (int64_t start = 0; start < k; start += unit_inputs, planes += groups.unit_bytes()) {
-      if (start % groups.inputs() == 0) planes += groups.header_bytes();
-      if (source.halves_stride) {
-        for (int64_t c = 0; c < block_columns && int64_t(block) * block_columns + c < w.num_columns; ++c) {
-          const int64_t row = packed_row(w, int64_t(block) * block_columns + c);
-          pack_halves(source.codes + (row * k + start) / unit_inputs * source.halves_stride, c, planes);
-        }
-        continue;
-      }
-      uint8_t codes[8][block_columns][4] = {};
-      for (int64_t c = 0; c < block_columns; ++c) {
-        const int64_t column = int64_t(block) * block_columns + c;
-        if (column >= w.num_columns) break;
-        const uint8_t* from = source.codes + packed_row(w, column) * k + start;
-        for (int i = 0; i < 8; ++i) std::memcpy(codes[i][c], from + 4 * i, 4);
-      }
-      pack_planes(&codes[0][0][0], groups.bits, planes);
+      for (int64_t i = 0; i < inputs; i += unit_inputs, planes += groups.unit_bytes())
+        pack_planes(codes + i * block_columns, groups.bits, planes);
     }
   });
 }

@@ -1,0 +1,86 @@
+"""BlockWeight: a matrix in the blocks of a GGUF file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+
+from quire_kernels.grouped_weights import E2M1
+
+_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_SCALE_BITS = {"FLOAT16": 16, "BFLOAT16": 16, "INT8": 8, "NIBBLES": 4}
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """What a type's codes mean, as of GroupedWeight, and how the C++ kernels keep its scales."""
+
+    bits: int
+    group: int
+    zero: int = 0
+    table: tuple[int, ...] | None = None
+    scale_type: str = "FLOAT16"
+    """A name of ScaleType (gemm.h). Integer scales, and minimums, are multiplied by a float16 of their
+    block's, which is exact in float32."""
+    has_minimums: bool = False
+
+
+BLOCK_KINDS = {
+    GGMLQuantizationType.Q4_0: BlockKind(4, 32, 8),
+    GGMLQuantizationType.Q4_1: BlockKind(4, 32, has_minimums=True),
+    GGMLQuantizationType.Q5_0: BlockKind(5, 32, 16),
+    GGMLQuantizationType.Q5_1: BlockKind(5, 32, has_minimums=True),
+    GGMLQuantizationType.Q8_0: BlockKind(8, 32, 128),
+    GGMLQuantizationType.Q2_K: BlockKind(2, 16, scale_type="NIBBLES", has_minimums=True),
+    GGMLQuantizationType.Q3_K: BlockKind(3, 16, 4, scale_type="INT8"),
+    GGMLQuantizationType.Q4_K: BlockKind(4, 32, scale_type="INT8", has_minimums=True),
+    GGMLQuantizationType.Q5_K: BlockKind(5, 32, scale_type="INT8", has_minimums=True),
+    GGMLQuantizationType.Q6_K: BlockKind(6, 16, 32, scale_type="INT8"),
+    GGMLQuantizationType.IQ4_NL: BlockKind(4, 32, table=_IQ4_VALUES),
+    GGMLQuantizationType.IQ4_XS: BlockKind(4, 32, table=_IQ4_VALUES, scale_type="INT8"),
+    GGMLQuantizationType.MXFP4: BlockKind(4, 32, table=E2M1, scale_type="BFLOAT16"),
+}
+"""Types that are packed as they are."""
+
+
+@dataclass(frozen=True)
+class BlockWeight:
+    """A matrix of one of BLOCK_KINDS."""
+
+    kind: GGMLQuantizationType
+    blocks: torch.Tensor
+    """uint8 [out_features, bytes of a row]."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[out_features, in_features]."""
+        num_rows, num_bytes = self.blocks.shape
+        inputs, size = GGML_QUANT_SIZES[self.kind]
+        return torch.Size((num_rows, num_bytes // size * inputs))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes in their bits, and of all else, as the C++ kernels keep them."""
+        means, (inputs, size) = BLOCK_KINDS[self.kind], GGML_QUANT_SIZES[self.kind]
+        sets = 1 + means.has_minimums
+        factors = 16 * sets if means.scale_type in ("INT8", "NIBBLES") else 0
+        bits = inputs * means.bits + inputs // means.group * sets * _SCALE_BITS[means.scale_type] + factors
+        return self.blocks.numel() // size * bits // 8
+
+    @property
+    def device(self) -> torch.device:
+        """Of the blocks."""
+        return self.blocks.device
+
+    def rows(self, which: slice | torch.Tensor) -> BlockWeight:
+        """Some of the rows, in an order."""
+        return BlockWeight(self.kind, self.blocks[which])
+
+    def dequantize(self) -> torch.Tensor:
+        """float32 [out_features, in_features]: what the weights mean."""
+        with np.errstate(all="ignore"):  # factors may be no numbers
+            means = quants.dequantize(self.blocks.cpu().numpy(), self.kind)
+        return torch.from_numpy(means).to(self.device)
