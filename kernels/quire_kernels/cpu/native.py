@@ -60,7 +60,7 @@ class Activation(IntEnum):
 @functools.cache
 def declarations() -> Declarations:
     """Structures and functions of src/."""
-    names = ("layout.h", "gemm.h", "blocks.h", "pack.h", "moe.h", "decoder.h", "quire.cpp")
+    names = ("layout.h", "gemm.h", "blocks.h", "pack.h", "moe.h", "decoder.h", "sampling.h", "quire.cpp")
     return Declarations("\n".join((SOURCES / name).read_text("utf-8") for name in names))
 
 

@@ -14,10 +14,19 @@ from quire_kernels.cpu.compiler import BuildError, supported_isas
 from quire_kernels.cpu.linear import ACTIVATIONS, NativeLinear, can_pack, pack_dense, pack_grouped
 from quire_kernels.cpu.moe import NativeExperts, can_join
 from quire_kernels.cpu.moe import route as native_route
-from quire_kernels.cpu.native import KV_TYPES, TYPES, as_rows, batch_struct, kv_struct, library
+from quire_kernels.cpu.native import (
+    KV_TYPES,
+    TYPES,
+    as_rows,
+    batch_struct,
+    declarations,
+    kv_struct,
+    library,
+)
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer
-from quire_kernels.registry import implementation
+from quire_kernels.registry import LeftToOthers, implementation
+from quire_kernels.sampling import SamplingTensors, is_not_typical
 
 logger = logging.getLogger("quire_kernels")
 
@@ -180,6 +189,35 @@ def forbid_others(isa: str, logits: torch.Tensor, allowed: torch.Tensor) -> None
     )
 
 
+def sample(isa: str, logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
+    """See `ops.sample`.
+
+    The same on every instruction set. Tokens equal the reference's except where rounding of a probability
+    decides: a cumulative sum within about 1e-7 of the drawn number, or of top_p.
+    """
+    edits = rows.edits
+    if logits.stride(1) != 1:
+        assert edits is None, "edits are made in place, and not in a copy"
+        logits = logits.contiguous()
+    fields = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds, rows.positions)
+    kept = [field.contiguous() for field in fields]
+    lists = () if edits is None else edits.arguments
+    requests = declarations().structure("Requests")(*(field.data_ptr() for field in kept))
+    made = [None if one is None else one.data_ptr() for one in lists]
+    num_rows, size = logits.shape
+    out = torch.empty(num_rows, dtype=torch.int64)
+    _kernels(isa).quire_sample(
+        logits.data_ptr(),
+        logits.stride(0),
+        size,
+        num_rows,
+        byref(requests),
+        byref(declarations().structure("Edits")(*made)) if made else None,
+        out.data_ptr(),
+    )
+    return out
+
+
 def linear(isa: str, *args: Any) -> NativeLinear:
     """See `ops.pack_linear`."""
     return pack_dense(isa, _kernels(isa), *args)
@@ -222,6 +260,10 @@ def _in_vectors(*sizes: str) -> Any:
     return predicate
 
 
+def _can_sample(isa: str, **facts: Any) -> bool | LeftToOthers:
+    return library(isa) is not None and is_not_typical(**facts)
+
+
 def _can_pack(isa: str, **facts: Any) -> bool:
     return can_pack(**facts) and library(isa) is not None
 
@@ -235,6 +277,7 @@ _OPERATORS = (
     ("argmax", argmax, _in_vectors()),
     ("top_logprobs", top_logprobs, _in_vectors()),
     ("forbid_others", forbid_others, _in_vectors()),
+    ("sample", sample, _can_sample),
     ("linear", linear, _can_pack),
     ("grouped_linear", grouped_linear, _can_pack),
     ("route", route, _in_vectors()),

@@ -10,6 +10,7 @@
 #include "logits.h"
 #include "moe.h"
 #include "pack.h"
+#include "sampling.h"
 
 using namespace quire;
 
@@ -126,6 +127,12 @@ void quire_top_logprobs(const float* x, int64_t stride, int64_t size, int num_ro
 
 void quire_forbid_others(float* x, int64_t stride, int64_t size, int num_rows, const int32_t* allowed) {
   parallel_for(num_rows, [&](int row) { forbid_others(x + row * stride, size, allowed + row * ((size + 31) / 32)); });
+}
+
+// Edits rows of x, unless `edits` is null, and draws a token of each.
+void quire_sample(float* x, int64_t stride, int64_t size, int num_rows, const Requests* requests, const Edits* edits,
+                  int64_t* y) {
+  parallel_for(num_rows, [&](int row) { y[row] = sample(x + row * stride, size, row, num_rows, *requests, edits); });
 }
 
 void quire_gate(Type type, Activation activation, const void* gate_up, int64_t stride, int size, void* y,
