@@ -19,6 +19,8 @@ from quire.worker import sampler as sampler_module
 from quire.worker.sampler import sampling_tensors
 from quire.worker.sampling_batch import SamplingRow, collect_edits
 from quire_kernels import ops
+from quire_kernels.cpu.compiler import supported_isas
+from quire_kernels.cpu.native import set_num_threads
 from quire_kernels.reference.sampling import MIN_TEMPERATURE, edit_logits, philox_uniform
 from quire_kernels.sampling import SamplingTensors
 from tests.fixtures import sampling
@@ -150,6 +152,57 @@ def test_tokens_are_those_defined(name: str, device: str, kind: str, vocab_size:
         expected = defined(logits, settings(count, FILTERS, position=first))
         tokens = sample(name, device, logits, settings(count, FILTERS, device, position=first))
         assert tokens.tolist() == expected.tolist()
+
+
+def hard_logits(vocab_size: int) -> torch.Tensor:
+    """Rows on which searches for thresholds go astray: equal and nearly equal numbers, both zeros, one number
+    alone, numbers without weight, a few that weigh as much as all others, pieces that hold all large ones."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    rows = torch.randn((12, vocab_size), generator=generator)
+    rows[1] = 3.0
+    rows[2] = (rows[2] > 0).float() * -0.0
+    rows[3, : vocab_size - 1] = -math.inf
+    rows[4] = rows[4].round()
+    rows[5] *= 1e-6
+    rows[6] *= 30
+    rows[7, :5] = rows[7].logsumexp(0)
+    rows[8, : vocab_size // 3] += 20
+    rows[9] -= 27 + rows[9].amax()
+    rows[9, vocab_size // 2] = 0.0
+    rows[10] = torch.linspace(-3e38, 3e38, vocab_size)
+    rows[11] = torch.linspace(0, -60, vocab_size)
+    return rows
+
+
+@pytest.mark.row("A12")
+@pytest.mark.parametrize("vocab_size", [1, 15, 17, 257, 5000, 20_000])
+def test_hard_rows_are_the_same_on_every_instruction_set(vocab_size: int) -> None:
+    """Those defined, but where rounding of a sum over so many decides; with any number of threads."""
+    filters = [
+        *FILTERS,
+        {"top_p": 1e-30},
+        {"top_p": 0.9999},
+        {"top_p": 0.5, "temperature": 0.01},
+        {"top_k": vocab_size, "top_p": 0.7},
+        {"top_k": max(vocab_size - 1, 1)},
+        {"top_k": vocab_size // 3 + 1},
+        {"top_k": 2000, "top_p": 0.3, "temperature": 20.0},
+    ]
+    each = hard_logits(vocab_size)
+    logits = each.repeat_interleave(len(filters), 0)
+    rows = settings(len(logits), filters)
+    names = [one.values[0] for one in OTHERS if one.values[0] in supported_isas()]
+    found = {name: sample(name, "cpu", logits, rows) for name in names}
+    for tokens in found.values():
+        assert torch.equal(tokens, found[names[0]])
+        assert int((tokens != defined(logits, rows)).sum()) <= (0 if vocab_size <= 257 else 2)
+    num_threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            set_num_threads(count)
+            assert torch.equal(sample(names[0], "cpu", logits, rows), found[names[0]])
+    finally:
+        set_num_threads(num_threads)
 
 
 @pytest.mark.slow

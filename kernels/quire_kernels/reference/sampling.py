@@ -1,4 +1,4 @@
-"""Sampling in PyTorch, for all rows of a batch at once: what is used on a CPU.
+"""Sampling in PyTorch, for all rows of a batch at once: on CPUs for typical-p, or without C++ kernels.
 
 Each row takes part only in what it asks for, which the host must know: on a GPU it waits for that. The CDF is
 evaluated in two levels (sums of chunks, then within the chosen chunk) in float64, so that no float32 running
