@@ -59,11 +59,11 @@ FILE_BITS = {
 """Bits of a weight in a GGUF file, its share of the scales included."""
 
 
-def make_weight(kind: str, num_rows: int, num_columns: int) -> GroupedWeight | BlockWeight:
+def make_weight(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> GroupedWeight | BlockWeight:
     """A weight of a kind whose numbers are about 1 / sqrt(num_columns)."""
     if kind in FACTORS:
-        return make_blocks(kind, num_rows, num_columns)
-    generator = torch.Generator().manual_seed(0)
+        return make_blocks(kind, num_rows, num_columns, seed)
+    generator = torch.Generator().manual_seed(seed)
     facts = {"zero": 0, "table": None, "scales": torch.float16, "minimums": False, "row_scales": False}
     facts |= KINDS[kind]
     bits, group = facts["bits"], facts["group"]
@@ -86,9 +86,9 @@ def make_weight(kind: str, num_rows: int, num_columns: int) -> GroupedWeight | B
     )
 
 
-def make_blocks(kind: str, num_rows: int, num_columns: int) -> BlockWeight:
+def make_blocks(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> BlockWeight:
     """Random bytes, but for the float16 numbers."""
-    of_file, generator = GGMLQuantizationType[kind], np.random.default_rng(0)
+    of_file, generator = GGMLQuantizationType[kind], np.random.default_rng(seed)
     means, (inputs, num_bytes) = BLOCK_KINDS[of_file], GGML_QUANT_SIZES[of_file]
     blocks = generator.integers(0, 256, (num_rows, num_columns // inputs, num_bytes), dtype=np.uint8)
     largest = 128 if means.table else 2 ** (means.bits - 1)
