@@ -10,9 +10,9 @@
 
 #include <algorithm>
 #include <functional>
-#include <memory>
 #include <utility>
 
+#include "gemm.h"
 #include "simd.h"
 
 namespace quire {
@@ -141,27 +141,22 @@ struct LogitRow {
   }
 };
 
-// Memory of a thread; what no row needs is never touched.
-class Scratch {
- public:
-  float* best() const { return best_.get(); }        // of each piece
-  uint64_t* units() const { return units_.get(); }   // of each piece
-  float* list(int i) const { return lists_[i].get(); }
-
-  void fit(int64_t size) {
-    if (size <= size_) return;
-    const int64_t num_pieces = (size + piece - 1) / piece;
-    for (auto& list : lists_) list.reset(new float[size + 2 * most_lanes]);
-    best_.reset(new float[num_pieces + most_lanes]);
-    units_.reset(new uint64_t[num_pieces]);
-    size_ = size;
-  }
-
- private:
-  int64_t size_ = 0;
-  std::unique_ptr<float[]> best_, lists_[2];
-  std::unique_ptr<uint64_t[]> units_;
+// Memory of a thread, for rows of one size; what no row needs is never touched.
+struct Room {
+  float* best;      // of each piece
+  uint64_t* units;  // of each piece
+  float* lists[2];  // for scores
 };
+
+inline Room room_for(int64_t size) {
+  struct Best;
+  struct Units;
+  struct First;
+  struct Second;
+  const int64_t num_pieces = (size + piece - 1) / piece, list_size = size + 2 * most_lanes;
+  return {scratch<Best, float>(num_pieces + most_lanes), scratch<Units, uint64_t>(num_pieces),
+          {scratch<First, float>(list_size), scratch<Second, float>(list_size)}};
+}
 
 // Copies the scores of [low, high] to `to`; returns what those above weigh.
 template <class Source, class Weigh>
@@ -227,12 +222,12 @@ void bracket(const Source& source, uint64_t target, uint64_t total, bool is_sing
 // The largest score such that those from it up weigh `target` or more.
 //
 // `total`, no less than `target` >= 1, is what those from `least` up weigh. With `are_few` all of them are candidates, else
-// those between two of a sample. Candidates go to scratch.list(turn).
+// those between two of a sample. Candidates go to room.lists[turn].
 template <class Source, class Weigh>
 float threshold(const Source& source, uint64_t target, uint64_t total, float least, bool are_few, Weigh weigh,
-                const Scratch& scratch, int turn = 0, bool is_single = false) {
+                const Room& room, int turn = 0, bool is_single = false) {
   constexpr int64_t few = 256;
-  float* const to = scratch.list(turn);
+  float* const to = room.lists[turn];
   float low = least, high = infinity;
   if (!are_few && source.size > few) bracket(source, target, total, is_single, weigh, low, high);
   int64_t count;
@@ -262,23 +257,23 @@ float threshold(const Source& source, uint64_t target, uint64_t total, float lea
     })];
   }
   // One score alone always leaves less; two may not, where many are equal.
-  return threshold(List{to, count}, target, inside, least, false, weigh, scratch, 1 - turn, count > source.size / 2);
+  return threshold(List{to, count}, target, inside, least, false, weigh, room, 1 - turn, count > source.size / 2);
 }
 
 // As above, of a row's scores; a total of 0 is not known. `least` itself if those from it up do not weigh enough.
 template <class Weigh>
-float threshold_of_row(const LogitRow& row, uint64_t target, uint64_t total, float least, Weigh weigh, const Scratch& scratch) {
+float threshold_of_row(const LogitRow& row, uint64_t target, uint64_t total, float least, Weigh weigh, const Room& room) {
   // The best of the pieces are scores as well: if they weigh enough, nothing below their own threshold is needed.
   const List best{row.best, row.num_pieces()};
   const uint64_t weight = weight_of(best, least, weigh);
   const bool are_few = weight >= target;
   if (are_few) {
-    least = threshold(best, target, weight, least, false, weigh, scratch);
+    least = threshold(best, target, weight, least, false, weigh, room);
   } else {
     if (total == 0) total = weight_of(row, least, weigh);
     if (target >= total) return least;
   }
-  return threshold(row, target, total, least, are_few, weigh, scratch);
+  return threshold(row, target, total, least, are_few, weigh, room);
 }
 
 // What the scores from `least` up weigh, in all and in each piece.
@@ -383,9 +378,8 @@ inline std::pair<int, int> edit(float* x, int row, int num_rows, const Edits& ed
 // A token of row `number` of `num_rows`, -1: the row holds NaN, or its largest logit is not finite. Edits x.
 inline int64_t sample(float* x, int64_t size, int number, int num_rows, const Requests& asked, const Edits* edits) {
   using namespace sampling;
-  thread_local Scratch scratch;
-  scratch.fit(size);
-  float* const best = scratch.best();
+  const Room room = room_for(size);
+  float* const best = room.best;
   const auto bans = edits ? edit(x, number, num_rows, *edits) : std::pair<int, int>(0, 0);
   float peak = find_best(x, size, best);
   if (bans.first < bans.second && peak == -infinity) {
@@ -403,16 +397,16 @@ inline int64_t sample(float* x, int64_t size, int number, int num_rows, const Re
   std::fill_n(best + row.num_pieces(), most_lanes, -infinity);
   float least = bottom;
   const int64_t top_k = asked.top_k[number];
-  if (top_k > 0 && top_k < size) least = threshold_of_row(row, top_k * unit, 0, least, One{}, scratch);
+  if (top_k > 0 && top_k < size) least = threshold_of_row(row, top_k * unit, 0, least, One{}, room);
   const double top_p = asked.top_p[number];
   if (top_p < 1) {
-    const uint64_t total = weigh_pieces(row, least, scratch.units());
+    const uint64_t total = weigh_pieces(row, least, room.units);
     const uint64_t target = std::max(uint64_t(std::ceil(top_p * double(total))), uint64_t{1});
-    least = threshold_of_row(row, target, total, least, Probability{}, scratch);
+    least = threshold_of_row(row, target, total, least, Probability{}, room);
   }
   if (asked.min_p[number] > 0) least = std::max(least, float(std::log(double(asked.min_p[number]))));
-  const uint64_t total = weigh_pieces(row, least, scratch.units());
-  return draw(row, least, scratch.units(), total, uniform(uint64_t(asked.seeds[number]), uint64_t(asked.positions[number])));
+  const uint64_t total = weigh_pieces(row, least, room.units);
+  return draw(row, least, room.units, total, uniform(uint64_t(asked.seeds[number]), uint64_t(asked.positions[number])));
 }
 
 }  // namespace quire
