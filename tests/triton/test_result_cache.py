@@ -6,6 +6,7 @@ The real scheduler, engine loop, responder and parser of texts; model and Triton
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -201,6 +202,13 @@ def test_stop_strings_are_found_in_what_is_replayed(harness: Harness) -> None:
     assert again[-1]["finish_reason"] == [b"stop"] and again[-1]["stop_reason"] == [found.encode()]
 
 
+def text_by_length(answers: list[dict[str, Any]]) -> dict[int, bytes]:
+    """Text so far after each response, by the number of tokens so far."""
+    lengths = itertools.accumulate(len(one["output_ids"]) for one in answers)
+    texts = itertools.accumulate(one["text_output"][0] for one in answers)
+    return dict(zip(lengths, texts, strict=True))
+
+
 @pytest.mark.row("G22")
 def test_another_pace_is_the_request_s_own(harness: Harness) -> None:
     """What one client got in one response another may stream, and the other way round."""
@@ -210,8 +218,11 @@ def test_another_pace_is_the_request_s_own(harness: Harness) -> None:
     each = harness.ask(GREEDY, stream_interval=1)
     assert [timing_of(one)["result_cached"] for one in (computed, first, each)] == [False, False, True]
     assert len(each) > 20 and whole(each)[0, 0]["text_output"] == whole(first)[0, 0]["text_output"]
-    deltas = [[(one["output_ids"], one["text_output"]) for one in answers] for answers in (computed, each)]
-    assert deltas[0] == deltas[1]
+    # Tokens of one response may be of several where the thread was late: both say the same wherever both cut.
+    of_computed, of_each = text_by_length(computed), text_by_length(each)
+    common = of_computed.keys() & of_each.keys()
+    assert len(common) > 10 and max(of_computed) == max(of_each)
+    assert all(of_computed[length] == of_each[length] for length in common)
 
 
 @pytest.mark.row("G22")
