@@ -65,10 +65,9 @@ class BlockTable:
         _, last = np.unique(changes[0, ::-1], return_index=True)
         return np.ascontiguousarray(changes[:, ::-1][:, last])
 
-    def rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """A copy of the tables of `rows` [n], as wide as the longest: [num_groups, n, width]."""
-        width = int(self.num_blocks[:, rows].max())
-        return np.ascontiguousarray(self.table[:, rows, :width])
+    def rows(self, rows: Sequence[int], num_tokens: int) -> npt.NDArray[np.int32]:
+        """A copy of the tables of `rows` [n], as wide as `num_tokens` tokens need: [num_groups, n, width]."""
+        return self.table[:, :, : -(-num_tokens // self.block_size)][:, rows]
 
     def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Slot (block id * block size + offset) of each (row, position), both [num_tokens], in each group.
@@ -76,5 +75,5 @@ class BlockTable:
         Returns:
             [num_groups, num_tokens].
         """
-        blocks = self.table[:, rows, positions // self.block_size].astype(np.int64, order="C")
-        return blocks * self.block_size + positions % self.block_size
+        columns = positions // self.block_size
+        return (self.table[:, rows, columns] - columns) * self.block_size + positions

@@ -203,9 +203,11 @@ class InputBatch:
     def prepare(self, scheduled: list[ScheduledRequest]) -> StepInputs:
         """Builds the flat tensors for the scheduled rows, in their order."""
         rows: list[int] = []
-        computed: list[int] = []
-        lens: list[int] = []
+        starts, lens, seq_lens = [0], [], []
+        # Of each token.
         tokens: list[int] = []
+        positions: list[int] = []
+        owners: list[int] = []
         unknown: list[tuple[int, int]] = []
         given: list[tuple[PromptEmbeds, ScheduledRequest, int]] = []
         sample_indices: list[int] = []
@@ -213,21 +215,26 @@ class InputBatch:
         for number, item in enumerate(scheduled):
             state = self.requests[item.request_id]
             begin, count = item.num_computed_tokens, item.num_scheduled_tokens
-            known = state.token_ids
-            rows.append(state.row)
-            computed.append(begin)
-            lens.append(count)
+            row, known, end = state.row, state.token_ids, begin + count
             if state.embeds is not None:
                 given.append((state.embeds, item, len(tokens)))
             if count == 1 and begin < len(known):
                 tokens.append(known[begin])
+                positions.append(begin)
+                owners.append(row)
             else:
-                tokens += known[begin : begin + count]
-                if begin + count > len(known):
+                tokens += known[begin:end]
+                positions += range(begin, end)
+                owners += [row] * count
+                if end > len(known):
                     # The newest token, drawn in a step whose result the host has not seen.
-                    assert begin + count == state.num_tokens == len(known) + 1, (item, state.num_tokens)
-                    unknown.append((len(tokens), state.row))
+                    assert end == state.num_tokens == len(known) + 1, (item, state.num_tokens)
+                    unknown.append((len(tokens), row))
                     tokens.append(0)
+            rows.append(row)
+            starts.append(len(positions))
+            lens.append(count)
+            seq_lens.append(end)
             if item.samples:
                 sampled.append((number, state))
                 sample_indices.append(len(tokens) - 1)
@@ -235,53 +242,48 @@ class InputBatch:
             drawn = [scheduled[number].request_id not in self.embedded for number, _ in sampled]
             sampled = list(itertools.compress(sampled, drawn))
             sample_indices = list(itertools.compress(sample_indices, drawn))
-        num_tokens = sum(lens)
+        num_tokens = len(positions)
         assert len(tokens) == num_tokens, "the scheduler asked for tokens that are not known yet"
 
-        rows_of, first, counts = np.array(rows), np.array(computed), np.array(lens)
-        starts = np.zeros(len(scheduled) + 1, dtype=np.int64)
-        counts.cumsum(out=starts[1:])
-        seq_lens = first + counts
-        positions = np.arange(num_tokens) + (first - starts[:-1]).repeat(counts)
-        slots = self.block_table.slots(rows_of.repeat(counts), positions)
-
-        device = self.device
-        table = self.block_table.rows(rows_of)
+        flat, longest = np.array((tokens, positions, owners)), max(seq_lens)
+        tables, slots = self.block_table.rows(rows, longest), self.block_table.slots(flat[2], flat[1])
         there = to_device_together(
             {
-                "table": table,
-                "slots": slots,
-                "starts": starts.astype(np.int32),
-                "seq_lens": seq_lens.astype(np.int32),
-                "tokens": np.array(tokens),
-                "positions": self._axes(positions, given),
+                "starts": np.array(starts, dtype=np.int32),
+                "seq_lens": np.array(seq_lens, dtype=np.int32),
+                "tokens": flat[0],
+                "positions": self._axes(flat[1], given),
                 "sample_indices": np.array(sample_indices, dtype=np.int64),
                 "sample_rows": np.array([state.row for _, state in sampled], dtype=np.int64),
-                "unknown": np.array(unknown, dtype=np.int64).reshape(-1, 2).T,
+                **{f"table {group}": table for group, table in enumerate(tables)},
+                **{f"slots {group}": slots for group, slots in enumerate(slots)},
             },
-            device,
+            self.device,
         )
-        block_tables, slot_mappings = there["table"].unbind(), there["slots"].unbind()
         meta = AttentionMetadata(
             query_start_loc=there["starts"],
             seq_lens=there["seq_lens"],
-            block_table=block_tables[0],
-            slot_mapping=slot_mappings[0],
+            block_table=there["table 0"],
+            slot_mapping=there["slots 0"],
             num_tokens=num_tokens,
             max_query_len=max(lens),
-            max_seq_len=int(seq_lens.max()),
+            max_seq_len=longest,
             query_lens=lens,
-            seq_lens_list=seq_lens.tolist(),
+            seq_lens_list=seq_lens,
+        )
+        others = (
+            meta.with_blocks(there[f"table {group}"], there[f"slots {group}"])
+            for group in range(1, len(tables))
         )
         input_ids = there["tokens"]
         if unknown:
-            places, owners = there["unknown"].unbind()
+            places, owned = to_device(np.array(unknown).T, self.device).unbind()
             # A row whose logits were not finite ends with an error; its next one computes any token.
-            input_ids[places] = self.last_tokens[owners].clamp(min=0)
+            input_ids[places] = self.last_tokens[owned].clamp(min=0)
         inputs = StepInputs(
             input_ids=input_ids,
             positions=there["positions"],
-            metas=[meta, *map(meta.with_blocks, block_tables[1:], slot_mappings[1:])],
+            metas=[meta, *others],
             sample_indices=there["sample_indices"],
             samples=sampled,
             sample_rows=there["sample_rows"],
@@ -289,9 +291,9 @@ class InputBatch:
             embeds=self._embeds(given),
         )
         if self._prompts:
-            inputs.prompt_rows = self._prompt_rows(scheduled, starts.tolist())
+            inputs.prompt_rows = self._prompt_rows(scheduled, starts)
         if self.embedded:
-            inputs.pool_rows = self._pool_rows(scheduled, starts.tolist())
+            inputs.pool_rows = self._pool_rows(scheduled, starts)
         if any(state.choices for _, state in sampled):
             self._draw_several(inputs)
         return inputs
