@@ -6,8 +6,8 @@
 For every point requests of that context are prefilled, then decode steps of all of them are timed, one after
 the other, on the engine as `quire.LLM` runs it, with random weights. Beside the time stand what the step
 must read (weights and KV of every row), the share of the machine's read rate that makes, and the time of its
-parts: planning, input preparation, layers, output head, accounting. From some number of rows on the step is
-bound by multiplications instead.
+parts: planning, input preparation, the model with the choice of tokens, accounting. From some number of rows
+on the step is bound by multiplications instead.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ BLOCK_SIZE = 16
 BUDGET = 2048
 SETTLING = 4
 """Steps of all requests before the first one that is timed."""
-PARTS = ("plan", "prepare", "layers", "head", "account")
-"""`head` is the output head and the choice of the largest logit, in one."""
+PARTS = ("plan", "prepare", "model", "account")
+"""`model` is also the choice of the largest logit."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Point:
     @property
     def outside_ms(self) -> float:
         """Time outside the model."""
-        return self.step_ms - self.parts_ms["layers"] - self.parts_ms["head"]
+        return self.step_ms - self.parts_ms["model"]
 
     def read_share(self, read_gb_s: float) -> float:
         """Share of the machine's read rate that the best step makes."""
@@ -155,8 +155,7 @@ class Stopwatch:
         for part, owner, name in (
             ("plan", core.scheduler, "schedule"),
             ("prepare", runner.batch, "prepare"),
-            ("layers", runner.model, "forward"),
-            ("head", runner.model, "best_tokens"),
+            ("model", runner.model, "next_tokens"),
             ("account", core.scheduler, "update"),
         ):
             setattr(owner, name, self._timed(part, getattr(owner, name)))

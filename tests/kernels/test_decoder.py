@@ -85,6 +85,9 @@ class Batch:
     def run(self, model: DecoderModel, rows: torch.Tensor | None) -> torch.Tensor:
         return model(self.ids, self.positions, self.kv_cache, self.metas, None, rows)
 
+    def next_tokens(self, model: DecoderModel, rows: torch.Tensor) -> torch.Tensor:
+        return model.next_tokens(self.ids, self.positions, self.kv_cache, self.metas, None, rows)
+
 
 @pytest.mark.row("D3")
 @pytest.mark.row("D6")
@@ -112,6 +115,9 @@ def test_one_call_is_the_composition(checkpoint: Path, isa: str, dtype: str, kv_
         assert torch.equal(fresh.run(model, rows), out[rows]), "the rows asked for are those of the whole"
         assert torch.equal(fresh.kv_cache.blocks, actual.kv_cache.blocks)
         fresh = Batch(model, kv_cache_dtype)
+        assert torch.equal(fresh.next_tokens(model, rows), model.best_tokens(out[rows]))
+        assert torch.equal(fresh.kv_cache.blocks, actual.kv_cache.blocks)
+        fresh = Batch(model, kv_cache_dtype)
         assert fresh.run(model, rows[:0]).shape == (0, model.config.hidden_size)
         assert torch.equal(fresh.kv_cache.blocks, actual.kv_cache.blocks), (
             "keys and values are there all the same"
@@ -127,6 +133,8 @@ def test_quantised_layers(checkpoint: Path, quantization: str) -> None:
     model = load(checkpoint, "float32", quantization)
     out = Batch(model).run(model, None)
     torch.testing.assert_close(out, hidden, atol=2e-4, rtol=2e-4)
+    rows = torch.tensor([0, 38])
+    assert torch.equal(Batch(model).next_tokens(model, rows), model.best_tokens(out[rows]))
 
 
 @pytest.mark.parametrize("isa", supported_isas())

@@ -199,8 +199,8 @@ def test_a_vector_that_is_not_finite_fails_its_request_alone(
     assert "not finite" in embedding_output(torch.tensor([1.0, float("nan")])).error
     llm = engine(checkpoints["llama", "none"], enable_prefix_caching=False)
     model: Any = runner_of(llm.core).model
-    model.embed_tokens.register_forward_hook(
-        lambda module, ids, rows: torch.where(ids[0][:, None] == 7, float("nan"), rows)
+    model.register_forward_hook(
+        lambda module, given, hidden: torch.where(given[0][:, None] == 7, float("nan"), hidden)
     )
     llm.core.add_request("bad", [5, 7], SamplingParams(dimensions=SIZE))
     llm.core.add_request("good", PROMPTS[1], SamplingParams(dimensions=SIZE))

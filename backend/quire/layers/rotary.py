@@ -253,15 +253,22 @@ class RotaryEmbedding(nn.Module):
         Args:
             positions: int64 [num_tokens], or [3, num_tokens] (time, height, width) for M-RoPE.
         """
-        needed = self._needed(positions)
-        if needed > self.table.shape[0]:
-            self._grow(needed)
-        rows = self.table[positions]
+        cos, sin = self.rotations(positions).chunk(2, dim=-1)
+        return cos.contiguous(), sin.contiguous()
+
+    def rotations(self, positions: torch.Tensor) -> torch.Tensor:
+        """float32 [num_tokens, rotary_dim]: cosines, then sines; `positions` as of `forward`."""
+        rows = self.table_to(self._needed(positions))[positions]
         if positions.ndim == 2:
             assert self.axes is not None, "positions with three axes need an mrope_section"
             rows = rows.gather(0, self.axes.repeat(2).expand(1, *rows.shape[1:]))[0]
-        cos, sin = rows.chunk(2, dim=-1)
-        return cos.contiguous(), sin.contiguous()
+        return rows
+
+    def table_to(self, num_positions: int) -> torch.Tensor:
+        """The rotations of positions 0, 1, ..., at least so many."""
+        if num_positions > self.table.shape[0]:
+            self._grow(num_positions)
+        return self.table
 
     def identity(self) -> list[Any]:
         """What decides the rotation of a position, exactly, as JSON can hold it."""

@@ -178,7 +178,46 @@ class DecoderModel(nn.Module):
         Returns:
             [num_tokens or n, hidden_size], the final norm applied.
         """
-        return self.compute(self.embed(input_ids, embeds), positions, kv_cache, metas, rows)
+        native = self._native_for(kv_cache)
+        if native is None:
+            return self.compute(self.embed(input_ids, embeds), positions, kv_cache, metas, rows)
+        if rows is None:
+            rows = torch.arange(input_ids.shape[0])
+        return self._call_native(native, input_ids, positions, kv_cache, metas, embeds, rows)
+
+    def next_tokens(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: KVLayers,
+        metas: Sequence[AttentionMetadata],
+        embeds: tuple[torch.Tensor, torch.Tensor] | None,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """`best_tokens` of what `forward` gives for these: int64 [n]; one call where the layers are one."""
+        native = self._native_for(kv_cache)
+        if native is None or not native.chooses:
+            return self.best_tokens(self.forward(input_ids, positions, kv_cache, metas, embeds, rows))
+        return self._call_native(native, input_ids, positions, kv_cache, metas, embeds, rows, best=True)
+
+    def _call_native(
+        self,
+        native: NativeDecoder,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: KVLayers,
+        metas: Sequence[AttentionMetadata],
+        embeds: tuple[torch.Tensor, torch.Tensor] | None,
+        rows: torch.Tensor,
+        *,
+        best: bool = False,
+    ) -> torch.Tensor:
+        x = input_ids if native.looks_up and embeds is None else self.embed(input_ids, embeds)
+        if positions.ndim == 1:
+            rotations = self.rotary.table_to(metas[0].max_seq_len)
+        else:
+            rotations, positions = self.rotary.rotations(positions), torch.arange(input_ids.shape[0])
+        return native(x, rotations, positions, self._layers_of(kv_cache), metas, rows, best=best)
 
     def embed(
         self, input_ids: torch.Tensor, embeds: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -199,11 +238,6 @@ class DecoderModel(nn.Module):
     ) -> torch.Tensor:
         """`forward` behind `embed`; `x` may be overwritten."""
         angles = self.rotary(positions)
-        if self._native is not None and self._native.can_use(kv_cache.layer(0)):
-            if rows is None:
-                rows = torch.arange(x.shape[0])
-            cos, sin = angles
-            return self._native(x, cos, sin, self._layers_of(kv_cache), metas, rows)
         sliding_angles = angles if self.sliding_rotary is None else self.sliding_rotary(positions)
         residual: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
@@ -218,6 +252,11 @@ class DecoderModel(nn.Module):
     def is_fused(self) -> bool:
         """Whether all layers are one call."""
         return self._native is not None
+
+    def _native_for(self, kv_cache: KVLayers) -> NativeDecoder | None:
+        """What computes all layers in one call over this cache; None: nothing does."""
+        native = self._native
+        return native if native is not None and native.can_use(self._layers_of(kv_cache)[0]) else None
 
     def _layers_of(self, kv_cache: KVLayers) -> list[KVLayer]:
         """Each layer's view of the pool, the same list each time."""
@@ -279,6 +318,8 @@ class DecoderModel(nn.Module):
             layers.append(layer.fused_weights(self._places[index][0]))
         if not can_fuse(layers, config.head_dim, config.rope.rotary_dim, config.attention_backend):
             return None
+        embedding = self.embed_tokens
+        is_plain = embedding.table is None and embedding.scale is None
         return NativeDecoder(
             layers,
             self.norm.weight.data,
@@ -286,6 +327,9 @@ class DecoderModel(nn.Module):
             num_heads=config.num_heads,
             head_dim=config.head_dim,
             rotary_dim=config.rope.rotary_dim,
+            embedding=embedding.packed if is_plain else None,
+            # A cap may round different logits to one number.
+            head=self.lm_head.packed if config.logits_softcap is None else None,
         )
 
     def work(self, kv_token_bytes: int) -> ModelWork:

@@ -123,6 +123,11 @@ class StepInputs:
     pool_rows: list[PoolRow] = field(default_factory=list)
     """Nothing is sampled of these."""
 
+    @property
+    def wants_best_only(self) -> bool:
+        """Whether of each row that samples the largest of the model's own logits is all that matters."""
+        return self.choice_indices is None and all(row.wants_best_only for row in self.sampling_rows)
+
 
 class InputBatch:
     """Owner of the requests' rows on one worker."""

@@ -325,23 +325,33 @@ class ModelRunner:
             step.set_drawn(list(enumerate(states)), drawn, rows)
             return
         inputs = self.batch.prepare(scheduled)
+        step.phase("model")
+        found = self._draw(inputs, step)
+        if found is None:
+            return
+        first = inputs.first_draws
+        newest = found.token_ids if first is None else found.token_ids[first]
+        self.batch.last_tokens[inputs.sample_rows] = newest
+        step.set_drawn(inputs.samples, found, inputs.sampling_rows)
+
+    def _draw(self, inputs: StepInputs, step: LaunchedStep) -> Draw | None:
+        """Computes the model and draws a token per sampling row; None: there are none."""
         embeds = inputs.embeds
         if embeds is not None:
             embeds = (embeds[0], embeds[1].to(self.model.config.dtype))
+        given = inputs.input_ids, inputs.positions, self.kv_cache, inputs.metas, embeds
         wants_all = bool(inputs.prompt_rows or inputs.pool_rows)
-        step.phase("model")
         recorded = self.prompt_graphs
         if recorded is not None and recorded.can_run(inputs.metas[0].num_tokens):
             hidden, wants_all = recorded.run(inputs, embeds), True
+        elif wants_all:
+            hidden = self.model(*given)
+        elif inputs.wants_best_only:
+            best = self.model.next_tokens(*given, inputs.sample_indices)
+            step.phase("sample")
+            return Draw(best) if inputs.samples else None
         else:
-            hidden = self.model(
-                inputs.input_ids,
-                inputs.positions,
-                self.kv_cache,
-                inputs.metas,
-                embeds,
-                None if wants_all else inputs.sample_indices,
-            )
+            hidden = self.model(*given, inputs.sample_indices)
         step.phase("sample")
         if inputs.prompt_rows:
             vocab_size = self.info.vocab_size
@@ -352,14 +362,7 @@ class ModelRunner:
             step.set_embeddings(*self._pooler.take(inputs.pool_rows, hidden))
         if wants_all:
             hidden = hidden[inputs.sample_indices]
-        if not inputs.samples:
-            return
-        drawn = self._sample(hidden, inputs)
-        first = inputs.first_draws
-        self.batch.last_tokens[inputs.sample_rows] = (
-            drawn.token_ids if first is None else drawn.token_ids[first]
-        )
-        step.set_drawn(inputs.samples, drawn, inputs.sampling_rows)
+        return self._sample(hidden, inputs) if inputs.samples else None
 
     def _settle(self, step: LaunchedStep) -> None:
         """Lets the host know what a step has brought, once."""
@@ -396,9 +399,8 @@ class ModelRunner:
     def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> Draw:
         """One token per sampling row, of hidden states [num_logits, hidden_size]."""
         rows, choices = inputs.sampling_rows, inputs.choice_indices
-        if all(row.wants_best_only for row in rows):
-            best = self.model.best_tokens(hidden)
-            return Draw(best if choices is None else best[choices])
+        if inputs.wants_best_only:
+            return Draw(self.model.best_tokens(hidden))
         logits = self.model.compute_logits(hidden)
         newest = None
         if any(row.is_uncounted for row in rows):

@@ -51,6 +51,8 @@ class SamplingRow:
     has_penalties: bool = field(init=False, repr=False, compare=False)
     has_transforms: bool = field(init=False, repr=False, compare=False)
     """True when something may change the logits before the temperature."""
+    wants_best_only: bool = field(init=False, repr=False, compare=False)
+    """True when the largest of the model's own logits is all that matters."""
     filters: tuple[float, float, float, float] = field(init=False, repr=False, compare=False)
     """Temperature (0 where the best token is taken), top-p, min-p and typical-p."""
     _history: TokenHistory | None = field(default=None, init=False, repr=False, compare=False)
@@ -74,21 +76,15 @@ class SamplingRow:
             or params.logit_bias
             or params.min_tokens
         )
-
-        temperature = 0.0 if self.is_beam else params.temperature
-        self.filters = temperature, params.top_p, params.min_p, params.typical_p
-
-    @property
-    def wants_best_only(self) -> bool:
-        """True when the largest of the model's own logits is all that matters."""
-        params = self.params
-        return (
+        self.wants_best_only = (
             params.is_greedy
             and self.grammar is None
             and self.processors is None
             and params.thinking is None
             and not (self.is_beam or self.has_transforms or params.logprobs is not None)
         )
+        temperature = 0.0 if self.is_beam else params.temperature
+        self.filters = temperature, params.top_p, params.min_p, params.typical_p
 
     @property
     def num_candidates(self) -> int:

@@ -103,6 +103,8 @@ class NativeDecoder:
         num_heads: of queries.
         head_dim: size of a head.
         rotary_dim: leading dimensions of a head that are rotated.
+        embedding: what token ids are looked up in; None: the caller does.
+        head: of logits, to choose best tokens; None: the caller does.
     """
 
     def __init__(
@@ -114,25 +116,44 @@ class NativeDecoder:
         num_heads: int,
         head_dim: int,
         rotary_dim: int,
+        embedding: PackedLinear | None = None,
+        head: PackedLinear | None = None,
     ) -> None:
         self.library = _qkv_parts(layers[0])[0].library
         self.hidden_size, self.dtype = final_norm.shape[0], final_norm.dtype
-        self.half_rotary_dim = rotary_dim // 2
+        self.rotary_dim = rotary_dim
+        table, logits = self._usable(embedding), self._usable(head)
+        self.looks_up, self.chooses = table is not None, logits is not None
         experts = [_experts_struct(layer) for layer in layers]
         structs = _array("DecoderLayer", map(_layer_struct, layers, experts))
-        self._owned = (list(layers), experts, structs, final_norm)  # what the structure points into
+        self._owned = (
+            list(layers),
+            experts,
+            structs,
+            final_norm,
+            table,
+            logits,
+        )  # what the structure points into
         self._struct = declarations().structure("Decoder")(
             TYPES[final_norm.dtype],
             len(layers),
             self.hidden_size,
             num_heads,
             head_dim,
-            self.half_rotary_dim,
+            rotary_dim // 2,
             eps,
             addressof(structs),
             final_norm.data_ptr(),
+            None if table is None else addressof(table.struct),
+            None if logits is None else addressof(logits.struct),
         )
         self._kv: tuple[list[KVLayer], Array[Any]] | None = None
+        self._step = declarations().structure("Step")
+
+    def _usable(self, table: PackedLinear | None) -> NativeLinear | None:
+        if not isinstance(table, NativeLinear) or table.library is not self.library:
+            return None
+        return table if table.dtype == self.dtype else None
 
     def can_use(self, kv_layer: KVLayer) -> bool:
         """Whether the kernels read this type of cache."""
@@ -141,41 +162,54 @@ class NativeDecoder:
     def __call__(
         self,
         x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotations: torch.Tensor,
+        positions: torch.Tensor,
         kv_layers: list[KVLayer],
         metas: Sequence[AttentionMetadata],
         rows: torch.Tensor,
+        *,
+        best: bool = False,
     ) -> torch.Tensor:
         """Computes the layers and stores keys and values.
 
         Args:
-            x: [num_tokens, hidden_size], the embeddings; overwritten.
-            cos: float32 [num_tokens, rotary_dim / 2].
-            sin: the same.
+            x: int64 [num_tokens], token ids, where it `looks_up`; or the embeddings
+                [num_tokens, hidden_size], overwritten.
+            rotations: float32 [num_positions, rotary_dim], cosines and then sines.
+            positions: int64 [num_tokens]: the row of each token.
             kv_layers: of each layer; one list for one cache, as what is known of it is kept.
             metas: of each KV group.
             rows: int64 [num_rows], ascending: tokens whose result is wanted. With none, only keys and values
                 are computed.
+            best: whether the best next tokens are wanted, where it `chooses`.
 
         Returns:
-            [num_rows, hidden_size], the final norm applied.
+            [num_rows, hidden_size], the final norm applied; or int64 [num_rows] as of `PackedLinear.argmax`.
         """
-        assert x.is_contiguous() and x.dtype == self.dtype and x.shape[1] == self.hidden_size, x.shape
-        assert cos.is_contiguous() and sin.is_contiguous() and cos.shape[1] == self.half_rotary_dim, cos.shape
+        are_ids = x.dtype == torch.int64
+        assert x.is_contiguous() and (self.looks_up if are_ids else x.dtype == self.dtype), x.dtype
+        assert are_ids or x.shape[1] == self.hidden_size, x.shape
+        assert rotations.is_contiguous() and rotations.shape[1] == self.rotary_dim, rotations.shape
+        assert self.chooses or not best
         if self._kv is None or self._kv[0] is not kv_layers:
             self._kv = (kv_layers, _array("KVLayer", map(kv_struct, kv_layers)))
         batches = _array("Batch", map(batch_struct, metas))
-        out = torch.empty((rows.shape[0], self.hidden_size), dtype=self.dtype)
-        step = declarations().structure("Step")(
-            x.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
+        num_rows = rows.shape[0]
+        if best:
+            out = torch.empty(num_rows, dtype=torch.int64)
+        else:
+            out = torch.empty((num_rows, self.hidden_size), dtype=self.dtype)
+        step = self._step(
+            x.data_ptr() if are_ids else None,
+            None if are_ids else x.data_ptr(),
+            rotations.data_ptr(),
+            positions.data_ptr(),
             addressof(self._kv[1]),
             addressof(batches),
             rows.data_ptr(),
-            rows.shape[0],
-            out.data_ptr(),
+            num_rows,
+            None if best else out.data_ptr(),
+            out.data_ptr() if best else None,
         )
         self.library.quire_decoder_forward(byref(self._struct), byref(step))
         return out

@@ -7,6 +7,7 @@
 #include "layout.h"
 #include "matrix.h"
 #include "moe.h"
+#include "pack.h"
 
 namespace quire {
 
@@ -32,20 +33,25 @@ struct Decoder {
   float eps;
   const DecoderLayer* layers;
   const void* final_norm;
+  const Weight *embedding, *head;  // null: steps have no token ids; no best tokens are wanted
 };
 
 struct Step {
-  void* residual;          // [num_tokens][hidden_size]: embeddings; overwritten
-  const float *cosines, *sines;  // [num_tokens][half_rotary_dim]
+  const int64_t* token_ids;  // [num_tokens]; null: there are embeddings
+  void* embeddings;          // [num_tokens][hidden_size], overwritten; or null
+  const float* rotations;    // [positions][2][half_rotary_dim]: cosines, and sines
+  const int64_t* positions;  // [num_tokens]: which of them
   const KVLayer* kv;       // per layer
   const Batch* batches;    // per KV group
   const int64_t* rows;     // [num_rows]: those whose result is wanted
   int64_t num_rows;
-  void* out;               // [num_rows][hidden_size], normalised
+  void* out;               // [num_rows][hidden_size], normalised; or null
+  int64_t* best;           // [num_rows]: see linear_argmax; or null
 };
 
 template <class T>
 void forward(const Decoder& model, const Step& step) {
+  struct Embedded;
   struct Normed;
   struct Heads;
   struct Attended;
@@ -54,10 +60,12 @@ void forward(const Decoder& model, const Step& step) {
   struct Logits;
   struct Chosen;
   struct Shares;
+  struct Final;
   int num_tokens = step.batches[0].num_tokens;
   int64_t hidden = model.hidden_size;
   int64_t query_size = int64_t(model.num_heads) * model.head_dim;
-  T* residual = static_cast<T*>(step.residual);
+  T* residual = step.token_ids ? scratch<Embedded, T>(num_tokens * hidden) : static_cast<T*>(step.embeddings);
+  if (step.token_ids) look_up(*model.embedding, step.token_ids, num_tokens, residual);
   T* output = scratch<Output, T>(num_tokens * hidden);
   // What is computed for a product has the order in which that takes it.
   auto input_of = [&](const Weight& w, T* data) {
@@ -83,7 +91,7 @@ void forward(const Decoder& model, const Step& step) {
       part += w->num_columns;
     }
     norm_rope_write(heads, heads_size, model.num_heads, static_cast<const T*>(layer.query_norm),
-                    static_cast<const T*>(layer.key_norm), model.eps, step.cosines, step.sines,
+                    static_cast<const T*>(layer.key_norm), model.eps, step.rotations, step.positions,
                     model.half_rotary_dim, kv, batch.slot_mapping, num_tokens);
     if (is_last && step.num_rows == 0) return;
     paged_attention(heads, heads_size, model.num_heads, attended, kv, batch, layer.attention_scale, layer.window,
@@ -117,8 +125,10 @@ void forward(const Decoder& model, const Step& step) {
     linear(second, num_tokens, layer.gate_up, inner);
     linear(inner, num_tokens, layer.down, to_output);
   }
-  rms_norm_rows(output, hidden, residual, hidden, static_cast<const T*>(model.final_norm), model.eps, int(hidden),
-                Matrix<T>{static_cast<T*>(step.out), hidden}, num_tokens);
+  const Matrix<T> last{step.out ? static_cast<T*>(step.out) : scratch<Final, T>(num_tokens * hidden), hidden};
+  rms_norm_rows(output, hidden, residual, hidden, static_cast<const T*>(model.final_norm), model.eps, int(hidden), last,
+                num_tokens);
+  if (step.best) linear_argmax(Matrix<const T>(last), num_tokens, *model.head, step.best);
 }
 
 }  // namespace quire

@@ -95,12 +95,12 @@ inline void write_head(const T* x, const KVLayer& kv, int64_t slot, int which, i
 // query and key heads (null: none), rotary embedding in place, keys and values into the cache.
 template <class T>
 void norm_rope_write(T* qkv, int64_t stride, int num_heads, const T* query_norm, const T* key_norm, float eps,
-                     const float* cosines, const float* sines, int half, const KVLayer& kv, const int64_t* slots,
-                     int num_tokens) {
+                     const float* rotations, const int64_t* positions, int half, const KVLayer& kv,
+                     const int64_t* slots, int num_tokens) {
   int size = kv.head_dim, num_rotated = num_heads + kv.num_kv_heads;
   parallel_for(num_tokens, 4096 / (size * (num_rotated + kv.num_kv_heads)), [&](int64_t token) {
     T* row = qkv + token * stride;
-    const float *c = cosines + token * half, *s = sines + token * half;
+    const float *c = rotations + positions[token] * 2 * half, *s = c + half;
     for (int head = 0; head < num_rotated; ++head) {
       T* x = row + head * size;
       const T* norm = head < num_heads ? query_norm : key_norm;

@@ -257,4 +257,11 @@ void unpack_grouped_rows(const Weight& w, const int64_t* rows, int64_t num_rows,
   });
 }
 
+// Rows of W as they were, in whichever of the two forms it is.
+template <class T>
+void look_up(const Weight& w, const int64_t* rows, int64_t num_rows, T* y) {
+  if (w.format == Format::grouped) unpack_grouped_rows(w, rows, num_rows, y);
+  else unpack_rows(w, rows, num_rows, y);
+}
+
 }  // namespace quire

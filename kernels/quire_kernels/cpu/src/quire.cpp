@@ -53,10 +53,7 @@ void quire_pack_numbers(Type type, const void* source, const float* bias, const 
 void quire_pack_grouped(const GroupedSource* source, const Weight* w) { pack_grouped(*source, *w); }
 
 void quire_unpack_rows(Type type, const Weight* w, const int64_t* rows, int64_t num_rows, void* y) {
-  with_type(type, [&](auto* t) {
-    if (w->format == Format::grouped) unpack_grouped_rows(*w, rows, num_rows, static_cast<decltype(t)>(y));
-    else unpack_rows(*w, rows, num_rows, static_cast<decltype(t)>(y));
-  });
+  with_type(type, [&](auto* t) { look_up(*w, rows, num_rows, static_cast<decltype(t)>(y)); });
 }
 
 void quire_linear(Type x_type, const void* x, int64_t ldx, int64_t num_rows, const Weight* w, Type y_type, void* y,
