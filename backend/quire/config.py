@@ -219,6 +219,10 @@ class SchedulerConfig:
     trace_file: str = ""
     """File to which the engine writes one JSON line per step; empty: none."""
 
+    def launches_ahead(self, device: str) -> bool:
+        """What `async_scheduling` comes to on a device."""
+        return device != "cpu" if self.async_scheduling is None else self.async_scheduling
+
     @property
     def max_row_tokens(self) -> int:
         """Most tokens of one request in a step."""

@@ -492,10 +492,8 @@ def make_executor(config: EngineConfig, *, threaded: bool = False) -> Executor:
         from quire.worker.model_runner import ModelRunner
 
         runner = ModelRunner(config)
-    is_async = config.scheduler.async_scheduling
-    if is_async is None:
-        is_async = runner.info.device != "cpu"
-    return RunnerExecutor(runner, depth=2 if is_async else 1, threaded=threaded)
+    is_ahead = config.scheduler.launches_ahead(runner.info.device)
+    return RunnerExecutor(runner, depth=2 if is_ahead else 1, threaded=threaded)
 
 
 def _fingerprint(config: EngineConfig, info: RunnerInfo, block_bytes: int) -> str:

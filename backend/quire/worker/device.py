@@ -46,12 +46,13 @@ def to_device_together(
 
 
 class HostCopy:
-    """Copies of tensors on their way to the host: what becomes of the tensors later does not matter."""
+    """Copies of tensors on their way to the host: what becomes of the tensors later does not matter. Those on
+    the host are there, and must stay as they are."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._event: Any = None
         if not tensors or tensors[0].device.type == "cpu":
-            self._tensors = [tensor.clone() for tensor in tensors]
+            self._tensors = list(tensors)
             return
         self._tensors = [
             torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,8 @@ class ModelRunner:
             set_num_threads(num_threads)
         self._config, self._shares_blocks, self._num_threads = config, shares_blocks, num_threads
         self._processors = load_logits_processors(config.model.logits_processors)
+        self._is_ahead = config.scheduler.launches_ahead(str(self.device))
+        """Whether a step may need tokens that the host does not know."""
         self._checkpoint = checkpoint_state(config.model.model, config.model.tokenizer)
         self.timeline = Timeline(self.device, enabled=bool(os.environ.get("QUIRE_TIMELINE")))
         self._limits: DeviceLimits | None = None
@@ -128,6 +131,8 @@ class ModelRunner:
         is_eager = config.model.enforce_eager or shape.experts is not None
         graph_backend = make_graph_backend(self.device, is_eager)
         self._pooler = Pooler(read_pooling(Path(config.model.model)))
+        # Nothing has a gradient: what is saved is time of operators, of which one call has none.
+        self._no_autograd = nullcontext if self.model.is_fused else torch.inference_mode
         layout = KVLayout.of(config, self.model)
         max_model_len = layout.max_model_len
         timeline.end("weights")
@@ -258,7 +263,7 @@ class ModelRunner:
         move_blocks(output, self.kv_cache, self.tiers)
         step = LaunchedStep(len(output.scheduled), timer)
         if not output.is_empty:
-            with torch.inference_mode(), self.timeline.step(len(output.scheduled)):
+            with self._no_autograd(), self.timeline.step(len(output.scheduled)):
                 self._compute(output.scheduled, step)
         if timer is not None:
             timer.launched()
@@ -329,9 +334,10 @@ class ModelRunner:
         found = self._draw(inputs, step)
         if found is None:
             return
-        first = inputs.first_draws
-        newest = found.token_ids if first is None else found.token_ids[first]
-        self.batch.last_tokens[inputs.sample_rows] = newest
+        if self._is_ahead:
+            first = inputs.first_draws
+            newest = found.token_ids if first is None else found.token_ids[first]
+            self.batch.last_tokens[inputs.sample_rows] = newest
         step.set_drawn(inputs.samples, found, inputs.sampling_rows)
 
     def _draw(self, inputs: StepInputs, step: LaunchedStep) -> Draw | None:

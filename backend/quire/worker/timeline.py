@@ -17,6 +17,7 @@ from quire.outputs import StepTiming
 
 MAX_STEPS = 10_000
 """Older ones are forgotten."""
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class Timeline:
         self.enabled = enabled and device.type == "cuda"
         self._marks: deque[tuple[int, Any, Any]] = deque(maxlen=MAX_STEPS)
 
-    @contextlib.contextmanager
-    def step(self, num_rows: int) -> Iterator[None]:
+    def step(self, num_rows: int) -> contextlib.AbstractContextManager[None]:
         """Context in which everything queued belongs to one step."""
-        if not self.enabled:
-            yield
-            return
+        return self._marked(num_rows) if self.enabled else _NOTHING
+
+    @contextlib.contextmanager
+    def _marked(self, num_rows: int) -> Iterator[None]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.nvtx.range_push(f"step of {num_rows} rows")
         begin.record()
