@@ -151,3 +151,46 @@ def test_choice_seeds_are_fixed_and_apart() -> None:
     seeds = [(7 + 0x9E3779B97F4A7C15 * request) % 2**64 for request in range(200)]
     made = {choice_seed(seed, index) for seed in seeds for index in range(20)}
     assert len(made) == 200 * 20 and all(0 <= seed < 2**64 for seed in made)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_steps_of_single_tokens_are_those_of_a_batch_made_anew(num_groups: int) -> None:
+    """Requests of different lengths decode over block borders, one leaves, one comes back in its place."""
+    kept = batch(num_groups, max_num_seqs=3)
+    free, tables = list(range(40)), {}
+    tokens = {"a": list(range(5)), "b": [9], "c": list(range(20, 31))}
+
+    def plan(target: InputBatch, names: list[str], fresh: bool) -> StepInputs:
+        rows = []
+        for name in names:
+            known = len(tokens[name])
+            held = tables.setdefault(name, [[] for _ in range(num_groups)])
+            missing = -(-known // BLOCK_SIZE) - len(held[0])
+            added = [[free.pop() for _ in range(missing)] for _ in held]
+            held[:] = [own + more for own, more in zip(held, added, strict=True)]
+            is_new = fresh or name not in target.requests
+            data = new(tokens[name]) if is_new else None
+            blocks, begin = (held, 0 if not fresh else known - 1) if is_new else (added, known - 1)
+            rows.append(row(name, begin, known - begin, blocks, samples=True, data=data))
+        return step(target, *rows, drop=[] if fresh else list(set(target.requests) - set(names)))
+
+    for number in range(16):
+        names = ["a", "b", "c"] if number not in (6, 7) else ["a", "c"]
+        if number == 7:
+            tables.pop("b", None)
+        made = plan(kept, names, False)
+        again = plan(batch(num_groups), names, True)
+        if number not in (0, 8):  # prompts are whole there
+            assert made.input_ids.tolist() == again.input_ids.tolist()
+            assert made.positions.tolist() == again.positions.tolist()
+        assert made.sampling_rows == [kept.requests[name].sampling for name in names]
+        for ours, theirs in zip(made.metas, again.metas, strict=True):
+            assert ours.seq_lens.tolist() == ours.seq_lens_list == theirs.seq_lens_list
+            assert ours.max_seq_len == theirs.max_seq_len and not ours.plans
+            assert ours.slot_mapping[made.sample_indices].tolist() == theirs.slot_mapping.tolist()
+            for seq, length in enumerate(theirs.seq_lens_list):
+                count = -(-length // BLOCK_SIZE)
+                assert ours.block_table[seq, :count].tolist() == theirs.block_table[seq, :count].tolist()
+        for name in names:
+            accept(kept, name, 100 * number + len(tokens[name]))
+            tokens[name] = list(kept.requests[name].token_ids)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -122,6 +122,8 @@ class StepInputs:
     """In ascending order."""
     pool_rows: list[PoolRow] = field(default_factory=list)
     """Nothing is sampled of these."""
+    are_decodes: bool = False
+    """Whether each row is one token, which the host knows, and one is drawn of it."""
 
     @property
     def wants_best_only(self) -> bool:
@@ -152,6 +154,8 @@ class InputBatch:
         self.embedded: set[str] = set()
         """Requests whose embeddings are wanted, not tokens."""
         self._grammars = grammars
+        self._last: StepInputs | None = None
+        """Of the step before, where the next one may differ by a token of each row."""
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         """The newest token drawn for each row of the block table, -1 where there was none to draw.
 
@@ -206,7 +210,54 @@ class InputBatch:
         return self._grammars.begin(structured, new.num_prompt_tokens, new.sampling_params.ignore_eos)
 
     def prepare(self, scheduled: list[ScheduledRequest]) -> StepInputs:
-        """Builds the flat tensors for the scheduled rows, in their order."""
+        """The flat tensors for the scheduled rows, in their order; on the host they are valid until the next
+        call."""
+        inputs = self._last
+        if inputs is None or not self._advance(inputs, scheduled):
+            inputs = self._build(scheduled)
+            self._last = inputs if inputs.are_decodes and self.device.type == "cpu" else None
+        return inputs
+
+    def _advance(self, inputs: StepInputs, scheduled: list[ScheduledRequest]) -> bool:
+        """Brings the inputs of the step before forward, in place, if the same requests compute their next
+        tokens; else nothing changes."""
+        if len(scheduled) != len(inputs.samples):
+            return False
+        tokens, seq_lens, entered = [], [], []
+        size, first = self.block_table.block_size, inputs.metas[0]
+        for item, (number, state), position in zip(
+            scheduled, inputs.samples, first.seq_lens_list, strict=True
+        ):
+            if (
+                self.requests[item.request_id] is not state
+                or item.num_computed_tokens != position
+                or item.num_scheduled_tokens != 1
+                or not item.samples
+                or position >= len(state.token_ids)
+            ):
+                return False
+            tokens.append(state.token_ids[position])
+            seq_lens.append(position + 1)
+            if position % size == 0:
+                entered.append((number, state.row, position // size))
+        longest = max(seq_lens)
+        if longest > first.block_table.shape[1] * size:
+            return False
+        inputs.input_ids.numpy()[:] = tokens
+        for tensor in (inputs.positions, first.seq_lens, *(meta.slot_mapping for meta in inputs.metas)):
+            array = tensor.numpy()
+            array += 1
+        for number, row, column in entered:
+            for meta, table in zip(inputs.metas, self.block_table.table, strict=True):
+                block_id = table[row, column]
+                meta.block_table.numpy()[number, column] = block_id
+                meta.slot_mapping.numpy()[number] = int(block_id) * size
+        first = replace(first, max_seq_len=longest, seq_lens_list=seq_lens, plans={}, shared_plans={})
+        others = (first.with_blocks(meta.block_table, meta.slot_mapping) for meta in inputs.metas[1:])
+        inputs.metas = [first, *others]
+        return True
+
+    def _build(self, scheduled: list[ScheduledRequest]) -> StepInputs:
         rows: list[int] = []
         starts, lens, seq_lens = [0], [], []
         # Of each token.
@@ -301,6 +352,10 @@ class InputBatch:
             inputs.pool_rows = self._pool_rows(scheduled, starts)
         if any(state.choices for _, state in sampled):
             self._draw_several(inputs)
+        else:
+            inputs.are_decodes = num_tokens == len(sampled) == len(scheduled) and not (
+                given or unknown or inputs.prompt_rows
+            )
         return inputs
 
     def _pool_rows(self, scheduled: list[ScheduledRequest], starts: list[int]) -> list[PoolRow]:
