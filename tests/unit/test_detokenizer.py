@@ -634,3 +634,25 @@ def test_tokens_behind_a_stop_string_are_not_told() -> None:
     assert (output.text, output.finish_reason, output.stop_reason) == ("quick brown ", "stop", "fox")
     assert output.token_ids == ids[:used] and output.num_output_tokens == used
     assert len(output.logprobs or ()) == used and output.cumulative_logprob == -used
+
+
+@pytest.mark.parametrize("hides_last", [False, True])
+def test_a_stop_string_ends_the_same_tokens_however_they_come(hides_last: bool) -> None:
+    """A run of bytes is text when it has ended, and its tokens have been told by then. What the result cache has
+    comes at once, and gave others: a repeated answer had fewer tokens than the first."""
+    tokenizer = tokenizer_of("llama2")
+    ids = tokenizer.convert_tokens_to_ids(["a", "<0x0A>", "<0x0A>", "<0x0A>", "b", "a"][: 4 if hides_last else 6])
+    ids += tokenizer.convert_tokens_to_ids(["</s>"] if hides_last else [])
+    told = []
+    for size in (1, 2, len(ids)):
+        processor = OutputProcessor("r", 1, SamplingParams(stop=("\n",), logprobs=0), tokenizer)
+        for at in range(0, len(ids), size):
+            logprobs = [TokenLogprobs([one], [-1.0]) for one in ids[at : at + size]]
+            output = EngineCoreOutput("r", ids[at : at + size], logprobs=logprobs)
+            if at + size >= len(ids):
+                output.finish_reason, output.stop_reason = "stop", ids[-1]
+            processor.process(output)
+        told.append(processor.take())
+    assert [(one.text, one.stop_reason) for one in told] == [("a", "\n")] * 3
+    assert told[0].token_ids == told[1].token_ids == told[2].token_ids == ids[:4]
+    assert told[0] == told[1] == told[2]
