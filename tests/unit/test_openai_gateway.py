@@ -336,6 +336,9 @@ def test_data_urls_go_through_unchanged(base: str) -> None:
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"stream": True, "stream_options": []}, "stream_options"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"n": "2"}, "n"),
+        ({"n": 2.0, "stream": True}, "n"),
+        ({"n": True}, "n"),
         ({"model": None}, "model"),
         ({"model": ""}, "model"),
         ({"messages": "hello"}, "messages"),
@@ -894,6 +897,28 @@ def test_errors_have_their_http_status(base: str, code: str, status: int, stream
     assert "must be in [0, 100]" in error["message"]
     assert error["param"] == {400: "temperature", 404: "model"}.get(status)
     assert error["code"] == ("model_not_found" if status == 404 else code.lower())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("told", "named", "extra"),
+    [
+        ("max_tokens: must be at least 1", "max_completion_tokens", {"max_completion_tokens": 1}),
+        ("max_tokens: must be at least 1", "max_tokens", {"max_tokens": 1}),
+        ("prompt: 9 tokens are too many", "messages", {}),
+        ("text_input: is too long", "prompt", {}),
+        ("text_input[3]: is too long", "prompt[3]", {}),
+        ("input_ids: no such token", "prompt", {}),
+        ("exclude_input_in_output: must be true when streaming", "echo", {"echo": True}),
+        ("prompt_logprobs: are too many", "logprobs", {}),
+    ],
+)
+def test_an_error_names_the_field_as_the_client_does(
+    base: str, told: str, named: str, extra: dict[str, Any], stream: bool
+) -> None:
+    ask = chat if "messages" in named or "max_" in named else complete
+    error = refused(ask(base, f"error INVALID_ARGUMENT {told}", stream=stream, **extra))
+    assert error["param"] == named and error["message"] == named + told[told.index(": ") :]
 
 
 def test_an_error_in_the_middle_of_a_stream_is_its_last_event(base: str) -> None:
