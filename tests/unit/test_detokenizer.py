@@ -638,10 +638,12 @@ def test_tokens_behind_a_stop_string_are_not_told() -> None:
 
 @pytest.mark.parametrize("hides_last", [False, True])
 def test_a_stop_string_ends_the_same_tokens_however_they_come(hides_last: bool) -> None:
-    """A run of bytes is text when it has ended, and its tokens have been told by then. What the result cache has
-    comes at once, and gave others: a repeated answer had fewer tokens than the first."""
+    """A run of bytes is text when it has ended, and its tokens have been told by then. What the result cache
+    has comes at once, and gave others: a repeated answer had fewer tokens than the first."""
     tokenizer = tokenizer_of("llama2")
-    ids = tokenizer.convert_tokens_to_ids(["a", "<0x0A>", "<0x0A>", "<0x0A>", "b", "a"][: 4 if hides_last else 6])
+    ids = tokenizer.convert_tokens_to_ids(
+        ["a", "<0x0A>", "<0x0A>", "<0x0A>", "b", "a"][: 4 if hides_last else 6]
+    )
     ids += tokenizer.convert_tokens_to_ids(["</s>"] if hides_last else [])
     told = []
     for size in (1, 2, len(ids)):

@@ -544,19 +544,22 @@ def test_log_probabilities_of_a_completion_and_of_its_prompt(official: openai.Op
     assert alone.tokens == ["a", "\ufffd", "é", "token_id:8"]
     assert alone.text_offset == [0, 1, 2, 3]
     assert alone.top_logprobs == [{"a": -0.5}] * 4
+    asked["prompt"] = "logprobs é"
     choice = official.completions.create(echo=True, **asked).choices[0]
-    assert choice.text == "logéaé" and choice.logprobs is not None
+    assert choice.text == "logprobs éaé" and choice.logprobs is not None
     tokens, offsets = choice.logprobs.tokens, choice.logprobs.text_offset
     assert tokens is not None and offsets is not None
     assert choice.logprobs.token_logprobs == [None, *[-0.5] * 5]
     assert choice.logprobs.top_logprobs is not None and choice.logprobs.top_logprobs[0] is None
-    assert tokens[1:] == ["é", "a", "\ufffd", "é", "token_id:8"]
+    assert tokens == ["logprobs ", "é", "a", "\ufffd", "é", "token_id:8"], (
+        "more than the text, as of a stop string"
+    )
     assert offsets == [0, *itertools.accumulate(map(len, tokens[:-1]))]
     parts = [part.choices[0] for part in official.completions.create(echo=True, stream=True, **asked)]
     assert "".join(part.text for part in parts) == choice.text
     columns = [part.logprobs for part in parts if part.logprobs]
-    assert [token for column in columns for token in column.tokens or []][:3] == ["log", "é", "a"]
-    assert [offset for column in columns for offset in column.text_offset or []] == [0, 3, 4, 5, 6, 7]
+    assert [token for column in columns for token in column.tokens or []][:3] == ["logprobs ", "é", "a"]
+    assert [offset for column in columns for offset in column.text_offset or []] == [0, 9, 10, 11, 12, 13]
     assert official.completions.create(model="generator", prompt="logprobs").choices[0].logprobs is None
     echoed = official.completions.create(model="generator", prompt="echo", echo=True).choices[0].text
     assert json.loads(echoed)["exclude_input_in_output"] == [False]

@@ -146,9 +146,9 @@ class OutputProcessor:
             True when a stop string ended the choice here, so that the engine must be told to abort it.
         """
         if len(output.new_token_ids) > 1 and self._has_stops and not self.params.is_ranked:
-            # Of the result cache. A stop string may be decided tokens behind its own, which were told by then: so
-            # they are taken one by one, as they came. (Ranked choices come whole whenever they come.)
-            return any([self.process(one) for one in output.by_token()]) and output.finish_reason is None
+            # Of the result cache. A stop string may be decided some tokens behind its own, which were told by
+            # then: so they are taken one by one, as they came. (Ranked choices come whole each time.)
+            return any(self.process(one) for one in output.by_token()) and output.finish_reason is None
         if self.finished:
             return False
         if self.paused_at:

@@ -230,6 +230,7 @@ class _Gateway:
                 parsed.include_usage,
                 parsed.choices_per_prompt,
                 None if top is None else LogprobsFormat(is_chat, top),
+                parsed.echoed,
             )
             del parsed
             hold.close()

@@ -167,6 +167,12 @@ class TextRequest:
         return "text_input" if self.prompt is not None else "input_ids"
 
     @property
+    def echoed(self) -> tuple[int, ...]:
+        """Characters of each text that an answer begins with."""
+        texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
+        return tuple(map(len, texts)) if self.echo else ()
+
+    @property
     def num_prompts(self) -> int:
         return len(self.prompt) if isinstance(self.prompt, list) else 1
 
@@ -391,7 +397,9 @@ def _boolean(name: str, value: Any) -> bool:
 
 def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     given = {n: body.get(n) for n in ("max_tokens", *OPENAI_SAMPLING, *QUIRE_SAMPLING)}
-    if given["n"] is not None and not _is_token(given["n"]):  # which a server may take, and choices are counted here
+    if given["n"] is not None and not _is_token(
+        given["n"]
+    ):  # which a server may take, and choices are counted here
         raise RequestError("n: must be an integer", param="n")
     # An empty list states nothing, and has no tensor in Triton.
     return {name: value for name, value in given.items() if value is not None and value != []}
