@@ -620,6 +620,22 @@ def test_work_per_token_is_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert sum(sizes) <= 12 * len(token_ids)
 
 
+def test_a_text_never_decided_is_not_read_once_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias for the first byte of a character, `min_tokens`, and U+FFFD as a stop string: the search for its
+    tokens decoded all prefixes of the output, a minute for 32k tokens, in which no stream got one."""
+    tokenizer = tokenizer_of("byte_level")
+    start = tokenizer.convert_tokens_to_ids("ä")
+    sizes: list[int] = []
+    original = TokenDecoder.decode
+    monkeypatch.setattr(
+        TokenDecoder, "decode", lambda self, ids: sizes.append(len(ids)) or original(self, ids)
+    )
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=(REPLACEMENT,), min_tokens=1000)
+    found = [detokenizer.append([start]) for _ in range(1001)]
+    assert found == [None] * 1000 + [REPLACEMENT] and detokenizer.num_tokens_used == 1000
+    assert sum(sizes) <= 12 * 1001 + 4 * 1000
+
+
 def test_tokens_behind_a_stop_string_are_not_told() -> None:
     """Ranked choices come whole at their end: stop strings in them have any number of tokens behind."""
     tokenizer = byte_level()
