@@ -261,3 +261,26 @@ def test_aligned_in_the_engine_too(checkpoints: dict[str, Path], models: dict[st
     output = llm.generate(["hello"], params)[0]
     assert output.finish_reason == "stop" and 0 < len(output.token_ids) < 20
     check(models["llama"], llm.encode("hello"), output)
+
+
+def test_best_of_is_ranked_by_what_stands_before_a_stop_string(checkpoints: dict[str, Path]) -> None:
+    llm = engine(checkpoints["llama"])
+    asked: Any = {
+        "max_tokens": 20,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "seed": 3,
+        "stop": ("e", "a", "t"),
+    }
+    first = llm.generate([PROMPTS[1]], SamplingParams(n=6, logprobs=0, **asked))[0]
+    means = {
+        choice.index: sum(entry.logprobs[0] for entry in choice.logprobs or ()) / len(choice.token_ids)
+        for choice in (first, *first.others)
+    }
+    best = sorted((first, *first.others), key=lambda choice: -means[choice.index])[:2]
+    assert {choice.finish_reason for choice in (first, *first.others)} == {"stop", "length"}
+    found = llm.generate([PROMPTS[1]], SamplingParams(n=2, best_of=6, **asked))[0]
+    told = [(choice.token_ids, choice.text, choice.stop_reason) for choice in (found, *found.others)]
+    assert told == [(choice.token_ids, choice.text, choice.stop_reason) for choice in best]
+    assert [(choice.index, choice.logprobs) for choice in (found, *found.others)] == [(0, None), (1, None)]
+    assert not llm.core.has_work
