@@ -20,7 +20,7 @@ from quire.engine.core import EngineCore
 from quire.errors import EngineError
 from quire.frontend.bad_words import with_bad_words_ids
 from quire.frontend.chat.formats import ChatParsing, prepare_answer
-from quire.frontend.output_processor import RequestProcessor
+from quire.frontend.output_processor import RequestProcessor, ranked_here
 from quire.grammar import Vocabulary
 from quire.multimodal import PromptEmbeds
 from quire.outputs import RequestOutput
@@ -102,6 +102,7 @@ class LLM:
         assert len(each) == len(images) == len(plans) == len(batch), "one of each per prompt"
         processors: dict[str, RequestProcessor] = {}
         request_ids: list[str] = []
+        unasked: set[str] = set()
 
         @functools.cache
         def check(grammar: StructuredOutput) -> None:
@@ -115,6 +116,7 @@ class LLM:
                 one, new_answer = prepare_answer(self._chat_parsing, one, chat, check)
                 if one.bad_words and self.tokenizer is not None:
                     one = with_bad_words_ids(one, self.tokenizer)
+                asked, (one, num_best) = one, ranked_here(one)
                 request_ids.append(request_id)
                 self.core.add_request(request_id, token_ids, one, scheduling=plan, embeds=image)
                 processors[request_id] = RequestProcessor(
@@ -123,7 +125,10 @@ class LLM:
                     one,
                     None if self.tokenizer is None else self.tokenizer.hf,
                     new_answer=new_answer,
+                    num_best=num_best,
                 )
+                if asked.logprobs is None:
+                    unasked.add(request_id)
             while self.core.has_work:
                 for output in self.core.step():
                     processor = processors.get(output.request_id)
@@ -135,10 +140,12 @@ class LLM:
             raise
         results = []
         for processor in processors.values():
-            first, *others = (choice.take() for choice in processor.choices)
+            first, *others = (choice.take() for choice in processor.results)
             for choice in (first, *others):
                 if choice.error is not None:
                     raise EngineError(choice.error)
+                if choice.request_id in unasked:
+                    choice.logprobs = None  # their ranking needed them
             first.others = others
             results.append(first)
         return results

@@ -6,7 +6,7 @@ of torch and a runner may live in another process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -226,6 +226,15 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     """What the request's draws come of, on the first output of choice 0; None: nothing is drawn."""
     embedding: bytes = b""
     """As of `RowOutput`, with the `finish_reason`: no token was wanted."""
+
+    def by_token(self) -> Iterator[EngineCoreOutput]:
+        """The same as outputs of one token each; what is of the end comes with the last."""
+        before_end = {"finish_reason": None, "stop_reason": None, "cumulative_logprob": None}
+        last = len(self.new_token_ids) - 1
+        for at, token_id in enumerate(self.new_token_ids):
+            logprobs = None if self.logprobs is None else [self.logprobs[at]]
+            beside = {} if at == last else before_end
+            yield msgspec.structs.replace(self, new_token_ids=[token_id], logprobs=logprobs, **beside)
 
 
 @dataclass(slots=True)

@@ -50,6 +50,10 @@ from quire_client.protocol import (
 )
 from quire_client.types import Chunk, Embeddings, Message, ModelInfo, Result, collect
 
+MAX_SCHEMAS = 1024
+"""Models that a client remembers: a server that keeps its models to itself denies none of the names that a
+gateway's clients make up."""
+
 
 class AsyncStream(AsyncIterator[Chunk]):
     """A running request: `async for chunk in stream`.
@@ -509,6 +513,8 @@ class AsyncClient:
         schema = self._schemas.get(model)
         if schema is None:
             schema = await self._fetch_schema(model, deadline)
+            if len(self._schemas) >= MAX_SCHEMAS:
+                self._schemas.clear()
             self._schemas[model] = schema
         return schema
 

@@ -156,7 +156,7 @@ class Result:
     num_cached_tokens: int | None = None
     """Input tokens that the server's KV cache had."""
     prompt_logprobs: tuple[Any, ...] = ()
-    """Those of each prompt, where asked for."""
+    """Those of each prompt, where asked for; None for one that ended before its first token."""
 
     @property
     def reasoning(self) -> str:
@@ -252,7 +252,7 @@ def collect(request_id: str, model: str, started_at: float, chunks: Sequence[Chu
         Timing(ttft, end - started_at, sum(c.num_tokens for c in chunks)),
         _sum(c.num_input_tokens for c in prompts),
         _sum(c.num_cached_tokens for c in prompts),
-        tuple(prompt_logprobs[prompt] for prompt in sorted(prompt_logprobs)),
+        tuple(prompt_logprobs.get(prompt) for prompt in range(max(prompt_logprobs, default=-1) + 1)),
     )
 
 

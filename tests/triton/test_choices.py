@@ -23,6 +23,7 @@ from quire.config import EngineConfig  # noqa: E402
 from quire.engine.cache_commands import CacheCommand, Inspect, Reset  # noqa: E402
 from quire.errors import InvalidArgumentError, UnavailableError  # noqa: E402
 from quire.frontend.detokenizer import TokenDecoder  # noqa: E402
+from quire.frontend.output_processor import ranked_here  # noqa: E402
 from quire.outputs import EngineCoreOutput, RunnerInfo, TokenLogprobs  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.scheduling_params import SchedulingParams  # noqa: E402
@@ -213,6 +214,40 @@ def test_a_stop_string_ends_its_choice_alone(tmp_path: Path) -> None:
         assert texts == {0: "aa", 1: "a"}
     finally:
         harness.close()
+
+
+def test_the_best_choices_are_those_of_what_stands_before_a_stop_string(tmp_path: Path) -> None:
+    """The engine knows none: it went on behind it to the last token, and ranked by what nobody is told."""
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    harness = Harness(tmp_path, tokenizer.hf)
+    a, b = (tokenizer.hf.encode(letter, add_special_tokens=False)[0] for letter in "ab")
+
+    def step(index: int, token_id: int, logprob: float, reason: str | None = None) -> EngineCoreOutput:
+        entry = [TokenLogprobs([token_id], [logprob])]
+        return tokens(index, token_id, logprobs=entry, finish_reason=reason)
+
+    try:
+        params, num_best = ranked_here(SamplingParams(n=2, best_of=3, stop=("b",), prompt_logprobs=0))
+        assert (params.n, params.is_ranked, params.logprobs, num_best) == (3, False, 0, 2)
+        sender = harness.submit(params, stream=False, num_best=num_best)
+        first = [step(0, a, -3.0), step(1, a, -1.0), step(2, a, -2.0)]
+        first[0].prompt_logprobs = [None]
+        harness.core.steps.put(first)
+        harness.core.steps.put([step(0, a, -3.0), step(1, b, -1.0), step(2, a, -2.0)])
+        assert harness.core.seen.get(timeout=WAIT_S)[0] == "add"
+        assert harness.core.seen.get(timeout=WAIT_S) == ("abort", "t-1#1", "stop")
+        assert not sender.responses
+        harness.core.steps.put([step(0, a, -3.0), step(2, a, -2.0, "length")])
+        harness.core.steps.put([step(0, a, -3.0, "length")])
+        assert by_choice(sender) == {0: ([a, b], ["stop"]), 1: ([a, a, a], ["length"])}
+        assert read(sender, "text_output") == ["a", "aaa"]
+        assert read(sender, "cumulative_logprob") == [[-2.0], [-6.0]]
+        assert ["prompt_logprobs" in response.tensors for response in sender.responses] == [True, False]
+    finally:
+        harness.close()
+    for same in (SamplingParams(n=2, best_of=3), SamplingParams(n=2, stop=("b",))):
+        assert ranked_here(same) == (same, 0)
 
 
 @pytest.mark.parametrize("by", ["client", "id"])

@@ -170,6 +170,18 @@ def test_stop_as_a_request_parameter_or_a_flag_cancels_everywhere(tokenizer: Tok
         ({"stop_words_list": [[[1, 2], [2, 1]]]}, "stop_words_list: ends of words must ascend"),
         ({"bad_words_list": [[[1], [3]]]}, "bad_words_list: ends of words must ascend"),
         ({"stop_words_list": [[[1, 999], [2, -1]]]}, "stop_words_list: token id 999"),
+        ({"stop_words_list": [[[999, 2], [1, -1]]]}, "stop_words_list: token id 999"),
+        ({"stop_words_list": [[[-5, 2], [1, 2]]], "end_id": [[3]]}, "stop_words_list: token id -5"),
+        ({"stop_words_list": [[[5] * 300, [*range(1, 301)]]]}, "stop_words_list: at most 256"),
+        (
+            {"stop_words_list": [[[5, 6] * 65, [*range(2, 132, 2)] + [-1] * 65]]},
+            "stop_words_list: at most 64",
+        ),
+        ({"bad_words_list": [[[1, 999], [2, -1]]]}, "bad_words_list: token id 999"),
+        (
+            {"guided_decoding_guide_type": [[b"regex"]], "guided_decoding_guide": [[b""]]},
+            "guided_decoding_guide: regex: must be non-empty",
+        ),
         ({"embedding_bias": [[1000.0]]}, r"embedding_bias: must be in \[-100, 100\], got 1000"),
         ({"embedding_bias_words": [[b"a"]]}, "embedding_bias_weights: 0 for 1"),
         ({"guided_decoding_guide_type": [[b"x"]]}, "guided_decoding_guide_type: must be one of json"),
@@ -369,3 +381,14 @@ def test_a_model_with_a_batch_dimension_declares_tensorrt_llms_names() -> None:
     assert "stop" not in {spec["name"] for spec in own.inputs}
     with pytest.raises(ConfigError, match="max_batch_size must be at most 256"):
         config_completion.complete(Config(max_batch_size=257))
+
+
+def test_a_grammar_is_refused_by_the_name_it_came_by(tokenizer: Tokenizer) -> None:  # noqa: F811
+    for stated in ({"guided_regex": "a+"}, {"response_format": {"type": "json_object"}}):
+        for given in ({"sampling_parameters": text(json.dumps(stated))}, {}):
+            with pytest.raises(InvalidArgumentError, match=f"{next(iter(stated))}: needs a tokenizer"):
+                parse(
+                    tokenizer,
+                    {**PROMPT, **given},
+                    {} if given else {k: json.dumps(v) for k, v in stated.items()},
+                )

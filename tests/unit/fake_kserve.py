@@ -299,7 +299,7 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
                 if {"prompt_logprobs", "num_prompt_logprobs"} & set(inputs)
                 else ""
             )
-            first = "logé" if echoes else ""
+            first = f"{verb} {rest}" if echoes else ""
             yield say(f"{first}a", logprobs=json.dumps(entries[:1]), prompt_logprobs=prompt)
             yield say("é", "stop", (6, 7, 8), logprobs=json.dumps(entries[1:]))
 

@@ -343,6 +343,14 @@ def test_restricted_configuration_falls_back_to_metadata() -> None:
         assert server.ended.wait(WAIT)
 
 
+def test_names_that_nobody_denies_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire_client.aio.MAX_SCHEMAS", 3)
+    with FakeKServe(restricted=True) as server, Client(server.url) as client:
+        for name in "abcdefg":
+            assert run_blocking(client._async._schema(name)).name == name
+            assert len(client._async._schemas) <= 3
+
+
 # --- streaming ---
 
 

@@ -620,6 +620,22 @@ def test_work_per_token_is_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert sum(sizes) <= 12 * len(token_ids)
 
 
+def test_a_text_never_decided_is_not_read_once_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias for the first byte of a character, `min_tokens`, and U+FFFD as a stop string: the search for its
+    tokens decoded all prefixes of the output, a minute for 32k tokens, in which no stream got one."""
+    tokenizer = tokenizer_of("byte_level")
+    start = tokenizer.convert_tokens_to_ids("ä")
+    sizes: list[int] = []
+    original = TokenDecoder.decode
+    monkeypatch.setattr(
+        TokenDecoder, "decode", lambda self, ids: sizes.append(len(ids)) or original(self, ids)
+    )
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=(REPLACEMENT,), min_tokens=1000)
+    found = [detokenizer.append([start]) for _ in range(1001)]
+    assert found == [None] * 1000 + [REPLACEMENT] and detokenizer.num_tokens_used == 1000
+    assert sum(sizes) <= 12 * 1001 + 4 * 1000
+
+
 def test_tokens_behind_a_stop_string_are_not_told() -> None:
     """Ranked choices come whole at their end: stop strings in them have any number of tokens behind."""
     tokenizer = byte_level()
@@ -634,3 +650,27 @@ def test_tokens_behind_a_stop_string_are_not_told() -> None:
     assert (output.text, output.finish_reason, output.stop_reason) == ("quick brown ", "stop", "fox")
     assert output.token_ids == ids[:used] and output.num_output_tokens == used
     assert len(output.logprobs or ()) == used and output.cumulative_logprob == -used
+
+
+@pytest.mark.parametrize("hides_last", [False, True])
+def test_a_stop_string_ends_the_same_tokens_however_they_come(hides_last: bool) -> None:
+    """A run of bytes is text when it has ended, and its tokens have been told by then. What the result cache
+    has comes at once, and gave others: a repeated answer had fewer tokens than the first."""
+    tokenizer = tokenizer_of("llama2")
+    ids = tokenizer.convert_tokens_to_ids(
+        ["a", "<0x0A>", "<0x0A>", "<0x0A>", "b", "a"][: 4 if hides_last else 6]
+    )
+    ids += tokenizer.convert_tokens_to_ids(["</s>"] if hides_last else [])
+    told = []
+    for size in (1, 2, len(ids)):
+        processor = OutputProcessor("r", 1, SamplingParams(stop=("\n",), logprobs=0), tokenizer)
+        for at in range(0, len(ids), size):
+            logprobs = [TokenLogprobs([one], [-1.0]) for one in ids[at : at + size]]
+            output = EngineCoreOutput("r", ids[at : at + size], logprobs=logprobs)
+            if at + size >= len(ids):
+                output.finish_reason, output.stop_reason = "stop", ids[-1]
+            processor.process(output)
+        told.append(processor.take())
+    assert [(one.text, one.stop_reason) for one in told] == [("a", "\n")] * 3
+    assert told[0].token_ids == told[1].token_ids == told[2].token_ids == ids[:4]
+    assert told[0] == told[1] == told[2]

@@ -261,3 +261,28 @@ def test_aligned_in_the_engine_too(checkpoints: dict[str, Path], models: dict[st
     output = llm.generate(["hello"], params)[0]
     assert output.finish_reason == "stop" and 0 < len(output.token_ids) < 20
     check(models["llama"], llm.encode("hello"), output)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_best_of_is_ranked_by_what_stands_before_a_stop_string(
+    checkpoints: dict[str, Path], seed: int
+) -> None:
+    llm = engine(checkpoints["llama"])
+    asked: Any = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.0, "seed": seed, "stop": ("e", "1")}
+
+    def told(first: RequestOutput) -> list[Any]:
+        return [(one.token_ids, one.text, one.stop_reason, one.index) for one in (first, *first.others)]
+
+    first = llm.generate([PROMPTS[1]], SamplingParams(n=6, logprobs=0, **asked))[0]
+    choices = sorted(
+        (first, *first.others),
+        key=lambda one: -sum(entry.logprobs[0] for entry in one.logprobs or ()) / len(one.token_ids),
+    )
+    assert any(one.stop_reason for one in choices)
+    found = llm.generate([PROMPTS[1]], SamplingParams(n=2, best_of=6, **asked))[0]
+    for place, one in enumerate(choices[:2]):
+        one.index, one.others = place, []
+    choices[0].others = [choices[1]]
+    assert told(found) == told(choices[0])
+    assert found.logprobs is None is found.others[0].logprobs
+    assert not llm.core.has_work

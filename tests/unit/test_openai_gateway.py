@@ -336,6 +336,9 @@ def test_data_urls_go_through_unchanged(base: str) -> None:
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"stream": True, "stream_options": []}, "stream_options"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"n": "2"}, "n"),
+        ({"n": 2.0, "stream": True}, "n"),
+        ({"n": True}, "n"),
         ({"model": None}, "model"),
         ({"model": ""}, "model"),
         ({"messages": "hello"}, "messages"),
@@ -541,19 +544,22 @@ def test_log_probabilities_of_a_completion_and_of_its_prompt(official: openai.Op
     assert alone.tokens == ["a", "\ufffd", "é", "token_id:8"]
     assert alone.text_offset == [0, 1, 2, 3]
     assert alone.top_logprobs == [{"a": -0.5}] * 4
+    asked["prompt"] = "logprobs é"
     choice = official.completions.create(echo=True, **asked).choices[0]
-    assert choice.text == "logéaé" and choice.logprobs is not None
+    assert choice.text == "logprobs éaé" and choice.logprobs is not None
     tokens, offsets = choice.logprobs.tokens, choice.logprobs.text_offset
     assert tokens is not None and offsets is not None
     assert choice.logprobs.token_logprobs == [None, *[-0.5] * 5]
     assert choice.logprobs.top_logprobs is not None and choice.logprobs.top_logprobs[0] is None
-    assert tokens[1:] == ["é", "a", "\ufffd", "é", "token_id:8"]
+    assert tokens == ["logprobs ", "é", "a", "\ufffd", "é", "token_id:8"], (
+        "more than the text, as of a stop string"
+    )
     assert offsets == [0, *itertools.accumulate(map(len, tokens[:-1]))]
     parts = [part.choices[0] for part in official.completions.create(echo=True, stream=True, **asked)]
     assert "".join(part.text for part in parts) == choice.text
     columns = [part.logprobs for part in parts if part.logprobs]
-    assert [token for column in columns for token in column.tokens or []][:3] == ["log", "é", "a"]
-    assert [offset for column in columns for offset in column.text_offset or []] == [0, 3, 4, 5, 6, 7]
+    assert [token for column in columns for token in column.tokens or []][:3] == ["logprobs ", "é", "a"]
+    assert [offset for column in columns for offset in column.text_offset or []] == [0, 9, 10, 11, 12, 13]
     assert official.completions.create(model="generator", prompt="logprobs").choices[0].logprobs is None
     echoed = official.completions.create(model="generator", prompt="echo", echo=True).choices[0].text
     assert json.loads(echoed)["exclude_input_in_output"] == [False]
@@ -894,6 +900,28 @@ def test_errors_have_their_http_status(base: str, code: str, status: int, stream
     assert "must be in [0, 100]" in error["message"]
     assert error["param"] == {400: "temperature", 404: "model"}.get(status)
     assert error["code"] == ("model_not_found" if status == 404 else code.lower())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("told", "named", "extra"),
+    [
+        ("max_tokens: must be at least 1", "max_completion_tokens", {"max_completion_tokens": 1}),
+        ("max_tokens: must be at least 1", "max_tokens", {"max_tokens": 1}),
+        ("prompt: 9 tokens are too many", "messages", {}),
+        ("text_input: is too long", "prompt", {}),
+        ("text_input[3]: is too long", "prompt[3]", {}),
+        ("input_ids: no such token", "prompt", {}),
+        ("exclude_input_in_output: must be true when streaming", "echo", {"echo": True}),
+        ("prompt_logprobs: are too many", "logprobs", {}),
+    ],
+)
+def test_an_error_names_the_field_as_the_client_does(
+    base: str, told: str, named: str, extra: dict[str, Any], stream: bool
+) -> None:
+    ask = chat if "messages" in named or "max_" in named else complete
+    error = refused(ask(base, f"error INVALID_ARGUMENT {told}", stream=stream, **extra))
+    assert error["param"] == named and error["message"] == named + told[told.index(": ") :]
 
 
 def test_an_error_in_the_middle_of_a_stream_is_its_last_event(base: str) -> None:

@@ -929,3 +929,11 @@ def test_logprobs_are_the_models_before_any_transform() -> None:
         assert entry.token_ids == [*drawn[i].token_ids, *order[:count].tolist()]
         np.testing.assert_allclose(entry.logprobs, expected[entry.token_ids], rtol=1e-5, atol=1e-6)
     assert drawn[3].token_ids == [order[1]]
+
+
+def test_ends_of_a_beam_are_not_candidates_once_for_each_beam() -> None:
+    """256 stop ids made 8224 candidates of each of 32 beams, and a step in which all others waited seconds
+    for their order."""
+    row = make_row(beam_width=32, stop_token_ids=tuple(range(256)))
+    assert row.num_candidates == 32 + 256 + len(EOS)
+    assert make_row(beam_width=2, ignore_eos=True).num_candidates == 2

@@ -176,8 +176,10 @@ class IncrementalDetokenizer:
         "_emitted",
         "_finished",
         "_include_stop",
+        "_length",
         "_matcher",
         "_min_tokens",
+        "_reaches",
         "_run",
         "_settled",
         "_skip_special_tokens",
@@ -218,7 +220,10 @@ class IncrementalDetokenizer:
         self._untaken = ""
         self._finished = False
         # All text of the first `_settled` tokens left the first two stages before the token after them came.
+        # Of each token behind them: how long the whole decode up to it can be. `_length` characters left.
         self._settled = 0
+        self._reaches: list[int] = []
+        self._length = 0
         self.matched_stop: str | None = None
         """The stop string that ended the text; may also be set by a flush."""
 
@@ -248,12 +253,14 @@ class IncrementalDetokenizer:
         for token_id in token_ids:
             if not (self._undecided or self._run or self._uncleaned):
                 self._settled = len(self._token_ids)
+                self._reaches.clear()
             self._token_ids.append(token_id)
             raw = self._decode([token_id])
             if raw:
                 self._accept(self._clean(raw, last=False))
                 if self.matched_stop is not None:
                     break
+            self._reaches.append(self._length + self._undecided + len(self._run) + len(self._uncleaned))
         return self.matched_stop
 
     def take_delta(self, *, flush: bool = False) -> str:
@@ -366,6 +373,7 @@ class IncrementalDetokenizer:
         """Adds decided text, unless a stop string ends it."""
         before, position = self._untaken, 0
         self._untaken += text
+        self._length += len(text)
         if self._matcher is None:
             return
         while (found := self._matcher.feed(text, position)) is not None:
@@ -387,9 +395,12 @@ class IncrementalDetokenizer:
     def _count_tokens(self, text: str) -> int:
         """The least number of leading tokens whose whole decode begins with `text`.
 
-        Searched upwards: within a byte run more tokens can make a whole decode worse.
+        Searched upwards: within a byte run more tokens can make a whole decode worse. Only where it can be
+        long enough: a text whose end is never decided would be decoded once for each of its tokens.
         """
-        for count in range(self._settled + 1, len(self._token_ids)):
+        for count, reach in enumerate(self._reaches, self._settled + 1):
+            if reach < len(text):
+                continue
             if self._decoder.decode_all(self._token_ids[:count], self._skip_special_tokens).startswith(text):
                 return count
         return len(self._token_ids)

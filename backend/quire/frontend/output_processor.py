@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+import msgspec
+
 from quire.frontend.chat.formats import Answer
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.stop_matcher import StopAutomaton
@@ -49,6 +51,8 @@ class OutputProcessor:
     """Number of the prompt, for a request with several."""
     answer: Answer | None = None
     """Parser of the text, where it is an answer to chat messages."""
+    place: int | None = None
+    """What is told as its index where choices are ranked here; None: `index`."""
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -95,6 +99,11 @@ class OutputProcessor:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens."""
+        return (self.cumulative_logprob or 0.0) / max(self.num_output_tokens, 1)
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -145,6 +154,10 @@ class OutputProcessor:
         Returns:
             True when a stop string ended the choice here, so that the engine must be told to abort it.
         """
+        if len(output.new_token_ids) > 1 and self._has_stops and not self.params.is_ranked:
+            # Of the result cache. A stop string may be decided some tokens behind its own, which were told by
+            # then: so they are taken one by one, as they came. (Ranked choices come whole each time.)
+            return any(self.process(one) for one in output.by_token()) and output.finish_reason is None
         if self.finished:
             return False
         if self.paused_at:
@@ -215,6 +228,11 @@ class OutputProcessor:
             answer.feed(detokenizer.take_delta(flush=True))
             answer.finish()
 
+    def take_prompt_logprobs(self, other: OutputProcessor) -> None:
+        """Those that another choice of the request was to tell."""
+        found, other._prompt_logprobs = other._prompt_logprobs, None
+        self._prompt_logprobs = found or self._prompt_logprobs
+
     def _ends_unseen(self, output: EngineCoreOutput) -> bool:
         return (
             output.finish_reason == FinishReason.STOP.value
@@ -262,7 +280,7 @@ class OutputProcessor:
             logprobs=logprobs or None,
             error=self.error,
             error_code=self.error_code,
-            index=self.index,
+            index=self.index if self.place is None else self.place,
             cumulative_logprob=self.cumulative_logprob,
             item=self.item,
             prompt_logprobs=prompt_logprobs,
@@ -276,11 +294,23 @@ class OutputProcessor:
         return output
 
 
-class RequestProcessor:
-    """The choices of one request; arguments as of `OutputProcessor`. Without `stops` it makes them itself;
-    `new_answer` makes the parser of each choice."""
+def ranked_here(params: SamplingParams) -> tuple[SamplingParams, int]:
+    """What the engine is to be asked, and how many of its choices are to be told: the best; 0: all.
 
-    __slots__ = ("choices", "request_id")
+    The engine ranks the choices of `best_of`, but knows no stop strings: with these it would go on behind
+    them, and rank by what nobody is told.
+    """
+    if not (params.stop and (params.best_of or 0) > params.n):
+        return params, 0
+    logprobs = params.logprobs or 0
+    return msgspec.structs.replace(params, n=params.best_of, logprobs=logprobs), params.n
+
+
+class RequestProcessor:
+    """The choices of one request; arguments as of `OutputProcessor` and `ranked_here`. Without `stops` it
+    makes them itself; `new_answer` makes the parser of each choice."""
+
+    __slots__ = ("choices", "num_best", "request_id")
 
     def __init__(
         self,
@@ -292,8 +322,9 @@ class RequestProcessor:
         num_wanted: int = sys.maxsize,
         item: int = 0,
         new_answer: Callable[[], Answer] | None = None,
+        num_best: int = 0,
     ) -> None:
-        self.request_id = request_id
+        self.request_id, self.num_best = request_id, num_best
         if stops is None and params.stop:
             stops = StopAutomaton(params.stop)
         self.choices = [
@@ -314,6 +345,25 @@ class RequestProcessor:
     @property
     def finished(self) -> bool:
         return all(choice.finished for choice in self.choices)
+
+    @property
+    def num_results(self) -> int:
+        """Choices that are told."""
+        return self.num_best or len(self.choices)
+
+    @property
+    def results(self) -> list[OutputProcessor]:
+        """The choices that are told, in their order; where they are ranked none before all have ended. Of
+        equals the one that was drawn first is better."""
+        if not self.num_best:
+            return self.choices
+        if not self.finished:
+            return []
+        best = sorted(self.choices, key=lambda choice: -choice.mean_logprob)[: self.num_best]
+        for place, choice in enumerate(best):
+            choice.place = place
+        best[0].take_prompt_logprobs(self.choices[0])
+        return best
 
     def process(self, output: EngineCoreOutput) -> str | None:
         """Takes an output of the engine.

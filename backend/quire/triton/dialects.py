@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quire.converters import integer
 from quire.errors import InvalidArgumentError
 from quire.sampling_params import MAX_BIAS, MAX_LOGIT_BIAS
+from quire.structured_output import FIELDS as STRUCTURED_FIELDS
 from quire_ensemble.errors import shown
 
 if TYPE_CHECKING:
@@ -117,6 +118,9 @@ class Translation:
 
     def values(self, stated: Mapping[str, Any]) -> dict[str, Any]:
         """What JSON or request parameters state, in our names."""
+        for name in STRUCTURED_FIELDS:
+            if stated.get(name) is not None and "structured_output" not in self.raw.tensors:
+                self.names.setdefault("structured_output", name)  # what a grammar lacks is told of it
         if _FOREIGN.isdisjoint(stated):
             return dict(stated)
         renamed = {name: value for name, value in stated.items() if name not in _FOREIGN}
@@ -174,19 +178,21 @@ def translate(raw: RawRequest, tokenizer: Any | None, vocab_size: int) -> Transl
         found._end_at(integer(-1, 2**31 - 1)("end_id", given["end_id"][0]))
     if "input_lengths" in given and "input_ids" in tensors:
         tensors["input_ids"] = _cut(tensors["input_ids"], given["input_lengths"][0])
-    for words in _sequences(given, "stop_words_list"):
-        if len(words) == 1:
-            found.sampling.setdefault("stop_token_ids", []).append(words[0])
-        elif tokenizer is None:
-            raise InvalidArgumentError("stop_words_list", "needs a tokenizer for words of several tokens")
-        else:
-            _check_ids("stop_words_list", words, vocab_size)
-            found.sampling.setdefault("stop", []).append(tokenizer.hf.decode(words))
-    found.bad_words_ids = tuple(map(tuple, _sequences(given, "bad_words_list")))
+    for words in _sequences(given, "stop_words_list", vocab_size):
+        ours, word = "stop_token_ids", words[0]
+        if len(words) > 1:
+            if tokenizer is None:
+                raise InvalidArgumentError("stop_words_list", "needs a tokenizer for words of several tokens")
+            ours, word = "stop", tokenizer.hf.decode(words)
+        found.names.setdefault(ours, "stop_words_list")
+        found.sampling.setdefault(ours, []).append(word)
+    found.bad_words_ids = tuple(map(tuple, _sequences(given, "bad_words_list", vocab_size)))
     bias = _bias(given, tokenizer)
     if bias:
+        found.names["logit_bias"] = "embedding_bias" if "embedding_bias" in given else "embedding_bias_words"
         found.sampling["logit_bias"] = bias
     if given.keys() & {"guided_decoding_guide_type", "guided_decoding_guide"}:
+        found.names["structured_output"] = "guided_decoding_guide"
         found.sampling["structured_output"] = _guide(given)
     return found
 
@@ -207,7 +213,7 @@ def _cut(token_ids: list[int], length: int) -> list[int]:
     return token_ids[:length]
 
 
-def _sequences(given: Mapping[str, list[int]], name: str) -> list[list[int]]:
+def _sequences(given: Mapping[str, list[int]], name: str, vocab_size: int) -> list[list[int]]:
     """Token ids of each word of a tensor [2, n]: the ids of all, and where each word ends; the rest is -1."""
     values = given.get(name, [])
     if len(values) % 2:
@@ -221,13 +227,10 @@ def _sequences(given: Mapping[str, list[int]], name: str) -> list[list[int]]:
             raise InvalidArgumentError(name, f"ends of words must ascend in [1, {half}], got {end}")
         words.append(values[start:end])
         start = end
-    return words
-
-
-def _check_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
-    for token_id in token_ids:
+    for token_id in values[:start]:
         if not 0 <= token_id < vocab_size:
             raise InvalidArgumentError(name, f"token id {token_id} is outside the vocabulary of {vocab_size}")
+    return words
 
 
 def _bias(given: Mapping[str, list[Any]], tokenizer: Any | None) -> dict[int, float]:

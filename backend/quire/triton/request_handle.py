@@ -180,7 +180,7 @@ class RequestHandle:
         """
         if not self.processors:
             return b"{}"
-        choice = self.processors[output.item].choices[output.index]
+        choice = self.processors[output.item].results[output.index]
         arrived, now = self.request_of(output).arrived_at, time.monotonic()
         admitted = choice.admitted_at or now
         first_token = choice.first_token_at or now

@@ -26,6 +26,7 @@ from quire.errors import InvalidArgumentError
 from quire.frontend.bad_words import with_bad_words_ids
 from quire.frontend.chat.formats import Answer, ChatParsing, prepare_answer
 from quire.frontend.grammar_checker import GrammarChecker
+from quire.frontend.output_processor import ranked_here
 from quire.frontend.stop_matcher import StopAutomaton
 from quire.multimodal import check_spans, content_hashes
 from quire.sampling_params import (
@@ -186,6 +187,8 @@ class ParsedRequest:
     """Whether every response repeats what those before it said."""
     is_chat: bool = False
     """Whether the prompt was chat messages."""
+    num_best: int = 0
+    """Choices to tell, as of `ranked_here`."""
     new_answer: Callable[[], Answer] | None = None
     """Makes the parser of a choice's answer to chat messages; None: the text is not parsed."""
     skips_empty: bool = False
@@ -463,6 +466,7 @@ class RequestParser:
         skips_empty = raw.requested_outputs == self._all_outputs
         if new_answer is not None and skips_empty:
             outputs, final_outputs = outputs | CHAT_OUTPUTS, final_outputs | CHAT_OUTPUTS
+        params, num_best = ranked_here(params)
         embeds = _embeds(raw, len(prompts[0][0]), info)
         stops = StopAutomaton(params.stop) if params.stop else None
         first, *others = (
@@ -483,6 +487,7 @@ class RequestParser:
                 buffer=raw.embeds,
                 stops=stops,
                 is_chat=chat is not None,
+                num_best=num_best,
                 new_answer=new_answer,
                 skips_empty=skips_empty,
                 form=self._form,

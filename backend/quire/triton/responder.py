@@ -249,12 +249,13 @@ class Responder(threading.Thread):
                 (parsed.stream and parsed.stream_interval) or sys.maxsize,
                 item,
                 prompt.new_answer,
+                prompt.num_best,
             )
             handle.processors.append(processor)
             message = add_request(request_id, prompt, prompt.arrived_at or now)
             self._generating[request_id] = Generation(handle, processor, message, parsed.recording)
             messages.append(message)
-        handle.num_open_choices = sum(len(processor.choices) for processor in handle.processors)
+        handle.num_open_choices = sum(processor.num_results for processor in handle.processors)
         if parsed.results is not None:
             request_ids = [processor.request_id for processor in handle.processors]
             self._replays.append((handle, replayed(parsed.results, request_ids, parsed)))
@@ -340,6 +341,11 @@ class Responder(threading.Thread):
     def _mark(self, handle: RequestHandle, choice: OutputProcessor) -> None:
         """Says when a choice that has got tokens, or has ended, is to be sent."""
         parsed = handle.parsed
+        processor = handle.processors[choice.item]
+        if processor.num_best:
+            self._due |= dict.fromkeys(processor.results, (URGENT, handle))
+            self._next_due = URGENT
+            return
         last_sent = handle.last_sent.get((choice.item, choice.index))
         if choice.finished or (parsed.stream and last_sent is None):
             due = URGENT

@@ -88,11 +88,11 @@ class SamplingRow:
 
     @property
     def num_candidates(self) -> int:
-        """Beam search: candidates wanted of this row, so many that all beams may end and all go on, and that
-        `logprobs` of them can be reported."""
+        """Beam search: candidates wanted of this row, so many that all ends may be among them and all beams
+        go on from this one, and that `logprobs` of them can be reported."""
         ends = 0 if self.params.ignore_eos else len(self.eos_token_ids)
         ends += len(self.params.stop_token_ids)
-        return max(self.params.beam_width * max(2, 1 + ends), self.params.logprobs or 0)
+        return max(self.params.beam_width + ends, self.params.logprobs or 0)
 
     @property
     def num_output_tokens(self) -> int:

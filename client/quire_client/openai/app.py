@@ -24,7 +24,7 @@ from quire_client.aio import AsyncClient, AsyncStream
 from quire_client.embedding import embed
 from quire_client.errors import NotFound, QuireClientError
 from quire_client.openai.balancer import Balancer
-from quire_client.openai.errors import RequestError, error_object
+from quire_client.openai.errors import RequestError, error_object, named
 from quire_client.openai.images import ImageFetcher, ImagePolicy
 from quire_client.openai.intake import (
     Hold,
@@ -221,7 +221,7 @@ class _Gateway:
         exchange.streams, num_choices = parsed.stream, parsed.num_prompts * parsed.choices_per_prompt
         is_chat, top = parsed.messages is not None, parsed.top_logprobs
         server = self.balancer.pick(parsed.sampling)
-        with server.watched():
+        with server.watched(), named(parsed.names):
             request = await server.start(self._start(server.client, parsed, hold, exchange))
             reply = ReplyFormat(
                 request.request_id,
@@ -230,6 +230,7 @@ class _Gateway:
                 parsed.include_usage,
                 parsed.choices_per_prompt,
                 None if top is None else LogprobsFormat(is_chat, top),
+                parsed.echoed,
             )
             del parsed
             hold.close()

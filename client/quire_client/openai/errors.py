@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +70,23 @@ def describe(error: QuireClientError | RequestError) -> tuple[int, dict[str, Any
     if status == 404:
         param, code = "model", "model_not_found"
     return status, error_object(error.message, status, param=param, code=code)
+
+
+@contextlib.contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Context in which what the server says of a field names it as the client does.
+
+    Args:
+        names: the client's names by the server's.
+    """
+    try:
+        yield
+    except InvalidArgument as error:
+        found = _FIELD.match(error.message)
+        ours = re.match(r"\w+", error.message)
+        if found and ours and ours[0] in names:
+            error.message = names[ours[0]] + error.message[ours.end() :]
+        raise
 
 
 def retry_after(error: QuireClientError | RequestError) -> int | None:

@@ -22,7 +22,14 @@ class LogprobsFormat:
     num_top: int
     """Likely tokens to tell of each position."""
 
-    def of(self, answer: Iterable[list[Any]], prompt: list[Any] | None, text: str, start: int) -> Any:
+    def of(
+        self,
+        answer: Iterable[list[Any]],
+        prompt: list[Any] | None,
+        text: str,
+        start: int,
+        echoed: int | None = None,
+    ) -> Any:
         """The object `logprobs` of a choice, or of one chunk of it.
 
         Args:
@@ -30,6 +37,7 @@ class LogprobsFormat:
             prompt: those of the prompt, where the text begins with it.
             text: of the choice or the chunk.
             start: characters of the choice before it.
+            echoed: characters of the text that are the prompt; None: that is not known.
 
         Raises:
             ProtocolError: entries of another form.
@@ -38,7 +46,8 @@ class LogprobsFormat:
             entries = [*(prompt or ()), *(entry for part in answer for entry in part)]
             if self.is_chat:
                 return {"content": [self._described(entry) for entry in entries], "refusal": None}
-            return self._columns(entries, text, start)
+            known = entries if prompt is None or echoed is None else prompt
+            return self._columns(entries, text[:echoed], start, len(known))
         except (AttributeError, KeyError, TypeError):
             raise ProtocolError("output logprobs: entries must have token_id, logprob and top") from None
 
@@ -46,10 +55,12 @@ class LogprobsFormat:
         top = [_token(*likely) for likely in self._top(entry)]
         return {**_token(_text(entry), entry["logprob"]), "top_logprobs": top}
 
-    def _columns(self, entries: list[Any], text: str, start: int) -> dict[str, Any]:
+    def _columns(self, entries: list[Any], text: str, start: int, num_told: int) -> dict[str, Any]:
+        """The object, where the first `num_told` entries are of the text: a stop string takes text from an
+        answer and none of its tokens."""
         tokens = [_text(entry) for entry in entries if entry is not None]
         if entries and entries[0] is None:
-            tokens.insert(0, text[: max(len(text) - sum(map(len, tokens)), 0)])
+            tokens.insert(0, text[: max(len(text) - sum(map(len, tokens[: num_told - 1])), 0)])
         offsets = [start, *itertools.accumulate(map(len, tokens), initial=start)][1:-1]
         return {
             "tokens": tokens,

@@ -71,6 +71,8 @@ class ReplyFormat:
     choices_per_prompt: int = 1
     logprobs: LogprobsFormat | None = None
     """None: not asked for."""
+    echoed: tuple[int, ...] = ()
+    """Characters of each prompt, where they are texts that the answers begin with."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time, seconds."""
 
@@ -107,7 +109,8 @@ class ReplyFormat:
         if self.logprobs is not None:
             prompts = result.prompt_logprobs
             prompt = prompts[choice.batch_index] if choice.batch_index < len(prompts) else None
-            logprobs = self.logprobs.of(choice.logprobs, prompt, choice.text, 0)
+            echoed = self.echoed[choice.batch_index] if choice.batch_index < len(self.echoed) else None
+            logprobs = self.logprobs.of(choice.logprobs, prompt, choice.text, 0, echoed)
         whole: dict[str, Any] = {"index": self.index_of(choice), "logprobs": logprobs}
         if self.is_chat:
             content = choice.text if choice.text or not choice.tool_calls else None

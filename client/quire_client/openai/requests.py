@@ -113,6 +113,12 @@ _CHAT_FIXED: dict[str, Any] = {
 }
 _COMPLETION_FIXED: dict[str, Any] = {"suffix": ""}
 
+_COMPLETION_NAMES = {
+    "text_input": "prompt",
+    "input_ids": "prompt",
+    "exclude_input_in_output": "echo",
+    "prompt_logprobs": "logprobs",
+}
 MAX_CHOICES = 1024
 """More than any server takes."""
 MAX_MESSAGES = 4096
@@ -150,6 +156,8 @@ class TextRequest:
     """The answer begins with the prompt."""
     timing: bool = False
     """The answer says how long its parts took."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the body calls what has another name at the server."""
 
     @property
     def source(self) -> str:
@@ -159,14 +167,20 @@ class TextRequest:
         return "text_input" if self.prompt is not None else "input_ids"
 
     @property
+    def echoed(self) -> tuple[int, ...]:
+        """Characters of each text that an answer begins with."""
+        texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
+        return tuple(map(len, texts)) if self.echo else ()
+
+    @property
     def num_prompts(self) -> int:
         return len(self.prompt) if isinstance(self.prompt, list) else 1
 
     @property
     def choices_per_prompt(self) -> int:
-        """Choices to expect; what is no number is left to the server to refuse."""
-        n = self.sampling.get("n")
-        return n if isinstance(n, int) and 0 < n < MAX_CHOICES else 1
+        """Choices to expect; a number that is out of range is left to the server to refuse."""
+        n: int = self.sampling.get("n", 1)
+        return n if 0 < n < MAX_CHOICES else 1
 
     @property
     def has_tools(self) -> bool:
@@ -241,6 +255,7 @@ def parse_chat(body: Mapping[str, Any]) -> TextRequest:
         messages=asked,
         top_logprobs=top,
         timing=_timing(body, sampling),
+        names={"prompt": "messages", **({} if most is None else {"max_tokens": "max_completion_tokens"})},
     )
 
 
@@ -269,6 +284,7 @@ def parse_completion(body: Mapping[str, Any]) -> TextRequest:
         top_logprobs=top,
         echo=echo,
         timing=_timing(body, sampling),
+        names=_COMPLETION_NAMES,
     )
     if isinstance(prompt, str):
         return replace(request, prompt=prompt)
@@ -381,5 +397,9 @@ def _boolean(name: str, value: Any) -> bool:
 
 def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     given = {n: body.get(n) for n in ("max_tokens", *OPENAI_SAMPLING, *QUIRE_SAMPLING)}
+    if given["n"] is not None and not _is_token(
+        given["n"]
+    ):  # which a server may take, and choices are counted here
+        raise RequestError("n: must be an integer", param="n")
     # An empty list states nothing, and has no tensor in Triton.
     return {name: value for name, value in given.items() if value is not None and value != []}
