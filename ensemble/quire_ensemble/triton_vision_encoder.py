@@ -115,6 +115,7 @@ class VisionEncoderModel(EnsembleModel):
             max_patches=options.max_patches,
             allow_pickle=options.allow_pickle,
         )
+        self.tower.warm_up()
         self.cache = EncoderCache(options.cache_bytes)
         self._output_on_gpu = options.output_device == "gpu"
         self._metrics = _EncoderMetrics(self.pb_utils, args)

@@ -47,6 +47,7 @@ class VisionPreprocessorModel(EnsembleModel):
 
         limits, texts = image_limits(parameters), text_limits(parameters, checkpoint)
         self.processor = VisionProcessor(checkpoint, Tokenizer(checkpoint), limits, texts)
+        self.processor.warm_up()
         self._pool = ThreadPoolExecutor(REQUEST_THREADS, thread_name_prefix="requests")
 
     def execute(self, requests: list[Any]) -> list[Any]:

@@ -7,6 +7,8 @@ Qwen models too, so that the generator gets a prompt it only has to put the imag
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -58,6 +60,9 @@ class VisionPrompt:
     """bytes [1]: JSON of `ChatFormat`; empty for a text."""
 
 
+_WARM_UP = b'[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "warm-up"}]}]'
+
+
 class _ProcessedImage(NamedTuple):
     pixels: np.ndarray
     """float32 [rows, row_size]."""
@@ -99,6 +104,22 @@ class VisionProcessor:
         self.row_size = self._try_processor()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
         self._gate = MemoryGate(self.limits.max_image_pixels)
+
+    def warm_up(self) -> None:
+        """Makes prompts of an image, so that no request pays for first use. To be called before there is one.
+
+        Raises:
+            TokenizerError: the chat template takes more time or memory than it may.
+        """
+        from PIL import Image as pil
+
+        self.tokenizer.warm_up()
+        data = io.BytesIO()
+        pil.new("RGB", (96, 64)).save(data, "PNG")
+        prompts = ((_WARM_UP, None), (None, self._placeholder.encode()))
+        for messages, text in prompts:
+            with contextlib.suppress(InputError):  # a template, or a limit, may refuse it
+                self.process(messages, text, [data.getvalue()])
 
     def close(self) -> None:
         """Ends the threads."""

@@ -37,11 +37,13 @@ class VisionFamily(ABC):
         module: parameters are uninitialised until they are filled.
         row_size: values in one row of `pixel_values`.
         hidden_size: values in one row of the output.
+        sample_grid: of an image of a usual size, or a smaller one.
     """
 
     module: Any
     row_size: int
     hidden_size: int
+    sample_grid: tuple[int, int, int]
 
     @abstractmethod
     def __init__(self, config: VisionConfig) -> None:
@@ -89,6 +91,7 @@ class LlavaVision(VisionFamily):
         # A size that the patches do not divide (SigLIP: 384 by 14) leaves a border that is in no patch.
         self.side = vision.image_size // config.patch
         self.row_size = self.channels * self.image_size**2
+        self.sample_grid = 1, self.side, self.side
         self.hidden_size = config.hf.text_config.hidden_size
 
     def name_of(self, stored: str) -> str | None:
@@ -127,6 +130,7 @@ class QwenVision(VisionFamily):
             self.module, self.hidden_size = _Qwen2_5_VLModel(config.hf), vision.out_hidden_size
         self.merge = config.merge
         self.row_size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        self.sample_grid = 1, 4 * config.merge, 4 * config.merge
 
     def name_of(self, stored: str) -> str | None:
         name = stored.removeprefix("model.")

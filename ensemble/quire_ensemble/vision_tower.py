@@ -65,6 +65,18 @@ class VisionTower:
         self._family = _build(self.path, self._config, weights, self.device)
         fill_weights(_targets(self._family), self.path, self._family.name_of, allow_pickle=allow_pickle)
 
+    def warm_up(self) -> None:
+        """Encodes an image, so that the first one of a client need not wait for what torch does once.
+
+        Raises:
+            VisionError: that does not work.
+        """
+        grid = np.array([self._family.sample_grid])
+        try:
+            self.encode(np.zeros((sum(self.rows(grid)), self.row_size), np.float32), grid)
+        except RuntimeError as error:
+            raise VisionError(f"{self.path}: the first image failed: {one_line(error)}") from error
+
     @property
     def row_size(self) -> int:
         return self._family.row_size

@@ -7,7 +7,6 @@ import json
 import os
 import queue
 import subprocess
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,13 @@ import tritonclient.grpc as grpcclient
 from benchmarks import perf_analyzer
 from tests.e2e.conftest import TinyServer
 from tests.e2e.triton_calls import infer, stream, tensor
+from tests.fixtures.threads import OWN, Woken, engines_and_stubs, of_triton, wakes_in
 
 pytestmark = pytest.mark.server
 
 PROMPTS = ("The first", "A second prompt", "And one more")
 WINDOW_S = 2.0
-HANDFUL = 4
+STRAY = 1
 """Times that the threads of a process may wake in a window in which nothing is asked of them."""
 
 
@@ -129,40 +129,25 @@ def test_perf_analyzer_sees_whole_streams_in_every_mode(
             assert len([r for r in responses if "text_output" in r]) <= 5
 
 
-def wakes(pid: int) -> dict[int, int]:
-    """Voluntary context switches of each thread of a process, by thread id."""
-    counts = {}
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        for line in (thread / "status").read_text("utf-8").splitlines():
-            if line.startswith("voluntary_ctxt_switches"):
-                counts[int(thread.name)] = int(line.split()[1])
-    return counts
-
-
-@pytest.mark.row("G33")
+@pytest.mark.row("G33", clauses=("no-polling",))
 def test_nothing_of_ours_wakes_where_nothing_is_asked(tiny: TinyServer) -> None:
-    """Over 2 s without an open request no thread of an engine wakes more than a handful of times, and none of
-    a generator's stub beyond those which Triton itself has in every Python model: the main thread, which
-    waits for requests, and one that looks every 0.3 s whether the server is alive.
-
-    With open requests one thread of ours has a timer: the responder asks Triton about each of them, at most
-    every 100 ms and in no more than 2 % of its time, as there is no event for a client that leaves.
+    """Over 2 s without an open request no thread of an engine wakes, and none of a generator's stub but the
+    two that Triton itself has in every Python model: they look whether there is a request, and whether the
+    server is alive. (While streams wait: test_metrics.py.)
     """
     asked = {"text_input": "then silence", "max_tokens": 5, "stream": True}
     assert stream(tiny.server.grpc_url, "generator", asked).error is None
-    processes = {p.pid: " ".join(p.cmdline()) for p in tiny.server.descendants()}
-    engines = [pid for pid, command in processes.items() if "quire.engine.loop" in command]
-    stubs = [pid for pid, command in processes.items() if "_stub" in command and "/generator" in command]
+    engines, stubs = engines_and_stubs(tiny.server, "generator")
     assert engines and len(stubs) >= 3
-    found: dict[str, list[int]] = {}
-    for _ in range(5):  # what others on the machine do may disturb a window, but not each
-        before = {pid: wakes(pid) for pid in engines + stubs}
-        threading.Event().wait(WINDOW_S)
-        found = {}
-        for pid in engines + stubs:
-            grown = {t: count - before[pid].get(t, 0) for t, count in wakes(pid).items()}
-            triton = {pid, max(grown, key=lambda t: grown[t] * (t != pid))} if pid in stubs else set()
-            found[processes[pid]] = [grown[t] for t in grown if t not in triton]
-        if all(sum(counts) <= HANDFUL for counts in found.values()):
-            return
-    raise AssertionError(f"threads that wake: {found}")
+    found: dict[int, Woken] = {}
+    for _ in range(5):  # figures of what was before are sent once more, seconds later
+        found = wakes_in(engines + stubs, WINDOW_S)
+        ours = {pid: found[pid] for pid in engines}
+        ours |= {pid: [one for one in found[pid] if one[0].startswith(OWN)] for pid in stubs}
+        if all(sum(count for _, count in threads) <= STRAY for threads in ours.values()):
+            break
+    else:
+        raise AssertionError(f"threads that wake: {found}")
+    for pid in stubs:
+        assert {name for name, _ in found[pid]} >= {"quire-responder", "quire-metrics", "quire-intake-0"}
+        assert len(of_triton(found[pid])) <= 2, found[pid]

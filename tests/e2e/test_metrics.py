@@ -18,15 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from benchmarks.dashboard import ask, panels, targets
 from quire.triton.metrics import HISTOGRAMS
 from quire_client._metrics import Scrape
-from tests.e2e.conftest import write_generator
+from tests.e2e.conftest import write_generator, write_model
 from tests.e2e.triton_calls import Reply, TritonStream, stream
 from tests.fixtures.server import ServerProcess
+from tests.fixtures.threads import OWN, engines_and_stubs, wakes_in
 from tests.rows import ROOT
 
 pytestmark = pytest.mark.server
@@ -35,7 +37,29 @@ STEP_MS = 120.0
 """Long beside what a busy machine adds to it."""
 NUM_TOKENS = 12
 WAIT_S = 60.0
+WINDOW_S = 1.5
+"""In which wakes are counted."""
+STRAY = 1
+"""Times that a thread may wake in a window without a reason."""
 CHART = ROOT / "docker" / "kubernetes" / "quire" / "files"
+
+
+FRONT = """
+platform: "ensemble"
+input [
+  { name: "text_input", data_type: TYPE_STRING, dims: [ 1 ] },
+  { name: "max_tokens", data_type: TYPE_INT32, dims: [ 1 ] }
+]
+output [ { name: "text_output", data_type: TYPE_STRING, dims: [ 1 ] } ]
+ensemble_scheduling {
+  step {
+    model_name: "other" model_version: -1
+    input_map { key: "text_input", value: "text_input" }
+    input_map { key: "max_tokens", value: "max_tokens" }
+    output_map { key: "text_output", value: "text_output" }
+  }
+}
+"""
 
 
 @dataclass
@@ -73,12 +97,22 @@ def scrape(server: ServerProcess) -> Scrape:
 
 
 def scrape_until(server: ServerProcess, is_so: Callable[[Scrape], bool]) -> Scrape:
-    """Figures come at most two seconds and a half after what they tell of."""
+    """Figures come at most four seconds and a half after what they tell of."""
     deadline = time.monotonic() + WAIT_S
     while not is_so(samples := scrape(server)):
         assert time.monotonic() < deadline, samples.samples
         time.sleep(0.1)
     return samples
+
+
+def figures_of(samples: Scrape) -> set[tuple[str, str, float]]:
+    """Our figures: name, labels and value."""
+    return {
+        (name, str(labels), number)
+        for name, found in samples.samples.items()
+        for labels, number in found
+        if name.startswith(("quire_", "vllm:"))
+    }
 
 
 def buckets(samples: Scrape, name: str, **labels: str) -> list[int]:
@@ -109,6 +143,7 @@ def server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             num_blocks=256,
             metrics_names="vllm",
         )
+    write_model(folder / "repository", "front", FRONT)
     started = ServerProcess(folder / "repository", folder)
     with started as running:
         yield running
@@ -277,6 +312,61 @@ def test_ends_are_told_apart_which_tritons_own_counts_do_not(
     # To Triton a request of a decoupled model is a success once `execute` has returned, whatever follows.
     assert changed(after, "nv_inference_request_success") == 3 + 2 + 1 + 1 + 1
     assert changed(after, "nv_inference_request_failure") == 0
+
+    # An ensemble counts a failure of its member twice: the error, and the FINAL that comes with it.
+    assert stream(url, "front", {"text_input": "x", "max_tokens": 3}).error is None
+    assert stream(url, "front", {"text_input": "x", "max_tokens": -1}).error is not None
+    after = scrape_until(
+        server, lambda found: found.total("nv_inference_request_failure", model="front") == 2
+    )
+    assert after.total("nv_inference_request_failure", model="front", reason="OTHER") == 2
+    assert after.total("nv_inference_request_success", model="front") == 1
+
+
+@pytest.mark.row("G33", clauses=("no-polling",))
+def test_no_thread_wakes_for_nothing_while_streams_wait(
+    server: ServerProcess, measured: tuple[list[Seen], Scrape]
+) -> None:
+    """Two streams run and four wait for a place: each thread wakes as often as it has a reason, which for
+    most is never. Then the engine is held, as by a step that takes long: what is left is the responder's
+    question to Triton about each client, for which there is no event, and about the model.
+    """
+    asked = {"text_input": "x", "max_tokens": 15_000, "ignore_eos": True, "stream": True}
+    (engine,), stubs = engines_and_stubs(server, "generator")
+    others = engines_and_stubs(server, "other")[1]
+    steps, figures = 1000 / STEP_MS, 2.0
+    asks = 6 * 10.0 + 2.0
+    """In a second: of each client, and of the model."""
+
+    def check(reasons: dict[str, float], *, of_asking: float) -> None:
+        """Reasons in a second by thread, those for the stub that has the streams apart."""
+        before = figures_of(scrape(server))
+        woken = wakes_in([engine, *stubs, *others], WINDOW_S)
+        num_changed = len(figures_of(scrape(server)) - before)
+        reasons = {**reasons, "quire-metrics": figures * num_changed}
+        for pid, threads in woken.items():
+            for name, count in threads:
+                expected = reasons.get(name, 0.0)
+                if pid in stubs and name == "quire-responder":
+                    expected += of_asking
+                # An answer of Triton's is waited for, too, and another thread may be in the way.
+                if pid == engine or name.startswith(OWN):
+                    assert count <= STRAY + 2 * WINDOW_S * expected, (name, expected, threads)
+
+    held = [TritonStream(server.grpc_url, "generator", asked) for _ in range(6)]
+    try:
+        scrape_until(server, lambda found: found.total("quire_requests_waiting") == 4)
+        reasons = {"python": steps + figures, "quire-runner_0": 2 * steps}
+        reasons |= {"ZMQbg/IO/0": 2 * (steps + figures), "quire-responder": figures}
+        check(reasons, of_asking=3 * steps + asks)
+        psutil.Process(engine).suspend()
+        time.sleep(1.0)
+        check({}, of_asking=asks)
+    finally:
+        psutil.Process(engine).resume()
+        for call in held:
+            call.cancel()
+    scrape_until(server, lambda found: found.total("quire_requests_running") == 0)
 
 
 # --- Prometheus ---

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks.path.client import Job, Measured, _receive
-from benchmarks.path.run import Plan, Row, engine_options, figures, medians, run, table
+from benchmarks.path.run import (
+    MODEL,
+    Plan,
+    Row,
+    engine_options,
+    figures,
+    measure_generator,
+    medians,
+    run,
+    table,
+)
+from benchmarks.served import served
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore, make_executor
+from quire.engine.loop import _engine_info
+from quire.engine.messages import Stats, encoder, engine_message_decoder
+from quire.sampling_params import SamplingParams
+from quire.triton.metrics import EngineMetrics, MetricsBoard, RequestMetrics
+from quire.triton.observers import RequestEnded
+from tests.e2e.conftest import write_model
+from tests.e2e.triton_calls import infer
+from tests.fixtures.threads import cpu_s, main_cpu_s, waits_of
 from tests.unit.fake_kserve import FakeKServe
 
 
@@ -113,3 +136,120 @@ def test_what_a_token_costs_at_sixty_four_streams(tmp_path: Path) -> None:
     (ours,) = (row.figures for row in rows if row.who == "now")
     assert ours["host_us_per_token"] < 150
     assert ours["tokens_per_response"] > 2
+
+
+BURST = """
+import time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        kind = pb_utils.MetricFamily
+        self.family = kind(name="burst", description="b", kind=kind.COUNTER)
+        self.metric = self.family.Metric(labels={"model": "burst"})
+
+    def execute(self, requests):
+        for _ in range(int(pb_utils.get_input_tensor_by_name(requests[0], "count").as_numpy()[0])):
+            self.metric.increment(1.0)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("done", np.array([1], np.int32))])]
+"""
+_INT = "data_type: TYPE_INT32, dims: [ 1 ]"
+BURST_CONFIG = (
+    f'backend: "python"\ninput [{{ name: "count", {_INT} }}]\noutput [{{ name: "done", {_INT} }}]\n'
+)
+
+
+def seconds_of(call: Callable[[], object], times: int) -> float:
+    """CPU seconds of one call, of this thread."""
+    begin = time.thread_time()
+    for _ in range(times):
+        call()
+    return (time.thread_time() - begin) / times
+
+
+def tritons_cpu_s(processes: dict[str, list[int]]) -> float:
+    """CPU time of the server and of the threads that stubs have beside their main ones, which call it."""
+    return cpu_s(processes["server"] + processes["stub"]) - sum(main_cpu_s(pid) for pid in processes["stub"])
+
+
+@pytest.mark.row("G1", clauses=("overhead",))
+@pytest.mark.slow
+@pytest.mark.server
+def test_metrics_cost_less_than_a_hundredth_of_a_token(tmp_path: Path) -> None:
+    """Of the CPU time that server, stub and engine take for 64 streams of a fake device, which computes
+    nothing: with a real one there is more beside. All parts are measured where they can be told apart:
+
+    - the thread that sends figures, by the kernel's count of its time,
+    - Triton's side of each update, from a model that does nothing else; there are no more updates than this
+      thread has waits, as each is one,
+    - what the responder's thread is told of each response and request, and the engine's figures on both
+      sides, twice a second: here, by this thread's CPU time for each.
+    """
+    options, vocab_size = engine_options("fake", 10.0, [64], 64, 256, {})
+    plan = Plan(options, vocab_size, [64], 64, 256)
+    prompts = [plan.prompts(64, number) for number in range(3)]
+    repository = plan.write_repository(tmp_path / "repository")
+    write_model(repository, "burst", BURST_CONFIG, BURST)
+    with served(repository, log=tmp_path / "log") as server:
+        processes = server.processes()
+        count = 2000
+        infer(server.url, "burst", {"count": 10})
+        before = tritons_cpu_s(processes)
+        infer(server.url, "burst", {"count": count})
+        update_s = (tritons_cpu_s(processes) - before) / count
+        before, waits = (
+            cpu_s(processes["stub"], "quire-metrics"),
+            waits_of(processes["stub"], "quire-metrics"),
+        )
+        measured = measure_generator(server, MODEL, [one for part in prompts for one in part], 256, 64)
+        sending_s = cpu_s(processes["stub"], "quire-metrics") - before
+        num_updates = waits_of(processes["stub"], "quire-metrics") - waits
+    summary = measured.summary
+    num_responses = summary["responses_per_s"] * summary["duration_s"]
+
+    config = EngineConfig.from_mapping(options)
+    core = EngineCore(config, make_executor(config))
+    params = SamplingParams(max_tokens=256, ignore_eos=True)
+    for number in range(64):
+        core.add_request(f"{number}", plan.prompts(64, 1)[number], params)
+    core.step()
+
+    def tell() -> dict[str, float]:
+        stats = core.stats()
+        message = Stats({name: float(getattr(stats, name)) for name in stats.__slots__})
+        told = engine_message_decoder.decode(encoder.encode(message))
+        assert isinstance(told, Stats)
+        return told.values
+
+    board = MetricsBoard(None)
+    requests = RequestMetrics(board, "generator", "1")
+    engine = EngineMetrics(board, tmp_path, "generator", "1")
+    info = _engine_info(core)
+    record = RequestEnded(
+        request_id="1", external_id="", model="generator", is_stream=True, n=1, arrived_at=1.0,
+        admitted_at=1.1, first_token_at=1.2, first_sent_at=1.2, ended_at=4.0, num_prompt_tokens=64,
+        num_output_tokens=256, finish_reason="length",
+    )  # fmt: skip
+    values = tell()
+    parts = {
+        "sending": sending_s,
+        "Triton's side": num_updates * update_s,
+        "responses": num_responses * seconds_of(lambda: requests.interval(0.012, 2), 20_000),
+        "requests": summary["requests"] * seconds_of(lambda: requests.ended(record), 2000),
+        "engine's figures": 2
+        * summary["duration_s"]
+        * (seconds_of(tell, 300) + seconds_of(lambda: engine.update(values, info), 300)),
+    }
+    core.close()
+    engine.close()
+    whole_s = sum(seconds for role, seconds in measured.cpu_s.items() if role != "client")
+    share = sum(parts.values()) / whole_s
+    told = ", ".join(f"{name} {1e6 * part / summary['output_tokens']:.2f}" for name, part in parts.items())
+    print(
+        f"metrics: {100 * share:.2f} % of {1e6 * whole_s / summary['output_tokens']:.0f} us a token; "
+        f"{told}; "
+        f"{num_updates} updates of {1e6 * update_s:.0f} us in {summary['duration_s']:.1f} s"
+    )
+    assert num_updates > 0 and sending_s > 0
+    assert share < 0.01

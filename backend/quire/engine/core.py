@@ -436,8 +436,10 @@ class EngineCore:
         """Computes a prompt and tokens behind it, likeliest and drawn ones, so that no request pays for
         first use. No block of more than three tokens is filled: nothing of it stays in the cache.
 
-        On a device with graphs the decode steps of all sizes are recorded then.
+        On a device with graphs the steps of all sizes are recorded before: only then kernels are tuned, and
+        what a step records by itself keeps the kernels that it had.
         """
+        self.executor.warm_up()
         num_tokens = max(1, min(self.config.cache.block_size, self.info.max_model_len) - 3)
         for temperature in (0.0, 1.0):
             self.add_request(
@@ -451,7 +453,6 @@ class EngineCore:
                 for output in self.step():
                     if output.error is not None:
                         raise EngineError(f"the first step of the model failed: {output.error}")
-        self.executor.warm_up()
 
     def stats(self) -> SchedulerStats:
         self._expire()

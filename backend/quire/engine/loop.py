@@ -56,7 +56,7 @@ from quire.engine.messages import (
     frontend_message_decoder,
     named_decoder,
 )
-from quire.engine.processes import open_verified_pidfd, start_time_of
+from quire.engine.processes import name_threads, open_verified_pidfd, start_time_of
 from quire.engine.profile import StepProfile
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
 from quire.errors import (
@@ -517,6 +517,7 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
+    name_threads()
     signal.signal(signal.SIGTERM, loop.stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logger.info(

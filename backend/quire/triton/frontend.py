@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import triton_python_backend_utils as pb_utils
 
 from quire.config import EngineConfig
-from quire.engine.processes import wait_readable
+from quire.engine.processes import name_threads, wait_readable
 from quire.errors import QuireError, UnavailableError
 from quire.startup import StartTimeline, shown_phases
 from quire.triton import config_completion
@@ -159,6 +159,7 @@ class TritonPythonModel:
         self._board.start()
         self._responder.start()
         self._intake.start()
+        name_threads()
         logger.info(
             "serving %s by engine process %d: ready in %.2f s (%s)",
             config.model.model,

@@ -2,7 +2,7 @@
 
 Each update of a metric is a round trip to the server (20 to 100 us; 20 to 30 us of CPU on both sides). So
 everything is added up here, and a thread of its own sends what has changed, about twice a second, histograms
-every two seconds. For the same reason histograms are counters, one per bucket, as Prometheus writes them:
+every four seconds. For the same reason histograms are counters, one per bucket, as Prometheus writes them:
 Triton's own take one observation a call.
 
 Metrics are never deleted. Two frontends may show the same one (instances of a model; a model that is
@@ -33,7 +33,7 @@ logger = logging.getLogger("quire")
 
 PERIOD_S = 0.5
 """Between two times that figures are sent while they change."""
-HISTOGRAM_PERIOD_S = 2.0
+HISTOGRAM_PERIOD_S = 4.0
 MAX_TENANTS = 100
 """Tenants with series of their own in one process, those of the configuration besides; others are `other`."""
 OTHER = "other"
