@@ -281,6 +281,13 @@ def test_in_vllms_dialect_the_prompt_precedes_a_whole_answer(tokenizer: Tokenize
     assert parse(tokenizer, prompt, {"stream": True}, limits=limits).echo == ""
     assert parse(tokenizer, prompt, {"exclude_input_in_output": True}, limits=limits).echo == ""
     assert parse(tokenizer, prompt).echo == ""
+    with pytest.raises(InvalidArgumentError) as refused:
+        parse(tokenizer, prompt, {"stream": True, "exclude_input_in_output": False}, limits=limits)
+    assert refused.value.field == "exclude_input_in_output"
+    # enabled_stream_test.py of vllm_backend compares the whole text.
+    assert str(refused.value) == (
+        "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+    )
     lean = parse(tokenizer, prompt, limits=limits)
     assert (lean.params.max_tokens, lean.params.temperature) == (16, 1.0)
     assert lean.outputs == lean.final_outputs == {"text_output"}

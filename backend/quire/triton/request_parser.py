@@ -92,6 +92,10 @@ _SEQUENCE_END = 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
 
 VLLM_DEFAULTS = SamplingParams(temperature=1.0, max_tokens=16)
 """Those of vllm_backend, which does not ask the checkpoint."""
+VLLM_STREAM_WITH_PROMPT = (
+    "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+)
+"""What vllm_backend says of a stream that shall begin with its prompt; its clients compare it."""
 MAX_SEQUENCES = 1024
 """Choices of all of a request's prompts together."""
 
@@ -445,7 +449,10 @@ class RequestParser:
         excludes = stream or self.config.dialect == "quire"
         echo_wanted = not control.get("exclude_input_in_output", excludes)
         if echo_wanted and stream:
-            raise InvalidArgumentError("exclude_input_in_output", "must be true when streaming")
+            error = InvalidArgumentError("exclude_input_in_output", "must be true when streaming")
+            if self.config.dialect == "vllm":
+                error.args = (VLLM_STREAM_WITH_PROMPT,)
+            raise error
         interval, interval_ms = self._intervals(control)
         info = self.info()
         prompts, chat = self._prompts(raw, info)

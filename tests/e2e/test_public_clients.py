@@ -1,0 +1,453 @@
+"""Triton's OpenAI frontend in both modes, its own tests, and vllm_backend's CI clients: their public files.
+
+They run unmodified, and the models are Quire's, of a checkpoint that was taught the words that these clients
+expect. tests/fixtures/triton_sources.py says what must be there.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from quire import LLM, SamplingParams
+from tests.e2e.conftest import write_model
+from tests.fixtures.parrot import MAX_LENGTH, chat_prompt, make_parrot
+from tests.fixtures.server import POLL_S
+from tests.fixtures.triton_sources import SOURCES, Image, build_binding, constants, missing
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.server,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+]
+
+FRONTEND = Path(SOURCES) / "server" / "python" / "openai"
+VLLM = Path(SOURCES) / "vllm_backend"
+CLIENTS = Path("ci") / "L0_backend_vllm"
+READY_S = 120
+ENGINE: dict[str, Any] = {"max_model_len": MAX_LENGTH, "num_blocks": 1024, "dtype": "float32"}
+OPTIONS = {**ENGINE, "stream_interval": 1}
+VLLM_OPTIONS = {**OPTIONS, "dialect": "vllm"}
+BATCHED = 'backend: "quire"\nmax_batch_size: 64\n'
+
+QUESTION = "What is machine learning?"
+LONG_ANSWER = (
+    "Programs that learn from data, not from rules that somebody wrote down, are what people mean by it. "
+    "They look at many examples, find what these have in common, and then say what is likely for an example "
+    "that they have not seen; how well they do it is measured on more examples, kept apart for that."
+)
+ARGUMENTS = '{"city": "Dallas", "state": "TX", "unit": "fahrenheit"'
+CALL = f'{{"name": "get_current_weather", "parameters": {ARGUMENTS}}}}}'
+
+_ADD_SUB_CONFIG = """
+backend: "python"
+input [
+  { name: "INPUT0", data_type: TYPE_FP32, dims: [ 4 ] },
+  { name: "INPUT1", data_type: TYPE_FP32, dims: [ 4 ] }
+]
+output [
+  { name: "OUTPUT0", data_type: TYPE_FP32, dims: [ 4 ] },
+  { name: "OUTPUT1", data_type: TYPE_FP32, dims: [ 4 ] }
+]
+"""
+_ADD_SUB = '''
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    """Another backend's model beside ours: the sum and the difference of two vectors."""
+
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        a, b = (pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in ("INPUT0", "INPUT1"))
+        results = (("OUTPUT0", a + b), ("OUTPUT1", a - b))
+        return pb_utils.InferenceResponse([pb_utils.Tensor(name, result) for name, result in results])
+'''
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
+    packages = tmp_path_factory.mktemp("packages")
+    build_binding(packages)
+    with Image(packages) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Says what the clients expect of facebook/opt-125m and of an instructed Llama."""
+    tools = constants(FRONTEND / "tests" / "test_tool_calling.py")
+    names = [tools[name]["function"]["name"] for name in ("WEATHER_TOOL", "WEATHER_FORECAST_TOOL")]
+    asked = chat_prompt(tools["MESSAGES_ASKING_FOR_TOOLS"], names)
+    told = chat_prompt([{"content": None, **one} for one in tools["MESSAGES_WITH_TOOL_RESPONSE"]], names)
+    lessons = [
+        *_expected_of_opt(VLLM / CLIENTS),
+        ("In this example,", " a model says what it was taught, word for word, and no more than"),
+        (QUESTION, f" {LONG_ANSWER}"),
+        (chat_prompt([{"role": "user", "content": QUESTION}]), LONG_ANSWER),
+        *[(asked, CALL)] * 3,
+        (asked, f'{ARGUMENTS}, "num_days": 3}}'),
+        (asked, f"{ARGUMENTS}}}"),
+        (told, "It is 98 degrees Fahrenheit in Dallas now, and sunny."),
+    ]
+    return make_parrot(tmp_path_factory.mktemp("parrot"), lessons)
+
+
+def _expected_of_opt(folder: Path) -> list[tuple[str, str]]:
+    """Prompts of vllm_backend's clients and the answers that they compare."""
+    prompts = constants(folder / "vllm_backend" / "vllm_backend_test.py")["PROMPTS"]
+    found = {}
+    for file in ("vllm_backend/vllm_backend_test.py", "enabled_stream/enabled_stream_test.py"):
+        for node in ast.walk(ast.parse((folder / file).read_text("utf-8"))):
+            if not (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "expected_output"):
+                continue
+            if isinstance(node.value, ast.List):
+                words = ast.literal_eval(node.value)
+                text = "".join(words) if isinstance(words[0], str) else words[0].decode()
+                for prompt in prompts:
+                    if text.startswith(prompt):
+                        found[prompt] = text.removeprefix(prompt)
+                if len(words) > 1:
+                    (first,) = constants(folder / file)["PROMPTS"]
+                    found[first] = text
+    assert len(found) == 2, found
+    return list(found.items())
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> LLM:
+    """The same engine without a server."""
+    return LLM(checkpoint, **ENGINE)
+
+
+def write_quire(repository: Path, name: str, config: str, **options: Any) -> None:
+    version = write_model(repository, name, config)
+    (version / "quire.json").write_text(json.dumps(options))
+
+
+@dataclass
+class Front:
+    """The frontend, and what its user would write."""
+
+    url: str
+    model: str
+    llm: LLM
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url, api_key="none", max_retries=0)
+
+    def text(self, prompt: str, **params: Any) -> str:
+        """Quire's own greedy answer."""
+        return self.llm.generate([prompt], SamplingParams(**{"temperature": 0.0, **params}))[0].text
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + READY_S
+    while True:
+        try:
+            with urllib.request.urlopen(url):
+                return
+        except OSError:
+            ended = process.poll()
+            assert ended is None and time.monotonic() < deadline, f"status {ended}:\n{log.read_text('utf-8')}"
+            time.sleep(POLL_S)
+
+
+def start_front(
+    image: Image, repository: Path, checkpoint: Path, *arguments: str
+) -> tuple[str, subprocess.Popen[bytes]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = repository.parent / "front.log"
+    command = ["python3", FRONTEND / "openai_frontend" / "main.py", "--model-repository", repository]
+    command += ["--tokenizer", checkpoint, "--host", "127.0.0.1", "--openai-port", str(port)]
+    command += ["--tool-call-parser", "llama3"]
+    process = image.start(*command, *arguments, cwd=repository, log=log, network=False)
+    wait_for(f"http://127.0.0.1:{port}/health/ready", process, log)
+    return f"http://127.0.0.1:{port}/v1", process
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def vllm_mode(
+    image: Image, checkpoint: Path, llm: LLM, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Front]:
+    repository = tmp_path_factory.mktemp("vllm-mode") / "models"
+    write_quire(repository, "vllm_model", 'backend: "quire"\n', model=str(checkpoint), **VLLM_OPTIONS)
+    url, process = start_front(image, repository, checkpoint, "--backend", "vllm")
+    yield Front(url, "vllm_model", llm)
+    end(process)
+
+
+@pytest.fixture(scope="module")
+def default_mode(
+    image: Image, checkpoint: Path, llm: LLM, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Front]:
+    """Beside the model of TensorRT-LLM's names one whose config.pbtxt says vllm, which is Quire here."""
+    repository = tmp_path_factory.mktemp("default-mode") / "models"
+    write_quire(repository, "tensorrt_llm_bls", BATCHED, model=str(checkpoint), **OPTIONS)
+    write_quire(repository, "opt", 'backend: "vllm"\n', model=str(checkpoint), **VLLM_OPTIONS)
+    url, process = start_front(image, repository, checkpoint)
+    yield Front(url, "tensorrt_llm_bls", llm)
+    end(process)
+
+
+def check_front(front: Front) -> None:
+    """What both modes can, by the official client: every greedy text is Quire's own."""
+    client, model = front.client, front.model
+    assert model in [one.id for one in client.models.list()]
+    assert client.models.retrieve(model).owned_by == "Triton Inference Server"
+
+    greedy: dict[str, Any] = {"model": model, "temperature": 0.0}
+    expected = front.text(QUESTION, max_tokens=40)
+    whole = client.completions.create(prompt=QUESTION, max_tokens=40, **greedy)
+    assert whole.choices[0].text == expected and whole.choices[0].finish_reason == "stop"
+    assert whole.usage is not None
+    assert (
+        whole.usage.prompt_tokens == len(front.llm.encode(QUESTION)) and whole.usage.completion_tokens == 40
+    )
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = client.completions.create(prompt=QUESTION, max_tokens=40, **greedy, **options)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected and len(chunks) > 1
+    assert last.usage == whole.usage
+    echo = client.completions.create(prompt=QUESTION, max_tokens=4, echo=True, **greedy)
+    assert echo.choices[0].text == QUESTION + front.text(QUESTION, max_tokens=4)
+    assert client.completions.create(prompt=QUESTION, **greedy).choices[0].text == front.text(
+        QUESTION, max_tokens=16
+    )
+    stopped = client.completions.create(prompt=QUESTION, max_tokens=40, stop=["rules", "nowhere"], **greedy)
+    assert stopped.choices[0].text == front.text(QUESTION, max_tokens=40, stop=("rules",))
+    assert stopped.choices[0].text.endswith("from ")
+
+    def drawn(seed: int) -> str:
+        asked = {"prompt": QUESTION, "model": model, "max_tokens": 40, "temperature": 1.0, "seed": seed}
+        return client.completions.create(**asked).choices[0].text
+
+    first = drawn(7)
+    assert first == drawn(7) == front.text(QUESTION, max_tokens=40, temperature=1.0, seed=7)
+    assert first not in (drawn(8), expected)
+
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    prompt = chat_prompt(messages)
+    answer = client.chat.completions.create(messages=messages, max_completion_tokens=99, **greedy)
+    assert answer.choices[0].message.content == LONG_ANSWER == front.text(prompt, max_tokens=99)
+    assert answer.choices[0].message.role == "assistant" and answer.usage is not None
+    *parts, last_part = client.chat.completions.create(messages=messages, max_tokens=99, **greedy, **options)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == LONG_ANSWER
+    assert last_part.usage == answer.usage
+
+    for status, wrong in ((400, {"model": "nobody"}), (400, {"n": 2}), (422, {"temperature": 3.0})):
+        with pytest.raises(openai.APIStatusError) as refused:
+            client.completions.create(**{"prompt": QUESTION, "model": model, **wrong})
+        assert refused.value.status_code == status
+    with pytest.raises(openai.InternalServerError) as too_long:
+        client.completions.create(prompt="the " * MAX_LENGTH, model=model)
+    assert f"max_model_len is {MAX_LENGTH}" in too_long.value.response.text
+    assert asyncio.run(_many(front)) == [front.text(f"Word {n} is", max_tokens=24) for n in range(16)]
+
+
+async def _many(front: Front) -> list[str]:
+    """Answers to prompts that are asked at once, streamed."""
+    async with openai.AsyncOpenAI(base_url=front.url, api_key="none", max_retries=0) as client:
+
+        async def one(prompt: str) -> str:
+            stream = await client.completions.create(
+                model=front.model, prompt=prompt, max_tokens=24, temperature=0.0, stream=True
+            )
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        return list(await asyncio.gather(*(one(f"Word {number} is") for number in range(16))))
+
+
+@pytest.mark.row("A5", clauses=("frontend",))
+def test_the_openai_frontend_with_backend_vllm(vllm_mode: Front) -> None:
+    check_front(vllm_mode)
+
+
+@pytest.mark.row("A6", clauses=("frontend",))
+def test_the_openai_frontend_in_its_default_mode(default_mode: Front) -> None:
+    check_front(default_mode)
+
+
+@pytest.mark.row("A6")
+def test_the_openai_frontend_forces_tool_calls_in_its_default_mode(default_mode: Front) -> None:
+    """A named tool's schema comes as TensorRT-LLM's guided decoding."""
+    numbers = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
+    schema = {"type": "object", "properties": {"numbers": numbers}, "required": ["numbers"]}
+    tool: Any = {"type": "function", "function": {"name": "add", "description": "sum", "parameters": schema}}
+    asked: dict[str, Any] = {
+        "model": default_mode.model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "tools": [tool],
+        "max_completion_tokens": 200,
+        "temperature": 0.0,
+    }
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+        answer = default_mode.client.chat.completions.create(**asked, tool_choice=choice)
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert call.type == "function" and call.function.name == "add"
+        found = json.loads(call.function.arguments)
+        assert list(found) == ["numbers"] and [type(one) for one in found["numbers"]] == [int, int]
+
+
+@pytest.mark.row("A5")
+def test_a_model_whose_backend_is_called_vllm_needs_no_mode_and_has_logprobs(default_mode: Front) -> None:
+    """The frontend gives log-probabilities where config.pbtxt says vllm, and nowhere else."""
+    asked: Any = {"prompt": QUESTION, "max_tokens": 12, "temperature": 0.0, "logprobs": 2}
+    (choice,) = default_mode.client.completions.create(model="opt", **asked).choices
+    assert choice.text == default_mode.text(QUESTION, max_tokens=12) and choice.logprobs is not None
+    assert "".join(choice.logprobs.tokens or ()) == choice.text
+    params = SamplingParams(max_tokens=12, temperature=0.0, logprobs=2)
+    (own,) = default_mode.llm.generate([QUESTION], params)
+    expected = [entry.logprobs[0] for entry in own.logprobs or ()]
+    assert choice.logprobs.token_logprobs == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(openai.BadRequestError) as refused:
+        default_mode.client.completions.create(model=default_mode.model, **asked)
+    assert "only for the vLLM backend" in refused.value.response.text
+
+
+def run_pytest(
+    image: Image, folder: Path, *arguments: str, env: dict[str, str] | None = None
+) -> dict[str, int]:
+    """Runs their pytest on their files; how many came out how."""
+    log = folder / "pytest.log"
+    command = ["python3", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    status = image.start(*command, "-p", "no:timeout", *arguments, cwd=folder, log=log, env=env).wait()
+    text = log.read_text("utf-8", errors="replace")
+    assert status == 0, text[-20_000:]
+    print(text.splitlines()[-1])
+    return {kind: int(count) for count, kind in re.findall(r"(\d+) (\w+)", text.splitlines()[-1])}
+
+
+@pytest.mark.parametrize("mode", ["vllm", "tensorrtllm"])
+@pytest.mark.row("A5")
+@pytest.mark.row("A6")
+def test_the_frontends_own_tests(image: Image, checkpoint: Path, tmp_path: Path, mode: str) -> None:
+    """Those that ask a model. Not: tokenizers from the Hub, LoRA, embeddings, and forced tools with --backend
+    vllm, for which the frontend imports vLLM itself. Nor what compares the numbers of chunks of two answers:
+    on a busy machine two tokens may share one.
+    """
+    folder, models = tmp_path / "openai", tmp_path / "models"
+    shutil.copytree(FRONTEND, folder)
+    if mode == "vllm":
+        model = "llama-3.1-8b-instruct"
+        write_quire(models, model, 'backend: "vllm"\n', model=str(checkpoint), **VLLM_OPTIONS)
+    else:
+        model = "tensorrt_llm_bls"
+        for name in (model, "tensorrt_llm", "preprocessing", "postprocessing"):
+            write_quire(models, name, BATCHED, model=str(checkpoint), **OPTIONS)
+    env = {
+        "TEST_BACKEND": mode,
+        "TEST_MODEL": model,
+        "TEST_MODEL_REPOSITORY": str(models),
+        "TEST_TOKENIZER": str(checkpoint),
+        "TEST_TOOL_CALL_PARSER": "llama3",
+    }
+    names = ["openai_client", "completions", "chat_completions", "tool_calling"]
+    names += ["model_management.py::TestModelManagementInference"]
+    unwanted = "custom_tokenizer or invalid_chat_tokenizer or streaming_usage_option"
+    if mode == "vllm":
+        unwanted += " or named_tool_choice or required_tool_choice"
+    files = [f"tests/test_{name.removesuffix('.py')}" for name in names]
+    files = [file if ".py" in file else f"{file}.py" for file in files]
+    outcomes = run_pytest(image, folder, "-k", f"not ({unwanted})", *files, env=env)
+    assert outcomes["passed"] > 80
+
+
+@pytest.mark.row("A5")
+def test_the_ci_clients_of_vllm_backend(image: Image, checkpoint: Path, tmp_path: Path) -> None:
+    """All but those of LoRA, of several GPUs, of vLLM's failures and metrics, and what imports vLLM."""
+    folder = tmp_path / "vllm_backend"
+    shutil.copytree(VLLM, folder)
+    clients, models = folder / CLIENTS, tmp_path / "models"
+    # Of a chat's marks none ends an answer: the one to be cancelled shall last.
+    endless = tmp_path / "endless"
+    shutil.copytree(checkpoint, endless)
+    (endless / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
+    for name, further in (
+        ("vllm_opt", {}),
+        ("vllm_model", {}),
+        ("vllm_load_test", {}),
+        ("vllm_invalid_1", {"invalid_attribute": True}),
+        ("vllm_invalid_2", {"model": "invalid_model"}),
+    ):
+        write_quire(models, name, 'backend: "vllm"\n', **{"model": str(endless), **VLLM_OPTIONS, **further})
+    ensemble = clients / "vllm_backend" / "ensemble_config.pbtxt"
+    write_model(models, "ensemble_model", ensemble.read_text("utf-8"))
+    write_model(models, "add_sub", _ADD_SUB_CONFIG, _ADD_SUB)
+
+    log = tmp_path / "server.log"
+    arguments = [f"--model-repository={models}", "--model-control-mode=explicit"]
+    arguments += ["--load-model=vllm_opt", "--load-model=vllm_model", "--exit-on-error=true"]
+    backends = "/opt/tritonserver/backends"
+    server = image.start(image.binary, *arguments, f"--backend-directory={backends}", cwd=tmp_path, log=log)
+    try:
+        ready = ["curl", "--silent", "--fail", "--retry", "240", "--retry-all-errors", "--retry-delay", "1"]
+        waited = image.start(
+            *ready, "localhost:8000/v2/health/ready", cwd=tmp_path, log=tmp_path / "curl.log"
+        )
+        assert waited.wait() == 0, log.read_text("utf-8")
+        _run_clients(image, folder, clients, log)
+    finally:
+        end(server)
+
+
+def _run_clients(image: Image, folder: Path, clients: Path, log: Path) -> None:
+    def run(cwd: Path, *command: str) -> tuple[int, str]:
+        output = cwd / "client.log"
+        status = image.start("python3", *command, cwd=cwd, log=output).wait()
+        return status, output.read_text("utf-8")
+
+    status, text = run(clients / "vllm_backend", "vllm_backend_test.py", "-v")
+    assert status == 0 and "Ran 6 tests" in text, text
+    for _ in range(5):
+        # It wants every token in a response of its own, which a busy machine does not always give.
+        status, text = run(clients / "enabled_stream", "enabled_stream_test.py", "-v")
+        if status == 0:
+            break
+    assert status == 0 and "Ran 3 tests" in text, text
+
+    # What its client sees is asserted before it searches the server's log for lines of vllm_backend.
+    cancelled = clients / "request_cancellation"
+    (cancelled / "request_cancellation_server.log").symlink_to(log)
+    status, text = run(cancelled, "request_cancellation_test.py", "-v")
+    assert "'[vllm] Cancelling the request' not found in" in text, text
+
+    extra = folder / "ci" / "L0_additional_outputs_vllm"
+    assert run_pytest(image, extra, "additional_outputs_test.py")["passed"] == 1458
+    health = folder / "ci" / "L0_check_health_vllm"
+    assert run_pytest(image, health, "check_health_test.py", "-k", "is_healthy")["passed"] == 1
+
+    samples = folder / "samples"
+    for flags in ((), ("--exclude-inputs-in-outputs",), ("-s", "--exclude-inputs-in-outputs")):
+        status, text = run(samples, "client.py", *flags)
+        assert status == 0 and "PASS: vLLM example" in text, text
+        answers = (samples / "results.txt").read_text("utf-8").split("\n=========\n\n")
+        assert len(answers) == len((samples / "prompts.txt").read_text("utf-8").splitlines()) + 1
