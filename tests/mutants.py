@@ -496,13 +496,6 @@ _WORKER = (
         ),
     ),
     Mutant(
-        "results on their way to the host are those of the next step",
-        "backend/quire/worker/device.py",
-        "[tensor.clone() for tensor in tensors]",
-        "list(tensors)",
-        ("tests/unit/test_async_scheduling.py::test_a_request_gets_the_same_tokens[recorded-greedy]",),
-    ),
-    Mutant(
         "blocks are copied before they are saved",
         "backend/quire/kv_tiers/moves.py",
         "    if output.block_copies:\n        pool.copy_blocks(output.block_copies)\n",

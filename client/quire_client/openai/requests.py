@@ -397,9 +397,8 @@ def _boolean(name: str, value: Any) -> bool:
 
 def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     given = {n: body.get(n) for n in ("max_tokens", *OPENAI_SAMPLING, *QUIRE_SAMPLING)}
-    if given["n"] is not None and not _is_token(
-        given["n"]
-    ):  # which a server may take, and choices are counted here
+    n = given["n"]
+    if n is not None and not _is_token(n):  # which a server may take, and choices are counted here
         raise RequestError("n: must be an integer", param="n")
     # An empty list states nothing, and has no tensor in Triton.
     return {name: value for name, value in given.items() if value is not None and value != []}
