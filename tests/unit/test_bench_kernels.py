@@ -66,13 +66,13 @@ def test_a_case_that_fails_says_how() -> None:
 
 
 def test_points_of_growth() -> None:
-    parts = {"plan": 1.0, "prepare": 2.0, "layers": 30.0, "head": 15.0, "account": 2.0}
+    parts = {"plan": 1.0, "prepare": 2.0, "model": 45.0, "account": 2.0}
     point = growth.Point(4, 128, 50.0, 40.0, parts, 1.0, 1e9)
     assert point.tokens_per_s == pytest.approx(80.0)
     assert point.read_share(2**30 / 0.04 / 1e9) == pytest.approx(1.0)
     assert point.floor_ms(Roofline(2**30 / 0.04 / 1e9, 100.0)) == pytest.approx(40.0)
     assert point.floor_ms(Roofline(1e9, 10.0)) == pytest.approx(100.0)
-    line = "| 4 | 128 | 50.0 | 40.0 | 80.0 | 1.00 | 100 % | 1.00 | 2.00 | 30.00 | 15.00 | 2.00 | 5.00 |"
+    line = "| 4 | 128 | 50.0 | 40.0 | 80.0 | 1.00 | 100 % | 1.00 | 2.00 | 45.00 | 2.00 | 5.00 |"
     assert line in growth.table([point], 2**30 / 0.04 / 1e9)
 
 

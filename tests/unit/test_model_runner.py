@@ -185,8 +185,8 @@ def test_beam_rows_return_candidates_as_transformers_scores_them(checkpoint: Pat
         processors += [RepetitionPenaltyLogitsProcessor(1.7), NoRepeatNGramLogitsProcessor(2)]
     scores = torch.log_softmax(hf_logits(hf_model(checkpoint), tokens)[-1:], dim=-1)
     scores = processors(torch.tensor([tokens]), scores)
-    # Two ids end a sequence: three times the width, so that three unfinished ones are among them.
-    values, ids = scores[0].topk(9)
+    # Two ids end a sequence: two beside the width, so that three unfinished ones are among them.
+    values, ids = scores[0].topk(5)
 
     runner = make_runner(checkpoint)
     other = prompt_row("b", PROMPT, [20, 21, 22, 23], params={"temperature": 0.7, "seed": 3})
