@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -304,6 +305,19 @@ def test_what_cannot_be_compiled_is_refused_by_name(llm: LLM, grammar: Any, word
         answers(llm, grammar, 1)
     assert caught.value.field == "structured_output"
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
+
+
+def test_a_grammar_is_gone_with_its_row(llm: LLM) -> None:
+    """In a cycle it waited for a garbage collection, which is rare in an engine: some KiB of each request."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            answers(llm, {"regex": "[a-c]{4}"})
+        alive = sum(isinstance(one, RowGrammar) for one in gc.get_objects())
+        assert alive <= 4, "those of the last step"
+    finally:
+        gc.enable()
 
 
 def test_beams_are_refused(llm: LLM) -> None:

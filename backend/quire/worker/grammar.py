@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -117,7 +118,7 @@ class RowGrammar:
         self._ignore_eos = ignore_eos
         self.error = ""
         """Why the row cannot go on."""
-        self._begin(grammars.makes, self._make)
+        self._begin(grammars.makes, RowGrammar._make)
 
     def allowed(self, token_ids: Sequence[int]) -> Mask | None:
         """Which tokens may follow; None where it does not matter any more. Sets `error`."""
@@ -127,7 +128,7 @@ class RowGrammar:
             if not self._matcher.is_stopped():
                 self._matcher.consume_tokens(list(new))
             self._num_seen = len(token_ids)
-            self._begin(self._grammars.masks, self._next)
+            self._begin(self._grammars.masks, RowGrammar._next)
             mask = self._wait()
         return mask
 
@@ -142,11 +143,12 @@ class RowGrammar:
             self._num_seen += 1
         if self._matcher.is_stopped() and not self._matcher.is_error():
             return True
-        self._begin(self._grammars.masks, self._next)
+        self._begin(self._grammars.masks, RowGrammar._next)
         return False
 
-    def _begin(self, lane: Lane, task: Callable[[], Mask | None]) -> None:
-        self._lane, self._task, self._mask = lane, task, lane.submit(task)
+    def _begin(self, lane: Lane, task: Callable[[RowGrammar], Mask | None]) -> None:
+        # No bound method: in a cycle the matcher's memory would wait for a garbage collection.
+        self._lane, self._task, self._mask = lane, task, lane.submit(partial(task, self))
 
     def _wait(self) -> Mask | None:
         """What the task under way finds; sets `error` where it fails, or takes too long."""
