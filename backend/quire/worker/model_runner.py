@@ -352,10 +352,10 @@ class ModelRunner:
             hidden, wants_all = recorded.run(inputs, embeds), True
         elif wants_all:
             hidden = self.model(*given)
-        elif inputs.wants_best_only:
+        elif inputs.samples and inputs.wants_best_only:
             best = self.model.next_tokens(*given, inputs.sample_indices)
             step.phase("sample")
-            return Draw(best) if inputs.samples else None
+            return Draw(best)
         else:
             hidden = self.model(*given, inputs.sample_indices)
         step.phase("sample")
