@@ -482,8 +482,8 @@ _WORKER = (
     Mutant(
         "recorded steps write the padding into a request's row",
         "backend/quire/worker/graph_runner.py",
-        "np.array([[self._scratch_row], [1], [0], [0]])",
-        "np.array([[0], [1], [0], [0]])",
+        "np.array([[self._scratch_row], [1], [0], [0], [-1]])",
+        "np.array([[0], [1], [0], [0], [-1]])",
         ("tests/unit/test_async_scheduling.py::test_a_request_gets_the_same_tokens[recorded-greedy]",),
     ),
     Mutant(
