@@ -228,7 +228,7 @@ def tiny_session(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
     llm = LLM(tiny_checkpoint, **OPTIONS)
     served = TinyServer(ServerProcess(repository, root).start(), tiny_checkpoint, trace, llm)
     yield served
-    served.server.stop()
+    served.server.end()
 
 
 @pytest.fixture
