@@ -43,7 +43,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
 
 @pytest.fixture
 def server(shared: SharedServer) -> ServerProcess:
-    return shared.running()
+    return shared.current()
 
 
 def requests(hidden: int) -> list[dict[str, Any]]:

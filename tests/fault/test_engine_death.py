@@ -50,7 +50,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
 @pytest.fixture
 def server(shared: SharedServer) -> ServerProcess:
     """For tests that leave it as it was, or ended."""
-    return shared.running()
+    return shared.current()
 
 
 def engines(server: ServerProcess) -> list[psutil.Process]:
