@@ -569,15 +569,11 @@ def test_edits_of_the_reference_do_not_wait_for_the_device() -> None:
         edit_logits(torch.zeros(40, 40), type(tensors.edits)(**fake))
 
 
-@pytest.mark.row("D10")
-@pytest.mark.parametrize(
-    ("name", "device", "temperature"), with_cases(IMPLEMENTATIONS, [1.0, 0.6], interpreted=0)
-)
-def test_draws_with_edits_have_the_exact_distribution(name: str, device: str, temperature: float) -> None:
-    """As above, with penalties, a bias and bans by their definitions in float64."""
-    count, vocab_size = 20_000, 30
-    logits = draw_logits("random", 1, vocab_size, seed=5)[0]
-    prompt, output = [4, 9, 9], [5, 6, 5, 5, 11]
+@functools.cache
+def many_edits(
+    count: int, vocab_size: int, tokens: tuple[int, ...], num_prompt: int, temperature: float, device: str
+) -> SamplingTensors:
+    """Rows with every edit, of a seed each; once for all implementations, as they take longer to collect."""
     params = SamplingParams(
         temperature=temperature,
         repetition_penalty=1.4,
@@ -587,10 +583,21 @@ def test_draws_with_edits_have_the_exact_distribution(name: str, device: str, te
         bad_words_ids=((21,), (22,), (21,)),
     )
     rows = [
-        SamplingRow(params, prompt + output, len(prompt), frozenset(), int(seed))
-        for seed in seeds_of(count, 6)
+        SamplingRow(params, list(tokens), num_prompt, frozenset(), int(seed)) for seed in seeds_of(count, 6)
     ]
-    tensors = sampling_tensors(rows, collect_edits(rows, vocab_size), None, torch.device(device))
+    return sampling_tensors(rows, collect_edits(rows, vocab_size), None, torch.device(device))
+
+
+@pytest.mark.row("D10")
+@pytest.mark.parametrize(
+    ("name", "device", "temperature"), with_cases(IMPLEMENTATIONS, [1.0, 0.6], interpreted=0)
+)
+def test_draws_with_edits_have_the_exact_distribution(name: str, device: str, temperature: float) -> None:
+    """As above, with penalties, a bias and bans by their definitions in float64."""
+    count, vocab_size = 20_000, 30
+    logits = draw_logits("random", 1, vocab_size, seed=5)[0]
+    prompt, output = [4, 9, 9], [5, 6, 5, 5, 11]
+    tensors = many_edits(count, vocab_size, (*prompt, *output), len(prompt), temperature, device)
     tokens = sample(name, device, logits.repeat(count, 1).to(device), tensors)
     scores = logits.double()
     for token in {*prompt, *output}:
