@@ -254,7 +254,7 @@ def share(case: Case, of: int, to: list[int], num_blocks: int) -> None:
         every_implementation("paged_attention", [torch.bfloat16]),
         # (groups, num_kv_heads, head_dim, block_size)
         [
-            (1, 1, 64, 16),
+            (3, 1, 64, 16),
             (3, 2, 64, 32),
             (1, 2, 128, 8),
             (2, 2, 128, 16),
@@ -264,7 +264,7 @@ def share(case: Case, of: int, to: list[int], num_blocks: int) -> None:
             (16, 2, 128, 16),
             (32, 1, 64, 16),
         ],
-        interpreted=2,
+        interpreted=1,
     ),
 )
 def test_contexts_that_begin_with_the_same_blocks(
@@ -310,10 +310,13 @@ def test_contexts_that_begin_with_the_same_blocks(
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "dtype", "kv_dtype"),
-    every_implementation("paged_attention", [torch.bfloat16, torch.float16], KV_DTYPES),
+    ("name", "device", "dtype", "kv_dtype", "head_dim"),
+    with_cases(
+        every_implementation("paged_attention", [torch.bfloat16, torch.float16], KV_DTYPES),
+        [64, 128],
+        interpreted=1,
+    ),
 )
-@pytest.mark.parametrize("head_dim", [64, 128])
 def test_half_precision_in_whole_tiles(
     name: str, device: str, dtype: torch.dtype, kv_dtype: torch.dtype | None, head_dim: int
 ) -> None:
