@@ -17,7 +17,7 @@ import pytest
 from quire import LLM
 from quire_ensemble import pbtxt
 from quire_ensemble.builder import build_repository
-from tests.e2e.vision import VISION_KINDS, VisionServer, WholeModel
+from tests.e2e.vision import CHUNKED_KINDS, VISION_KINDS, VisionServer, WholeModel
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.server import ServerProcess
 from tests.fixtures.vision_checkpoints import make_vision_checkpoint
@@ -261,21 +261,20 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VisionServer]:
         whole[kind] = WholeModel(path)
         build_repository(path, repository, name_prefix=f"{kind}_", placement="path", engine_options=options)
         let_batch(repository / f"{kind}_vision_preprocessor", 4)
+        roles = ("vision_chat", "generator", "vision_preprocessor", "vision_encoder")
+        names += [f"{kind}_{role}" for role in roles]
+        if kind not in CHUNKED_KINDS:
+            continue
         chunked = repository / f"{kind}_chunked"
-        (chunked / "1").mkdir(parents=True)
         text = pbtxt.generator_config(chunked.name, decoupled=True, instance_count=1)
-        (chunked / "config.pbtxt").write_text(text)
+        write_model(repository, chunked.name, text)
         fewer = {**options, "model": str(path), "max_num_batched_tokens": 7}
         (chunked / "1" / "quire.json").write_text(json.dumps(fewer))
-        ensemble = repository / f"{kind}_chunked_chat"
-        (ensemble / "1").mkdir(parents=True)
         before = {role: f"{kind}_{role}" for role in ("vision_preprocessor", "vision_encoder")}
-        text = pbtxt.ensemble_config(ensemble.name, before=before, generator=chunked.name, decoupled=True)
-        (ensemble / "config.pbtxt").write_text(text)
-        names += [f"{kind}_{role}" for role in ("vision_chat", "chunked_chat")]
-        names += [
-            f"{kind}_{role}" for role in ("generator", "chunked", "vision_preprocessor", "vision_encoder")
-        ]
+        ensemble = f"{kind}_chunked_chat"
+        text = pbtxt.ensemble_config(ensemble, before=before, generator=chunked.name, decoupled=True)
+        write_model(repository, ensemble, text)
+        names += [chunked.name, ensemble]
     arguments = tuple(f"--load-model={name}" for name in names)
     with ServerProcess(repository, root, arguments, startup_timeout_s=300.0) as server:
         yield VisionServer(server, whole)

@@ -16,7 +16,7 @@ from PIL import Image
 from quire_client import Client, InvalidArgument
 from tests.e2e.test_tokenizer_batching import ROUNDS
 from tests.e2e.triton_calls import stream
-from tests.e2e.vision import VISION_KINDS, VisionServer, picture
+from tests.e2e.vision import CHUNKED_KINDS, VISION_KINDS, VisionServer, picture
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
@@ -50,8 +50,13 @@ def ask(vision: VisionServer, model: str, messages: list[dict[str, Any]], images
 @pytest.mark.row("H4", clauses=("llava",))
 @pytest.mark.row("H5", clauses=("tokens",))
 @pytest.mark.row("A39", clauses=("vision",))
-@pytest.mark.parametrize("model", ["vision_chat", "chunked_chat"])
-@pytest.mark.parametrize("kind", VISION_KINDS)
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        *((kind, "vision_chat") for kind in VISION_KINDS),
+        *((kind, "chunked_chat") for kind in CHUNKED_KINDS),
+    ],
+)
 def test_answers_are_those_of_transformers(vision: VisionServer, kind: str, model: str) -> None:
     for count in (0, 1, 3):
         images = [picture(count * 10 + i, SIZES[i]) for i in range(count)]
