@@ -375,7 +375,7 @@ def test_an_adapter_that_changed_while_its_weights_were_not_in_memory(llama: Ada
 
 
 def test_an_engine_misses_what_has_changed_since_another_died(llama: Adapted, tmp_path: Path) -> None:
-    """Its requests are refused, no stream goes on with other weights, and the next engine may have it again."""
+    """Its requests are refused, no stream goes on with other weights, the next engine may have it again."""
     path = shutil.copytree(llama.modules["a"], tmp_path / "a")
     saved = {"a": SavedAdapter(str(path), "00" * 16), "b": SavedAdapter(llama.modules["b"], "")}
     config, info = AdapterConfig(enable_lora=True, lora_modules={"a": str(path)}), start(llama).core.info
