@@ -270,6 +270,6 @@ def test_kernels_of_a_model_compile_without_spills(arch: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("module", ["attention", "cache"])
+@pytest.mark.parametrize("module", ["attention", "cache", "lora"])
 def test_all_kernels_compile_without_spills(arch: str, module: str) -> None:
     compile_kernels(arch, f"{module}.")
