@@ -26,7 +26,7 @@ MAX_UNDECODED = 256
 """Tokens of a choice that wait to become text together: one call for a long answer would hold up others."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class OutputProcessor:
     """State of one choice of a request between engine outputs and responses.
 

@@ -2,6 +2,7 @@
 
 A model directory needs nothing but `config.pbtxt` with `backend: "quire"` and a checkpoint:
 - `1/quire.json` with engine keys, `model` among them (a path relative to `1/` or absolute), or
+- vllm_backend's `1/model.json` (`vllm_config.py`), or
 - the same keys as `parameters` of config.pbtxt, or
 - the checkpoint's files in `1/` or beside it in the model directory.
 """
@@ -18,6 +19,7 @@ from quire.config import EngineConfig, load_config_file
 from quire.errors import CheckpointError, ConfigError
 from quire.loader.info import gguf_file
 from quire.logits_processors import resolved
+from quire.triton import vllm_config
 from quire_ensemble.errors import HubError
 from quire_ensemble.generator_schema import MAX_PROMPTS, inputs_of, outputs_of
 from quire_ensemble.hub import find_checkpoint
@@ -85,6 +87,8 @@ def read_engine_values(model_config: Mapping[str, Any], version_directory: Path)
     file = version_directory / "quire.json"
     if file.exists():
         values = load_config_file(file)
+    elif (theirs := version_directory / vllm_config.FILE).exists():
+        file, values = theirs, vllm_config.translated(load_config_file(theirs))
     problems: list[str] = []
     for key, parameter in model_config.get("parameters", {}).items():
         if key.isupper():
@@ -99,6 +103,12 @@ def read_engine_values(model_config: Mapping[str, Any], version_directory: Path)
     if isinstance(tokenizer := values.get("tokenizer"), str) and tokenizer:
         values["tokenizer"] = str((version_directory / tokenizer).resolve())
     return values
+
+
+def shows_vllm_metrics(model_config: Mapping[str, Any], version_directory: Path) -> bool:
+    """Whether the model directory asks for the metrics of vllm_backend, as it would."""
+    file = version_directory / vllm_config.FILE
+    return vllm_config.shows_metrics(model_config, lambda: load_config_file(file) if file.exists() else {})
 
 
 def _checkpoint(named: str, version_directory: Path) -> Path:

@@ -20,6 +20,7 @@ import math
 import threading
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,12 @@ from quire.triton.observers import RequestEnded
 logger = logging.getLogger("quire")
 
 PERIOD_S = 0.5
-"""Between two times that figures are sent while they change."""
 HISTOGRAM_PERIOD_S = 4.0
 MAX_TENANTS = 100
 """Tenants with series of their own in one process, those of the configuration besides; others are `other`."""
 OTHER = "other"
+MAX_OWED = 2**16
+"""Values of a histogram of Triton's that may wait to be sent; the oldest of more are lost."""
 
 FIRST_BUCKETS = (
     0.001,
@@ -125,7 +127,18 @@ COUNTERS: dict[str, str] = {
     "quire_steps_total": "Steps that were planned",
     "quire_scheduled_tokens_total": "Tokens computed, recomputation included",
     "quire_engine_restarts_total": "Engines that took the place of one that had died",
+    "vllm:prompt_tokens_total": "Tokens of prompts of which a first token came",
+    "vllm:generation_tokens_total": "Tokens generated",
 }
+OBSERVATIONS: dict[str, str] = {
+    "vllm:time_to_first_token_seconds": "From a request's arrival to a choice's first token",
+    "vllm:time_per_output_token_seconds": "From one token of a choice to the next",
+    "vllm:e2e_request_latency_seconds": "From a request's arrival to the last token of a finished choice",
+    "vllm:request_prompt_tokens": "Tokens of the prompt of a finished choice",
+    "vllm:request_generation_tokens": "Tokens of a finished choice",
+    "vllm:request_params_n": "Choices that a finished request asked for",
+}
+"""Histograms of Triton's own (`vllm_metrics.py`)."""
 GAUGES: dict[str, str] = {
     "quire_requests_running": "Sequences that are being computed",
     "quire_requests_loading": "Those among them that wait for blocks from a KV tier",
@@ -160,7 +173,7 @@ VLLM: dict[str, str] = {
 """vLLM's names of figures that mean the same there, shown besides with `metrics_names: vllm`."""
 _VLLM_REASONS = {"stop": "stop", "tool_calls": "stop", "length": "length", "error": "error"}
 """Other reasons are vLLM's abort."""
-_FINISHED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS)
+FINISHED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS)
 
 
 class Figure:
@@ -219,6 +232,27 @@ class Histogram:
         self._total.value = self._sum
 
 
+class Observations:
+    """Values for a histogram of Triton's that are not sent yet. One thread adds, another sends."""
+
+    def __init__(self, name: str, buckets: Sequence[float], labels: Mapping[str, str]) -> None:
+        self._name, self._buckets, self._labels = name, buckets, labels
+        self._metric: Any = None
+        # What nobody sends, as the server has no metrics, must not grow.
+        self._values: deque[float] = deque(maxlen=MAX_OWED)
+        self.observe = self._values.append
+
+    def send(self, pb_utils: Any) -> None:
+        """One call for each value."""
+        if self._metric is None:
+            kind = pb_utils.MetricFamily
+            about = OBSERVATIONS[self._name]
+            family = _immortal(kind(name=self._name, description=about, kind=kind.HISTOGRAM))
+            self._metric = _immortal(family.Metric(labels=dict(self._labels), buckets=list(self._buckets)))
+        while self._values:
+            self._metric.observe(self._values.popleft())
+
+
 class MetricsBoard(threading.Thread):
     """Has a process's figures, and sends them.
 
@@ -228,15 +262,19 @@ class MetricsBoard(threading.Thread):
     Args:
         pb_utils: Triton's utilities.
         vllm: labels of vLLM's names, `model_name` and `engine`; None: these are not shown.
+        period_s: between two times that figures are sent while they change.
     """
 
-    def __init__(self, pb_utils: Any, vllm: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, pb_utils: Any, vllm: Mapping[str, str] | None = None, period_s: float = PERIOD_S
+    ) -> None:
         super().__init__(name="quire-metrics", daemon=True)
-        self._pb_utils = pb_utils
+        self._pb_utils, self._period_s = pb_utils, period_s
         self.vllm = vllm
         self._families: dict[str, Any] = {}
         self._figures: list[Figure] = []
         self._histograms: list[Histogram] = []
+        self._observations: list[Observations] = []
         self._changed = threading.Event()
         self._stopped = threading.Event()
         self._next_histograms = 0.0
@@ -251,6 +289,11 @@ class MetricsBoard(threading.Thread):
         self._histograms.append(Histogram(self, name, labels))
         return self._histograms[-1]
 
+    def observations(self, name: str, buckets: Sequence[float], **labels: str) -> Observations:
+        """A histogram of Triton's own, with an entry in OBSERVATIONS."""
+        self._observations.append(Observations(name, buckets, labels))
+        return self._observations[-1]
+
     def _add(self, name: str, labels: Mapping[str, str], *, is_gauge: bool) -> Figure:
         self._figures.append(Figure(name, labels, is_gauge=is_gauge))
         return self._figures[-1]
@@ -264,7 +307,7 @@ class MetricsBoard(threading.Thread):
         try:
             while not self._stopped.is_set():
                 self._changed.wait()
-                self._stopped.wait(PERIOD_S)
+                self._stopped.wait(self._period_s)
                 self._changed.clear()
                 self.send()
             for figure in self._figures:
@@ -290,6 +333,8 @@ class MetricsBoard(threading.Thread):
                 histogram.show()
         elif self._histograms:
             self._changed.set()  # they are owed
+        for observations in self._observations:
+            observations.send(self._pb_utils)
         for figure in self._figures[:]:
             if not figure.metrics:
                 self._make(figure)
@@ -380,7 +425,7 @@ class RequestMetrics:
         self._prefill.observe(record.first_token_at - record.admitted_at)
         if not record.is_stream:
             self._first.observe(record.first_token_at - record.arrived_at)
-        if record.finish_reason not in _FINISHED or record.error_code:
+        if record.finish_reason not in FINISHED or record.error_code:
             return
         self._whole.observe(record.ended_at - record.arrived_at)
         self._decode.observe(record.ended_at - record.first_token_at)
