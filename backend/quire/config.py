@@ -230,6 +230,25 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """LoRA adapters: directories as PEFT saves them, which requests name (`lora_name`)."""
+
+    enable_lora: bool = False
+    """Whether requests may name adapters. False: nothing is kept ready for them."""
+    max_loras: Annotated[int, Meta(ge=1, le=256)] = 4
+    """Slots for adapters among the model's weights: most different ones in a step."""
+    max_lora_rank: Annotated[int, Meta(ge=1, le=512)] = 16
+    """Largest rank of an adapter, for which each slot has memory."""
+    max_cpu_loras: _Count = 32
+    """Adapters whose weights are kept in host memory, `max_loras` at least; those of others are read again
+    from their directories when they are needed."""
+    lora_modules: dict[str, str] = field(default_factory=dict)
+    """Adapters that are loaded at the start: name to directory."""
+    lora_root: str = ""
+    """Directory below which adapters may lie that a control command loads; empty: none can be loaded so."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FrontendConfig:
     """The part of the Triton side: models that differ in these keys alone share an engine."""
 
@@ -281,6 +300,7 @@ class EngineConfig:
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    adapters: AdapterConfig = AdapterConfig()
     frontend: FrontendConfig = FrontendConfig()
 
     @classmethod
@@ -304,6 +324,9 @@ class EngineConfig:
         )
         if config.scheduler.preemption_mode == "swap" and not config.cache.host_cache_memory:
             raise ConfigError("preemption_mode=swap needs host_cache_memory")
+        adapters = config.adapters
+        if (adapters.lora_modules or adapters.lora_root) and not adapters.enable_lora:
+            raise ConfigError("lora_modules and lora_root need enable_lora=true")
         return config
 
     def to_mapping(self) -> dict[str, Any]:

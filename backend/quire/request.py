@@ -6,6 +6,7 @@ import enum
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from quire.adapters import Adapter
 from quire.multimodal import PromptEmbeds
 from quire.outputs import TokenLogprobs
 from quire.sampling_params import SamplingParams
@@ -62,6 +63,7 @@ class Request:
     """
 
     __slots__ = (
+        "adapter",
         "admitted_at",
         "arrival_time",
         "block_hashes",
@@ -110,6 +112,7 @@ class Request:
         external_id: str = "",
         embeds: PromptEmbeds | None = None,
         reuses_prefix: bool = True,
+        adapter: Adapter | None = None,
     ) -> None:
         assert prompt_token_ids, "an empty prompt is refused before it becomes a Request"
         self.request_id = request_id
@@ -127,6 +130,8 @@ class Request:
         self.scheduling = scheduling
         self.external_id = external_id
         self.embeds = embeds
+        self.adapter = adapter
+        """The LoRA adapter that it is computed with; None: the model as it is."""
         self.block_hashes: list[bytes] = []
         self.rank: tuple[float, ...] = (0.0, 0)
         """Rank in the queue: smaller is served earlier. Given once by the queue's policy, and unique: the

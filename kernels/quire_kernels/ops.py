@@ -364,6 +364,31 @@ def pack_linear(
     return out
 
 
+def add_lora(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor) -> None:
+    """Adds to each row what its low-rank adapter makes of the layer's input: y[t] += b[slot] (a[slot] x[t]).
+
+    (Hu et al., 2021, arXiv 2106.09685; many adapters in one batch: Chen et al., 2023, arXiv 2310.18547.)
+    Sums are float32, and so is a[slot] x[t]; y is rounded once.
+
+    Args:
+        y: [num_tokens, out_features], of any stride of rows: columns of a wider matrix, as of a fused layer;
+            changed in place.
+        x: [num_tokens, in_features], of any stride of rows.
+        a: [num_slots, max_rank, in_features], in x's type; each slot's matrix is contiguous.
+        b: [num_slots, out_features, max_rank], in x's type and with the adapter's scaling in it; each slot's
+            matrix is contiguous. Ranks that an adapter lacks are zeros in both, and what no row names may be
+            anything.
+        slots: int32 [num_tokens], contiguous, on x's device: the adapter of each row, below num_slots. Rows
+            with -1 have none, and stay as they are.
+    """
+    num_tokens, (_, rank, in_features) = x.shape[0], a.shape
+    assert x.shape == (num_tokens, in_features) and b.shape == (a.shape[0], y.shape[1], rank), b.shape
+    assert y.shape[0] == num_tokens and slots.shape == (num_tokens,), (y.shape, slots.shape)
+    assert y.dtype == x.dtype == a.dtype == b.dtype and slots.dtype == torch.int32, (a.dtype, slots.dtype)
+    assert y.stride(1) == 1 and a[0].is_contiguous() and b[0].is_contiguous() and slots.is_contiguous()
+    registry.select("add_lora", x.device.type, x.dtype, rank=rank)(y, x, a, b, slots)
+
+
 def route(logits: torch.Tensor, num_chosen: int, *, renormalizes: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Which experts compute each token: those of the largest logits.
 

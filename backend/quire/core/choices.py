@@ -117,6 +117,7 @@ class Choices:
             arrival_time=parent.arrival_time,
             scheduling=parent.scheduling,
             embeds=parent.embeds,
+            adapter=parent.adapter,
         )
         child.token_ids = token_ids
         child.num_sequences = 1

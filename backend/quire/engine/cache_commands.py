@@ -13,8 +13,10 @@ MAX_COMMAND_BYTES = 64 * 1024
 MAX_PROFILE_STEPS = 2000
 """An answer holds about 1.5 kB for each."""
 MAX_PROFILE_S = 600.0
+MAX_PATH_LENGTH = 4096
 
 _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_LENGTH)]
+_AdapterName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
 
 
 class Inspect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="inspect"):
@@ -78,7 +80,47 @@ class Wake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="c
     """Takes the memory again; the answer comes when requests can be computed."""
 
 
-CacheCommand: TypeAlias = Inspect | Reset | Unpin | Health | Requests | Profile | Sleep | Wake
+class LoadAdapter(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="load_adapter"
+):
+    """Reads a LoRA adapter, which requests may name then; the answer comes when they may.
+
+    One of a name that is in use is replaced, if nobody uses it or its content is the same."""
+
+    name: _AdapterName
+    path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH_LENGTH)]
+    """Of its directory, below `lora_root`; one that is not absolute begins there."""
+
+
+class UnloadAdapter(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="unload_adapter"
+):
+    """Forgets a LoRA adapter; refused while requests use it."""
+
+    name: _AdapterName
+    drain: bool = False
+    """Whether those that there are may finish first; new ones are refused meanwhile."""
+
+
+class Adapters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="adapters"):
+    """The LoRA adapters (`adapters`: a list of AdapterStatus), and `max_loras`.
+
+    It tells nothing of requests or of the cache: allowed also where cache commands are not."""
+
+
+CacheCommand: TypeAlias = (
+    Inspect
+    | Reset
+    | Unpin
+    | Health
+    | Requests
+    | Profile
+    | Sleep
+    | Wake
+    | LoadAdapter
+    | UnloadAdapter
+    | Adapters
+)
 
 _decoder = msgspec.json.Decoder(CacheCommand)
 
@@ -101,6 +143,8 @@ def parse_cache_command(data: bytes) -> CacheCommand:
             "cache_control",
             'must be a JSON object: {"command": "inspect"}, {"command": "reset"}, {"command": "health"}, '
             '{"command": "wake"}, {"command": "sleep"} (also with "drain": true), '
+            '{"command": "adapters"}, {"command": "load_adapter"} with "name" and "path", '
+            '{"command": "unload_adapter"} with "name" (also with "drain": true), '
             '{"command": "requests"} (also with "tenant" or "all": true), {"command": "profile"} (also with '
             f'"steps" of at most {MAX_PROFILE_STEPS} and "seconds" of at most {MAX_PROFILE_S:g}) or '
             f'{{"command": "unpin"}} with "session" and "tenant" (text of at most {MAX_NAME_LENGTH} '

@@ -27,6 +27,7 @@ from quire.core.request_list import list_requests
 from quire.core.roster import session_name
 from quire.core.scheduler import Scheduler
 from quire.core.trace import SchedulerTrace
+from quire.engine.adapters import AdapterRegistry
 from quire.engine.cache_commands import (
     CacheCommand,
     Health,
@@ -117,6 +118,7 @@ class EngineCore:
             block_bytes=executor.kv_cache.block_bytes,
             session_ttl_s=cache.session_ttl_s,
         )
+        self.adapters = AdapterRegistry(config.adapters)
         self._in_flight: deque[SchedulerOutput] = deque()
         """Steps that were launched and not collected, the oldest first."""
         self.num_finished_steps = 0
@@ -145,16 +147,19 @@ class EngineCore:
         embeds: PromptEmbeds | None = None,
         num_deaths: int = 0,
         outputs: dict[int, list[int]] | None = None,
+        adapter: str = "",
     ) -> None:
         """Queues a request; it takes part in the next step if there is room.
 
         Args:
             num_deaths: of engines that had it; above 0 it goes on, whatever the queue's limits are.
             outputs: as of `Scheduler.add_request`.
+            adapter: name of the LoRA adapter; empty: none.
 
         Raises:
-            InvalidArgumentError: empty prompt, token id outside the vocabulary, prompt longer than
-                max_model_len or (refused by the scheduler) than the KV cache can ever hold.
+            InvalidArgumentError: no adapter of that name (field `lora_name`), empty prompt, token id outside
+                the vocabulary, prompt longer than max_model_len or (refused by the scheduler) than the KV
+                cache can ever hold.
             UnavailableError: the queue is full, or the engine asleep. What goes on is let in as long as it
                 does not sleep yet: nobody could know of it who asked for that.
         """
@@ -166,6 +171,7 @@ class EngineCore:
                 vocab_size=self.info.vocab_size,
                 max_model_len=self.info.max_model_len,
             )
+        found = self.adapters.get(adapter) if adapter else None
         is_embedding, pooling = sampling_params.dimensions > 0, self.info.pooling
         if is_embedding:
             sampling_params = as_embedding(sampling_params, self.info.hidden_size)
@@ -188,6 +194,7 @@ class EngineCore:
             external_id=external_id,
             embeds=embeds,
             reuses_prefix=not (is_embedding and pooling.is_mean),
+            adapter=found,
         )
         request.num_deaths = num_deaths
         self.scheduler.add_request(request, outputs)

@@ -361,6 +361,7 @@ class EngineLoop:
                 embeds=embeds,
                 num_deaths=message.num_deaths,
                 outputs=message.outputs,
+                adapter=message.adapter,
             )
         except QuireError:
             raise

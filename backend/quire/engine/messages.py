@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from quire.adapters import AdapterStatus
 from quire.engine.cache_commands import CacheCommand
 from quire.engine.device_array import DeviceArray
 from quire.engine.shared_array import SharedArray
@@ -47,6 +48,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
     """Engines that died and had it; above 0 it goes on where it was, and no limit refuses it."""
     outputs: dict[int, list[int]] | None = None
     """Tokens so far of each choice that is open; None: none has any, and the request begins anew."""
+    adapter: str = ""
+    """Name of the LoRA adapter that it is computed with; empty: none."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -108,7 +111,10 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     num_cpus: int = 1
     """Cores that the engine may use."""
     fingerprint: str = ""
-    """Stands for all that decides the tokens of a deterministic request; empty: they are not cached."""
+    """Stands for all that decides the tokens of a deterministic request but its adapter (whose `digest` is in
+    `adapters`); empty: they are not cached."""
+    adapters: list[AdapterStatus] = []
+    """The LoRA adapters at the time; later ones come with `Stats`."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
@@ -127,9 +133,12 @@ class CommandResult(msgspec.Struct, frozen=True, tag="command_result"):
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
-    """Engine state, about twice a second while something changes."""
+    """Engine state, about twice a second while something changes, and before the answer to a command that
+    changes the adapters."""
 
     values: dict[str, float]
+    adapters: list[AdapterStatus] = []
+    """The LoRA adapters that requests may name, in the order of their names."""
 
 
 EngineMessage = EngineInfo | Outputs | CommandResult | Stats
