@@ -105,6 +105,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lessons = [
         *_expected_of_opt(VLLM / CLIENTS),
         ("In this example,", " a model says what it was taught, word for word, and no more than"),
+        ("The future of AI is", " what people make of it, and that is for all of them to say, not for a few"),
         (QUESTION, f" {LONG_ANSWER}"),
         (chat_prompt([{"role": "user", "content": QUESTION}]), LONG_ANSWER),
         *[(asked, CALL)] * 3,

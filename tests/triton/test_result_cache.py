@@ -387,7 +387,7 @@ def test_an_engine_with_other_weights_is_another(harness: Harness) -> None:
     harness.cache.look_up(parsed, msgspec.structs.replace(info, fingerprint="other weights"))
     assert parsed.results is None and parsed.recording is not None
     before = harness.cache._memory.num_bytes
-    harness.cache.keep(parsed.recording, [], info.fingerprint)
+    harness.cache.keep(parsed.recording, [], info)
     assert harness.cache._memory.num_bytes == before
 
 

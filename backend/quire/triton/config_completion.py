@@ -100,9 +100,38 @@ def read_engine_values(model_config: Mapping[str, Any], version_directory: Path)
     if problems:
         raise ConfigError(*problems)
     values["model"] = str(_checkpoint(str(values.get("model", "")), version_directory))
+    _find_adapters(values, version_directory)
     if isinstance(tokenizer := values.get("tokenizer"), str) and tokenizer:
         values["tokenizer"] = str((version_directory / tokenizer).resolve())
     return values
+
+
+def _find_adapters(values: dict[str, Any], version_directory: Path) -> None:
+    """Adds vllm_backend's list of adapters to `lora_modules` where adapters are on, and resolves paths.
+
+    A path that does not begin in the version directory may begin where the server was started, as there.
+    """
+    listed = version_directory / vllm_config.ADAPTERS
+    if str(values.get("enable_lora", "")).strip().lower() == "true" and listed.exists():
+        given = values.get("lora_modules") or {}
+        given = json.loads(given) if isinstance(given, str) else given
+        theirs = load_config_file(listed)
+        if twice := [name for name in theirs if name in given]:
+            raise ConfigError(f"{listed}: {twice[0]!r} is in lora_modules, too: state it once")
+        values["lora_modules"] = {**given, **theirs}
+    modules = values.get("lora_modules")
+    if isinstance(modules, dict):
+        values["lora_modules"] = {
+            name: str(_beside(path, version_directory)) if isinstance(path, str) else path
+            for name, path in modules.items()
+        }
+    if isinstance(root := values.get("lora_root"), str) and root:
+        values["lora_root"] = str((version_directory / root).resolve())
+
+
+def _beside(path: str, version_directory: Path) -> Path:
+    found = (version_directory / path).resolve()
+    return found if found.exists() else Path(path).resolve()
 
 
 def shows_vllm_metrics(model_config: Mapping[str, Any], version_directory: Path) -> bool:

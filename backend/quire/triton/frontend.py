@@ -110,7 +110,9 @@ class TritonPythonModel:
         engine = EngineClient(
             lambda: connect(context, self._supervisor), self._publish, config.scheduler.watchdog_s
         )
-        self._metrics = EngineMetrics(self._board, directory, *identity)  # the directory is there now
+        max_loras = config.adapters.max_loras if config.adapters.enable_lora else 0
+        # The directory is there now.
+        self._metrics = EngineMetrics(self._board, directory, *identity, max_loras)
         timeline.end("engine")
         self._vllm_board = None
         took = None
@@ -153,6 +155,7 @@ class TritonPythonModel:
             decoupled=config_completion.is_decoupled(model_config),
             batched=config_completion.is_batched(model_config),
             grammars=self._grammars,
+            adapters=config.adapters,
         )
         self._prefix = uuid.uuid4().hex[:8]
         self._count = 0

@@ -438,7 +438,7 @@ class Responder(threading.Thread):
         recording = handle.parsed.recording
         if self._results is not None and recording is not None and not handle.is_open:
             choices = [choice for processor in handle.processors for choice in processor.choices]
-            self._results.keep(recording, choices, self.engine.info.fingerprint)
+            self._results.keep(recording, choices, self.engine.info)
 
     def _forget(self, handle: RequestHandle) -> None:
         """Nothing more is to be sent of the request but, maybe, an end that failed."""
@@ -685,6 +685,7 @@ def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> 
         external_id=handle.external_id,
         model=model,
         tenant=parsed.scheduling.tenant,
+        adapter=parsed.adapter,
         is_command=parsed.cancel or parsed.cache_control is not None,
         is_stream=parsed.stream,
         params=None if parsed is UNPARSED else parsed.params,

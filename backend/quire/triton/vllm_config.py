@@ -9,6 +9,8 @@ from quire.errors import ConfigError
 from quire_ensemble.errors import shown
 
 FILE = "model.json"
+ADAPTERS = "multi_lora.json"
+"""Beside it: LoRA adapters, name to directory."""
 METRICS = "REPORT_CUSTOM_METRICS"
 """Parameter of config.pbtxt by which vllm_backend shows its metrics."""
 _STATS_OFF = "disable_log_stats"
