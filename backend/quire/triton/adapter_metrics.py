@@ -41,11 +41,12 @@ class AdapterMetrics:
         totals = {key: 0.0 for key in self._figures if key[0] not in _COUNTS.values()}
         for one in adapters:
             name = known(one.name, self._names, MAX_ADAPTERS)
-            for key, value in (
-                (("quire_adapter_loaded", name), one.slot >= 0),
-                (("quire_adapter_requests", name, "running"), one.num_running),
-                (("quire_adapter_requests", name, "waiting"), one.num_waiting),
-            ):
+            now: dict[tuple[str, ...], float] = {
+                ("quire_adapter_loaded", name): one.slot >= 0,
+                ("quire_adapter_requests", name, "running"): one.num_running,
+                ("quire_adapter_requests", name, "waiting"): one.num_waiting,
+            }
+            for key, value in now.items():
                 totals[key] = totals.get(key, 0.0) + value
             for count, family in _COUNTS.items():
                 told: int = getattr(one, count)

@@ -7,7 +7,6 @@ a token counts when it comes. Its histograms are Triton's, which take a call for
 from __future__ import annotations
 
 import time
-from weakref import WeakKeyDictionary
 
 from quire.frontend.output_processor import OutputProcessor
 from quire.outputs import EngineCoreOutput
@@ -46,16 +45,13 @@ class VllmBackendMetrics:
                 OBSERVATIONS, (_FIRST, _TOKEN, _WHOLE, sizes, sizes, _NUMBERS), strict=True
             )
         )
-        self._last: WeakKeyDictionary[OutputProcessor, float] = WeakKeyDictionary()
-        """When each choice had its latest token."""
 
     def took(self, handle: RequestHandle, choice: OutputProcessor, output: EngineCoreOutput) -> None:
         """Called when a choice has taken an output of the engine."""
         now = time.monotonic()
-        last = self._last.get(choice)
-        self._last[choice] = now
+        last, choice.taken_at = choice.taken_at, now
         self._generation_tokens.value += len(output.new_token_ids)
-        if last is None:
+        if not last:
             self._prompt_tokens.value += choice.num_prompt_tokens
             self._first(now - handle.arrived_at)
         else:
