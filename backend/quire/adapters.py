@@ -76,3 +76,15 @@ class AdapterStatus(msgspec.Struct, frozen=True):
     """Requests that found it in a slot when they began."""
     num_loads: int
     """How often it was brought into a slot."""
+
+
+class SavedAdapter(msgspec.Struct, frozen=True):
+    """An adapter as the next engine is to have it again."""
+
+    path: str
+    digest: str
+    """Hexadecimal."""
+
+
+SavedAdapters = dict[str, SavedAdapter]
+"""By name."""

@@ -68,6 +68,7 @@ class LLM:
         scheduling: SchedulingParams | Sequence[SchedulingParams] | None = None,
         *,
         chats: Sequence[ChatFormat | None] | None = None,
+        adapters: str | Sequence[str | None] | None = None,
         **sampling: Any,
     ) -> list[RequestOutput]:
         """Runs all prompts together, continuously batched, and returns whole outputs in their order.
@@ -78,6 +79,7 @@ class LLM:
             embeds: per prompt, embeddings of images; the prompt must be token ids then.
             scheduling: priority, tenant, session ...; one for all or one per prompt.
             chats: per prompt, how to read the answer where the prompt is of chat messages.
+            adapters: names of LoRA adapters (`lora_modules`); one for all or one per prompt.
             sampling: names of SamplingParams.
 
         Returns:
@@ -99,7 +101,8 @@ class LLM:
         images = [None] * len(batch) if embeds is None else list(embeds)
         scheduling = scheduling or SchedulingParams()
         plans = [scheduling] * len(batch) if isinstance(scheduling, SchedulingParams) else list(scheduling)
-        assert len(each) == len(images) == len(plans) == len(batch), "one of each per prompt"
+        names = [adapters] * len(batch) if adapters is None or isinstance(adapters, str) else list(adapters)
+        assert len(each) == len(images) == len(plans) == len(names) == len(batch), "one of each per prompt"
         processors: dict[str, RequestProcessor] = {}
         request_ids: list[str] = []
         unasked: set[str] = set()
@@ -109,7 +112,7 @@ class LLM:
             self._vocabulary.compile(grammar)
 
         try:
-            for prompt, one, image, plan in zip(batch, each, images, plans, strict=True):
+            for prompt, one, image, plan, name in zip(batch, each, images, plans, names, strict=True):
                 token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 request_id = f"llm-{next(self._ids)}"
                 chat = None if chats is None else chats[len(processors)]
@@ -118,7 +121,9 @@ class LLM:
                     one = with_bad_words_ids(one, self.tokenizer)
                 asked, (one, num_best) = one, ranked_here(one)
                 request_ids.append(request_id)
-                self.core.add_request(request_id, token_ids, one, scheduling=plan, embeds=image)
+                self.core.add_request(
+                    request_id, token_ids, one, scheduling=plan, embeds=image, adapter=name or ""
+                )
                 processors[request_id] = RequestProcessor(
                     request_id,
                     len(token_ids),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from quire.adapters import AdapterLoad, AdapterTarget
 from quire.models.kv_groups import KVGroup
 from quire.multimodal import PromptEmbeds
 from quire.pooling import Pooling
@@ -31,6 +32,8 @@ class NewRequestData:
     embeds: PromptEmbeds | None = None
     num_choices: int = 1
     """How many tokens are to be drawn when the row first samples: those of choices 0, 1, ..."""
+    slot: int = -1
+    """Where its adapter lies as long as it runs; -1: it has none."""
     num_prompt_logprobs: int = 0
     """Leading positions of the prompt whose log-probabilities need not be computed, where they are asked
     for."""
@@ -74,7 +77,7 @@ class KVLoad(NamedTuple):
 @dataclass(slots=True)
 class SchedulerOutput:
     """One step's work, to be done in this order: drop `dropped_request_ids`, save, copy, begin the loads,
-    compute `scheduled`."""
+    bring adapters into slots, compute `scheduled`."""
 
     step: int
     scheduled: list[ScheduledRequest] = field(default_factory=list)
@@ -84,6 +87,7 @@ class SchedulerOutput:
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(from, to) inside the pool; all sources are read before any target is written."""
     kv_loads: list[KVLoad] = field(default_factory=list)
+    adapter_loads: list[AdapterLoad] = field(default_factory=list)
     is_timed: bool = False
     """Whether the runner is to tell how long it took (`ModelRunnerOutput.timing`)."""
 
@@ -96,7 +100,12 @@ class SchedulerOutput:
     def has_work(self) -> bool:
         """Whether the runner must see this plan at all."""
         return bool(
-            self.scheduled or self.dropped_request_ids or self.kv_saves or self.block_copies or self.kv_loads
+            self.scheduled
+            or self.dropped_request_ids
+            or self.kv_saves
+            or self.block_copies
+            or self.kv_loads
+            or self.adapter_loads
         )
 
 
@@ -189,6 +198,8 @@ class RunnerInfo:
     """Seconds that phases of the runner's start took, by name."""
     work: ModelWork | None = None
     """What steps of its model take, where it has one."""
+    adapter_targets: tuple[AdapterTarget, ...] = ()
+    """What adapters may change, where `enable_lora` is set."""
 
 
 class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
@@ -276,6 +287,15 @@ class SchedulerStats:
     num_waiting_blocks: int = 0
     num_waiting_budget: int = 0
     num_waiting_step: int = 0
+    num_waiting_adapter: int = 0
+    num_adapter_slots: int = 0
+    """Slots with an adapter that running requests use."""
+    num_adapter_hits: int = 0
+    """Requests since start that found their adapter in a slot when they began."""
+    num_adapter_loads: int = 0
+    """Adapters brought into slots since start."""
+    num_adapter_evictions: int = 0
+    """Of these, how many took the place of another."""
 
 
 @dataclass(slots=True)

@@ -80,6 +80,11 @@ class PackedLinear(Protocol):
         not quantised."""
         ...
 
+    def ungated(self) -> PackedLinear:
+        """Of a gated W, the same without its activation: gates, then what they are multiplied by. Its results
+        in float32, through `ops.gate_mul`, are those of this one, bit for bit on a CPU."""
+        ...
+
 
 class PackedExperts(Protocol):
     """The experts of a layer: gated feed-forward parts, of which each token is computed by a few."""
@@ -122,6 +127,10 @@ class JoinedLinear:
         """See PackedLinear."""
         raise AssertionError("no embedding is joined")
 
+    def ungated(self) -> PackedLinear:
+        """See PackedLinear."""
+        raise AssertionError("no gated layer is joined")
+
 
 class ReorderedLinear:
     """A layer whose inputs are put into another order first. See PackedLinear."""
@@ -143,6 +152,10 @@ class ReorderedLinear:
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """See PackedLinear."""
         return self.layer.rows(indices).index_select(-1, self.order.argsort())
+
+    def ungated(self) -> PackedLinear:
+        """See PackedLinear."""
+        return ReorderedLinear(self.layer.ungated(), self.order)
 
 
 def quantized_bytes(num_rows: int, num_columns: int, quantization: str) -> int:

@@ -124,6 +124,32 @@ def test_a_gate_is_its_composition(
         )
 
 
+@pytest.mark.row("E19")
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "quantization"),
+    with_quantizations(IMPLEMENTATIONS, [None, *QUANTIZATIONS, "w4a8"]),
+)
+def test_a_gate_apart_gives_the_same_numbers(
+    name: str, device: str, dtype: torch.dtype, quantization: str | None
+) -> None:
+    """Steps with adapters compute it so, and rows without one must not notice."""
+    weight, bias = draw(2 * 80, 128, dtype=dtype) / 4, draw(160, dtype=dtype, seed=1)
+    with forced("linear", name):
+        packed = ops.pack_linear(
+            weight.to(device).clone(), bias.to(device), activation="silu", quantization=quantization
+        )
+    plain, gate = packed.ungated(), getattr(packed, "isa", name)
+    for rows in (1, 18, 70):
+        x = draw(rows, 128, dtype=dtype, seed=rows).to(device)
+        wide = plain(x, torch.float32)
+        with forced("gate_mul", gate):
+            out = ops.gate_mul(wide, "silu").to(dtype)
+        if dtype == torch.float32 or gate != "reference":
+            assert torch.equal(out, packed(x))
+        else:
+            torch.testing.assert_close(out, packed(x), atol=0.15, rtol=2e-2)
+
+
 @pytest.mark.row("D6")
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "quantization"), with_quantizations(INVARIANT, [None, *QUANTIZATIONS])

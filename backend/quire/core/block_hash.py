@@ -5,17 +5,22 @@ from __future__ import annotations
 import hashlib
 from array import array
 
+from quire.adapters import Adapter
 from quire.request import Request
 
 DIGEST_SIZE = 16
 """Bytes; a collision would show one request another's text, so it must not happen by intent either."""
 
 
-def root_hash(cache_salt: str) -> bytes:
-    """What the chain of a salt begins with: requests of different salts have no hash in common."""
-    if not cache_salt:
-        return b""
-    return hashlib.blake2b(cache_salt.encode("utf-8"), digest_size=DIGEST_SIZE, person=b"salt").digest()
+def root_hash(cache_salt: str, adapter: Adapter | None = None) -> bytes:
+    """What the chain of a salt begins with: requests of different salts, or of adapters with different
+    weights, have no hash in common."""
+    salt = b""
+    if cache_salt:
+        salt = hashlib.blake2b(cache_salt.encode("utf-8"), digest_size=DIGEST_SIZE, person=b"salt").digest()
+    if adapter is None:
+        return salt
+    return hashlib.blake2b(adapter.digest + salt, digest_size=DIGEST_SIZE, person=b"adapter").digest()
 
 
 def hash_blocks(request: Request, count: int, block_size: int) -> list[bytes]:
@@ -49,7 +54,10 @@ def extra_keys(request: Request, begin: int, end: int) -> tuple[str, ...] | None
 
 def _hash(request: Request, begin: int, end: int) -> bytes:
     assert end <= request.num_tokens, "the block is not full"
-    before = request.block_hashes[-1] if request.block_hashes else root_hash(request.scheduling.cache_salt)
+    if request.block_hashes:
+        before = request.block_hashes[-1]
+    else:
+        before = root_hash(request.scheduling.cache_salt, request.adapter)
     content = before + array("q", request.token_ids[begin:end]).tobytes()
     if request.embeds is not None:
         content += request.embeds.key_of(begin, end)

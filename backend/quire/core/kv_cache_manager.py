@@ -276,6 +276,7 @@ class KVCacheManager:
                         hashes[index - 1] if index else None,
                         request.token_ids[begin : begin + self.block_size],
                         extra_keys=extra_keys(request, begin, begin + self.block_size),
+                        adapter=request.adapter,
                     )
         return offered
 

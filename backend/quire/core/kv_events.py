@@ -12,6 +12,8 @@ import time
 
 import msgspec
 
+from quire.adapters import Adapter
+
 MEDIUM_POOL = "GPU"
 """The pool that attention reads, on the CPU too: to routers this name means "no load needed"."""
 
@@ -80,18 +82,22 @@ class KVEventCollector:
         token_ids: list[int],
         *,
         extra_keys: ExtraKeys | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """A block can be found from now on.
 
         Args:
             parent_hash: of the block before it; None: it is the first of its sequence.
             token_ids: as many as every block has.
+            adapter: what it was computed with, as all blocks of its chain.
         """
         name = external_hash(content_hash)
         parent = None if parent_hash is None else external_hash(parent_hash)
         event = self._newest
         if not (isinstance(event, BlockStored) and event.block_hashes[-1] == parent):
             event = BlockStored([name], parent, list(token_ids), len(token_ids))
+            if adapter is not None:
+                event.lora_id, event.lora_name = adapter.number, adapter.name
             if extra_keys is not None:
                 event.extra_keys = [extra_keys]
             self._events.append(event)

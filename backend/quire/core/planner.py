@@ -46,6 +46,7 @@ class Planner:
         self._queue = roster.queue
         self._kv = roster.kv
         self._transfers = roster.transfers
+        self._adapters = roster.adapters
         self._reservation = reservation
         self._batch_policy = BatchPolicy(config)
         self._max_model_len = max_model_len
@@ -62,6 +63,8 @@ class Planner:
         """
         step, roster = Step(number, self._config.max_num_batched_tokens), self._roster
         self._kv.expire(roster.clock())
+        if self._adapters is not None:
+            self._adapters.begin_plan()
         only = self._probation.review() if self._probation else None
         if only is not None:
             if is_ahead and only != self._only:
@@ -138,7 +141,7 @@ class Planner:
                 if request.num_sequences > roster.num_free_seats:
                     self.held_back_by = "seats"
                     break
-                prefix = self._transfers.find_prefix(request)
+                prefix = self._transfers.find_prefix(request) if self._has_adapter(request) else None
                 if prefix is None or self._is_one_too_many(request, prefix):
                     num_passed_over += 1
                     if num_passed_over == MAX_PASSED_OVER:
@@ -169,6 +172,8 @@ class Planner:
         """Something waits and nothing runs: what is in the way is preempted or unpinned."""
         roster = self._roster
         while not step.requests and len(self._queue) and not self._transfers.num_loading:
+            if self._adapters is not None and self._adapters.is_reading:
+                break
             if roster.running:
                 roster.preempt(roster.running[-1])  # of those that wait for others to be computed
             elif not self._kv.pins.release_oldest():
@@ -196,7 +201,7 @@ class Planner:
         """The first waiting request that may take running ones' places, and these, last in rank first."""
         with closing(self._queue.candidates(self._roster.clock())) as candidates:
             for request in candidates:
-                if request.is_paused:
+                if request.is_paused or not self._has_adapter(request):
                     continue
                 victims = [
                     other
@@ -218,6 +223,11 @@ class Planner:
 
     def _may_run(self, request: Request) -> bool:
         return self._only is None or family_of(request) == self._only
+
+    def _has_adapter(self, request: Request) -> bool:
+        """Whether a waiting request needs no slot, or may have one now."""
+        adapter = request.adapter
+        return adapter is None or (self._adapters is not None and self._adapters.may_run(adapter))
 
     def _begin_reservation(self) -> None:
         kv = self._kv
@@ -265,12 +275,16 @@ class Planner:
         if not request.in_runner:
             request.in_runner = True
             block_ids = self._kv.block_ids(request)
+            slot = -1
+            if request.adapter is not None and self._adapters is not None:
+                slot = self._adapters.slot_of(request.adapter)
             new = NewRequestData(
                 list(request.token_ids),  # a copy: the runner appends what it samples by itself
                 request.num_prompt_tokens,
                 request.sampling_params,
                 request.eos_token_ids,
                 request.embeds,
+                slot=slot,
                 num_choices=1 if request.choices is None else request.choices.num_draws,
                 num_prompt_logprobs=(
                     request.num_prompt_tokens

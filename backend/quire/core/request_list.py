@@ -27,7 +27,7 @@ def list_requests(roster: Roster, tenant: str | None) -> dict[str, Any]:
 
         `state`: "waiting", "loading" (blocks from a KV tier), "prefilling" or "decoding". `waits_for`: empty
         for one that has rows in steps, else "load", "choices" (other sequences of its own), "tenant" (its
-        cap), "queue" (those before it), "seats" (a place in the batch), "blocks" (room in the KV cache) or
+        cap), "adapter" (a slot for it, or its weights), "queue" (those before it), "seats" (a place in the batch), "blocks" (room in the KV cache) or
         "step" (the next one). `position` counts the waiting requests of smaller rank, which fair queueing
         and longest-prefix-first may still put behind it.
     """
@@ -81,6 +81,8 @@ def _state(request: Request, roster: Roster, positions: dict[str, int]) -> tuple
         return "waiting", "choices"
     if not roster.tenants.may_run(request):
         return "waiting", "tenant"
+    if roster.waits_for_adapter(request):
+        return "waiting", "adapter"
     if positions[request.request_id]:
         return "waiting", "queue"
     if request.num_sequences > roster.num_free_seats:

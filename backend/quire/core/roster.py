@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 from quire.config import SchedulerConfig
+from quire.core.adapters import AdapterSlots
 from quire.core.choices import Choices
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.policies.admission import DeadlineHeap
@@ -22,7 +23,7 @@ from quire.scheduling_params import MAX_PIN_TTL_S
 logger = logging.getLogger("quire")
 
 
-WAITING_REASONS = ("choices", "tenant", "seats", "blocks", "budget", "step")
+WAITING_REASONS = ("choices", "tenant", "adapter", "seats", "blocks", "budget", "step")
 """Of `Roster.waiting_by_reason`."""
 
 
@@ -36,6 +37,7 @@ class Roster:
     Args:
         clock: seconds, monotonic.
         session_ttl_s: how long a conversation stays pinned after its latest use.
+        adapters: None: no request has an adapter.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class Roster:
         *,
         clock: Callable[[], float],
         session_ttl_s: float,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.kv = kv
+        self.adapters = adapters
         self.transfers = transfers
         self.clock = clock
         self.trace: SchedulerTrace | None = None
@@ -110,8 +114,8 @@ class Roster:
                 those behind it, as of `Planner`.
 
         Returns:
-            By reason: "choices" (other sequences of their own), "tenant" (its cap), "seats", "blocks",
-            "budget", or "step" (the next one, as far as is known).
+            By reason: "choices" (other sequences of their own), "tenant" (its cap), "adapter" (a slot for
+            it, or its weights), "seats", "blocks", "budget", or "step" (the next one, as far as is known).
         """
         counts = dict.fromkeys(WAITING_REASONS, 0)
         for request in self.queue:
@@ -119,14 +123,22 @@ class Roster:
                 counts["choices"] += 1
             elif not self.tenants.may_run(request):
                 counts["tenant"] += 1
+            elif self.waits_for_adapter(request):
+                counts["adapter"] += 1
             else:
                 counts[held_back_by or "step"] += 1
         return counts
+
+    def waits_for_adapter(self, request: Request) -> bool:
+        """Whether the latest plan passed over it as its adapter lies in no slot."""
+        return self.adapters is not None and request.adapter in self.adapters.waiting
 
     def take_changes(self, output: SchedulerOutput) -> None:
         """Gives a step what the runner must be told of preempted, ended and forked requests, once."""
         output.dropped_request_ids, self._dropped = self._dropped, []
         output.block_copies, self._copies = self._copies, []
+        if self.adapters is not None:
+            output.adapter_loads = self.adapters.take_loads()
         self.late_offers = []
 
     def drop_again(self, request_ids: list[str]) -> None:
@@ -139,7 +151,7 @@ class Roster:
         """A waiting request runs from now on, behind what was found of its beginning."""
         self.queue.remove(request)
         self.tenants.on_admitted(request)
-        self._seat(request)
+        self._seat(request, is_new=not request.num_preemptions and request.index == 0)
         self.transfers.begin(request, prefix)
         if request.scheduling.session:
             self.kv.pins.touch(session_pin(request), self.clock() + self._session_ttl_s)
@@ -250,7 +262,9 @@ class Roster:
             if not same:
                 del self._by_external_id[key]
 
-    def _seat(self, request: Request) -> None:
+    def _seat(self, request: Request, *, is_new: bool = False) -> None:
+        if request.adapter is not None and self.adapters is not None:
+            self.adapters.hold(request.adapter, is_new=is_new)
         request.status = RequestStatus.RUNNING
         self.num_free_seats -= request.num_sequences
         bisect.insort(self.running, request, key=lambda other: other.rank)
@@ -265,6 +279,8 @@ class Roster:
         assert self.running[index] is request, request
         del self.running[index]
         self.num_free_seats += request.num_sequences
+        if request.adapter is not None and self.adapters is not None:
+            self.adapters.release(request.adapter)
         self.tenants.on_left(request)
         self.queue.on_left(request)
         if request.in_runner:
@@ -318,6 +334,8 @@ class Roster:
         for request in self.running:
             is_steady = request.num_computed_tokens < request.steady_until
             assert not is_steady or (request.in_runner and not request.num_given_tokens), request
+        if self.adapters is not None:
+            self.adapters.check_integrity([one.adapter for one in self.running if one.adapter is not None])
         seats = sum(request.num_sequences for request in self.running)
         assert self.num_free_seats == max_num_seqs - seats >= 0, (self.num_free_seats, seats)
         for request_id, choices in self.families.items():

@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from quire.adapters import Adapter
 from quire.config import SchedulerConfig
+from quire.core.adapters import AdapterSlots
 from quire.core.choices import make_choices
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.planner import Planner
@@ -19,7 +21,7 @@ from quire.core.probation import Probation
 from quire.core.roster import Roster
 from quire.core.step import Step
 from quire.core.transfers import BlockTransfers
-from quire.errors import EngineError, InvalidArgumentError, describe
+from quire.errors import EngineError, InvalidArgumentError, QuireError, describe
 from quire.outputs import (
     EngineCoreOutput,
     ModelRunnerOutput,
@@ -67,6 +69,7 @@ class Scheduler:
         clock: seconds, monotonic; the simulator brings its own.
         tiers: KV tiers beside the pool.
         block_bytes: of a block, to weigh moving it against computing it.
+        adapters: the runner's slots; None: no request has an adapter.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Scheduler:
         tiers: KVTiers | None = None,
         block_bytes: int = 0,
         session_ttl_s: float = 300.0,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
@@ -94,7 +98,9 @@ class Scheduler:
             lambda: self.transfers.rates,
         )
         self.transfers = BlockTransfers(kv, tiers, self.preemption_cost.should_swap)
-        self.roster = Roster(config, kv, self.transfers, clock=clock, session_ttl_s=session_ttl_s)
+        self.roster = Roster(
+            config, kv, self.transfers, clock=clock, session_ttl_s=session_ttl_s, adapters=adapters
+        )
         self._admission = AdmissionControl(config)
         self._reservation = make_reservation(config, self.max_model_len, len(kv.groups))
         self.probation = Probation()
@@ -366,6 +372,8 @@ class Scheduler:
                 if not request.is_finished:
                     outputs += self._end_all(request, FinishReason.ERROR, error)
             self.roster.drop_again(step.output.dropped_request_ids)
+        if self.roster.adapters is not None:
+            self.roster.adapters.load_again([load for step in steps for load in step.output.adapter_loads])
         if len(steps) > 1:
             # Requests that ended with the step before left blocks which a failed row was to fill.
             self.kv.reset()
@@ -373,6 +381,14 @@ class Scheduler:
         self.finish_loads((load_id, 0) for load_id in self.transfers.lost_loads)
         for _ in steps:
             self._end_step()
+        return outputs
+
+    def end_waiting(self, adapter: Adapter, error: QuireError) -> list[EngineCoreOutput]:
+        """Ends the requests that wait for an adapter whose weights are not to be had."""
+        outputs: list[EngineCoreOutput] = []
+        for request in list(self.roster.queue):
+            if request.adapter is adapter and not request.is_finished:
+                outputs += self._end_all(request, FinishReason.ERROR, str(error), error.code)
         return outputs
 
     def _give_up(self, request: Request, row: ScheduledRequest, error: Exception) -> EngineCoreOutput:
@@ -439,7 +455,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """The state now; O(waiting)."""
         rows, tokens = self.last_batch if self.roster.requests else (0, 0)
-        waiting = self.roster.waiting_by_reason(self._planner.held_back_by)
+        waiting, adapters = self.roster.waiting_by_reason(self._planner.held_back_by), self.roster.adapters
         return SchedulerStats(
             step=self._num_steps,
             num_running=len(self.roster.running),
@@ -459,6 +475,10 @@ class Scheduler:
             num_batch_rows=rows,
             num_batch_tokens=tokens,
             num_loading=self.transfers.num_loading,
+            num_adapter_slots=0 if adapters is None else adapters.num_held,
+            num_adapter_hits=0 if adapters is None else adapters.num_hits,
+            num_adapter_loads=0 if adapters is None else adapters.num_loads,
+            num_adapter_evictions=0 if adapters is None else adapters.num_evictions,
             **{f"num_waiting_{reason}": count for reason, count in waiting.items()},
         )
 

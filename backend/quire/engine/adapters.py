@@ -1,28 +1,300 @@
-"""AdapterRegistry: the LoRA adapters that an engine knows, by name."""
+"""AdapterRegistry: the LoRA adapters that an engine knows, by name, and their weights in host memory.
+
+Directories are read by a thread of its own, so that no step waits for them; all else is of the engine's
+thread.
+"""
 
 from __future__ import annotations
 
-from quire.adapters import Adapter
+import itertools
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.adapters import Adapter, AdapterStatus, AdapterWeights, SavedAdapter, SavedAdapters
 from quire.config import AdapterConfig
-from quire.errors import InvalidArgumentError
+from quire.core.adapters import AdapterSlots
+from quire.core.probation import family_of
+from quire.engine.cache_commands import LoadAdapter, UnloadAdapter
+from quire.errors import (
+    CheckpointError,
+    EngineError,
+    InvalidArgumentError,
+    NotFoundError,
+    QuireError,
+    UnavailableError,
+    describe,
+)
+from quire.outputs import RunnerInfo
+from quire.request import Request, RequestStatus
 from quire_ensemble.errors import shown
+
+if TYPE_CHECKING:
+    from quire.loader.adapter import ReadAdapter
+
+logger = logging.getLogger("quire")
+
+MAX_ADAPTERS = 4096
+"""That an engine knows."""
+READ_WAIT_S = 0.01
+"""Longest wait for weights before the engine looks for messages again, when there is nothing to compute."""
+MAX_PENDING = 64
+"""Commands that wait for their directories to be read, or for requests to end."""
+
+Answer = Callable[[dict[str, Any] | QuireError], None]
+"""Takes what a command came to."""
 
 
 class AdapterRegistry:
-    """Which adapters requests may name."""
+    """Which adapters requests may name.
 
-    def __init__(self, config: AdapterConfig) -> None:
-        self._config = config
+    Args:
+        info: of the runner.
+        saved: what an engine had that died; None: there was none, and those of the configuration are read.
+
+    Raises:
+        CheckpointError: an adapter of the configuration cannot be read. (One of a dead engine is missed, and
+            its requests end: those of others go on.)
+    """
+
+    def __init__(self, config: AdapterConfig, info: RunnerInfo, saved: SavedAdapters | None = None) -> None:
+        self._config, self._info = config, info
         self._by_name: dict[str, Adapter] = {}
+        self._missing: dict[str, str] = {}
+        """Why adapters of a dead engine are not here."""
+        self._weights: OrderedDict[Adapter, AdapterWeights] = OrderedDict()
+        """The least recently used first."""
+        self._numbers = itertools.count(1)
+        self._pool = ThreadPoolExecutor(1, "quire-adapters") if config.enable_lora else None
+        self._reads: dict[Adapter, Future[ReadAdapter]] = {}
+        """Of weights that are needed again."""
+        self._loads: deque[tuple[LoadAdapter, Path, Answer, Future[ReadAdapter]]] = deque()
+        self._drains: list[tuple[Adapter, Answer]] = []
+        self.slots = AdapterSlots(config.max_loras, self._find_weights) if config.enable_lora else None
+        self.requests: Mapping[str, Request] = {}
+        """Unfinished ones, the scheduler's."""
+        self.on_done: Callable[[], None] = lambda: None
+        """Called on the thread that reads whenever there is something for `poll`."""
+        self.on_change: Callable[[SavedAdapters], None] = lambda saved: None
+        """Told which adapters there are, whenever that changes."""
+        if saved is None:
+            for name, path in config.lora_modules.items():
+                self._add(name, path, self._read(Path(path), None))
+        else:
+            self._restore(saved)
+
+    def _restore(self, saved: SavedAdapters) -> None:
+        for name, one in saved.items():
+            try:
+                read = self._read(Path(one.path), self._root_of(name, one.path))
+                if read.digest.hex() != one.digest:
+                    raise CheckpointError(f"{one.path}: has changed since it was loaded: load it again")
+                self._add(name, one.path, read)
+            except QuireError as error:
+                logger.error("adapter %s cannot be loaded again: %s", shown(name), error)
+                self._missing[name] = str(error)
+
+    def saved(self) -> SavedAdapters:
+        """What another engine needs to have the same."""
+        return {one.name: SavedAdapter(one.path, one.digest.hex()) for one in self._by_name.values()}
 
     def get(self, name: str) -> Adapter:
         """The adapter that a new request names.
 
         Raises:
             InvalidArgumentError: there is none.
+            UnavailableError: it is being unloaded.
         """
-        if not self._config.enable_lora:
+        if self.slots is None:
             raise InvalidArgumentError("lora_name", "the model has no adapters: enable_lora is not set")
-        if name not in self._by_name:
-            raise InvalidArgumentError("lora_name", f"{shown(name)} is not the name of an adapter")
-        return self._by_name[name]
+        found = self._by_name.get(name)
+        if found is None:
+            why = self._missing.get(name) or f"{shown(name)} is not the name of an adapter"
+            raise InvalidArgumentError("lora_name", why)
+        if any(adapter is found for adapter, _ in self._drains):
+            raise UnavailableError(f"lora_name: {shown(name)} is being unloaded")
+        return found
+
+    def listing(self) -> list[AdapterStatus]:
+        """All adapters, in the order of their names."""
+        if self.slots is None:
+            return []
+        counts = {one: [0, 0] for one in self._by_name.values()}
+        for request in self.requests.values():
+            if request.adapter is not None and request.adapter in counts:
+                counts[request.adapter][request.status is RequestStatus.RUNNING] += 1
+        return [self._status(one, *counts[one]) for _, one in sorted(self._by_name.items())]
+
+    def _status(self, adapter: Adapter, num_waiting: int = 0, num_running: int = 0) -> AdapterStatus:
+        assert self.slots is not None
+        return AdapterStatus(
+            adapter.name,
+            adapter.path,
+            adapter.rank,
+            adapter.digest.hex(),
+            self.slots.slot_of(adapter),
+            num_running,
+            num_waiting,
+            adapter.num_hits,
+            adapter.num_loads,
+        )
+
+    def begin(self, command: LoadAdapter | UnloadAdapter, answer: Answer) -> None:
+        """Carries a command out; `answer` is told what it came to, now or in a later `poll`.
+
+        Raises:
+            InvalidArgumentError, NotFoundError, UnavailableError: it cannot be.
+        """
+        if self.slots is None or self._pool is None:
+            raise InvalidArgumentError("cache_control", "the model has no adapters: enable_lora is not set")
+        if len(self._loads) + len(self._drains) >= MAX_PENDING:
+            raise UnavailableError(f"{MAX_PENDING} commands of adapters are being carried out")
+        if isinstance(command, LoadAdapter):
+            path = self._path_of(command)
+            future = self._pool.submit(self._read, path, Path(self._config.lora_root))
+            future.add_done_callback(lambda _: self.on_done())
+            self._loads.append((command, path, answer, future))
+            return
+        found = self._by_name.get(command.name)
+        if found is None:
+            raise NotFoundError(f"name: {shown(command.name)} is not the name of an adapter")
+        count = self._num_users(found)
+        if count and not command.drain:
+            raise UnavailableError(f'{_in_use(found, count)}: "drain": true waits for their ends')
+        self._drains.append((found, answer))
+
+    def _path_of(self, command: LoadAdapter) -> Path:
+        root = self._config.lora_root
+        if not root:
+            raise InvalidArgumentError("path", "no adapters can be loaded at run time: lora_root is not set")
+        path = (Path(root) / command.path).resolve()
+        if not path.is_relative_to(Path(root).resolve()):
+            raise InvalidArgumentError("path", f"must lie below lora_root ({root})")
+        return path
+
+    def _root_of(self, name: str, path: str) -> Path | None:
+        return None if self._config.lora_modules.get(name) == path else Path(self._config.lora_root)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` has something to do."""
+        return (
+            (bool(self._loads) and self._loads[0][-1].done())
+            or any(future.done() for future in self._reads.values())
+            or any(not self._num_users(adapter) for adapter, _ in self._drains)
+        )
+
+    def wait(self) -> None:
+        """Waits a moment for weights that are being read, if any are."""
+        if self._reads:
+            wait(self._reads.values(), READ_WAIT_S, return_when=FIRST_COMPLETED)
+
+    def poll(self) -> list[tuple[Adapter, QuireError]]:
+        """Takes in what was read and who has ended; returns adapters whose weights are not to be had again,
+        and why."""
+        failed = []
+        for adapter, future in [one for one in self._reads.items() if one[1].done()]:
+            del self._reads[adapter]
+            try:
+                read = future.result()
+                if read.digest != adapter.digest:
+                    raise CheckpointError(f"{adapter.path}: has changed since it was loaded: load it again")
+                self._keep(adapter, read.weights)
+            except Exception as error:
+                failed.append((adapter, _as_ours(error)))
+        while self._loads and self._loads[0][-1].done():
+            command, path, answer, future = self._loads.popleft()
+            try:
+                status = self._take(command.name, path, future.result())
+            except Exception as error:
+                answer(_as_ours(error))
+            else:
+                answer(msgspec.to_builtins(status))
+        for adapter, answer in self._drains[:]:
+            if not self._num_users(adapter):
+                self._drains.remove((adapter, answer))
+                if self._by_name.get(adapter.name) is adapter:
+                    self._forget(adapter)
+                answer({"name": adapter.name})
+        return failed
+
+    def _take(self, name: str, path: Path, read: ReadAdapter) -> AdapterStatus:
+        old = self._by_name.get(name)
+        if old is not None and old.digest == read.digest:
+            return self._status(old)
+        if old is not None:
+            count = self._num_users(old)
+            if count:
+                raise UnavailableError(f"{_in_use(old, count)}, and this one has another content")
+            self._forget(old)
+        if len(self._by_name) >= MAX_ADAPTERS:
+            raise UnavailableError(f"there are {MAX_ADAPTERS} adapters: unload one")
+        return self._status(self._add(name, str(path), read))
+
+    def _add(self, name: str, path: str, read: ReadAdapter) -> Adapter:
+        adapter = Adapter(name, path, read.rank, read.digest, next(self._numbers))
+        self._by_name[name] = adapter
+        self._missing.pop(name, None)
+        self._keep(adapter, read.weights)
+        self.on_change(self.saved())
+        return adapter
+
+    def _forget(self, adapter: Adapter) -> None:
+        assert self.slots is not None
+        self.slots.forget(adapter)
+        self._weights.pop(adapter, None)
+        del self._by_name[adapter.name]
+        self.on_change(self.saved())
+
+    def _keep(self, adapter: Adapter, weights: AdapterWeights) -> None:
+        self._weights[adapter] = weights
+        while len(self._weights) > max(self._config.max_cpu_loras, self._config.max_loras):
+            self._weights.popitem(last=False)
+
+    def _find_weights(self, adapter: Adapter) -> AdapterWeights | None:
+        """See AdapterSlots."""
+        found = self._weights.get(adapter)
+        if found is not None:
+            self._weights.move_to_end(adapter)
+        elif adapter not in self._reads:
+            assert self._pool is not None
+            root = self._root_of(adapter.name, adapter.path)
+            future = self._reads[adapter] = self._pool.submit(self._read, Path(adapter.path), root)
+            future.add_done_callback(lambda _: self.on_done())
+        return found
+
+    def _read(self, path: Path, root: Path | None) -> ReadAdapter:
+        from quire.loader.adapter import read_adapter
+
+        info = self._info
+        return read_adapter(path, info.adapter_targets, info.dtype, self._config.max_lora_rank, root)
+
+    def _num_users(self, adapter: Adapter) -> int:
+        """How many unfinished requests are computed with an adapter; choices count as one."""
+        return len({family_of(one) for one in self.requests.values() if one.adapter is adapter})
+
+    def give_back(self) -> None:
+        """Gives back the memory of all weights: the engine sleeps, and reads them again."""
+        self._weights.clear()
+        if self.slots is not None:
+            self.slots.clear()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_use(adapter: Adapter, count: int) -> str:
+    return f"name: {shown(adapter.name)} is in use by {count} request{'s' * (count > 1)}"
+
+
+def _as_ours(error: Exception) -> QuireError:
+    if isinstance(error, QuireError):
+        return error
+    return EngineError(f"an adapter cannot be read: {describe(error)}")

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from quire.adapters import SavedAdapters
 from quire.config import CacheConfig, EngineConfig
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_events import KVEventCollector
@@ -29,6 +30,7 @@ from quire.core.scheduler import Scheduler
 from quire.core.trace import SchedulerTrace
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.cache_commands import (
+    Adapters,
     CacheCommand,
     Health,
     Inspect,
@@ -84,9 +86,15 @@ class EngineCore:
     Args:
         config: the engine's configuration.
         executor: computes the steps; None makes one of the configuration.
+        saved: the adapters of an engine that died, which this one goes on for; None: there was none.
+
+    Raises:
+        QuireError: it cannot start; says why.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, executor: Executor | None = None, saved: SavedAdapters | None = None
+    ) -> None:
         executor = make_executor(config) if executor is None else executor
         self.config = config
         self.executor = executor
@@ -109,6 +117,7 @@ class EngineCore:
         """Stands for all that decides the bits of keys and values; empty where nobody needs it."""
         self.tiers = make_tiers(cache, executor.kv_cache, self.fingerprint)
         executor.attach(self.tiers)
+        self.adapters = AdapterRegistry(config.adapters, info, saved)
         self.scheduler = Scheduler(
             # As it is, for traces: whether steps are launched ahead may be left to the device.
             dataclasses.replace(limits, async_scheduling=executor.depth > 1),
@@ -117,8 +126,9 @@ class EngineCore:
             tiers=self.tiers,
             block_bytes=executor.kv_cache.block_bytes,
             session_ttl_s=cache.session_ttl_s,
+            adapters=self.adapters.slots,
         )
-        self.adapters = AdapterRegistry(config.adapters)
+        self.adapters.requests = self.scheduler.roster.requests
         self._in_flight: deque[SchedulerOutput] = deque()
         """Steps that were launched and not collected, the oldest first."""
         self.num_finished_steps = 0
@@ -207,7 +217,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight) or self._is_broken
+        return self.scheduler.has_work or bool(self._in_flight) or self._is_broken or self.adapters.has_news
 
     @property
     def _is_broken(self) -> bool:
@@ -239,6 +249,9 @@ class EngineCore:
             self.profile = None
         self._phase("schedule")
         outputs = self.scheduler.expire()
+        if self.adapters.has_news:
+            for adapter, error in self.adapters.poll():
+                outputs += self.scheduler.end_waiting(adapter, error)
         planned = self.scheduler.schedule()
         planned.is_timed = self.profile is not None
         self._phase("wait", planned.step)
@@ -249,6 +262,8 @@ class EngineCore:
         if planned.has_work or self.scheduler.transfers.num_loading:
             self.executor.launch(planned)
             self._in_flight.append(planned)
+        elif not self._in_flight:
+            self.adapters.wait()  # if anything waits for them there is nothing else to do
         # Nothing is left waiting behind a plan that computes nothing.
         while self._in_flight and (len(self._in_flight) >= self.executor.depth or planned.is_empty):
             try:
@@ -322,7 +337,7 @@ class EngineCore:
 
     def control(self, command: CacheCommand) -> dict[str, Any]:
         """Looks into the cache, or empties it; running requests are not disturbed. For `Profile` there is
-        `begin_profile`.
+        `begin_profile`, for commands that change the adapters `AdapterRegistry.begin`.
 
         A healthy engine that has requests finishes steps: `num_finished_steps` moves.
         """
@@ -335,6 +350,11 @@ class EngineCore:
                 }
             case Inspect():
                 return self.scheduler.inspect()
+            case Adapters():
+                return {
+                    "max_loras": self.config.adapters.max_loras,
+                    "adapters": msgspec.to_builtins(self.adapters.listing()),
+                }
             case Requests():
                 return list_requests(self.scheduler.roster, None if command.all else command.tenant)
         self._expire()
@@ -389,6 +409,7 @@ class EngineCore:
             self._publish()
             if self.tiers is not None:
                 self.tiers.close()
+            self.adapters.give_back()
             self._attach(None)
             _wait_for(self.executor.sleep(), meanwhile)
         return {"resident_bytes_before": before, "resident_bytes": resident_bytes()}
@@ -426,6 +447,7 @@ class EngineCore:
     def close(self) -> None:
         """Ends the threads; what the disk tier still has to write is written."""
         self.executor.close()
+        self.adapters.close()
         if self.tiers is not None:
             self.tiers.close()
         if self._publisher is not None:

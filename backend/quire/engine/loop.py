@@ -35,7 +35,7 @@ import numpy as np
 import zmq
 
 from quire.config import EngineConfig
-from quire.engine.cache_commands import Health, Profile, Sleep, Wake
+from quire.engine.cache_commands import Health, LoadAdapter, Profile, Sleep, UnloadAdapter, Wake
 from quire.engine.core import PROBE_ID, EngineCore, error_output, make_executor
 from quire.engine.heartbeat import Heartbeat
 from quire.engine.messages import (
@@ -135,6 +135,7 @@ class EngineLoop:
         self._first_frontend_by = math.inf
         self._step_done = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._step_done, zmq.POLLIN)
+        core.adapters.on_done = functools.partial(os.eventfd_write, self._step_done, 1)
         self._server_pidfd = open_verified_pidfd(server_pid, server_start_time) if server_pid else None
         if self._server_pidfd is not None:
             self._poller.register(self._server_pidfd, zmq.POLLIN)
@@ -297,6 +298,10 @@ class EngineLoop:
                 if isinstance(command, Sleep):
                     self.core.begin_sleep(command)
                 self._switches.append((identity, message.token, command))
+            case Control(command=LoadAdapter() | UnloadAdapter() as command):
+                self.core.adapters.begin(
+                    command, functools.partial(self._answer_adapters, identity, message.token)
+                )
             case Control():
                 answer = self.core.control(message.command)
                 if isinstance(message.command, Health):
@@ -313,9 +318,20 @@ class EngineLoop:
                 self._unwatch(identity)
                 self._frontend_pidfds[identity] = pidfd
                 self._poller.register(pidfd, zmq.POLLIN)
-                self._send(identity, self.info)
+                self._send(
+                    identity, msgspec.structs.replace(self.info, adapters=self.core.adapters.listing())
+                )
             case Goodbye():
                 self._forget_frontend(identity)
+
+    def _answer_adapters(self, identity: bytes, token: str, answer: dict[str, Any] | QuireError) -> None:
+        """Tells all frontends of the adapters as they are now, and one what its command came to."""
+        self._next_stats, self._owes_stats = 0.0, True
+        self._push_stats()
+        if isinstance(answer, QuireError):
+            self._send(identity, CommandResult(token, {}, str(answer), answer.code))
+        else:
+            self._send(identity, CommandResult(token, answer))
 
     def _end_profile(self) -> None:
         if self._profile is not None and self._profile[0].is_over:
@@ -429,7 +445,7 @@ class EngineLoop:
         # Whether a worker in a process of its own is gone is asked for also while nothing is to be done.
         self._owes_stats = self.core.config.model.worker_process
         self.core.executor.check()
-        message = Stats(self._stats())
+        message = Stats(self._stats(), self.core.adapters.listing())
         for identity in self._frontend_pidfds:
             self._send(identity, message)
 
@@ -458,6 +474,7 @@ def _engine_info(core: EngineCore) -> EngineInfo:
         num_threads=info.num_threads,
         num_cpus=num_cpus(),
         fingerprint=_result_fingerprint(core),
+        adapters=core.adapters.listing(),
     )
 
 
@@ -490,11 +507,13 @@ def main(path: Path, server_pid: int, server_start_time: int, generation: int) -
     try:
         config = EngineConfig.from_mapping(json.loads((path / "config.json").read_text(encoding="utf-8")))
         socket_path = directory.socket_path()
-        core = EngineCore(config, make_executor(config, threaded=True))
+        core = EngineCore(config, make_executor(config, threaded=True), directory.read_adapters())
         timeline.end("imports")
         timeline.split("imports", core.info.start_s)
         core.warm_up()
         timeline.end("warm-up")
+        core.adapters.on_change = directory.write_adapters
+        directory.write_adapters(core.adapters.saved())
         core.on_risk = lambda risk: directory.write_risk(pid, risk)
         if config.scheduler.trace_file:
             core.enable_trace(Path(config.scheduler.trace_file))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import math
 import os
 import re
@@ -21,6 +22,7 @@ from typing import Literal
 
 import msgspec
 
+from quire.adapters import SavedAdapters
 from quire.core.probation import NO_RISK, Risk
 from quire.engine.heartbeat import Heartbeat
 from quire.engine.processes import start_time_of
@@ -30,8 +32,12 @@ POLL_S = 0.02
 MAX_STATE_BYTES = 64 * 1024
 MAX_RISK_BYTES = 4 * 2**20
 """Of the ids of as many requests as an engine may run."""
+MAX_ADAPTERS_BYTES = 64 * 2**20
+"""Of as many names and paths as an engine may know."""
 MAX_SOCKET_PATH = 107
 """Bytes of a socket's path, a limit of the kernel."""
+
+logger = logging.getLogger("quire")
 
 _MARKER = re.compile(r"frontend-([0-9]{1,9})-([0-9]{1,18})")
 
@@ -54,6 +60,7 @@ class EngineState(msgspec.Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(EngineState)
+_adapters_decoder = msgspec.json.Decoder(SavedAdapters)
 _risk_decoder = msgspec.json.Decoder(Risk)
 
 
@@ -157,6 +164,19 @@ class RuntimeDirectory:
     def write_risk(self, pid: int, risk: Risk) -> None:
         with contextlib.suppress(OSError):  # a full disk must not end the engine
             self.write(f"at-risk-{pid}", msgspec.json.encode(risk))
+
+    def read_adapters(self) -> SavedAdapters | None:
+        """What the latest engine said of its adapters; None: nothing."""
+        try:
+            return _adapters_decoder.decode(self.read("adapters.json", MAX_ADAPTERS_BYTES) or b"")
+        except (msgspec.MsgspecError, ValueError):
+            return None
+
+    def write_adapters(self, saved: SavedAdapters) -> None:
+        try:
+            self.write("adapters.json", msgspec.json.encode(saved))
+        except OSError as error:  # a full disk must not end the engine
+            logger.error("engine: an engine in its place will not know of its adapters: %s", error)
 
     def heartbeat(self, pid: int, watchdog_s: float | None = None) -> Heartbeat | None:
         """Of the engine with this pid, which makes it and states `watchdog_s`. None: there is none."""

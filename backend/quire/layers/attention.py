@@ -49,8 +49,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """[num_tokens, hidden_size] to the same; writes the new tokens' keys and values into the cache."""
-        cos, sin, kv_layer, meta = context
-        heads = self.qkv(x).view(x.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        cos, sin, kv_layer, meta, adapters = context
+        heads = self.qkv(x, adapters).view(x.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm.weight, self.k_norm.weight)
@@ -67,5 +67,5 @@ class Attention(nn.Module):
             sinks=self.sinks,
             implementation=self.backend,
         )
-        out: torch.Tensor = self.out(attended.flatten(1))
+        out: torch.Tensor = self.out(attended.flatten(1), adapters)
         return out

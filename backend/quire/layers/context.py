@@ -10,6 +10,15 @@ from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer
 
 
+class AdapterStep(NamedTuple):
+    """The adapters of a step in which some token has one."""
+
+    slots: torch.Tensor
+    """int32 [num_tokens]: where each token's adapter lies, -1: it has none."""
+    used: frozenset[int] | None
+    """The slots among them; None: they may be any, as the step is recorded."""
+
+
 class LayerContext(NamedTuple):
     """One layer's part of a step; layers ignore what they have no use for."""
 
@@ -20,3 +29,4 @@ class LayerContext(NamedTuple):
     """What the layer keeps of tokens: written for the new ones, read for all."""
     meta: AttentionMetadata
     """Which tokens belong together, and where their past is, in the layer's KV group."""
+    adapters: AdapterStep | None = None

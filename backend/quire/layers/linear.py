@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
+from quire.layers.context import AdapterStep
 from quire.layers.scheme import LayerTensors, LinearScheme
 from quire.models.config import DecoderConfig
+from quire_kernels import ops
 from quire_kernels.weights import PackedLinear
 
 
@@ -20,6 +22,40 @@ class Weight(NamedTuple):
     memory: torch.Tensor
     split_dim: int | None = None
     """Dimension that tensor-parallel ranks divide among them; None: each has the whole."""
+
+
+class PartSlots:
+    """Memory for the adapters of one part of a layer: of each slot A [max_rank, in_features] and B
+    [out_features, max_rank], zeros where an adapter has less."""
+
+    def __init__(
+        self, num_slots: int, max_rank: int, in_features: int, out_features: int, like: dict[str, Any]
+    ) -> None:
+        self.a = torch.zeros((num_slots, max_rank, in_features), **like)
+        self.b = torch.zeros((num_slots, out_features, max_rank), **like)
+        self.filled: set[int] = set()
+        """Slots whose adapters change this part."""
+
+    def clear(self, slot: int) -> None:
+        """Makes it add nothing."""
+        if slot in self.filled:
+            self.a[slot].zero_()
+            self.b[slot].zero_()
+            self.filled.remove(slot)
+
+    def fill(self, slot: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Takes A [rank, in_features] and B [out_features, rank], the slot being clear."""
+        self.a[slot, : a.shape[0]].copy_(a, non_blocking=True)
+        self.b[slot, :, : b.shape[1]].copy_(b, non_blocking=True)
+        self.filled.add(slot)
+
+    def is_used(self, step: AdapterStep) -> bool:
+        """Whether an adapter of the step may change this part."""
+        return step.used is None or not self.filled.isdisjoint(step.used)
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
 
 
 class Linear(nn.Module):
@@ -58,10 +94,20 @@ class Linear(nn.Module):
         super().__init__()
         self.in_features, self.parts, self.bias, self.dtype = in_features, dict(parts), bias, config.dtype
         self.parallel, self.activation = parallel, activation
+        self.slots: list[PartSlots] = []
+        """Of each part, where adapters are in use; see `worker/adapters.py`."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
         """x [num_tokens, in_features] to [num_tokens, sum of the parts], or half of it with an activation."""
-        return self.packed(x)
+        if adapters is None or not any(part.is_used(adapters) for part in self.slots):
+            return self.packed(x)
+        # Float32 in between, as where the activation is of the product: rows without adapter keep their bits.
+        y = self.packed(x) if self.activation is None else self._ungated(x, torch.float32)
+        columns = y.split(list(self.parts.values()), dim=1)
+        for part, own in zip(self.slots, columns, strict=True):
+            if part.is_used(adapters):
+                ops.add_lora(own, x, part.a, part.b, adapters.slots)
+        return y if self.activation is None else ops.gate_mul(y, self.activation).to(x.dtype)
 
     def allocate(self, scheme: LinearScheme, path: str) -> None:
         """Makes the tensors that a scheme has for the layer; its parts are named beside `path`, its own."""
@@ -91,6 +137,15 @@ class Linear(nn.Module):
     def packed_bytes(self, device_type: str) -> int:
         """What `pack` will return on such a device, about."""
         return self.tensors.packed_bytes(self.activation, device_type)
+
+    def make_slots(self, num_slots: int, max_rank: int, device: torch.device) -> None:
+        """Takes memory for adapters, once it is packed."""
+        like = {"dtype": self.dtype, "device": device}
+        self.slots = [
+            PartSlots(num_slots, max_rank, self.in_features, size, like) for size in self.parts.values()
+        ]
+        if self.activation is not None:
+            self._ungated = self.packed.ungated()
 
     def weights(self) -> Iterator[Weight]:
         """What the parts' tensors fill."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from quire.layers.context import AdapterStep
 from quire.layers.linear import Linear
 from quire.models.config import DecoderConfig
 
@@ -37,7 +38,7 @@ class GatedMLP(nn.Module):
         )
         self.down = Linear(config, inner, {down: size}, parallel="row", bias=bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
         """[num_tokens, hidden_size] to the same."""
-        out: torch.Tensor = self.down(self.gate_up(x))
+        out: torch.Tensor = self.down(self.gate_up(x, adapters), adapters)
         return out

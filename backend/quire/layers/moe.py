@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from quire.layers.context import AdapterStep
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.scheme import LinearScheme
@@ -78,8 +79,8 @@ class MixtureOfExperts(nn.Module):
             down.append(expert.down.packed)
         self.packed = ops.pack_experts(gate_up, down, device_type=device_type, dtype=self.router.dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] to the same."""
+    def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
+        """[num_tokens, hidden_size] to the same; no adapter changes experts or their router."""
         return self.packed(x, *self.router(x))
 
     @property

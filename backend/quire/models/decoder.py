@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quire.layers.attention import Attention
-from quire.layers.context import LayerContext
+from quire.layers.context import AdapterStep, LayerContext
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear, Weight
 from quire.layers.mlp import GatedMLP
@@ -62,7 +62,7 @@ class DecoderLayer(nn.Module):
         normed, residual = self.input_layernorm.add(x, residual)
         attended = self.self_attn(normed, context)
         normed, residual = self.post_attention_layernorm.add(attended, residual)
-        return self.mlp(normed), residual
+        return self.mlp(normed, context.adapters), residual
 
     def fused_weights(self, group: int) -> DecoderLayerWeights:
         """What computes the layer; `group` is the KV group it is in."""
@@ -164,6 +164,7 @@ class DecoderModel(nn.Module):
         metas: Sequence[AttentionMetadata],
         embeds: tuple[torch.Tensor, torch.Tensor] | None = None,
         rows: torch.Tensor | None = None,
+        adapters: AdapterStep | None = None,
     ) -> torch.Tensor:
         """Computes the new tokens of a ragged batch and stores their keys and values.
 
@@ -174,13 +175,14 @@ class DecoderModel(nn.Module):
             metas: which tokens belong together, and where their context is in the blocks of each KV group.
             embeds: (int64 [n], [n, hidden_size]): batch rows whose embedding is given, not looked up.
             rows: int64 [n], ascending: batch rows whose result is wanted; None: all.
+            adapters: None: no token has one.
 
         Returns:
             [num_tokens or n, hidden_size], the final norm applied.
         """
         native = self._native_for(kv_cache)
-        if native is None:
-            return self.compute(self.embed(input_ids, embeds), positions, kv_cache, metas, rows)
+        if native is None or adapters is not None:
+            return self.compute(self.embed(input_ids, embeds), positions, kv_cache, metas, rows, adapters)
         if rows is None:
             rows = torch.arange(input_ids.shape[0])
         return self._call_native(native, input_ids, positions, kv_cache, metas, embeds, rows)
@@ -193,11 +195,14 @@ class DecoderModel(nn.Module):
         metas: Sequence[AttentionMetadata],
         embeds: tuple[torch.Tensor, torch.Tensor] | None,
         rows: torch.Tensor,
+        adapters: AdapterStep | None = None,
     ) -> torch.Tensor:
         """`best_tokens` of what `forward` gives for these: int64 [n]; one call where the layers are one."""
         native = self._native_for(kv_cache)
-        if native is None or not native.chooses:
-            return self.best_tokens(self.forward(input_ids, positions, kv_cache, metas, embeds, rows))
+        if native is None or not native.chooses or adapters is not None:
+            return self.best_tokens(
+                self.forward(input_ids, positions, kv_cache, metas, embeds, rows, adapters)
+            )
         return self._call_native(native, input_ids, positions, kv_cache, metas, embeds, rows, best=True)
 
     def _call_native(
@@ -235,6 +240,7 @@ class DecoderModel(nn.Module):
         kv_cache: KVLayers,
         metas: Sequence[AttentionMetadata],
         rows: torch.Tensor | None = None,
+        adapters: AdapterStep | None = None,
     ) -> torch.Tensor:
         """`forward` behind `embed`; `x` may be overwritten."""
         angles = self.rotary(positions)
@@ -243,7 +249,7 @@ class DecoderModel(nn.Module):
         for index, layer in enumerate(self.layers):
             group, position = self._places[index]
             cos, sin = angles if self.kv_groups[group].window is None else sliding_angles
-            context = LayerContext(cos, sin, kv_cache.layer(position), metas[group])
+            context = LayerContext(cos, sin, kv_cache.layer(position), metas[group], adapters)
             x, residual = layer(x, residual, context)
         hidden = self.norm.add(x, residual)[0]
         return hidden if rows is None else hidden[rows]

@@ -29,7 +29,7 @@ class Gemma2Layer(DecoderLayer):
         normed, residual = self.input_layernorm.add(x, residual)
         attended = self.post_attention_layernorm(self.self_attn(normed, context))
         normed, residual = self.pre_feedforward_layernorm.add(attended, residual)
-        return self.post_feedforward_layernorm(self.mlp(normed)), residual
+        return self.post_feedforward_layernorm(self.mlp(normed, context.adapters)), residual
 
 
 class Gemma2ForCausalLM(GemmaForCausalLM):

@@ -15,6 +15,7 @@ from quire.models.config import DecoderConfig
 from quire.simulator.cost import CostModel
 from quire.simulator.simulate import Simulator
 from quire.simulator.workload import Arrival
+from quire.worker.adapters import slot_bytes
 from quire.worker.kv_cache import DeviceMemory, KVLayout
 from quire.worker.model_runner import check_attention_backend
 
@@ -34,6 +35,7 @@ class Capacity:
     max_model_len: int
     """Tokens."""
     weight_bytes: int
+    """Slots for adapters among them."""
     workspace_bytes: int
     """Of the largest step, estimated: activations of all its tokens, and logits of all its sequences."""
     num_blocks: int
@@ -76,7 +78,7 @@ def predict(
         config.model, torch.device("meta"), check=lambda shape: check_attention_backend(config, shape, device)
     ).model
     layout = KVLayout.of(config, model)
-    weight_bytes = model.packed_bytes(device_type)
+    weight_bytes = model.packed_bytes(device_type) + slot_bytes(model, config.adapters)
     used = weight_bytes + (ENGINE_BYTES if total is None else GPU_CONTEXT_BYTES)
     num_blocks = layout.num_blocks(config, DeviceMemory(max(0, free - used), total))
     of_longest = layout.blocks_per_sequence(layout.max_model_len)

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from quire.layers.context import AdapterStep
 from quire.models.decoder import DecoderModel
 from quire.outputs import ScheduledRequest
 from quire.worker.device import to_device
@@ -37,7 +38,7 @@ from quire_kernels.metadata import Attend, AttentionMetadata
 
 logger = logging.getLogger("quire")
 
-_FIELDS = ("row", "seq_len", "token", "offset")
+_FIELDS = ("row", "seq_len", "token", "offset", "slot")
 
 Work = Callable[[], None]
 
@@ -109,7 +110,8 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Recorded decode steps of one model.
+    """Recorded decode steps of one model, of each size one without adapters and, where the model has slots,
+    one with them.
 
     Args:
         kv_cache: with a scratch block behind its pool.
@@ -125,10 +127,12 @@ class DecodeGraphs:
         max_model_len: int,
         sizes: Sequence[int],
         backend: GraphBackend,
+        *,
+        has_slots: bool = False,
     ) -> None:
         assert kv_cache.scratch_block is not None, "padding needs a block that no request has"
         self.model, self.kv_cache, self.batch = model, kv_cache, batch
-        self.max_model_len = max_model_len
+        self.max_model_len, self._has_slots = max_model_len, has_slots
         self.sizes = list(sizes)
         self.backend = backend
         self.num_replays = 0
@@ -142,11 +146,12 @@ class DecodeGraphs:
         self._table[:, -1] = kv_cache.scratch_block
         self._inputs = torch.zeros((len(_FIELDS), self.sizes[-1]), dtype=torch.int64, device=device)
         """Rows as `_FIELDS`: row of the block table, tokens in the sequence, the newest one (-1: the device
-        knows it), and what its position in rotary embeddings differs by."""
+        knows it), what its position in rotary embeddings differs by, and the slot of its adapter (-1: it has
+        none)."""
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=device)
-        self._padding = np.array([[self._scratch_row], [1], [0], [0]])
+        self._padding = np.array([[self._scratch_row], [1], [0], [0], [-1]])
         """A sequence of one token, as a column of the inputs."""
-        self._graphs: dict[int, Work] = {}
+        self._graphs: dict[tuple[int, bool], Work] = {}
         self._best = torch.zeros(self.sizes[-1], dtype=torch.int64, device=device)
         self._input_ids = torch.zeros_like(self._best)
         self._logits = torch.empty((self.sizes[-1], model.config.vocab_size), device=device)
@@ -155,7 +160,8 @@ class DecodeGraphs:
         """Records every size, the largest first: smaller ones find its memory in the pool."""
         with recording("decode steps, by rows", self.sizes):
             for size in reversed(self.sizes):
-                self._graph(size)
+                for is_adapted in {False, self._has_slots}:
+                    self._graph(size, is_adapted=is_adapted)
 
     def can_run(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Whether a step is one of single tokens that are all sampled from, and not too large."""
@@ -190,7 +196,8 @@ class DecodeGraphs:
             inputs[1, i] = position + 1
             inputs[2, i] = state.token_ids[position] if known else -1
             inputs[3, i] = state.position_delta
-        replay = self._graph(size)
+            inputs[4, i] = state.slot
+        replay = self._graph(size, is_adapted=bool((inputs[4] >= 0).any()))
         self._update_table()
         self._inputs[:, :size].copy_(to_device(inputs, self.batch.device), non_blocking=True)
         replay()
@@ -207,19 +214,19 @@ class DecodeGraphs:
             places = places + places // (rows * width) * width
             self._table.view(-1)[places] = blocks.int()
 
-    def _graph(self, size: int) -> Work:
+    def _graph(self, size: int, *, is_adapted: bool) -> Work:
         """What computes a step of this size, recorded on first use."""
-        if size not in self._graphs:
+        if (size, is_adapted) not in self._graphs:
             # Recording computes, and a step that is computed twice would take its own result for its input.
             self._inputs[:, :size] = to_device(self._padding, self.batch.device)
-            self.backend.warm_up(partial(self._compute, size))
+            self.backend.warm_up(partial(self._compute, size, is_adapted))
             self.backend.begin()
-            self._compute(size)
-            self._graphs[size] = self.backend.end()
-        return self._graphs[size]
+            self._compute(size, is_adapted)
+            self._graphs[size, is_adapted] = self.backend.end()
+        return self._graphs[size, is_adapted]
 
-    def _compute(self, size: int) -> None:
-        rows, seq_lens, known, offsets = self._inputs[:, :size].unbind()
+    def _compute(self, size: int, is_adapted: bool) -> None:
+        rows, seq_lens, known, offsets, adapter_slots = self._inputs[:, :size].unbind()
         last_tokens = self.batch.last_tokens
         input_ids = torch.where(known < 0, last_tokens[rows], known).clamp(min=0)
         indices = seq_lens - 1
@@ -240,8 +247,9 @@ class DecodeGraphs:
             seq_lens_list=[1] * size,
         )
         metas = [meta, *map(meta.with_blocks, tables[1:].unbind(), slots[1:].unbind())]
+        adapters = AdapterStep(adapter_slots.int(), None) if is_adapted else None
         with torch.inference_mode():
-            hidden = self.model(input_ids, indices + offsets, self.kv_cache, metas)
+            hidden = self.model(input_ids, indices + offsets, self.kv_cache, metas, adapters=adapters)
             logits = self.model.compute_logits(hidden)
             best = ops.argmax(logits)
             last_tokens[rows] = best
@@ -278,6 +286,7 @@ class PromptGraphs:
         kv_cache: with a scratch block behind its pool.
         num_axes: of positions: 3 where requests may state them on three, else 1.
         sizes: of batches in tokens, ascending.
+        has_slots: whether the model has slots for adapters: then each size is recorded with them, too.
     """
 
     def __init__(
@@ -287,6 +296,8 @@ class PromptGraphs:
         num_axes: int,
         sizes: Sequence[int],
         backend: GraphBackend,
+        *,
+        has_slots: bool = False,
     ) -> None:
         assert kv_cache.scratch_block is not None, "padding needs a block that no request has"
         self.model, self.kv_cache, self.sizes, self.backend = model, kv_cache, list(sizes), backend
@@ -307,13 +318,16 @@ class PromptGraphs:
             torch.arange(longest, device=device) % block_size + kv_cache.scratch_block * block_size
         )
         self._slots = self._scratch_slots.repeat(len(model.kv_groups), 1)
-        self._pieces: dict[int, list[Piece]] = {}
+        self._has_slots = has_slots
+        self._adapter_slots = torch.full((longest,), -1, dtype=torch.int32, device=device)
+        self._pieces: dict[tuple[int, bool], list[Piece]] = {}
 
     def capture_all(self) -> None:
         """Records every size, the largest first: smaller ones find its memory in the pool."""
         with recording("pieces of steps, by tokens", self.sizes):
             for size in reversed(self.sizes):
-                self._pieces_of(size)
+                for is_adapted in {False, self._has_slots}:
+                    self._pieces_of(size, is_adapted=is_adapted)
 
     def can_run(self, num_tokens: int) -> bool:
         """Whether steps of this many tokens are recorded."""
@@ -326,7 +340,11 @@ class PromptGraphs:
         """[num_tokens, hidden_size] as of the model, in memory that the next call overwrites."""
         count = inputs.metas[0].num_tokens
         size = self.sizes[bisect.bisect_left(self.sizes, count)]
-        pieces = self._pieces_of(size)
+        adapters = inputs.adapters
+        pieces = self._pieces_of(size, is_adapted=adapters is not None)
+        if adapters is not None:
+            self._adapter_slots[:count] = adapters.slots
+            self._adapter_slots[count:size] = -1
         self._x[:count] = self.model.embed(inputs.input_ids, embeds)
         self._positions[..., :count] = inputs.positions
         self._slots[:, count:size] = self._scratch_slots[: size - count]
@@ -339,15 +357,17 @@ class PromptGraphs:
         self.num_replays += 1
         return self._hidden[:count]
 
-    def _pieces_of(self, size: int) -> list[Piece]:
+    def _pieces_of(self, size: int, *, is_adapted: bool) -> list[Piece]:
         """What computes a step of this size, recorded on first use."""
-        if size not in self._pieces:
-            self._pieces[size] = self._record(size)
-        return self._pieces[size]
+        if (size, is_adapted) not in self._pieces:
+            self._pieces[size, is_adapted] = self._record(size, is_adapted)
+        return self._pieces[size, is_adapted]
 
-    def _record(self, size: int) -> list[Piece]:
+    def _record(self, size: int, is_adapted: bool) -> list[Piece]:
         self._slots[:, :size] = self._scratch_slots[:size]
-        self.backend.warm_up(lambda: self._compute(self._metas(size)))
+        self._adapter_slots[:size] = -1
+        adapters = AdapterStep(self._adapter_slots[:size], None) if is_adapted else None
+        self.backend.warm_up(lambda: self._compute(self._metas(size), adapters))
         pieces: list[Piece] = []
 
         def interrupt(group: int, query: torch.Tensor, attend: Attend) -> torch.Tensor:
@@ -360,7 +380,7 @@ class PromptGraphs:
             replace(meta, interrupt=partial(interrupt, group)) for group, meta in enumerate(self._metas(size))
         ]
         self.backend.begin()
-        self._compute(metas)
+        self._compute(metas, adapters)
         pieces.append(Piece(self.backend.end(), None, 0))
         assert len(pieces) == len(self.model.layers) + 1, "a layer has one ops.paged_attention"
         return pieces
@@ -373,8 +393,10 @@ class PromptGraphs:
         meta = AttentionMetadata.build([size], [size], [blocks], block_size, self._slots.device)
         return [meta.with_blocks(meta.block_table, slots[:size]) for slots in self._slots]
 
-    def _compute(self, metas: Sequence[AttentionMetadata]) -> None:
+    def _compute(self, metas: Sequence[AttentionMetadata], adapters: AdapterStep | None) -> None:
         size = metas[0].num_tokens
         with torch.inference_mode():
-            hidden = self.model.compute(self._x[:size], self._positions[..., :size], self.kv_cache, metas)
+            hidden = self.model.compute(
+                self._x[:size], self._positions[..., :size], self.kv_cache, metas, adapters=adapters
+            )
             self._hidden[:size] = hidden

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.layers.context import AdapterStep
 from quire.logits_processors import LogitsProcessor, RowProcessors
 from quire.multimodal import PromptEmbeds
 from quire.outputs import NewRequestData, ScheduledRequest, SchedulerOutput
@@ -39,6 +40,8 @@ class CachedRequest:
     """Rows of choices 1, 2, ... until the first tokens are drawn."""
     position_delta: int = 0
     """What positions behind the prompt differ by from the number of tokens before them."""
+    slot: int = -1
+    """Of its adapter; -1: it has none."""
     pooled: torch.Tensor | None = None
     """float32 [hidden_size]: sum of the hidden states so far, where their mean is wanted."""
 
@@ -122,6 +125,7 @@ class StepInputs:
     """In ascending order."""
     pool_rows: list[PoolRow] = field(default_factory=list)
     """Nothing is sampled of these."""
+    adapters: AdapterStep | None = None
     are_decodes: bool = False
     """Whether each row is one token, which the host knows, and one is drawn of it."""
 
@@ -153,6 +157,8 @@ class InputBatch:
         """Of requests that ask for log-probabilities of their prompt: the first position not known yet."""
         self.embedded: set[str] = set()
         """Requests whose embeddings are wanted, not tokens."""
+        self.adapted: set[str] = set()
+        """Requests with an adapter."""
         self._grammars = grammars
         self._last: StepInputs | None = None
         """Of the step before, where the next one may differ by a token of each row."""
@@ -170,6 +176,7 @@ class InputBatch:
                 self.block_table.release(dropped.row)
                 self._prompts.pop(request_id, None)
                 self.embedded.discard(request_id)
+                self.adapted.discard(request_id)
         for scheduled in output.scheduled:
             if scheduled.new is not None:
                 self._add(scheduled.request_id, scheduled.new)
@@ -197,9 +204,11 @@ class InputBatch:
             self._prompts[request_id] = new.num_prompt_logprobs
         if new.sampling_params.dimensions:
             self.embedded.add(request_id)
+        if new.slot >= 0:
+            self.adapted.add(request_id)
         delta = 0 if new.embeds is None else new.embeds.position_delta
         self.requests[request_id] = CachedRequest(
-            self.block_table.assign(), token_ids, sampling, new.embeds, choices, delta
+            self.block_table.assign(), token_ids, sampling, new.embeds, choices, delta, new.slot
         )
 
     def _grammar(self, new: NewRequestData) -> RowGrammar | None:
@@ -346,6 +355,8 @@ class InputBatch:
             sampling_rows=[state.sampling for _, state in sampled],
             embeds=self._embeds(given),
         )
+        if self.adapted:
+            inputs.adapters = self._adapters(scheduled, lens)
         if self._prompts:
             inputs.prompt_rows = self._prompt_rows(scheduled, starts)
         if self.embedded:
@@ -357,6 +368,14 @@ class InputBatch:
                 given or unknown or inputs.prompt_rows
             )
         return inputs
+
+    def _adapters(self, scheduled: list[ScheduledRequest], lens: list[int]) -> AdapterStep | None:
+        """Of rows of `lens` tokens; None: none of them has one."""
+        slots = [self.requests[item.request_id].slot for item in scheduled]
+        used = frozenset(slots) - {-1}
+        if not used:
+            return None
+        return AdapterStep(to_device(np.repeat(np.array(slots, dtype=np.int32), lens), self.device), used)
 
     def _pool_rows(self, scheduled: list[ScheduledRequest], starts: list[int]) -> list[PoolRow]:
         """Of the rows of this step; `starts`: each row's first token of the batch, and their end."""

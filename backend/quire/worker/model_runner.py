@@ -34,6 +34,7 @@ from quire.outputs import (
 from quire.pooling import read_pooling
 from quire.roofline import DeviceLimits
 from quire.startup import StartTimeline
+from quire.worker.adapters import ModelSlots
 from quire.worker.device import HostCopy, to_device
 from quire.worker.device_limits import measure_limits
 from quire.worker.grammar import Grammars, RowGrammar
@@ -130,6 +131,9 @@ class ModelRunner:
         # Which experts a step computes is known on the host only.
         is_eager = config.model.enforce_eager or shape.experts is not None
         graph_backend = make_graph_backend(self.device, is_eager)
+        self.slots = (
+            None if not config.adapters.enable_lora else ModelSlots(self.model, config.adapters, self.device)
+        )
         self._pooler = Pooler(read_pooling(Path(config.model.model)))
         # Nothing has a gradient: what is saved is time of operators, of which one call has none.
         self._no_autograd = nullcontext if self.model.is_fused else torch.inference_mode
@@ -172,6 +176,7 @@ class ModelRunner:
             device=str(self.device),
             num_threads=self._num_threads,
             start_s=timeline.phases,
+            adapter_targets=() if self.slots is None else self.slots.targets,
             work=self.model.work(layout.spec.layer_bytes(cache.block_size) // cache.block_size),
         )
         self.tiers: KVTiers | None = None
@@ -197,6 +202,7 @@ class ModelRunner:
                 max_model_len,
                 graph_sizes(limits.max_num_seqs),
                 graph_backend,
+                has_slots=has_slots,
             )
         self.prompt_graphs: PromptGraphs | None = None
         most_tokens = min(MAX_GRAPH_TOKENS, limits.max_num_batched_tokens)
@@ -208,6 +214,7 @@ class ModelRunner:
                 3 if self.info.takes_position_ids else 1,
                 token_sizes(most_tokens, few=not whole),
                 graph_backend,
+                has_slots=has_slots,
             )
         self._launched: deque[LaunchedStep] = deque()
         """Steps whose tokens the host does not know yet, the oldest first."""
@@ -219,7 +226,16 @@ class ModelRunner:
         if "kv_cache" in vars(self) and self.kv_cache.fd is not None:
             os.close(self.kv_cache.fd)
         self.tiers = None
-        for name in ("model", "kv_cache", "batch", "graphs", "prompt_graphs", "_grammars", "_launched"):
+        for name in (
+            "model",
+            "slots",
+            "kv_cache",
+            "batch",
+            "graphs",
+            "prompt_graphs",
+            "_grammars",
+            "_launched",
+        ):
             vars(self).pop(name, None)
         gc.unfreeze()  # what is garbage may have been made before the engine was ready
         gc.collect()
@@ -261,9 +277,13 @@ class ModelRunner:
                 self._settle(step)
         self.batch.update(output)
         move_blocks(output, self.kv_cache, self.tiers)
+        for load in output.adapter_loads:
+            assert self.slots is not None, "this runner has no slots"
+            self.slots.bring(load)
         step = LaunchedStep(len(output.scheduled), timer)
         if not output.is_empty:
-            with self._no_autograd(), self.timeline.step(len(output.scheduled)):
+            no_autograd = torch.inference_mode if self.batch.adapted else self._no_autograd
+            with no_autograd(), self.timeline.step(len(output.scheduled)):
                 self._compute(output.scheduled, step)
         if timer is not None:
             timer.launched()
@@ -346,18 +366,19 @@ class ModelRunner:
         if embeds is not None:
             embeds = (embeds[0], embeds[1].to(self.model.config.dtype))
         given = inputs.input_ids, inputs.positions, self.kv_cache, inputs.metas, embeds
+        adapters = inputs.adapters
         wants_all = bool(inputs.prompt_rows or inputs.pool_rows)
         recorded = self.prompt_graphs
         if recorded is not None and recorded.can_run(inputs.metas[0].num_tokens):
             hidden, wants_all = recorded.run(inputs, embeds), True
         elif wants_all:
-            hidden = self.model(*given)
+            hidden = self.model(*given, adapters=adapters)
         elif inputs.samples and inputs.wants_best_only:
-            best = self.model.next_tokens(*given, inputs.sample_indices)
+            best = self.model.next_tokens(*given, inputs.sample_indices, adapters)
             step.phase("sample")
             return Draw(best)
         else:
-            hidden = self.model(*given, inputs.sample_indices)
+            hidden = self.model(*given, inputs.sample_indices, adapters)
         step.phase("sample")
         if inputs.prompt_rows:
             vocab_size = self.info.vocab_size

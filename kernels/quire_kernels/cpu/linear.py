@@ -153,6 +153,10 @@ class NativeLinear:
         )
         return out
 
+    def ungated(self) -> NativeLinear:
+        """See PackedLinear."""
+        return _UngatedLinear(self)
+
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See PackedLinear."""
         assert x.dtype == self.dtype and x.shape[-1] == self.in_features, (x.dtype, x.shape)
@@ -169,6 +173,21 @@ class NativeLinear:
             out.stride(0),
         )
         return out.view(*x.shape[:-1], self.out_features)
+
+
+class _UngatedLinear(NativeLinear):
+    """A gated layer's weights, whose columns take turns (`packed_row` in pack.h), without the activation."""
+
+    def __init__(self, gated: NativeLinear) -> None:
+        vars(self).update(vars(gated))
+        self.struct = type(gated.struct).from_buffer_copy(gated.struct)
+        self.struct.activation = int(Activation.NONE)
+        self.out_features = gated.struct.num_columns
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See PackedLinear."""
+        packed = super().__call__(x, dtype)
+        return packed.unflatten(-1, (-1, 2, BLOCK_COLUMNS // 2)).transpose(-3, -2).flatten(-3)
 
 
 def pack_dense(

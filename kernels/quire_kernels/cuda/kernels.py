@@ -316,6 +316,10 @@ class Linear(TorchLinear):
         """See PackedLinear."""
         return self.kernels.argmax(self(x, torch.float32))
 
+    def ungated(self) -> Linear:
+        """See PackedLinear."""
+        return Linear(self.kernels, self.weight, self.bias, None, None)
+
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See PackedLinear."""
         rows = _aligned_rows(x)

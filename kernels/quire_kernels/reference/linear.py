@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
 
@@ -58,6 +60,12 @@ class TorchLinear:
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
         """See PackedLinear."""
         return argmax(self(x, torch.float32))
+
+    def ungated(self) -> PackedLinear:
+        """See PackedLinear."""
+        out = copy.copy(self)
+        out.activation, out.out_features = None, self.weight.shape[0]
+        return out
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See PackedLinear."""

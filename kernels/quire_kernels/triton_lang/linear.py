@@ -13,6 +13,7 @@ tuner's choice stays. More rows than MAX_ROWS are torch's matrix product, which 
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -278,9 +279,12 @@ class TritonLinear:
             assert quantization is not None
             self.weight, self.scales = _packed(weight, quantization)
         self.nbytes = self.weight.nbytes + (0 if self.scales is None else self.scales.nbytes)
-        most_tiles = triton.cdiv(self.out_features, _MIN_BLOCK_OUT)
-        self._tickets = torch.zeros(most_tiles, dtype=torch.int32, device=weight.device)
         self._tuner = tuning.tuner_of(weight.device)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        most_tiles = triton.cdiv(self.out_features, _MIN_BLOCK_OUT)
+        self._tickets = torch.zeros(most_tiles, dtype=torch.int32, device=self.weight.device)
         self._known: dict[int, tuple[str, tuning.Config]] = {}
         """The tuner's key and the default of each bucket."""
 
@@ -292,6 +296,13 @@ class TritonLinear:
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
         """See PackedLinear."""
         return argmax(self(x, torch.float32))
+
+    def ungated(self) -> TritonLinear:
+        """See PackedLinear."""
+        out = copy.copy(self)
+        out.activation, out.out_features = None, self.num_weights
+        out._prepare()
+        return out
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See PackedLinear."""

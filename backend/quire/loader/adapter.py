@@ -1,0 +1,276 @@
+"""read_adapter: a LoRA adapter as PEFT saves it, checked against the model that it is for.
+
+A directory holds `adapter_config.json` and `adapter_model.safetensors` (or `adapter_model.bin`). It may be
+anybody's: nothing else is read, and memory is taken only for what the model's shapes allow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import regex
+import torch
+
+from quire.adapters import AdapterTarget, AdapterWeights
+from quire.errors import CheckpointError
+from quire.models.config import DTYPES
+from quire_ensemble.errors import one_line, shown
+from quire_ensemble.weight_files import NamedTensor, read_pickle, read_safetensors
+
+CONFIG = "adapter_config.json"
+MAX_CONFIG_BYTES = 2**20
+MAX_PATTERN_LENGTH = 2000
+MAX_PATTERNS = 4096
+PATTERNS_S = 5.0
+"""Longest time that all patterns of an adapter may take: they are not ours."""
+_PREFIXES = ("base_model.", "model.", "language_model.")
+_UNSUPPORTED = (
+    "use_dora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters",
+    "alora_invocation_tokens", "arrow_config", "use_bdlora",
+)  # fmt: skip
+"""Keys that mean something else than a low-rank term, where they are set."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga")
+"""Beginnings of `init_lora_weights` with which the base model's weights are changed, too."""
+
+
+class ReadAdapter(NamedTuple):
+    """An adapter that fits the model."""
+
+    rank: int
+    """The largest of its layers."""
+    digest: bytes
+    """Of what its weights come to in the model."""
+    weights: AdapterWeights
+
+
+def read_adapter(
+    directory: Path, targets: Sequence[AdapterTarget], dtype: str, max_rank: int, root: Path | None = None
+) -> ReadAdapter:
+    """Reads an adapter.
+
+    Args:
+        targets: what adapters of the model may change.
+        dtype: the model's, of what is read.
+        max_rank: the largest rank that there is room for.
+        root: directory in which all must lie, also through links; None: anywhere.
+
+    Raises:
+        CheckpointError: it is missing, broken, unsupported, or of another model; one line that names the
+            file.
+    """
+    config_file = _regular(directory / CONFIG, root)
+    if config_file is None:
+        raise CheckpointError(f"{directory / CONFIG}: no such file: not the directory of a LoRA adapter")
+    config = _Config(config_file)
+    by_name = {target.name: index for index, target in enumerate(targets)}
+    found: dict[int, dict[str, NamedTensor]] = {}
+    for stored in _tensors(directory, root):
+        name, side = config.place_of(stored)
+        if name not in by_name:
+            raise CheckpointError(
+                f"{stored.file}: {shown(stored.name)} adapts what no adapter may change here: not the "
+                "query, key, value, output, gate, up or down projection of a layer of this model (experts, "
+                "routers, embeddings and the output head are not supported)"
+            )
+        if side in found.setdefault(by_name[name], {}):
+            raise CheckpointError(f"{stored.file}: {shown(stored.name)} is there twice")
+        found[by_name[name]][side] = stored
+    if not found:
+        raise CheckpointError(f"{directory}: holds no tensors of an adapter")
+    parts, data = [], []
+    kind = DTYPES[dtype]
+    for index, sides in sorted(found.items()):
+        target = targets[index]
+        rank, scaling = config.scale_of(sides, target, max_rank)
+        parts.append((index, rank))
+        try:
+            a, b = (sides[side].read().float() for side in "AB")
+        except (OSError, RuntimeError, ValueError) as error:
+            raise CheckpointError(f"{sides['A'].file}: cannot be read: {one_line(error)}") from None
+        data += [a.to(kind), (b * scaling).to(kind)]
+    flat = torch.cat([one.contiguous().flatten().view(torch.uint8) for one in data]).numpy()
+    digest = hashlib.blake2b(json.dumps([dtype, parts]).encode(), digest_size=16, person=b"lora")
+    digest.update(np.ascontiguousarray(flat).data)
+    return ReadAdapter(max(rank for _, rank in parts), digest.digest(), AdapterWeights(parts, flat))
+
+
+def _regular(path: Path, root: Path | None) -> Path | None:
+    """The path, if there is a file; refuses what is none, and what lies outside of `root`."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path}: is not a file")
+    if root is not None and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
+        raise CheckpointError(f"{path}: leads out of {root}")
+    return path
+
+
+def _tensors(directory: Path, root: Path | None) -> list[NamedTensor]:
+    for name, read in (
+        ("adapter_model.safetensors", read_safetensors),
+        ("adapter_model.bin", read_pickle),
+    ):
+        file = _regular(directory / name, root)
+        if file is not None:
+            return list(read(file, CheckpointError))
+    raise CheckpointError(f"{directory}: holds neither adapter_model.safetensors nor adapter_model.bin")
+
+
+class _Config:
+    """An adapter_config.json."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        try:
+            if file.stat().st_size > MAX_CONFIG_BYTES:
+                raise self._error(f"is longer than {MAX_CONFIG_BYTES} bytes")
+            values = json.loads(file.read_text("utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise self._error(f"cannot be read as JSON: {one_line(error)}") from None
+        if not isinstance(values, dict):
+            raise self._error("must hold a JSON object")
+        self._values: dict[str, Any] = values
+        self._ends_at = time.monotonic() + PATTERNS_S
+        if values.get("peft_type", "LORA") != "LORA":
+            raise self._error(f"peft_type {shown(values['peft_type'])} is not supported, only LORA")
+        for key in _UNSUPPORTED:
+            if values.get(key):
+                raise self._error(f"{key} is not supported")
+        if values.get("bias", "none") != "none":
+            raise self._error('bias must be "none"')
+        initial = values.get("init_lora_weights")
+        if isinstance(initial, str) and initial.startswith(_CHANGES_BASE):
+            raise self._error(f"init_lora_weights {shown(initial)} changes the base model: not supported")
+        self._rank = self._whole("r", values.get("r"))
+        self._alpha = self._number("lora_alpha", values.get("lora_alpha", 8))
+        self._ranks = self._patterns("rank_pattern", self._whole)
+        self._alphas = self._patterns("alpha_pattern", self._number)
+        self._is_rank_stabilised = bool(values.get("use_rslora"))
+        self._layers = self._numbers("layers_to_transform")
+
+    def place_of(self, stored: NamedTensor) -> tuple[str, str]:
+        """(name among the model's targets, "A" or "B") of a tensor.
+
+        Raises:
+            CheckpointError: it is no matrix of an adapter, or not of what the configuration says is adapted.
+        """
+        module, _, end = stored.name.rpartition(".lora_")
+        side, _, rest = end.partition(".")
+        if not module or side not in ("A", "B") or rest not in ("weight", "default.weight"):
+            kind = "a magnitude of DoRA" if end.startswith("magnitude") else "no matrix A or B of a layer"
+            raise CheckpointError(f"{stored.file}: {shown(stored.name)} is {kind}: not supported")
+        module = module.removeprefix("base_model.model.")
+        if not self._is_target(module):
+            raise CheckpointError(
+                f"{stored.file}: {shown(stored.name)} is not among the target_modules of {CONFIG}"
+            )
+        name = module
+        while name.startswith(_PREFIXES):
+            name = name.partition(".")[2]
+        return name, side
+
+    def scale_of(
+        self, sides: Mapping[str, NamedTensor], target: AdapterTarget, max_rank: int
+    ) -> tuple[int, float]:
+        """(rank, scaling) of a product, whose matrices have the shapes that they must have."""
+        for side in "AB":
+            if side not in sides:
+                raise CheckpointError(f"{self.file.parent}: {target.name} lacks its lora_{side}")
+        module = sides["A"].name.removeprefix("base_model.model.").rpartition(".lora_A")[0]
+        rank = self._of(self._ranks, module, self._rank)
+        alpha = self._of(self._alphas, module, self._alpha)
+        if rank > max_rank:
+            raise self._error(f"rank {rank} of {target.name} exceeds max_lora_rank {max_rank}")
+        shapes = {"A": [rank, target.in_features], "B": [target.out_features, rank]}
+        for side, shape in shapes.items():
+            stored = sides[side]
+            if list(stored.tensor.shape) != shape:
+                raise CheckpointError(
+                    f"{stored.file}: {shown(stored.name)} has shape {list(stored.tensor.shape)}, the model "
+                    f"and {CONFIG} mean {shape}"
+                )
+            if not stored.tensor.is_floating_point():
+                raise CheckpointError(f"{stored.file}: {shown(stored.name)} has type {stored.tensor.dtype}")
+        return rank, alpha / (math.sqrt(rank) if self._is_rank_stabilised else rank)
+
+    def _is_target(self, module: str) -> bool:
+        """As PEFT's `check_target_module_exists`: a list names ends of modules, a text is a pattern."""
+        if self._matches(self._values.get("exclude_modules"), module):
+            return False
+        wanted = self._values.get("target_modules")
+        if wanted in (None, "all-linear"):
+            return True
+        if not self._matches(wanted, module):
+            return False
+        if self._layers is None or not isinstance(wanted, list):
+            return True
+        numbers = regex.findall(r"\.(\d+)\.", module)
+        return bool(numbers) and int(numbers[0]) in self._layers
+
+    def _matches(self, wanted: Any, module: str) -> bool:
+        if wanted is None:
+            return False
+        if isinstance(wanted, str):
+            return self._match(wanted, module)
+        if not isinstance(wanted, list) or not all(isinstance(one, str) for one in wanted):
+            raise self._error("target_modules and exclude_modules must be a text or a list of texts")
+        return any(module == one or module.endswith(f".{one}") for one in wanted)
+
+    def _of(self, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+        """The first pattern's that an end of the module's name matches, as PEFT takes it."""
+        for pattern, value in patterns.items():
+            if module.endswith(f".{pattern}") or self._match(rf"(?:.*\.)?(?:{pattern})", module):
+                return value
+        return default
+
+    def _match(self, pattern: str, module: str) -> bool:
+        if len(pattern) > MAX_PATTERN_LENGTH:
+            raise self._error(f"a pattern is longer than {MAX_PATTERN_LENGTH} characters")
+        left = max(1e-3, self._ends_at - time.monotonic())
+        try:
+            return regex.fullmatch(pattern, module, timeout=left, concurrent=True) is not None
+        except TimeoutError:
+            raise self._error(f"pattern {shown(pattern)} takes too long") from None
+        except (regex.error, RecursionError, MemoryError, OverflowError) as error:
+            raise self._error(f"pattern {shown(pattern)} is none: {one_line(error)}") from None
+
+    def _patterns(self, key: str, convert: Any) -> dict[str, Any]:
+        values = self._values.get(key) or {}
+        if not isinstance(values, dict) or len(values) > MAX_PATTERNS:
+            raise self._error(f"{key} must be a JSON object of at most {MAX_PATTERNS} entries")
+        return {pattern: convert(f"{key}: {shown(pattern)}", value) for pattern, value in values.items()}
+
+    def _numbers(self, key: str) -> set[int] | None:
+        values = self._values.get(key)
+        if values is None:
+            return None
+        values = values if isinstance(values, list) else [values]
+        if not all(type(one) is int for one in values):
+            raise self._error(f"{key} must be an integer or a list of them")
+        return set(values)
+
+    def _whole(self, key: str, value: Any) -> int:
+        if type(value) is not int or not 1 <= value <= 2**16:
+            raise self._error(f"{key} must be an integer in [1, {2**16}], got {shown(value)}")
+        return value
+
+    def _number(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self._error(f"{key} must be a number, got {shown(value)}")
+        return float(value)
+
+    def _error(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.file}: {message}")

@@ -1,0 +1,64 @@
+"""ModelSlots: where a model's steps find the weights of adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from quire.adapters import AdapterLoad, AdapterTarget
+from quire.config import AdapterConfig
+from quire.layers.linear import Linear
+from quire.layers.moe import MixtureOfExperts
+from quire.models.decoder import DecoderModel
+
+
+class ModelSlots:
+    """Slots of a packed model: memory for `max_loras` adapters of `max_lora_rank` in each of its layers."""
+
+    def __init__(self, model: DecoderModel, config: AdapterConfig, device: torch.device) -> None:
+        self._dtype = model.config.dtype
+        layers = dict(adaptable(model))
+        for linear in layers.values():
+            linear.make_slots(config.max_loras, config.max_lora_rank, device)
+        self.targets = targets_of(model)
+        self._parts = [part for linear in layers.values() for part in linear.slots]
+
+    def bring(self, load: AdapterLoad) -> None:
+        """Brings an adapter into a slot, before the steps that are launched from now on."""
+        for part in self._parts:
+            part.clear(load.slot)
+        values = torch.from_numpy(load.weights.data).view(self._dtype)
+        begin = 0
+        for index, rank in load.weights.parts:
+            _, in_features, out_features = self.targets[index]
+            middle, end = begin + rank * in_features, begin + rank * (in_features + out_features)
+            self._parts[index].fill(
+                load.slot, values[begin:middle].view(rank, -1), values[middle:end].view(-1, rank)
+            )
+            begin = end
+
+
+def adaptable(model: DecoderModel) -> Iterator[tuple[str, Linear]]:
+    """The layers that adapters may change, by their names in the model: not experts and their routers."""
+    outside = [f"{name}." for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)]
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and not name.startswith(tuple(outside)):
+            yield name, module
+
+
+def targets_of(model: DecoderModel) -> tuple[AdapterTarget, ...]:
+    """The parts of `adaptable` layers."""
+    return tuple(
+        AdapterTarget(f"{name.rpartition('.')[0]}.{part}", linear.in_features, size)
+        for name, linear in adaptable(model)
+        for part, size in linear.parts.items()
+    )
+
+
+def slot_bytes(model: DecoderModel, config: AdapterConfig) -> int:
+    """Bytes that `ModelSlots` of a model will take; it may be on torch's "meta" device."""
+    if not config.enable_lora:
+        return 0
+    sizes = sum(target.in_features + target.out_features for target in targets_of(model))
+    return config.max_loras * config.max_lora_rank * sizes * model.config.dtype.itemsize
