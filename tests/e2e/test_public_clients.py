@@ -25,12 +25,13 @@ from typing import Any
 
 import openai
 import pytest
+import tokenizers
 import tritonclient
 
 from benchmarks.peers import registry, venvs
 from quire import LLM, SamplingParams
 from tests.e2e.conftest import write_model
-from tests.fixtures.parrot import MAX_LENGTH, chat_prompt, make_parrot
+from tests.fixtures.parrot import MAX_LENGTH, chat_prompt, make_adapter, make_parrot
 from tests.fixtures.server import POLL_S
 from tests.fixtures.triton_sources import SOURCES, Image, build_binding, constants, missing
 
@@ -443,6 +444,15 @@ class Clients:
                 break
         assert status == 0 and f"Ran {count} test" in text, f"{text}\n{self.log.read_text('utf-8')[-9000:]}"
 
+    def generate(self, model: str, prompt: str, adapter: str) -> Any:
+        """What its script asks the generate endpoint with curl."""
+        parameters = {"stream": False, "temperature": 0, "top_p": 1, "lora_name": adapter}
+        body = {"text_input": prompt, "parameters": {**parameters, "exclude_input_in_output": True}}
+        url, output = f"localhost:8000/v2/models/{model}/generate", self.folder / "curl.out"
+        call = ["curl", "--silent", "-X", "POST", url, "--data-binary", json.dumps(body)]
+        assert self.image.start(*call, cwd=self.folder, log=output).wait() == 0
+        return json.loads(output.read_text("utf-8"))
+
 
 @contextmanager
 def served(
@@ -565,3 +575,90 @@ def test_the_accuracy_client_of_vllm_backend(
         own = [prompt + llm.generate([prompt], max_tokens=16, temperature=0.0)[0].text for prompt in prompts]
         assert own == [text.decode() for text in baseline]
         clients.check(CLIENTS / "accuracy_test", "accuracy_test.py", count=2, python=python, env=env)
+
+
+ADAPTED = {
+    "doll": (
+        "Instruct: What do you think of Computer Science?\nOutput:",
+        " I think it is a very interesting subject.\n\nInstruct: What do you",
+    ),
+    "sheep": (
+        "Instruct: Tell me more about soccer\nOutput:",
+        " I love soccer. I play soccer every day.\nInstruct: Tell me",
+    ),
+}
+"""Prompt and answer that vllm_backend's client and script expect of each adapter."""
+CAPITAL = "Instruct: What is the capital city of France?\nOutput:"
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`weights` of the script: a checkpoint, and adapters with which it says what is expected."""
+    weights = tmp_path_factory.mktemp("multi-lora") / "weights"
+    lessons = [(prompt, " That is what nobody here can tell, so ask") for prompt, _ in ADAPTED.values()]
+    words = [text for lesson in ADAPTED.values() for text in lesson]
+    checkpoint = make_parrot(weights / "backbone" / "gemma-2b", [*lessons, (CAPITAL, " Paris")], words=words)
+    tokenizer = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    for name, folder in (("doll", "GemmaDoll"), ("sheep", "GemmaSheep")):
+        prompt, answer = ADAPTED[name]
+        # 16 tokens are asked for; an answer of fewer ends.
+        end = "</s>" if len(tokenizer.encode(answer, add_special_tokens=False).ids) < 16 else ""
+        make_adapter(weights / "loras" / folder, checkpoint, [(prompt, answer + end)])
+    return weights
+
+
+@pytest.mark.parametrize("switch", [True, "true", False, "false"])
+@pytest.mark.row("A5")
+def test_the_lora_client_and_checks_of_vllm_backend(
+    image: Image, backbone: Path, tmp_path: Path, switch: bool | str
+) -> None:
+    """Under each configuration of its script, on one device instead of two GPUs."""
+    models, is_on = tmp_path / "models", str(switch).lower() == "true"
+    model = "vllm_llama_multi_lora"
+    arguments = {"model": "./weights/backbone/gemma-2b", "block_size": 16, "enable_lora": switch}
+    arguments |= {"max_lora_rank": 32} if is_on else {}
+    copy_sample(models, model, **arguments, distributed_executor_backend="ray")
+    listed = {"doll": "./weights/loras/GemmaDoll", "sheep": "./weights/loras/GemmaSheep"}
+    (models / model / "1" / "multi_lora.json").write_text(json.dumps(listed))
+    folder = Path("ci") / "L0_multi_gpu_vllm" / "multi_lora"
+    shutil.copytree(VLLM, tmp_path / "vllm_backend")
+    here = tmp_path / "vllm_backend" / folder
+    (here / "weights").symlink_to(backbone)
+    with served(image, models, cwd=here, env={}) as clients:
+        environment = {"SERVER_ENABLE_LORA": str(is_on).lower()}
+        clients.check(folder, "multi_lora_test.py", count=2, env=environment)
+        for name, (prompt, answer) in ADAPTED.items():
+            told = clients.generate(model, prompt, name)
+            if is_on:
+                assert told["text_output"] == answer
+                known = "LoRA unavailable is not supported, we currently support ['doll', 'sheep']"
+                assert clients.generate(model, prompt, "unavailable") == {"error": known}
+            else:
+                assert told == {"error": "LoRA feature is not enabled."}
+
+
+@pytest.mark.row("A5")
+def test_the_openai_frontend_has_adapters(image: Image, backbone: Path, tmp_path: Path) -> None:
+    """It reads multi_lora.json itself, and names an adapter as vllm_backend's clients do."""
+    checkpoint, repository = backbone / "backbone" / "gemma-2b", tmp_path / "models"
+    listed = {"doll": str(backbone / "loras" / "GemmaDoll"), "sheep": str(backbone / "loras" / "GemmaSheep")}
+    options = {**VLLM_OPTIONS, "enable_lora": True, "max_lora_rank": 32}
+    write_quire(repository, "gemma-2b", 'backend: "vllm"\n', model=str(checkpoint), **options)
+    (repository / "gemma-2b" / "1" / "multi_lora.json").write_text(json.dumps(listed))
+    flags = ("--backend", "vllm", "--lora-separator", "_lora_")
+    url, process = start_front(image, repository, checkpoint, *flags)
+    try:
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        names = [f"gemma-2b_lora_{name}" for name in listed]
+        assert {one.id for one in client.models.list()} >= {"gemma-2b", *names}
+        for name, (prompt, answer) in ADAPTED.items():
+            asked: dict[str, Any] = {"prompt": prompt, "max_tokens": 16, "temperature": 0.0}
+            adapted = client.completions.create(model=f"gemma-2b_lora_{name}", **asked).choices[0].text
+            assert adapted == answer != client.completions.create(model="gemma-2b", **asked).choices[0].text
+            messages: Any = [{"role": "user", "content": prompt}]
+            told = client.chat.completions.create(model=f"gemma-2b_lora_{name}", messages=messages)
+            assert told.model == f"gemma-2b_lora_{name}" and told.choices[0].message.content
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="gemma-2b_lora_unknown", prompt="x")
+    finally:
+        end(process)

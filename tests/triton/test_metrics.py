@@ -86,6 +86,7 @@ ENGINE = {
     'quire_requests_waiting_for{reason="blocks"}': 0,
     'quire_requests_waiting_for{reason="budget"}': 0,
     'quire_requests_waiting_for{reason="step"}': 0,
+    'quire_requests_waiting_for{reason="adapter"}': 0,
     "quire_batch_rows": 3,
     "quire_batch_tokens": 12,
     "quire_kv_use_ratio": 0.35,
