@@ -448,10 +448,14 @@ class Clients:
         """What its script asks the generate endpoint with curl."""
         parameters = {"stream": False, "temperature": 0, "top_p": 1, "lora_name": adapter}
         body = {"text_input": prompt, "parameters": {**parameters, "exclude_input_in_output": True}}
-        url, output = f"localhost:8000/v2/models/{model}/generate", self.folder / "curl.out"
-        call = ["curl", "--silent", "-X", "POST", url, "--data-binary", json.dumps(body)]
+        url = f"localhost:8000/v2/models/{model}/generate"
+        return json.loads(self.curl(url, "-X", "POST", "--data-binary", json.dumps(body)))
+
+    def curl(self, url: str, *options: str) -> str:
+        output = self.folder / "curl.out"
+        call = ["curl", "--silent", url, *options]
         assert self.image.start(*call, cwd=self.folder, log=output).wait() == 0
-        return json.loads(output.read_text("utf-8"))
+        return output.read_text("utf-8")
 
 
 @contextmanager
@@ -617,7 +621,8 @@ def test_the_lora_client_and_checks_of_vllm_backend(
     model = "vllm_llama_multi_lora"
     arguments = {"model": "./weights/backbone/gemma-2b", "block_size": 16, "enable_lora": switch}
     arguments |= {"max_lora_rank": 32} if is_on else {}
-    copy_sample(models, model, **arguments, distributed_executor_backend="ray")
+    names = parameter("metrics_names", "vllm")
+    copy_sample(models, model, names, **arguments, distributed_executor_backend="ray")
     listed = {"doll": "./weights/loras/GemmaDoll", "sheep": "./weights/loras/GemmaSheep"}
     (models / model / "1" / "multi_lora.json").write_text(json.dumps(listed))
     folder = Path("ci") / "L0_multi_gpu_vllm" / "multi_lora"
@@ -635,6 +640,26 @@ def test_the_lora_client_and_checks_of_vllm_backend(
                 assert clients.generate(model, prompt, "unavailable") == {"error": known}
             else:
                 assert told == {"error": "LoRA feature is not enabled."}
+        if is_on:
+            _check_adapter_metrics(clients)
+
+
+def _check_adapter_metrics(clients: Clients) -> None:
+    """Each adapter has answered twice; of what routers read there is one series at a time."""
+
+    def is_counted(text: str) -> bool:
+        return text.count("quire_adapter_requests{") == 4 and all(
+            re.search(rf'^quire_output_tokens_total{{adapter="{name}".* (30|32)$', text, re.MULTILINE)
+            and re.search(rf'^quire_adapter_loaded{{adapter="{name}".* 1$', text, re.MULTILINE)
+            for name in ADAPTED
+        )
+
+    deadline = time.monotonic() + READY_S
+    while not is_counted(text := clients.curl("localhost:8002/metrics")):
+        assert time.monotonic() < deadline, text
+        time.sleep(POLL_S)
+    (info,) = re.findall(r"^vllm:lora_requests_info{(.*)} ", text, re.MULTILINE)
+    assert 'max_lora="4"' in info and 'running_lora_adapters=""' in info
 
 
 @pytest.mark.row("A5")
