@@ -481,12 +481,12 @@ def served(
         end(server)
 
 
-@pytest.mark.row("A5")
+@pytest.mark.row("A5", clauses=("clients",))
 def test_the_ci_clients_of_vllm_backend(
     image: Image, endless: Path, hub: dict[str, str], tmp_path: Path
 ) -> None:
-    """On its sample model. Not here: what needs several GPUs, and a health check that fails as vLLM's own
-    source is rewritten for it."""
+    """On its sample model; those of metrics, accuracy and LoRA follow, and all must pass for the row. Not
+    here: what needs several GPUs, and a health check that fails as vLLM's own source is rewritten for it."""
     models = tmp_path / "models"
     copy_sample(models, "vllm_opt")
     copy_sample(models, "vllm_load_test")
