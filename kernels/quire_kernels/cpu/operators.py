@@ -218,6 +218,32 @@ def sample(isa: str, logits: torch.Tensor, rows: SamplingTensors) -> torch.Tenso
     return out
 
 
+def add_lora(
+    isa: str, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """See `ops.add_lora`."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    num_slots, rank, num_inputs = a.shape
+    _kernels(isa).quire_add_lora(
+        TYPES[y.dtype],
+        y.data_ptr(),
+        y.stride(0),
+        x.data_ptr(),
+        x.stride(0),
+        slots.data_ptr(),
+        slots.shape[0],
+        a.data_ptr(),
+        a.stride(0),
+        b.data_ptr(),
+        b.stride(0),
+        num_slots,
+        rank,
+        num_inputs,
+        y.shape[1],
+    )
+
+
 def linear(isa: str, *args: Any) -> NativeLinear:
     """See `ops.pack_linear`."""
     return pack_dense(isa, _kernels(isa), *args)
@@ -278,6 +304,7 @@ _OPERATORS = (
     ("top_logprobs", top_logprobs, _in_vectors()),
     ("forbid_others", forbid_others, _in_vectors()),
     ("sample", sample, _can_sample),
+    ("add_lora", add_lora, _in_vectors()),
     ("linear", linear, _can_pack),
     ("grouped_linear", grouped_linear, _can_pack),
     ("route", route, _in_vectors()),

@@ -175,4 +175,16 @@ inline void parallel_stretches(int count, F&& body) {
   });
 }
 
+// Calls body(i, j) for every j of [0, count(i)) of every i of [0, num).
+template <class Count, class Body>
+void parallel_for_all(int64_t num, Count&& count, Body&& body) {
+  std::vector<int64_t> ends;
+  int64_t total = 0;
+  for (int64_t i = 0; i < num; ++i) ends.push_back(total += count(i));
+  parallel_stretches(int(total), [&](int task) {
+    const int64_t i = std::upper_bound(ends.begin(), ends.end(), task) - ends.begin();
+    body(i, task - (i ? ends[i - 1] : 0));
+  });
+}
+
 }  // namespace quire

@@ -8,6 +8,7 @@
 #include "gemm_grouped.h"
 #include "gemm_int8.h"
 #include "logits.h"
+#include "lora.h"
 #include "moe.h"
 #include "pack.h"
 #include "sampling.h"
@@ -164,6 +165,18 @@ void quire_moe(Type type, const void* x, int64_t ldx, int64_t num_tokens, const 
     using T = std::remove_pointer_t<decltype(t)>;
     moe(Matrix<const T>{static_cast<const T*>(x), ldx}, num_tokens, experts, shares, *layer,
         Matrix<T>{static_cast<T*>(y), ldy});
+  });
+}
+
+// a[num_slots][rank][num_inputs] and b[num_slots][num_outputs][rank], slots `a_slot` and `b_slot` elements apart.
+void quire_add_lora(Type type, void* y, int64_t ldy, const void* x, int64_t ldx, const int32_t* slots, int64_t num_tokens,
+                    const void* a, int64_t a_slot, const void* b, int64_t b_slot, int num_slots, int rank,
+                    int64_t num_inputs, int64_t num_outputs) {
+  with_type(type, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    add_lora(Matrix<T>{static_cast<T*>(y), ldy}, Matrix<const T>{static_cast<const T*>(x), ldx}, slots, num_tokens,
+             Adapters<T>{static_cast<const T*>(a), static_cast<const T*>(b), a_slot, b_slot, num_slots, rank, num_inputs,
+                         num_outputs});
   });
 }
 
