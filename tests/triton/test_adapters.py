@@ -151,6 +151,9 @@ def test_vllm_backend_s_list_of_adapters_is_read(tmp_path: Path) -> None:
     assert own.lora_root == str(version / "loras")
     with pytest.raises(ConfigError, match=r"multi_lora\.json: 'doll'"):
         read("quire.json", enable_lora=True, lora_modules={"doll": "loras/own"})
+    for wrong in ("{", "[]", '{"a": 1}'):
+        with pytest.raises(ConfigError, match="lora_modules"):
+            read("quire.json", enable_lora=True, lora_modules=wrong)
     (version / "multi_lora.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"multi_lora\.json"):
         read("model.json", enable_lora=True)

@@ -111,20 +111,24 @@ def _find_adapters(values: dict[str, Any], version_directory: Path) -> None:
 
     A path that does not begin in the version directory may begin where the server was started, as there.
     """
+    modules = values.get("lora_modules") or {}
+    if isinstance(modules, str):
+        try:
+            modules = json.loads(modules)
+        except (ValueError, RecursionError):
+            modules = None
     listed = version_directory / vllm_config.ADAPTERS
-    if str(values.get("enable_lora", "")).strip().lower() == "true" and listed.exists():
-        given = values.get("lora_modules") or {}
-        given = json.loads(given) if isinstance(given, str) else given
-        theirs = load_config_file(listed)
-        if twice := [name for name in theirs if name in given]:
-            raise ConfigError(f"{listed}: {twice[0]!r} is in lora_modules, too: state it once")
-        values["lora_modules"] = {**given, **theirs}
-    modules = values.get("lora_modules")
-    if isinstance(modules, dict):
-        values["lora_modules"] = {
-            name: str(_beside(path, version_directory)) if isinstance(path, str) else path
-            for name, path in modules.items()
-        }
+    if isinstance(modules, dict):  # anything else is refused where keys are checked
+        if str(values.get("enable_lora", "")).strip().lower() == "true" and listed.exists():
+            theirs = load_config_file(listed)
+            if twice := [name for name in theirs if name in modules]:
+                raise ConfigError(f"{listed}: {twice[0]!r} is in lora_modules, too: state it once")
+            modules = {**modules, **theirs}
+        if modules:
+            values["lora_modules"] = {
+                name: str(_beside(path, version_directory)) if isinstance(path, str) else path
+                for name, path in modules.items()
+            }
     if isinstance(root := values.get("lora_root"), str) and root:
         values["lora_root"] = str((version_directory / root).resolve())
 
