@@ -220,11 +220,12 @@ class Info(Figure):
     Not for what several processes tell with the same labels: the one that goes on takes the series along.
     """
 
-    __slots__ = ("_always", "told")
+    __slots__ = ("_always", "family", "told")
 
     def __init__(self, name: str, labels: Mapping[str, str]) -> None:
         super().__init__(name, labels, is_gauge=True)
         self._always = self.told = labels
+        self.family: Any = None
 
     def tell(self, value: float, **labels: str) -> None:
         """Other labels beside those that it always has."""
@@ -382,10 +383,12 @@ class MetricsBoard(threading.Thread):
             figure.send()
 
     def _renew(self, info: Info) -> None:
-        """Gives it the metric of what it tells; the one before is deleted with its last reference."""
+        """Gives it the metric of what it tells; the one before is deleted with its family, which holds it."""
         if info.told is not info.labels:
             info.labels, info.shown = info.told, math.nan
-            info.metrics = [self._family(info.name, GAUGES[info.name], True).Metric(labels=dict(info.labels))]
+            kind = self._pb_utils.MetricFamily
+            family = kind(name=info.name, description=GAUGES[info.name], kind=kind.GAUGE)
+            info.metrics, info.family = [family.Metric(labels=dict(info.labels))], family
 
     def _make(self, figure: Figure) -> None:
         """Makes the metrics of a figure; what is at 0 is shown, too."""
@@ -403,14 +406,11 @@ class MetricsBoard(threading.Thread):
         figure.metrics = [self._metric(name, labels, about, figure.is_gauge) for name, labels in names]
 
     def _metric(self, name: str, labels: Mapping[str, str], about: str, is_gauge: bool) -> Any:
-        return _immortal(self._family(name, about, is_gauge).Metric(labels=dict(labels)))
-
-    def _family(self, name: str, about: str, is_gauge: bool) -> Any:
         kind = self._pb_utils.MetricFamily
         if name not in self._families:
             made = kind(name=name, description=about, kind=kind.GAUGE if is_gauge else kind.COUNTER)
             self._families[name] = _immortal(made)
-        return self._families[name]
+        return _immortal(self._families[name].Metric(labels=dict(labels)))
 
 
 def _immortal(made: Any) -> Any:

@@ -43,13 +43,15 @@ class Adapters:
         when, found = self._listed.get(client, (-LISTED_S, {}))
         if time.monotonic() - when >= LISTED_S:
             found = {}
+            models = [info.name for info in await client.models()]
             for model in await bases(client):
                 try:
                     answer = await client.adapters(model=model)
                 except QuireClientError:
                     continue  # it may be asleep, or be another's with inputs of these names
                 for one in answer.get("adapters", ()):
-                    found.setdefault(one["name"], Adapter(one["name"], one["path"], model))
+                    if one["name"] not in models:
+                        found.setdefault(one["name"], Adapter(one["name"], one["path"], model))
             self._listed[client] = time.monotonic(), found
         return found
 

@@ -174,8 +174,7 @@ class _Gateway:
             if info.ready and _is_text_model(schema := await client._schema(info.name)):
                 data[info.name] = self._model(info.name, schema)
         for name, adapter in (await self.adapters.of(client)).items():
-            if name not in data:
-                data[name] = self._model(name, await client._schema(adapter.parent), adapter)
+            data[name] = self._model(name, await client._schema(adapter.parent), adapter)
         return JSONResponse({"object": "list", "data": list(data.values())})
 
     async def model(self, request: Request) -> Response:
