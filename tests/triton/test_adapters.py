@@ -31,6 +31,7 @@ from quire.triton.observers import RequestEnded  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_log import request_fields  # noqa: E402
 from quire.triton.request_parser import ParsedRequest, RequestParser  # noqa: E402
+from quire.triton.request_traces import attributes_of  # noqa: E402
 from quire.triton.result_cache import ResultCache, add_request  # noqa: E402
 from tests.fixtures.fake_pb_utils import InferenceRequest  # noqa: E402
 
@@ -225,7 +226,7 @@ def record(adapter: str, **values: Any) -> RequestEnded:
     )  # fmt: skip
 
 
-def test_tokens_are_counted_by_adapter_and_the_log_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_counted_by_adapter_and_logs_and_traces_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeMetricFamily.reset(monkeypatch, fake_pb_utils)
     monkeypatch.setattr(metrics, "MAX_ADAPTERS", 2)
     board = MetricsBoard(fake_pb_utils)
@@ -239,6 +240,8 @@ def test_tokens_are_counted_by_adapter_and_the_log_names_it(monkeypatch: pytest.
     names = {"": 7, "a": 14, "b": 7, "other": 14}
     assert found == {f'quire_output_tokens_total{{adapter="{name}"}}': n for name, n in names.items()}
     assert request_fields(record("a"))["adapter"] == "a"
+    assert attributes_of(record("a"))["quire.adapter"] == "a"
+    assert "quire.adapter" not in attributes_of(record(""))
 
 
 @pytest.mark.row("E21", clauses=("metrics",))
