@@ -664,11 +664,10 @@ def _check_adapter_metrics(clients: Clients) -> None:
 
 @pytest.mark.row("A5")
 def test_the_openai_frontend_has_adapters(image: Image, backbone: Path, tmp_path: Path) -> None:
-    """It reads multi_lora.json itself, and names an adapter as vllm_backend's clients do."""
+    """It reads model.json and multi_lora.json itself, and names an adapter as vllm_backend's clients do."""
     checkpoint, repository = backbone / "backbone" / "gemma-2b", tmp_path / "models"
     listed = {"doll": str(backbone / "loras" / "GemmaDoll"), "sheep": str(backbone / "loras" / "GemmaSheep")}
-    options = {**VLLM_OPTIONS, "enable_lora": True, "max_lora_rank": 32}
-    write_quire(repository, "gemma-2b", 'backend: "vllm"\n', model=str(checkpoint), **options)
+    copy_sample(repository, "gemma-2b", model=str(checkpoint), enable_lora=True, max_lora_rank=32)
     (repository / "gemma-2b" / "1" / "multi_lora.json").write_text(json.dumps(listed))
     flags = ("--backend", "vllm", "--lora-separator", "_lora_")
     url, process = start_front(image, repository, checkpoint, *flags)
