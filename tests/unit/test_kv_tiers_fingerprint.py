@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
-from quire.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from quire.config import AdapterConfig, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from quire.kv_tiers import fingerprint, needs_fingerprint
 from quire.kv_tiers.fingerprint import HARMLESS_KEYS
 from quire.layers.linear import Weight
@@ -42,7 +42,7 @@ OPTIONS: dict[str, Any] = {
 PROMPTS = [prompt * 2 for prompt in random_prompts(3, longest=45, seed=11)]
 KEYS = {
     field.name: field
-    for part in (ModelConfig, CacheConfig, SchedulerConfig)
+    for part in (ModelConfig, CacheConfig, SchedulerConfig, AdapterConfig)
     for field in dataclasses.fields(part)
 }
 

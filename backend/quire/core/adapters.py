@@ -22,8 +22,8 @@ class AdapterSlots:
 
     Waiting requests are asked for in the order of the queue. The first that finds its adapter in no slot, and
     all slots held, is promised the slot with the fewest holders: nobody behind it may begin with what lies
-    there. So each gets a slot when those that run with one adapter have ended, and meanwhile requests behind it
-    run that need no slot or another one. Of slots that nobody holds the least recently used is taken.
+    there. So each gets a slot when those that run with one adapter have ended, and meanwhile requests behind
+    it run that need no slot or another one. Of slots that nobody holds the least recently used is taken.
 
     Args:
         num_slots: of the runner.

@@ -27,9 +27,9 @@ def list_requests(roster: Roster, tenant: str | None) -> dict[str, Any]:
 
         `state`: "waiting", "loading" (blocks from a KV tier), "prefilling" or "decoding". `waits_for`: empty
         for one that has rows in steps, else "load", "choices" (other sequences of its own), "tenant" (its
-        cap), "adapter" (a slot for it, or its weights), "queue" (those before it), "seats" (a place in the batch), "blocks" (room in the KV cache) or
-        "step" (the next one). `position` counts the waiting requests of smaller rank, which fair queueing
-        and longest-prefix-first may still put behind it.
+        cap), "adapter" (a slot for it, or its weights), "queue" (those before it), "seats" (a place in the
+        batch), "blocks" (room in the KV cache) or "step" (the next one). `position` counts the waiting
+        requests of smaller rank, which fair queueing and longest-prefix-first may still put behind it.
     """
     waiting = sorted(roster.queue, key=lambda request: request.rank)
     positions = {request.request_id: position for position, request in enumerate(waiting)}

@@ -34,6 +34,8 @@ HARMLESS_KEYS = frozenset({
     "max_prefill_tokens_per_request", "max_waiting_requests", "max_waiting_tokens",
     "preemption_mode", "queue_policy", "schedule_interval", "scheduler", "tenants", "trace_file",
     "waiting_running_ratio",
+    # Their weights are part of what blocks are found by.
+    "lora_modules", "lora_root", "max_cpu_loras", "max_loras",
 })  # fmt: skip
 """Keys of the configuration that are known not to change a block of given tokens; all others may."""
 
@@ -53,7 +55,7 @@ def fingerprint(config: EngineConfig, resolved: Mapping[str, Any]) -> str:
     """
     keys = {
         key: value
-        for part in (config.model, config.cache, config.scheduler)
+        for part in (config.model, config.cache, config.scheduler, config.adapters)
         for key, value in dataclasses.asdict(part).items()
         if key not in HARMLESS_KEYS
     }

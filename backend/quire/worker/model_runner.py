@@ -131,9 +131,8 @@ class ModelRunner:
         # Which experts a step computes is known on the host only.
         is_eager = config.model.enforce_eager or shape.experts is not None
         graph_backend = make_graph_backend(self.device, is_eager)
-        self.slots = (
-            None if not config.adapters.enable_lora else ModelSlots(self.model, config.adapters, self.device)
-        )
+        has_slots = config.adapters.enable_lora
+        self.slots = ModelSlots(self.model, config.adapters, self.device) if has_slots else None
         self._pooler = Pooler(read_pooling(Path(config.model.model)))
         # Nothing has a gradient: what is saved is time of operators, of which one call has none.
         self._no_autograd = nullcontext if self.model.is_fused else torch.inference_mode
@@ -226,16 +225,8 @@ class ModelRunner:
         if "kv_cache" in vars(self) and self.kv_cache.fd is not None:
             os.close(self.kv_cache.fd)
         self.tiers = None
-        for name in (
-            "model",
-            "slots",
-            "kv_cache",
-            "batch",
-            "graphs",
-            "prompt_graphs",
-            "_grammars",
-            "_launched",
-        ):
+        made = ("model", "slots", "kv_cache", "batch", "graphs", "prompt_graphs", "_grammars", "_launched")
+        for name in made:
             vars(self).pop(name, None)
         gc.unfreeze()  # what is garbage may have been made before the engine was ready
         gc.collect()
