@@ -20,6 +20,7 @@ from tests.fixtures import fake_pb_utils
 fake_pb_utils.install()
 
 from quire.config import EngineConfig  # noqa: E402
+from quire.engine.adapters import AdapterRegistry  # noqa: E402
 from quire.engine.cache_commands import CacheCommand, Inspect, Reset  # noqa: E402
 from quire.errors import InvalidArgumentError, UnavailableError  # noqa: E402
 from quire.frontend.detokenizer import TokenDecoder  # noqa: E402
@@ -50,6 +51,7 @@ class ScriptedCore:
         self.config = config
         self.info = RunnerInfo(8, 64, 600, frozenset(), (), hidden_size=8)
         self.executor = SimpleNamespace(check=lambda: None)
+        self.adapters = AdapterRegistry(config.adapters, self.info)
         roster = SimpleNamespace(find=lambda name, tenant: ["t-1"] if name == "known" else [])
         self.scheduler = SimpleNamespace(roster=roster)
         self.steps: queue.SimpleQueue[list[EngineCoreOutput]] = queue.SimpleQueue()
