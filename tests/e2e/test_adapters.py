@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from quire import LLM
 from quire_client import Client
-from quire_client.errors import InvalidArgument, Unavailable
+from quire_client.errors import InvalidArgument
 from quire_client.openai.app import GatewaySettings
 from quire_ensemble.builder import build_repository
 from tests.e2e.conftest import OPTIONS
@@ -75,7 +75,7 @@ def test_clients_name_load_and_unload_adapters(tmp_path: Path, serve_repository:
             PROMPT, model="generator", max_tokens=LONG, lora_name="second", **GREEDY
         ) as stream:
             chunks = [next(stream)]
-            with pytest.raises(Unavailable):
+            with pytest.raises(InvalidArgument, match="in use by 1 request"):
                 client.unload_adapter("second")
             engine.kill()
             chunks += stream
