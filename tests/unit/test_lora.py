@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,9 @@ PROMPTS = {
     name: torch.randint(5, 500, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for name, length in zip(NAMES, (21, 30, 9, 40), strict=True)
 }
-SETTINGS: dict[str, Any] = {"enable_lora": True, "max_num_seqs": 16, "num_blocks": 256, "block_size": 8}
+SETTINGS: dict[str, Any] = {
+    "enable_lora": True, "max_num_seqs": 16, "num_blocks": 256, "block_size": 8, "max_model_len": 256,
+}  # fmt: skip
 
 
 class Adapted(NamedTuple):
@@ -87,14 +90,14 @@ def params(**values: Any) -> SamplingParams:
 
 
 def start(adapted: Adapted, **options: Any) -> LLM:
-    return LLM(adapted.path, **{**SETTINGS, "lora_modules": adapted.modules, **options})
+    return LLM(adapted.path, **SETTINGS | {"lora_modules": adapted.modules} | options)
 
 
 def run(llm: LLM, names: list[str], **values: Any) -> list[RequestOutput]:
     return llm.generate([PROMPTS[name] for name in names], params(**values), adapters=list(names))
 
 
-@pytest.mark.row("E19")
+@pytest.mark.row("E19", whole=True)
 def test_a_batch_of_three_adapters_and_the_base(adapted: Adapted) -> None:
     llm = start(adapted)
     outputs = run(llm, list(NAMES), logprobs=0, prompt_logprobs=0)
@@ -114,8 +117,14 @@ def test_a_batch_of_three_adapters_and_the_base(adapted: Adapted) -> None:
     [
         {"max_num_batched_tokens": 16},
         {"async_scheduling": True, "max_num_batched_tokens": 24},
-        {"num_blocks": 12, "enable_prefix_caching": False},
-        {"num_blocks": 14, "preemption_mode": "swap", "host_cache_memory": "8MiB", "async_scheduling": True},
+        {"num_blocks": 12, "max_model_len": 64, "enable_prefix_caching": False},
+        {
+            "num_blocks": 14,
+            "max_model_len": 64,
+            "preemption_mode": "swap",
+            "host_cache_memory": "8MiB",
+            "async_scheduling": True,
+        },
         {"worker_process": True},
         {"max_loras": 1},
     ],
@@ -180,7 +189,7 @@ def test_choices_and_seeds(llama: Adapted) -> None:
     llm.core.scheduler.check_integrity()
 
 
-@pytest.mark.row("E21")
+@pytest.mark.row("E21", clauses=("slots",))
 def test_twenty_adapters_over_four_slots_and_six_places_in_memory(llama: Adapted, tmp_path: Path) -> None:
     base = llama.models[""]
     paths = {
@@ -188,13 +197,13 @@ def test_twenty_adapters_over_four_slots_and_six_places_in_memory(llama: Adapted
     }
     modules = {name: str(path) for name, path in paths.items()}
     llm = LLM(llama.path, **SETTINGS, lora_modules=modules, max_cpu_loras=6)
-    names, prompt = list(modules) * 2, PROMPTS["b"]
+    names, prompt = [name for name in modules for _ in "12"], PROMPTS["b"]
     outputs = llm.generate([prompt] * len(names), params(max_tokens=6), adapters=names)
     right = {name: hf_greedy(merge(hf_model(llama.path), path), prompt, 6) for name, path in paths.items()}
     assert len({tuple(tokens) for tokens in right.values()}) > 10
     assert [one.token_ids for one in outputs] == [right[name] for name in names]
     stats = llm.core.stats()
-    assert stats.num_adapter_hits + stats.num_adapter_loads >= len(names) and stats.num_adapter_hits
+    assert stats.num_adapter_hits + stats.num_adapter_loads >= len(names) and stats.num_adapter_hits >= 10
     assert stats.num_adapter_loads >= 20 and stats.num_adapter_evictions == stats.num_adapter_loads - 4
     listed = llm.core.control(Adapters())["adapters"]
     assert [one["name"] for one in listed] == sorted(modules)
@@ -212,7 +221,7 @@ def command(core: EngineCore, command: LoadAdapter | UnloadAdapter) -> dict[str,
     return answers[0]
 
 
-@pytest.mark.row("E20")
+@pytest.mark.row("E20", clauses=("unload",))
 @pytest.mark.row("C22")
 def test_load_replace_and_unload_at_run_time(llama: Adapted, tmp_path: Path) -> None:
     base = llama.models[""]
@@ -266,7 +275,7 @@ def test_load_replace_and_unload_at_run_time(llama: Adapted, tmp_path: Path) -> 
     core.close()
 
 
-@pytest.mark.row("C22")
+@pytest.mark.row("C22", clauses=("adapter",))
 def test_no_prefix_is_found_of_another_adapter(llama: Adapted, tmp_path: Path) -> None:
     """Not in the pool, nor on disk by the next engine; of equal weights it is, whatever their names."""
     twin = shutil.copytree(llama.modules["a"], tmp_path / "twin")
@@ -288,6 +297,37 @@ def test_no_prefix_is_found_of_another_adapter(llama: Adapted, tmp_path: Path) -
         assert cached(llm, "twin") == (32, found["a"][1])
         llm.core.close()
     assert len({tuple(tokens) for _, tokens in found.values()}) == 3
+
+
+@pytest.mark.row("E20", clauses=("traffic",))
+def test_traffic_goes_on_while_adapters_come_and_go(llama: Adapted) -> None:
+    """No step waits for a directory, and the tokens are those of an engine that is left alone."""
+    modules = {name: llama.modules[name] for name in "ab"}
+    root = str(Path(llama.modules["a"]).parent)
+    llm = LLM(llama.path, **SETTINGS | {"max_num_seqs": 6}, lora_modules=modules, lora_root=root)
+    core, tokens = llm.core, dict[str, list[int]]()
+    answers: list[Any] = []
+    commands: Iterator[LoadAdapter | UnloadAdapter] = itertools.cycle(
+        (LoadAdapter("late", "c"), UnloadAdapter("late", drain=True))
+    )
+    num_begun = asked = 0
+    while asked < 80 or core.has_work or num_begun > len(answers):
+        is_there = num_begun == len(answers) and num_begun % 2 == 1
+        if asked < 80:
+            name = ("", "a", "b", "late")[asked % (4 if is_there else 3)]
+            core.add_request(f"{asked} {name}", PROMPTS[name.replace("late", "c")], params(), adapter=name)
+            asked += 1
+            if num_begun == len(answers) and asked % 8 == 0:
+                core.adapters.begin(next(commands), answers.append)
+                num_begun += 1
+        for output in core.step():
+            assert output.error is None, output
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    assert len(tokens) == 80 and len(answers) > 3
+    assert not any(isinstance(answer, QuireError) for answer in answers)
+    assert {request_id.split(" ")[1] for request_id in tokens} == {"", "a", "b", "late"}
+    for request_id, found in tokens.items():
+        assert found == llama.expected[request_id.split(" ")[1].replace("late", "c")], request_id
 
 
 @pytest.mark.row("E20")

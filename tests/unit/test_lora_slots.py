@@ -141,7 +141,7 @@ def test_a_step_that_fails_is_told_again_what_it_was_to_bring() -> None:
     engine = FakeEngine(adapters=AdapterSlots(2, store.find), max_num_seqs=1)
     watch = Watch(engine, store)
     engine.add("1", 3, 2, adapter=store.adapters[0])
-    engine.scheduler.schedule()
+    engine.runner.execute(engine.scheduler.schedule())
     engine.collect(engine.scheduler.fail("broken"))
     engine.scheduler.check_integrity()
     del engine.requests["1"]

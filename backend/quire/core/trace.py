@@ -108,6 +108,7 @@ class SchedulerTrace:
             "windows": [[group.window, list(group.layers)] for group in kv.groups],
             "max_step_tokens": kv.max_step_tokens,
             "tiers": scheduler.transfers.tiers is not None,
+            "adapters": scheduler.roster.adapters is not None,
         }
         if trace._file is not None:
             trace._write(trace.header)

@@ -401,7 +401,7 @@ class EngineCore:
         Returns:
             Resident bytes of this process before and after (`resident_bytes_before`, `resident_bytes`).
         """
-        assert not self.has_work, "asleep with work to do"
+        assert not (self.scheduler.has_work or self._in_flight), "asleep with work to do"
         before = resident_bytes()
         if not self.is_asleep:
             self._rest = ASLEEP

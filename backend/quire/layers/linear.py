@@ -103,10 +103,13 @@ class Linear(nn.Module):
             return self.packed(x)
         # Float32 in between, as where the activation is of the product: rows without adapter keep their bits.
         y = self.packed(x) if self.activation is None else self._ungated(x, torch.float32)
-        columns = y.split(list(self.parts.values()), dim=1)
+        term = y if y.dtype == x.dtype else torch.zeros_like(y, dtype=x.dtype)
+        columns = term.split(list(self.parts.values()), dim=1)
         for part, own in zip(self.slots, columns, strict=True):
             if part.is_used(adapters):
                 ops.add_lora(own, x, part.a, part.b, adapters.slots)
+        if term is not y:
+            y += term
         return y if self.activation is None else ops.gate_mul(y, self.activation).to(x.dtype)
 
     def allocate(self, scheme: LinearScheme, path: str) -> None:

@@ -65,11 +65,12 @@ def replay(records: Iterable[dict[str, Any]]) -> ReplayReport:
     header = next((record for record in records if record.get("event") == "engine"), None)
     if header is None:
         raise InvalidArgumentError("trace", "no record of the engine: the trace was not begun by attach()")
-    if header["version"] != VERSION or header["tiers"]:
+    has_adapters = header.get("adapters", False)
+    if header["version"] != VERSION or header["tiers"] or has_adapters:
         raise InvalidArgumentError(
             "trace",
-            f"version {header['version']}, KV tiers: {header['tiers']}; "
-            f"only version {VERSION} without KV tiers can be replayed",
+            f"version {header['version']}, KV tiers: {header['tiers']}, adapters: {has_adapters}; "
+            f"only version {VERSION} without KV tiers and adapters can be replayed",
         )
     for record in records:
         for arrival in record.get("arrivals", ()):
