@@ -480,10 +480,24 @@ _WORKER = (
         ("tests/unit/test_kv_cache.py::test_copies_read_all_sources_first",),
     ),
     Mutant(
+        "blocks of one adapter are found by requests of another",
+        "backend/quire/core/block_hash.py",
+        "adapter.digest + salt",
+        "salt",
+        ("tests/unit/test_lora.py::test_no_prefix_is_found_of_another_adapter",),
+    ),
+    Mutant(
+        "a slot that is promised is given to who comes later",
+        "backend/quire/core/adapters.py",
+        "self._promised.get(slot, adapter) is adapter",
+        "True",
+        ("tests/unit/test_lora_slots.py::test_an_adapter_is_not_starved_by_others_that_keep_coming",),
+    ),
+    Mutant(
         "recorded steps write the padding into a request's row",
         "backend/quire/worker/graph_runner.py",
-        "np.array([[self._scratch_row], [1], [0], [0]])",
-        "np.array([[0], [1], [0], [0]])",
+        "np.array([[self._scratch_row], [1], [0], [0], [-1]])",
+        "np.array([[0], [1], [0], [0], [-1]])",
         ("tests/unit/test_async_scheduling.py::test_a_request_gets_the_same_tokens[recorded-greedy]",),
     ),
     Mutant(

@@ -1,4 +1,5 @@
-"""One server for most end-to-end tests: a tiny random Llama behind every kind of model we write."""
+"""Servers for most end-to-end tests: a tiny random Llama behind every kind of model we write, and tiny models
+with eyes."""
 
 from __future__ import annotations
 
@@ -7,16 +8,19 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire import LLM
+from quire_ensemble import pbtxt
 from quire_ensemble.builder import build_repository
+from tests.e2e.vision import CHUNKED_KINDS, VISION_KINDS, VisionServer, WholeModel
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.server import ServerProcess
+from tests.fixtures.vision_checkpoints import make_vision_checkpoint
 
 OPTIONS = {
     "max_model_len": 1024,
@@ -157,6 +161,8 @@ class TinyServer:
     checkpoint: Path
     trace_file: Path
     llm: LLM
+    _records: list[dict] = field(default_factory=list)
+    _read: int = 0
 
     def revive(self) -> None:
         """A new server where the old one has died, on other ports."""
@@ -164,8 +170,15 @@ class TinyServer:
             self.server = self.server.again()
 
     def trace(self) -> list[dict]:
-        lines = self.trace_file.read_text("utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        """All records, of which those are parsed that are new: there are many by the end of a session."""
+        with self.trace_file.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._records.append(json.loads(line))
+                self._read += len(line)
+        return list(self._records)
 
 
 def write_model(repository: Path, name: str, config: str, code: str | None = None) -> Path:
@@ -228,7 +241,7 @@ def tiny_session(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
     llm = LLM(tiny_checkpoint, **OPTIONS)
     served = TinyServer(ServerProcess(repository, root).start(), tiny_checkpoint, trace, llm)
     yield served
-    served.server.stop()
+    served.server.end()
 
 
 @pytest.fixture
@@ -236,6 +249,35 @@ def tiny(tiny_session: TinyServer) -> TinyServer:
     """The session's server, started again if the test before has lost it."""
     tiny_session.revive()
     return tiny_session
+
+
+@pytest.fixture(scope="session")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VisionServer]:
+    root = tmp_path_factory.mktemp("vision")
+    options = {"dtype": "float32", "max_model_len": 512, "num_blocks": 512, "num_threads": 1}
+    repository, names, whole = root / "repository", [], {}
+    for kind in VISION_KINDS:
+        path = make_vision_checkpoint(kind, root / kind)
+        whole[kind] = WholeModel(path)
+        build_repository(path, repository, name_prefix=f"{kind}_", placement="path", engine_options=options)
+        let_batch(repository / f"{kind}_vision_preprocessor", 4)
+        roles = ("vision_chat", "generator", "vision_preprocessor", "vision_encoder")
+        names += [f"{kind}_{role}" for role in roles]
+        if kind not in CHUNKED_KINDS:
+            continue
+        chunked = repository / f"{kind}_chunked"
+        text = pbtxt.generator_config(chunked.name, decoupled=True, instance_count=1)
+        write_model(repository, chunked.name, text)
+        fewer = {**options, "model": str(path), "max_num_batched_tokens": 7}
+        (chunked / "1" / "quire.json").write_text(json.dumps(fewer))
+        before = {role: f"{kind}_{role}" for role in ("vision_preprocessor", "vision_encoder")}
+        ensemble = f"{kind}_chunked_chat"
+        text = pbtxt.ensemble_config(ensemble, before=before, generator=chunked.name, decoupled=True)
+        write_model(repository, ensemble, text)
+        names += [chunked.name, ensemble]
+    arguments = tuple(f"--load-model={name}" for name in names)
+    with ServerProcess(repository, root, arguments, startup_timeout_s=300.0) as server:
+        yield VisionServer(server, whole)
 
 
 def survives_grpc_abort(test: Callable[..., None]) -> Callable[..., None]:

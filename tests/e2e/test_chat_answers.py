@@ -37,7 +37,7 @@ def test_a_forced_call_is_streamed_behind_its_reasoning(
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
     repository = tmp_path / "repository"
     build_repository(checkpoint, repository, placement="path", engine_options=OPTIONS)
-    server = serve_repository(repository)
+    server = serve_repository(repository, "--load-model=generator", "--load-model=chat")
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     named = {"type": "function", "function": {"name": "get_weather"}}
     conversation = {

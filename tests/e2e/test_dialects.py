@@ -48,7 +48,7 @@ def served(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     engines = [process for process in server.descendants() if "quire.engine.loop" in process.cmdline()]
     assert len(engines) == 1
     yield Served(server, LLM(tiny_checkpoint, **OPTIONS))
-    server.stop()
+    server.end()
 
 
 # vllm_backend: samples/client.py and ci/L0_additional_outputs_vllm.

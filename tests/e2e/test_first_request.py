@@ -60,7 +60,7 @@ def test_the_first_request_costs_what_the_next_ones_do(serve_repository: ServeRe
             assert reply.error is None
             threading.Event().wait(AFTER_S)
             costs.append(cpu_s(pids, without=("quire-metrics",)) - before)
-        server.stop()
+        server.end()
         ratios.append(costs[0] / statistics.median(costs[1:]))
         print(f"first {ratios[-1]:.2f} of the rest; ms:", [round(1e3 * cost, 1) for cost in costs])
     assert statistics.median(ratios) <= 1.2, ratios

@@ -17,7 +17,6 @@ from quire_client import Client
 from quire_client.errors import Unavailable
 from tests.e2e.conftest import OPTIONS, write_generator
 from tests.e2e.triton_calls import Reply, stream
-from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.server import ServerProcess
 
 pytestmark = pytest.mark.server
@@ -138,31 +137,3 @@ def test_blocks_come_back_from_host_memory_and_after_every_end(served: Served) -
         assert (num_cached(miss), miss.token_ids) == (0, want)
         assert served.num_computed("disk") == len(PROMPT)
         assert inspect(server, "disk")["tiers"]["disk_damaged_blocks"] >= 1
-
-
-def test_a_longer_limit_that_rotates_otherwise_finds_none_of_the_old_blocks(tmp_path: Path) -> None:
-    """With `dynamic` scaling `max_model_len` decides the frequencies: the operator raised it, the blocks of
-    before were found, and their requests got other tokens."""
-    scaling = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
-    checkpoint = make_checkpoint(
-        "llama", tmp_path / "checkpoint", max_position_embeddings=256, rope_scaling=scaling
-    )
-    repository, tier = tmp_path / "repository", {"disk_cache_directory": str(tmp_path / "blocks")}
-    for name, keys in {
-        "before": {"max_model_len": 256, **tier},
-        "after": {"max_model_len": 1024, **tier},
-        "alone": {"max_model_len": 1024},
-    }.items():
-        write_generator(repository, name, checkpoint, **{**SMALL, **keys})
-
-    def server(*models: str) -> ServerProcess:
-        folder = tmp_path / models[0]
-        folder.mkdir()
-        return ServerProcess(repository, folder, tuple(f"--load-model={model}" for model in models))
-
-    with server("before") as one:
-        short = ask(one, "before")
-    with server("after", "alone") as other:
-        replies = [ask(other, "after"), ask(other, "alone")]
-        assert [num_cached(reply) for reply in replies] == [0, 0]
-        assert replies[0].token_ids == replies[1].token_ids != short.token_ids

@@ -67,7 +67,7 @@ def receiver() -> Iterator[OtlpReceiver]:
 def server(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) -> Iterator[ServerProcess]:
     server = start(tmp_path_factory.mktemp("observed"), receiver)
     yield server
-    server.stop()
+    server.end()
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -110,14 +111,14 @@ def test_half_of_the_streams_are_cancelled(tiny: TinyServer, how: str) -> None:
     ended = aborts(tiny)[already:]
     cancelled = [request_id for record in ended for request_id in record["request_ids"]]
     assert len(cancelled) == len(set(cancelled)) == COUNT // 2
+    steps_of = defaultdict(list)
+    for step in records:
+        for row in step.get("scheduled", []):
+            steps_of[row[0]].append(step)
     num_later = []
     for record in ended:
         for request_id in record["request_ids"]:
-            steps = [
-                step
-                for step in records
-                if "scheduled" in step and any(row[0] == request_id for row in step["scheduled"])
-            ]
+            steps = steps_of[request_id]
             assert all(step["step"] <= record["step"] for step in steps), f"{request_id} went on"
             num_later.append(sum(step["time"] > record["learned_at"] + MESSAGE_S for step in steps))
     # A process that was not given a core learns late, but not all of them.

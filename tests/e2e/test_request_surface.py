@@ -116,7 +116,7 @@ def test_token_ids_in_and_out_without_any_tokenizer_files(tiny: TinyServer, tmp_
         refused = stream(server.grpc_url, "generator", {"text_input": PROMPT})
         assert "text_input: this checkpoint has no tokenizer: send input_ids" in str(refused.error)
     finally:
-        server.stop()
+        server.end()
 
 
 @pytest.mark.row("A8", clauses=("isolation",))

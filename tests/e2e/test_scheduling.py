@@ -37,7 +37,7 @@ LONGEST: dict[str, Any] = {"max_tokens": 10_000, "ignore_eos": True}
 """What one request alone may take: some seconds on the fastest machine."""
 QUOTA = {"tokens_per_minute": 40}
 ONE = {"max_running": 1}
-SESSION_TTL_S = 30.0
+SESSION_TTL_S = 8.0
 WAIT_S = 60.0
 
 

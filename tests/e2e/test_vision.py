@@ -5,82 +5,23 @@ from __future__ import annotations
 import base64
 import json
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tritonclient.grpc as grpcclient
 from PIL import Image
 
 from quire_client import Client, InvalidArgument
-from quire_ensemble import pbtxt
-from quire_ensemble.builder import build_repository
-from tests.e2e.conftest import let_batch
 from tests.e2e.test_tokenizer_batching import ROUNDS
 from tests.e2e.triton_calls import stream
-from tests.e2e.vision import WholeModel, picture
-from tests.fixtures.server import ServerProcess
-from tests.fixtures.vision_checkpoints import make_vision_checkpoint
+from tests.e2e.vision import CHUNKED_KINDS, VISION_KINDS, VisionServer, picture
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
-KINDS = ("llava", "qwen2_vl", "qwen2_5_vl")
 MAX_TOKENS = 12
 SIZES = ((64, 48), (30, 90), (120, 56))
-OPTIONS = {"dtype": "float32", "max_model_len": 512, "num_blocks": 512, "num_threads": 1}
-
-
-@dataclass
-class VisionServer:
-    """Models `<kind>_generator`, `<kind>_vision_chat` and so on for each kind; `<kind>_chunked_chat` is the
-    same ensemble over a generator that takes 7 tokens a step."""
-
-    server: ServerProcess
-    whole: dict[str, WholeModel]
-
-    def statistics(self, model: str) -> Any:
-        with grpcclient.InferenceServerClient(self.server.grpc_url) as client:
-            return client.get_inference_statistics(model).model_stats[0]
-
-    def metric(self, name: str, kind: str) -> float:
-        with urllib.request.urlopen(f"http://{self.server.metrics_url}/metrics") as reply:
-            lines = reply.read().decode().splitlines()
-        found = [line for line in lines if line.startswith(name + "{") and f"{kind}_vision_encoder" in line]
-        assert len(found) == 1, f"{name}: {found}"
-        return float(found[0].rpartition(" ")[2])
-
-
-@pytest.fixture(scope="module")
-def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VisionServer]:
-    root = tmp_path_factory.mktemp("vision")
-    repository, names, whole = root / "repository", [], {}
-    for kind in KINDS:
-        path = make_vision_checkpoint(kind, root / kind)
-        whole[kind] = WholeModel(path)
-        build_repository(path, repository, name_prefix=f"{kind}_", placement="path", engine_options=OPTIONS)
-        let_batch(repository / f"{kind}_vision_preprocessor", 4)
-        chunked = repository / f"{kind}_chunked"
-        (chunked / "1").mkdir(parents=True)
-        text = pbtxt.generator_config(chunked.name, decoupled=True, instance_count=1)
-        (chunked / "config.pbtxt").write_text(text)
-        options = {**OPTIONS, "model": str(path), "max_num_batched_tokens": 7}
-        (chunked / "1" / "quire.json").write_text(json.dumps(options))
-        ensemble = repository / f"{kind}_chunked_chat"
-        (ensemble / "1").mkdir(parents=True)
-        before = {role: f"{kind}_{role}" for role in ("vision_preprocessor", "vision_encoder")}
-        text = pbtxt.ensemble_config(ensemble.name, before=before, generator=chunked.name, decoupled=True)
-        (ensemble / "config.pbtxt").write_text(text)
-        names += [f"{kind}_{role}" for role in ("vision_chat", "chunked_chat")]
-        names += [
-            f"{kind}_{role}" for role in ("generator", "chunked", "vision_preprocessor", "vision_encoder")
-        ]
-    arguments = tuple(f"--load-model={name}" for name in names)
-    with ServerProcess(repository, root, arguments, startup_timeout_s=300.0) as server:
-        yield VisionServer(server, whole)
 
 
 def conversation(num_images: int, text: str) -> list[dict[str, Any]]:
@@ -109,8 +50,13 @@ def ask(vision: VisionServer, model: str, messages: list[dict[str, Any]], images
 @pytest.mark.row("H4", clauses=("llava",))
 @pytest.mark.row("H5", clauses=("tokens",))
 @pytest.mark.row("A39", clauses=("vision",))
-@pytest.mark.parametrize("model", ["vision_chat", "chunked_chat"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        *((kind, "vision_chat") for kind in VISION_KINDS),
+        *((kind, "chunked_chat") for kind in CHUNKED_KINDS),
+    ],
+)
 def test_answers_are_those_of_transformers(vision: VisionServer, kind: str, model: str) -> None:
     for count in (0, 1, 3):
         images = [picture(count * 10 + i, SIZES[i]) for i in range(count)]
@@ -125,7 +71,7 @@ def test_answers_are_those_of_transformers(vision: VisionServer, kind: str, mode
 @pytest.mark.row("H1", clauses=("logits",))
 @pytest.mark.row("H4", clauses=("logits",))
 @pytest.mark.row("H5", clauses=("logits",))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", VISION_KINDS)
 def test_log_probabilities_are_those_of_transformers(vision: VisionServer, kind: str) -> None:
     for count in (0, 1, 3):
         images = [picture(count * 20 + i, SIZES[i]) for i in range(count)]
@@ -145,7 +91,7 @@ def test_log_probabilities_are_those_of_transformers(vision: VisionServer, kind:
 
 @pytest.mark.row("H11", whole=True)
 @pytest.mark.row("B19", clauses=("cache",))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", VISION_KINDS)
 def test_the_second_use_of_an_image_runs_no_encoder(vision: VisionServer, kind: str) -> None:
     images = [picture(200 + i, SIZES[i]) for i in range(2)]
     messages = conversation(2, "twice")

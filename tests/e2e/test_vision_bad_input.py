@@ -8,7 +8,6 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +17,12 @@ import psutil
 import pytest
 from PIL import Image
 
-from quire_ensemble.builder import build_repository
 from tests.e2e.triton_calls import Reply, stream
-from tests.e2e.vision import picture
+from tests.e2e.vision import VisionServer, picture
 from tests.fixtures.server import ServerProcess
-from tests.fixtures.vision_checkpoints import make_vision_checkpoint
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
-OPTIONS = {"dtype": "float32", "max_model_len": 512, "num_blocks": 512, "num_threads": 1}
 GOOD = picture(1)
 
 
@@ -37,7 +33,7 @@ class Served:
     """What the good request is answered when it is alone."""
 
     def preprocessor(self) -> psutil.Process:
-        (found,) = self.server.running("vision_preprocessor/1/model.py")
+        (found,) = self.server.running("llava_vision_preprocessor/1/model.py")
         return found
 
 
@@ -55,20 +51,14 @@ def url_part(url: str) -> list[dict[str, Any]]:
 
 
 def send(server: ServerProcess, inputs: dict[str, Any]) -> Reply:
-    return stream(server.grpc_url, "vision_chat", inputs)
+    return stream(server.grpc_url, "llava_vision_chat", inputs)
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    root = tmp_path_factory.mktemp("vision-bad")
-    path = make_vision_checkpoint("llava", root / "llava")
-    build_repository(path, root / "repository", placement="path", engine_options=OPTIONS)
-    names = ("vision_chat", "generator", "vision_preprocessor", "vision_encoder")
-    arguments = tuple(f"--load-model={name}" for name in names)
-    with ServerProcess(root / "repository", root, arguments) as server:
-        reply = send(server, request(parts(1), image=[GOOD]))
-        assert reply.error is None
-        yield Served(server, reply.token_ids)
+def served(vision: VisionServer) -> Served:
+    reply = send(vision.server, request(parts(1), image=[GOOD]))
+    assert reply.error is None
+    return Served(vision.server, reply.token_ids)
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -140,7 +130,7 @@ def test_status_codes_are_invalid_argument(served: Served) -> None:
     with Client(served.server.grpc_url) as client:
         for image in (b"hello", bomb(50_000, 50_000)):
             with pytest.raises(InvalidArgument, match=r"image\[0\]"):
-                client.chat("what?", images=[image], max_tokens=4)
+                client.chat("what?", images=[image], model="llava_vision_chat", max_tokens=4)
 
 
 def test_a_bomb_costs_no_memory_and_twenty_megapixels_little(served: Served) -> None:

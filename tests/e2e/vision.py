@@ -1,17 +1,25 @@
-"""What the vision tests share: drawn images, and what transformers says to a prompt with images."""
+"""What the vision tests share: drawn images, what transformers says to a prompt with images, a server."""
 
 from __future__ import annotations
 
 import io
 import random
+import urllib.request
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import tritonclient.grpc as grpcclient
 from PIL import Image, ImageDraw
 
 from tests.fixtures.drive import hf_vision_model
+from tests.fixtures.server import ServerProcess
+
+VISION_KINDS = ("llava", "qwen2_vl", "qwen2_5_vl")
+CHUNKED_KINDS = VISION_KINDS[:2]
+"""One of each kind of positions."""
 
 
 def picture(seed: int, size: tuple[int, int] = (64, 48), *, mode: str = "RGB", kind: str = "PNG") -> bytes:
@@ -73,3 +81,23 @@ class WholeModel:
             **inputs,
         )
         return out.sequences[0, ids.shape[1] :].tolist(), torch.cat(out.logits).log_softmax(-1)
+
+
+@dataclass
+class VisionServer:
+    """Models `<kind>_generator`, `<kind>_vision_chat` and so on for each kind; for CHUNKED_KINDS
+    `<kind>_chunked_chat` is the same ensemble over a generator that takes 7 tokens a step."""
+
+    server: ServerProcess
+    whole: dict[str, WholeModel]
+
+    def statistics(self, model: str) -> Any:
+        with grpcclient.InferenceServerClient(self.server.grpc_url) as client:
+            return client.get_inference_statistics(model).model_stats[0]
+
+    def metric(self, name: str, kind: str) -> float:
+        with urllib.request.urlopen(f"http://{self.server.metrics_url}/metrics") as reply:
+            lines = reply.read().decode().splitlines()
+        found = [line for line in lines if line.startswith(name + "{") and f"{kind}_vision_encoder" in line]
+        assert len(found) == 1, f"{name}: {found}"
+        return float(found[0].rpartition(" ")[2])

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ import pytest
 from quire_ensemble.builder import build_repository
 from tests.e2e.conftest import OPTIONS, write_generator
 from tests.e2e.triton_calls import Reply, TritonStream, infer
-from tests.fault.test_engine_death import WAIT_S, engines
+from tests.fault.test_engine_death import GENERATORS, WAIT_S, engines
 from tests.fixtures.checkpoints import make_checkpoint
-from tests.fixtures.server import ServerProcess
+from tests.fixtures.server import ServerProcess, SharedServer
 
 pytestmark = pytest.mark.server
 
@@ -28,15 +29,21 @@ NEXT_ENGINE_S = 120.0
 """For an engine's start, however busy the machine is."""
 
 
-@pytest.fixture
-def server(tmp_path: Path, serve_repository: Any) -> ServerProcess:
-    checkpoint = make_checkpoint("llama", tmp_path / "llama", max_position_embeddings=MAX_TOKENS + 100)
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    root = tmp_path_factory.mktemp("continuation")
+    checkpoint = make_checkpoint("llama", root / "llama", max_position_embeddings=MAX_TOKENS + 100)
     options = {**OPTIONS, "max_model_len": MAX_TOKENS + 100, "num_blocks": 4000}
     build_repository(
-        checkpoint, tmp_path / "repository", instance_count=2, placement="path", engine_options=options
+        checkpoint, root / "repository", instance_count=2, placement="path", engine_options=options
     )
-    started: ServerProcess = serve_repository(tmp_path / "repository")
-    return started
+    with SharedServer(root / "repository", root, GENERATORS) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: SharedServer) -> ServerProcess:
+    return shared.current()
 
 
 def requests(hidden: int) -> list[dict[str, Any]]:
@@ -104,6 +111,19 @@ def kill_under_streams(server: ServerProcess, num_kills: int, rng: random.Random
             assert [call.extra_responses() for call in calls] == [0] * len(calls)
 
 
+def test_one_answer_that_is_not_streamed_outlives_its_engine(server: ServerProcess) -> None:
+    inputs = {"text_input": "hello", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": False}
+    before = infer(server.grpc_url, "generator_unary", inputs).as_numpy("output_ids").tolist()
+    (engine,) = engines(server)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(infer, server.grpc_url, "generator_unary", inputs)
+        stream = TritonStream(server.grpc_url, "generator", {**inputs, "stream": True})
+        stream.next()
+        os.kill(engine.pid, signal.SIGKILL)
+        assert call.result(NEXT_ENGINE_S + WAIT_S).as_numpy("output_ids").tolist() == before
+        assert stream.read_all().token_ids == before
+
+
 @pytest.mark.row("F17", whole=True)
 def test_streams_of_all_kinds_outlive_two_engines(server: ServerProcess) -> None:
     others = {process.pid for process in server.descendants()} - {engine.pid for engine in engines(server)}
@@ -118,19 +138,6 @@ def test_streams_outlive_twenty_engines(server: ServerProcess) -> None:
     kill_under_streams(server, 20, random.Random())
     server.stop()
     assert server.leftovers() == []
-
-
-def test_one_answer_that_is_not_streamed_outlives_its_engine(server: ServerProcess) -> None:
-    inputs = {"text_input": "hello", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": False}
-    before = infer(server.grpc_url, "generator_unary", inputs).as_numpy("output_ids").tolist()
-    (engine,) = engines(server)
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(infer, server.grpc_url, "generator_unary", inputs)
-        stream = TritonStream(server.grpc_url, "generator", {**inputs, "stream": True})
-        stream.next()
-        os.kill(engine.pid, signal.SIGKILL)
-        assert call.result(NEXT_ENGINE_S + WAIT_S).as_numpy("output_ids").tolist() == before
-        assert stream.read_all().token_ids == before
 
 
 DEADLY = """

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from quire_ensemble.builder import build_repository
 from tests.e2e.conftest import OPTIONS
 from tests.e2e.triton_calls import Reply, TritonStream, infer, stream
 from tests.fixtures.checkpoints import make_checkpoint
-from tests.fixtures.server import ServerProcess
+from tests.fixtures.server import ServerProcess, SharedServer
 
 pytestmark = pytest.mark.server
 
@@ -29,18 +30,27 @@ MAX_TOKENS = 16_000
 """Of a stream that is still on when the last of them has begun."""
 LONG = {"text_input": "hello", "stream": True, "max_tokens": MAX_TOKENS, "ignore_eos": True}
 SHORT = {**LONG, "max_tokens": 8}
+GENERATORS = ("--load-model=generator", "--load-model=generator_unary")
 WAIT_S = 15.0
 """For what takes some 2 s, however busy the machine is; a stream that nobody ends would go on for longer."""
 
 
-@pytest.fixture
-def server(tmp_path: Path, serve_repository: Any) -> ServerProcess:
-    checkpoint = make_checkpoint("llama", tmp_path / "llama", max_position_embeddings=MAX_TOKENS + 1000)
-    repository = tmp_path / "repository"
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    root = tmp_path_factory.mktemp("death")
+    checkpoint = make_checkpoint("llama", root / "llama", max_position_embeddings=MAX_TOKENS + 1000)
     options = {**OPTIONS, "max_model_len": MAX_TOKENS + 1000, "num_blocks": 10_000, "max_pause_s": 0}
-    build_repository(checkpoint, repository, instance_count=2, placement="path", engine_options=options)
-    started: ServerProcess = serve_repository(repository)
-    return started
+    build_repository(
+        checkpoint, root / "repository", instance_count=2, placement="path", engine_options=options
+    )
+    with SharedServer(root / "repository", root, GENERATORS) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: SharedServer) -> ServerProcess:
+    """For tests that leave it as it was, or ended."""
+    return shared.current()
 
 
 def engines(server: ServerProcess) -> list[psutil.Process]:
@@ -128,7 +138,7 @@ def test_a_killed_worker_takes_its_engine_along_and_both_come_back(
     options = {**OPTIONS, "max_model_len": MAX_TOKENS + 1000, "num_blocks": 10_000, "worker_process": True}
     options["max_pause_s"] = 0
     build_repository(checkpoint, tmp_path / "repository", placement="path", engine_options=options)
-    server: ServerProcess = serve_repository(tmp_path / "repository")
+    server: ServerProcess = serve_repository(tmp_path / "repository", "--load-model=generator")
     before = stream(server.grpc_url, "generator", SHORT).token_ids
 
     def next_worker(*gone: int) -> psutil.Process:
@@ -160,6 +170,30 @@ def test_a_killed_worker_takes_its_engine_along_and_both_come_back(
     assert server.leftovers() == []
 
 
+def test_an_engine_that_cannot_start_is_tried_until_its_checkpoint_is_back(server: ServerProcess) -> None:
+    """One failed restart was for ever, while Triton went on saying READY: the checkpoint was on a share that
+    was gone for a minute, and the service stayed down until somebody looked."""
+    before = stream(server.grpc_url, "generator", SHORT).token_ids
+    (engine,) = engines(server)
+    checkpoint = server.log.parent / "llama"
+    away = checkpoint.rename(checkpoint.with_name("away"))
+    os.kill(engine.pid, signal.SIGKILL)
+    pause, deadline = threading.Event(), time.monotonic() + 60
+    while "llama" not in (reason := str(stream(server.grpc_url, "generator", SHORT).error)):
+        assert "process died" in reason
+        assert time.monotonic() < deadline, "the reason is never told"
+        pause.wait(0.05)
+    assert "could not be restarted, which is tried again" in reason
+    assert re.search(r"retry after \d+\.\d s", reason)
+    away.rename(checkpoint)
+    deadline = time.monotonic() + 120
+    while (reply := stream(server.grpc_url, "generator", SHORT)).error is not None:
+        assert time.monotonic() < deadline, "the engine did not come back"
+        pause.wait(0.05)
+    assert reply.token_ids == before
+    assert len(engines(server)) == 1
+
+
 @pytest.mark.row("G10", clauses=("shutdown", "nothing-left"))
 def test_sigterm_during_streams_ends_them_and_leaves_nothing(server: ServerProcess) -> None:
     calls = start_streams(server, 8)
@@ -178,27 +212,3 @@ def test_a_killed_tritonserver_takes_everything_with_it(server: ServerProcess) -
     assert server.process is not None
     server.process.wait(20)
     assert server.leftovers() == []
-
-
-def test_an_engine_that_cannot_start_is_tried_until_its_checkpoint_is_back(server: ServerProcess) -> None:
-    """One failed restart was for ever, while Triton went on saying READY: the checkpoint was on a share that
-    was gone for a minute, and the service stayed down until somebody looked."""
-    before = stream(server.grpc_url, "generator", SHORT).token_ids
-    (engine,) = engines(server)
-    checkpoint = server.log.parent.parent / "llama"
-    away = checkpoint.rename(checkpoint.with_name("away"))
-    os.kill(engine.pid, signal.SIGKILL)
-    pause, deadline = threading.Event(), time.monotonic() + 60
-    while "llama" not in (reason := str(stream(server.grpc_url, "generator", SHORT).error)):
-        assert "process died" in reason
-        assert time.monotonic() < deadline, "the reason is never told"
-        pause.wait(0.05)
-    assert "could not be restarted, which is tried again" in reason
-    assert re.search(r"retry after \d+\.\d s", reason)
-    away.rename(checkpoint)
-    deadline = time.monotonic() + 120
-    while (reply := stream(server.grpc_url, "generator", SHORT)).error is not None:
-        assert time.monotonic() < deadline, "the engine did not come back"
-        pause.wait(0.05)
-    assert reply.token_ids == before
-    assert len(engines(server)) == 1

@@ -64,7 +64,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     quire = Path(sys.executable).with_name("quire")
     served._command = ["env", f"--chdir={folder}", str(quire), *served._command[3:]]
     yield served.start()
-    served.stop()
+    served.end()
 
 
 def health(server: ServerProcess, timeout_s: float = 60) -> tuple[int, str]:

@@ -214,10 +214,10 @@ def test_a_request_with_long_steps_is_polled_once_per_step(harness: Harness) -> 
     start = time.monotonic()
     slow = harness.submit([5] * 8, max_tokens=4, ignore_eos=True, step_s=0.2)
     usual = harness.submit([6] * 8, max_tokens=4, ignore_eos=True)
-    while usual.num_polls < 60 and time.monotonic() < start + WAIT_S:
+    while usual.num_polls < 20 and time.monotonic() < start + WAIT_S:
         time.sleep(0.01)
     slow_polls, elapsed = slow.num_polls, time.monotonic() - start
-    assert usual.num_polls >= 60, "another's long steps are no reason to wait"
+    assert usual.num_polls >= 20, "another's long steps are no reason to wait"
     assert slow_polls <= elapsed / 0.2 + 2
     harness.runner.gate.set()
     assert len(ids_of(slow)) == len(ids_of(usual)) == 4

@@ -109,7 +109,7 @@ def test_equal_to_transformers_chunked_cached_and_beside_others(
 ) -> None:
     """Requests that generate leave the prompts in the cache and find them there, and get the same tokens."""
     model, pooling = models[family], KINDS[kind]
-    for budget in (5, 4096):
+    for budget in (5,) if "worker_process" in ahead else (5, 4096):
         llm = engine(checkpoints[family, kind], max_num_batched_tokens=budget, **ahead)
         alone = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
         sizes = [SIZE, 16, SIZE, 3, SIZE]

@@ -389,23 +389,29 @@ def test_operators_in_templates_are_those_of_jinja(checkpoint: Path, tmp_path: P
     assert len(expected) > 30 and Tokenizer(path).encode_chat(json.dumps(messages))[0] == expected
 
 
-@pytest.mark.parametrize(
-    "options", ["", "indent=2", "ensure_ascii=True", "sort_keys=True, separators=(',', ':')"]
-)
-def test_json_in_templates_is_that_of_transformers(options: str, checkpoint: Path, tmp_path: Path) -> None:
-    template = f"{{{{ tools | tojson({options}) }}}}{{{{ messages[0].content | tojson }}}}"
-    path = with_template(checkpoint, tmp_path / "t", template)
+def test_json_in_templates_is_that_of_transformers(checkpoint: Path, tmp_path: Path) -> None:
+    options = ("", "indent=2", "ensure_ascii=True", "sort_keys=True, separators=(',', ':')")
+    paths = [
+        with_template(
+            checkpoint,
+            tmp_path / str(number),
+            f"{{{{ tools | tojson({given}) }}}}{{{{ messages[0].content | tojson }}}}",
+        )
+        for number, given in enumerate(options)
+    ]
     other = {"b": [1, 2.5, None, True, {}], "a": 'ü\u2028😀<&>"', "c": {"d": []}}
     tools = [{"type": "function", "function": {"name": "f", "z": other}}]
     messages = [{"role": "user", "content": "a"}]
-    ids = Tokenizer(path).encode_chat(json.dumps({"messages": messages, "tools": tools}))[0]
+    asked = json.dumps({"messages": messages, "tools": tools})
+    ids = [Tokenizer(path).encode_chat(asked)[0] for path in paths]
     script = (
-        "import json, sys; from transformers import AutoTokenizer; "
-        "t = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True); "
-        "a = json.loads(sys.argv[2]); "
-        "print(t.apply_chat_template(a['messages'], tools=a['tools'], tokenize=True, return_dict=False, "
+        "import json, sys; from transformers import AutoTokenizer\n"
+        "a = json.loads(sys.argv[1])\n"
+        "for path in sys.argv[2:]:\n"
+        "    t = AutoTokenizer.from_pretrained(path, local_files_only=True)\n"
+        "    print(t.apply_chat_template(a['messages'], tools=a['tools'], tokenize=True, return_dict=False, "
         "add_generation_prompt=True))"
     )
-    asked = json.dumps({"messages": messages, "tools": tools})
-    told = subprocess.run([sys.executable, "-c", script, str(path), asked], capture_output=True, check=True)
-    assert json.loads(told.stdout) == ids, "in a process whose templates are not bounded"
+    command = [sys.executable, "-c", script, asked, *map(str, paths)]
+    told = subprocess.run(command, capture_output=True, check=True).stdout.splitlines()
+    assert [json.loads(line) for line in told] == ids, "in a process whose templates are not bounded"

@@ -117,7 +117,7 @@ VALUES: dict[str, list[Any]] = {
 }
 ELSEWHERE = {
     "model", "disk_cache_directory", "fake_step_ms", "kv_connector_options", "kv_events_endpoint",
-    "kv_events_replay_endpoint", "kv_events_topic", "tokenizer", "trace_file",
+    "kv_events_replay_endpoint", "kv_events_topic", "lora_modules", "lora_root", "tokenizer", "trace_file",
 }  # fmt: skip
 """Names of files and addresses: other tests move the checkpoint; the rest never reaches the model. A fake
 device refuses tiers."""

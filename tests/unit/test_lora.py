@@ -119,7 +119,7 @@ def test_a_batch_of_three_adapters_and_the_base(adapted: Adapted) -> None:
         {"async_scheduling": True, "max_num_batched_tokens": 24},
         {"num_blocks": 12, "max_model_len": 64, "enable_prefix_caching": False},
         {
-            "num_blocks": 14,
+            "num_blocks": 11,
             "max_model_len": 64,
             "preemption_mode": "swap",
             "host_cache_memory": "8MiB",

@@ -25,13 +25,13 @@ from tests.fixtures.runner_of import runner_of
 from tests.unit.test_engine import random_prompts
 
 FAMILIES = ("llama", "qwen3", "mistral", "gemma3")
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
 BEGINNING = random_prompts(1, longest=1, seed=7)[0] * 40
 SHORT = random_prompts(5, longest=6, seed=8)
 """One after the other at the end: they all fit at first, and then push each other out."""
 PROMPTS = [
-    BEGINNING[:keep] + prompt for keep, prompt in zip([0, 40, 16, 33] * 3, random_prompts(12), strict=True)
+    BEGINNING[:keep] + prompt for keep, prompt in zip([0, 40, 16, 33] * 2, random_prompts(8), strict=True)
 ] + SHORT
 
 
@@ -85,8 +85,8 @@ each_way_and_family = pytest.mark.parametrize(
         pytest.param(way, family, id=f"{way}-{family}")
         for way in AHEAD
         for family in FAMILIES
-        # It takes seconds to start, and what goes to it differs by the windows alone.
-        if way != "worker process" or family in ("llama", "gemma3")
+        # It takes seconds to start, and what goes to it differs by the windows alone: here layers have both.
+        if way != "worker process" or family == "gemma3"
     ],
     indirect=["ahead"],
 )
@@ -117,7 +117,8 @@ def ids(outputs: list[RequestOutput]) -> list[list[int]]:
 def test_cold_cached_chunked(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], family: str, ahead: dict[str, Any]
 ) -> None:
-    for budget in (7, 64, 4096):
+    # A worker takes seconds to start, and does not know how large a step may be.
+    for budget in (7,) if "worker_process" in ahead else (7, 64, 4096):
         llm = engine(checkpoints[family], max_num_batched_tokens=budget, **ahead)
         assert ids(llm.generate(PROMPTS, GREEDY)) == expected[family], f"cold, {budget} tokens a step"
         before = llm.core.stats()

@@ -68,15 +68,20 @@ def test_capacity_of_every_type_of_weights(
     compare(checkpoints["llama"], dtype=dtype, quantization=quantization, **MEMORY)
 
 
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("larger")
+    return make_throughput_checkpoint(path, dtype="bfloat16", num_key_value_heads=4)
+
+
 @pytest.mark.row("G27", clauses=("plan",))
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_a_larger_model_in_a_process_of_its_own(tmp_path: Path, quantization: str | None) -> None:
+def test_a_larger_model_in_a_process_of_its_own(larger: Path, quantization: str | None) -> None:
     """An engine as it is served, of 85 M weights, beside the command and its figures; the others above are
     part of this clause, and compare as this does."""
-    path = make_throughput_checkpoint(tmp_path / "model", dtype="bfloat16", num_key_value_heads=4)
     values = {**MEMORY, "cpu_memory_utilization": 0.02, "quantization": quantization}
     settings = [f"--set={key}={value}" for key, value in values.items() if value is not None]
-    answer = CliRunner().invoke(main, ["plan", str(path), "--json", *settings])
+    answer = CliRunner().invoke(main, ["plan", str(larger), "--json", *settings])
     assert answer.exit_code == 0, answer.output
     planned = json.loads(answer.output)[0]["capacity"]
     script = (
@@ -84,7 +89,7 @@ def test_a_larger_model_in_a_process_of_its_own(tmp_path: Path, quantization: st
         "from quire.engine.loop import _engine_info; import logging; logging.basicConfig(level='INFO'); "
         "print(_engine_info(EngineCore(EngineConfig.from_mapping(json.loads(sys.argv[1])))).num_blocks)"
     )
-    command = [sys.executable, "-c", script, json.dumps({"model": str(path), **values})]
+    command = [sys.executable, "-c", script, json.dumps({"model": str(larger), **values})]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert planned["num_blocks"] == pytest.approx(int(done.stdout), rel=0.05)
     logged = float(done.stderr.rpartition(" MiB of ")[0].rpartition(" ")[2])

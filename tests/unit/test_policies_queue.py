@@ -559,7 +559,7 @@ def test_a_light_tenant_has_few_ahead_of_it() -> None:
 
 
 @pytest.mark.parametrize("policy", QUEUE_POLICIES)
-def test_a_hundred_thousand_waiting_requests_cost_a_step_little(policy: str) -> None:
+def test_twenty_thousand_waiting_requests_cost_a_step_little(policy: str) -> None:
     """Counts bytecodes instead of time: what a step does must not grow with the queue."""
 
     def bytecodes(num_waiting: int) -> int:
@@ -579,4 +579,4 @@ def test_a_hundred_thousand_waiting_requests_cost_a_step_little(policy: str) -> 
         assert len(queue) == num_waiting - 200
         return count.count
 
-    assert bytecodes(100_000) < 1.2 * bytecodes(1000)
+    assert bytecodes(20_000) < 1.2 * bytecodes(1000)

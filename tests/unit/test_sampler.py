@@ -41,6 +41,12 @@ def make_row(
     return SamplingRow(SamplingParams(**params), prompt + list(output), len(prompt), EOS, seed)
 
 
+def rows_of_seeds(**params: Any) -> list[SamplingRow]:
+    """DRAWS of them, which differ in their seeds."""
+    one = make_row(**params)
+    return [SamplingRow(one.params, one.token_ids, one.num_prompt_tokens, EOS, seed) for seed in range(DRAWS)]
+
+
 def fixed_logits(vocab: int = VOCAB, seed: int = 9, scale: float = 2.0) -> Array:
     return np.random.default_rng(seed).normal(size=vocab).astype(np.float32).astype(np.float64) * scale
 
@@ -262,7 +268,7 @@ def test_draws_pass_chi_square(name: str, device: str) -> None:
     """20,000 draws of the whole sampler, one per seed, against the reference's probabilities."""
     params, reference = CASES[name]
     logits = fixed_logits()
-    rows = [make_row(seed=seed, **params) for seed in range(DRAWS)]
+    rows = rows_of_seeds(**params)
     batch = torch.tensor(logits, dtype=torch.float32, device=device).repeat(DRAWS, 1)
     drawn = tokens(batch, rows)
     chi_square(drawn, softmax(reference(logits)))
@@ -308,7 +314,7 @@ def test_draws_over_several_chunks_pass_chi_square(vocab: int, device: str) -> N
     """The cumulative distribution is summed by chunks of 256 tokens: borders and the last, partial one."""
     logits = fixed_logits(vocab, scale=1.5)
     logits[vocab - 1] = logits.max()
-    rows = [make_row(seed=seed, temperature=1.0) for seed in range(DRAWS)]
+    rows = rows_of_seeds(temperature=1.0)
     batch = torch.tensor(logits, dtype=torch.float32, device=device).repeat(DRAWS, 1)
     chi_square(tokens(batch, rows), softmax(logits))
 

@@ -9,14 +9,12 @@ alone, or few slow ones, come out as one response per token.
 
 from __future__ import annotations
 
+import math
+
 SEND_SHARE = 0.6
 """Share of the sending thread's time that responses may take: the rest is for messages, polls and ends."""
 CPU_SHARE = 0.03
 """Share of the cores that compute which the path of responses may take, beside cores left idle."""
-SMOOTH_S = 0.1
-"""Interval that still reads as a stream: to keep it, the path may take more."""
-MOST_CPU_SHARE = 0.08
-"""What it may take then."""
 PATH_FACTOR = 3.0
 """CPU time of the whole path (server, stub, a client on the machine) for each second of this thread's."""
 MAX_INTERVAL_S = 0.25
@@ -38,10 +36,7 @@ class Pace:
 
     def __init__(self, num_threads: int, num_cpus: int, num_frontends: int = 1) -> None:
         idle = max(num_cpus - num_threads, 0)
-        self._cores, self._most_cores = (
-            (idle + share * num_threads) / num_frontends if num_threads else float("inf")
-            for share in (CPU_SHARE, MOST_CPU_SHARE)
-        )
+        self._cores = (idle + CPU_SHARE * num_threads) / num_frontends if num_threads else math.inf
         self._num_responses, self._seconds, self._cpu_seconds = 1.0, 1.5e-4, 1e-4
         self._last_step = 0.0
         self.period_s = 0.0
@@ -66,8 +61,6 @@ class Pace:
         if num_streams <= 1:
             return 0.0
         each = num_streams / self._num_responses
-        cpu_s = each * self._cpu_seconds * PATH_FACTOR
-        frugal = max(min(cpu_s / self._cores, SMOOTH_S), cpu_s / self._most_cores)
-        return max(
-            min(max(each * self._seconds / SEND_SHARE, frugal), MAX_INTERVAL_S) - self.period_s / 2, 0.0
-        )
+        frugal = each * self._cpu_seconds * PATH_FACTOR / self._cores
+        interval = min(max(each * self._seconds / SEND_SHARE, frugal), MAX_INTERVAL_S)
+        return max(interval - self.period_s / 2, 0.0)

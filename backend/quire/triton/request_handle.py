@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -37,6 +37,15 @@ _HAS_PARAMETERS = _takes_parameters()
 
 _MESSAGE_CHARACTERS = 2000
 """Most characters of an error's message."""
+
+
+class Response(NamedTuple):
+    """A response to be sent."""
+
+    message: Any
+    """Of pb_utils."""
+    num_bytes: int
+    """What its tensors hold at least."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,10 +119,26 @@ class RequestHandle:
         assert self._sender is not None, f"{self.request_id}: polled after FINAL"
         return bool(self._sender.is_cancelled())
 
-    def send(self, output: RequestOutput, *, careful: bool = False, before_error: bool = False) -> float:
+    def make(self, output: RequestOutput) -> Response:
+        """Makes the response to a choice's delta; a choice's are sent in the order in which they are made."""
+        if self.parsed.cumulative:
+            key = output.item, output.index
+            output = self.so_far[key] = output.after(self.so_far.get(key))
+        num_bytes, tensors = self._tensors(output)
+        return Response(pb_utils.InferenceResponse(tensors), num_bytes)
+
+    def send(
+        self,
+        output: RequestOutput,
+        response: Response | None = None,
+        *,
+        careful: bool = False,
+        before_error: bool = False,
+    ) -> float:
         """Sends a choice's delta; the last one of the last choice carries FINAL.
 
         Args:
+            response: what `make` made of it, if it did.
             before_error: an error comes behind it, which carries FINAL.
 
         Returns:
@@ -124,10 +149,7 @@ class RequestHandle:
         assert self._sender is not None and not self.is_ending, f"{self.request_id}: sent after FINAL"
         key = output.item, output.index
         last_sent = self.last_sent.get(key)
-        if self.parsed.cumulative:
-            output = self.so_far[key] = output.after(self.so_far.get(key))
-        num_bytes, tensors = self._tensors(output)
-        response = pb_utils.InferenceResponse(tensors)
+        message, num_bytes = response or self.make(output)
         now = self.last_sent[key] = time.monotonic()
         pause_s = 0.0
         if last_sent is None:
@@ -138,11 +160,11 @@ class RequestHandle:
             self.num_open_choices -= 1
             self.finish_reason = output.finish_reason
         if before_error or self.num_open_choices:
-            self._sender.send(response)
+            self._sender.send(message)
             return pause_s
         if careful or num_bytes > SMALL_BYTES:
             ask_for_room(pb_utils, num_bytes)
-        self._sender.send(response, flags=_FINAL)
+        self._sender.send(message, flags=_FINAL)
         self._sender = None
         return pause_s
 

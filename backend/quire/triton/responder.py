@@ -45,7 +45,7 @@ from quire.triton.drain import Drain
 from quire.triton.generation import Generation
 from quire.triton.observers import RequestEnded, RequestObserver, StreamMeter
 from quire.triton.pacing import Pace
-from quire.triton.request_handle import RequestHandle
+from quire.triton.request_handle import RequestHandle, Response
 from quire.triton.request_parser import UNPARSED, ParsedRequest
 from quire.triton.result_cache import ResultCache, add_request, replayed
 from quire_ensemble.shared_memory import END_PAUSES_S
@@ -373,28 +373,39 @@ class Responder(threading.Thread):
             return
         cpu_start = time.thread_time()
         num_sent = 0
+        made: dict[RequestHandle, tuple[OutputProcessor, RequestOutput, Response]] = {}
         ready = [(due, choice) for choice, (due, _) in self._due.items() if due <= now]
         for _, choice in sorted(ready, key=operator.itemgetter(0)):
-            if num_sent == SENDS_PER_PASS:
+            if num_sent + len(made) == SENDS_PER_PASS:
                 break
-            entry = self._due.pop(choice, None)
-            if entry is None:
+            if choice in self._due and self._due[choice][1] in made:
+                num_sent += self._send_made(made)  # an error there may end this choice, too
+            _, handle = self._due.pop(choice, (0.0, None))
+            if handle is None:
                 continue  # an error of another choice has ended the request
-            num_sent += self._send_ready(entry[1], choice)
+            try:
+                output = choice.take_ready()
+                if output is not None:
+                    made[handle] = choice, output, handle.make(output)
+            except Exception as error:  # a tokenizer is the checkpoint's: it may raise anything
+                self._cannot_process(handle, error)
+                num_sent += 1
+        num_sent += self._send_made(made)
         self._next_due = min((due for due, _ in self._due.values()), default=math.inf)
         if num_sent:
             self._pace.charge(num_sent, time.monotonic() - now, time.thread_time() - cpu_start)
 
-    def _send_ready(self, handle: RequestHandle, choice: OutputProcessor) -> bool:
-        """Makes text of a choice's tokens and sends what there is; whether there was something."""
-        try:
-            output = choice.take_ready()
-        except Exception as error:  # a tokenizer is the checkpoint's: it may raise anything
-            self._cannot_process(handle, error)
-            return True
-        if output is not None:
-            self._send(handle, output, choice)
-        return output is not None
+    def _send_made(self, made: dict[RequestHandle, tuple[OutputProcessor, RequestOutput, Response]]) -> int:
+        """Sends and forgets what was made of one choice of each request; returns how many these are.
+
+        A send waits for the server, and an engine on the same cores takes the caches meanwhile: making all of
+        them first runs the same code many times while it is there.
+        """
+        count = len(made)
+        for handle, (choice, output, response) in made.items():
+            self._send(handle, output, choice, response)
+        made.clear()
+        return count
 
     def _cannot_process(self, handle: RequestHandle, error: Exception) -> None:
         logger.error("frontend: an output cannot be processed", exc_info=error, extra=handle.named)
@@ -402,7 +413,11 @@ class Responder(threading.Thread):
         self._abort(handle, FinishReason.ERROR)
 
     def _send(
-        self, handle: RequestHandle, output: RequestOutput, choice: OutputProcessor | None = None
+        self,
+        handle: RequestHandle,
+        output: RequestOutput,
+        choice: OutputProcessor | None = None,
+        response: Response | None = None,
     ) -> None:
         """Sends what `take` gave, or the answer to a command.
 
@@ -415,7 +430,7 @@ class Responder(threading.Thread):
             return
         num_tokens = len(output.token_ids)
         try:
-            pause_s = handle.send(output, careful=time.monotonic() < self._careful_until)
+            pause_s = handle.send(output, response, careful=time.monotonic() < self._careful_until)
         except Exception as error:
             self._send_failed(handle, error)
         else:

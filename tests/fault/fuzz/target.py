@@ -64,7 +64,7 @@ class Target:
 
     def __exit__(self, *_: object) -> None:
         self._stop_gateway()
-        self.server.stop()
+        self.server.end()
 
     def revive(self) -> None:
         """Another server where the old one has died, on other ports."""

@@ -196,7 +196,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         (version / "quire.json").write_text(json.dumps({**OPTIONS, "model": str(checkpoint), **further}))
     server = ServerProcess(root / "repository", root).start()
     yield Served(server)
-    server.stop()
+    server.end()
 
 
 def good_requests(url: str) -> list[Callable[[], Any]]:
