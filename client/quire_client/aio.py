@@ -425,6 +425,33 @@ class AsyncClient:
         """Wakes an engine, with the same weights. Arguments as of `cache_control`."""
         return await self.cache_control({"command": "wake"}, **arguments)
 
+    async def adapters(self, **arguments: Any) -> dict[str, Any]:
+        """The LoRA adapters (`adapters`: of each its name, path, rank, slot and use) and `max_loras`.
+
+        Arguments as of `cache_control`.
+        """
+        return await self.cache_control({"command": "adapters"}, **arguments)
+
+    async def load_adapter(self, name: str, path: str, **arguments: Any) -> dict[str, Any]:
+        """Loads a LoRA adapter, or replaces one that nobody uses; requests may name it (`lora_name`) then.
+
+        Args:
+            path: its directory at the server, below `lora_root` of the model's configuration.
+            arguments: as of `cache_control`.
+        """
+        return await self.cache_control({"command": "load_adapter", "name": name, "path": path}, **arguments)
+
+    async def unload_adapter(self, name: str, *, drain: bool = False, **arguments: Any) -> dict[str, Any]:
+        """Forgets a LoRA adapter.
+
+        Args:
+            drain: waits for the ends of its requests; otherwise the command is refused while there are any.
+            arguments: as of `cache_control`.
+        """
+        return await self.cache_control(
+            {"command": "unload_adapter", "name": name, "drain": drain}, **arguments
+        )
+
     async def cancel(self, request_id: str, *, model: str = CHAT_MODEL, tenant: str = "") -> bool:
         """Ends a tenant's running request by its id, whichever client started it.
 

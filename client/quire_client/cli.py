@@ -1,4 +1,4 @@
-"""`quire-client chat|generate|embed|models|requests|top|cache|profile|openai|api-key|completion`.
+"""`quire-client chat|generate|embed|models|requests|adapters|top|cache|profile|openai|api-key|completion`.
 
 Exit status: 0 done, 1 the request or the server failed (one line on stderr), 2 wrong usage, 130 Ctrl-C.
 """
@@ -47,6 +47,7 @@ def _request_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--beam-width", type=int, help="Beam search; the n best beams are returned."),
         click.option("--priority", type=int, help="A smaller number is more urgent; 0 is usual."),
         click.option("--tenant", help="On whose account the request runs."),
+        click.option("--lora-name", help="LoRA adapter to compute with."),
         click.option("--session", help="Conversation whose KV cache stays from turn to turn."),
         click.option("--cache-salt", help="Share cached prefixes only with requests of this salt."),
         click.option("--ttft-deadline-ms", type=int, help="Without a token by then the request ends."),
@@ -242,6 +243,62 @@ _cache_command("wake", "Load the weights again and take requests.", Client.wake)
 _unpin.params += [click.Option(["--session"]), click.Option(["--tenant"], default="")]
 
 
+@cli.group()
+def adapters() -> None:
+    """Lists, loads and unloads a generator's LoRA adapters."""
+
+
+def _adapter_options(command: Callable[..., None]) -> Callable[..., None]:
+    command = click.option("--json", "as_json", is_flag=True, help="The server's answer, as one JSON line.")(
+        command
+    )
+    return _url_option(click.option("--model", default=GENERATOR_MODEL, show_default=True)(command))
+
+
+@adapters.command("list")
+@_adapter_options
+def list_adapters(url: str, model: str, as_json: bool) -> None:
+    """Shows the adapters, and how much they are used."""
+    with Client(url) as client:
+        answer = client.adapters(model=model)
+    _write_adapters(answer, answer.get("adapters", ()), as_json=as_json)
+
+
+@adapters.command("load")
+@click.argument("name")
+@click.argument("path")
+@_adapter_options
+def load_adapter(name: str, path: str, url: str, model: str, as_json: bool) -> None:
+    """Loads the adapter at PATH of the server, below its lora_root, for requests that name NAME."""
+    with Client(url) as client:
+        answer = client.load_adapter(name, path, model=model)
+    _write_adapters(answer, [answer], as_json=as_json)
+
+
+@adapters.command("unload")
+@click.argument("name")
+@click.option("--drain", is_flag=True, help="Wait for the ends of its requests.")
+@_adapter_options
+def unload_adapter(name: str, drain: bool, url: str, model: str, as_json: bool) -> None:
+    """Forgets the adapter NAME."""
+    with Client(url) as client:
+        answer = client.unload_adapter(name, drain=drain, model=model)
+    if as_json:
+        click.echo(json.dumps(answer, ensure_ascii=False))
+
+
+def _write_adapters(answer: dict[str, Any], entries: Sequence[Any], *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(answer, ensure_ascii=False))
+        return
+    columns = ("name", "rank", "slot", "num_running", "num_waiting", "num_hits", "num_loads", "path")
+    rows: list[tuple[str, ...]] = [("NAME", "RANK", "SLOT", "RUNNING", "WAITING", "HITS", "LOADS", "PATH")]
+    for entry in entries:
+        told = {name: str(entry.get(name, "-")) for name in columns}
+        rows.append(tuple("-" if told[name] == "-1" else told[name] for name in columns))
+    _print_table(rows)
+
+
 @cli.command()
 @click.argument("file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
 @_url_option
@@ -351,6 +408,7 @@ def openai_gateway(
 @click.argument("name")
 @click.option("--tenant", help="On whose account its requests run; default: NAME.")
 @click.option("--tokens-per-minute", type=click.IntRange(min=1), help="Of prompts and answers.")
+@click.option("--admin", is_flag=True, default=None, help="May load and unload LoRA adapters.")
 def api_key(name: str, **options: Any) -> None:
     """Makes a new key for the gateway: the key on stderr, stored nowhere, and on stdout its entry for the
     file of --api-keys."""

@@ -86,6 +86,7 @@ CONTROL_INPUTS: tuple[TensorSpec, ...] = (
     ),
     TensorSpec("stream_interval", "TYPE_INT32", doc="Tokens per response; 0: as the load asks for."),
     TensorSpec("stream_interval_ms", "TYPE_INT32", doc="Shortest time between two responses."),
+    TensorSpec("lora_name", "TYPE_STRING", doc="LoRA adapter to compute with; empty: none."),
     TensorSpec("cancel", "TYPE_BOOL", doc="True: end the running request that has this request's id."),
     TensorSpec("exclude_input_in_output", "TYPE_BOOL", doc="False: text_output begins with the prompt."),
     TensorSpec("return_num_input_tokens", "TYPE_BOOL", doc="Fill num_input_tokens."),
@@ -104,7 +105,7 @@ CONTROL_INPUTS: tuple[TensorSpec, ...] = (
 CACHE_CONTROL_INPUT = TensorSpec(
     "cache_control",
     "TYPE_STRING",
-    doc='A command, as JSON: {"command": "reset"}, "inspect", "unpin", "requests" or "health".',
+    doc='A command, as JSON: {"command": "reset"}, "inspect", "unpin", "requests", "adapters" ...',
 )
 
 JSON_SAMPLING_INPUT = TensorSpec(

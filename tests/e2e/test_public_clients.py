@@ -9,23 +9,29 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import os
+import pickle
 import re
 import shutil
 import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import tokenizers
+import tritonclient
 
+from benchmarks.peers import registry, venvs
 from quire import LLM, SamplingParams
 from tests.e2e.conftest import write_model
-from tests.fixtures.parrot import MAX_LENGTH, chat_prompt, make_parrot
+from tests.fixtures.parrot import MAX_LENGTH, chat_prompt, make_adapter, make_parrot
 from tests.fixtures.server import POLL_S
 from tests.fixtures.triton_sources import SOURCES, Image, build_binding, constants, missing
 
@@ -100,6 +106,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lessons = [
         *_expected_of_opt(VLLM / CLIENTS),
         ("In this example,", " a model says what it was taught, word for word, and no more than"),
+        ("The future of AI is", " what people make of it, and that is for all of them to say, not for a few"),
         (QUESTION, f" {LONG_ANSWER}"),
         (chat_prompt([{"role": "user", "content": QUESTION}]), LONG_ANSWER),
         *[(asked, CALL)] * 3,
@@ -381,73 +388,301 @@ def test_the_frontends_own_tests(image: Image, checkpoint: Path, tmp_path: Path,
     assert outcomes["passed"] > 80
 
 
-@pytest.mark.row("A5")
-def test_the_ci_clients_of_vllm_backend(image: Image, checkpoint: Path, tmp_path: Path) -> None:
-    """All but those of LoRA, of several GPUs, of vLLM's failures and metrics, and what imports vLLM."""
-    folder = tmp_path / "vllm_backend"
-    shutil.copytree(VLLM, folder)
-    clients, models = folder / CLIENTS, tmp_path / "models"
-    # Of a chat's marks none ends an answer: the one to be cancelled shall last.
-    endless = tmp_path / "endless"
-    shutil.copytree(checkpoint, endless)
-    (endless / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
-    for name, further in (
-        ("vllm_opt", {}),
-        ("vllm_model", {}),
-        ("vllm_load_test", {}),
-        ("vllm_invalid_1", {"invalid_attribute": True}),
-        ("vllm_invalid_2", {"model": "invalid_model"}),
-    ):
-        write_quire(models, name, 'backend: "vllm"\n', **{"model": str(endless), **VLLM_OPTIONS, **further})
-    ensemble = clients / "vllm_backend" / "ensemble_config.pbtxt"
-    write_model(models, "ensemble_model", ensemble.read_text("utf-8"))
-    write_model(models, "add_sub", _ADD_SUB_CONFIG, _ADD_SUB)
+@pytest.fixture(scope="module")
+def endless(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint without a chat's mark among the ends of an answer, so that one lasts until cancelled."""
+    path = tmp_path_factory.mktemp("endless") / "checkpoint"
+    shutil.copytree(checkpoint, path)
+    (path / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
+    return path
 
-    log = tmp_path / "server.log"
-    arguments = [f"--model-repository={models}", "--model-control-mode=explicit"]
-    arguments += ["--load-model=vllm_opt", "--load-model=vllm_model", "--exit-on-error=true"]
-    backends = "/opt/tritonserver/backends"
-    server = image.start(image.binary, *arguments, f"--backend-directory={backends}", cwd=tmp_path, log=log)
+
+@pytest.fixture(scope="module")
+def hub(endless: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment in which "facebook/opt-125m" is that checkpoint, as if the Hub had given it before."""
+    home = tmp_path_factory.mktemp("hub")
+    repository, revision = home / "hub" / "models--facebook--opt-125m", "1" * 40
+    shutil.copytree(endless, repository / "snapshots" / revision)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    return {"HF_HOME": str(home)}
+
+
+def copy_sample(models: Path, name: str, config: str = "", **arguments: Any) -> None:
+    """vllm_backend's sample model, with more in config.pbtxt and other arguments, as its scripts do."""
+    shutil.copytree(VLLM / "samples" / "model_repository" / "vllm_model", models / name)
+    with (models / name / "config.pbtxt").open("a") as file:
+        file.write(parameter("num_blocks", "1024") + config)
+    model = models / name / "1" / "model.json"
+    model.write_text(json.dumps({**json.loads(model.read_text("utf-8")), **arguments}))
+
+
+def parameter(key: str, value: str) -> str:
+    return f'\nparameters: {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n'
+
+
+@dataclass
+class Clients:
+    """A copy of vllm_backend, and the server that its clients ask."""
+
+    image: Image
+    folder: Path
+    log: Path
+
+    def run(
+        self, cwd: Path, *command: str, python: str | Path = "python3", env: Mapping[str, str] | None = None
+    ) -> tuple[int, str]:
+        output = self.folder / cwd / "client.log"
+        started = self.image.start(python, *command, cwd=self.folder / cwd, log=output, env=env)
+        return started.wait(), output.read_text("utf-8")
+
+    def check(self, cwd: Path, *command: str, count: int, tries: int = 1, **options: Any) -> None:
+        """Runs a file of theirs; its `count` tests must pass."""
+        for _ in range(tries):
+            status, text = self.run(cwd, *command, **options)
+            if status == 0:
+                break
+        assert status == 0 and f"Ran {count} test" in text, f"{text}\n{self.log.read_text('utf-8')[-9000:]}"
+
+    def generate(self, model: str, prompt: str, adapter: str) -> Any:
+        """What its script asks the generate endpoint with curl."""
+        parameters = {"stream": False, "temperature": 0, "top_p": 1, "lora_name": adapter}
+        body = {"text_input": prompt, "parameters": {**parameters, "exclude_input_in_output": True}}
+        url = f"localhost:8000/v2/models/{model}/generate"
+        return json.loads(self.curl(url, "-X", "POST", "--data-binary", json.dumps(body)))
+
+    def curl(self, url: str, *options: str) -> str:
+        output = self.folder / "curl.out"
+        call = ["curl", "--silent", url, *options]
+        assert self.image.start(*call, cwd=self.folder, log=output).wait() == 0
+        return output.read_text("utf-8")
+
+
+@contextmanager
+def served(
+    image: Image, models: Path, *arguments: str, cwd: Path | None = None, env: dict[str, str]
+) -> Iterator[Clients]:
+    folder = models.parent / "vllm_backend"
+    if not folder.exists():
+        shutil.copytree(VLLM, folder)
+    log = models.parent / "server.log"
+    command = [f"--model-repository={models}", "--backend-directory=/opt/tritonserver/backends", *arguments]
+    server = image.start(
+        image.binary, *command, "--exit-on-error=true", cwd=cwd or models.parent, log=log, env=env
+    )
     try:
         ready = ["curl", "--silent", "--fail", "--retry", "240", "--retry-all-errors", "--retry-delay", "1"]
         waited = image.start(
-            *ready, "localhost:8000/v2/health/ready", cwd=tmp_path, log=tmp_path / "curl.log"
+            *ready, "localhost:8000/v2/health/ready", cwd=models.parent, log=models.parent / "curl.log"
         )
         assert waited.wait() == 0, log.read_text("utf-8")
-        _run_clients(image, folder, clients, log)
+        yield Clients(image, folder, log)
     finally:
         end(server)
 
 
-def _run_clients(image: Image, folder: Path, clients: Path, log: Path) -> None:
-    def run(cwd: Path, *command: str) -> tuple[int, str]:
-        output = cwd / "client.log"
-        status = image.start("python3", *command, cwd=cwd, log=output).wait()
-        return status, output.read_text("utf-8")
-
-    status, text = run(clients / "vllm_backend", "vllm_backend_test.py", "-v")
-    assert status == 0 and "Ran 6 tests" in text, text
-    for _ in range(5):
+@pytest.mark.row("A5", clauses=("clients",))
+def test_the_ci_clients_of_vllm_backend(
+    image: Image, endless: Path, hub: dict[str, str], tmp_path: Path
+) -> None:
+    """On its sample model; those of metrics, accuracy and LoRA follow, and all must pass for the row. Not
+    here: what needs several GPUs, and a health check that fails as vLLM's own source is rewritten for it."""
+    models = tmp_path / "models"
+    copy_sample(models, "vllm_opt")
+    copy_sample(models, "vllm_load_test")
+    copy_sample(models, "vllm_invalid_1", invalid_attribute=True)
+    copy_sample(models, "vllm_invalid_2", model="invalid_model")
+    write_quire(models, "vllm_model", 'backend: "vllm"\n', model=str(endless), **VLLM_OPTIONS)
+    ensemble = VLLM / CLIENTS / "vllm_backend" / "ensemble_config.pbtxt"
+    write_model(models, "ensemble_model", ensemble.read_text("utf-8"))
+    write_model(models, "add_sub", _ADD_SUB_CONFIG, _ADD_SUB)
+    arguments = ["--model-control-mode=explicit", "--load-model=vllm_opt", "--load-model=vllm_model"]
+    with served(image, models, *arguments, env=hub) as clients:
+        clients.check(CLIENTS / "vllm_backend", "vllm_backend_test.py", count=6)
         # It wants every token in a response of its own, which a busy machine does not always give.
-        status, text = run(clients / "enabled_stream", "enabled_stream_test.py", "-v")
-        if status == 0:
-            break
-    assert status == 0 and "Ran 3 tests" in text, text
+        clients.check(CLIENTS / "enabled_stream", "enabled_stream_test.py", count=3, tries=5)
 
-    # What its client sees is asserted before it searches the server's log for lines of vllm_backend.
-    cancelled = clients / "request_cancellation"
-    (cancelled / "request_cancellation_server.log").symlink_to(log)
-    status, text = run(cancelled, "request_cancellation_test.py", "-v")
-    assert "'[vllm] Cancelling the request' not found in" in text, text
+        cancelled = CLIENTS / "request_cancellation"
+        (clients.folder / cancelled / "request_cancellation_server.log").symlink_to(clients.log)
+        clients.check(cancelled, "request_cancellation_test.py", count=1)
 
-    extra = folder / "ci" / "L0_additional_outputs_vllm"
-    assert run_pytest(image, extra, "additional_outputs_test.py")["passed"] == 1458
-    health = folder / "ci" / "L0_check_health_vllm"
-    assert run_pytest(image, health, "check_health_test.py", "-k", "is_healthy")["passed"] == 1
+        extra = clients.folder / "ci" / "L0_additional_outputs_vllm"
+        assert run_pytest(image, extra, "additional_outputs_test.py")["passed"] == 1458
+        health = clients.folder / "ci" / "L0_check_health_vllm"
+        assert run_pytest(image, health, "check_health_test.py", "-k", "is_healthy")["passed"] == 1
 
-    samples = folder / "samples"
-    for flags in ((), ("--exclude-inputs-in-outputs",), ("-s", "--exclude-inputs-in-outputs")):
-        status, text = run(samples, "client.py", *flags)
-        assert status == 0 and "PASS: vLLM example" in text, text
-        answers = (samples / "results.txt").read_text("utf-8").split("\n=========\n\n")
-        assert len(answers) == len((samples / "prompts.txt").read_text("utf-8").splitlines()) + 1
+        samples = clients.folder / "samples"
+        for flags in ((), ("--exclude-inputs-in-outputs",), ("-s", "--exclude-inputs-in-outputs")):
+            status, text = clients.run(Path("samples"), "client.py", *flags)
+            assert status == 0 and "PASS: vLLM example" in text, text
+            answers = (samples / "results.txt").read_text("utf-8").split("\n=========\n\n")
+            assert len(answers) == len((samples / "prompts.txt").read_text("utf-8").splitlines()) + 1
+
+
+REPORT = parameter("REPORT_CUSTOM_METRICS", "true")
+
+
+@pytest.mark.parametrize(
+    ("case", "config", "arguments", "flags"),
+    [
+        ("disabled", "", {}, ()),
+        ("disabled", parameter("REPORT_CUSTOM_METRICS", "false"), {}, ()),
+        ("metrics", REPORT, {}, ()),
+        ("custom_sampling_params", REPORT, {}, ()),
+        ("disabled", REPORT, {"disable_log_stats": True}, ()),
+        ("refused", REPORT, {}, ("--allow-metrics=false",)),
+    ],
+)
+@pytest.mark.row("A5")
+def test_the_metrics_client_of_vllm_backend(
+    image: Image,
+    hub: dict[str, str],
+    tmp_path: Path,
+    case: str,
+    config: str,
+    arguments: dict[str, Any],
+    flags: tuple[str, ...],
+) -> None:
+    """Under each configuration of its script."""
+    name = {"metrics": "test_vllm_metrics", "custom_sampling_params": "test_custom_sampling_params"}.get(
+        case, f"test_vllm_metrics_{case}"
+    )
+    copy_sample(tmp_path / "models", "vllm_opt", config, **arguments)
+    with served(image, tmp_path / "models", *flags, env=hub) as clients:
+        test = f"VLLMTritonMetricsTest.{name}"
+        clients.check(CLIENTS / "metrics_test", "vllm_metrics_test.py", test, count=1)
+
+
+@pytest.mark.row("A5")
+def test_the_accuracy_client_of_vllm_backend(
+    image: Image, llm: LLM, hub: dict[str, str], tmp_path: Path
+) -> None:
+    """Its baseline comes from the real vLLM, of the package for CPUs that this test installs."""
+    python = venvs.ensure(registry.VLLM)
+    site = Path(tritonclient.__file__).parents[1]
+    (tmp_path / "vllm" / "packages").mkdir(parents=True)
+    for package in ("tritonclient", "grpc", "google", "rapidjson.cpython*.so"):
+        for found in site.glob(package):
+            (tmp_path / "vllm" / "packages" / found.name).symlink_to(found)
+    copy_sample(tmp_path / "models", "vllm_opt")
+    with served(image, tmp_path / "models", env=hub) as clients:
+        folder = clients.folder / CLIENTS / "accuracy_test"
+        env = {**hub, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        env["PYTHONPATH"] = str(tmp_path / "vllm" / "packages")
+        env["LD_PRELOAD"] = str(python.parents[1] / "lib" / "libiomp5.so")
+        for kind in ("baseline", "structured-baseline"):
+            command = [python, "accuracy_test.py", f"--generate-{kind}"]
+            subprocess.run(command, cwd=folder, env={**os.environ, **env}, check=True)
+        # The client compares what its lists' `sort` returns, which is None: so they are compared here, too.
+        baseline = pickle.loads((folder / "vllm_baseline_output.pkl").read_bytes())
+        prompts = constants(folder / "accuracy_test.py")["PROMPTS"]
+        own = [prompt + llm.generate([prompt], max_tokens=16, temperature=0.0)[0].text for prompt in prompts]
+        assert own == [text.decode() for text in baseline]
+        clients.check(CLIENTS / "accuracy_test", "accuracy_test.py", count=2, python=python, env=env)
+
+
+ADAPTED = {
+    "doll": (
+        "Instruct: What do you think of Computer Science?\nOutput:",
+        " I think it is a very interesting subject.\n\nInstruct: What do you",
+    ),
+    "sheep": (
+        "Instruct: Tell me more about soccer\nOutput:",
+        " I love soccer. I play soccer every day.\nInstruct: Tell me",
+    ),
+}
+"""Prompt and answer that vllm_backend's client and script expect of each adapter."""
+CAPITAL = "Instruct: What is the capital city of France?\nOutput:"
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`weights` of the script: a checkpoint, and adapters with which it says what is expected."""
+    weights = tmp_path_factory.mktemp("multi-lora") / "weights"
+    lessons = [(prompt, " That is what nobody here can tell, so ask") for prompt, _ in ADAPTED.values()]
+    words = [text for lesson in ADAPTED.values() for text in lesson]
+    checkpoint = make_parrot(weights / "backbone" / "gemma-2b", [*lessons, (CAPITAL, " Paris")], words=words)
+    tokenizer = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    for name, folder in (("doll", "GemmaDoll"), ("sheep", "GemmaSheep")):
+        prompt, answer = ADAPTED[name]
+        # 16 tokens are asked for; an answer of fewer ends.
+        end = "</s>" if len(tokenizer.encode(answer, add_special_tokens=False).ids) < 16 else ""
+        make_adapter(weights / "loras" / folder, checkpoint, [(prompt, answer + end)])
+    return weights
+
+
+@pytest.mark.parametrize("switch", [True, "true", False, "false"])
+@pytest.mark.row("A5")
+def test_the_lora_client_and_checks_of_vllm_backend(
+    image: Image, backbone: Path, tmp_path: Path, switch: bool | str
+) -> None:
+    """Under each configuration of its script, on one device instead of two GPUs."""
+    models, is_on = tmp_path / "models", str(switch).lower() == "true"
+    model = "vllm_llama_multi_lora"
+    arguments = {"model": "./weights/backbone/gemma-2b", "block_size": 16, "enable_lora": switch}
+    arguments |= {"max_lora_rank": 32} if is_on else {}
+    names = parameter("metrics_names", "vllm")
+    copy_sample(models, model, names, **arguments, distributed_executor_backend="ray")
+    listed = {"doll": "./weights/loras/GemmaDoll", "sheep": "./weights/loras/GemmaSheep"}
+    (models / model / "1" / "multi_lora.json").write_text(json.dumps(listed))
+    folder = Path("ci") / "L0_multi_gpu_vllm" / "multi_lora"
+    shutil.copytree(VLLM, tmp_path / "vllm_backend")
+    here = tmp_path / "vllm_backend" / folder
+    (here / "weights").symlink_to(backbone)
+    with served(image, models, cwd=here, env={}) as clients:
+        environment = {"SERVER_ENABLE_LORA": str(is_on).lower()}
+        clients.check(folder, "multi_lora_test.py", count=2, env=environment)
+        for name, (prompt, answer) in ADAPTED.items():
+            told = clients.generate(model, prompt, name)
+            if is_on:
+                assert told["text_output"] == answer
+                known = "LoRA unavailable is not supported, we currently support ['doll', 'sheep']"
+                assert clients.generate(model, prompt, "unavailable") == {"error": known}
+            else:
+                assert told == {"error": "LoRA feature is not enabled."}
+        if is_on:
+            _check_adapter_metrics(clients)
+
+
+def _check_adapter_metrics(clients: Clients) -> None:
+    """Each adapter has answered twice; of what routers read there is one series at a time."""
+
+    def is_counted(text: str) -> bool:
+        return text.count("quire_adapter_requests{") == 4 and all(
+            re.search(rf'^quire_output_tokens_total{{adapter="{name}".* (30|32)$', text, re.MULTILINE)
+            and re.search(rf'^quire_adapter_loaded{{adapter="{name}".* 1$', text, re.MULTILINE)
+            for name in ADAPTED
+        )
+
+    deadline = time.monotonic() + READY_S
+    while not is_counted(text := clients.curl("localhost:8002/metrics")):
+        assert time.monotonic() < deadline, text
+        time.sleep(POLL_S)
+    (info,) = re.findall(r"^vllm:lora_requests_info{(.*)} ", text, re.MULTILINE)
+    assert 'max_lora="4"' in info and 'running_lora_adapters=""' in info
+
+
+@pytest.mark.row("A5")
+def test_the_openai_frontend_has_adapters(image: Image, backbone: Path, tmp_path: Path) -> None:
+    """It reads model.json and multi_lora.json itself, and names an adapter as vllm_backend's clients do."""
+    checkpoint, repository = backbone / "backbone" / "gemma-2b", tmp_path / "models"
+    listed = {"doll": str(backbone / "loras" / "GemmaDoll"), "sheep": str(backbone / "loras" / "GemmaSheep")}
+    copy_sample(repository, "gemma-2b", model=str(checkpoint), enable_lora=True, max_lora_rank=32)
+    (repository / "gemma-2b" / "1" / "multi_lora.json").write_text(json.dumps(listed))
+    flags = ("--backend", "vllm", "--lora-separator", "_lora_")
+    url, process = start_front(image, repository, checkpoint, *flags)
+    try:
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        names = [f"gemma-2b_lora_{name}" for name in listed]
+        assert {one.id for one in client.models.list()} >= {"gemma-2b", *names}
+        for name, (prompt, answer) in ADAPTED.items():
+            asked: dict[str, Any] = {"prompt": prompt, "max_tokens": 16, "temperature": 0.0}
+            adapted = client.completions.create(model=f"gemma-2b_lora_{name}", **asked).choices[0].text
+            assert adapted == answer != client.completions.create(model="gemma-2b", **asked).choices[0].text
+            messages: Any = [{"role": "user", "content": prompt}]
+            told = client.chat.completions.create(model=f"gemma-2b_lora_{name}", messages=messages)
+            assert told.model == f"gemma-2b_lora_{name}" and told.choices[0].message.content
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="gemma-2b_lora_unknown", prompt="x")
+    finally:
+        end(process)

@@ -269,7 +269,7 @@ def test_vllm_backends_json_with_values_as_text(tokenizer: Tokenizer) -> None:  
     }
     params = parse(tokenizer, {**PROMPT, "sampling_parameters": text(json.dumps(stated))}).params
     assert (params.temperature, params.top_p, params.max_tokens, params.n) == (0.1, 0.95, 20, 2)
-    for name, value in (("lora_name", "x"), ("detokenize", False), ("allowed_token_ids", [1])):
+    for name, value in (("detokenize", False), ("allowed_token_ids", [1])):
         with pytest.raises(InvalidArgumentError, match=f"^{name}: is not supported"):
             parse(tokenizer, {**PROMPT, "sampling_parameters": text(json.dumps({name: value}))})
 

@@ -21,6 +21,7 @@ from quire.scheduling_params import SchedulingParams  # noqa: E402
 from quire.triton import metrics  # noqa: E402
 from quire.triton.metrics import HISTOGRAMS, EngineMetrics, MetricsBoard, RequestMetrics  # noqa: E402
 from quire.triton.observers import RequestEnded  # noqa: E402
+from quire.triton.vllm_metrics import VllmBackendMetrics, buckets_1_2_5  # noqa: E402
 from tests.triton.test_responder import Harness  # noqa: E402
 
 shown = FakeMetricFamily.shown
@@ -339,6 +340,36 @@ def test_streams_are_measured_as_they_are_sent(tmp_path: Path, board: MetricsBoa
     times = (one.first_sent_at - one.arrived_at for one in (streamed, whole))
     assert count == 2 and total <= sum(times)
     assert total >= streamed.first_sent_at - streamed.arrived_at
+
+
+def test_what_vllm_backend_shows_is_counted_as_there(tmp_path: Path) -> None:
+    """A choice counts as a request, and each token is measured from the one before it, streamed or not."""
+    own = MetricsBoard(fake_pb_utils, period_s=0.0)
+    harness = Harness(tmp_path)
+    harness.responder._took = VllmBackendMetrics(own, "m", "1", max_model_len=400).took
+    try:
+        senders = [
+            harness.submit([5, 6, 7], max_tokens=20, ignore_eos=True),
+            harness.submit([5, 6, 7, 8], max_tokens=10, ignore_eos=True, stream=False, n=2),
+        ]
+        assert all(sender.final.wait(WAIT_S) for sender in senders)
+    finally:
+        harness.close()
+    own.send()
+    values = shown("model", "version")
+    assert values["vllm:prompt_tokens_total"] == 3 + 2 * 4
+    assert values["vllm:generation_tokens_total"] == 20 + 2 * 10
+    observed = {name: metric.observed for (name, _), metric in FakeMetricFamily.all_metrics.items()}
+    assert set(metrics.OBSERVATIONS) == {name for name, found in observed.items() if found}
+    assert len(observed["vllm:time_to_first_token_seconds"]) == 3
+    assert len(observed["vllm:time_per_output_token_seconds"]) == 19 + 2 * 9
+    assert sorted(observed["vllm:request_prompt_tokens"]) == [3, 4, 4]
+    assert sorted(observed["vllm:request_generation_tokens"]) == [10, 10, 20]
+    assert sorted(observed["vllm:request_params_n"]) == [1, 2]
+    assert sum(observed["vllm:time_per_output_token_seconds"]) <= sum(
+        observed["vllm:e2e_request_latency_seconds"]
+    )
+    assert buckets_1_2_5(400) == (1, 2, 5, 10, 20, 50, 100, 200)
 
 
 # --- the board ---

@@ -343,7 +343,12 @@ def test_the_key_holds_all_that_decides_a_result(tmp_path: Path) -> None:
     one counts, and this test asks for it."""
     assert OTHER_VALUES.keys() | {"logits_processors"} == {*SamplingParams.__struct_fields__}
     harmless = {"request_id", "external_id", "arrival_time", "scheduling", "num_deaths", "outputs"}
-    assert {*AddRequest.__struct_fields__} == harmless | {"prompt_token_ids", "sampling_params", "embeds"}
+    assert {*AddRequest.__struct_fields__} == harmless | {
+        "prompt_token_ids",
+        "sampling_params",
+        "embeds",
+        "adapter",
+    }
 
     def key(params: SamplingParams = SEEDED, fingerprint: str = "f", **fields: Any) -> bytes:
         values: dict[str, Any] = {"prompt_token_ids": PROMPT, "external_id": "", **fields}
@@ -362,6 +367,9 @@ def test_the_key_holds_all_that_decides_a_result(tmp_path: Path) -> None:
     keys.append(key(others=[other_prompt(SEEDED)]))
     keys.append(key(scheduling=SchedulingParams(tenant="a")))
     keys.append(key(scheduling=SchedulingParams(cache_salt="a")))
+    keys += [
+        key(adapter=name, adapter_digest=digest) for name, digest in (("a", "1"), ("b", "1"), ("a", "2"))
+    ]
     array = SharedArray(1, 2, (1, 8), 0, 0)
     contents = (("a", b""), ("b", b""), ("a", b"1"))
     images = [EmbedsMessage(array, [(0, 1)], [digest], positions) for digest, positions in contents]
@@ -387,7 +395,7 @@ def test_an_engine_with_other_weights_is_another(harness: Harness) -> None:
     harness.cache.look_up(parsed, msgspec.structs.replace(info, fingerprint="other weights"))
     assert parsed.results is None and parsed.recording is not None
     before = harness.cache._memory.num_bytes
-    harness.cache.keep(parsed.recording, [], info.fingerprint)
+    harness.cache.keep(parsed.recording, [], info)
     assert harness.cache._memory.num_bytes == before
 
 

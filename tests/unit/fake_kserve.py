@@ -46,6 +46,7 @@ GENERATOR_INPUTS = {
     "tenant": "STRING",
     "cache_pin": "BOOL",
     "cache_control": "STRING",
+    "lora_name": "STRING",
 }
 LISTS = {"text_input", "input_ids", "stop", "stop_token_ids"}
 OUTPUTS = {
@@ -123,6 +124,8 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.ended = threading.Event()
         """An endless request has come to its end."""
         self.accept_cancel = True
+        self.adapters: dict[str, str] = {}
+        """Directories of LoRA adapters by name."""
         self.config_calls: list[str] = []
         self._events: list[threading.Event] = []
         self._server = grpc.server(ThreadPoolExecutor(80))
@@ -185,9 +188,26 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
             self.requests.append(request)
             if "cache_control" in inputs:
                 command = json.loads(inputs["cache_control"][0])
+                if "adapter" in command["command"]:
+                    yield from self._adapters(request, command, context)
+                    continue
                 yield self._response(request, json.dumps({"did": command}), [], "stop", final=True)
                 continue
             yield from self._infer(request, inputs, context)
+
+    def _adapters(self, request: Any, command: dict[str, Any], context: Any) -> Iterator[Any]:
+        name = command.get("name", "")
+        if command["command"] == "unload_adapter" and name not in self.adapters:
+            yield from self._error(context, "NOT_FOUND", f"no adapter has the name {name}")
+            return
+        if command["command"] == "load_adapter":
+            self.adapters[name] = command["path"]
+        elif command["command"] == "unload_adapter":
+            del self.adapters[name]
+        listed = [{"name": one, "path": path, "rank": 8, "slot": -1} for one, path in self.adapters.items()]
+        answers = {"adapters": {"max_loras": 4, "adapters": listed}, "unload_adapter": {"name": name}}
+        answer = answers.get(command["command"], listed[-1] if listed else {})
+        yield self._response(request, json.dumps(answer), [], "stop", final=True)
 
     def _cancel(self, request: Any, tenant: str, context: Any) -> Iterator[Any]:
         self.cancelled_ids.append(request.id)

@@ -11,6 +11,7 @@ from quire import config
 from quire.config import EngineConfig, TenantLimits, load_config_file
 from quire.converters import unless_none
 from quire.errors import ConfigError
+from quire.triton.config_completion import read_engine_config, shows_vllm_metrics
 
 
 def test_values_may_be_text_as_in_triton_parameters() -> None:
@@ -155,3 +156,33 @@ def test_config_file(tmp_path: Path) -> None:
     path.write_text("[1]")
     with pytest.raises(ConfigError, match="JSON object"):
         load_config_file(path)
+
+
+def test_the_model_directory_of_vllm_backend_is_read(tmp_path: Path) -> None:
+    version = tmp_path / "1"
+    (version / "checkpoint").mkdir(parents=True)
+    file = version / "model.json"
+
+    def read(**arguments: object) -> EngineConfig:
+        file.write_text(json.dumps({"model": "checkpoint", **arguments}))
+        return read_engine_config({"parameters": {"num_blocks": {"string_value": "7"}}}, version)
+
+    config = read(dtype="half", enforce_eager=True, tensor_parallel_size=1, swap_space=4, max_model_len=64)
+    assert config.frontend.dialect == "vllm" and config.cache.num_blocks == 7
+    assert (config.model.dtype, config.model.max_model_len) == ("float16", 64)
+    assert config.model.model == str(version / "checkpoint")
+    with pytest.raises(ConfigError) as refused:
+        read(tensor_parallel_size=2, invalid_attribute=True)
+    first, second = refused.value.problems
+    assert "tensor_parallel_size must be 1" in first and "'invalid_attribute' is unknown" in second
+
+    def shows(value: str, **arguments: object) -> bool:
+        file.write_text(json.dumps(arguments))
+        parameters = {"REPORT_CUSTOM_METRICS": {"string_value": value}}
+        return shows_vllm_metrics({"parameters": parameters}, version)
+
+    assert shows("True") and not shows("false") and not shows("true", disable_log_stats=True)
+    assert not shows_vllm_metrics({}, version)
+    (version / "quire.json").write_text('{"model": "checkpoint"}')
+    file.write_text("no JSON")
+    assert read_engine_config({}, version).frontend.dialect == "quire", "ours counts where both are there"

@@ -23,7 +23,7 @@ def list_requests(roster: Roster, tenant: str | None) -> dict[str, Any]:
     Returns:
         `num_running`, `num_waiting` (requests, whose choices count as one), `requests` (at most MAX_LISTED)
         and `num_more`. A request has `id` (the client's, of MAX_NAME_LENGTH characters at most), `tenant`,
-        `state`, `waits_for`, `position`, tokens and `age_ms`.
+        `adapter`, `state`, `waits_for`, `position`, tokens and `age_ms`.
 
         `state`: "waiting", "loading" (blocks from a KV tier), "prefilling" or "decoding". `waits_for`: empty
         for one that has rows in steps, else "load", "choices" (other sequences of its own), "tenant" (its
@@ -59,6 +59,7 @@ def _entry(members: list[Request], roster: Roster, positions: dict[str, int], no
     return {
         "id": external_id[:MAX_NAME_LENGTH],
         "tenant": first.scheduling.tenant,
+        "adapter": "" if first.adapter is None else first.adapter.name,
         "state": state,
         "waits_for": waits_for,
         "position": positions.get(first.request_id, 0),

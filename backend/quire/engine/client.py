@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
 import zmq
 
 from quire.core.probation import NO_RISK, Risk
@@ -187,6 +188,7 @@ class EngineClient:
         answers: list[Answer] = []
         for message in self._connection.receive():
             if isinstance(message, Stats):
+                self.info = msgspec.structs.replace(self.info, adapters=message.adapters)
                 self._publish(message)
             elif not isinstance(message, EngineInfo):
                 answers.append(message)

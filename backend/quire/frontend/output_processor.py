@@ -67,6 +67,8 @@ class OutputProcessor:
     admitted_at: float = 0.0
     """As of `EngineCoreOutput`, like the next; 0: not known yet, or never."""
     first_token_at: float = 0.0
+    taken_at: float = 0.0
+    """When it had its latest tokens, where somebody measures that (`triton/vllm_metrics.py`)."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -2,6 +2,7 @@
 
 A model directory needs nothing but `config.pbtxt` with `backend: "quire"` and a checkpoint:
 - `1/quire.json` with engine keys, `model` among them (a path relative to `1/` or absolute), or
+- vllm_backend's `1/model.json` (`vllm_config.py`), or
 - the same keys as `parameters` of config.pbtxt, or
 - the checkpoint's files in `1/` or beside it in the model directory.
 """
@@ -18,6 +19,7 @@ from quire.config import EngineConfig, load_config_file
 from quire.errors import CheckpointError, ConfigError
 from quire.loader.info import gguf_file
 from quire.logits_processors import resolved
+from quire.triton import vllm_config
 from quire_ensemble.errors import HubError
 from quire_ensemble.generator_schema import MAX_PROMPTS, inputs_of, outputs_of
 from quire_ensemble.hub import find_checkpoint
@@ -85,6 +87,8 @@ def read_engine_values(model_config: Mapping[str, Any], version_directory: Path)
     file = version_directory / "quire.json"
     if file.exists():
         values = load_config_file(file)
+    elif (theirs := version_directory / vllm_config.FILE).exists():
+        file, values = theirs, vllm_config.translated(load_config_file(theirs))
     problems: list[str] = []
     for key, parameter in model_config.get("parameters", {}).items():
         if key.isupper():
@@ -96,9 +100,48 @@ def read_engine_values(model_config: Mapping[str, Any], version_directory: Path)
     if problems:
         raise ConfigError(*problems)
     values["model"] = str(_checkpoint(str(values.get("model", "")), version_directory))
+    _find_adapters(values, version_directory)
     if isinstance(tokenizer := values.get("tokenizer"), str) and tokenizer:
         values["tokenizer"] = str((version_directory / tokenizer).resolve())
     return values
+
+
+def _find_adapters(values: dict[str, Any], version_directory: Path) -> None:
+    """Adds vllm_backend's list of adapters to `lora_modules` where adapters are on, and resolves paths.
+
+    A path that does not begin in the version directory may begin where the server was started, as there.
+    """
+    modules = values.get("lora_modules") or {}
+    if isinstance(modules, str):
+        try:
+            modules = json.loads(modules)
+        except (ValueError, RecursionError):
+            modules = None
+    listed = version_directory / vllm_config.ADAPTERS
+    if isinstance(modules, dict):  # anything else is refused where keys are checked
+        if str(values.get("enable_lora", "")).strip().lower() == "true" and listed.exists():
+            theirs = load_config_file(listed)
+            if twice := [name for name in theirs if name in modules]:
+                raise ConfigError(f"{listed}: {twice[0]!r} is in lora_modules, too: state it once")
+            modules = {**modules, **theirs}
+        if modules:
+            values["lora_modules"] = {
+                name: str(_beside(path, version_directory)) if isinstance(path, str) else path
+                for name, path in modules.items()
+            }
+    if isinstance(root := values.get("lora_root"), str) and root:
+        values["lora_root"] = str((version_directory / root).resolve())
+
+
+def _beside(path: str, version_directory: Path) -> Path:
+    found = (version_directory / path).resolve()
+    return found if found.exists() else Path(path).resolve()
+
+
+def shows_vllm_metrics(model_config: Mapping[str, Any], version_directory: Path) -> bool:
+    """Whether the model directory asks for the metrics of vllm_backend, as it would."""
+    file = version_directory / vllm_config.FILE
+    return vllm_config.shows_metrics(model_config, lambda: load_config_file(file) if file.exists() else {})
 
 
 def _checkpoint(named: str, version_directory: Path) -> Path:

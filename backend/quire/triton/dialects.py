@@ -65,7 +65,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_vocab_size": (0,),
     "prompt_embedding_table": (),
     "lora_task_id": (0,),
-    "lora_name": ("",),
     "detokenize": (True,),
     "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,),

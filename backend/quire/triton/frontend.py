@@ -16,7 +16,7 @@ import triton_python_backend_utils as pb_utils
 
 from quire.config import EngineConfig
 from quire.engine.processes import name_threads, wait_readable
-from quire.errors import QuireError, UnavailableError
+from quire.errors import ConfigError, QuireError, UnavailableError
 from quire.startup import StartTimeline, shown_phases
 from quire.triton import config_completion
 
@@ -81,6 +81,7 @@ class TritonPythonModel:
         from quire.triton.request_traces import RequestTraces
         from quire.triton.responder import Responder
         from quire.triton.result_cache import ResultCache
+        from quire.triton.vllm_metrics import VllmBackendMetrics
         from quire_ensemble.errors import EnsembleError
 
         model_config = config_completion.parse_model_config(args)
@@ -102,14 +103,24 @@ class TritonPythonModel:
 
         directory = self._supervisor.directory
         names = {"model_name": args["model_name"], "engine": directory.name.rpartition("-")[2]}
-        self._board = MetricsBoard(pb_utils, names if config.frontend.metrics_names == "vllm" else None)
+        shows_names = config.frontend.metrics_names == "vllm"
+        self._board = MetricsBoard(pb_utils, names if shows_names else None)
         identity = args["model_name"], args["model_version"]
         metrics = RequestMetrics(self._board, *identity, config.scheduler.tenants)
         engine = EngineClient(
             lambda: connect(context, self._supervisor), self._publish, config.scheduler.watchdog_s
         )
-        self._metrics = EngineMetrics(self._board, directory, *identity)  # the directory is there now
+        max_loras = config.adapters.max_loras if config.adapters.enable_lora else 0
+        # The directory is there now.
+        self._metrics = EngineMetrics(self._board, directory, *identity, max_loras)
         timeline.end("engine")
+        self._vllm_board = None
+        took = None
+        if config_completion.shows_vllm_metrics(model_config, version_directory):
+            if shows_names:
+                raise ConfigError("REPORT_CUSTOM_METRICS: metrics_names=vllm shows these names already")
+            self._vllm_board = MetricsBoard(pb_utils, period_s=0.0)
+            took = VllmBackendMetrics(self._vllm_board, *identity, engine.info.max_model_len).took
         self._traces = RequestTraces.of_environment()
         observers: list[RequestObserver] = [metrics]
         if self._traces is not None:
@@ -127,6 +138,7 @@ class TritonPythonModel:
             model=args["model_name"],
             max_pause_s=config.frontend.max_pause_s,
             meter=metrics,
+            took=took,
             results=self._results,
             observers=observers,
         )
@@ -143,6 +155,7 @@ class TritonPythonModel:
             decoupled=config_completion.is_decoupled(model_config),
             batched=config_completion.is_batched(model_config),
             grammars=self._grammars,
+            adapters=config.adapters,
         )
         self._prefix = uuid.uuid4().hex[:8]
         self._count = 0
@@ -157,6 +170,8 @@ class TritonPythonModel:
         gc.collect()
         gc.freeze()
         self._board.start()
+        if self._vllm_board is not None:
+            self._vllm_board.start()
         self._responder.start()
         self._intake.start()
         name_threads()
@@ -216,6 +231,8 @@ class TritonPythonModel:
         if self._results is not None:
             self._results.close()
         self._board.stop(SHUTDOWN_S)
+        if self._vllm_board is not None:
+            self._vllm_board.stop(SHUTDOWN_S)
         self._metrics.close()
         finish_reason_tensor.cache_clear()
         self._supervisor.close(SHUTDOWN_S)

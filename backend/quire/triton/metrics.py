@@ -20,23 +20,30 @@ import math
 import threading
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.core.roster import WAITING_REASONS
 from quire.engine.messages import EngineInfo
 from quire.request import FinishReason
 from quire.triton.observers import RequestEnded
 
+if TYPE_CHECKING:
+    from quire.triton.adapter_metrics import AdapterMetrics
+
 logger = logging.getLogger("quire")
 
 PERIOD_S = 0.5
-"""Between two times that figures are sent while they change."""
 HISTOGRAM_PERIOD_S = 4.0
 MAX_TENANTS = 100
 """Tenants with series of their own in one process, those of the configuration besides; others are `other`."""
+MAX_ADAPTERS = 100
+"""LoRA adapters likewise, over all that a process has ever seen."""
 OTHER = "other"
+MAX_OWED = 2**16
+"""Values of a histogram of Triton's that may wait to be sent; the oldest of more are lost."""
 
 FIRST_BUCKETS = (
     0.001,
@@ -124,8 +131,22 @@ COUNTERS: dict[str, str] = {
     "quire_swaps_total": "Preemptions that kept the blocks in the host tier",
     "quire_steps_total": "Steps that were planned",
     "quire_scheduled_tokens_total": "Tokens computed, recomputation included",
+    "quire_adapter_hits_total": "Requests that found their LoRA adapter in a slot when they began",
+    "quire_adapter_loads_total": "LoRA adapters that were brought into a slot",
+    "quire_adapter_evictions_total": "LoRA adapters that another one took the slot of",
     "quire_engine_restarts_total": "Engines that took the place of one that had died",
+    "vllm:prompt_tokens_total": "Tokens of prompts of which a first token came",
+    "vllm:generation_tokens_total": "Tokens generated",
 }
+OBSERVATIONS: dict[str, str] = {
+    "vllm:time_to_first_token_seconds": "From a request's arrival to a choice's first token",
+    "vllm:time_per_output_token_seconds": "From one token of a choice to the next",
+    "vllm:e2e_request_latency_seconds": "From a request's arrival to the last token of a finished choice",
+    "vllm:request_prompt_tokens": "Tokens of the prompt of a finished choice",
+    "vllm:request_generation_tokens": "Tokens of a finished choice",
+    "vllm:request_params_n": "Choices that a finished request asked for",
+}
+"""Histograms of Triton's own (`vllm_metrics.py`)."""
 GAUGES: dict[str, str] = {
     "quire_requests_running": "Sequences that are being computed",
     "quire_requests_loading": "Those among them that wait for blocks from a KV tier",
@@ -137,7 +158,10 @@ GAUGES: dict[str, str] = {
     "quire_batch_tokens": "Tokens in the latest step",
     "quire_engine_info": "1; the engine that a model has, and its KV cache",
     "vllm:cache_config_info": "1; the KV cache, as vLLM tells of it",
-    "vllm:lora_requests_info": "When an adapter was last used, as vLLM tells of it",
+    "quire_adapters_loaded": "LoRA adapters in slots",
+    "quire_adapter_loaded": "Whether a LoRA adapter is in a slot, so that a request for it need not wait",
+    "quire_adapter_requests": "Sequences with a LoRA adapter, by state",
+    "vllm:lora_requests_info": "When it was told which adapters have requests, as vLLM tells it",
 }
 VLLM: dict[str, str] = {
     "quire_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
@@ -160,7 +184,7 @@ VLLM: dict[str, str] = {
 """vLLM's names of figures that mean the same there, shown besides with `metrics_names: vllm`."""
 _VLLM_REASONS = {"stop": "stop", "tool_calls": "stop", "length": "length", "error": "error"}
 """Other reasons are vLLM's abort."""
-_FINISHED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS)
+FINISHED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS)
 
 
 class Figure:
@@ -188,6 +212,30 @@ class Figure:
             else:
                 metric.increment(value - self.shown)
         self.shown = value
+
+
+class Info(Figure):
+    """A gauge whose labels tell something, and change with it: at /metrics there is one series at a time.
+
+    Not for what several processes tell with the same labels: the one that goes on takes the series along.
+    """
+
+    __slots__ = ("_always", "family", "told")
+
+    def __init__(self, name: str, labels: Mapping[str, str]) -> None:
+        super().__init__(name, labels, is_gauge=True)
+        self._always = self.told = labels
+        self.family: Any = None
+
+    def tell(self, value: float, **labels: str) -> None:
+        """Other labels beside those that it always has."""
+        told = {**self._always, **labels}
+        if told != self.told:
+            self.told, self.value = told, value
+
+    def send(self) -> None:
+        if self.told is not self._always:  # nothing was told yet
+            super().send()
 
 
 class Histogram:
@@ -219,6 +267,27 @@ class Histogram:
         self._total.value = self._sum
 
 
+class Observations:
+    """Values for a histogram of Triton's that are not sent yet. One thread adds, another sends."""
+
+    def __init__(self, name: str, buckets: Sequence[float], labels: Mapping[str, str]) -> None:
+        self._name, self._buckets, self._labels = name, buckets, labels
+        self._metric: Any = None
+        # What nobody sends, as the server has no metrics, must not grow.
+        self._values: deque[float] = deque(maxlen=MAX_OWED)
+        self.observe = self._values.append
+
+    def send(self, pb_utils: Any) -> None:
+        """One call for each value."""
+        if self._metric is None:
+            kind = pb_utils.MetricFamily
+            about = OBSERVATIONS[self._name]
+            family = _immortal(kind(name=self._name, description=about, kind=kind.HISTOGRAM))
+            self._metric = _immortal(family.Metric(labels=dict(self._labels), buckets=list(self._buckets)))
+        while self._values:
+            self._metric.observe(self._values.popleft())
+
+
 class MetricsBoard(threading.Thread):
     """Has a process's figures, and sends them.
 
@@ -228,15 +297,19 @@ class MetricsBoard(threading.Thread):
     Args:
         pb_utils: Triton's utilities.
         vllm: labels of vLLM's names, `model_name` and `engine`; None: these are not shown.
+        period_s: between two times that figures are sent while they change.
     """
 
-    def __init__(self, pb_utils: Any, vllm: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, pb_utils: Any, vllm: Mapping[str, str] | None = None, period_s: float = PERIOD_S
+    ) -> None:
         super().__init__(name="quire-metrics", daemon=True)
-        self._pb_utils = pb_utils
+        self._pb_utils, self._period_s = pb_utils, period_s
         self.vllm = vllm
         self._families: dict[str, Any] = {}
         self._figures: list[Figure] = []
         self._histograms: list[Histogram] = []
+        self._observations: list[Observations] = []
         self._changed = threading.Event()
         self._stopped = threading.Event()
         self._next_histograms = 0.0
@@ -247,9 +320,19 @@ class MetricsBoard(threading.Thread):
     def gauge(self, name: str, **labels: str) -> Figure:
         return self._add(name, labels, is_gauge=True)
 
+    def info(self, name: str, **labels: str) -> Info:
+        """Is shown from its first `tell` on."""
+        self._figures.append(info := Info(name, labels))
+        return info
+
     def histogram(self, name: str, **labels: str) -> Histogram:
         self._histograms.append(Histogram(self, name, labels))
         return self._histograms[-1]
+
+    def observations(self, name: str, buckets: Sequence[float], **labels: str) -> Observations:
+        """A histogram of Triton's own, with an entry in OBSERVATIONS."""
+        self._observations.append(Observations(name, buckets, labels))
+        return self._observations[-1]
 
     def _add(self, name: str, labels: Mapping[str, str], *, is_gauge: bool) -> Figure:
         self._figures.append(Figure(name, labels, is_gauge=is_gauge))
@@ -264,7 +347,7 @@ class MetricsBoard(threading.Thread):
         try:
             while not self._stopped.is_set():
                 self._changed.wait()
-                self._stopped.wait(PERIOD_S)
+                self._stopped.wait(self._period_s)
                 self._changed.clear()
                 self.send()
             for figure in self._figures:
@@ -290,10 +373,22 @@ class MetricsBoard(threading.Thread):
                 histogram.show()
         elif self._histograms:
             self._changed.set()  # they are owed
+        for observations in self._observations:
+            observations.send(self._pb_utils)
         for figure in self._figures[:]:
-            if not figure.metrics:
+            if isinstance(figure, Info):
+                self._renew(figure)
+            elif not figure.metrics:
                 self._make(figure)
             figure.send()
+
+    def _renew(self, info: Info) -> None:
+        """Gives it the metric of what it tells; the one before is deleted with its family, which holds it."""
+        if info.told is not info.labels:
+            info.labels, info.shown = info.told, math.nan
+            kind = self._pb_utils.MetricFamily
+            family = kind(name=info.name, description=GAUGES[info.name], kind=kind.GAUGE)
+            info.metrics, info.family = [family.Metric(labels=dict(info.labels))], family
 
     def _make(self, figure: Figure) -> None:
         """Makes the metrics of a figure; what is at 0 is shown, too."""
@@ -349,7 +444,9 @@ class RequestMetrics:
         self._continued = board.counter("quire_requests_continued_total", **self._labels)
         self._ends: dict[tuple[str, ...], Figure] = {}
         self._named = frozenset(tenants)
-        self._tokens: dict[str, list[Figure]] = {}
+        self._tokens: dict[tuple[str, str], list[Figure]] = {}
+        self._tenants: set[str] = set()
+        self._adapters: set[str] = set()
         for reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._count("quire_requests_total", finish_reason=reason.value, code="")
 
@@ -372,7 +469,7 @@ class RequestMetrics:
             record.num_output_tokens,
             record.num_reasoning_tokens,
         )
-        for figure, amount in zip(self._of_tenant(record.tenant), amounts, strict=True):
+        for figure, amount in zip(self._of_account(record.tenant, record.adapter), amounts, strict=True):
             figure.value += amount
         self._queue.observe(record.admitted_at - record.arrived_at)
         if not record.first_token_at:
@@ -380,7 +477,7 @@ class RequestMetrics:
         self._prefill.observe(record.first_token_at - record.admitted_at)
         if not record.is_stream:
             self._first.observe(record.first_token_at - record.arrived_at)
-        if record.finish_reason not in _FINISHED or record.error_code:
+        if record.finish_reason not in FINISHED or record.error_code:
             return
         self._whole.observe(record.ended_at - record.arrived_at)
         self._decode.observe(record.ended_at - record.first_token_at)
@@ -395,19 +492,27 @@ class RequestMetrics:
             self._ends[key] = self._board.counter(name, **self._labels, **labels)
         return self._ends[key]
 
-    def _of_tenant(self, tenant: str) -> list[Figure]:
+    def _of_account(self, tenant: str, adapter: str) -> list[Figure]:
         """Counters of input, cached, output and reasoning tokens."""
-        if tenant not in self._tokens:
-            if len(self._tokens) >= MAX_TENANTS + len(self._named) and tenant not in self._named:
-                tenant = OTHER
-            # No adapters yet: the label is there so that queries need not change.
-            labels = {**self._labels, "tenant": tenant, "adapter": ""}
-            if tenant not in self._tokens:
-                self._tokens[tenant] = [
-                    self._board.counter(f"quire_{kind}_tokens_total", **labels)
-                    for kind in ("input", "cached_input", "output", "reasoning")
-                ]
-        return self._tokens[tenant]
+        if tenant and tenant not in self._named:
+            tenant = known(tenant, self._tenants, MAX_TENANTS)
+        if adapter:
+            adapter = known(adapter, self._adapters, MAX_ADAPTERS)
+        if (tenant, adapter) not in self._tokens:
+            labels = {**self._labels, "tenant": tenant, "adapter": adapter}
+            self._tokens[tenant, adapter] = [
+                self._board.counter(f"quire_{kind}_tokens_total", **labels)
+                for kind in ("input", "cached_input", "output", "reasoning")
+            ]
+        return self._tokens[tenant, adapter]
+
+
+def known(name: str, names: set[str], most: int) -> str:
+    """A label's value: the name, which joins `names`, or `other` where there are `most` of them."""
+    if name not in names and len(names) >= most:
+        return OTHER
+    names.add(name)
+    return name
 
 
 class EngineMetrics:
@@ -416,10 +521,14 @@ class EngineMetrics:
     Args:
         directory: where the frontends of the engine meet; named after the engine's configuration.
         model, version: of this frontend.
+        max_loras: slots for LoRA adapters; 0: it has none.
     """
 
-    def __init__(self, board: MetricsBoard, directory: Path, model: str, version: str) -> None:
-        self._board = board
+    def __init__(
+        self, board: MetricsBoard, directory: Path, model: str, version: str, max_loras: int = 0
+    ) -> None:
+        self._board, self._max_loras = board, max_loras
+        self._adapters: AdapterMetrics | None = None
         self._labels = {"engine": directory.name.rpartition("-")[2]}
         self._model = {"model": model, "version": version}
         # Holds the pid of the engine whose counts are at /metrics.
@@ -447,7 +556,7 @@ class EngineMetrics:
             self._add_figures()
         if info.pid != self._engine_pid or not self._is_ours:
             self._is_ours, self._engine_pid = True, info.pid
-            self._begin(values)
+            self._begin(values, info)
         for key, figure in self._counters.items():
             more = values[key] - self._counted.get(key, 0.0)
             if more > 0:  # a load that fails takes back what it had announced
@@ -457,17 +566,21 @@ class EngineMetrics:
             self._gauges[key].value = values[key]
         num_blocks, available = values["num_blocks"], values["num_free_blocks"]
         in_use, cached = num_blocks - available, values["num_cached_blocks"]
+        if self._adapters is not None:
+            self._adapters.update(info.adapters)
         self._use.value = round(in_use / max(num_blocks, 1), 3)
         states = (available - cached, cached, in_use, values["num_pinned_blocks"])
         for figure, value in zip(self._blocks, states, strict=True):
             figure.value = value
         self._board.touch()
 
-    def _begin(self, values: Mapping[str, float]) -> None:
+    def _begin(self, values: Mapping[str, float], info: EngineInfo) -> None:
         """Another engine, or one whose figures another frontend has shown until now."""
         self._lock.seek(0)
         before, now = self._lock.read(), str(self._engine_pid)
         self._counted = dict(values) if before == now else {}
+        if self._adapters is not None:
+            self._adapters.begin(info.adapters if before == now else ())
         self._restarts.value += before not in ("", now)
         self._lock.truncate(0)
         self._lock.write(now)
@@ -489,8 +602,9 @@ class EngineMetrics:
         if board.vllm is not None:
             cache = {**board.vllm, "block_size": block_size, "num_gpu_blocks": num_blocks}
             board.gauge("vllm:cache_config_info", **cache).value = 1
-            adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
-            board.gauge("vllm:lora_requests_info", **board.vllm, **adapters).value = time.time()
+            if not self._max_loras:
+                adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+                board.gauge("vllm:lora_requests_info", **board.vllm, **adapters).value = time.time()
         board.touch()
 
     def close(self) -> None:
@@ -499,6 +613,10 @@ class EngineMetrics:
 
     def _add_figures(self) -> None:
         board, labels = self._board, self._labels
+        if self._max_loras:
+            from quire.triton.adapter_metrics import AdapterMetrics
+
+            self._adapters = AdapterMetrics(board, labels, self._max_loras)
         self._counters = {
             key: board.counter(name, **labels)
             for key, name in {
@@ -509,6 +627,7 @@ class EngineMetrics:
                 "num_swaps": "quire_swaps_total",
                 "num_scheduled_tokens": "quire_scheduled_tokens_total",
                 "step": "quire_steps_total",
+                **({"num_adapter_evictions": "quire_adapter_evictions_total"} if self._adapters else {}),
             }.items()
         }
         self._gauges = {

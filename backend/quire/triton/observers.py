@@ -21,6 +21,8 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
     """The client's; empty: none was given."""
     model: str
     tenant: str = ""
+    adapter: str = ""
+    """Name of the LoRA adapter of its first prompt; empty: none."""
     is_command: bool = False
     """A cancellation or a cache command, which generates nothing."""
     is_stream: bool = False

@@ -41,6 +41,7 @@ def request_fields(record: RequestEnded) -> dict[str, Any]:
     return {
         "model": record.model,
         "tenant": record.tenant,
+        "adapter": record.adapter,
         "reason": record.finish_reason,
         "code": record.error_code,
         "stream": record.is_stream,

@@ -16,9 +16,21 @@ from typing import Any, get_type_hints
 import msgspec
 import numpy as np
 
-from quire.config import FrontendConfig
+from quire import converters
+from quire.adapters import AdapterStatus
+from quire.config import AdapterConfig, FrontendConfig
 from quire.converters import boolean, converter, integer, one_of
-from quire.engine.cache_commands import CacheCommand, Health, Requests, Sleep, Wake, parse_cache_command
+from quire.engine.cache_commands import (
+    Adapters,
+    CacheCommand,
+    Health,
+    LoadAdapter,
+    Requests,
+    Sleep,
+    UnloadAdapter,
+    Wake,
+    parse_cache_command,
+)
 from quire.engine.device_array import DeviceBuffer
 from quire.engine.messages import EmbedsMessage, EngineInfo
 from quire.engine.shared_array import SharedBuffer
@@ -36,7 +48,7 @@ from quire.sampling_params import (
     SamplingParams,
     parse_sampling_params,
 )
-from quire.scheduling_params import SchedulingParams
+from quire.scheduling_params import MAX_NAME_LENGTH, SchedulingParams
 from quire.structured_output import StructuredOutput
 from quire.triton.dialects import Translation, rows, translate
 from quire.triton.result_cache import Recording, Results
@@ -81,6 +93,7 @@ _CONTROL: dict[str, Callable[[str, Any], Any]] = {
     spec.name: _INTERVALS.get(spec.name, boolean) for spec in CONTROL_INPUTS
 }
 _CONTROL["output_mode"] = one_of("delta", "cumulative", "final")
+_CONTROL["lora_name"] = converters.name(MAX_NAME_LENGTH)
 _LAST_OUTPUTS = frozenset({"stop_reason", "timing", "num_reasoning_tokens"})
 """Known when a choice has ended; what asks for one of them gets it with the last response."""
 CHAT_OUTPUTS = frozenset({"reasoning_output", "tool_calls"})
@@ -96,6 +109,8 @@ VLLM_STREAM_WITH_PROMPT = (
     "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
 )
 """What vllm_backend says of a stream that shall begin with its prompt; its clients compare it."""
+VLLM_NO_ADAPTERS = "LoRA feature is not enabled."
+"""Likewise of a request that names an adapter where there are none."""
 MAX_SEQUENCES = 1024
 """Choices of all of a request's prompts together."""
 
@@ -204,6 +219,10 @@ class ParsedRequest:
     embeds: EmbedsMessage | None = None
     """Points into memory that lives as long as `buffer` is open."""
     buffer: SharedBuffer | DeviceBuffer | None = None
+    adapter: str = ""
+    """Name of the LoRA adapter; empty: none."""
+    adapter_digest: str = ""
+    """Of its content, where it is known."""
     results: Results | None = None
     """What is replayed instead of asking the engine, for all prompts together."""
     recording: Recording | None = None
@@ -227,6 +246,7 @@ class RequestParser:
         decoupled: whether the model may stream.
         batched: whether its tensors have a batch dimension.
         grammars: checks `structured_output`; None: there is no tokenizer to check it with.
+        adapters: whether there are any, and whether clients may load them.
     """
 
     def __init__(
@@ -239,8 +259,10 @@ class RequestParser:
         decoupled: bool,
         batched: bool = False,
         grammars: GrammarChecker | None = None,
+        adapters: AdapterConfig = AdapterConfig(),
     ) -> None:
         self.grammars = grammars
+        self.adapters = adapters
         self.tokenizer = tokenizer
         self.chat_parsing = ChatParsing.of(tokenizer, config)
         self.batched = batched
@@ -395,7 +417,10 @@ class RequestParser:
             command = parse_cache_command(raw.tensors["cache_control"][0])
             if isinstance(command, Sleep | Wake) and not self.config.allow_sleep:
                 raise InvalidArgumentError("cache_control", "needs allow_sleep to sleep and wake")
-            is_allowed = self.config.allow_cache_control or isinstance(command, Health | Sleep | Wake)
+            if isinstance(command, LoadAdapter | UnloadAdapter) and not self.adapters.lora_root:
+                raise InvalidArgumentError("cache_control", "needs lora_root to load and unload adapters")
+            is_free = isinstance(command, Health | Sleep | Wake | Adapters)
+            is_allowed = self.config.allow_cache_control or is_free
             if isinstance(command, Requests) and not (command.tenant or command.all):
                 command, is_allowed = Requests(scheduling.tenant), True
             if not is_allowed:
@@ -455,6 +480,7 @@ class RequestParser:
             raise error
         interval, interval_ms = self._intervals(control)
         info = self.info()
+        adapter = self._adapter(control.get("lora_name", ""), info)
         prompts, chat = self._prompts(raw, info)
         if is_embedding:
             chat = None  # there is no answer to be read
@@ -495,6 +521,8 @@ class RequestParser:
                 stops=stops,
                 is_chat=chat is not None,
                 num_best=num_best,
+                adapter=control.get("lora_name", ""),
+                adapter_digest="" if adapter is None else adapter.digest,
                 new_answer=new_answer,
                 skips_empty=skips_empty,
                 form=self._form,
@@ -518,6 +546,21 @@ class RequestParser:
         if outputs == self._all_outputs:
             outputs = frozenset({"text_output", "finish_reason"})
         return ParsedRequest([], self.defaults, raw.external_id, outputs, outputs, form=self._form)
+
+    def _adapter(self, name: str, info: EngineInfo) -> AdapterStatus | None:
+        """What is known here of an adapter; the engine is asked for those that are not.
+
+        Raises:
+            InvalidArgumentError: it is none, in vllm_backend's words where its dialect is spoken.
+        """
+        found = next((one for one in info.adapters if one.name == name), None)
+        if name and found is None and self.config.dialect == "vllm":
+            error = InvalidArgumentError("lora_name", "is not the name of an adapter")
+            names = [one.name for one in info.adapters]
+            told = f"LoRA {name} is not supported, we currently support {names}"
+            error.args = (told if self.adapters.enable_lora else VLLM_NO_ADAPTERS,)
+            raise error
+        return found
 
     def _intervals(self, control: Mapping[str, int]) -> tuple[int, int]:
         """Tokens and milliseconds: the request's own, or the model's where it states neither."""

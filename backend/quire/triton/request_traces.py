@@ -177,6 +177,8 @@ def attributes_of(record: RequestEnded) -> dict[str, Any]:
         attributes["error.type"] = record.error_code
     if record.tenant:
         attributes["quire.tenant"] = record.tenant
+    if record.adapter:
+        attributes["quire.adapter"] = record.adapter
     if record.params is not None:
         attributes["gen_ai.request.choice.count"] = record.n
         for name in _STATED:

@@ -80,6 +80,7 @@ class Responder(threading.Thread):
         drain: of the model.
         results: keeps what the engine answers; None: nothing does.
         meter: told of the responses of streams.
+        took: told of each output of the engine that is no error, when its choice has taken it.
     """
 
     def __init__(
@@ -94,13 +95,14 @@ class Responder(threading.Thread):
         drain: Drain | None = None,
         results: ResultCache | None = None,
         meter: StreamMeter | None = None,
+        took: Callable[[RequestHandle, OutputProcessor, EngineCoreOutput], None] | None = None,
     ) -> None:
         super().__init__(name="quire-responder", daemon=True)
         self.tokenizer = tokenizer
         self._text_of = None if tokenizer is None else TokenDecoder.of(tokenizer).text_of
         self.engine = engine
         self.drain = Drain() if drain is None else drain
-        self._model, self._observers, self._meter = model, observers, meter
+        self._model, self._observers, self._meter, self._took = model, observers, meter, took
         self._results = results
         self._replays: deque[tuple[RequestHandle, Iterator[EngineCoreOutput]]] = deque()
         """Requests that are answered from the result cache, and what is still to be said of them."""
@@ -313,6 +315,8 @@ class Responder(threading.Thread):
                 found.recording.take(choice, output)
             if choice not in self._due or not choice.append(output):
                 stopped += self._process(found.handle, found.processor, choice, output)
+            if self._took is not None and output.error is None:
+                self._took(found.handle, choice, output)
         self.engine.abort(stopped, FinishReason.STOP)
 
     def _process(
@@ -449,7 +453,7 @@ class Responder(threading.Thread):
         recording = handle.parsed.recording
         if self._results is not None and recording is not None and not handle.is_open:
             choices = [choice for processor in handle.processors for choice in processor.choices]
-            self._results.keep(recording, choices, self.engine.info.fingerprint)
+            self._results.keep(recording, choices, self.engine.info)
 
     def _forget(self, handle: RequestHandle) -> None:
         """Nothing more is to be sent of the request but, maybe, an end that failed."""
@@ -655,6 +659,7 @@ class Responder(threading.Thread):
         if not self._poll_queue:
             return
         cancelled: list[str] = []
+        told: list[RequestHandle] = []
         period = max(CANCEL_POLL_S, len(self._open) * self._poll_cost / MAX_POLL_SHARE)
         asked = 0
         now = start = time.monotonic()
@@ -669,6 +674,9 @@ class Responder(threading.Thread):
                 logger.error("frontend: a request could not be polled: %s", error, extra=handle.named)
                 is_cancelled = False
             if is_cancelled:
+                if handle.parsed.form == "vllm":
+                    logger.info("[vllm] Cancelling the request", extra=handle.named)
+                    told.append(handle)
                 cancelled += [processor.request_id for processor in handle.processors]
                 self._fail(handle, "the request was cancelled", "CANCELLED", reason=FinishReason.CANCELLED)
             else:
@@ -678,6 +686,8 @@ class Responder(threading.Thread):
         if asked:
             self._poll_cost += 0.1 * ((time.monotonic() - start) / asked - self._poll_cost)
         self.engine.abort(cancelled, FinishReason.CANCELLED)
+        for handle in told:  # what vllm_backend logs, and its users search for
+            logger.info("[vllm] Successfully cancelled the request", extra=handle.named)
 
 
 def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> RequestEnded:
@@ -690,6 +700,7 @@ def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> 
         external_id=handle.external_id,
         model=model,
         tenant=parsed.scheduling.tenant,
+        adapter=parsed.adapter,
         is_command=parsed.cancel or parsed.cache_control is not None,
         is_stream=parsed.stream,
         params=None if parsed is UNPARSED else parsed.params,

@@ -5,7 +5,8 @@ clients were sent: a hit goes through the same processors as an engine's outputs
 parsers, dialects and pacing are the request's own.
 
 A request is looked up by its key, a digest of all that reaches the engine but when it came and how urgent it
-is, and of what the engine computes with. Whoever adds a field to requests need not think of the cache.
+is, and of what the engine computes with, the weights of its adapter among it. Whoever adds a field to
+requests need not think of the cache.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire")
 
-VERSION = 1
+VERSION = 2
 """Of entries; those of another are not found."""
 MAX_ENTRY_BYTES = 16 * 2**20
 """Of one request's results."""
@@ -88,6 +89,8 @@ class Recording:
     key: bytes
     fingerprint: str
     """Of the engine that was asked."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Digest of each adapter's content by its name, as they were then."""
     choices: dict[tuple[int, int], ChoiceResult] = field(default_factory=dict)
 
     def take(self, choice: OutputProcessor, output: EngineCoreOutput) -> None:
@@ -144,18 +147,21 @@ class ResultCache:
             if found is not None:
                 self._memory.put(key, data)
         if found is None:
-            parsed.recording = Recording(key, info.fingerprint)
+            adapters = {one.adapter: one.adapter_digest for one in (parsed, *parsed.others) if one.adapter}
+            parsed.recording = Recording(key, info.fingerprint, adapters)
         else:
             parsed.results = found
 
-    def keep(self, recording: Recording, finished: list[OutputProcessor], fingerprint: str) -> None:
+    def keep(self, recording: Recording, finished: list[OutputProcessor], info: EngineInfo) -> None:
         """Keeps what was recorded, where it would be the same again.
 
         Args:
             finished: all choices of the request.
-            fingerprint: of the engine now; another one may have gone on with the request.
+            info: of the engine now; another one may have gone on with the request, or its adapter may have
+                been replaced before the engine had the request.
         """
-        if recording.fingerprint != fingerprint:
+        adapters = {one.name: one.digest for one in info.adapters}
+        if recording.fingerprint != info.fingerprint or not recording.adapters.items() <= adapters.items():
             return
         for choice in finished:
             result = recording.choices.get((choice.item, choice.index))
@@ -182,7 +188,7 @@ class ResultCache:
             shared = SchedulingParams(tenant=account.tenant, cache_salt=account.cache_salt)
             message = msgspec.structs.replace(message, external_id="", scheduling=shared, embeds=None)
             content = None if embeds is None else (embeds.spans, embeds.hashes, embeds.position_ids)
-            encoded = _encoder.encode((message, content))
+            encoded = _encoder.encode((message, content, prompt.adapter_digest))
             state.update(len(encoded).to_bytes(8, "little") + encoded)
         return state.digest()
 
@@ -197,6 +203,7 @@ def add_request(request_id: str, prompt: ParsedRequest, arrival_time: float) -> 
         external_id=prompt.external_id,
         arrival_time=arrival_time,
         embeds=prompt.embeds,
+        adapter=prompt.adapter,
     )
 
 
@@ -245,6 +252,7 @@ def _is_deterministic(prompt: ParsedRequest) -> bool:
         and (params.is_greedy or params.seed is not None)
         and not params.logits_processors
         and not (scheduling.pin or scheduling.session)
+        and bool(prompt.adapter) == bool(prompt.adapter_digest)
         and scheduling.cache_result
     )
 

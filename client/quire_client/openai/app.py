@@ -16,13 +16,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from quire_client import _connection as conn
 from quire_client.aio import AsyncClient, AsyncStream
 from quire_client.embedding import embed
 from quire_client.errors import NotFound, QuireClientError
+from quire_client.openai.adapters import Adapter, Adapters
 from quire_client.openai.balancer import Balancer
 from quire_client.openai.errors import RequestError, error_object, named
 from quire_client.openai.images import ImageFetcher, ImagePolicy
@@ -35,6 +36,7 @@ from quire_client.openai.intake import (
     text_bytes,
     write_json,
 )
+from quire_client.openai.keys import check_admin
 from quire_client.openai.logprobs import LogprobsFormat
 from quire_client.openai.metrics import CONTENT_TYPE
 from quire_client.openai.observer import (
@@ -116,6 +118,8 @@ def create_app(
         Route("/v1/chat/completions", partial(gateway.answer, parse=parse_chat), methods=["POST"]),
         Route("/v1/completions", partial(gateway.answer, parse=parse_completion), methods=["POST"]),
         Route("/v1/embeddings", gateway.embeddings, methods=["POST"]),
+        Route("/v1/load_lora_adapter", partial(gateway.change_adapters, load=True), methods=["POST"]),
+        Route("/v1/unload_lora_adapter", partial(gateway.change_adapters, load=False), methods=["POST"]),
     ]
     if settings.metrics:
         routes.append(Route("/metrics", gateway.metrics))
@@ -147,6 +151,7 @@ class _Gateway:
         self.exchanges = Exchanges()
         self._observer = observer
         self.intake = Intake()
+        self.adapters = Adapters()
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
@@ -162,22 +167,32 @@ class _Gateway:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
-        """The ready models that take text or messages and answer with text."""
+        """The ready models that take text or messages and answer with text, and their LoRA adapters."""
         data = {}
         client = self.balancer.pick().client
         for info in await client.models():
             if info.ready and _is_text_model(schema := await client._schema(info.name)):
                 data[info.name] = self._model(info.name, schema)
+        for name, adapter in (await self.adapters.of(client)).items():
+            data[name] = self._model(name, await client._schema(adapter.parent), adapter)
         return JSONResponse({"object": "list", "data": list(data.values())})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        schema = await self.balancer.pick().client._schema(name)
+        schema, adapter = await self.adapters.find(self.balancer.pick().client, name)
         if not _is_text_model(schema):
             raise NotFound(f"the model {name!r} does not generate text")
-        return JSONResponse(self._model(name, schema))
+        return JSONResponse(self._model(name, schema, adapter))
 
-    def _model(self, name: str, schema: ModelSchema) -> dict[str, Any]:
+    async def change_adapters(self, request: Request, *, load: bool) -> Response:
+        """vLLM's routes to load and unload LoRA adapters, for administrators."""
+        check_admin(exchange_of(request.scope).key)
+        with self.intake.open() as hold:
+            body = parse_json(await read_body(request, hold))
+            change = self.adapters.load if load else self.adapters.unload
+            return PlainTextResponse(await change([s.client for s in self.balancer.servers], body))
+
+    def _model(self, name: str, schema: ModelSchema, adapter: Adapter | None = None) -> dict[str, Any]:
         able = (
             ("chat", "messages"),
             ("completions", "text_input"),
@@ -190,6 +205,7 @@ class _Gateway:
             "created": self._created,
             "owned_by": "quire",
             "capabilities": [word for word, name in able if name in schema.inputs],
+            **({} if adapter is None else {"root": adapter.root, "parent": adapter.parent}),
         }
 
     async def answer(self, request: Request, parse: Callable[[Mapping[str, Any]], TextRequest]) -> Any:
@@ -208,9 +224,10 @@ class _Gateway:
         server, model = self.balancer.pick(parsed.sampling), parsed.model
         with server.watched(), server.counted():
             client = server.client
-            await client._schema(model)
+            schema, adapter = await self.adapters.find(client, model)
             exchange.model = model
-            stated: dict[str, Any] = {"model": model, "timeout": client._settings.timeout, **parsed.sampling}
+            timeout, chosen = client._settings.timeout, _with_adapter(parsed.sampling, adapter)
+            stated: dict[str, Any] = {"model": schema.name, "timeout": timeout, **chosen}
             found = await embed(client, parsed.input, name="input", **stated)
         exchange.embedded(found)
         body = await hold.work(partial(embeddings_reply, as_base64=parsed.as_base64), model, found)
@@ -245,7 +262,7 @@ class _Gateway:
         self, client: AsyncClient, parsed: TextRequest, hold: Hold, exchange: Exchange
     ) -> AsyncStream:
         """Sends the request to its server."""
-        schema = await client._schema(parsed.model)
+        schema, adapter = await self.adapters.find(client, parsed.model)
         exchange.model = parsed.model
         if parsed.source not in schema.inputs:
             field = "messages" if parsed.source == "messages" else "prompt"
@@ -267,13 +284,22 @@ class _Gateway:
             stream=parsed.stream,
             messages=messages,
             input_ids=parsed.input_ids,
-            model=parsed.model,
+            model=schema.name,
             outputs=_outputs(schema, parsed, counts_tokens=exchange.counts_tokens),
-            **parsed.sampling,
+            **_with_adapter(parsed.sampling, adapter),
         )
         exchange.request_id = request.request_id
         await request.start()
         return request
+
+
+def _with_adapter(sampling: Mapping[str, Any], adapter: Adapter | None) -> dict[str, Any]:
+    """Parameters with the adapter that the model's name has chosen."""
+    if adapter is None:
+        return dict(sampling)
+    if sampling.get("lora_name") not in (None, "", adapter.name):
+        raise RequestError(f"lora_name: the model {adapter.name!r} is another adapter", param="lora_name")
+    return {**sampling, "lora_name": adapter.name}
 
 
 def _is_text_model(schema: ModelSchema) -> bool:

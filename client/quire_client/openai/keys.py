@@ -28,7 +28,7 @@ MAX_KEYS = 65536
 MAX_FILE_BYTES = 64 * 2**20
 MAX_TOKENS_PER_MINUTE = 10**12
 _HASH = re.compile(r"[0-9a-f]{64}")
-_FIELDS = frozenset({"sha256", "tenant", "tokens_per_minute"})
+_FIELDS = frozenset({"sha256", "tenant", "tokens_per_minute", "admin"})
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class ApiKey:
     """On whose account its requests run; by default the key's name."""
     tokens_per_minute: int | None = None
     """Of prompts and answers; None: any number."""
+    admin: bool = False
+    """Whether it may load and unload LoRA adapters."""
 
 
 class Budget:
@@ -144,6 +146,12 @@ class KeyRing:
             budget.set_rate(rates[name])
 
 
+def check_admin(key: ApiKey | None) -> None:
+    """Raises RequestError (403) for a key that may not change what servers serve; without keys all may."""
+    if key is not None and not key.admin:
+        raise RequestError(f"the key {key.name!r} is not an administrator's", status=403, code="forbidden")
+
+
 def new_key() -> str:
     """A random key of 256 bits."""
     return f"sk-{secrets.token_urlsafe(32)}"
@@ -199,7 +207,9 @@ def _key(path: Path, name: str, entry: Any) -> ApiKey:
     is_count = isinstance(rate, int) and not isinstance(rate, bool)
     if rate is not None and not (is_count and 0 < rate <= MAX_TOKENS_PER_MINUTE):
         raise ValueError(f"{where}: tokens_per_minute must be an integer in [1, {MAX_TOKENS_PER_MINUTE}]")
-    return ApiKey(name, digest, tenant, rate)
+    if not isinstance(entry.get("admin", False), bool):
+        raise ValueError(f"{where}: admin must be true or false")
+    return ApiKey(name, digest, tenant, rate, entry.get("admin", False))
 
 
 def _digest(key: str) -> str:

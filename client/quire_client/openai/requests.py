@@ -55,6 +55,7 @@ QUIRE_SAMPLING = (
     "session_end",
     "thinking_budget",
     "logits_processors",
+    "lora_name",
     "structured_output",
     "structured_outputs",
     "guided_decoding",

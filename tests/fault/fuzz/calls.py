@@ -119,6 +119,7 @@ VALID: dict[str, Draw] = {
     **dict.fromkeys((spec.name for spec in CONTROL_INPUTS), _flag),
     "cancel": lambda rng: rng.random() < 0.8,
     "output_mode": lambda rng: rng.choice(("delta", "cumulative", "final")),
+    "lora_name": lambda rng: "",
     "cache_control": _cache_command,
     "sampling_parameters": lambda rng: json.dumps({"max_tokens": rng.randrange(1, 9), "top_k": 5}),
     "max_tokens": lambda rng: rng.randrange(1, 13),

@@ -1,0 +1,80 @@
+"""vllm_backend's model directory, read as ours: `1/model.json` has vLLM's engine arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.errors import ConfigError
+from quire_ensemble.errors import shown
+
+FILE = "model.json"
+ADAPTERS = "multi_lora.json"
+"""Beside it: LoRA adapters, name to directory."""
+METRICS = "REPORT_CUSTOM_METRICS"
+"""Parameter of config.pbtxt by which vllm_backend shows its metrics."""
+_STATS_OFF = "disable_log_stats"
+"""Engine argument that puts them out."""
+
+_RENAMED = {"num_gpu_blocks_override": "num_blocks"}
+_SAME = frozenset(
+    (
+        *("model", "tokenizer", "dtype", "load_format", "max_model_len", "seed", "enforce_eager"),
+        *("block_size", "gpu_memory_utilization", "kv_cache_dtype", "enable_prefix_caching"),
+        *("max_num_seqs", "max_num_batched_tokens", "async_scheduling"),
+        *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
+    )
+)
+"""Arguments that are called as here; a value that is not known here is refused as any other."""
+_VALUES = {
+    ("dtype", "half"): "float16",
+    ("dtype", "float"): "float32",
+    ("kv_cache_dtype", "fp8_e4m3"): "fp8",
+    ("load_format", "pt"): "bin",
+}
+_ONE = frozenset({"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"})
+"""Only 1 is possible."""
+_WITHOUT_EFFECT = frozenset(
+    (
+        *("disable_log_requests", "enable_log_requests", "disable_log_stats", "max_log_len"),
+        *("distributed_executor_backend", "worker_use_ray", "disable_custom_all_reduce", "swap_space"),
+        *("trust_remote_code", "tokenizer_mode", "download_dir", "quantization", "served_model_name"),
+        *("enable_chunked_prefill", "max_seq_len_to_capture", "guided_decoding_backend"),
+    )
+)
+"""About how vLLM does what is done here in another way, or what the checkpoint says (`quantization`)."""
+
+
+def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Our configuration of vLLM's engine arguments, in vllm_backend's dialect.
+
+    Raises:
+        ConfigError: has a line for each argument that has no meaning here.
+    """
+    values: dict[str, Any] = {"dialect": "vllm"}
+    problems = []
+    for name, value in arguments.items():
+        if name in _WITHOUT_EFFECT or value is None:
+            continue
+        if name in _ONE:
+            if value != 1:
+                problems.append(f"{FILE}: {name} must be 1, got {shown(value)}")
+        elif name in _SAME or name in _RENAMED:
+            known = isinstance(value, str) and (name, value) in _VALUES
+            values[_RENAMED.get(name, name)] = _VALUES[name, value] if known else value
+        else:
+            problems.append(f"{FILE}: engine argument {name!r:.80} is unknown")
+    if problems:
+        raise ConfigError(*problems)
+    return values
+
+
+def shows_metrics(model_config: Mapping[str, Any], arguments: Callable[[], Mapping[str, Any]]) -> bool:
+    """Whether vllm_backend would show its metrics.
+
+    Args:
+        model_config: Triton's, as a mapping.
+        arguments: gives the engine's; called only where the parameter asks for metrics.
+    """
+    asked = model_config.get("parameters", {}).get(METRICS, {}).get("string_value", "")
+    return asked.lower() == "true" and not arguments().get(_STATS_OFF, False)

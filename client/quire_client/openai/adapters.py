@@ -1,0 +1,136 @@
+"""LoRA adapters as models of the gateway: which there are, whose they are, loading and unloading.
+
+An adapter belongs to a model whose requests may name it (`lora_name`) and that lists it, which its generator
+does. Clients choose it as they choose a model; a model of that name is meant before an adapter is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from quire_client.aio import AsyncClient
+from quire_client.errors import NotFound, QuireClientError
+from quire_client.openai.errors import RequestError
+from quire_client.protocol import ModelSchema
+
+LISTED_S = 1.0
+"""How long a server's list of adapters is taken as it was."""
+LOAD_FIELDS = frozenset({"lora_name", "lora_path", "load_inplace", "model"})
+UNLOAD_FIELDS = frozenset({"lora_name", "drain", "model"})
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """name: what requests call it. root: its directory at the server. parent: the model that has it."""
+
+    name: str
+    root: str
+    parent: str
+
+
+class Adapters:
+    """The adapters of the gateway's servers, asked for when a name is no model's."""
+
+    def __init__(self) -> None:
+        self._listed: WeakKeyDictionary[AsyncClient, tuple[float, dict[str, Adapter]]] = WeakKeyDictionary()
+
+    async def of(self, client: AsyncClient) -> Mapping[str, Adapter]:
+        """Those of one server by their names."""
+        when, found = self._listed.get(client, (-LISTED_S, {}))
+        if time.monotonic() - when >= LISTED_S:
+            found = {}
+            models = [info.name for info in await client.models()]
+            for model in await bases(client):
+                try:
+                    answer = await client.adapters(model=model)
+                except QuireClientError:
+                    continue  # it may be asleep, or be another's with inputs of these names
+                for one in answer.get("adapters", ()):
+                    if one["name"] not in models:
+                        found.setdefault(one["name"], Adapter(one["name"], one["path"], model))
+            self._listed[client] = time.monotonic(), found
+        return found
+
+    async def find(self, client: AsyncClient, name: str) -> tuple[ModelSchema, Adapter | None]:
+        """The model that answers for a name, and the adapter if it is one.
+
+        Raises:
+            NotFound: it is neither.
+        """
+        when, found = self._listed.get(client, (-LISTED_S, {}))
+        if name not in found or time.monotonic() - when >= LISTED_S:
+            try:
+                return await client._schema(name), None
+            except NotFound:
+                found = dict(await self.of(client))
+                if name not in found:
+                    raise
+        return await client._schema(found[name].parent), found[name]
+
+    async def load(self, clients: Sequence[AsyncClient], body: Mapping[str, Any]) -> str:
+        """Loads an adapter at every server; the answer as vLLM's.
+
+        Raises:
+            RequestError: a wrong body, or there is an adapter of this name and `load_inplace` is not set.
+            QuireClientError: a server refused; those before it have the adapter.
+        """
+        _check(body, LOAD_FIELDS, ("lora_name", "lora_path"))
+        name, path = body["lora_name"], body["lora_path"]
+        for client in clients:
+            self._listed.pop(client, None)
+            if not body.get("load_inplace") and name in await self.of(client):
+                message = f"lora_name: the adapter {name!r} is loaded already; load_inplace replaces it"
+                raise RequestError(message, param="lora_name")
+            await client.load_adapter(name, path, model=await _base(client, body))
+            self._listed.pop(client, None)
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    async def unload(self, clients: Sequence[AsyncClient], body: Mapping[str, Any]) -> str:
+        """Unloads an adapter at every server; `drain` waits for the ends of its requests. As `load`."""
+        _check(body, UNLOAD_FIELDS, ("lora_name",))
+        name = body["lora_name"]
+        for client in clients:
+            await client.unload_adapter(name, drain=bool(body.get("drain")), model=await _base(client, body))
+            self._listed.pop(client, None)
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+
+async def bases(client: AsyncClient) -> list[str]:
+    """The ready models that list adapters and answer requests that name one, streamed too."""
+    found = []
+    for info in await client.models():
+        if info.ready:
+            schema = await client._schema(info.name)
+            has_inputs = {"lora_name", "cache_control"} <= schema.inputs.keys()
+            if has_inputs and schema.decoupled is not False:
+                found.append(info.name)
+    return found
+
+
+async def _base(client: AsyncClient, body: Mapping[str, Any]) -> str:
+    """The model that is to load or unload."""
+    if body.get("model") is not None:
+        return str(body["model"])
+    found = await bases(client)
+    if len(found) != 1:
+        names = ", ".join(found) or "none"
+        raise RequestError(f"model: must say which model has the adapter; there are: {names}", param="model")
+    return found[0]
+
+
+def _check(body: Mapping[str, Any], fields: frozenset[str], texts: Sequence[str]) -> None:
+    for field in body:
+        if field not in fields:
+            raise RequestError(
+                f"{field:.80}: unknown field; there are {', '.join(sorted(fields))}", param=field
+            )
+    for field in texts:
+        if not isinstance(body.get(field), str) or not body[field]:
+            raise RequestError(f"{field}: must be text that is not empty", param=field)
+    for field in ("load_inplace", "drain"):
+        if not isinstance(body.get(field, False), bool):
+            raise RequestError(f"{field}: must be true or false", param=field)
