@@ -34,6 +34,7 @@ NUM_PENALISED = 500
 """Distinct tokens of a row that penalties are measured with."""
 BITS = {"int8": 8.0, "w8a8": 8.0, "fp8": 8.0, "int4": 5.0}
 """Bits of a quantised weight, with its share of the scales."""
+LORA_RANK, LORA_SLOTS = 16, 4
 Work = Callable[[], torch.Tensor]
 
 
@@ -56,6 +57,7 @@ def cases(device: torch.device, shape: Shape) -> Iterator[Case]:
     """Cases of a model of this shape; of `tiny`, few and small ones."""
     yield from _attention_cases(device, shape)
     yield from _linear_cases(device, shape)
+    yield from _lora_cases(device, shape)
     yield from _other_cases(device, shape)
 
 
@@ -151,6 +153,32 @@ def _linear_cases(device: torch.device, shape: Shape) -> Iterator[Case]:
                     2.0 * count * size * out,
                     quantization or "",
                 )
+
+
+def _lora_cases(device: torch.device, shape: Shape) -> Iterator[Case]:
+    size, out = shape.hidden, shape.inner
+    a = torch.randn(LORA_SLOTS, LORA_RANK, size, device=device).bfloat16() * size**-0.5
+    b = torch.randn(LORA_SLOTS, out, LORA_RANK, device=device).bfloat16()
+    for rows, used in ((16, LORA_SLOTS), (3 if shape.name == "tiny" else 512, 1)):
+        x, y = (torch.randn(rows, columns, device=device).bfloat16() for columns in (size, out))
+        slots = torch.arange(rows, dtype=torch.int32, device=device) % used
+
+        def prepare(x: torch.Tensor = x, y: torch.Tensor = y, slots: torch.Tensor = slots) -> Work:
+            total = y.clone()
+
+            def work() -> torch.Tensor:
+                ops.add_lora(total, x, a, b, slots)
+                return total
+
+            return work
+
+        yield Case(
+            f"LoRA of rank {LORA_RANK}, {rows} rows of {used} adapters, {size} to {out}",
+            "add_lora",
+            prepare,
+            2.0 * used * LORA_RANK * (size + out) + 2.0 * rows * (size + 2 * out),
+            2.0 * rows * LORA_RANK * (size + out),
+        )
 
 
 def _other_cases(device: torch.device, shape: Shape) -> Iterator[Case]:

@@ -381,11 +381,13 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
         slots: int32 [num_tokens], contiguous, on x's device: the adapter of each row, below num_slots. Rows
             with -1 have none, and stay as they are.
     """
-    num_tokens, (_, rank, in_features) = x.shape[0], a.shape
-    assert x.shape == (num_tokens, in_features) and b.shape == (a.shape[0], y.shape[1], rank), b.shape
-    assert y.shape[0] == num_tokens and slots.shape == (num_tokens,), (y.shape, slots.shape)
+    num_slots, rank, in_features = a.shape
+    num_tokens, out_features = y.shape
+    assert x.shape == (num_tokens, in_features) and slots.shape == (num_tokens,), (x.shape, slots.shape)
+    assert b.shape == (num_slots, out_features, rank), b.shape
     assert y.dtype == x.dtype == a.dtype == b.dtype and slots.dtype == torch.int32, (a.dtype, slots.dtype)
-    assert y.stride(1) == 1 and a[0].is_contiguous() and b[0].is_contiguous() and slots.is_contiguous()
+    assert a.stride()[1:] == (in_features, 1) and b.stride()[1:] == (rank, 1), (a.stride(), b.stride())
+    assert y.stride()[1] == 1 and slots.is_contiguous(), (y.stride(), slots.stride())
     registry.select("add_lora", x.device.type, x.dtype, rank=rank)(y, x, a, b, slots)
 
 

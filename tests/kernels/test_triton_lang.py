@@ -267,6 +267,6 @@ def test_kernels_of_a_model_compile_without_spills() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("module", ["attention", "cache"])
+@pytest.mark.parametrize("module", ["attention", "cache", "lora"])
 def test_all_kernels_compile_without_spills(arch: str, module: str) -> None:
     compile_kernels(f"{module}.", [arch])

@@ -31,7 +31,7 @@ def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = {(one.name, one.detail): one for one in kernels.cases(torch.device("cpu"), SHAPES["tiny"])}
     assert {(one["case"], one["detail"]) for one in records} == cases.keys()
     assert {case.operator for case in cases.values()} == {
-        *("paged_attention", "linear", "rms_norm", "gate_mul", "argmax", "sample")
+        *("paged_attention", "linear", "rms_norm", "gate_mul", "argmax", "sample", "add_lora")
     }
     for record in records:
         assert "failed" not in record, record

@@ -15,8 +15,10 @@ import pytest
 import torch
 import zmq
 
-from quire.config import EngineConfig
+from quire.adapters import SavedAdapter
+from quire.config import AdapterConfig, EngineConfig
 from quire.core.kv_events import BlockStored, KVEventCollector
+from quire.engine.adapters import AdapterRegistry
 from quire.engine.cache_commands import Adapters, LoadAdapter, Reset, UnloadAdapter
 from quire.engine.connection import EngineConnection, connect
 from quire.engine.core import EngineCore
@@ -370,6 +372,18 @@ def test_an_adapter_that_changed_while_its_weights_were_not_in_memory(llama: Ada
     assert error.error is not None and "has changed since it was loaded" in error.error
     tokens = [token for one in outputs if one.request_id == "y" for token in one.new_token_ids]
     assert tokens == llama.expected["b"]
+
+
+def test_an_engine_misses_what_has_changed_since_another_died(llama: Adapted, tmp_path: Path) -> None:
+    """Its requests are refused, no stream goes on with other weights, the next engine may have it again."""
+    path = shutil.copytree(llama.modules["a"], tmp_path / "a")
+    saved = {"a": SavedAdapter(str(path), "00" * 16), "b": SavedAdapter(llama.modules["b"], "")}
+    config, info = AdapterConfig(enable_lora=True, lora_modules={"a": str(path)}), start(llama).core.info
+    registry = AdapterRegistry(config, info, saved)
+    with pytest.raises(InvalidArgumentError, match="has changed since it was loaded: load it again"):
+        registry.get("a")
+    assert registry.saved() == saved
+    assert AdapterRegistry(config, info).get("a").digest.hex() != "00" * 16
 
 
 @pytest.mark.row("E19")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire")
 
-MAX_ADAPTERS = 4096
+MAX_ADAPTERS = 1024
 """That an engine knows."""
 READ_WAIT_S = 0.01
 """Longest wait for weights before the engine looks for messages again, when there is nothing to compute."""
@@ -65,8 +65,8 @@ class AdapterRegistry:
     def __init__(self, config: AdapterConfig, info: RunnerInfo, saved: SavedAdapters | None = None) -> None:
         self._config, self._info = config, info
         self._by_name: dict[str, Adapter] = {}
-        self._missing: dict[str, str] = {}
-        """Why adapters of a dead engine are not here."""
+        self._missing: dict[str, tuple[SavedAdapter, str]] = {}
+        """Adapters of a dead engine that are not here, and why."""
         self._weights: OrderedDict[Adapter, AdapterWeights] = OrderedDict()
         """The least recently used first."""
         self._numbers = itertools.count(1)
@@ -97,11 +97,13 @@ class AdapterRegistry:
                 self._add(name, one.path, read)
             except QuireError as error:
                 logger.error("adapter %s cannot be loaded again: %s", shown(name), error)
-                self._missing[name] = str(error)
+                self._missing[name] = one, str(error)
 
     def saved(self) -> SavedAdapters:
-        """What another engine needs to have the same."""
-        return {one.name: SavedAdapter(one.path, one.digest.hex()) for one in self._by_name.values()}
+        """What another engine needs to have the same, and perhaps those that this one misses."""
+        missing = {name: one for name, (one, _) in self._missing.items()}
+        present = {one.name: SavedAdapter(one.path, one.digest.hex()) for one in self._by_name.values()}
+        return missing | present
 
     def get(self, name: str) -> Adapter:
         """The adapter that a new request names.
@@ -114,8 +116,8 @@ class AdapterRegistry:
             raise InvalidArgumentError("lora_name", "the model has no adapters: enable_lora is not set")
         found = self._by_name.get(name)
         if found is None:
-            why = self._missing.get(name) or f"{shown(name)} is not the name of an adapter"
-            raise InvalidArgumentError("lora_name", why)
+            unknown = None, f"{shown(name)} is not the name of an adapter"
+            raise InvalidArgumentError("lora_name", self._missing.get(name, unknown)[1])
         if any(adapter is found for adapter, _ in self._drains):
             raise UnavailableError(f"lora_name: {shown(name)} is being unloaded")
         return found

@@ -101,6 +101,10 @@ def _can_rotate(*, head_dim: int, rotary_dim: int, **facts: Any) -> bool:
     return rotary_dim <= head_dim and rotary_dim % 2 == 0 and _can_write(head_dim=head_dim, **facts)
 
 
+def _can_add_lora(rank: int, **_: object) -> bool:
+    return rank <= 128
+
+
 def can_pack(in_features: int, quantization: str | None = None, **_: object) -> bool:
     """Whether the kernels take a matrix of this shape and quantisation."""
     return quantization in FORMATS and (quantization != "int4" or in_features % INT4_GROUP == 0)
@@ -111,6 +115,7 @@ register("write_kv", "cache", "write_kv", predicate=_can_write)
 register("norm_rope_write", "cache", "norm_rope_write", predicate=_can_rotate)
 register("copy_blocks", "cache", "copy_blocks", dtypes=())
 register("linear", "linear", "TritonLinear", predicate=can_pack)
+register("add_lora", "lora", "add_lora", predicate=_can_add_lora)
 for _name in ("rms_norm", "gate_mul", "rope"):
     register(_name, "elementwise", _name)
 register("argmax", "elementwise", "argmax", dtypes=(torch.float32,))
