@@ -305,15 +305,17 @@ def test_the_openai_frontend_in_its_default_mode(default_mode: Front) -> None:
 
 @pytest.mark.row("A6")
 def test_the_openai_frontend_forces_tool_calls_in_its_default_mode(default_mode: Front) -> None:
-    """A named tool's schema comes as TensorRT-LLM's guided decoding."""
-    numbers = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
+    """A named tool's schema comes as TensorRT-LLM's guided decoding. The numbers are bounded: a checkpoint
+    that was not taught them would write digits until its tokens are used up."""
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    numbers = {"type": "array", "items": digit, "minItems": 2, "maxItems": 2}
     schema = {"type": "object", "properties": {"numbers": numbers}, "required": ["numbers"]}
     tool: Any = {"type": "function", "function": {"name": "add", "description": "sum", "parameters": schema}}
     asked: dict[str, Any] = {
         "model": default_mode.model,
         "messages": [{"role": "user", "content": QUESTION}],
         "tools": [tool],
-        "max_completion_tokens": 200,
+        "max_completion_tokens": 400,
         "temperature": 0.0,
     }
     for choice in ("required", {"type": "function", "function": {"name": "add"}}):

@@ -111,6 +111,20 @@ def kill_under_streams(server: ServerProcess, num_kills: int, rng: random.Random
             assert [call.extra_responses() for call in calls] == [0] * len(calls)
 
 
+@pytest.mark.row("F17", whole=True)
+def test_streams_of_all_kinds_outlive_two_engines(server: ServerProcess) -> None:
+    others = {process.pid for process in server.descendants()} - {engine.pid for engine in engines(server)}
+    kill_under_streams(server, 2, random.Random(os.environ.get("QUIRE_FUZZ_SEED", "0")))
+    assert others <= {process.pid for process in server.descendants()}, "the server's processes are the same"
+
+
+@pytest.mark.slow
+def test_streams_outlive_twenty_engines(server: ServerProcess) -> None:
+    kill_under_streams(server, 20, random.Random())
+    server.stop()
+    assert server.leftovers() == []
+
+
 def test_one_answer_that_is_not_streamed_outlives_its_engine(server: ServerProcess) -> None:
     inputs = {"text_input": "hello", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": False}
     before = infer(server.grpc_url, "generator_unary", inputs).as_numpy("output_ids").tolist()
@@ -122,20 +136,6 @@ def test_one_answer_that_is_not_streamed_outlives_its_engine(server: ServerProce
         os.kill(engine.pid, signal.SIGKILL)
         assert call.result(NEXT_ENGINE_S + WAIT_S).as_numpy("output_ids").tolist() == before
         assert stream.read_all().token_ids == before
-
-
-@pytest.mark.row("F17", whole=True)
-def test_streams_of_all_kinds_outlive_two_engines(server: ServerProcess) -> None:
-    others = {process.pid for process in server.descendants()} - {engine.pid for engine in engines(server)}
-    kill_under_streams(server, 2, random.Random(os.environ.get("QUIRE_FUZZ_SEED", "0")))
-    assert others <= {process.pid for process in server.descendants()}, "the server's processes are the same"
-    server.stop()
-    assert server.leftovers() == []
-
-
-@pytest.mark.slow
-def test_streams_outlive_twenty_engines(server: ServerProcess) -> None:
-    kill_under_streams(server, 20, random.Random())
     server.stop()
     assert server.leftovers() == []
 
