@@ -305,11 +305,16 @@ def test_the_openai_frontend_in_its_default_mode(default_mode: Front) -> None:
 
 @pytest.mark.row("A6")
 def test_the_openai_frontend_forces_tool_calls_in_its_default_mode(default_mode: Front) -> None:
-    """A named tool's schema comes as TensorRT-LLM's guided decoding. The numbers are bounded: a checkpoint
-    that was not taught them would write digits until its tokens are used up."""
+    """A named tool's schema comes as TensorRT-LLM's guided decoding. It bounds all: the checkpoint was not
+    taught calls of it, and would write digits, or further keys, until its tokens are used up."""
     digit = {"type": "integer", "minimum": 0, "maximum": 9}
     numbers = {"type": "array", "items": digit, "minItems": 2, "maxItems": 2}
-    schema = {"type": "object", "properties": {"numbers": numbers}, "required": ["numbers"]}
+    schema = {
+        "type": "object",
+        "properties": {"numbers": numbers},
+        "required": ["numbers"],
+        "additionalProperties": False,
+    }
     tool: Any = {"type": "function", "function": {"name": "add", "description": "sum", "parameters": schema}}
     asked: dict[str, Any] = {
         "model": default_mode.model,

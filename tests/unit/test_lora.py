@@ -28,10 +28,12 @@ from quire.errors import CheckpointError, InvalidArgumentError, NotFoundError, Q
 from quire.llm import LLM
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.worker.adapters import adaptable, slot_bytes
 from tests.fixtures.adapters import ATTENTION, make_adapter, merge
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drive import hf_greedy, hf_logits, hf_model
 from tests.fixtures.graphs import recorded_steps
+from tests.fixtures.runner_of import runner_of
 
 MAX_TOKENS = 12
 NAMES = ("", "a", "b", "c")
@@ -389,6 +391,10 @@ def test_an_engine_misses_what_has_changed_since_another_died(llama: Adapted, tm
 @pytest.mark.row("E19")
 def test_after_a_sleep(llama: Adapted) -> None:
     llm = start(llama)
+    model, config = runner_of(llm.core).model, llm.config.adapters
+    linears = [linear for _, linear in adaptable(model)]
+    taken = sum(part.nbytes for linear in linears for part in linear.slots)
+    assert taken == slot_bytes(model, config) > 0, "what `quire plan` counts"
     for _ in range(2):
         outputs = run(llm, list(NAMES))
         assert [one.token_ids for one in outputs] == [llama.expected[name] for name in NAMES]
