@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx
 import pytest
-from transformers import LlamaForCausalLM
 
 from quire import LLM
 from quire_client import Client
@@ -26,10 +25,10 @@ LONG = 400
 
 @pytest.mark.row("E20", clauses=("load",))
 def test_clients_name_load_and_unload_adapters(tmp_path: Path, serve_repository: Any) -> None:
-    checkpoint, root = (
-        make_checkpoint("llama", tmp_path / "llama", max_position_embeddings=1024),
-        tmp_path / "loras",
-    )
+    from transformers import LlamaForCausalLM
+
+    checkpoint = make_checkpoint("llama", tmp_path / "llama", max_position_embeddings=1024)
+    root = tmp_path / "loras"
     model = LlamaForCausalLM.from_pretrained(checkpoint)
     paths = {
         name: make_adapter(root / name, model, seed=seed) for seed, name in enumerate(("first", "second"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ def interpret() -> None:
 
     Tests that share the process are not affected: on the CPU these implementations stand behind all others.
     """
+    is_late = "triton" in sys.modules and "TRITON_INTERPRET" not in os.environ
+    assert not is_late, "Triton's own functions are for GPUs: a test module that was collected imports it"
     os.environ.setdefault("TRITON_INTERPRET", "1")
     from quire_kernels import registry
     from quire_kernels.triton_lang import operators
