@@ -133,7 +133,7 @@ def difference_of_replays(path: Path, device: torch.device, prompts: list[list[i
     def compare(replayed: torch.Tensor, computed: torch.Tensor) -> None:
         differences.append(float((replayed.float() - computed.float()).abs().max()))
 
-    def decode(size: int, replay: Callable[[], None]) -> None:
+    def decode(size: int, is_adapted: bool, replay: Callable[[], None]) -> None:
         assert graphs is not None
         last_tokens = runner.batch.last_tokens
         before = last_tokens.clone()
@@ -141,7 +141,7 @@ def difference_of_replays(path: Path, device: torch.device, prompts: list[list[i
         replayed = graphs._logits[:size].clone()
         # The step has overwritten what it began with.
         last_tokens.copy_(before)
-        graphs._compute(size)
+        graphs._compute(size, is_adapted)
         compare(replayed, graphs._logits[:size])
 
     def prompt(run: Any, inputs: StepInputs, embeds: Any) -> torch.Tensor:
@@ -155,13 +155,14 @@ def difference_of_replays(path: Path, device: torch.device, prompts: list[list[i
             return pieces._attended[:size]
 
         pieces._compute(
-            [replace(meta, interrupt=partial(interrupt, i)) for i, meta in enumerate(pieces._metas(size))]
+            [replace(meta, interrupt=partial(interrupt, i)) for i, meta in enumerate(pieces._metas(size))],
+            inputs.adapters,
         )
         compare(replayed, pieces._hidden[:count])
         return pieces._hidden[:count]
 
     if graphs is not None:
-        graphs._graphs = {size: partial(decode, size, replay) for size, replay in graphs._graphs.items()}
+        graphs._graphs = {key: partial(decode, *key, replay) for key, replay in graphs._graphs.items()}
     if pieces is not None:
         pieces.run = partial(prompt, pieces.run)  # type: ignore[method-assign]
     _greedy(core, prompts)

@@ -141,14 +141,12 @@ def parse_cache_command(data: bytes) -> CacheCommand:
     except (msgspec.ValidationError, RecursionError):
         raise InvalidArgumentError(
             "cache_control",
-            'must be a JSON object: {"command": "inspect"}, {"command": "reset"}, {"command": "health"}, '
-            '{"command": "wake"}, {"command": "sleep"} (also with "drain": true), '
-            '{"command": "adapters"}, {"command": "load_adapter"} with "name" and "path", '
-            '{"command": "unload_adapter"} with "name" (also with "drain": true), '
-            '{"command": "requests"} (also with "tenant" or "all": true), {"command": "profile"} (also with '
-            f'"steps" of at most {MAX_PROFILE_STEPS} and "seconds" of at most {MAX_PROFILE_S:g}) or '
-            f'{{"command": "unpin"}} with "session" and "tenant" (text of at most {MAX_NAME_LENGTH} '
-            'characters) or with "all": true',
+            'must be a JSON object whose "command" is "inspect", "reset", "health", "wake", "sleep" (also '
+            'with "drain": true), "requests" (also with "tenant" or "all": true), "profile" (also with '
+            f'"steps" of at most {MAX_PROFILE_STEPS} and "seconds" of at most {MAX_PROFILE_S:g}), "unpin" '
+            f'with "session" and "tenant" (text of at most {MAX_NAME_LENGTH} characters) or with "all": '
+            'true, "adapters", "load_adapter" with "name" and "path", or "unload_adapter" with "name" (also '
+            'with "drain": true)',
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise InvalidArgumentError("cache_control", "invalid JSON") from None
