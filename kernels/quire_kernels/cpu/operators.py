@@ -222,25 +222,26 @@ def add_lora(
     isa: str, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """See `ops.add_lora`."""
-    if x.stride(1) != 1:
+    if x.stride()[1] != 1:
         x = x.contiguous()
-    num_slots, rank, num_inputs = a.shape
+    (num_tokens, num_outputs), (num_slots, rank, num_inputs) = y.shape, a.shape
+    # All strides of a tensor take a third of the time that one does, and a step has hundreds of these calls.
     _kernels(isa).quire_add_lora(
         TYPES[y.dtype],
         y.data_ptr(),
-        y.stride(0),
+        y.stride()[0],
         x.data_ptr(),
-        x.stride(0),
+        x.stride()[0],
         slots.data_ptr(),
-        slots.shape[0],
+        num_tokens,
         a.data_ptr(),
-        a.stride(0),
+        a.stride()[0],
         b.data_ptr(),
-        b.stride(0),
+        b.stride()[0],
         num_slots,
         rank,
         num_inputs,
-        y.shape[1],
+        num_outputs,
     )
 
 

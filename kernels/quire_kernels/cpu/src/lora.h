@@ -70,7 +70,12 @@ inline void shrink_tile(const T* const* x, const T* const* a, int64_t k, float* 
   for (auto& row : sums)
     for (vec& sum : row) sum = zero();
   int64_t i = 0;
-  for (; i + step <= k; i += step) add_products<ROWS>(x, a, i, sums);
+  for (; i + step <= k; i += step) {
+    // What the next ranks have at this place: they come next.
+    for (int j = 0; j < tile_ranks; ++j)
+      _mm_prefetch(reinterpret_cast<const char*>(a[j] + i + tile_ranks * k), _MM_HINT_T0);
+    add_products<ROWS>(x, a, i, sums);
+  }
   if (i < k) {
     alignas(64) T rest[ROWS + tile_ranks][step] = {};
     const T* pointers[ROWS + tile_ranks];
@@ -104,38 +109,103 @@ inline void shrink(const Matrix<const T>& x, const int64_t* tokens, int rows, co
   }
 }
 
+// columns[r]: number r, of `width`, of `width` rows that begin `ld` apart.
+inline void load_columns(const float* rows, int64_t ld, vec* columns) {
+  for (int i = 0; i < width; ++i) columns[i] = load(rows + i * ld);
+  transpose(columns);
+}
+
+// The same of 16 numbers of bfloat16, in pairs: neighbours share a lane until the end.
+inline void load_columns(const bf16* rows, int64_t ld, vec* columns) {
+  vec pairs[8];
+#if defined(__AVX512F__)
+  auto two_rows = [&](int i) {
+    const __m256 low = _mm256_loadu_ps(reinterpret_cast<const float*>(rows + i * ld));
+    return _mm512_insertf32x8(_mm512_castps256_ps512(low), _mm256_loadu_ps(reinterpret_cast<const float*>(rows + (i + 4) * ld)), 1);
+  };
+  vec x[8], y[8];
+  for (int i = 0; i < 4; ++i) x[i] = two_rows(i), x[4 + i] = two_rows(8 + i);
+  for (int i = 0; i < 8; i += 2) y[i] = unpack_low(x[i], x[i + 1]), y[i + 1] = unpack_high(x[i], x[i + 1]);
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      x[i + 2 * j] = unpack_low_pairs(y[i + j], y[i + j + 2]);
+      x[i + 2 * j + 1] = unpack_high_pairs(y[i + j], y[i + j + 2]);
+    }
+  for (int i = 0; i < 4; ++i) {
+    pairs[i] = _mm512_shuffle_f32x4(x[i], x[4 + i], 0x88);
+    pairs[4 + i] = _mm512_shuffle_f32x4(x[i], x[4 + i], 0xdd);
+  }
+#else
+  for (int i = 0; i < 8; ++i) pairs[i] = load(reinterpret_cast<const float*>(rows + i * ld));
+  transpose(pairs);
+#endif
+  for (int i = 0; i < 8; ++i) {
+    columns[2 * i] = number<2, 0>(pairs[i]);
+    columns[2 * i + 1] = number<2, 1>(pairs[i]);
+  }
+}
+
 // to[rank][32]: rows [first, first + 32) of a slot's B in float32, zeros where there are none.
 template <class T>
 inline void widen_block(const T* b, int64_t num_outputs, int rank, int64_t first, float* to) {
-  const T* const end = b + num_outputs * rank;
+  constexpr int step = sizeof(T) == 2 ? 16 : width;
   for (int c = 0; c < block_columns; c += width)
-    for (int r = 0; r < rank; r += width) {
-      vec square[width];
-      for (int i = 0; i < width; ++i) {
-        const int64_t column = first + c + i;
-        const T* from = b + column * rank + r;
-        // Ranks of the next rows, behind the last of this one, are not stored.
-        if (from + width <= end) {
-          square[i] = load(from);
-        } else {
-          alignas(64) T last[width] = {};
-          if (column < num_outputs) std::memcpy(last, from, (end - from) * sizeof(T));
-          square[i] = load(last);
-        }
+    for (int r = 0; r < rank; r += step) {
+      const int64_t row = first + c;
+      const int ranks = std::min(step, rank - r);
+      const T* from = b + row * rank + r;
+      int64_t ld = rank;
+      alignas(64) T last[width * step];
+      // What is read behind a row's last rank is not stored, but it must be there.
+      if ((row + width - 1) * rank + r + step > num_outputs * rank) {
+        std::memset(last, 0, sizeof last);
+        for (int i = 0; i < std::min<int64_t>(width, num_outputs - row); ++i)
+          std::memcpy(last + i * step, from + i * ld, ranks * sizeof(T));
+        from = last;
+        ld = step;
       }
-      transpose(square);
-      for (int i = 0; i < std::min(width, rank - r); ++i) store(to + (r + i) * block_columns + c, square[i]);
+      vec columns[step];
+      load_columns(from, ld, columns);
+      for (int i = 0; i < ranks; ++i) store(to + (r + i) * block_columns + c, columns[i]);
     }
 }
 
-// y += sums, of the first `count` columns of a block.
-template <class T>
-inline void add_sums(T* y, const float* sums, int count) {
-  alignas(64) T last[block_columns];
-  T* to = count == block_columns ? y : last;
-  if (to == last) std::memcpy(last, y, count * sizeof(T));
-  for (int c = 0; c < block_columns; c += width) store(to + c, add(load(to + c), load(sums + c)));
-  if (to == last) std::memcpy(y, last, count * sizeof(T));
+inline void add_to(float* y, const vec* sums) {
+  for (int v = 0; v < block_columns / width; ++v) store(y + v * width, add(load(y + v * width), sums[v]));
+}
+
+inline void add_to(bf16* y, const vec* sums) {
+  for (int v = 0; v < block_columns / width; v += 2, y += 2 * width)
+    store_two(y, add(load(y), sums[v]), add(load(y + width), sums[v + 1]));
+}
+
+// y[tokens] += inner[ROWS][rank] wide[rank][32], of `columns` columns.
+template <int ROWS, class T>
+inline void expand_tile(const float* inner, int rank, const float* wide, const int64_t* tokens, const Matrix<T>& y,
+                        int64_t column, int columns) {
+  constexpr int num = block_columns / width;
+  vec sums[ROWS][num];
+  for (auto& row : sums)
+    for (vec& sum : row) sum = zero();
+  for (int i = 0; i < rank; ++i) {
+    vec weights[num];
+    for (int v = 0; v < num; ++v) weights[v] = load(wide + i * block_columns + v * width);
+    for (int r = 0; r < ROWS; ++r) {
+      const vec value = splat(inner[r * rank + i]);
+      for (int v = 0; v < num; ++v) sums[r][v] = fma(value, weights[v], sums[r][v]);
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) {
+    T* to = y.data + tokens[r] * y.ld + column;
+    if (columns == block_columns) {
+      add_to(to, sums[r]);
+    } else {
+      alignas(64) T last[block_columns] = {};
+      std::memcpy(last, to, columns * sizeof(T));
+      add_to(last, sums[r]);
+      std::memcpy(to, last, columns * sizeof(T));
+    }
+  }
 }
 
 // y[tokens] += B inner in `blocks` blocks of columns, from `block` on.
@@ -143,25 +213,18 @@ template <class T>
 inline void expand(const float* inner, const int64_t* tokens, int rows, const T* b, const Adapters<T>& layer, int64_t block,
                    int blocks, const Matrix<T>& y) {
   struct Wide;
-  struct Sums;
   const int rank = layer.rank;
   float* wide = scratch<Wide, float>(int64_t(blocks) * rank * block_columns);
-  float* sums = scratch<Sums, float>(int64_t(blocks) * gemm::max_tile_rows * block_columns);
   for (int i = 0; i < blocks; ++i)
     widen_block(b, layer.num_outputs, rank, (block + i) * block_columns, wide + i * rank * block_columns);
   for (int row = 0, count; row < rows; row += count) {
     count = gemm::next_tile(rows - row);
     for (int i = 0; i < blocks; ++i)
       gemm::with_rows(count, [&](auto n) {
-        gemm::tile<n>(inner + int64_t(row) * rank, rank, wide + i * rank * block_columns, rank,
-                      sums + i * count * block_columns, true, false);
-      });
-    for (int r = 0; r < count; ++r)
-      for (int i = 0; i < blocks; ++i) {
         const int64_t column = (block + i) * block_columns;
-        add_sums(y.data + tokens[row + r] * y.ld + column, sums + (i * count + r) * block_columns,
-                 int(std::min<int64_t>(block_columns, layer.num_outputs - column)));
-      }
+        expand_tile<n>(inner + int64_t(row) * rank, rank, wide + i * rank * block_columns, tokens + row, y, column,
+                       int(std::min<int64_t>(block_columns, layer.num_outputs - column)));
+      });
   }
 }
 
