@@ -102,6 +102,7 @@ def test_pickles_and_links_of_a_hub(tmp_path: Path) -> None:
         ({"r": 17}, "rank 17 of layers.0.self_attn.q_proj exceeds max_lora_rank 16"),
         ({"r": 3}, "has shape [2, 8], the model and adapter_config.json mean [3, 8]"),
         ({"lora_alpha": 1e999}, "lora_alpha must be a number"),
+        ({"lora_alpha": 10**400}, "lora_alpha must be a number"),
         ({"rank_pattern": [2]}, "rank_pattern must be a JSON object"),
         ({"target_modules": ["v_proj"]}, "is not among the target_modules"),
         ({"target_modules": ["q_proj"], "layers_to_transform": [1]}, "is not among the target_modules"),

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import stat
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -268,7 +269,8 @@ class _Config:
         return value
 
     def _number(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not abs(value) <= sys.float_info.max:  # an integer may be beyond it
             raise self._error(f"{key} must be a number, got {shown(value)}")
         return float(value)
 
