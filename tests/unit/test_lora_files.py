@@ -123,6 +123,15 @@ def test_a_pattern_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "takes too long" in complaint(write(tmp_path / "a", tensors, target_modules="(a|aa)+b.*"))
 
 
+def test_patterns_and_lists_that_take_long_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though each ends at once: there may be thousands for each of hundreds of layers."""
+    monkeypatch.setattr("quire.loader.adapter.PATTERNS_S", 0.02)
+    patterns = {f"(?:x{n}|y{n}){{1,9}}": 2 for n in range(2000)}
+    assert "take too long" in complaint(write(tmp_path / "a", rank_pattern=patterns))
+    names = [f"{n}" for n in range(100_000)]
+    assert "take too long" in complaint(write(tmp_path / "b", exclude_modules=names))
+
+
 ONE, OTHER = torch.ones(2, 8), torch.ones(8, 2)
 
 

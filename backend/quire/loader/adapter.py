@@ -32,7 +32,7 @@ MAX_CONFIG_BYTES = 2**20
 MAX_PATTERN_LENGTH = 2000
 MAX_PATTERNS = 4096
 PATTERNS_S = 5.0
-"""Longest time that all patterns of an adapter may take: they are not ours."""
+"""Longest time that all patterns and lists of an adapter may take: they are not ours."""
 _PREFIXES = ("base_model.", "model.", "language_model.")
 _UNSUPPORTED = (
     "use_dora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters",
@@ -226,6 +226,7 @@ class _Config:
             return False
         if isinstance(wanted, str):
             return self._match(wanted, module)
+        self._seconds_left()
         if not isinstance(wanted, list) or not all(isinstance(one, str) for one in wanted):
             raise self._error("target_modules and exclude_modules must be a text or a list of texts")
         return any(module == one or module.endswith(f".{one}") for one in wanted)
@@ -237,10 +238,16 @@ class _Config:
                 return value
         return default
 
+    def _seconds_left(self) -> float:
+        left = self._ends_at - time.monotonic()
+        if left <= 0:
+            raise self._error("its patterns and lists of modules take too long")
+        return left
+
     def _match(self, pattern: str, module: str) -> bool:
         if len(pattern) > MAX_PATTERN_LENGTH:
             raise self._error(f"a pattern is longer than {MAX_PATTERN_LENGTH} characters")
-        left = max(1e-3, self._ends_at - time.monotonic())
+        left = self._seconds_left()
         try:
             return regex.fullmatch(pattern, module, timeout=left, concurrent=True) is not None
         except TimeoutError:
