@@ -13,7 +13,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ from quire_ensemble.weight_files import NamedTensor, read_pickle, read_safetenso
 
 CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
+MAX_HEADER_BYTES = 2**22
+"""Of a safetensors file: some 20,000 tensors. It is parsed with the interpreter's lock held."""
 MAX_PATTERN_LENGTH = 2000
 MAX_PATTERNS = 4096
 PATTERNS_S = 5.0
@@ -119,15 +121,32 @@ def _regular(path: Path, root: Path | None) -> Path | None:
     return path
 
 
-def _tensors(directory: Path, root: Path | None) -> list[NamedTensor]:
+def _tensors(directory: Path, root: Path | None) -> Iterator[NamedTensor]:
     for name, read in (
         ("adapter_model.safetensors", read_safetensors),
         ("adapter_model.bin", read_pickle),
     ):
         file = _regular(directory / name, root)
         if file is not None:
-            return list(read(file, CheckpointError))
+            _check_beginning(file)
+            return read(file, CheckpointError)
     raise CheckpointError(f"{directory}: holds neither adapter_model.safetensors nor adapter_model.bin")
+
+
+def _check_beginning(file: Path) -> None:
+    """Refuses what would be read, and hold up others, before it is known how much there may be."""
+    try:
+        with file.open("rb") as stream:
+            begin = stream.read(8)
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror or error}") from None
+    if file.suffix == ".bin":
+        if not begin.startswith(b"PK"):
+            raise CheckpointError(f"{file}: is no archive, as torch writes them since its version 1.6")
+    elif int.from_bytes(begin, "little") > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{file}: broken safetensors file: its header is longer than {MAX_HEADER_BYTES} bytes"
+        )
 
 
 class _Config:
