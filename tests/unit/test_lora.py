@@ -378,6 +378,7 @@ def test_an_engine_misses_what_has_changed_since_another_died(llama: Adapted, tm
     """Its requests are refused, no stream goes on with other weights, the next engine may have it again."""
     path = shutil.copytree(llama.modules["a"], tmp_path / "a")
     saved = {"a": SavedAdapter(str(path), "00" * 16), "b": SavedAdapter(llama.modules["b"], "")}
+    saved["c"] = SavedAdapter("a\0b", "")  # whatever comes of it
     config, info = AdapterConfig(enable_lora=True, lora_modules={"a": str(path)}), start(llama).core.info
     registry = AdapterRegistry(config, info, saved)
     with pytest.raises(InvalidArgumentError, match="has changed since it was loaded: load it again"):

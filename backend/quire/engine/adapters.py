@@ -95,9 +95,10 @@ class AdapterRegistry:
                 if read.digest.hex() != one.digest:
                     raise CheckpointError(f"{one.path}: has changed since it was loaded: load it again")
                 self._add(name, one.path, read)
-            except QuireError as error:
-                logger.error("adapter %s cannot be loaded again: %s", shown(name), error)
-                self._missing[name] = one, str(error)
+            except Exception as error:  # whatever lies there now: others go on
+                reason = str(_as_ours(error))
+                logger.error("adapter %s cannot be loaded again: %s", shown(name), reason)
+                self._missing[name] = one, reason
 
     def saved(self) -> SavedAdapters:
         """What another engine needs to have the same, and perhaps those that this one misses."""
