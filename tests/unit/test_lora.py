@@ -340,6 +340,13 @@ def test_paths_outside_the_root_and_engines_without_adapters(llama: Adapted, tmp
     for path in (llama.modules["a"], "../a", "link", "/"):
         with pytest.raises(InvalidArgumentError, match="path: must lie below lora_root"):
             llm.core.adapters.begin(LoadAdapter("m", path), lambda _: None)
+    for path, target in (("loop", "loop"), ("a\0b", None)):
+        if target is not None:
+            (tmp_path / "root" / path).symlink_to(target)
+        with pytest.raises(QuireError) as refused:
+            answer = command(llm.core, LoadAdapter("m", path))
+            raise answer if isinstance(answer, QuireError) else AssertionError(answer)
+        assert refused.value.code == "INVALID_ARG"
     failed = command(llm.core, LoadAdapter("m", "nowhere"))
     assert isinstance(failed, CheckpointError) and "no such file" in str(failed)
     fixed = start(llama)

@@ -32,7 +32,7 @@ from quire.errors import (
 )
 from quire.outputs import RunnerInfo
 from quire.request import Request, RequestStatus
-from quire_ensemble.errors import shown
+from quire_ensemble.errors import one_line, shown
 
 if TYPE_CHECKING:
     from quire.loader.adapter import ReadAdapter
@@ -175,7 +175,10 @@ class AdapterRegistry:
         root = self._config.lora_root
         if not root:
             raise InvalidArgumentError("path", "no adapters can be loaded at run time: lora_root is not set")
-        path = (Path(root) / command.path).resolve()
+        try:
+            path = (Path(root) / command.path).resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # a NUL in it, or a link to itself
+            raise InvalidArgumentError("path", f"is none: {one_line(error)}") from None
         if not path.is_relative_to(Path(root).resolve()):
             raise InvalidArgumentError("path", f"must lie below lora_root ({root})")
         return path
