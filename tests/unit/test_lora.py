@@ -260,6 +260,8 @@ def test_load_replace_and_unload_at_run_time(llama: Adapted, tmp_path: Path) -> 
     core.adapters.begin(UnloadAdapter("m", drain=True), answers.append)
     with pytest.raises(UnavailableError, match="'m' is being unloaded"):
         tokens("m")
+    leaving = command(core, LoadAdapter("m", "x"))
+    assert isinstance(leaving, UnavailableError) and "'m' is being unloaded" in str(leaving)
     assert not answers
     while core.has_work:
         core.step()

@@ -119,9 +119,12 @@ class AdapterRegistry:
         if found is None:
             unknown = None, f"{shown(name)} is not the name of an adapter"
             raise InvalidArgumentError("lora_name", self._missing.get(name, unknown)[1])
-        if any(adapter is found for adapter, _ in self._drains):
+        if self._is_leaving(found):
             raise UnavailableError(f"lora_name: {shown(name)} is being unloaded")
         return found
+
+    def _is_leaving(self, adapter: Adapter) -> bool:
+        return any(one is adapter for one, _ in self._drains)
 
     def listing(self) -> list[AdapterStatus]:
         """All adapters, in the order of their names."""
@@ -213,6 +216,13 @@ class AdapterRegistry:
                 self._keep(adapter, read.weights)
             except Exception as error:
                 failed.append((adapter, _as_ours(error)))
+        # Before loads: who has gone is not in the way of one that comes.
+        for adapter, answer in self._drains[:]:
+            if not self._num_users(adapter):
+                self._drains.remove((adapter, answer))
+                if self._by_name.get(adapter.name) is adapter:
+                    self._forget(adapter)
+                answer({"name": adapter.name})
         while self._loads and self._loads[0][-1].done():
             command, path, answer, future = self._loads.popleft()
             try:
@@ -221,16 +231,12 @@ class AdapterRegistry:
                 answer(_as_ours(error))
             else:
                 answer(msgspec.to_builtins(status))
-        for adapter, answer in self._drains[:]:
-            if not self._num_users(adapter):
-                self._drains.remove((adapter, answer))
-                if self._by_name.get(adapter.name) is adapter:
-                    self._forget(adapter)
-                answer({"name": adapter.name})
         return failed
 
     def _take(self, name: str, path: Path, read: ReadAdapter) -> AdapterStatus:
         old = self._by_name.get(name)
+        if old is not None and self._is_leaving(old):
+            raise UnavailableError(f"name: {shown(name)} is being unloaded")
         if old is not None and old.digest == read.digest:
             return self._status(old)
         if old is not None:
