@@ -248,6 +248,11 @@ def test_load_replace_and_unload_at_run_time(llama: Adapted, tmp_path: Path) -> 
         assert tokens("m") == right["x"]
     again = command(core, LoadAdapter("m", str(tmp_path / "x")))
     assert isinstance(again, dict) and again["num_loads"] == 1, "the same content: nothing happens"
+    moved = command(core, LoadAdapter("m", str(shutil.copytree(tmp_path / "x", tmp_path / "moved"))))
+    assert isinstance(moved, dict) and moved["num_loads"] == 1
+    assert moved["path"] == core.adapters.saved()["m"].path == str(tmp_path / "moved"), (
+        "to be read again there"
+    )
 
     # In use, it is neither replaced nor unloaded; draining waits.
     core.add_request("open", PROMPTS["c"], params(max_tokens=40), adapter="m")

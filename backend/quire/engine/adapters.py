@@ -238,6 +238,9 @@ class AdapterRegistry:
         if old is not None and self._is_leaving(old):
             raise UnavailableError(f"name: {shown(name)} is being unloaded")
         if old is not None and old.digest == read.digest:
+            if old.path != str(path):  # the one before may go
+                old.path = str(path)
+                self.on_change(self.saved())
             return self._status(old)
         if old is not None:
             count = self._num_users(old)
