@@ -213,7 +213,8 @@ class AdapterRegistry:
                 read = future.result()
                 if read.digest != adapter.digest:
                     raise CheckpointError(f"{adapter.path}: has changed since it was loaded: load it again")
-                self._keep(adapter, read.weights)
+                if self._by_name.get(adapter.name) is adapter:
+                    self._keep(adapter, read.weights)
             except Exception as error:
                 failed.append((adapter, _as_ours(error)))
         # Before loads: who has gone is not in the way of one that comes.
