@@ -9,6 +9,7 @@ import pytest
 
 from quire.adapters import Adapter, AdapterWeights
 from quire.core.adapters import AdapterSlots
+from quire.core.planner import MAX_PASSED_OVER
 from quire.errors import CheckpointError
 from quire.outputs import SchedulerOutput
 from tests.fixtures.fake_engine import FakeEngine
@@ -122,6 +123,18 @@ def test_an_adapter_is_not_starved_by_others_that_keep_coming() -> None:
     for _ in range(20):
         engine.step()
     assert "other" in engine.reasons
+
+
+def test_however_many_wait_for_a_slot_those_behind_them_run() -> None:
+    store = Store(2)
+    engine = FakeEngine(adapters=AdapterSlots(1, store.find), max_num_seqs=4)
+    engine.add("long", 4, 40, adapter=store.adapters[0])
+    engine.step()
+    for number in range(2 * MAX_PASSED_OVER):
+        engine.add(f"other-{number}", 2, 1, adapter=store.adapters[1])
+    engine.add("plain", 4, 1)
+    engine.step()
+    assert "plain" in engine.reasons
 
 
 def test_the_least_recently_used_slot_is_taken() -> None:

@@ -141,7 +141,9 @@ class Planner:
                 if request.num_sequences > roster.num_free_seats:
                     self.held_back_by = "seats"
                     break
-                prefix = self._transfers.find_prefix(request) if self._has_adapter(request) else None
+                if not self._has_adapter(request):
+                    continue  # costs next to nothing, and those behind it may run
+                prefix = self._transfers.find_prefix(request)
                 if prefix is None or self._is_one_too_many(request, prefix):
                     num_passed_over += 1
                     if num_passed_over == MAX_PASSED_OVER:
