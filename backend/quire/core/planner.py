@@ -228,8 +228,12 @@ class Planner:
 
     def _has_adapter(self, request: Request) -> bool:
         """Whether a waiting request needs no slot, or may have one now."""
-        adapter = request.adapter
-        return adapter is None or (self._adapters is not None and self._adapters.may_run(adapter))
+        adapter, choices = request.adapter, request.choices
+        if adapter is None or self._adapters is None:
+            return adapter is None
+        # Beams that run keep the slot until one that was preempted has caught up, whomever it is promised to.
+        beams = choices.live.values() if choices and request.sampling_params.beam_width > 1 else ()
+        return any(beam.status is RequestStatus.RUNNING for beam in beams) or self._adapters.may_run(adapter)
 
     def _begin_reservation(self) -> None:
         kv = self._kv
