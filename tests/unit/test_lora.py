@@ -388,6 +388,19 @@ def test_an_adapter_that_changed_while_its_weights_were_not_in_memory(llama: Ada
     assert tokens == llama.expected["b"]
 
 
+def test_weights_that_come_when_their_adapter_is_gone_are_not_kept(llama: Adapted) -> None:
+    modules = {name: llama.modules[name] for name in "ab"}
+    core = LLM(llama.path, **SETTINGS, lora_modules=modules, max_loras=1, max_cpu_loras=1).core
+    core.add_request("a", PROMPTS["a"], params(), adapter="a")
+    core.adapters._pool.submit(time.sleep, 0.2)  # type: ignore[union-attr]
+    core.step()
+    core.abort(["a"])
+    assert command(core, UnloadAdapter("a")) == {"name": "a"} and core.adapters._reads
+    while core.adapters._reads:
+        core.step()
+    assert [one.name for one in core.adapters._weights] == ["b"]
+
+
 def test_an_engine_misses_what_has_changed_since_another_died(llama: Adapted, tmp_path: Path) -> None:
     """Its requests are refused, no stream goes on with other weights, the next engine may have it again."""
     path = shutil.copytree(llama.modules["a"], tmp_path / "a")
