@@ -411,7 +411,15 @@ def test_an_engine_misses_what_has_changed_since_another_died(llama: Adapted, tm
     with pytest.raises(InvalidArgumentError, match="has changed since it was loaded: load it again"):
         registry.get("a")
     assert registry.saved() == saved
-    assert AdapterRegistry(config, info).get("a").digest.hex() != "00" * 16
+    there = AdapterRegistry(config, info).get("a").digest.hex()
+    assert there != "00" * 16
+
+    # Nor does it, where the name was loaded with another content before its frontend knew of the engine.
+    core = start(llama).core
+    core.add_request("new", PROMPTS["a"], params(), adapter="a", adapter_digest="00" * 16)
+    core.add_request("same", PROMPTS["a"], params(), adapter="a", adapter_digest=there, num_deaths=1)
+    with pytest.raises(InvalidArgumentError, match="lora_name: 'a' has another content by now"):
+        core.add_request("r", PROMPTS["a"], params(), adapter="a", adapter_digest="00" * 16, num_deaths=1)
 
 
 @pytest.mark.row("E19")

@@ -106,8 +106,11 @@ class AdapterRegistry:
         present = {one.name: SavedAdapter(one.path, one.digest.hex()) for one in self._by_name.values()}
         return missing | present
 
-    def get(self, name: str) -> Adapter:
+    def get(self, name: str, digest: str = "") -> Adapter:
         """The adapter that a new request names.
+
+        Args:
+            digest: of its content, hexadecimal; empty: any.
 
         Raises:
             InvalidArgumentError: there is none.
@@ -119,6 +122,8 @@ class AdapterRegistry:
         if found is None:
             unknown = None, f"{shown(name)} is not the name of an adapter"
             raise InvalidArgumentError("lora_name", self._missing.get(name, unknown)[1])
+        if digest not in ("", found.digest.hex()):
+            raise InvalidArgumentError("lora_name", f"{shown(name)} has another content by now")
         if self._is_leaving(found):
             raise UnavailableError(f"lora_name: {shown(name)} is being unloaded")
         return found
