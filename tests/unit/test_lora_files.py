@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from quire.errors import CheckpointError
 from quire.loader.adapter import read_adapter
 from quire.loader.load import empty_model
 from quire.worker.adapters import targets_of
+from quire_ensemble.weight_files import NamedTensor, read_safetensors
 from tests.fixtures.adapters import make_adapter
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drive import hf_model
@@ -130,6 +133,15 @@ def test_patterns_and_lists_that_take_long_together(tmp_path: Path, monkeypatch:
     assert "take too long" in complaint(write(tmp_path / "a", rank_pattern=patterns))
     names = [f"{n}" for n in range(100_000)]
     assert "take too long" in complaint(write(tmp_path / "b", exclude_modules=names))
+
+    def slowly(*given: Any) -> Iterator[NamedTensor]:
+        for tensor in read_safetensors(*given):
+            time.sleep(0.02)
+            yield tensor
+
+    monkeypatch.setattr("quire.loader.adapter.read_safetensors", slowly)
+    path = write(tmp_path / "c", rank_pattern={"x": 3, "y.*": 3})
+    assert read_adapter(path, TARGETS, "float32", 16).rank == 2, "what the disk takes is not theirs"
 
 
 ONE, OTHER = torch.ones(2, 8), torch.ones(8, 2)

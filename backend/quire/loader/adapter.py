@@ -14,6 +14,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,7 +164,7 @@ class _Config:
         if not isinstance(values, dict):
             raise self._error("must hold a JSON object")
         self._values: dict[str, Any] = values
-        self._ends_at = time.monotonic() + PATTERNS_S
+        self._seconds_left = PATTERNS_S
         if values.get("peft_type", "LORA") != "LORA":
             raise self._error(f"peft_type {shown(values['peft_type'])} is not supported, only LORA")
         for key in _UNSUPPORTED:
@@ -245,10 +246,10 @@ class _Config:
             return False
         if isinstance(wanted, str):
             return self._match(wanted, module)
-        self._seconds_left()
-        if not isinstance(wanted, list) or not all(isinstance(one, str) for one in wanted):
-            raise self._error("target_modules and exclude_modules must be a text or a list of texts")
-        return any(module == one or module.endswith(f".{one}") for one in wanted)
+        with self._timed():
+            if not isinstance(wanted, list) or not all(isinstance(one, str) for one in wanted):
+                raise self._error("target_modules and exclude_modules must be a text or a list of texts")
+            return any(module == one or module.endswith(f".{one}") for one in wanted)
 
     def _of(self, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
         """The first pattern's that an end of the module's name matches, as PEFT takes it."""
@@ -257,18 +258,24 @@ class _Config:
                 return value
         return default
 
-    def _seconds_left(self) -> float:
-        left = self._ends_at - time.monotonic()
-        if left <= 0:
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Counts what patterns and lists take; what reading takes beside them does not."""
+        if self._seconds_left <= 0:
             raise self._error("its patterns and lists of modules take too long")
-        return left
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds_left -= time.monotonic() - began
 
     def _match(self, pattern: str, module: str) -> bool:
         if len(pattern) > MAX_PATTERN_LENGTH:
             raise self._error(f"a pattern is longer than {MAX_PATTERN_LENGTH} characters")
-        left = self._seconds_left()
         try:
-            return regex.fullmatch(pattern, module, timeout=left, concurrent=True) is not None
+            with self._timed():
+                left = self._seconds_left
+                return regex.fullmatch(pattern, module, timeout=left, concurrent=True) is not None
         except TimeoutError:
             raise self._error(f"pattern {shown(pattern)} takes too long") from None
         except (regex.error, RecursionError, MemoryError, OverflowError) as error:
