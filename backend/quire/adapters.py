@@ -20,7 +20,7 @@ class Adapter:
 
     name: str
     path: str
-    """Of its directory."""
+    """Of its directory, the latest one that had this content."""
     rank: int
     """The largest of its layers."""
     digest: bytes

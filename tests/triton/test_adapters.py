@@ -214,7 +214,8 @@ def test_another_engine_is_given_the_adapter_again() -> None:
     handle = RequestHandle(fake_pb_utils.ResponseSender(), "r", "")
     processor = RequestProcessor("r", 2, parsed.params, None)
     generation = Generation(handle, processor, add_request("r", parsed, 0.0))
-    assert generation.next_message().adapter == "doll"
+    message = generation.next_message()
+    assert (message.adapter, message.adapter_digest) == ("doll", "d1")
 
 
 def record(adapter: str, **values: Any) -> RequestEnded:

@@ -348,6 +348,7 @@ def test_the_key_holds_all_that_decides_a_result(tmp_path: Path) -> None:
         "sampling_params",
         "embeds",
         "adapter",
+        "adapter_digest",
     }
 
     def key(params: SamplingParams = SEEDED, fingerprint: str = "f", **fields: Any) -> bytes:

@@ -250,6 +250,11 @@ def test_load_replace_and_unload_at_run_time(llama: Adapted, tmp_path: Path) -> 
         assert tokens("m") == right["x"]
     again = command(core, LoadAdapter("m", str(tmp_path / "x")))
     assert isinstance(again, dict) and again["num_loads"] == 1, "the same content: nothing happens"
+    moved = command(core, LoadAdapter("m", str(shutil.copytree(tmp_path / "x", tmp_path / "moved"))))
+    assert isinstance(moved, dict) and moved["num_loads"] == 1
+    assert moved["path"] == core.adapters.saved()["m"].path == str(tmp_path / "moved"), (
+        "to be read again there"
+    )
 
     # In use, it is neither replaced nor unloaded; draining waits.
     core.add_request("open", PROMPTS["c"], params(max_tokens=40), adapter="m")
@@ -262,6 +267,8 @@ def test_load_replace_and_unload_at_run_time(llama: Adapted, tmp_path: Path) -> 
     core.adapters.begin(UnloadAdapter("m", drain=True), answers.append)
     with pytest.raises(UnavailableError, match="'m' is being unloaded"):
         tokens("m")
+    leaving = command(core, LoadAdapter("m", "x"))
+    assert isinstance(leaving, UnavailableError) and "'m' is being unloaded" in str(leaving)
     assert not answers
     while core.has_work:
         core.step()
@@ -342,6 +349,13 @@ def test_paths_outside_the_root_and_engines_without_adapters(llama: Adapted, tmp
     for path in (llama.modules["a"], "../a", "link", "/"):
         with pytest.raises(InvalidArgumentError, match="path: must lie below lora_root"):
             llm.core.adapters.begin(LoadAdapter("m", path), lambda _: None)
+    for path, target in (("loop", "loop"), ("a\0b", None)):
+        if target is not None:
+            (tmp_path / "root" / path).symlink_to(target)
+        with pytest.raises(QuireError) as refused:
+            answer = command(llm.core, LoadAdapter("m", path))
+            raise answer if isinstance(answer, QuireError) else AssertionError(answer)
+        assert refused.value.code == "INVALID_ARG"
     failed = command(llm.core, LoadAdapter("m", "nowhere"))
     assert isinstance(failed, CheckpointError) and "no such file" in str(failed)
     fixed = start(llama)
@@ -376,16 +390,38 @@ def test_an_adapter_that_changed_while_its_weights_were_not_in_memory(llama: Ada
     assert tokens == llama.expected["b"]
 
 
+def test_weights_that_come_when_their_adapter_is_gone_are_not_kept(llama: Adapted) -> None:
+    modules = {name: llama.modules[name] for name in "ab"}
+    core = LLM(llama.path, **SETTINGS, lora_modules=modules, max_loras=1, max_cpu_loras=1).core
+    core.add_request("a", PROMPTS["a"], params(), adapter="a")
+    core.adapters._pool.submit(time.sleep, 0.2)  # type: ignore[union-attr]
+    core.step()
+    core.abort(["a"])
+    assert command(core, UnloadAdapter("a")) == {"name": "a"} and core.adapters._reads
+    while core.adapters._reads:
+        core.step()
+    assert [one.name for one in core.adapters._weights] == ["b"]
+
+
 def test_an_engine_misses_what_has_changed_since_another_died(llama: Adapted, tmp_path: Path) -> None:
     """Its requests are refused, no stream goes on with other weights, the next engine may have it again."""
     path = shutil.copytree(llama.modules["a"], tmp_path / "a")
     saved = {"a": SavedAdapter(str(path), "00" * 16), "b": SavedAdapter(llama.modules["b"], "")}
+    saved["c"] = SavedAdapter("a\0b", "")  # whatever comes of it
     config, info = AdapterConfig(enable_lora=True, lora_modules={"a": str(path)}), start(llama).core.info
     registry = AdapterRegistry(config, info, saved)
     with pytest.raises(InvalidArgumentError, match="has changed since it was loaded: load it again"):
         registry.get("a")
     assert registry.saved() == saved
-    assert AdapterRegistry(config, info).get("a").digest.hex() != "00" * 16
+    there = AdapterRegistry(config, info).get("a").digest.hex()
+    assert there != "00" * 16
+
+    # Nor does it, where the name was loaded with another content before its frontend knew of the engine.
+    core = start(llama).core
+    core.add_request("new", PROMPTS["a"], params(), adapter="a", adapter_digest="00" * 16)
+    core.add_request("same", PROMPTS["a"], params(), adapter="a", adapter_digest=there, num_deaths=1)
+    with pytest.raises(InvalidArgumentError, match="lora_name: 'a' has another content by now"):
+        core.add_request("r", PROMPTS["a"], params(), adapter="a", adapter_digest="00" * 16, num_deaths=1)
 
 
 @pytest.mark.row("E19")

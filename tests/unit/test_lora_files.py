@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from quire.errors import CheckpointError
 from quire.loader.adapter import read_adapter
 from quire.loader.load import empty_model
 from quire.worker.adapters import targets_of
+from quire_ensemble.weight_files import NamedTensor, read_safetensors
 from tests.fixtures.adapters import make_adapter
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drive import hf_model
@@ -102,6 +105,7 @@ def test_pickles_and_links_of_a_hub(tmp_path: Path) -> None:
         ({"r": 17}, "rank 17 of layers.0.self_attn.q_proj exceeds max_lora_rank 16"),
         ({"r": 3}, "has shape [2, 8], the model and adapter_config.json mean [3, 8]"),
         ({"lora_alpha": 1e999}, "lora_alpha must be a number"),
+        ({"lora_alpha": 10**400}, "lora_alpha must be a number"),
         ({"rank_pattern": [2]}, "rank_pattern must be a JSON object"),
         ({"target_modules": ["v_proj"]}, "is not among the target_modules"),
         ({"target_modules": ["q_proj"], "layers_to_transform": [1]}, "is not among the target_modules"),
@@ -120,6 +124,24 @@ def test_a_pattern_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("quire.loader.adapter.PATTERNS_S", 0.1)
     tensors = {f"{'a' * 60}.q_proj.lora_A.weight": torch.ones(2, 8)}
     assert "takes too long" in complaint(write(tmp_path / "a", tensors, target_modules="(a|aa)+b.*"))
+
+
+def test_patterns_and_lists_that_take_long_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though each ends at once: there may be thousands for each of hundreds of layers."""
+    monkeypatch.setattr("quire.loader.adapter.PATTERNS_S", 0.02)
+    patterns = {f"(?:x{n}|y{n}){{1,9}}": 2 for n in range(2000)}
+    assert "take too long" in complaint(write(tmp_path / "a", rank_pattern=patterns))
+    names = [f"{n}" for n in range(100_000)]
+    assert "take too long" in complaint(write(tmp_path / "b", exclude_modules=names))
+
+    def slowly(*given: Any) -> Iterator[NamedTensor]:
+        for tensor in read_safetensors(*given):
+            time.sleep(0.02)
+            yield tensor
+
+    monkeypatch.setattr("quire.loader.adapter.read_safetensors", slowly)
+    path = write(tmp_path / "c", rank_pattern={"x": 3, "y.*": 3})
+    assert read_adapter(path, TARGETS, "float32", 16).rank == 2, "what the disk takes is not theirs"
 
 
 ONE, OTHER = torch.ones(2, 8), torch.ones(8, 2)
@@ -156,7 +178,11 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     assert "broken safetensors file" in complaint(path)
     (path / "adapter_model.safetensors").write_bytes((2**62).to_bytes(8, "little") + whole[8:])
     assert "broken safetensors file" in complaint(path)
+    assert "its header is longer than" in complaint(path)
     (path / "adapter_model.safetensors").unlink()
+    torch.save({Q0: ONE}, path / "adapter_model.bin", _use_new_zipfile_serialization=False)
+    assert "is no archive" in complaint(path)
+    (path / "adapter_model.bin").unlink()
     assert "holds neither" in complaint(path)
     os.mkfifo(path / "adapter_model.safetensors")
     assert "is not a file" in complaint(path)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
 from quire.adapters import Adapter, AdapterWeights
 from quire.core.adapters import AdapterSlots
+from quire.core.planner import MAX_PASSED_OVER
 from quire.errors import CheckpointError
 from quire.outputs import SchedulerOutput
+from quire.scheduling_params import SchedulingParams
 from tests.fixtures.fake_engine import FakeEngine
 
 
@@ -122,6 +125,43 @@ def test_an_adapter_is_not_starved_by_others_that_keep_coming() -> None:
     for _ in range(20):
         engine.step()
     assert "other" in engine.reasons
+
+
+def test_however_many_wait_for_a_slot_those_behind_them_run() -> None:
+    store = Store(2)
+    engine = FakeEngine(adapters=AdapterSlots(1, store.find), max_num_seqs=4)
+    engine.add("long", 4, 40, adapter=store.adapters[0])
+    engine.step()
+    for number in range(2 * MAX_PASSED_OVER):
+        engine.add(f"other-{number}", 2, 1, adapter=store.adapters[1])
+    engine.add("plain", 4, 1)
+    engine.step()
+    assert "plain" in engine.reasons
+
+
+def test_beams_are_not_kept_apart_by_one_who_waits_for_their_slot() -> None:
+    """A beam that was preempted comes back although the slot is promised: the others wait for it."""
+    store = Store(2)
+    engine = FakeEngine(
+        num_blocks=12, max_num_seqs=8, queue_policy="priority", step_s=0.01,
+        adapters=AdapterSlots(1, store.find),
+    )  # fmt: skip
+
+    def add(name: str, *sizes: int, priority: int, **options: Any) -> None:
+        engine.add(name, *sizes, scheduling=SchedulingParams(priority=priority), **options)
+
+    add("beams", 9, 12, priority=0, adapter=store.adapters[0], beam_width=3, n=2)
+    for _ in range(2):
+        engine.step()
+    add("urgent", 12, 8, priority=-2)
+    for _ in range(4):
+        engine.step()
+    add("other", 4, 4, priority=-1, adapter=store.adapters[1])
+    for number in range(200):
+        if len(engine.scheduler.roster.requests) < 7:
+            add(f"plain-{number}", 4, 6, priority=1)
+        engine.step()
+    assert {"urgent", "beams", "other"} <= engine.reasons.keys()
 
 
 def test_the_least_recently_used_slot_is_taken() -> None:

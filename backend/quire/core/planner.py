@@ -141,7 +141,9 @@ class Planner:
                 if request.num_sequences > roster.num_free_seats:
                     self.held_back_by = "seats"
                     break
-                prefix = self._transfers.find_prefix(request) if self._has_adapter(request) else None
+                if not self._has_adapter(request):
+                    continue  # costs next to nothing, and those behind it may run
+                prefix = self._transfers.find_prefix(request)
                 if prefix is None or self._is_one_too_many(request, prefix):
                     num_passed_over += 1
                     if num_passed_over == MAX_PASSED_OVER:
@@ -226,8 +228,12 @@ class Planner:
 
     def _has_adapter(self, request: Request) -> bool:
         """Whether a waiting request needs no slot, or may have one now."""
-        adapter = request.adapter
-        return adapter is None or (self._adapters is not None and self._adapters.may_run(adapter))
+        adapter, choices = request.adapter, request.choices
+        if adapter is None or self._adapters is None:
+            return adapter is None
+        # Beams that run keep the slot until one that was preempted has caught up, whomever it is promised to.
+        beams = choices.live.values() if choices and request.sampling_params.beam_width > 1 else ()
+        return any(beam.status is RequestStatus.RUNNING for beam in beams) or self._adapters.may_run(adapter)
 
     def _begin_reservation(self) -> None:
         kv = self._kv

@@ -32,7 +32,7 @@ from quire.errors import (
 )
 from quire.outputs import RunnerInfo
 from quire.request import Request, RequestStatus
-from quire_ensemble.errors import shown
+from quire_ensemble.errors import one_line, shown
 
 if TYPE_CHECKING:
     from quire.loader.adapter import ReadAdapter
@@ -95,9 +95,10 @@ class AdapterRegistry:
                 if read.digest.hex() != one.digest:
                     raise CheckpointError(f"{one.path}: has changed since it was loaded: load it again")
                 self._add(name, one.path, read)
-            except QuireError as error:
-                logger.error("adapter %s cannot be loaded again: %s", shown(name), error)
-                self._missing[name] = one, str(error)
+            except Exception as error:  # whatever lies there now: others go on
+                reason = str(_as_ours(error))
+                logger.error("adapter %s cannot be loaded again: %s", shown(name), reason)
+                self._missing[name] = one, reason
 
     def saved(self) -> SavedAdapters:
         """What another engine needs to have the same, and perhaps those that this one misses."""
@@ -105,8 +106,11 @@ class AdapterRegistry:
         present = {one.name: SavedAdapter(one.path, one.digest.hex()) for one in self._by_name.values()}
         return missing | present
 
-    def get(self, name: str) -> Adapter:
+    def get(self, name: str, digest: str = "") -> Adapter:
         """The adapter that a new request names.
+
+        Args:
+            digest: of its content, hexadecimal; empty: any.
 
         Raises:
             InvalidArgumentError: there is none.
@@ -118,9 +122,14 @@ class AdapterRegistry:
         if found is None:
             unknown = None, f"{shown(name)} is not the name of an adapter"
             raise InvalidArgumentError("lora_name", self._missing.get(name, unknown)[1])
-        if any(adapter is found for adapter, _ in self._drains):
+        if digest not in ("", found.digest.hex()):
+            raise InvalidArgumentError("lora_name", f"{shown(name)} has another content by now")
+        if self._is_leaving(found):
             raise UnavailableError(f"lora_name: {shown(name)} is being unloaded")
         return found
+
+    def _is_leaving(self, adapter: Adapter) -> bool:
+        return any(one is adapter for one, _ in self._drains)
 
     def listing(self) -> list[AdapterStatus]:
         """All adapters, in the order of their names."""
@@ -174,7 +183,10 @@ class AdapterRegistry:
         root = self._config.lora_root
         if not root:
             raise InvalidArgumentError("path", "no adapters can be loaded at run time: lora_root is not set")
-        path = (Path(root) / command.path).resolve()
+        try:
+            path = (Path(root) / command.path).resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # a NUL in it, or a link to itself
+            raise InvalidArgumentError("path", f"is none: {one_line(error)}") from None
         if not path.is_relative_to(Path(root).resolve()):
             raise InvalidArgumentError("path", f"must lie below lora_root ({root})")
         return path
@@ -206,9 +218,17 @@ class AdapterRegistry:
                 read = future.result()
                 if read.digest != adapter.digest:
                     raise CheckpointError(f"{adapter.path}: has changed since it was loaded: load it again")
-                self._keep(adapter, read.weights)
+                if self._by_name.get(adapter.name) is adapter:
+                    self._keep(adapter, read.weights)
             except Exception as error:
                 failed.append((adapter, _as_ours(error)))
+        # Before loads: who has gone is not in the way of one that comes.
+        for adapter, answer in self._drains[:]:
+            if not self._num_users(adapter):
+                self._drains.remove((adapter, answer))
+                if self._by_name.get(adapter.name) is adapter:
+                    self._forget(adapter)
+                answer({"name": adapter.name})
         while self._loads and self._loads[0][-1].done():
             command, path, answer, future = self._loads.popleft()
             try:
@@ -217,17 +237,16 @@ class AdapterRegistry:
                 answer(_as_ours(error))
             else:
                 answer(msgspec.to_builtins(status))
-        for adapter, answer in self._drains[:]:
-            if not self._num_users(adapter):
-                self._drains.remove((adapter, answer))
-                if self._by_name.get(adapter.name) is adapter:
-                    self._forget(adapter)
-                answer({"name": adapter.name})
         return failed
 
     def _take(self, name: str, path: Path, read: ReadAdapter) -> AdapterStatus:
         old = self._by_name.get(name)
+        if old is not None and self._is_leaving(old):
+            raise UnavailableError(f"name: {shown(name)} is being unloaded")
         if old is not None and old.digest == read.digest:
+            if old.path != str(path):  # the one before may go
+                old.path = str(path)
+                self.on_change(self.saved())
             return self._status(old)
         if old is not None:
             count = self._num_users(old)

@@ -158,6 +158,7 @@ class EngineCore:
         num_deaths: int = 0,
         outputs: dict[int, list[int]] | None = None,
         adapter: str = "",
+        adapter_digest: str = "",
     ) -> None:
         """Queues a request; it takes part in the next step if there is room.
 
@@ -165,11 +166,12 @@ class EngineCore:
             num_deaths: of engines that had it; above 0 it goes on, whatever the queue's limits are.
             outputs: as of `Scheduler.add_request`.
             adapter: name of the LoRA adapter; empty: none.
+            adapter_digest: hexadecimal, of the content that a request which goes on needs; empty: any.
 
         Raises:
-            InvalidArgumentError: no adapter of that name (field `lora_name`), empty prompt, token id outside
-                the vocabulary, prompt longer than max_model_len or (refused by the scheduler) than the KV
-                cache can ever hold.
+            InvalidArgumentError: no adapter of that name and content (field `lora_name`), empty prompt, token
+                id outside the vocabulary, prompt longer than max_model_len or (refused by the scheduler) than
+                the KV cache can ever hold.
             UnavailableError: the queue is full, or the engine asleep. What goes on is let in as long as it
                 does not sleep yet: nobody could know of it who asked for that.
         """
@@ -181,7 +183,7 @@ class EngineCore:
                 vocab_size=self.info.vocab_size,
                 max_model_len=self.info.max_model_len,
             )
-        found = self.adapters.get(adapter) if adapter else None
+        found = self.adapters.get(adapter, adapter_digest if num_deaths else "") if adapter else None
         is_embedding, pooling = sampling_params.dimensions > 0, self.info.pooling
         if is_embedding:
             sampling_params = as_embedding(sampling_params, self.info.hidden_size)

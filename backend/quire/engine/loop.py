@@ -378,6 +378,7 @@ class EngineLoop:
                 num_deaths=message.num_deaths,
                 outputs=message.outputs,
                 adapter=message.adapter,
+                adapter_digest=message.adapter_digest,
             )
         except QuireError:
             raise

@@ -50,6 +50,9 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
     """Tokens so far of each choice that is open; None: none has any, and the request begins anew."""
     adapter: str = ""
     """Name of the LoRA adapter that it is computed with; empty: none."""
+    adapter_digest: str = ""
+    """Of that one's content as the frontend knew it; what goes on (`num_deaths`) does so with no other.
+    Empty: not known."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):

@@ -169,7 +169,7 @@ class RuntimeDirectory:
         """What the latest engine said of its adapters; None: nothing."""
         try:
             return _adapters_decoder.decode(self.read("adapters.json", MAX_ADAPTERS_BYTES) or b"")
-        except (msgspec.MsgspecError, ValueError):
+        except (msgspec.MsgspecError, ValueError, RecursionError):
             return None
 
     def write_adapters(self, saved: SavedAdapters) -> None:

@@ -11,8 +11,10 @@ import json
 import math
 import os
 import stat
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +30,12 @@ from quire_ensemble.weight_files import NamedTensor, read_pickle, read_safetenso
 
 CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
+MAX_HEADER_BYTES = 2**22
+"""Of a safetensors file: some 20,000 tensors. It is parsed with the interpreter's lock held."""
 MAX_PATTERN_LENGTH = 2000
 MAX_PATTERNS = 4096
 PATTERNS_S = 5.0
-"""Longest time that all patterns of an adapter may take: they are not ours."""
+"""Longest time that all patterns and lists of an adapter may take: they are not ours."""
 _PREFIXES = ("base_model.", "model.", "language_model.")
 _UNSUPPORTED = (
     "use_dora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters",
@@ -118,15 +122,32 @@ def _regular(path: Path, root: Path | None) -> Path | None:
     return path
 
 
-def _tensors(directory: Path, root: Path | None) -> list[NamedTensor]:
+def _tensors(directory: Path, root: Path | None) -> Iterator[NamedTensor]:
     for name, read in (
         ("adapter_model.safetensors", read_safetensors),
         ("adapter_model.bin", read_pickle),
     ):
         file = _regular(directory / name, root)
         if file is not None:
-            return list(read(file, CheckpointError))
+            _check_beginning(file)
+            return read(file, CheckpointError)
     raise CheckpointError(f"{directory}: holds neither adapter_model.safetensors nor adapter_model.bin")
+
+
+def _check_beginning(file: Path) -> None:
+    """Refuses what would be read, and hold up others, before it is known how much there may be."""
+    try:
+        with file.open("rb") as stream:
+            begin = stream.read(8)
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror or error}") from None
+    if file.suffix == ".bin":
+        if not begin.startswith(b"PK"):
+            raise CheckpointError(f"{file}: is no archive, as torch writes them since its version 1.6")
+    elif int.from_bytes(begin, "little") > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{file}: broken safetensors file: its header is longer than {MAX_HEADER_BYTES} bytes"
+        )
 
 
 class _Config:
@@ -143,7 +164,7 @@ class _Config:
         if not isinstance(values, dict):
             raise self._error("must hold a JSON object")
         self._values: dict[str, Any] = values
-        self._ends_at = time.monotonic() + PATTERNS_S
+        self._seconds_left = PATTERNS_S
         if values.get("peft_type", "LORA") != "LORA":
             raise self._error(f"peft_type {shown(values['peft_type'])} is not supported, only LORA")
         for key in _UNSUPPORTED:
@@ -225,9 +246,10 @@ class _Config:
             return False
         if isinstance(wanted, str):
             return self._match(wanted, module)
-        if not isinstance(wanted, list) or not all(isinstance(one, str) for one in wanted):
-            raise self._error("target_modules and exclude_modules must be a text or a list of texts")
-        return any(module == one or module.endswith(f".{one}") for one in wanted)
+        with self._timed():
+            if not isinstance(wanted, list) or not all(isinstance(one, str) for one in wanted):
+                raise self._error("target_modules and exclude_modules must be a text or a list of texts")
+            return any(module == one or module.endswith(f".{one}") for one in wanted)
 
     def _of(self, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
         """The first pattern's that an end of the module's name matches, as PEFT takes it."""
@@ -236,12 +258,24 @@ class _Config:
                 return value
         return default
 
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Counts what patterns and lists take; what reading takes beside them does not."""
+        if self._seconds_left <= 0:
+            raise self._error("its patterns and lists of modules take too long")
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds_left -= time.monotonic() - began
+
     def _match(self, pattern: str, module: str) -> bool:
         if len(pattern) > MAX_PATTERN_LENGTH:
             raise self._error(f"a pattern is longer than {MAX_PATTERN_LENGTH} characters")
-        left = max(1e-3, self._ends_at - time.monotonic())
         try:
-            return regex.fullmatch(pattern, module, timeout=left, concurrent=True) is not None
+            with self._timed():
+                left = self._seconds_left
+                return regex.fullmatch(pattern, module, timeout=left, concurrent=True) is not None
         except TimeoutError:
             raise self._error(f"pattern {shown(pattern)} takes too long") from None
         except (regex.error, RecursionError, MemoryError, OverflowError) as error:
@@ -268,7 +302,8 @@ class _Config:
         return value
 
     def _number(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not abs(value) <= sys.float_info.max:  # an integer may be beyond it
             raise self._error(f"{key} must be a number, got {shown(value)}")
         return float(value)
 

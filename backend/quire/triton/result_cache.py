@@ -188,7 +188,7 @@ class ResultCache:
             shared = SchedulingParams(tenant=account.tenant, cache_salt=account.cache_salt)
             message = msgspec.structs.replace(message, external_id="", scheduling=shared, embeds=None)
             content = None if embeds is None else (embeds.spans, embeds.hashes, embeds.position_ids)
-            encoded = _encoder.encode((message, content, prompt.adapter_digest))
+            encoded = _encoder.encode((message, content))
             state.update(len(encoded).to_bytes(8, "little") + encoded)
         return state.digest()
 
@@ -204,6 +204,7 @@ def add_request(request_id: str, prompt: ParsedRequest, arrival_time: float) -> 
         arrival_time=arrival_time,
         embeds=prompt.embeds,
         adapter=prompt.adapter,
+        adapter_digest=prompt.adapter_digest,
     )
 
 
