@@ -674,6 +674,20 @@ _KERNELS = (
         ("tests/kernels/test_elementwise.py::test_rope_rotates_pairs_and_keeps_the_rest",),
     ),
     Mutant(
+        "C++: ranks behind the last whole vector are not added",
+        "kernels/quire_kernels/cpu/src/lora.h",
+        "for (int i = 0; i < ranks; ++i) store(",
+        "for (int i = 0; i < ranks / 8 * 8; ++i) store(",
+        ("tests/kernels/test_lora.py::test_each_row_gets_its_own_adapters_product",),
+    ),
+    Mutant(
+        "Triton-language: all parts of the inputs are the first one",
+        "kernels/quire_kernels/triton_lang/lora.py",
+        "num_tokens.to(tl.int64) * part + token",
+        "token",
+        ("tests/kernels/test_lora.py::test_each_row_gets_its_own_adapters_product",),
+    ),
+    Mutant(
         "C++: the norm is that of the sum's first part",
         "kernels/quire_kernels/cpu/src/elementwise.h",
         "  if (residual) from = residual;\n",
