@@ -24,8 +24,8 @@ from tests.fixtures.server import ServerProcess
 pytestmark = pytest.mark.server
 
 MAX_TOKENS = 2000
-PROBE_S = 3.0
-"""Below the watchdog's; the default of `quire healthcheck` is 5, and it answers within one more."""
+PROBE_S = 5.0
+"""The default of `quire healthcheck`; it answers within 6 s."""
 
 
 @pytest.mark.row("G8")
@@ -34,7 +34,7 @@ def test_a_stopped_engine_is_unhealthy_and_replaced_and_its_streams_go_on(
 ) -> None:
     """For as long as it was stopped Triton said READY, and streams stood still."""
     checkpoint = make_checkpoint("llama", tmp_path / "llama", max_position_embeddings=MAX_TOKENS + 100)
-    options = {**OPTIONS, "max_model_len": MAX_TOKENS + 100, "num_blocks": 4000, "watchdog_s": 5}
+    options = {**OPTIONS, "max_model_len": MAX_TOKENS + 100, "num_blocks": 4000, "watchdog_s": 8}
     build_repository(
         checkpoint, tmp_path / "repository", instance_count=2, placement="path", engine_options=options
     )
@@ -51,7 +51,7 @@ def test_a_stopped_engine_is_unhealthy_and_replaced_and_its_streams_go_on(
         # The other frontend may not have joined the engine yet; it, too, is asked sooner or later.
         with pytest.raises(ProbeError, match=r"no answer within|is being restarted"):
             probe(server.grpc_url, "generator", PROBE_S)
-        assert time.monotonic() - begin < PROBE_S + 1
+        assert time.monotonic() - begin < 6.0
         deadline = time.monotonic() + WAIT_S
         while engine in engines(server):
             assert time.monotonic() < deadline, "a stopped engine is killed"
@@ -92,7 +92,7 @@ def test_a_killed_frontend_is_unhealthy_at_once_and_no_other_is_disturbed(
     begin = time.monotonic()
     with pytest.raises(ProbeError):
         probe(site.server.grpc_url, "generator", PROBE_S)
-    assert time.monotonic() - begin < PROBE_S + 1
+    assert time.monotonic() - begin < 6.0
     assert site.tokens("generator_unary") == unary, "the engine and its other frontends go on"
     call.cancel()
     site.server.stop()
