@@ -16,10 +16,9 @@ import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from quire_ensemble.builder import build_repository
-from tests.e2e.conftest import OPTIONS, write_generator
+from tests.e2e.conftest import write_generator
 from tests.e2e.triton_calls import Reply, TritonStream, infer
-from tests.fault.test_engine_death import GENERATORS, WAIT_S, engines
+from tests.fault.test_engine_death import WAIT_S, engines, served_generators
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.server import ServerProcess, SharedServer
 
@@ -33,12 +32,7 @@ NEXT_ENGINE_S = 120.0
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
     root = tmp_path_factory.mktemp("continuation")
-    checkpoint = make_checkpoint("llama", root / "llama", max_position_embeddings=MAX_TOKENS + 100)
-    options = {**OPTIONS, "max_model_len": MAX_TOKENS + 100, "num_blocks": 4000}
-    build_repository(
-        checkpoint, root / "repository", instance_count=2, placement="path", engine_options=options
-    )
-    with SharedServer(root / "repository", root, GENERATORS) as server:
+    with served_generators(root, MAX_TOKENS + 100, num_blocks=4000) as server:
         yield server
 
 

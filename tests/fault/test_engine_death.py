@@ -35,15 +35,20 @@ WAIT_S = 15.0
 """For what takes some 2 s, however busy the machine is; a stream that nobody ends would go on for longer."""
 
 
+def served_generators(root: Path, max_model_len: int, **options: Any) -> SharedServer:
+    """A server of a tiny llama's generators, two frontends to each, to be entered."""
+    checkpoint = make_checkpoint("llama", root / "llama", max_position_embeddings=max_model_len)
+    stated = {**OPTIONS, "max_model_len": max_model_len, **options}
+    build_repository(
+        checkpoint, root / "repository", instance_count=2, placement="path", engine_options=stated
+    )
+    return SharedServer(root / "repository", root, GENERATORS)
+
+
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
     root = tmp_path_factory.mktemp("death")
-    checkpoint = make_checkpoint("llama", root / "llama", max_position_embeddings=MAX_TOKENS + 1000)
-    options = {**OPTIONS, "max_model_len": MAX_TOKENS + 1000, "num_blocks": 10_000, "max_pause_s": 0}
-    build_repository(
-        checkpoint, root / "repository", instance_count=2, placement="path", engine_options=options
-    )
-    with SharedServer(root / "repository", root, GENERATORS) as server:
+    with served_generators(root, MAX_TOKENS + 1000, num_blocks=10_000, max_pause_s=0) as server:
         yield server
 
 
