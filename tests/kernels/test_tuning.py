@@ -15,6 +15,7 @@ import torch
 
 from quire_kernels import cache, ops
 from quire_kernels.triton_lang import operators, tuning
+from quire_kernels.triton_lang.linear import TritonLinear
 from quire_kernels.triton_lang.tuning import Config, Device, Tuner, kernel_key
 
 H200 = Device("NVIDIA H200", (9, 0))
@@ -41,6 +42,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def device_outside_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are imported above: meanwhile, `interpreter.install` would not do its work for anybody."""
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
 
 
@@ -227,7 +229,6 @@ def test_a_linear_layer_runs_what_was_tuned(tmp_path: Path, monkeypatch: pytest.
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.fail("the kernels' conftest turns the interpreter on")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    from quire_kernels.triton_lang.linear import TritonLinear
 
     def layer(out_features: int) -> tuple[TritonLinear, Tuner]:
         packed = TritonLinear(torch.ones(out_features, 256, device=device) / 256, None, None, None)
