@@ -428,6 +428,28 @@ def test_a_writer_that_is_stopped_leaves_nothing(directory: Path) -> None:
     assert not entries(directory)
 
 
+_EXIT = """
+import sys, time
+from pathlib import Path
+import torch
+from quire.loader.packed_cache import Keeping, PackedCache
+
+directory = Path(sys.argv[1])
+Keeping(PackedCache(directory, 2**40), "a", {"parts": [torch.zeros(2**24)] * 32})
+while not any(path.stat().st_size for path in directory.glob("*.tmp")):
+    time.sleep(0.001)
+"""
+
+
+def test_a_process_that_ends_while_it_writes_ends_well(directory: Path) -> None:
+    """It gave SIGABRT, one time in some sixty, and left the half of an entry."""
+    done = subprocess.run(
+        [sys.executable, "-c", _EXIT, str(directory)], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not entries(directory)
+
+
 _KILLS = """
 import os, random, resource, signal, sys, threading, time
 from pathlib import Path

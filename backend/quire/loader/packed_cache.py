@@ -9,6 +9,7 @@ short is a SIGBUS. (Products were as fast from a mapped file: 17.9 and 17.3 GB/s
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import hashlib
@@ -85,11 +86,14 @@ class Keeping:
             target=cache.write, args=(key, tree, self._stopped), name="packed-weights", daemon=True
         )
         self._thread.start()
+        # A thread that comes back from PyTorch to an interpreter that is gone would end the process: SIGABRT.
+        atexit.register(self.stop)
 
     def stop(self) -> None:
         """Gives up what is not written yet; the weights are held no longer afterwards."""
         self._stopped.set()
         self.wait()
+        atexit.unregister(self.stop)
 
     def wait(self) -> None:
         """Returns when it has ended."""
