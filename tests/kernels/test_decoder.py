@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.config import ModelConfig
+from quire.config import AdapterConfig, ModelConfig
+from quire.layers.context import AdapterStep
 from quire.loader.load import load_model
 from quire.models.decoder import DecoderModel
+from quire.worker.adapters import ModelSlots, adaptable
 from quire.worker.kv_cache import KVCache
 from quire_kernels import ops, registry
 from quire_kernels.cpu.compiler import supported_isas
@@ -82,11 +84,15 @@ class Batch:
         self.ids = torch.randint(5, 500, (self.metas[0].num_tokens,), generator=generator)
         self.positions = torch.cat([torch.arange(context - new, context) for new, context in LENGTHS])
 
-    def run(self, model: DecoderModel, rows: torch.Tensor | None) -> torch.Tensor:
-        return model(self.ids, self.positions, self.kv_cache, self.metas, None, rows)
+    def run(
+        self, model: DecoderModel, rows: torch.Tensor | None, adapters: AdapterStep | None = None
+    ) -> torch.Tensor:
+        return model(self.ids, self.positions, self.kv_cache, self.metas, None, rows, adapters)
 
-    def next_tokens(self, model: DecoderModel, rows: torch.Tensor) -> torch.Tensor:
-        return model.next_tokens(self.ids, self.positions, self.kv_cache, self.metas, None, rows)
+    def next_tokens(
+        self, model: DecoderModel, rows: torch.Tensor, adapters: AdapterStep | None = None
+    ) -> torch.Tensor:
+        return model.next_tokens(self.ids, self.positions, self.kv_cache, self.metas, None, rows, adapters)
 
 
 @pytest.mark.row("D3")
@@ -178,6 +184,76 @@ def test_layers_with_experts(family: str, isa: str, tmp_path: Path) -> None:
             model._native = None
             assert torch.equal(Batch(model).run(model, None), out)
             assert torch.equal(some, out[rows])
+
+
+def fill_slots(model: DecoderModel) -> None:
+    """Adapters of ranks 8, 3 and 24 in three slots; the second changes values and what is above only."""
+    ModelSlots(model, AdapterConfig(enable_lora=True, max_loras=3, max_lora_rank=24), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(5)
+    for _, layer in adaptable(model):
+        for index, part in enumerate(layer.slots):
+            for slot, rank in enumerate((8, 3, 24)):
+                if slot == 1 and (len(layer.slots), index) not in ((3, 2), (2, 1)):
+                    continue
+                a, b = (
+                    torch.randn(shape, generator=generator).to(part.a.dtype) / shape[1] ** 0.5
+                    for shape in ((rank, part.a.shape[2]), (part.b.shape[1], rank))
+                )
+                part.fill(slot, a, b)
+
+
+def step_of(*slots: int) -> AdapterStep:
+    """Of each sequence."""
+    tokens = [slot for slot, (new, _) in zip(slots, LENGTHS, strict=True) for _ in range(new)]
+    return AdapterStep(torch.tensor(tokens, dtype=torch.int32), frozenset(slots) - {-1})
+
+
+@pytest.mark.row("E19")
+@pytest.mark.row("D3")
+@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantization"),
+    [
+        ("qwen2", "float32", None),
+        ("qwen3", "bfloat16", None),
+        ("llama", "bfloat16", "int8"),
+        ("llama", "float32", "w8a8"),
+        ("mistral", "bfloat16", "w4a8"),
+        ("qwen3_moe", "float32", None),
+    ],
+)
+def test_adapters(family: str, dtype: str, quantization: str | None, isa: str, tmp_path: Path) -> None:
+    """Of rows side by side: what operators give, but for where the type rounds; to the bit, what each
+    sequence has alone, or without one."""
+    path = make_checkpoint(family, tmp_path, tokenizer=False)
+    rows = torch.tensor([0, 3, 7, 8, 38])
+    with all_operators(isa):
+        model = load(path, dtype, quantization)
+        assert model.is_fused
+        plain = Batch(model).run(model, None)
+        fill_slots(model)
+        step = step_of(2, 0, -1, 1)
+        together = Batch(model)
+        out = together.run(model, None, step)
+        some = Batch(model).run(model, rows, step)
+        assert torch.equal(some, out[rows])
+        best = Batch(model).next_tokens(model, rows, step)
+        assert torch.equal(best, model.best_tokens(out[rows]))
+        first = 0
+        for sequence, (new, _) in enumerate(LENGTHS):
+            own = slice(first, first := first + new)
+            slots = [-1] * len(LENGTHS)
+            slots[sequence] = (2, 0, -1, 1)[sequence]
+            assert torch.equal(Batch(model).run(model, None, step_of(*slots))[own], out[own])
+            assert torch.equal(out[own], plain[own]) == (slots[sequence] == -1)
+        model._native = None
+        composed = Batch(model)
+        expected = composed.run(model, None, step)
+    tolerance = 1e-4 if dtype == "float32" else 0.25
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    assert float((out - expected).float().abs().mean()) < tolerance / 10
+    moved = (expected - plain).float().abs().mean()
+    assert float(moved) > 10 * float((out - expected).float().abs().mean())
 
 
 def test_a_forced_operator_is_not_fused_away(checkpoint: Path) -> None:

@@ -33,25 +33,25 @@ class PartSlots:
     ) -> None:
         self.a = torch.zeros((num_slots, max_rank, in_features), **like)
         self.b = torch.zeros((num_slots, out_features, max_rank), **like)
-        self.filled: set[int] = set()
-        """Slots whose adapters change this part."""
+        self.filled = bytearray(num_slots)
+        """1: the slot's adapter changes this part."""
 
     def clear(self, slot: int) -> None:
         """Makes it add nothing."""
-        if slot in self.filled:
+        if self.filled[slot]:
             self.a[slot].zero_()
             self.b[slot].zero_()
-            self.filled.remove(slot)
+            self.filled[slot] = 0
 
     def fill(self, slot: int, a: torch.Tensor, b: torch.Tensor) -> None:
         """Takes A [rank, in_features] and B [out_features, rank], the slot being clear."""
         self.a[slot, : a.shape[0]].copy_(a, non_blocking=True)
         self.b[slot, :, : b.shape[1]].copy_(b, non_blocking=True)
-        self.filled.add(slot)
+        self.filled[slot] = 1
 
     def is_used(self, step: AdapterStep) -> bool:
         """Whether an adapter of the step may change this part."""
-        return step.used is None or not self.filled.isdisjoint(step.used)
+        return step.used is None or any(self.filled[slot] for slot in step.used)
 
     @property
     def nbytes(self) -> int:

@@ -26,6 +26,7 @@ from quire_kernels.cpu.decoder import (
     DecoderLayerWeights,
     ExpertsWeights,
     FeedForwardWeights,
+    LayerAdapters,
     NativeDecoder,
     can_fuse,
 )
@@ -93,6 +94,16 @@ class DecoderLayer(nn.Module):
             sinks=None if sinks is None else sinks.data,
             sliding_window=attention.sliding_window,
             group=group,
+        )
+
+    def adapters(self) -> LayerAdapters:
+        """Memory for the adapters of what `fused_weights` has."""
+        attention, mlp = self.self_attn, self.mlp
+        slots = attention.qkv.slots, attention.out.slots
+        return (
+            LayerAdapters(*slots, mlp.gate_up.slots, mlp.down.slots)
+            if isinstance(mlp, GatedMLP)
+            else LayerAdapters(*slots)
         )
 
 
@@ -181,11 +192,11 @@ class DecoderModel(nn.Module):
             [num_tokens or n, hidden_size], the final norm applied.
         """
         native = self._native_for(kv_cache)
-        if native is None or adapters is not None:
+        if native is None:
             return self.compute(self.embed(input_ids, embeds), positions, kv_cache, metas, rows, adapters)
         if rows is None:
             rows = torch.arange(input_ids.shape[0])
-        return self._call_native(native, input_ids, positions, kv_cache, metas, embeds, rows)
+        return self._call_native(native, input_ids, positions, kv_cache, metas, embeds, rows, adapters)
 
     def next_tokens(
         self,
@@ -199,11 +210,13 @@ class DecoderModel(nn.Module):
     ) -> torch.Tensor:
         """`best_tokens` of what `forward` gives for these: int64 [n]; one call where the layers are one."""
         native = self._native_for(kv_cache)
-        if native is None or not native.chooses or adapters is not None:
+        if native is None or not native.chooses:
             return self.best_tokens(
                 self.forward(input_ids, positions, kv_cache, metas, embeds, rows, adapters)
             )
-        return self._call_native(native, input_ids, positions, kv_cache, metas, embeds, rows, best=True)
+        return self._call_native(
+            native, input_ids, positions, kv_cache, metas, embeds, rows, adapters, best=True
+        )
 
     def _call_native(
         self,
@@ -214,6 +227,7 @@ class DecoderModel(nn.Module):
         metas: Sequence[AttentionMetadata],
         embeds: tuple[torch.Tensor, torch.Tensor] | None,
         rows: torch.Tensor,
+        adapters: AdapterStep | None,
         *,
         best: bool = False,
     ) -> torch.Tensor:
@@ -222,7 +236,9 @@ class DecoderModel(nn.Module):
             rotations = self.rotary.table_to(metas[0].max_seq_len)
         else:
             rotations, positions = self.rotary.rotations(positions), torch.arange(input_ids.shape[0])
-        return native(x, rotations, positions, self._layers_of(kv_cache), metas, rows, best=best)
+        slots = None if adapters is None else adapters.slots
+        layers = self._layers_of(kv_cache)
+        return native(x, rotations, positions, layers, metas, rows, adapters=slots, best=best)
 
     def embed(
         self, input_ids: torch.Tensor, embeds: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -253,6 +269,12 @@ class DecoderModel(nn.Module):
             x, residual = layer(x, residual, context)
         hidden = self.norm.add(x, residual)[0]
         return hidden if rows is None else hidden[rows]
+
+    def take_slots(self) -> None:
+        """Computes with the adapters in its linear layers' slots, which are there now."""
+        if self._native is not None:
+            layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+            self._native.take_adapters([layer.adapters() for layer in layers])
 
     @property
     def is_fused(self) -> bool:

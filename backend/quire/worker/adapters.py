@@ -21,6 +21,7 @@ class ModelSlots:
         layers = dict(adaptable(model))
         for linear in layers.values():
             linear.make_slots(config.max_loras, config.max_lora_rank, device)
+        model.take_slots()
         self.targets = targets_of(model)
         self._parts = [part for linear in layers.values() for part in linear.slots]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from ctypes import Array, Structure, addressof, byref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from quire_kernels import registry
 from quire_kernels.cpu.linear import NativeLinear
 from quire_kernels.cpu.moe import NativeExperts
-from quire_kernels.cpu.native import KV_TYPES, TYPES, batch_struct, declarations, kv_struct
+from quire_kernels.cpu.native import KV_TYPES, TYPES, adapter_part, batch_struct, declarations, kv_struct
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, data_of
 from quire_kernels.weights import JoinedLinear, PackedExperts, PackedLinear
@@ -59,6 +59,24 @@ class DecoderLayerWeights:
     sliding_window: int | None
     group: int
     """KV group: which of a step's metadata is this layer's."""
+
+
+class PartAdapters(Protocol):
+    """The adapters of one part of a layer; see `ops.add_lora`."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    filled: bytearray
+    """[num_slots]: 1 where a slot's adapter changes the part."""
+
+
+class LayerAdapters(NamedTuple):
+    """Those of each product's parts, whose outputs lie behind each other; of experts there are none."""
+
+    qkv: Sequence[PartAdapters]
+    out: Sequence[PartAdapters]
+    gate_up: Sequence[PartAdapters] = ()
+    down: Sequence[PartAdapters] = ()
 
 
 def can_fuse(
@@ -125,15 +143,9 @@ class NativeDecoder:
         table, logits = self._usable(embedding), self._usable(head)
         self.looks_up, self.chooses = table is not None, logits is not None
         experts = [_experts_struct(layer) for layer in layers]
-        structs = _array("DecoderLayer", map(_layer_struct, layers, experts))
-        self._owned = (
-            list(layers),
-            experts,
-            structs,
-            final_norm,
-            table,
-            logits,
-        )  # what the structure points into
+        self._layers = structs = _array("DecoderLayer", map(_layer_struct, layers, experts))
+        # What the structure points into.
+        self._owned: tuple[Any, ...] = (list(layers), experts, final_norm, table, logits)
         self._struct = declarations().structure("Decoder")(
             TYPES[final_norm.dtype],
             len(layers),
@@ -155,6 +167,16 @@ class NativeDecoder:
             return None
         return table if table.dtype == self.dtype else None
 
+    def take_adapters(self, layers: Sequence[LayerAdapters]) -> None:
+        """Gives every layer slots for adapters, of the layers' type."""
+        for struct, layer in zip(self._layers, layers, strict=True):
+            for name, parts in layer._asdict().items():
+                made = _array("AdapterPart", [adapter_part(part.a, part.b, part.filled) for part in parts])
+                rank = parts[0].a.shape[1] if parts else 0
+                adapters = declarations().structure("Adapters")(addressof(made), len(parts), rank)
+                setattr(struct, f"{name}_adapters", adapters)
+                self._owned += (made, parts)
+
     def can_use(self, kv_layer: KVLayer) -> bool:
         """Whether the kernels read this type of cache."""
         return data_of(kv_layer).dtype in KV_TYPES
@@ -168,6 +190,7 @@ class NativeDecoder:
         metas: Sequence[AttentionMetadata],
         rows: torch.Tensor,
         *,
+        adapters: torch.Tensor | None = None,
         best: bool = False,
     ) -> torch.Tensor:
         """Computes the layers and stores keys and values.
@@ -181,6 +204,8 @@ class NativeDecoder:
             metas: of each KV group.
             rows: int64 [num_rows], ascending: tokens whose result is wanted. With none, only keys and values
                 are computed.
+            adapters: int32 [num_tokens], contiguous: the slot of each token's adapter, -1: it has none; None:
+                no token has one.
             best: whether the best next tokens are wanted, where it `chooses`.
 
         Returns:
@@ -208,6 +233,7 @@ class NativeDecoder:
             addressof(batches),
             rows.data_ptr(),
             num_rows,
+            None if adapters is None else adapters.data_ptr(),
             None if best else out.data_ptr(),
             out.data_ptr() if best else None,
         )

@@ -60,7 +60,17 @@ class Activation(IntEnum):
 @functools.cache
 def declarations() -> Declarations:
     """Structures and functions of src/."""
-    names = ("layout.h", "gemm.h", "blocks.h", "pack.h", "moe.h", "decoder.h", "sampling.h", "quire.cpp")
+    names = (
+        "layout.h",
+        "gemm.h",
+        "blocks.h",
+        "pack.h",
+        "moe.h",
+        "lora.h",
+        "decoder.h",
+        "sampling.h",
+        "quire.cpp",
+    )
     return Declarations("\n".join((SOURCES / name).read_text("utf-8") for name in names))
 
 
@@ -129,6 +139,23 @@ def kv_struct(kv_layer: KVLayer) -> Structure:
         block_size,
         num_kv_heads,
         head_dim,
+    )
+
+
+def adapter_part(a: torch.Tensor, b: torch.Tensor, filled: bytearray | None = None) -> Structure:
+    """The structure for the adapters of a layer's part, whose operands must outlive it.
+
+    Args:
+        a: see `ops.add_lora`; and `b`.
+        filled: whether the adapter in a slot changes the part; None: each does.
+    """
+    return declarations().structure("AdapterPart")(
+        a.data_ptr(),
+        b.data_ptr(),
+        a.stride()[0],
+        b.stride()[0],
+        b.shape[1],
+        None if filled is None else ctypes.addressof(ctypes.c_char.from_buffer(filled)),
     )
 
 

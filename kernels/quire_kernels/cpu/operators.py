@@ -17,6 +17,7 @@ from quire_kernels.cpu.moe import route as native_route
 from quire_kernels.cpu.native import (
     KV_TYPES,
     TYPES,
+    adapter_part,
     as_rows,
     batch_struct,
     declarations,
@@ -224,24 +225,19 @@ def add_lora(
     """See `ops.add_lora`."""
     if x.stride()[1] != 1:
         x = x.contiguous()
-    (num_tokens, num_outputs), (num_slots, rank, num_inputs) = y.shape, a.shape
-    # All strides of a tensor take a third of the time that one does, and a step has hundreds of these calls.
+    part = adapter_part(a, b)
     _kernels(isa).quire_add_lora(
         TYPES[y.dtype],
         y.data_ptr(),
+        # All strides of a tensor take a third of the time that one does.
         y.stride()[0],
         x.data_ptr(),
         x.stride()[0],
         slots.data_ptr(),
-        num_tokens,
-        a.data_ptr(),
-        a.stride()[0],
-        b.data_ptr(),
-        b.stride()[0],
-        num_slots,
-        rank,
-        num_inputs,
-        num_outputs,
+        x.shape[0],
+        byref(part),
+        a.shape[1],
+        a.shape[2],
     )
 
 

@@ -1,10 +1,13 @@
 // All layers of a decoder in one call: the operators of a step one after the other, on one pool of threads.
 #pragma once
 
+#include <optional>
+
 #include "attention.h"
 #include "elementwise.h"
 #include "gemm.h"
 #include "layout.h"
+#include "lora.h"
 #include "matrix.h"
 #include "moe.h"
 #include "pack.h"
@@ -25,6 +28,7 @@ struct DecoderLayer {
   float attention_scale, softcap;  // softcap 0: none
   int32_t window;                  // 0: none
   int32_t group;                   // KV group: which of a step's batches
+  Adapters qkv_adapters, out_adapters, gate_up_adapters, down_adapters;
 };
 
 struct Decoder {
@@ -45,6 +49,7 @@ struct Step {
   const Batch* batches;    // per KV group
   const int64_t* rows;     // [num_rows]: those whose result is wanted
   int64_t num_rows;
+  const int32_t* adapters;  // [num_tokens]: the slot of each one's adapter, -1: it has none; null: none has
   void* out;               // [num_rows][hidden_size], normalised; or null
   int64_t* best;           // [num_rows]: see linear_argmax; or null
 };
@@ -67,9 +72,15 @@ void forward(const Decoder& model, const Step& step) {
   T* residual = step.token_ids ? scratch<Embedded, T>(num_tokens * hidden) : static_cast<T*>(step.embeddings);
   if (step.token_ids) look_up(*model.embedding, step.token_ids, num_tokens, residual);
   T* output = scratch<Output, T>(num_tokens * hidden);
-  // What is computed for a product has the order in which that takes it.
+  std::optional<lora::Grouping> grouping;
+  if (step.adapters) grouping.emplace(step.adapters, num_tokens);
+  // What is computed for a product has the order in which that takes it; adapters take plain rows.
   auto input_of = [&](const Weight& w, T* data) {
-    return Matrix<T>{data, w.num_inputs, gemm::takes_tiles<T>(num_tokens, w)};
+    return Matrix<T>{data, w.num_inputs, !grouping && gemm::takes_tiles<T>(num_tokens, w)};
+  };
+  auto multiply = [&](const Matrix<T>& x, std::initializer_list<const Weight*> weights, const Adapters& adapters,
+                      const Matrix<T>& y) {
+    adapted_linear(x, num_tokens, weights, adapters, grouping ? &*grouping : nullptr, y);
   };
   auto size_of = [&](int64_t columns) { return Matrix<T>::tiled_size(num_tokens, columns); };
   T* normed_data = scratch<Normed, T>(size_of(hidden));
@@ -85,18 +96,21 @@ void forward(const Decoder& model, const Step& step) {
                   model.eps, int(hidden), normed, num_tokens);
     const int64_t heads_size = layer.qkv.num_columns + layer.next_qkv.num_columns + layer.last_qkv.num_columns;
     T* heads = scratch<Heads, T>(num_tokens * heads_size);
-    T* part = heads;
-    for (const Weight* w : {&layer.qkv, &layer.next_qkv, &layer.last_qkv}) {
-      if (w->num_columns) linear(normed, num_tokens, *w, Matrix<T>{part, heads_size});
-      part += w->num_columns;
-    }
+    multiply(normed, {&layer.qkv, &layer.next_qkv, &layer.last_qkv}, layer.qkv_adapters, Matrix<T>{heads, heads_size});
     norm_rope_write(heads, heads_size, model.num_heads, static_cast<const T*>(layer.query_norm),
                     static_cast<const T*>(layer.key_norm), model.eps, step.rotations, step.positions,
                     model.half_rotary_dim, kv, batch.slot_mapping, num_tokens);
     if (is_last && step.num_rows == 0) return;
     paged_attention(heads, heads_size, model.num_heads, attended, kv, batch, layer.attention_scale, layer.window,
                     layer.softcap, layer.sinks);
-    if (is_last) num_tokens = int(step.num_rows);
+    if (is_last) {
+      num_tokens = int(step.num_rows);
+      if (grouping) {
+        std::vector<int32_t> slots;
+        for (int64_t i = 0; i < step.num_rows; ++i) slots.push_back(step.adapters[step.rows[i]]);
+        grouping.emplace(slots.data(), step.num_rows);
+      }
+    }
     const Matrix<T> wanted = input_of(layer.out, attended_data);
     const Matrix<T> second = layer.experts ? Matrix<T>{normed_data, hidden} : input_of(layer.gate_up, normed_data);
     if (is_last)
@@ -108,7 +122,7 @@ void forward(const Decoder& model, const Step& step) {
         std::memmove(residual + i * hidden, residual + step.rows[i] * hidden, hidden * sizeof(T));
       }
     const Matrix<T> to_output{output, hidden};
-    linear(wanted, num_tokens, layer.out, to_output);
+    multiply(wanted, {&layer.out}, layer.out_adapters, to_output);
     rms_norm_rows(output, hidden, residual, hidden, static_cast<const T*>(layer.post_attention_norm), model.eps,
                   int(hidden), second, num_tokens);
     if (layer.experts) {
@@ -122,8 +136,8 @@ void forward(const Decoder& model, const Step& step) {
       continue;
     }
     const Matrix<T> inner = input_of(layer.down, scratch<Inner, T>(size_of(layer.down.num_inputs)));
-    linear(second, num_tokens, layer.gate_up, inner);
-    linear(inner, num_tokens, layer.down, to_output);
+    multiply(second, {&layer.gate_up}, layer.gate_up_adapters, inner);
+    multiply(inner, {&layer.down}, layer.down_adapters, to_output);
   }
   const Matrix<T> last{step.out ? static_cast<T*>(step.out) : scratch<Final, T>(num_tokens * hidden), hidden};
   rms_norm_rows(output, hidden, residual, hidden, static_cast<const T*>(model.final_norm), model.eps, int(hidden), last,

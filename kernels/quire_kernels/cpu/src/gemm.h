@@ -622,16 +622,19 @@ inline vec factor(vec up, Activation kind) {
   return add(max(splat(-swiglu_limit), min(splat(swiglu_limit), up)), splat(1.0f));
 }
 
-// Sums of a block, bias and activation applied, to y: [rows][outputs of the block].
+// Sums of a block, bias and activation applied, to y: [rows][outputs of the block]. terms[rows][32] are added before the
+// activation; null: none.
 template <class Y>
-inline void finish(const Weight& w, int64_t block, int rows, const float* acc, Y* y, int64_t ldy) {
+inline void finish(const Weight& w, int64_t block, int rows, const float* acc, Y* y, int64_t ldy,
+                   const float* terms = nullptr) {
   const float* bias = w.bias ? w.bias + block * block_columns : nullptr;
   const bool is_scaled = w.scales && w.format >= Format::int8 && w.format != Format::int4;
   const float* scales = is_scaled ? w.scales + block * block_columns : nullptr;
   auto result = [&](const float* row, int c) {
     vec value = load(row + c);
     if (scales) value = mul(value, load(scales + c));
-    return bias ? add(value, load(bias + c)) : value;
+    if (bias) value = add(value, load(bias + c));
+    return terms ? add(value, load(terms + c)) : value;
   };
   bool is_gated = w.activation != Activation::none;
   int columns = is_gated ? half_block : block_columns;
@@ -645,6 +648,7 @@ inline void finish(const Weight& w, int64_t block, int rows, const float* acc, Y
       store(to + c, value);
     }
     if (to == last) std::memcpy(y + r * ldy, last, valid * sizeof(Y));
+    if (terms) terms += block_columns;
   }
 }
 

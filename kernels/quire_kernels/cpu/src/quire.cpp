@@ -168,15 +168,12 @@ void quire_moe(Type type, const void* x, int64_t ldx, int64_t num_tokens, const 
   });
 }
 
-// a[num_slots][rank][num_inputs] and b[num_slots][num_outputs][rank], slots `a_slot` and `b_slot` elements apart.
 void quire_add_lora(Type type, void* y, int64_t ldy, const void* x, int64_t ldx, const int32_t* slots, int64_t num_tokens,
-                    const void* a, int64_t a_slot, const void* b, int64_t b_slot, int num_slots, int rank,
-                    int64_t num_inputs, int64_t num_outputs) {
+                    const AdapterPart* part, int rank, int64_t num_inputs) {
   with_type(type, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    add_lora(Matrix<T>{static_cast<T*>(y), ldy}, Matrix<const T>{static_cast<const T*>(x), ldx}, slots, num_tokens,
-             Adapters<T>{static_cast<const T*>(a), static_cast<const T*>(b), a_slot, b_slot, num_slots, rank, num_inputs,
-                         num_outputs});
+    add_lora(Matrix<T>{static_cast<T*>(y), ldy}, Matrix<const T>{static_cast<const T*>(x), ldx}, slots, num_tokens, *part,
+             rank, num_inputs);
   });
 }
 
