@@ -357,7 +357,7 @@ struct Adapted {
 }  // namespace lora
 
 // The products of a layer, whose columns lie behind each other in y, and what the rows' adapters add before they are
-// rounded or gated; without a grouping, no row has one. x is a plain matrix then, and y is in any case; see `linear`.
+// rounded or gated: x and y are plain matrices then. Without a grouping no row has one; see `linear`.
 template <class T>
 void adapted_linear(const Matrix<T>& x, int64_t num_rows, std::initializer_list<const Weight*> weights,
                     const Adapters& layer, const lora::Grouping* grouping, const Matrix<T>& y) {
