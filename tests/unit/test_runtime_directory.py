@@ -230,6 +230,35 @@ def test_a_failed_start_can_be_tried_again(site: Site) -> None:
     assert later.generation == address.generation + 1 and later.pid != address.pid
 
 
+def test_an_engine_begins_while_its_frontend_does_something_else(site: Site) -> None:
+    """It is not waited for. What it says of a start that failed is told by who waits for it then, and no
+    second engine is started for that. A frontend that cannot be served takes back what it has begun."""
+    (site.root / "go").unlink()
+    first, second = site.supervisor(), site.supervisor()
+    first.begin()
+    second.begin()
+    until(lambda: len(site.started) == 1)
+    (site.root / "go").touch()
+    assert first.ensure() == second.ensure() and first.ensure().pid == site.started[0]
+    first.close(0.0)
+
+    (site.root / "broken").touch()
+    third = site.supervisor()
+    third.begin()
+    until(lambda: len(site.started) == 2 and psutil.Process(site.started[1]).status() == "zombie")
+    with pytest.raises(CheckpointError, match="the checkpoint is not there"):
+        third.ensure()
+    assert len(site.started) == 2
+
+    (site.root / "broken").unlink()
+    (site.root / "go").unlink()
+    fourth = site.supervisor()
+    fourth.begin()
+    until(lambda: len(site.started) == 3)
+    fourth.close(0.0)
+    assert start_time_of(site.started[2]) is None and not fourth.directory.exists()
+
+
 def test_a_slow_start_is_given_up_and_can_be_tried_again(site: Site) -> None:
     (site.root / "go").unlink()
     supervisor = site.supervisor(startup_timeout_s=0.5)

@@ -114,9 +114,19 @@ class EngineSupervisor:
         server = _server_name(server_pid, self.server_start_time)
         key = _digest(json.dumps(values, sort_keys=True))
         self.directory = runtime_base() / f"{server}-{key}"
+        self._begun: EngineState | None = None
         self._address: EngineAddress | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()
+
+    def begin(self) -> None:
+        """Starts the engine if there is none, and waits for nothing: its start takes as long as much of ours.
+
+        Raises:
+            QuireError: as of `ensure`, but for what the engine says.
+        """
+        with self._met() as directory:
+            self._begun = self._running(directory)
 
     def ensure(self) -> EngineAddress:
         """The running engine, started if there is none; to be called again after a failure.
@@ -130,24 +140,36 @@ class EngineSupervisor:
             UnavailableError: it ended without a word, was not ready in `startup_timeout_s` or before `close`
                 was called, or the directory cannot be written.
         """
+        with self._met() as directory:
+            # What `begin` has begun may have failed by now, and is not tried again before that is told.
+            state, self._begun = self._begun or self._running(directory), None
+            self._address = self._wait_ready(directory, state)
+            return self._address
+
+    @contextlib.contextmanager
+    def _met(self) -> Iterator[RuntimeDirectory]:
+        """The directory, locked, and this frontend among those that are known there."""
         try:
             with RuntimeDirectory.locked(self.directory) as directory:
                 if self._closing.is_set():  # what begins here now, nobody would end
                     raise UnavailableError("the model is being unloaded")
                 directory.mark()
-                state = directory.read_state()
-                if state is not None and state.state == "stopped" and self._address is not None:
-                    raise EngineStoppedError(STOPPED)
-                if state is None or not state.is_alive or state.state in ("failed", "stopped"):
-                    if state is not None:
-                        _wait_or_kill(state.pid, state.start_time, STOP_WAIT_S)
-                        directory.tidy(state.pid)
-                    state = self._start(directory, 0 if state is None else state.generation + 1)
-                self._address = self._wait_ready(directory, state)
-                return self._address
+                yield directory
         except OSError as error:
             reason = f"{self.directory}: {error.strerror or error}"
             raise UnavailableError(f"the engine cannot be reached or started: {reason}") from None
+
+    def _running(self, directory: RuntimeDirectory) -> EngineState:
+        """The engine that runs or begins to, started if there is none."""
+        state = directory.read_state()
+        if state is not None and state.state == "stopped" and self._address is not None:
+            raise EngineStoppedError(STOPPED)
+        if state is None or not state.is_alive or state.state in ("failed", "stopped"):
+            if state is not None:
+                _wait_or_kill(state.pid, state.start_time, STOP_WAIT_S)
+                directory.tidy(state.pid)
+            state = self._start(directory, 0 if state is None else state.generation + 1)
+        return state
 
     def _checkpoint_state(self) -> list[tuple[str, int, int]]:
         return checkpoint_state(self.config.model.model, self.config.model.tokenizer)

@@ -61,17 +61,30 @@ class TritonPythonModel:
         try:
             self._initialize(args)
         except QuireError as error:
+            if hasattr(self, "_supervisor"):
+                self._supervisor.close(0.0)  # an engine that has begun in vain
             raise pb_utils.TritonModelException(f"quire: {args['model_name']}: {error}") from None
 
     def _initialize(self, args: dict[str, str]) -> None:
         timeline = StartTimeline.of_process()
+        from quire.engine.supervisor import EngineSupervisor
+        from quire.loader.info import read_configs
+
+        model_config = config_completion.parse_model_config(args)
+        version_directory = Path(args["model_repository"]) / args["model_version"]
+        config = config_completion.read_engine_config(model_config, version_directory)
+        config = config_completion.with_instance_kind(config, args)
+        _, generation = read_configs(config.model.model)
+        self._supervisor = EngineSupervisor(
+            config, self._server_pid, environment=config_completion.visible_device(args)
+        )
+        # It starts while all that follows is imported and the tokenizer is loaded.
+        self._supervisor.begin()
         import zmq
 
         from quire.engine.client import EngineClient
         from quire.engine.connection import connect
-        from quire.engine.supervisor import EngineSupervisor
         from quire.frontend.grammar_checker import GrammarChecker
-        from quire.loader.info import read_configs
         from quire.sampling_params import defaults_from_generation_config
         from quire.triton.drain import Drain, ServerAnswer
         from quire.triton.intake import Intake
@@ -84,11 +97,6 @@ class TritonPythonModel:
         from quire.triton.vllm_metrics import VllmBackendMetrics
         from quire_ensemble.errors import EnsembleError
 
-        model_config = config_completion.parse_model_config(args)
-        version_directory = Path(args["model_repository"]) / args["model_version"]
-        config = config_completion.read_engine_config(model_config, version_directory)
-        config = config_completion.with_instance_kind(config, args)
-        _, generation = read_configs(config.model.model)
         timeline.end("imports")
         try:
             tokenizer = _load_tokenizer(config)
@@ -97,10 +105,6 @@ class TritonPythonModel:
         timeline.end("tokenizer")
 
         context: zmq.Context[Any] = zmq.Context()
-        self._supervisor = EngineSupervisor(
-            config, self._server_pid, environment=config_completion.visible_device(args)
-        )
-
         directory = self._supervisor.directory
         names = {"model_name": args["model_name"], "engine": directory.name.rpartition("-")[2]}
         shows_names = config.frontend.metrics_names == "vllm"
