@@ -29,12 +29,16 @@ def describe(error: BaseException) -> str:
 
 
 class InvalidArgumentError(QuireError):
-    """The request itself is wrong: `field` is named, and the limit it breaks is in the message."""
+    """The request itself is wrong: `field` is named, and the limit it breaks is in the message.
+
+    Args:
+        told: what is said in place of both, where clients know the words of another backend.
+    """
 
     code = "INVALID_ARG"
 
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
+    def __init__(self, field: str, message: str, told: str | None = None) -> None:
+        super().__init__(told or f"{field}: {message}")
         self.field = field
         self.reason = message
 

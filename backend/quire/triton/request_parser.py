@@ -69,7 +69,7 @@ from quire.validation import (
 from quire_ensemble import client_json
 from quire_ensemble.chat_format import FIELD as CHAT_FORMAT
 from quire_ensemble.chat_format import ChatFormat, parse_chat_format
-from quire_ensemble.errors import InputError
+from quire_ensemble.errors import InputError, in_line
 from quire_ensemble.generator_schema import (
     CONTROL_INPUTS,
     INPUTS,
@@ -474,10 +474,8 @@ class RequestParser:
         excludes = stream or self.config.dialect == "quire"
         echo_wanted = not control.get("exclude_input_in_output", excludes)
         if echo_wanted and stream:
-            error = InvalidArgumentError("exclude_input_in_output", "must be true when streaming")
-            if self.config.dialect == "vllm":
-                error.args = (VLLM_STREAM_WITH_PROMPT,)
-            raise error
+            told = VLLM_STREAM_WITH_PROMPT if self.config.dialect == "vllm" else None
+            raise InvalidArgumentError("exclude_input_in_output", "must be true when streaming", told)
         interval, interval_ms = self._intervals(control)
         info = self.info()
         adapter = self._adapter(control.get("lora_name", ""), info)
@@ -555,11 +553,11 @@ class RequestParser:
         """
         found = next((one for one in info.adapters if one.name == name), None)
         if name and found is None and self.config.dialect == "vllm":
-            error = InvalidArgumentError("lora_name", "is not the name of an adapter")
             names = [one.name for one in info.adapters]
-            told = f"LoRA {name} is not supported, we currently support {names}"
-            error.args = (told if self.adapters.enable_lora else VLLM_NO_ADAPTERS,)
-            raise error
+            told = in_line(f"LoRA {name} is not supported, we currently support {names}")
+            if not self.adapters.enable_lora:
+                told = VLLM_NO_ADAPTERS
+            raise InvalidArgumentError("lora_name", "is not the name of an adapter", told)
         return found
 
     def _intervals(self, control: Mapping[str, int]) -> tuple[int, int]:
