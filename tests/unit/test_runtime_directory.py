@@ -238,8 +238,13 @@ def test_an_engine_begins_while_its_frontend_does_something_else(site: Site) -> 
     first.begin()
     second.begin()
     until(lambda: len(site.started) == 1)
-    (site.root / "go").touch()
-    assert first.ensure() == second.ensure() and first.ensure().pid == site.started[0]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.ensure)
+        until(lambda: first._begun is None)
+        site.supervisor().begin()  # while the directory is locked
+        (site.root / "go").touch()
+        address = waiting.result(WAIT_S)
+    assert second.ensure() == address and [address.pid] == site.started
     first.close(0.0)
 
     (site.root / "broken").touch()

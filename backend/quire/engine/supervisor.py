@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -120,12 +121,12 @@ class EngineSupervisor:
         self._closing = threading.Event()
 
     def begin(self) -> None:
-        """Starts the engine if there is none, and waits for nothing: its start takes as long as much of ours.
+        """Starts the engine if there is none; waits neither for it nor for another frontend that starts it.
 
         Raises:
             QuireError: as of `ensure`, but for what the engine says.
         """
-        with self._met() as directory:
+        with contextlib.suppress(TimeoutError), self._met(0.0) as directory:
             self._begun = self._running(directory)
 
     def ensure(self) -> EngineAddress:
@@ -147,14 +148,17 @@ class EngineSupervisor:
             return self._address
 
     @contextlib.contextmanager
-    def _met(self) -> Iterator[RuntimeDirectory]:
-        """The directory, locked, and this frontend among those that are known there."""
+    def _met(self, timeout_s: float = math.inf) -> Iterator[RuntimeDirectory]:
+        """The directory, locked, and this frontend among those that are known there; TimeoutError: another
+        one had it locked all that time."""
         try:
-            with RuntimeDirectory.locked(self.directory) as directory:
+            with RuntimeDirectory.locked(self.directory, timeout_s) as directory:
                 if self._closing.is_set():  # what begins here now, nobody would end
                     raise UnavailableError("the model is being unloaded")
                 directory.mark()
                 yield directory
+        except TimeoutError:
+            raise
         except OSError as error:
             reason = f"{self.directory}: {error.strerror or error}"
             raise UnavailableError(f"the engine cannot be reached or started: {reason}") from None
