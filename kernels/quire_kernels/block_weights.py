@@ -81,6 +81,8 @@ class BlockWeight:
 
     def dequantize(self) -> torch.Tensor:
         """float32 [out_features, in_features]: what the weights mean."""
+        if self.blocks.is_meta:
+            return torch.empty(self.shape, device="meta")
         with np.errstate(all="ignore"):  # factors may be no numbers
             means = quants.dequantize(self.blocks.cpu().numpy(), self.kind)
         return torch.from_numpy(means).to(self.device)

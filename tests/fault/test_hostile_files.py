@@ -95,7 +95,7 @@ def test_files_with_lies_are_refused_in_one_line(genuine: Path, tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["gguf", "safetensors"])
 def test_ten_thousand_heads(kind: str, genuine: Path, tmp_path: Path) -> None:
     found = load_lies(kind, genuine, 10_000, tmp_path, processes=2)
-    assert found[f"{kind} refused"] > 5_000 and found[f"{kind} loaded"] > 50, found
+    assert found[f"{kind} refused"] > 5_000 and found[f"{kind} loaded"] > 20, found
 
 
 def refusal(path: Path, **options: str) -> str:

@@ -78,6 +78,8 @@ class Soak:
                     kind = self.rng.choices(list(KINDS), list(KINDS.values()))[0]
                     while (outcome := await self._outcome(client, kind)) == "UNAVAILABLE":
                         self.outcomes["there was no engine"] += 1
+                        process = self.server.process
+                        assert process is not None and process.poll() is None, self.server.log_text()[-3000:]
                         await asyncio.sleep(0.1)
                     self.outcomes[f"{kind}: {outcome}"] += 1
                     self.num_done += 1

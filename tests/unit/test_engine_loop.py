@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -49,6 +50,7 @@ from quire.engine.messages import (
     encoder,
     engine_message_decoder,
 )
+from quire.engine.processes import start_time_of
 from quire.engine.shared_array import SharedArray
 from quire.errors import MAX_DESCRIPTION, CheckpointError, describe
 from quire.outputs import EngineCoreOutput
@@ -617,6 +619,24 @@ def test_a_newcomer_is_not_taken_for_the_dead_whose_descriptor_it_inherits(tmp_p
         assert router.poll(WAIT_S * 1000)
         loop._receive(0)
         assert loop._frontend_pidfds == {b"new": descriptor}
+    core.close()
+
+
+def test_a_frontend_that_hangs_behind_its_server_is_killed(tmp_path: Path) -> None:
+    """A stub whose server had died with an answer under way stayed for ever: the thread that waited for it
+    held the interpreter's lock, and its watchdog could not run."""
+    core = EngineCore(EngineConfig.from_mapping({"model": "fake", "block_size": 4}), RunnerExecutor(Runner()))
+    sleep = ["sleep", "600"]
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, subprocess.Popen(sleep) as hung:
+        router.bind(f"ipc://{tmp_path}/engine.ipc")
+        with subprocess.Popen(sleep) as server, subprocess.Popen(sleep) as good:
+            loop = EngineLoop(core, router, server.pid, start_time_of(server.pid) or 0)
+            for process in (hung, good):
+                loop._handle(str(process.pid).encode(), Hello(process.pid))
+            server.kill()
+            good.terminate()
+        loop.run()
+        assert hung.wait(WAIT_S) == -signal.SIGKILL and good.returncode == -signal.SIGTERM
     core.close()
 
 

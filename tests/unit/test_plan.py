@@ -18,6 +18,7 @@ from quire.plan.capacity import GPU_CONTEXT_BYTES, Target, advise, predict
 from quire.simulator.cost import PRESETS
 from quire_kernels.machine import available_memory
 from tests.fixtures.checkpoints import make_checkpoint, make_throughput_checkpoint
+from tests.fixtures.gguf_files import write_gguf
 from tests.fixtures.server import MODEL_REPOSITORY
 
 SHARE = 2e-3
@@ -94,6 +95,12 @@ def test_a_larger_model_in_a_process_of_its_own(larger: Path, quantization: str 
     assert planned["num_blocks"] == pytest.approx(int(done.stdout), rel=0.05)
     logged = float(done.stderr.rpartition(" MiB of ")[0].rpartition(" ")[2])
     assert planned["weight_bytes"] / 2**20 == pytest.approx(logged, rel=0.01)
+
+
+def test_gate_and_up_of_different_types(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """What joins them looked into numbers that a plan does not have."""
+    file = write_gguf(checkpoints["llama"], tmp_path / "model.gguf", "Q8_0", kinds={"ffn_up": "Q4_0"})
+    compare(file, **MEMORY)
 
 
 def write_config(path: Path, **values: Any) -> Path:

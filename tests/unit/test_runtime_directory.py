@@ -18,6 +18,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import zmq
@@ -262,6 +263,34 @@ def test_an_engine_begins_while_its_frontend_does_something_else(site: Site) -> 
     until(lambda: len(site.started) == 3)
     fourth.close(0.0)
     assert start_time_of(site.started[2]) is None and not fourth.directory.exists()
+
+
+@pytest.mark.parametrize("then", ["another is ready", "it was stopped", "it hangs"])
+def test_what_has_begun_may_be_another_by_the_time_it_is_waited_for(site: Site, then: str) -> None:
+    """It was taken for the one that had begun, and for dead."""
+    first, second = site.supervisor(startup_timeout_s=0.5), site.supervisor()
+    if then == "it hangs":
+        (site.root / "go").unlink()
+    first.begin()
+    second.begin()
+    until(lambda: len(site.started) == 1)
+    if then == "it hangs":
+        with pytest.raises(UnavailableError, match=r"startup_timeout_s=0\.5"):
+            first.ensure()
+        (site.root / "go").touch()
+    elif then == "it was stopped":
+        with RuntimeDirectory.locked(first.directory) as directory:
+            state = directory.read_state()
+            assert state is not None
+            directory.write_state(msgspec.structs.replace(state, state="stopped"))
+    else:
+        os.kill(second.ensure().pid, signal.SIGKILL)
+        first.reap()
+        until(lambda: start_time_of(site.started[0]) is None or first.reap())
+        assert second.ensure().generation == 1
+    address = second.ensure()
+    assert address.generation == 1 and site.started[1:] == [address.pid]
+    assert first.ensure() == address
 
 
 def test_a_slow_start_is_given_up_and_can_be_tried_again(site: Site) -> None:

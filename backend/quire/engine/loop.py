@@ -56,7 +56,7 @@ from quire.engine.messages import (
     frontend_message_decoder,
     named_decoder,
 )
-from quire.engine.processes import name_threads, open_verified_pidfd, start_time_of
+from quire.engine.processes import name_threads, open_verified_pidfd, start_time_of, wait_readable
 from quire.engine.profile import StepProfile
 from quire.engine.runtime_directory import EngineState, RuntimeDirectory
 from quire.errors import (
@@ -79,6 +79,8 @@ from quire_kernels.machine import num_cpus
 logger = logging.getLogger("quire")
 
 FIRST_FRONTEND_TIMEOUT_S = 60.0
+FRONTENDS_END_S = 1.0
+"""That frontends have to end by themselves behind their server."""
 STATS_INTERVAL_S = 0.5
 STEP_WAIT_MS = 1000
 """Longest wait for the end of a step, which is an event; a limit all the same."""
@@ -168,6 +170,21 @@ class EngineLoop:
                 break
         outputs = self.core.abort(list(self._owners), FinishReason.SHUTDOWN)
         self._send_outputs(outputs)
+        if self._server_pidfd is not None and wait_readable(self._server_pidfd, 0.0):
+            self._end_frontends()
+
+    def _end_frontends(self) -> None:
+        """Ends the frontends of a server that is gone, where they do not by themselves.
+
+        One that is in a call which the server will never answer holds its interpreter's lock there, and its
+        watchdog waits for that.
+        """
+        deadline = time.monotonic() + FRONTENDS_END_S
+        for pidfd in self._frontend_pidfds.values():
+            if not wait_readable(pidfd, max(deadline - time.monotonic(), 0.0)):
+                logger.warning("engine: a frontend of the server that is gone hangs: it is killed")
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     def _switch(self, identity: bytes, token: str, command: Sleep | Wake) -> None:
         """Puts the engine to sleep or wakes it; others are answered meanwhile."""

@@ -58,6 +58,10 @@ class EngineState(msgspec.Struct, frozen=True):
     def is_alive(self) -> bool:
         return start_time_of(self.pid) == self.start_time
 
+    def is_of(self, other: EngineState) -> bool:
+        """Whether it tells of the same process."""
+        return (self.pid, self.start_time) == (other.pid, other.start_time)
+
 
 _decoder = msgspec.json.Decoder(EngineState)
 _adapters_decoder = msgspec.json.Decoder(SavedAdapters)

@@ -121,13 +121,16 @@ class EngineSupervisor:
         self._closing = threading.Event()
 
     def begin(self) -> None:
-        """Starts the engine if there is none; waits neither for it nor for another frontend that starts it.
+        """Starts the engine if there is none, and does not wait until it is ready; nor for another frontend
+        that has the directory locked, which starts it.
 
         Raises:
             QuireError: as of `ensure`, but for what the engine says.
         """
         with contextlib.suppress(TimeoutError), self._met(0.0) as directory:
-            self._begun = self._running(directory)
+            state = self._running(directory)
+            if self._process is not None:
+                self._begun = state
 
     def ensure(self) -> EngineAddress:
         """The running engine, started if there is none; to be called again after a failure.
@@ -142,24 +145,28 @@ class EngineSupervisor:
                 was called, or the directory cannot be written.
         """
         with self._met() as directory:
-            # What `begin` has begun may have failed by now, and is not tried again before that is told.
-            state, self._begun = self._begun or self._running(directory), None
+            begun, self._begun = self._begun, None
+            state = directory.read_state()
+            is_ours = begun is not None and state is not None and state.is_of(begun)
+            # What `begin` has begun may have ended by now, and is not tried again before that is told.
+            if state is None or not is_ours or state.state not in ("starting", "failed"):
+                state = self._running(directory)
             self._address = self._wait_ready(directory, state)
             return self._address
 
     @contextlib.contextmanager
     def _met(self, timeout_s: float = math.inf) -> Iterator[RuntimeDirectory]:
-        """The directory, locked, and this frontend among those that are known there; TimeoutError: another
-        one had it locked all that time."""
+        """The directory, locked, and this frontend among those that are known there; TimeoutError, where
+        there is no time to wait: another one has it locked."""
         try:
             with RuntimeDirectory.locked(self.directory, timeout_s) as directory:
                 if self._closing.is_set():  # what begins here now, nobody would end
                     raise UnavailableError("the model is being unloaded")
                 directory.mark()
                 yield directory
-        except TimeoutError:
-            raise
         except OSError as error:
+            if isinstance(error, TimeoutError) and not timeout_s:
+                raise
             reason = f"{self.directory}: {error.strerror or error}"
             raise UnavailableError(f"the engine cannot be reached or started: {reason}") from None
 
@@ -208,7 +215,7 @@ class EngineSupervisor:
         while True:
             is_alive = begun.is_alive  # before what it says is read
             state = directory.read_state()
-            if state is not None and (state.pid, state.start_time) == (begun.pid, begun.start_time):
+            if state is not None and state.is_of(begun):
                 if state.state == "ready":
                     return EngineAddress(
                         state.pid, state.address, state.generation, state.start_time, self.directory

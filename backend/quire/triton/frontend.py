@@ -60,9 +60,11 @@ class TritonPythonModel:
         threading.Thread(target=self._watchdog, name="quire-watchdog", daemon=True).start()
         try:
             self._initialize(args)
-        except QuireError as error:
+        except BaseException as error:
             if hasattr(self, "_supervisor"):
                 self._supervisor.close(0.0)  # an engine that has begun in vain
+            if not isinstance(error, QuireError):
+                raise
             raise pb_utils.TritonModelException(f"quire: {args['model_name']}: {error}") from None
 
     def _initialize(self, args: dict[str, str]) -> None:
@@ -250,10 +252,14 @@ class TritonPythonModel:
 
 
 def _load_tokenizer(config: EngineConfig) -> Any | None:
+    from quire_ensemble.errors import one_line
     from quire_ensemble.tokenizer import Tokenizer, forbid_torch
 
     forbid_torch()
     tokenizer = Tokenizer.find(config.model.tokenizer, config.model.model)
     if tokenizer is not None:
-        tokenizer.warm_up()
+        try:
+            tokenizer.warm_up()
+        except Exception as error:  # of the library that read its file
+            raise UnavailableError(f"{tokenizer.path}: the tokenizer fails: {one_line(error)}") from None
     return tokenizer
