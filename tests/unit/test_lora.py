@@ -322,9 +322,10 @@ def test_traffic_goes_on_while_adapters_come_and_go(llama: Adapted) -> None:
         (LoadAdapter("late", "c"), UnloadAdapter("late", drain=True))
     )
     num_begun = asked = 0
-    while asked < 80 or core.has_work or num_begun > len(answers):
+    while asked < 80 or len(answers) < 4 or core.has_work or num_begun > len(answers):
         is_there = num_begun == len(answers) and num_begun % 2 == 1
-        if asked < 80:
+        if asked < 80 or len(answers) < 4:
+            assert asked < 8000, "a directory is read in less time than these take"
             name = ("", "a", "b", "late")[asked % (4 if is_there else 3)]
             core.add_request(f"{asked} {name}", PROMPTS[name.replace("late", "c")], params(), adapter=name)
             asked += 1
@@ -334,7 +335,7 @@ def test_traffic_goes_on_while_adapters_come_and_go(llama: Adapted) -> None:
         for output in core.step():
             assert output.error is None, output
             tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-    assert len(tokens) == 80 and len(answers) > 3
+    assert len(tokens) == asked
     assert not any(isinstance(answer, QuireError) for answer in answers)
     assert {request_id.split(" ")[1] for request_id in tokens} == {"", "a", "b", "late"}
     for request_id, found in tokens.items():
