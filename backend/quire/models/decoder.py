@@ -99,12 +99,10 @@ class DecoderLayer(nn.Module):
     def adapters(self) -> LayerAdapters:
         """Memory for the adapters of what `fused_weights` has."""
         attention, mlp = self.self_attn, self.mlp
-        slots = attention.qkv.slots, attention.out.slots
-        return (
-            LayerAdapters(*slots, mlp.gate_up.slots, mlp.down.slots)
-            if isinstance(mlp, GatedMLP)
-            else LayerAdapters(*slots)
-        )
+        linears = [attention.qkv, attention.out]
+        if isinstance(mlp, GatedMLP):
+            linears += [mlp.gate_up, mlp.down]
+        return LayerAdapters(*(linear.slots for linear in linears))
 
 
 class DecoderModel(nn.Module):
