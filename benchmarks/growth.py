@@ -151,6 +151,7 @@ class Stopwatch:
 
     def __init__(self, core: EngineCore) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._wrapped: list[tuple[Any, str]] = []
         runner = runner_of(core)
         for part, owner, name in (
             ("plan", core.scheduler, "schedule"),
@@ -159,6 +160,12 @@ class Stopwatch:
             ("account", core.scheduler, "update"),
         ):
             setattr(owner, name, self._timed(part, getattr(owner, name)))
+            self._wrapped.append((owner, name))
+
+    def stop(self) -> None:
+        """Times no more."""
+        for owner, name in self._wrapped:
+            delattr(owner, name)
 
     def _timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:
@@ -193,12 +200,8 @@ def measure(
     steps = decode_steps(core, running, context, num_steps, begin_both)
     times = [{"step": seconds, **watch.take()} for seconds in steps]
     median = {part: 1000 * statistics.median(row[part] for row in times) for part in ("step", *PARTS)}
-    num_bytes = num_weights = 0
-    for module in runner_of(core).model.modules():
-        if (packed := getattr(module, "packed", None)) is not None:
-            num_bytes += packed.nbytes
-            gates = 1 if getattr(module, "activation", None) is None else 2
-            num_weights += gates * packed.in_features * packed.out_features
+    runner = runner_of(core)
+    num_bytes = sum(packed.nbytes for packed, _ in _products(runner))
     kv_bytes = core.info.kv_cache_bytes / (core.info.num_blocks * core.config.cache.block_size)
     return Point(
         running,
@@ -207,8 +210,21 @@ def measure(
         1000 * min(row["step"] for row in times),
         median,
         (num_bytes + running * context * kv_bytes) / 2**30,
-        2.0 * running * num_weights,
+        2.0 * running * num_weights(runner),
     )
+
+
+def _products(runner: ModelRunner) -> Iterator[tuple[Any, int]]:
+    """Packed matrices of a model, and their weights."""
+    for module in runner.model.modules():
+        if (packed := getattr(module, "packed", None)) is not None:
+            gates = 1 if getattr(module, "activation", None) is None else 2
+            yield packed, gates * packed.in_features * packed.out_features
+
+
+def num_weights(runner: ModelRunner) -> int:
+    """Weights that a token is multiplied with."""
+    return sum(count for _, count in _products(runner))
 
 
 def table(points: list[Point], read_gb_s: float) -> str:

@@ -1,4 +1,4 @@
-"""The engine on a device: decode steps against their floor, a mix of requests, what transformers says."""
+"""The engine on a device: prompts and decode steps against floors, mixed requests, what transformers says."""
 
 from __future__ import annotations
 
@@ -26,6 +26,32 @@ GREEDY_TOKENS = 32
 NUM_STEPS = 24
 
 
+def prefill(core: EngineCore, limits: Roofline, count: int, length: int) -> dict[str, Any]:
+    """Time to the first tokens of `count` prompts at once, against the products that they need."""
+    runner, seconds = growth.runner_of(core), []
+    for turn in range(3):
+        rng = random.Random(turn)
+        names = [f"prompt-{turn}-{index}" for index in range(count)]
+        for name in names:
+            prompt = [rng.randrange(3, core.info.vocab_size) for _ in range(length)]
+            core.add_request(name, prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+        begin = time.perf_counter()
+        while core.has_work:
+            core.step()
+        seconds.append(time.perf_counter() - begin)
+    config = runner.model.config
+    attention = 2 * len(runner.model.layers) * config.num_heads * config.head_dim * length**2
+    flop = count * (2 * length * growth.num_weights(runner) + attention)
+    best = min(seconds[1:])
+    return {
+        "prompts": count,
+        "tokens": length,
+        "seconds": best,
+        "tokens_per_s": count * length / best,
+        "of_limit": flop / best / (limits.matrix_gflop_s * 1e9),
+    }
+
+
 def decode(core: EngineCore, limits: Roofline, points: list[tuple[int, int]]) -> list[dict[str, Any]]:
     """Times of decode steps by (requests, context), against reading weights and KV once."""
     runner, watch, records = growth.runner_of(core), growth.Stopwatch(core), []
@@ -36,16 +62,37 @@ def decode(core: EngineCore, limits: Roofline, points: list[tuple[int, int]]) ->
         runner.timeline = Timeline(runner.device, enabled=True)
         point = growth.measure(core, watch, running, context, NUM_STEPS, runner.timeline.take)
         steps = runner.timeline.take()
+        runner.timeline = Timeline(runner.device, enabled=False)
         records.append(
             asdict(point)
             | {
                 "floor_ms": point.floor_ms(limits),
                 "of_floor": point.floor_ms(limits) / point.step_ms,
+                "busy_ms": statistics.median(step.busy_ms for step in steps) if steps else None,
                 "idle_fraction": idle_fraction(steps),
                 "idle_ms": statistics.median(step.idle_ms for step in steps) if steps else None,
+                "kernels_us": step_kernels(core, running) if running * context <= 70_000 else None,
             }
         )
+    watch.stop()
     return records
+
+
+def step_kernels(core: EngineCore, running: int) -> dict[str, list[float]] | None:
+    """Of one decode step: by kernel how often it ran and for how many microseconds; None: not on a GPU."""
+    if growth.runner_of(core).device.type != "cuda":
+        return None
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    profile, steps = torch.profiler.profile(activities=activities), 4
+    for _ in growth.decode_steps(core, running, 256, steps, profile.start):
+        pass
+    torch.cuda.synchronize()
+    profile.stop()
+    found = {}
+    for event in profile.key_averages():
+        if event.self_device_time_total:
+            found[event.key[:90]] = [event.count / steps, event.self_device_time_total / steps]
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 
 def mix(core: EngineCore, count: int) -> dict[str, Any]:

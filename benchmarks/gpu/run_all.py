@@ -3,14 +3,16 @@
     python -m benchmarks.gpu.run_all --out gpu.json
     python -m benchmarks.gpu.run_all --device cpu --small          # does it run? a minute, no GPU
 
-Sections run in the order of their worth and are independent: one that fails is noted, and after
-`--seconds` no further one begins. Needed: torch with CUDA, triton, cuda-core, and what `quire` imports
-(`benchmarks/gpu/README.md` says how to bring it to a machine without network).
+Sections run in the order of their worth, each in a process of its own: one that fails is noted, also where
+it takes the device's context with it, and after `--seconds` no further one begins. Needed: torch with CUDA,
+triton, cuda-core, and what `quire` imports (`benchmarks/gpu/README.md` says how to bring it to a machine without
+network).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -27,56 +29,135 @@ from benchmarks import device as devices
 from benchmarks import growth, kernels
 from benchmarks.device import REPEATS
 from benchmarks.gpu import engine
-from benchmarks.machine import ROOT
+from benchmarks.machine import ROOT, usable_cores
 from benchmarks.peers.checkpoints import SHAPES
 from benchmarks.peers.limits import Roofline
 
+SECTIONS = {
+    "machine": 60,
+    "limits": 60,
+    "agreement": 90,
+    "parity": 240,
+    "engine tests": 180,
+    "kernels": 120,
+    "engine bf16": 150,
+    "engine fp8": 120,
+}
+"""Sections in their order, and the seconds that each gets at most."""
+ENGINE_TESTS = [
+    *("engine", "model_runner", "models", "async_scheduling", "logprobs", "sampler", "structured_output"),
+    *("lora", "prefix_cache", "kv_tiers", "sleep", "beam_search", "embeddings", "choices", "lookahead"),
+    *("vision_language", "weight_quantization", "oracle_matrix", "logits_processors", "failed_steps"),
+]
 POINTS = [(1, 1024), (16, 1024), (64, 1024), (256, 1024), (1, 8192), (16, 8192), (64, 8192)]
 
 
 class Run:
-    """Sections and their results."""
+    """The sections that one process runs, and their results."""
 
-    def __init__(
-        self, device: torch.device, small: bool, seconds: float, out: Path, only: tuple[str, ...]
-    ) -> None:
-        self.device, self.small, self.out, self.only = device, small, out, only
+    def __init__(self, device: torch.device, small: bool, seconds: float, out: Path) -> None:
+        self.device, self.small, self.out = device, small, out
         self.deadline = time.monotonic() + seconds
         self.document: dict[str, Any] = {"sections": {}, "seconds": {}}
 
     def section(self, name: str, work: Callable[[], Any]) -> Any:
         """Runs it, keeps what it returns or how it failed, and saves: what is cut off loses only the rest."""
-        sections = self.document["sections"]
-        if self.only and name not in self.only:
-            return {}
-        begin = time.monotonic()
-        if begin > self.deadline:
-            sections[name] = {"skipped": "out of time"}
-        else:
-            click.echo(f"gpu: {name}", err=True)
-            try:
-                sections[name] = work()
-            except Exception:
-                sections[name] = {"failed": traceback.format_exc()[-3000:]}
-                click.echo(f"gpu: {name} FAILED", err=True)
+        sections, begin = self.document["sections"], time.monotonic()
+        click.echo(f"gpu: {name}", err=True)
+        try:
+            sections[name] = work()
+        except Exception:
+            sections[name] = {**sections.get(name, {}), "failed": traceback.format_exc()[-3000:]}
+            click.echo(f"gpu: {name} FAILED", err=True)
         self.document["seconds"][name] = round(time.monotonic() - begin, 1)
-        self.out.write_text(json.dumps(self.document, indent=1) + "\n", encoding="utf-8")
+        self.save()
         return sections[name]
 
+    def save(self) -> None:
+        self.out.write_text(json.dumps(self.document, indent=1) + "\n", encoding="utf-8")
+
     def left(self) -> float:
-        return max(10.0, self.deadline - time.monotonic())
+        return max(5.0, self.deadline - time.monotonic())
+
+    def apart(self, name: str, arguments: list[str]) -> None:
+        """Runs a section in a process of its own, and takes over what it found."""
+        seconds, part = (
+            min(SECTIONS[name], self.left()),
+            self.out.with_suffix(f".{name.replace(' ', '-')}.json"),
+        )
+        command = [sys.executable, "-m", "benchmarks.gpu.run_all", "--only", name, "--out", str(part)]
+        part.unlink(missing_ok=True)
+        how = "did not say how it failed"
+        try:
+            done = subprocess.run(
+                [*command, "--seconds", str(seconds - 5), *arguments],
+                cwd=ROOT,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=seconds,
+                check=False,
+            )
+            how = f"exit status {done.returncode}: {done.stderr[-3000:]}"
+        except subprocess.TimeoutExpired:
+            how = f"not done after {seconds:.0f} s"
+        found = json.loads(part.read_text("utf-8")) if part.exists() else {"sections": {}, "seconds": {}}
+        part.unlink(missing_ok=True)
+        section = found["sections"].get(name, {})
+        # What has no time was cut off.
+        self.document["sections"][name] = section if name in found["seconds"] else {**section, "failed": how}
+        self.document["seconds"][name] = found["seconds"].get(name, seconds)
+        if name not in ("machine", "limits"):
+            # Of each process that measures: what the device could do then.
+            self.document.setdefault("limits of", {})[name] = found["sections"].get("limits")
+        self.save()
 
 
 def parity_tests(run: Run) -> dict[str, Any]:
     """The kernels' tests on this device: every implementation against its reference."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--maxfail=20", "-p", "no:cacheprovider"]
-    command += ["tests/kernels", "-k", "cuda", "--timeout=120"]
     if run.small:
-        command = [sys.executable, "-m", "pytest", "-q", "tests/kernels/test_registry.py"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=min(180.0, run.left()), check=False
-    )
-    return {"exit": done.returncode, "output": done.stdout[-4000:]}
+        return run_tests(run, "parity", ["tests/kernels/test_registry.py"])
+    # What has "cuda" in its file's name needs no device.
+    ignored = [f"--ignore=tests/kernels/test_cuda_{name}.py" for name in ("compile", "emulated")]
+    return run_tests(run, "parity", ["tests/kernels", "-k", "cuda", *ignored])
+
+
+def engine_tests(run: Run) -> dict[str, Any]:
+    """The engine's own tests, which take the device that there is."""
+    names = ["rope"] if run.small else ENGINE_TESTS
+    return run_tests(run, "engine tests", [f"tests/unit/test_{name}.py" for name in names])
+
+
+def run_tests(run: Run, section: str, arguments: list[str]) -> dict[str, Any]:
+    """Runs pytest on several processes; what fails is told in a file beside the results at once."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    workers = 0 if run.small else min(12, len(usable_cores()))
+    command += [
+        "-p",
+        "no:tests.groups",
+        "-n",
+        str(workers),
+        "--dist=load",
+        "-p",
+        "benchmarks.gpu.shared_device",
+    ]
+    log = run.out.with_name(f"{run.out.stem}-{section.replace(' ', '-')}-failures.txt")
+    log.write_text("")
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "QUIRE_FAILURES": str(log)},
+            capture_output=True,
+            text=True,
+            timeout=run.left(),
+            check=False,
+        )
+        how, last = f"exit status {done.returncode}", done.stdout.splitlines()[-1:]
+    except subprocess.TimeoutExpired as error:
+        how, last = "out of time", (error.stdout or b"").decode().splitlines()[-2:]
+    failed = [line[2:] for line in log.read_text("utf-8").splitlines() if line.startswith("# ")]
+    found = {"failed_tests": failed, "last": last}
+    return found | ({} if how == "exit status 0" else {"failed": f"{how}: {log.name}"})
 
 
 def kernel_records(run: Run, limits: Roofline) -> list[dict[str, Any]]:
@@ -87,45 +168,80 @@ def kernel_records(run: Run, limits: Roofline) -> list[dict[str, Any]]:
     return records
 
 
-def engine_steps(run: Run, limits: Roofline, quantization: str | None) -> dict[str, Any]:
-    """Decode steps and a mix of requests, on one engine."""
+def engine_steps(run: Run, name: str, limits: Roofline, quantization: str | None) -> dict[str, Any]:
+    """Prompts, decode steps and a mix of requests, on one engine; saved one by one."""
     options: dict[str, Any] = {"device": run.device.type, "quantization": quantization, "max_num_seqs": 256}
     points = [(1, 64), (4, 64)] if run.small else POINTS
+    prompts = [(1, 100), (3, 30)] if run.small else [(1, 512), (1, 8192), (8, 2048)]
     if run.small:
         options |= {"max_num_seqs": 8, "num_blocks": 600, "max_model_len": 1024, "async_scheduling": True}
+    found: dict[str, Any] = {"prompts": [], "decode": []}
+    run.document["sections"][name] = found
+    begin = time.monotonic()
     with growth.engine(SHAPES["tiny" if run.small else "llama-8b"], **options) as core:
-        found: dict[str, Any] = {"decode": engine.decode(core, limits, points)}
+        found["start_s"] = time.monotonic() - begin
+        for count, length in prompts:
+            found["prompts"].append(engine.prefill(core, limits, count, length))
+            run.save()
+        for point in points:
+            found["decode"] += engine.decode(core, limits, [point])
+            run.save()
         found["mix"] = engine.mix(core, 6 if run.small else 400)
-    del core
-    if run.device.type == "cuda":
-        torch.cuda.empty_cache()
     return found
+
+
+def run_section(run: Run, name: str) -> None:
+    """Runs one section in this process; first what the device can do, where it is held against that."""
+    device, size = run.device, (1 << 22, 64) if run.small else (4 << 30, 8192)
+    families = ["llama"] if run.small else ["llama", "qwen3", "gemma3"]
+    with tempfile.TemporaryDirectory() as folder:
+        works: dict[str, Callable[[], Any]] = {
+            "machine": lambda: devices.describe(device),
+            "agreement": lambda: engine.agreement(Path(folder), device, families),
+            "parity": lambda: parity_tests(run),
+            "engine tests": lambda: engine_tests(run),
+        }
+        if name in works:
+            run.section(name, works[name])
+            return
+    measured = run.section("limits", lambda: devices.rates(device, *size))
+    if "failed" in measured:
+        raise SystemExit("gpu: nothing can be measured without the device's rates")
+    limits = Roofline.best([measured])
+    if name == "kernels":
+        run.section(name, lambda: kernel_records(run, limits))
+    elif name != "limits":
+        quantization = None if name == "engine bf16" else "fp8"
+        run.section(name, lambda: engine_steps(run, name, limits, quantization))
 
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default=Path("gpu.json"), show_default=True)
 @click.option("--device", "device_name", default="cuda", show_default=True)
 @click.option("--seconds", default=420.0, show_default=True, help="No section begins after this.")
-@click.option("--only", multiple=True, help="Sections to run; may be given again. Default: all.")
+@click.option(
+    "--only",
+    multiple=True,
+    type=click.Choice(list(SECTIONS)),
+    help="Sections to run, in this process; may be given again. Default: all, each in one of its own.",
+)
+@click.option("--without", multiple=True, type=click.Choice(list(SECTIONS)), help="Sections to leave out.")
 @click.option("--small", is_flag=True, help="Tiny shapes: does everything run?")
-def main(out: Path, device_name: str, seconds: float, only: tuple[str, ...], small: bool) -> None:
-    """Runs all sections; exits with 1 if one failed."""
-    device = torch.device(device_name)
-    run = Run(device, small, seconds, out, ("limits", *only) if only else ())
-    run.section("machine", lambda: devices.describe(device))
-    size = (1 << 22, 64) if small else (4 << 30, 8192)
-    measured = run.section("limits", lambda: devices.rates(device, *size))
-    if "failed" in measured:
-        raise SystemExit("gpu: nothing can be measured without the device's rates")
-    limits = Roofline.best([measured])
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        families = ["llama"] if small else ["llama", "qwen3", "gemma3"]
-        run.section("agreement", lambda: engine.agreement(folder, device, families))
-        run.section("parity", lambda: parity_tests(run))
-        run.section("kernels", lambda: kernel_records(run, limits))
-        run.section("engine bf16", lambda: engine_steps(run, limits, None))
-        run.section("engine fp8", lambda: engine_steps(run, limits, "fp8"))
+def main(
+    out: Path, device_name: str, seconds: float, only: tuple[str, ...], without: tuple[str, ...], small: bool
+) -> None:
+    """Runs the sections; exits with 1 if one failed."""
+    run = Run(torch.device(device_name), small, seconds, out)
+    arguments = ["--device", device_name, *(["--small"] if small else [])]
+    for name in only or SECTIONS:
+        if name in without:
+            continue
+        if time.monotonic() > run.deadline:
+            run.document["sections"][name] = {"skipped": "out of time"}
+        elif only:
+            run_section(run, name)
+        else:
+            run.apart(name, arguments)
     failed = [key for key, value in run.document["sections"].items() if "failed" in value]
     click.echo(json.dumps(run.document["seconds"]), err=True)
     click.echo(f"gpu: {out}" + (f"; failed: {', '.join(failed)}" if failed else ""), err=True)
