@@ -8,6 +8,7 @@ a machine has them side by side.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +50,7 @@ def available_memory(root: Path = ROOT) -> int:
             for limit in _numbers(group / name)
         ]
         usage = _numbers(group / "memory.current") or _numbers(group / "memory.usage_in_bytes")
-        if limits and usage:
+        if usage and math.isfinite(min(limits, default=math.inf)):
             available = min(available, int(min(limits) - usage[0]) + _clean_files(group))
     return max(0, available)
 

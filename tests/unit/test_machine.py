@@ -96,6 +96,14 @@ SETTINGS = {
         "/sys/fs/cgroup/memory/a/memory.limit_in_bytes": f"{100 * MIB}",
         "/sys/fs/cgroup/memory/a/memory.usage_in_bytes": f"{120 * MIB}",
     },
+    "version 2 without limits": {
+        "/proc/self/cgroup": "0::/user.slice\n",
+        "/proc/self/mountinfo": V2,
+        "/sys/fs/cgroup/user.slice/memory.max": "max\n",
+        "/sys/fs/cgroup/user.slice/memory.high": "max\n",
+        "/sys/fs/cgroup/user.slice/memory.current": f"{700 * MIB}\n",
+        "/sys/fs/cgroup/user.slice/cpu.max": "max 100000\n",
+    },
     "none": {"/proc/self/cgroup": "0::/\n", "/proc/self/mountinfo": "21 1 8:1 / / rw - ext4 /dev/sda rw\n"},
     "no such system": {},
 }
@@ -105,6 +113,7 @@ EXPECTED = {
     "version 1": (3, 374 * MIB),
     "version 1 whose mount shows the container's part": (4, 374 * MIB),
     "both versions, less than one processor": (1, 0),
+    "version 2 without limits": (64, 999 * MIB),
     "none": (64, 999 * MIB),
     "no such system": (64, 999 * MIB),
 }
