@@ -78,7 +78,8 @@ class CudaGraphs:
         torch.cuda.synchronize()
         self._graph, self._guard = torch.cuda.CUDAGraph(), torch.cuda.stream(self._stream)
         self._guard.__enter__()
-        self._graph.capture_begin(pool=self._pool)
+        # Other threads, which move blocks, may take memory and wait meanwhile.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Work:
         self._graph.capture_end()
