@@ -5,7 +5,7 @@
 
 Sections run in the order of their worth, each in a process of its own: one that fails is noted, also where
 it takes the device's context with it, and after `--seconds` no further one begins. Needed: torch with CUDA,
-triton, cuda-core, and what `quire` imports (`benchmarks/gpu/README.md` says how to bring it to a machine without
+triton, cuda-core, and what `quire` imports (`benchmarks/gpu/README.md`: how to bring it to a machine without
 network).
 """
 
