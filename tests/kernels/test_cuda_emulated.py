@@ -141,8 +141,8 @@ def test_attention_does_not_depend_on_how_the_work_is_cut(
     kv_dtype: torch.dtype | None, launcher: EmulatedLauncher
 ) -> None:
     """Bit by bit: on 2 to 60 blocks, in any order of blocks and warps, alone and in a batch; the longest
-    context has chunks of two tiles."""
-    lengths = [(1, 2500), (1, 100), (2, 700), (1, 1), (1, 64)]
+    context has chunks of four tiles."""
+    lengths = [(1, 4500), (1, 100), (2, 700), (1, 1), (1, 64)]
     case = make_case(
         lengths, num_kv_heads=1, groups=2, head_dim=64, block_size=16, dtype=BF16, kv_dtype=kv_dtype
     )
@@ -178,11 +178,13 @@ def test_attention_of_padding_is_zero_and_reads_nothing() -> None:
 FAULTS = {
     "a copy that is not waited for": ("copy_async_wait<STAGES - 2>();", "copy_async_wait<STAGES - 1>();"),
     "a window one position too long": ("position > last - p.window", "position >= last - p.window"),
-    "weights read before the others wrote theirs": (
-        "        block_barrier();\n\n#pragma unroll\n        for (int i = 0; i < COLUMN_TILES; i++) {\n"
-        "#pragma unroll\n            for (int e = 0;",
-        "\n#pragma unroll\n        for (int i = 0; i < COLUMN_TILES; i++) {\n"
-        "#pragma unroll\n            for (int e = 0;",
+    "a chunk that is folded before all warps have laid theirs down": (
+        "            block_barrier();\n#pragma unroll\n            for (int j = 0; j < FOLDED; j++) {\n"
+        "                const int e = self + j * THREADS, row = e / D + 8 * r;\n"
+        "                if (row >= p.rows) break;\n                const int d",
+        "#pragma unroll\n            for (int j = 0; j < FOLDED; j++) {\n"
+        "                const int e = self + j * THREADS, row = e / D + 8 * r;\n"
+        "                if (row >= p.rows) break;\n                const int d",
     ),
     "a tile whose stage is refilled too early": (
         "start_copies(stage == 0 ? STAGES - 1 : stage - 1);",

@@ -32,24 +32,14 @@ LINEAR_TOKENS = 16
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 
 
-def attention_shared_bytes(query: torch.dtype, head_dim: int, cache: int) -> int:
+def attention_shared_bytes(head_dim: int, cache: int) -> int:
     """Dynamic shared memory of attention.cu, where these offsets are defined."""
-    tile = 32 if head_dim > 128 and not cache else 64
+    tile, element = 32 if head_dim > 128 else 64, 1 if cache else 2
+    row = head_dim * element if head_dim in QUANTIZED_HEAD_DIMS else 192
     stages = 4 if cache else 3
-    element = 1 if cache else 2
-    columns = -(-head_dim // 32) * 8
-    row = head_dim * element if head_dim in QUANTIZED_HEAD_DIMS else 4 * columns * element + 16
-    parts = 2 if cache and query == torch.float16 else 1
     query_bytes = head_dim // 16 * 512 if head_dim > 128 else 0
     scales = stages * 2 * tile * 4 if cache else 0
-    return (
-        stages * 2 * tile * row
-        + query_bytes
-        + scales
-        + parts * _ROWS * (tile + 8) * 2
-        + 2 * 4 * _ROWS * 4
-        + 16
-    )
+    return stages * 2 * tile * row + query_bytes + scales + 5 * _ROWS * 8 + 16
 
 
 @dataclass(frozen=True)
@@ -131,7 +121,7 @@ class Kernels:
             *(scale, softcap or 0.0, window, block_size.bit_length() - 1),
             *(groups, num_kv_heads, head_tiles, rows, tokens_per_tile, query_tiles, num_seqs * query_tiles),
         )
-        shared_bytes = attention_shared_bytes(query.dtype, head_dim, cache)
+        shared_bytes = attention_shared_bytes(head_dim, cache)
         self.launcher.launch(
             device, unit, "attention", (num_blocks, 1), _ATTENTION_THREADS, values, shared_bytes
         )

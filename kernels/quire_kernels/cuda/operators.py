@@ -82,12 +82,7 @@ _kernels = Kernels(Launcher())
 
 def _attention_probe(**facts: Any) -> tuple[Unit, str, int]:
     cache, head_dim = KV_KINDS.get(facts["kv_dtype"], 0), facts.get("head_dim", 64)
-    # A float16 query needs the most shared memory.
-    return (
-        attention_unit("Float16", head_dim, cache),
-        "attention",
-        attention_shared_bytes(torch.float16, head_dim, cache),
-    )
+    return attention_unit("Float16", head_dim, cache), "attention", attention_shared_bytes(head_dim, cache)
 
 
 def _probe(source: str, kernel: str, **defines: str) -> Callable[..., tuple[Unit, str, int]]:

@@ -394,12 +394,12 @@ DEVICE void mma_bfloat16(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 
 DEVICE void mma_float16(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
     emulator::mma(d, a, b0, b1, emulator::half_to_float);
 }
-DEVICE void load_matrices_transposed(uint32& r0, uint32& r1, const void* row) {
+DEVICE void load_matrices_transposed(uint32 (&r)[4], const void* row) {
     struct Out {
-        uint32 r[2];
+        uint32 r[4];
     };
     const Out out = emulator::exchange<const void*, Out>(row, [](const void** rows, Out* results) {
-        for (int m = 0; m < 2; m++) {
+        for (int m = 0; m < 4; m++) {
             uint16 matrix[8][8];
             for (int i = 0; i < 8; i++) {
                 check_alignment(rows[8 * m + i], 16);
@@ -411,11 +411,12 @@ DEVICE void load_matrices_transposed(uint32& r0, uint32& r1, const void* row) {
             }
         }
     });
-    r0 = out.r[0];
-    r1 = out.r[1];
+    for (int m = 0; m < 4; m++) r[m] = out.r[m];
 }
 
 // ---- arithmetic -------------------------------------------------------------------------------------------
+
+DEVICE int opaque(int x) { return x; }
 
 DEVICE float as_float(uint32 bits) { return bits_to_float(bits); }
 DEVICE uint32 as_bits(float value) {

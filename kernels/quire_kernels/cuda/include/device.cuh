@@ -108,15 +108,22 @@ DEVICE void mma_float16(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// Two 8x8 matrices of 16-bit numbers, transposed: lanes 0 to 7 and 8 to 15 point at their rows.
-DEVICE void load_matrices_transposed(uint32& r0, uint32& r1, const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(r0), "=r"(r1)
+// Four 8x8 matrices of 16-bit numbers, transposed: of each, eight lanes in order point at the rows.
+DEVICE void load_matrices_transposed(uint32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(shared_address(row))
                  : "memory");
 }
 
 // ---- arithmetic -------------------------------------------------------------------------------------------
+
+// The same number, of which the compiler does not know that it is: what follows from it is computed where it is
+// needed.
+DEVICE int opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 
 // 2 ** x, to 2 units in the last place; -infinity gives 0.
 DEVICE float exp2_fast(float x) {

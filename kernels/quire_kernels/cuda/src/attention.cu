@@ -1,13 +1,15 @@
 // Paged attention of few query tokens per sequence: split over the context, balanced over a constant grid.
 //
 // A block multiplies 16 query rows, the heads that share a KV head times consecutive tokens of a sequence,
-// with tiles of TILE positions on tensor cores. A (query tile, KV head) pair is cut into chunks of tiles,
-// whose number depends on the pair's own length only. The result is defined as the left fold, over the chunks
-// in order, of their softmax states (maximum, sum, weighted sum; Milakov and Gimelshein, 2018): whoever
-// computes the chunks, the bits are the same. Blocks own equal runs of all chunks, in order. One that owns a
-// whole pair folds in registers and writes the result. Otherwise the owner of chunk 0 stores the fold of its
-// chunks, others store each chunk's state, and who arrives last, by a counter, folds them (Flash-Decoding
-// without its second kernel). Lengths are read on the device: launches repeat in a CUDA graph.
+// with tiles of TILE positions on tensor cores. Each warp has 16 positions of a tile for itself (with heads of
+// 256, a pair of warps, that divide the columns of the values): it copies them, waits for them alone, and
+// keeps a softmax state of its own, with weights in registers. A (query tile, KV head) pair is cut into chunks
+// of tiles, whose number depends on the pair's own length only; where a chunk ends its state (maximum, sum,
+// weighted sum; Milakov and Gimelshein, 2018) is that of the warps, in their order. The result is defined as the left fold of the chunks' states: whoever computes the chunks, the
+// bits are the same. Blocks own equal runs of all chunks, in order. One that owns a whole pair folds in
+// registers and writes the result. Otherwise the owner of chunk 0 stores the fold of its chunks, others store
+// each chunk's state, and who arrives last, by a counter, folds them (Flash-Decoding without its second
+// kernel). Lengths are read on the device: launches repeat in a CUDA graph.
 //
 // Defines: HEAD_DIM 64, 80, 96, 128 or 256; QUERY BFloat16 or Float16; CACHE 0 (as the query), 1 (int8) or
 // 2 (e4m3), with a bfloat16 scale per token and head.
@@ -17,46 +19,57 @@
 
 namespace {
 
-constexpr int THREADS = 128;
-constexpr int WARPS = 4;
 constexpr int ROWS = 16;
 constexpr int MAX_CHUNKS = 32;
 constexpr int D = HEAD_DIM;
 constexpr bool QUANTIZED = CACHE != 0;
 constexpr Codes CODES = CACHE == 1 ? Codes::INT8 : Codes::E4M3;
-constexpr int TILE = D > 128 && !QUANTIZED ? 32 : 64;
+constexpr int WARPS = 4;
+constexpr int THREADS = 32 * WARPS;
+constexpr int PARTS = D > 128 ? 2 : 1;  // warps that share their positions, each with a part of the columns
+constexpr int GROUPS = WARPS / PARTS;
+constexpr int GROUP_TILE = 16;
+constexpr int TILE = GROUP_TILE * GROUPS;
 constexpr int STAGES = QUANTIZED ? 4 : 3;
-// Values are cut into one run of columns per warp; those past D are zeros.
-constexpr int COLUMNS = (D + 31) / 32 * 8;
+// Chunks are this long at least: what ends one costs as much as some tiles.
+constexpr int CHUNK_TILES = 128 / TILE;
+constexpr int COLUMNS = D / PARTS;
 constexpr int COLUMN_TILES = COLUMNS / 8;
-constexpr int STEPS = D / 16;
-constexpr int SCORE_TILES = TILE / 8 / WARPS;
 
-// One row of a tile in shared memory. Rows of 2 ** n bytes are swizzled, others padded, so that the 8 rows
-// (or 4 times 4) that a warp reads at once lie in different banks.
+// One row of a tile in shared memory: vectors of 16 bytes, swizzled so that those that lanes read together
+// lie in different banks.
 constexpr int ELEMENT = QUANTIZED ? 1 : 2;
 constexpr int VECTORS = D * ELEMENT / 16;
-constexpr bool SWIZZLED = D == 64 || D == 128 || D == 256;
-constexpr int ROW_BYTES = SWIZZLED ? D * ELEMENT : 4 * COLUMNS * ELEMENT + 16;
-constexpr int TILE_BYTES = TILE * ROW_BYTES;
-constexpr int PASSES = TILE * VECTORS / THREADS;
-static_assert(SWIZZLED || !QUANTIZED, "eight bits: of these head sizes only");
-static_assert(TILE * VECTORS % THREADS == 0 && D % 16 == 0, "whole passes");
+constexpr bool IS_POWER = D == 64 || D == 128 || D == 256;
+constexpr int ROW_BYTES = IS_POWER ? D * ELEMENT : 192;
+// A group's share of a stage: keys, then values; where a chunk ends also the scratch memory of its warps.
+constexpr int KEY_BYTES = GROUP_TILE * ROW_BYTES;
+constexpr int GROUP_BYTES = 2 * KEY_BYTES;
+constexpr int STAGE_BYTES = GROUPS * GROUP_BYTES;
+constexpr int PASSES = GROUP_TILE * VECTORS / 32 / PARTS;
+constexpr int HALF_ROWS = ROWS / 2;
+// Numbers of eight rows that a thread folds.
+constexpr int FOLDED = HALF_ROWS * D / THREADS;
+static_assert(IS_POWER || (!QUANTIZED && D <= 96), "eight bits: of these head sizes only");
+static_assert(GROUP_TILE * VECTORS % (32 * PARTS) == 0 && D % 16 == 0, "whole passes");
+static_assert(HALF_ROWS * D * 4 <= GROUP_BYTES && HALF_ROWS * D % THREADS == 0, "room for half of the rows");
 
 // Weights are multiplied in the query's type, unless they carry the values' scales, whose range only bfloat16
 // has; a second, small part then keeps the precision of a float16 query.
 typedef typename QUERY::Storage Storage;
 constexpr bool TWO_PARTS = QUANTIZED && QUERY::MANTISSA_BITS > BFloat16::MANTISSA_BITS;
-constexpr int WEIGHT_STRIDE = TILE + 8;
+// Steps of 16 dimensions that a lane's 16 bytes of a key make: each step takes 4 dimensions of every lane.
+constexpr int WIDE = QUANTIZED ? 4 : 2;
+constexpr int STEPS = (D + 16 * WIDE - 1) / (16 * WIDE) * WIDE;
 
 // Fragments of the query rows stay in registers, or, where those do not suffice, in shared memory.
 constexpr bool QUERY_IN_SHARED = D > 128;
-constexpr int QUERY_OFFSET = STAGES * 2 * TILE_BYTES;
+constexpr int UNROLLED = QUERY_IN_SHARED ? 1 : STEPS;
+constexpr int QUERY_OFFSET = STAGES * STAGE_BYTES;
 constexpr int SCALES_OFFSET = QUERY_OFFSET + (QUERY_IN_SHARED ? STEPS * 32 * 16 : 0);
-constexpr int WEIGHTS_OFFSET = SCALES_OFFSET + (QUANTIZED ? STAGES * 2 * TILE * 4 : 0);
-constexpr int MAXIMA_OFFSET = WEIGHTS_OFFSET + (TWO_PARTS ? 2 : 1) * ROWS * WEIGHT_STRIDE * 2;
-constexpr int SUMS_OFFSET = MAXIMA_OFFSET + WARPS * ROWS * 4;
-constexpr int FLAG_OFFSET = SUMS_OFFSET + WARPS * ROWS * 4;
+constexpr int STATES_OFFSET = SCALES_OFFSET + (QUANTIZED ? STAGES * 2 * TILE * 4 : 0);
+constexpr int FOLDED_OFFSET = STATES_OFFSET + WARPS * ROWS * 8;
+constexpr int FLAG_OFFSET = FOLDED_OFFSET + ROWS * 8;
 
 // What a query tile of a sequence sees: 32 bytes of the plan.
 struct Item {
@@ -110,21 +123,27 @@ DEVICE int run_start(int64 total, int b, int blocks) { return int((total * b + b
 DEVICE int owner(int64 total, int tile, int blocks) { return int(int64(tile) * blocks / total); }
 
 DEVICE int swizzled_key(int row, int vector) {
-    if (!SWIZZLED) return vector;
-    if (!QUANTIZED) return vector ^ (2 * (row & 3));
-    return D == 64 ? vector ^ ((row >> 1) & 3) : vector ^ (row & 7);
+    return IS_POWER && ROW_BYTES > 64 ? vector ^ (4 * (row & 1)) : vector;
 }
 DEVICE int swizzled_value(int row, int vector) {
-    if (!SWIZZLED) return vector;
+    if (!IS_POWER) return vector ^ ((row >> 1) & 3);
     if (!QUANTIZED) return vector ^ (row & 7);
     return vector ^ (((row >> 2) & 3) * (D == 64 ? 1 : 2));
 }
 
-// Column of the head that element `half` (0 or 1) of lane quarter `c` holds in column tile `i`.
-DEVICE int column(int warp, int i, int c, int half) {
-    if (!QUANTIZED) return warp * COLUMNS + i * 8 + 2 * c + half;
-    constexpr int WIDTH = COLUMN_TILES < 4 ? COLUMN_TILES : 4;
-    return warp * COLUMNS + (i / WIDTH) * (8 * WIDTH) + (2 * c + half) * WIDTH + i % WIDTH;
+// Position, of the group's 16, whose score element `half` (0 or 1) of lane quarter `c` is in tile `j`. Eight
+// bits: a lane has four positions that follow each other, as it reads the values' codes.
+DEVICE int position_of(int j, int c, int half) { return QUANTIZED ? 4 * c + 2 * j + half : 8 * j + 2 * c + half; }
+// Column of the warp's part that element `half` of lane quarter `c` holds in column tile `i`. Eight bits: the
+// bytes of a row that a lane reads are a column each of all tiles.
+DEVICE int column(int i, int c, int half) {
+    return QUANTIZED ? (2 * c + half) * COLUMN_TILES + i : i * 8 + 2 * c + half;
+}
+
+// Between the warps that share a tile.
+DEVICE void tile_barrier() {
+    if (PARTS > 1) block_barrier();
+    else warp_barrier();
 }
 
 // Walks over the tiles of a run of chunks.
@@ -206,7 +225,7 @@ KERNEL(attention_plan, PlanParams, 256, 1) {
     int before = 0;
     for (int first = 0; first < count; first += blockDim.x) {
         const int i = first + threadIdx.x;
-        Item item = {0, 0, 1, 0, 0, -1, 0, 0};
+        Item item = {0, 0, CHUNK_TILES, 0, 0, -1, 0, 0};
         if (i < count) {
             const int sequence = i / p.query_tiles, offset = i % p.query_tiles * p.tokens_per_tile;
             const int begin = p.query_start_loc[sequence], length = p.query_start_loc[sequence + 1] - begin;
@@ -277,14 +296,13 @@ KERNEL(attention_plan, PlanParams, 256, 1) {
 
 KERNEL(attention, AttentionParams, THREADS, 2) {
     DYNAMIC_SHARED(shared);
-    float* const scales = reinterpret_cast<float*>(shared + SCALES_OFFSET);  // [STAGES][keys, values][TILE]
-    uint16* const weights = reinterpret_cast<uint16*>(shared + WEIGHTS_OFFSET);
-    float* const maxima = reinterpret_cast<float*>(shared + MAXIMA_OFFSET);  // [WARPS][ROWS]
-    float* const sums = reinterpret_cast<float*>(shared + SUMS_OFFSET);      // [WARPS][ROWS]
+    float* const scales = reinterpret_cast<float*>(shared + SCALES_OFFSET);  // [STAGES][GROUPS][keys, values][16]
+    RowState* const states = reinterpret_cast<RowState*>(shared + STATES_OFFSET);    // [WARPS][ROWS], of a chunk
+    RowState* const fold_states = reinterpret_cast<RowState*>(shared + FOLDED_OFFSET);  // [ROWS], of those before
     int* const flag = reinterpret_cast<int*>(shared + FLAG_OFFSET);
 
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-    const int g = lane >> 2, c = lane & 3;
+    const int g = lane >> 2, c = lane & 3, group = warp / PARTS, part = warp % PARTS;
     const int heads = p.num_kv_heads * p.head_tiles;
     const int64 total = *p.total;
     const int end = run_start(total, blockIdx.x + 1, gridDim.x);
@@ -294,69 +312,56 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
     Cursor now = next;
     if (now.done) return;
 
-    if (!SWIZZLED) {
-        // Columns past D, which no copy writes.
-        for (int i = thread; i < STAGES * 2 * TILE * (ROW_BYTES / 4); i += THREADS) {
-            reinterpret_cast<uint32*>(shared)[i] = 0;
-        }
-        block_barrier();
-    }
-
-    int blocks[PASSES];      // of the rows this thread copies for `next`
-    int scale_block = 0;     // of the row whose scale it loads
-    float pending = 0.0f;    // that scale, of the tile before `next`
+    int block = -1;          // of the position `lane % 16` of this group in `next`; -1: it is not seen
+    float pending = 0.0f;    // the scale of that position, of the tile before `next`: of keys, or of values
     int pending_stage = 0;
 
-    const auto look_up = [&](int position) {
+    const auto look_up = [&]() {
+        if (next.done) return;
+        const int position = (next.item.first_tile + next.tile) * TILE + group * GROUP_TILE + lane % GROUP_TILE;
         const bool seen = position >= next.item.low && position <= next.item.high;
         const int sequence = next.index / p.query_tiles;
-        return seen ? p.block_table[sequence * p.table_stride + (position >> p.block_shift)] : -1;
-    };
-    const auto look_up_blocks = [&]() {
-        if (next.done) return;
-        const int first = (next.item.first_tile + next.tile) * TILE;
-#pragma unroll
-        for (int j = 0; j < PASSES; j++) blocks[j] = look_up(first + (thread + j * THREADS) / VECTORS);
-        if (QUANTIZED) scale_block = look_up(first + thread % TILE);
+        block = seen ? p.block_table[sequence * p.table_stride + (position >> p.block_shift)] : -1;
     };
     const auto store_scale = [&]() {
-        if (QUANTIZED) scales[pending_stage * 2 * TILE + thread] = pending;
+        if (QUANTIZED && part == 0) scales[(pending_stage * GROUPS + group) * 32 + lane] = pending;
     };
     const auto start_copies = [&](int stage) {
         if (!next.done) {
-            const int first = (next.item.first_tile + next.tile) * TILE;
+            const int first = (next.item.first_tile + next.tile) * TILE + group * GROUP_TILE;
             const int64 head = next.head / p.head_tiles;
-            uint8* const keys = shared + stage * 2 * TILE_BYTES;
+            const int slots = (1 << p.block_shift) - 1;
+            uint8* const keys = shared + stage * STAGE_BYTES + group * GROUP_BYTES;
 #pragma unroll
             for (int j = 0; j < PASSES; j++) {
-                const int i = thread + j * THREADS, row = i / VECTORS, vector = i % VECTORS;
-                const int64 slot = (first + row) & ((1 << p.block_shift) - 1);
-                const bool seen = blocks[j] >= 0;
-                const int64 offset =
-                    (seen ? blocks[j] : 0) * p.block_stride + head * p.head_stride + slot * D;
+                const int i = lane + (j * PARTS + part) * 32, row = i / VECTORS, vector = i % VECTORS;
+                const int found = shuffle(block, row);
+                const bool seen = found >= 0;
+                const int64 offset = (seen ? found : 0) * p.block_stride + head * p.head_stride +
+                                     int64((first + row) & slots) * D;
                 const uint8* const source = p.data + offset * ELEMENT + vector * 16;
                 copy_async_16(keys + row * ROW_BYTES + swizzled_key(row, vector) * 16, source, seen);
-                copy_async_16(keys + TILE_BYTES + row * ROW_BYTES + swizzled_value(row, vector) * 16,
+                copy_async_16(keys + KEY_BYTES + row * ROW_BYTES + swizzled_value(row, vector) * 16,
                               source + p.kv_stride * ELEMENT, seen);
             }
             if (QUANTIZED) {
                 // A position that is not seen has finite codes, zeros, and this scale.
                 pending = 0.0f;
-                if (scale_block >= 0) {
-                    const int64 slot = (first + thread % TILE) & ((1 << p.block_shift) - 1);
-                    const int64 offset = scale_block * p.scale_block_stride +
-                                         (thread / TILE) * p.scale_kv_stride + head * p.scale_head_stride + slot;
+                if (block >= 0) {
+                    const int64 offset = block * p.scale_block_stride +
+                                         (lane / GROUP_TILE) * p.scale_kv_stride + head * p.scale_head_stride +
+                                         ((first + lane % GROUP_TILE) & slots);
                     pending = BFloat16::to_float(p.scales[offset]);
                 }
                 pending_stage = stage;
             }
             next.advance(p, heads, end);
-            look_up_blocks();
+            look_up();
         }
         copy_async_commit();
     };
 
-    look_up_blocks();
+    look_up();
     for (int stage = 0; stage < STAGES - 1; stage++) {
         start_copies(stage);
         if (stage < STAGES - 2) store_scale();
@@ -365,12 +370,26 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
     Vector16* const shared_query = reinterpret_cast<Vector16*>(shared + QUERY_OFFSET);  // [STEPS][32]
     uint32 query[QUERY_IN_SHARED ? 1 : STEPS][4];
     int limit[2];  // the last position that rows g and g + 8 see; below 0: none
-    int64 out_offset[2];
-    float accumulated[COLUMN_TILES][4];  // of the chunk: rows g (0, 1) and g + 8 (2, 3)
-    float folded[COLUMN_TILES][4];       // of the chunks before it in this block's run of the pair
-    RowState state[2], folded_state[2];
-    int segment = 0;                     // the chunk's tile at which this block's run of the pair begins
+    float accumulated[COLUMN_TILES][4];  // of the chunk, by this warp: rows g (0, 1) and g + 8 (2, 3)
+    RowState state[2];
+    float folded[2][FOLDED];  // of the chunks before it in this block's run of the pair
+    int segment = 0;          // the chunk's tile at which this block's run of the pair begins
     bool enters = true;
+    const float to_exponent = p.softcap > 0.0f ? 1.0f : p.scale * LOG2_E;
+
+    // What a row of the pair of `item` and `head` is: token of the tile, and query head; false: nothing.
+    const auto find_row = [&](const Item& item, int head, int row, int& token, int& query_head) {
+        token = p.head_tiles > 1 ? 0 : row / p.groups;
+        const int group = p.head_tiles > 1 ? head % p.head_tiles * ROWS + row : row % p.groups;
+        query_head = head / p.head_tiles * p.groups + group;
+        return token < item.num_tokens && row < p.rows && group < p.groups;
+    };
+    const auto write = [&](const Item& item, int head, int e, float value) {
+        int token, query_head;
+        if (!find_row(item, head, e / D, token, query_head)) return;
+        const int64 row = int64(item.first_token + token) * (p.num_kv_heads * p.groups) + query_head;
+        p.out[row * D + e % D] = QUERY::from_float(value);
+    };
 
     for (int stage = 0; !now.done; stage = stage + 1 == STAGES ? 0 : stage + 1) {
         if (enters) {
@@ -380,24 +399,23 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
             const Storage* source[2];
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const int row = g + 8 * r;
-                const int token = p.head_tiles > 1 ? 0 : row / p.groups;
-                const int group = p.head_tiles > 1 ? now.head % p.head_tiles * ROWS + row : row % p.groups;
-                const bool used = token < now.item.num_tokens && row < p.rows && group < p.groups;
-                const int64 head = (now.head / p.head_tiles) * p.groups + group;
-                const int64 batch_row = now.item.first_token + token;
+                int token, query_head;
+                const bool used = find_row(now.item, now.head, g + 8 * r, token, query_head);
                 limit[r] = used ? now.item.high - now.item.num_tokens + 1 + token : -1;
-                out_offset[r] = used ? (batch_row * p.num_kv_heads * p.groups + head) * D : -1;
-                source[r] = p.query + 4 * c +
-                            (used ? batch_row * p.query_token_stride + head * p.query_head_stride : 0);
+                source[r] = used ? p.query + (now.item.first_token + token) * p.query_token_stride +
+                                       query_head * p.query_head_stride
+                                 : nullptr;
             }
-            // Columns 4c to 4c + 3 take the places of 2c, 2c + 1, 2c + 8 and 2c + 9: keys do, too.
+            // Four columns that follow each other take the places of 2c, 2c + 1, 2c + 8 and 2c + 9: the keys'
+            // do, too.
             const auto fragment = [&](uint32 (&into)[4], int k) {
+                const int first = k / WIDE * (16 * WIDE) + c * (4 * WIDE) + k % WIDE * 4;
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
-                    const Vector8 four = *reinterpret_cast<const Vector8*>(source[r] + 16 * k);
-                    into[r] = out_offset[r] >= 0 ? four.x : 0;
-                    into[2 + r] = out_offset[r] >= 0 ? four.y : 0;
+                    Vector8 four = {0, 0};
+                    if (source[r] && first < D) four = *reinterpret_cast<const Vector8*>(source[r] + first);
+                    into[r] = four.x;
+                    into[2 + r] = four.y;
                 }
             };
             if (QUERY_IN_SHARED) {
@@ -406,6 +424,7 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
                     fragment(one, k);
                     shared_query[k * 32 + lane] = {one[0], one[1], one[2], one[3]};
                 }
+                block_barrier();
             } else {
 #pragma unroll
                 for (int k = 0; k < STEPS; k++) fragment(query[QUERY_IN_SHARED ? 0 : k], k);
@@ -421,56 +440,76 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
         }
 
         copy_async_wait<STAGES - 2>();
-        // The tile is here for all threads, and none reads the stage before any more.
-        block_barrier();
+        // The tile is here for all lanes, and none reads the stage before any more.
+        tile_barrier();
         // The scale of the tile after this one, whose copies began one turn ago.
         store_scale();
         start_copies(stage == 0 ? STAGES - 1 : stage - 1);
 
-        const uint8* const keys = shared + stage * 2 * TILE_BYTES;
-        const uint8* const values = keys + TILE_BYTES;
-        const float* const key_scales = scales + stage * 2 * TILE;
-        const float* const value_scales = key_scales + TILE;
+        uint8* const keys = shared + stage * STAGE_BYTES + group * GROUP_BYTES;
+        const uint8* const values = keys + KEY_BYTES;
+        const float* const key_scales = scales + (stage * GROUPS + group) * 32;
+        const float* const value_scales = key_scales + GROUP_TILE;
 
-        float scores[SCORE_TILES][4] = {};
+        float scores[2][4] = {};
+#pragma unroll UNROLLED
+        for (int k = 0; k < STEPS; k += WIDE) {
+            Vector16 key[2];
 #pragma unroll
-        for (int k = 0; k < STEPS; k++) {
-            if (QUERY_IN_SHARED) {
-                const Vector16 one = shared_query[k * 32 + lane];
-                query[0][0] = one.x, query[0][1] = one.y, query[0][2] = one.z, query[0][3] = one.w;
+            for (int j = 0; j < 2; j++) {
+                const int row = QUANTIZED ? 4 * (g >> 1) + 2 * j + (g & 1) : 8 * j + g;
+                key[j] = {0, 0, 0, 0};
+                if (k / WIDE * 4 + c < VECTORS) {
+                    key[j] = *reinterpret_cast<const Vector16*>(keys + row * ROW_BYTES +
+                                                                swizzled_key(row, k / WIDE * 4 + c) * 16);
+                }
             }
-            const uint32(&a)[4] = query[QUERY_IN_SHARED ? 0 : k];
 #pragma unroll
-            for (int j = 0; j < SCORE_TILES; j++) {
-                const int row = (warp * SCORE_TILES + j) * 8 + g;
-                const uint8* const key = keys + row * ROW_BYTES;
-                if (QUANTIZED) {
-                    const uint32 four =
-                        *reinterpret_cast<const uint32*>(key + swizzled_key(row, k) * 16 + 4 * c);
-                    QUERY::mma(scores[j], a, QUERY::template from_codes<CODES>(four, 0),
-                               QUERY::template from_codes<CODES>(four, 2));
-                } else {
-                    const Vector8 four = *reinterpret_cast<const Vector8*>(
-                        key + swizzled_key(row, 2 * k + (c >> 1)) * 16 + 8 * (c & 1));
-                    QUERY::mma(scores[j], a, four.x, four.y);
+            for (int i = 0; i < WIDE && k + i < STEPS; i++) {
+                if (QUERY_IN_SHARED) {
+                    const Vector16 one = shared_query[(k + i) * 32 + lane];
+                    query[0][0] = one.x, query[0][1] = one.y, query[0][2] = one.z, query[0][3] = one.w;
+                }
+                const uint32(&a)[4] = query[QUERY_IN_SHARED ? 0 : k + i];
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    if (QUANTIZED) {
+                        const uint32 four = i == 0 ? key[j].x : i == 1 ? key[j].y : i == 2 ? key[j].z : key[j].w;
+                        QUERY::mma(scores[j], a, QUERY::template from_codes<CODES>(four, 0),
+                                   QUERY::template from_codes<CODES>(four, 2));
+                    } else {
+                        QUERY::mma(scores[j], a, i == 0 ? key[j].x : key[j].z, i == 0 ? key[j].y : key[j].w);
+                    }
                 }
             }
         }
 
-        const int first = (now.item.first_tile + now.tile) * TILE;
+        const int first = (now.item.first_tile + now.tile) * TILE + group * GROUP_TILE;
         float tile_max[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-        for (int j = 0; j < SCORE_TILES; j++) {
+        for (int j = 0; j < 2; j++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int index = (warp * SCORE_TILES + j) * 8 + 2 * c + (i & 1), position = first + index;
-                float score = scores[j][i] * p.scale;
-                if (QUANTIZED) score *= key_scales[index];
-                if (p.softcap > 0.0f) {
-                    const float exponential = exp2_fast(score / p.softcap * (2.0f * LOG2_E));
-                    score = p.softcap * (1.0f - 2.0f / (exponential + 1.0f));
+                scores[j][i] *= to_exponent;
+                if (QUANTIZED) scores[j][i] *= key_scales[position_of(j, c, i & 1)];
+            }
+        }
+        if (p.softcap > 0.0f) {
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float exponential = exp2_fast(scores[j][i] * p.scale / p.softcap * (2.0f * LOG2_E));
+                    scores[j][i] = p.softcap * (1.0f - 2.0f / (exponential + 1.0f)) * LOG2_E;
                 }
-                score *= LOG2_E;
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int index = position_of(j, c, i & 1), position = first + index;
+                const float score = scores[j][i];
                 const int last = limit[i >> 1];
                 const bool seen = position <= last && (p.window == 0 || position > last - p.window);
                 scores[j][i] = seen ? score : -INFINITY;
@@ -478,186 +517,218 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
                 tile_max[i >> 1] = Max::apply(scores[j][i], tile_max[i >> 1]);
             }
         }
+        float reference[2];
+        bool rises = false;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             tile_max[r] = Max::apply(tile_max[r], shuffle_xor(tile_max[r], 1));
             tile_max[r] = Max::apply(tile_max[r], shuffle_xor(tile_max[r], 2));
-            if (c == 0) maxima[warp * ROWS + g + 8 * r] = tile_max[r];
+            rises = rises || tile_max[r] > state[r].maximum;
         }
-        block_barrier();
-        float keep[2];
+        if (ballot(rises)) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float maximum = Max::apply(tile_max[r], state[r].maximum);
+                const float keep = exp2_fast(state[r].maximum - (maximum == -INFINITY ? 0.0f : maximum));
+                state[r] = {maximum, state[r].sum * keep};
+#pragma unroll
+                for (int i = 0; i < COLUMN_TILES; i++) {
+                    accumulated[i][2 * r] *= keep;
+                    accumulated[i][2 * r + 1] *= keep;
+                }
+            }
+        }
+        // The scores' fragments are those of the weights.
+        uint32 a[TWO_PARTS ? 2 : 1][4];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            float maximum = state[r].maximum;
+            reference[r] = state[r].maximum == -INFINITY ? 0.0f : state[r].maximum;
 #pragma unroll
-            for (int w = 0; w < WARPS; w++) maximum = Max::apply(maximum, maxima[w * ROWS + g + 8 * r]);
-            const float reference = maximum == -INFINITY ? 0.0f : maximum;
-            keep[r] = exp2_fast(state[r].maximum - reference);
-            state[r] = {maximum, state[r].sum * keep[r]};
-            const int row = (g + 8 * r) * WEIGHT_STRIDE;
-#pragma unroll
-            for (int j = 0; j < SCORE_TILES; j++) {
-                const int index = (warp * SCORE_TILES + j) * 8 + 2 * c;
-                float low = exp2_fast(scores[j][2 * r] - reference);
-                float high = exp2_fast(scores[j][2 * r + 1] - reference);
+            for (int j = 0; j < 2; j++) {
+                float low = exp2_fast(scores[j][2 * r] - reference[r]);
+                float high = exp2_fast(scores[j][2 * r + 1] - reference[r]);
                 state[r].sum += low + high;
-                uint32* const place = reinterpret_cast<uint32*>(weights + row + index);
                 if (QUANTIZED) {
-                    low *= value_scales[index];
-                    high *= value_scales[index + 1];
-                    *place = pack_bfloat16(low, high);
+                    low *= value_scales[position_of(j, c, 0)];
+                    high *= value_scales[position_of(j, c, 1)];
+                    a[0][2 * j + r] = pack_bfloat16(low, high);
                     if (TWO_PARTS) {
-                        place[ROWS * WEIGHT_STRIDE / 2] =
+                        a[TWO_PARTS ? 1 : 0][2 * j + r] =
                             pack_bfloat16(low - rounded<BFloat16>(low), high - rounded<BFloat16>(high));
                     }
                 } else {
-                    *place = QUERY::pack(low, high);
+                    a[0][2 * j + r] = QUERY::pack(low, high);
                 }
             }
         }
-        block_barrier();
 
+        if (!QUANTIZED) {
+            const int row = lane & 15;
 #pragma unroll
-        for (int i = 0; i < COLUMN_TILES; i++) {
+            for (int i = 0; i < COLUMN_TILES; i += 2) {
+                uint32 b[4];
+                const int vector = part * COLUMN_TILES + i + (lane >> 4);
+                load_matrices_transposed(b, values + row * ROW_BYTES + swizzled_value(row, vector) * 16);
+                QUERY::mma(accumulated[i], a[0], b[0], b[1]);
+                QUERY::mma(accumulated[i + 1], a[0], b[2], b[3]);
+            }
+        } else {
+            // Four positions of neighbouring columns, transposed: a word of codes for each column.
+            constexpr int WORDS = COLUMN_TILES / 4;
+            uint32 words[4][4];
 #pragma unroll
-            for (int e = 0; e < 4; e++) accumulated[i][e] *= keep[e >> 1];
-        }
-#pragma unroll
-        for (int k = 0; k < TILE / 16; k++) {
-            uint32 a[TWO_PARTS ? 2 : 1][4];
-#pragma unroll
-            for (int part = 0; part < (TWO_PARTS ? 2 : 1); part++) {
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    const uint16* const row = weights + (part * ROWS + g + 8 * r) * WEIGHT_STRIDE + 16 * k;
-                    // Eight bits: positions 4c to 4c + 3 take the places of 2c, 2c + 1, 2c + 8 and 2c + 9.
-                    a[part][r] = *reinterpret_cast<const uint32*>(row + (QUANTIZED ? 4 * c : 2 * c));
-                    a[part][2 + r] =
-                        *reinterpret_cast<const uint32*>(row + (QUANTIZED ? 4 * c + 2 : 2 * c + 8));
+            for (int t = 0; t < 4; t++) {
+                const int row = 4 * c + t, byte = (part * 8 + g) * COLUMN_TILES;
+                const uint8* const place =
+                    values + row * ROW_BYTES + swizzled_value(row, byte / 16) * 16 + byte % 16;
+                if (WORDS == 2) {
+                    const Vector8 two = *reinterpret_cast<const Vector8*>(place);
+                    words[t][0] = two.x, words[t][1] = two.y, words[t][2] = words[t][3] = 0;
+                } else {
+                    const Vector16 four = *reinterpret_cast<const Vector16*>(place);
+                    words[t][0] = four.x, words[t][1] = four.y, words[t][2] = four.z, words[t][3] = four.w;
                 }
             }
-            if (!QUANTIZED) {
-                const int row = 16 * k + (lane & 15);
 #pragma unroll
-                for (int i = 0; i < COLUMN_TILES; i++) {
-                    uint32 b0, b1;
-                    load_matrices_transposed(
-                        b0, b1, values + row * ROW_BYTES + swizzled_value(row, warp * COLUMN_TILES + i) * 16);
-                    QUERY::mma(accumulated[i], a[0], b0, b1);
-                }
-            } else {
-                // Four positions of WIDTH neighbouring columns, transposed: a word of codes for each column.
-                constexpr int WIDTH = COLUMN_TILES < 4 ? COLUMN_TILES : 4;
+            for (int w = 0; w < WORDS; w++) {
+                const uint32 low01 = permute_bytes(words[0][w], words[1][w], 0x5140);
+                const uint32 low23 = permute_bytes(words[2][w], words[3][w], 0x5140);
+                const uint32 high01 = permute_bytes(words[0][w], words[1][w], 0x7362);
+                const uint32 high23 = permute_bytes(words[2][w], words[3][w], 0x7362);
 #pragma unroll
-                for (int part = 0; part < COLUMN_TILES / WIDTH; part++) {
-                    uint32 word[4];
-#pragma unroll
-                    for (int t = 0; t < 4; t++) {
-                        const int row = 16 * k + 4 * c + t;
-                        const int byte = warp * COLUMNS + part * 8 * WIDTH + g * WIDTH;
-                        const uint8* const place =
-                            values + row * ROW_BYTES + swizzled_value(row, byte / 16) * 16 + byte % 16;
-                        word[t] = WIDTH == 4 ? *reinterpret_cast<const uint32*>(place)
-                                             : *reinterpret_cast<const uint16*>(place);
-                    }
-                    const uint32 low01 = permute_bytes(word[0], word[1], 0x5140);
-                    const uint32 low23 = permute_bytes(word[2], word[3], 0x5140);
-                    const uint32 high01 = permute_bytes(word[0], word[1], 0x7362);
-                    const uint32 high23 = permute_bytes(word[2], word[3], 0x7362);
-#pragma unroll
-                    for (int i = 0; i < WIDTH; i++) {
-                        const uint32 codes = permute_bytes(i < 2 ? low01 : high01, i < 2 ? low23 : high23,
-                                                           i % 2 == 0 ? 0x5410 : 0x7632);
-                        const uint32 b0 = BFloat16::from_codes<CODES>(codes, 0);
-                        const uint32 b1 = BFloat16::from_codes<CODES>(codes, 2);
-                        BFloat16::mma(accumulated[part * WIDTH + i], a[0], b0, b1);
-                        if (TWO_PARTS) {
-                            BFloat16::mma(accumulated[part * WIDTH + i], a[TWO_PARTS ? 1 : 0], b0, b1);
-                        }
-                    }
+                for (int i = 0; i < 4; i++) {
+                    const uint32 codes = permute_bytes(i < 2 ? low01 : high01, i < 2 ? low23 : high23,
+                                                       i % 2 == 0 ? 0x5410 : 0x7632);
+                    const uint32 b0 = BFloat16::from_codes<CODES>(codes, 0);
+                    const uint32 b1 = BFloat16::from_codes<CODES>(codes, 2);
+                    BFloat16::mma(accumulated[4 * w + i], a[0], b0, b1);
+                    if (TWO_PARTS) BFloat16::mma(accumulated[4 * w + i], a[TWO_PARTS ? 1 : 0], b0, b1);
                 }
             }
         }
 
         const Item item = now.item;
-        const int tile = now.tile, base = now.base;
+        const int tile = now.tile, base = now.base, pair_head = now.head;
         const bool pair_ends = tile + 1 == item.num_tiles;
         now.advance(p, heads, end);
         if (!pair_ends && (tile + 1) % item.chunk_tiles != 0) continue;
 
-        // The chunk ends. Its sum is completed here and not after the fold, whose bits it would change.
+        // The chunk ends: eight rows at a time, each warp lays down what it has where its tile was, and every
+        // thread folds some columns of all warps, then into those of the chunks before.
+        const int chunk = tile / item.chunk_tiles;
+        const bool is_first = chunk * item.chunk_tiles == segment;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float sum = state[r].sum;
             sum += shuffle_xor(sum, 1);
             sum += shuffle_xor(sum, 2);
-            if (c == 0) sums[warp * ROWS + g + 8 * r] = sum;
+            if (c == 0) states[warp * ROWS + g + 8 * r] = {state[r].maximum, sum};
         }
-        block_barrier();
-        const int chunk = tile / item.chunk_tiles;
-        const bool is_first = chunk * item.chunk_tiles == segment;
+        // All lanes have read the tile.
+        tile_barrier();
+        RowState row_state = {-INFINITY, 0.0f};  // of row `thread`, of the chunks so far
+        // Places are computed here, and not kept in registers from tile to tile.
+        const int self = opaque(thread);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            state[r].sum = 0.0f;
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) state[r].sum += sums[w * ROWS + g + 8 * r];
-            if (is_first || segment > 0) {
-                folded_state[r] = state[r];
-#pragma unroll
-                for (int i = 0; i < COLUMN_TILES; i++) {
-                    folded[i][2 * r] = accumulated[i][2 * r];
-                    folded[i][2 * r + 1] = accumulated[i][2 * r + 1];
-                }
-            } else {
-                float kept, added;
-                fold_rows(folded_state[r], state[r], kept, added);
+            if (8 * r >= p.rows) break;
+            if (g + 8 * r < p.rows) {
+                float* const scratch =
+                    reinterpret_cast<float*>(keys + part * (GROUP_BYTES / PARTS)) + g * COLUMNS;
 #pragma unroll
                 for (int i = 0; i < COLUMN_TILES; i++) {
-                    folded[i][2 * r] = fold(folded[i][2 * r], accumulated[i][2 * r], kept, added);
-                    folded[i][2 * r + 1] = fold(folded[i][2 * r + 1], accumulated[i][2 * r + 1], kept, added);
+                    scratch[column(i, c, 0)] = accumulated[i][2 * r];
+                    scratch[column(i, c, 1)] = accumulated[i][2 * r + 1];
                 }
             }
+            block_barrier();
+#pragma unroll
+            for (int j = 0; j < FOLDED; j++) {
+                const int e = self + j * THREADS, row = e / D + 8 * r;
+                if (row >= p.rows) break;
+                const int d = e % D, place = (e / D) * COLUMNS + d % COLUMNS;
+                RowState one = states[row];
+#pragma unroll
+                for (int w = PARTS; w < WARPS; w += PARTS) {
+                    one.maximum = Max::apply(states[w * ROWS + row].maximum, one.maximum);
+                }
+                const float reference = one.maximum == -INFINITY ? 0.0f : one.maximum;
+                const uint8* const parts =
+                    shared + stage * STAGE_BYTES + d / COLUMNS * (GROUP_BYTES / PARTS);
+                float value = 0.0f;
+#pragma unroll
+                for (int w = 0; w < WARPS; w += PARTS) {
+                    const float factor = exp2_fast(states[w * ROWS + row].maximum - reference);
+                    const uint8* const scratch = parts + w / PARTS * GROUP_BYTES;
+                    value = fused(reinterpret_cast<const float*>(scratch)[place], factor, value);
+                }
+                if (is_first || segment > 0) {
+                    folded[r][j] = value;
+                } else {
+                    float kept, added;
+                    RowState before = fold_states[row];
+                    fold_rows(before, one, kept, added);
+                    folded[r][j] = fold(folded[r][j], value, kept, added);
+                }
+            }
+            if (r == 0 && thread < p.rows) {
+                // Those of this row, of whichever half, that `fold_states` gets behind the next barrier.
+                float maximum = -INFINITY;
+#pragma unroll
+                for (int w = 0; w < WARPS; w += PARTS) {
+                    maximum = Max::apply(states[w * ROWS + thread].maximum, maximum);
+                }
+                const float reference = maximum == -INFINITY ? 0.0f : maximum;
+                row_state.maximum = maximum;
+#pragma unroll
+                for (int w = 0; w < WARPS; w += PARTS) {
+                    const RowState one = states[w * ROWS + thread];
+                    row_state.sum = fused(one.sum, exp2_fast(one.maximum - reference), row_state.sum);
+                }
+                if (!is_first && segment == 0) {
+                    float kept, added;
+                    RowState before = fold_states[thread];
+                    fold_rows(before, row_state, kept, added);
+                    row_state = before;
+                }
+            }
+            block_barrier();
         }
+        if (thread < p.rows) fold_states[thread] = row_state;
         const bool run_ends = pair_ends || now.done;
         enters = run_ends;
+        if (!run_ends && segment == 0) continue;
+        block_barrier();
+
         if (pair_ends && segment == 0) {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                if (out_offset[r] < 0) continue;
 #pragma unroll
-                for (int i = 0; i < COLUMN_TILES; i++) {
-#pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        const int d = column(warp, i, c, half);
-                        const float value = finish(folded[i][2 * r + half], folded_state[r].sum);
-                        if (d < D) p.out[out_offset[r] + d] = QUERY::from_float(value);
-                    }
+                for (int j = 0; j < FOLDED; j++) {
+                    const int e = self + j * THREADS, row = e / D + 8 * r;
+                    if (row >= p.rows) break;
+                    write(item, pair_head, e + 8 * r * D, finish(folded[r][j], fold_states[row].sum));
                 }
             }
             continue;
         }
-        if (!run_ends && segment == 0) continue;
 
         // The pair has other owners: this state goes to memory.
         const int64 first_owner = owner(total, base, gridDim.x);
-        float* const states = p.states + first_owner * MAX_CHUNKS * p.rows * (D + 2);
-        float* const place = states + int64(segment == 0 ? 0 : chunk) * p.rows * (D + 2);
+        float* const stored = p.states + first_owner * MAX_CHUNKS * p.rows * (D + 2);
+        float* const place = stored + int64(segment == 0 ? 0 : chunk) * p.rows * (D + 2);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const int row = g + 8 * r;
-            if (row >= p.rows) continue;
 #pragma unroll
-            for (int i = 0; i < COLUMN_TILES; i++) {
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int d = column(warp, i, c, half);
-                    if (d < D) place[row * (D + 2) + d] = folded[i][2 * r + half];
-                }
+            for (int j = 0; j < FOLDED; j++) {
+                const int e = self + j * THREADS, row = e / D + 8 * r;
+                if (row >= p.rows) break;
+                place[row * (D + 2) + e % D] = folded[r][j];
             }
-            if (warp == 0 && c == 0) {
-                place[row * (D + 2) + D] = folded_state[r].maximum;
-                place[row * (D + 2) + D + 1] = folded_state[r].sum;
-            }
+        }
+        if (thread < p.rows) {
+            place[thread * (D + 2) + D] = row_state.maximum;
+            place[thread * (D + 2) + D + 1] = row_state.sum;
         }
         if (!run_ends) continue;
         memory_fence();
@@ -673,10 +744,9 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
         if (thread == 0) p.tickets[first_owner] = 0;
         const int first_end = run_start(total, int(first_owner) + 1, gridDim.x);
         const int prefix = (first_end - base + item.chunk_tiles - 1) / item.chunk_tiles;
-        const int pair_head = (base - item.start) / item.num_tiles;
         for (int e = thread; e < p.rows * D; e += THREADS) {
             const int row = e / D, d = e % D;
-            const float* const source = states + row * (D + 2);
+            const float* const source = stored + row * (D + 2);
             RowState result = {load_shared_by_blocks(source + D), load_shared_by_blocks(source + D + 1)};
             float value = load_shared_by_blocks(source + d);
 #pragma unroll 4
@@ -687,13 +757,7 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
                 fold_rows(result, added, kept, factor);
                 value = fold(value, load_shared_by_blocks(one + d), kept, factor);
             }
-            const int token = p.head_tiles > 1 ? 0 : row / p.groups;
-            const int group = p.head_tiles > 1 ? pair_head % p.head_tiles * ROWS + row : row % p.groups;
-            if (token >= item.num_tokens || group >= p.groups) continue;
-            const int64 head = (pair_head / p.head_tiles) * p.groups + group;
-            const int64 batch_row = item.first_token + token;
-            p.out[(batch_row * p.num_kv_heads * p.groups + head) * D + d] =
-                QUERY::from_float(finish(value, result.sum));
+            write(item, pair_head, e, finish(value, result.sum));
         }
     }
     copy_async_wait<0>();
