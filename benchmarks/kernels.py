@@ -19,7 +19,7 @@ import click
 import torch
 
 from benchmarks import machine, report
-from benchmarks.device import seconds, typical
+from benchmarks.device import recorded, seconds, typical
 from benchmarks.peers import roofline
 from benchmarks.peers.checkpoints import SHAPES, Shape
 from benchmarks.peers.limits import Roofline
@@ -263,11 +263,11 @@ def measure(device: torch.device, listed: Iterable[Case], turns: int) -> list[di
                 with registry.forced({case.operator: name}):
                     work = case.prepare()
                     result = work().float()
+                    works[name] = recorded(device, work), []
                 expected = result if expected is None else expected
                 record["error"] = float(
                     (result - expected).abs().max() / expected.abs().max().clamp(min=1e-9)
                 )
-                works[name] = work, []
             except registry.KernelError:
                 del found[name]  # not for this device or these operands
             except Exception as error:
@@ -275,7 +275,6 @@ def measure(device: torch.device, listed: Iterable[Case], turns: int) -> list[di
         for _ in range(turns):
             for name, (work, times) in works.items():
                 with registry.forced({case.operator: name}):
-                    work()  # what is chosen at a first call
                     times.append(seconds(device, work))
         for name, (_, times) in works.items():
             taken = typical(device, times)
