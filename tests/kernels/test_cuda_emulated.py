@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from quire_kernels import ops, registry
+from quire_kernels.cuda import linear
 from quire_kernels.cuda.compiler import SOURCES
-from quire_kernels.cuda.kernels import Kernels, Linear
+from quire_kernels.cuda.kernels import Kernels
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import QuantizedKV
 from quire_kernels.sampling import SamplingTensors
@@ -58,7 +59,7 @@ def register(launcher: EmulatedLauncher) -> None:
             "sample",
         )
     }
-    functions["linear"] = partial(Linear, kernels)
+    functions["linear"] = partial(linear.Linear, kernels)
     for operator, function in functions.items():
         registry._implementations[operator].pop(NAME, None)
         registry.implementation(operator, NAME, devices=("cpu",), priority=PRIORITY)(function)
@@ -342,32 +343,39 @@ def test_sample_edits_logits(seed: int, launcher: EmulatedLauncher, monkeypatch:
     assert set(launcher.launches) <= {"sample", "argmax"}
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
 @pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "clamped_swiglu"])
-def test_linear(dtype: torch.dtype, activation: str | None, launcher: EmulatedLauncher) -> None:
-    """Slices of the inputs in several blocks, rows that are no whole tile, bits that no neighbour changes."""
+@pytest.mark.parametrize("can_widen", [False, True])
+def test_plain_linear(
+    dtype: torch.dtype,
+    activation: str | None,
+    can_widen: bool,
+    launcher: EmulatedLauncher,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's product with our gate and argmax; float32 sums are kept where torch gives them."""
+    monkeypatch.setattr(linear, "can_widen", lambda device_type: can_widen)
+    monkeypatch.setattr(linear, "float32_product", lambda x, weight: x.float() @ weight.float().T)
     generator = torch.Generator().manual_seed(1)
-    columns, size = 44, 1088
+    columns, size = 40, 264
     rows = columns if activation is None else 2 * columns
     weight = (torch.randn((rows, size), generator=generator) / 16).to(dtype)
     bias = torch.randn(rows, generator=generator).to(dtype)
-    x = torch.randn((17, size), generator=generator).to(dtype)
-    with forced("linear", NAME):
-        layers = [ops.pack_linear(weight, one, activation=activation) for one in (bias, None)]
-    wide = x.double() @ weight.double().T
-    for layer, product in zip(layers, (wide + bias.double(), wide), strict=True):
-        expected = product
+    x = torch.randn((17, 1, size), generator=generator).to(dtype)
+    for one in (None, bias):
+        with forced("linear", NAME):
+            layer = ops.pack_linear(weight, one, activation=activation)
+        expected = x.double() @ weight.double().T + (0 if one is None else bias.double())
         if activation is not None:
-            expected = gated(activation, *product.chunk(2, -1))
-        outs = {count: layer(x[:count], torch.float32) for count in (1, 8, 9, 16)}
-        for count, out in outs.items():
-            torch.testing.assert_close(out.double(), expected[:count], atol=1e-4, rtol=1e-4)
-            assert torch.equal(out, outs[16][:count])
-        rounded = layer(x[:3].unsqueeze(1))
-        assert rounded.dtype == dtype and rounded.shape == (3, 1, columns)
-        torch.testing.assert_close(rounded[:, 0].double(), expected[:3], atol=2e-2, rtol=2e-2)
-        assert layer(x).shape == (17, columns)
+            expected = gated(activation, *expected.chunk(2, -1))
+        out = layer(x, torch.float32)
+        assert out.dtype == torch.float32
+        tolerance = 1e-4 if can_widen or dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+        rounded = layer(x)
+        assert rounded.dtype == dtype and rounded.shape == (17, 1, columns)
+        torch.testing.assert_close(rounded.double(), expected, atol=3e-2, rtol=3e-2)
         if activation is None:
-            assert layer.argmax(x[:4]).tolist() == expected[:4].argmax(-1).tolist()
+            assert layer.argmax(x[:, 0]).tolist() == out[:, 0].argmax(-1).tolist()
             assert torch.equal(layer.rows(torch.tensor([3, 0])), weight[[3, 0]])
-    assert launcher.count * 2 // 3 > 1, "the shape is one whose inputs are cut into slices"
+    assert set(launcher.launches) == {"argmax" if activation is None else "gate"}

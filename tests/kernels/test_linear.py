@@ -144,7 +144,8 @@ def test_a_gate_apart_gives_the_same_numbers(
         wide = plain(x, torch.float32)
         with forced("gate_mul", gate):
             out = ops.gate_mul(wide, "silu").to(dtype)
-        if dtype == torch.float32 or gate != "reference":
+        # torch's products are rounded before the gate where the result is.
+        if dtype == torch.float32 or gate not in ("reference", "cuda"):
             assert torch.equal(out, packed(x))
         else:
             torch.testing.assert_close(out, packed(x), atol=0.15, rtol=2e-2)

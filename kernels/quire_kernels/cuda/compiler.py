@@ -92,8 +92,6 @@ def all_units() -> list[Unit]:
     units = list(attention_units())
     for number in ("BFloat16", "Float16", "Float32"):
         units += [Unit("elementwise", (("TYPE", number),)), Unit("cache", (("TYPE", number),))]
-        if number != "Float32":
-            units.append(Unit("linear", (("TYPE", number),)))
     units += [Unit("copy"), Unit("sampling")]
     return units
 

@@ -21,7 +21,7 @@ PRIORITY = 10
 """Preferred to the PyTorch reference; CUDA C++ is preferred to this."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _KV_DTYPES = (*FLOATS, torch.int8, torch.float8_e4m3fn)
-FORMATS = (None, "int8", "int4", "fp8")
+FORMATS = ("int8", "int4", "fp8")
 """Quantisations that `linear.TritonLinear` keeps in their own size."""
 MAX_VOCABULARY = 1 << 20
 """More tokens of the same weight would overflow the integer sums of `sampling.sample`."""
