@@ -33,7 +33,7 @@ ADD = Unit("add", (("TYPE", "float"),))
 
 @needs_nvrtc
 @needs_cuobjdump
-@pytest.mark.parametrize("source", ["attention", "cache", "copy", "elementwise", "sampling"])
+@pytest.mark.parametrize("source", ["attention", "cache", "copy", "elementwise", "linear", "sampling"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_compiles_and_none_spills(arch: str, source: str) -> None:
     units = [unit for unit in all_units() if unit.source == source]
@@ -46,7 +46,7 @@ def test_every_kernel_compiles_and_none_spills(arch: str, source: str) -> None:
         for kernel, found in compiler.resources(code).items():
             assert found.local_bytes == 0, (unit, kernel, found)
             assert found.registers <= 255
-        if source == "attention" and unit == units[0]:
+        if source in ("attention", "linear") and unit == units[0]:
             assert "HMMA" in compiler.disassembly(code), "tensor cores are used"
 
 

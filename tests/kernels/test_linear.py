@@ -22,6 +22,7 @@ from tests.kernels.common import every_implementation, forced, gated, is_interpr
 
 DTYPES = [torch.float32, torch.bfloat16]
 IMPLEMENTATIONS = every_implementation("linear", DTYPES)
+HALVES = [one for one in IMPLEMENTATIONS if one.values[2] != torch.float32]
 # torch's matrix product differs with the number of rows, and the Triton language's uses it.
 INVARIANT = [one for one in IMPLEMENTATIONS if one.values[0] not in ("reference", "triton", "cuda")]
 INTERPRETED_ROWS = (1, 3, 16, 17, 64, 70)
@@ -397,60 +398,19 @@ def test_argmax_of_what_is_not_finite(name: str, device: str, dtype: torch.dtype
     assert packed.argmax(x[::2].to(device)).tolist() == [-1] * 3, "one column is NaN, the others are finite"
 
 
-TRITON = with_quantizations(
-    [one for one in IMPLEMENTATIONS if one.values[0] == "triton"], [None, *QUANTIZATIONS]
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "quantization"),
+    with_quantizations([one for one in HALVES if one.values[0] == "cuda"], QUANTIZATIONS),
 )
-
-
-@pytest.mark.row("D4", clauses=("linear",))
-@pytest.mark.parametrize(("name", "device", "dtype", "quantization"), TRITON)
-@pytest.mark.parametrize("activation", [None, "gelu"])
-def test_every_configuration_of_a_tuner_is_the_same_product(
-    name: str, device: str, dtype: torch.dtype, quantization: str | None, activation: str | None
-) -> None:
-    """Tiles that do not divide the matrix, and inputs split among programs."""
-    from quire_kernels.triton_lang.linear import TritonLinear
-    from quire_kernels.triton_lang.tuning import Config
-
-    weight, x = draw(100, 416, dtype=dtype) / 20, draw(17, 416, dtype=dtype, seed=1)
-    bias = draw(100, dtype=dtype, seed=2)
-    with forced("linear", name):
-        packed = ops.pack_linear(
-            weight.to(device).clone(), bias.to(device), activation=activation, quantization=quantization
-        )
-    assert isinstance(packed, TritonLinear)
-    restored = (
-        weight
-        if quantization is None
-        else dequantize_weight(*quantize_weight(weight, quantization)).to(dtype)
-    )
-    expected = expected_of(x, restored, bias)
-    if activation is not None:
-        left, right = expected.chunk(2, 1)
-        expected = torch.nn.functional.gelu(left) * right
-    candidates = [packed._default(32), *packed._candidates(32)]
-    depths = sorted({config["BLOCK_K"] for config in candidates})
-    for block_k, block_out, split in zip((*depths, depths[0]), (16, 64, 32, 16), (1, 3, 2, 5), strict=False):
-        config = Config.of(4, 3, BLOCK_OUT=block_out, BLOCK_K=block_k, SPLIT=split)
-        out = torch.full((17, packed.out_features), torch.nan, device=device)
-        # Twice: the first launch leaves the tickets as it found them.
-        for _ in range(2):
-            packed._launch(x.to(device), out, 32, config)
-            # Scales of outputs multiply sums here, and weights in `restored`, rounded once more.
-            tolerance = 2e-5 if dtype == torch.float32 else 2e-3 if quantization is None else 3e-2
-            torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize(("name", "device", "dtype", "quantization"), TRITON)
 def test_a_row_does_not_depend_on_the_rows_of_its_tile(
     name: str, device: str, dtype: torch.dtype, quantization: str | None
 ) -> None:
     """Nor on garbage: the other rows are NaN, or not there."""
-    weight, x = draw(96, 320, dtype=dtype) / 18, draw(16, 320, dtype=dtype, seed=1).to(device)
+    weight, x = draw(96, 320, dtype=dtype) / 18, draw(64, 320, dtype=dtype, seed=1).to(device)
     with forced("linear", name):
         packed = ops.pack_linear(weight.to(device).clone(), quantization=quantization)
     together = packed(x)
-    for rows in (1, 7):
+    for rows in (1, 7, 16, 33):
         assert torch.equal(packed(x[:rows]), together[:rows]), rows
     x[1:] = torch.nan
     assert torch.equal(packed(x)[:1], together[:1])

@@ -110,9 +110,4 @@ register("gate_mul", _kernels.gate_mul, _probe("elementwise", "gate", TYPE="BFlo
 register("copy_blocks", _kernels.copy_blocks, _probe("copy", "copy_rows"), dtypes=())
 register("argmax", _kernels.argmax, _probe("sampling", "argmax"), dtypes=(torch.float32,))
 register("sample", _kernels.sample, _probe("sampling", "sample"), is_not_typical, (torch.float32,))
-register(
-    "linear",
-    functools.partial(linear.Linear, _kernels),
-    _probe("elementwise", "gate", TYPE="BFloat16"),
-    linear.can_pack,
-)
+register("linear", functools.partial(linear.pack, _kernels), linear.probe, linear.can_pack)
