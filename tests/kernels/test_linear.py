@@ -18,21 +18,15 @@ from quire_kernels.weights import (
     quantize_rows,
     quantize_weight,
 )
-from tests.kernels.common import every_implementation, forced, gated, is_interpreted
+from tests.kernels.common import every_implementation, forced, gated
 
 DTYPES = [torch.float32, torch.bfloat16]
 IMPLEMENTATIONS = every_implementation("linear", DTYPES)
 HALVES = [one for one in IMPLEMENTATIONS if one.values[2] != torch.float32]
-# torch's matrix product differs with the number of rows, and the Triton language's uses it.
-INVARIANT = [one for one in IMPLEMENTATIONS if one.values[0] not in ("reference", "triton", "cuda")]
-INTERPRETED_ROWS = (1, 3, 16, 17, 64, 70)
-"""Every kind of tile of the Triton language, in whose interpreter a product takes milliseconds."""
+# torch's matrix product differs with the number of rows, and CUDA C++ uses it.
+INVARIANT = [one for one in IMPLEMENTATIONS if one.values[0] not in ("reference", "cuda")]
 ROWS = (1, 2, 3, 7, 12, 13, 16, 17, 31, 33, 64, 70, 257, 300)
 """Every kind of tile, and more rows than a task has."""
-
-
-def rows_of(name: str, device: str) -> tuple[int, ...]:
-    return INTERPRETED_ROWS if is_interpreted(name, device) else ROWS
 
 
 def with_quantizations(parameters: Sequence[Any], quantizations: Sequence[str | None]) -> list[Any]:
@@ -76,7 +70,7 @@ def test_is_x_times_weight(
             weight.to(device).clone(), None if bias is None else bias.to(device), activation=None
         )
     assert (packed.in_features, packed.out_features) == (in_features, out_features)
-    for rows in rows_of(name, device):
+    for rows in ROWS:
         x = draw(rows, in_features, dtype=dtype, seed=rows)
         out = packed(x.to(device))
         assert out.dtype == dtype and out.shape == (rows, out_features)
@@ -362,21 +356,20 @@ def test_rows_are_those_of_the_weight(name: str, device: str, dtype: torch.dtype
 def test_argmax_is_that_of_the_product(
     name: str, device: str, dtype: torch.dtype, quantization: str | None
 ) -> None:
-    size, first = (300, 210) if is_interpreted(name, device) else (1000, 700)
+    size, first = 1000, 700
     weight = draw(size, 128, dtype=dtype)
     # All results are negative, less than what padding would give; and there are equal columns.
     weight[:, 0] = -100
     weight[first:] = weight[: size - first].clone()
     with forced("linear", name):
         packed = ops.pack_linear(weight.to(device).clone(), quantization=quantization)
-    for rows in rows_of(name, device):
+    for rows in ROWS:
         x = draw(rows, 128, dtype=dtype, seed=rows).to(device)
         x[:, 0] = 5
         best = packed.argmax(x)
         assert torch.equal(best, ops.argmax(packed(x, torch.float32)))
         assert best.dtype == torch.int64 and int(best.min()) >= 0
-        # numpy's products, which the interpreter uses, round equal columns differently by their place.
-        assert is_interpreted(name, device) or int(best.max()) < first
+        assert int(best.max()) < first
 
 
 @pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
