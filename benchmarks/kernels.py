@@ -130,7 +130,7 @@ def _linear_cases(device: torch.device, shape: Shape) -> Iterator[Case]:
     }
     quantizations, rows = ("int8", "w8a8", "int4"), (1, 16, 512)
     if device.type == "cuda":
-        quantizations, rows = ("int8", "fp8"), (1, 4, 16, 64, 256)
+        quantizations, rows = ("int8", "fp8", "int4"), (1, 4, 16, 32, 64, 256)
     if shape.name == "tiny":
         matrices, rows = {"qkv": matrices["qkv"]}, rows[:2]
     for name, (size, out) in matrices.items():

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from quire_kernels import ops, registry
+from quire_kernels.cuda import linear
 from quire_kernels.cuda.compiler import SOURCES
-from quire_kernels.cuda.kernels import Kernels, Linear
+from quire_kernels.cuda.kernels import Kernels
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import QuantizedKV
 from quire_kernels.sampling import SamplingTensors
-from tests.kernels import cuda_emulator, test_cache_ops, test_elementwise, test_sampling
+from quire_kernels.weights import QuantizedRows, dequantize_weight, quantize_weight
+from tests.kernels import cuda_emulator, test_cache_ops, test_elementwise, test_linear, test_sampling
 from tests.kernels.common import dequantized, forced, gated, quantized_pool
 from tests.kernels.cuda_emulator import EmulatedLauncher
 from tests.kernels.test_paged_attention import Case, check, make_case
@@ -58,7 +60,7 @@ def register(launcher: EmulatedLauncher) -> None:
             "sample",
         )
     }
-    functions["linear"] = partial(Linear, kernels)
+    functions["linear"] = partial(linear.pack, kernels)
     for operator, function in functions.items():
         registry._implementations[operator].pop(NAME, None)
         registry.implementation(operator, NAME, devices=("cpu",), priority=PRIORITY)(function)
@@ -344,32 +346,131 @@ def test_sample_edits_logits(seed: int, launcher: EmulatedLauncher, monkeypatch:
     assert set(launcher.launches) <= {"sample", "argmax"}
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
 @pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "clamped_swiglu"])
-def test_linear(dtype: torch.dtype, activation: str | None, launcher: EmulatedLauncher) -> None:
-    """Slices of the inputs in several blocks, rows that are no whole tile, bits that no neighbour changes."""
+@pytest.mark.parametrize("can_widen", [False, True])
+def test_plain_linear(
+    dtype: torch.dtype,
+    activation: str | None,
+    can_widen: bool,
+    launcher: EmulatedLauncher,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's product with our gate and argmax; float32 sums are kept where torch gives them."""
+    monkeypatch.setattr(linear, "can_widen", lambda device_type: can_widen)
+    monkeypatch.setattr(linear, "float32_product", lambda x, weight: x.float() @ weight.float().T)
     generator = torch.Generator().manual_seed(1)
-    columns, size = 44, 1088
+    columns, size = 40, 264
     rows = columns if activation is None else 2 * columns
     weight = (torch.randn((rows, size), generator=generator) / 16).to(dtype)
     bias = torch.randn(rows, generator=generator).to(dtype)
-    x = torch.randn((17, size), generator=generator).to(dtype)
-    with forced("linear", NAME):
-        layers = [ops.pack_linear(weight, one, activation=activation) for one in (bias, None)]
-    wide = x.double() @ weight.double().T
-    for layer, product in zip(layers, (wide + bias.double(), wide), strict=True):
-        expected = product
+    x = torch.randn((17, 1, size), generator=generator).to(dtype)
+    for one in (None, bias):
+        with forced("linear", NAME):
+            layer = ops.pack_linear(weight, one, activation=activation)
+        expected = x.double() @ weight.double().T + (0 if one is None else bias.double())
         if activation is not None:
-            expected = gated(activation, *product.chunk(2, -1))
-        outs = {count: layer(x[:count], torch.float32) for count in (1, 8, 9, 16)}
-        for count, out in outs.items():
-            torch.testing.assert_close(out.double(), expected[:count], atol=1e-4, rtol=1e-4)
-            assert torch.equal(out, outs[16][:count])
-        rounded = layer(x[:3].unsqueeze(1))
-        assert rounded.dtype == dtype and rounded.shape == (3, 1, columns)
-        torch.testing.assert_close(rounded[:, 0].double(), expected[:3], atol=2e-2, rtol=2e-2)
-        assert layer(x).shape == (17, columns)
+            expected = gated(activation, *expected.chunk(2, -1))
+        out = layer(x, torch.float32)
+        assert out.dtype == torch.float32
+        tolerance = 1e-4 if can_widen or dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+        rounded = layer(x)
+        assert rounded.dtype == dtype and rounded.shape == (17, 1, columns)
+        torch.testing.assert_close(rounded.double(), expected, atol=3e-2, rtol=3e-2)
         if activation is None:
-            assert layer.argmax(x[:4]).tolist() == expected[:4].argmax(-1).tolist()
+            assert layer.argmax(x[:, 0]).tolist() == out[:, 0].argmax(-1).tolist()
             assert torch.equal(layer.rows(torch.tensor([3, 0])), weight[[3, 0]])
-    assert launcher.count * 2 // 3 > 1, "the shape is one whose inputs are cut into slices"
+    assert set(launcher.launches) == {"argmax" if activation is None else "gate"}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("quantization", linear.CODES)
+@pytest.mark.parametrize("activation", [None, "silu", "clamped_swiglu"])
+def test_quantised_linear(
+    dtype: torch.dtype, quantization: str, activation: str | None, launcher: EmulatedLauncher
+) -> None:
+    """Slices of the inputs in several blocks, tiles that are not full, bits that no neighbour changes."""
+    generator = torch.Generator().manual_seed(1)
+    columns, size = (44, 1056) if activation is None else (48, 1120)
+    if quantization == "int4":
+        size = 2080
+    rows = columns if activation is None else 2 * columns
+    weight = (torch.randn((rows, size), generator=generator) / 16).to(dtype)
+    bias = torch.randn(rows, generator=generator).to(dtype)
+    x = torch.randn((70, size + 8), generator=generator).to(dtype)[:, :size]
+    x[65] = torch.nan
+    launcher.count = 1
+    with forced("linear", NAME):
+        packed, plain = (
+            ops.pack_linear(weight, one, activation=activation, quantization=quantization)
+            for one in (bias, None)
+        )
+    assert isinstance(packed, linear.QuantizedLinear) and packed._slices > 1
+    product = x.double() @ dequantize_weight(*quantize_weight(weight, quantization)).double().T
+    for layer, expected in ((packed, product + bias.double()), (plain, product)):
+        if activation is not None:
+            expected = gated(activation, *expected.chunk(2, -1))
+        outs = {count: layer(x[:count], torch.float32) for count in (64, 1, 8, 9, 17)}
+        for seed, (count, out) in enumerate(outs.items()):
+            launcher.seed = seed
+            torch.testing.assert_close(out.double(), expected[:count], atol=1e-4, rtol=1e-4)
+            assert torch.equal(out, outs[64][:count])
+        rounded = layer(x[:3].unsqueeze(1))
+        assert rounded.dtype == dtype and torch.equal(rounded[:, 0], outs[64][:3].to(dtype))
+        wide = layer(x)
+        assert wide.shape == (70, columns) and bool(wide[65].isnan().all())
+        torch.testing.assert_close(wide[:65].double(), expected[:65], atol=0.1, rtol=3e-2)
+    assert not bool(packed._tickets.any())
+    apart = packed.ungated()(x[:5], torch.float32)
+    if activation is None:
+        assert packed.argmax(x[:4]).tolist() == (product + bias)[:4].argmax(-1).tolist()
+    else:
+        with forced("gate_mul", NAME):
+            assert torch.equal(ops.gate_mul(apart, activation).to(dtype), packed(x[:5]))
+    assert {"linear_8", "linear_16", "linear_32", "widen"} <= set(launcher.launches)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("quantization", linear.CODES)
+def test_quantised_linear_as_the_others(dtype: torch.dtype, quantization: str) -> None:
+    for activation in (None, "silu"):
+        test_linear.test_quantised_weights_are_what_the_definition_says(
+            NAME, "cpu", dtype, quantization, activation
+        )
+    test_linear.test_no_rows_at_all(NAME, "cpu", dtype, quantization)
+    if dtype != torch.float32:
+        test_linear.test_a_row_does_not_depend_on_the_rows_of_its_tile(NAME, "cpu", dtype, quantization)
+    test_linear.test_argmax_is_that_of_the_product(NAME, "cpu", dtype, quantization)
+    if quantization != "int4":
+        test_linear.test_rows_that_are_quantised_already(NAME, "cpu", dtype, quantization)
+    if quantization == "int8":
+        test_linear.test_numbers_are_rounded_alike_everywhere(NAME, "cpu", dtype, quantization)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
+@pytest.mark.parametrize("quantization", linear.CODES)
+def test_every_code_is_widened_exactly(dtype: torch.dtype, quantization: str) -> None:
+    """All of a type, by products with one input and in memory; one that is NaN spoils its row."""
+    if quantization == "int4":
+        weight = (torch.arange(16 * 64).view(16, 64) % 17 - 8).clamp(max=7).float()
+        weight[:, ::32], expected = -8, weight
+        quantised: Any = weight.to(dtype)
+    else:
+        codes = (torch.arange(32 * 256).view(32, 256) * 33 % 256).to(torch.uint8)
+        codes = codes.view(torch.int8 if quantization == "int8" else FP8)
+        if quantization == "fp8":
+            is_nan = codes.float().isnan()
+            codes = codes.view(torch.uint8).where(~is_nan, 0x7E).view(FP8)
+            codes.view(torch.uint8)[3, 100] = 0xFF
+        quantised = QuantizedRows(codes, torch.ones(32, 1), quantization)
+        expected = codes.float().where(~codes.float().isnan().any(1, keepdim=True), torch.nan)
+    with forced("linear", NAME):
+        packed = ops.pack_linear(
+            quantised, dtype=dtype, quantization="int4" if quantization == "int4" else None
+        )
+    x = torch.eye(expected.shape[1], dtype=dtype)
+    outs = torch.cat([packed(part, torch.float32) for part in x.split(64)])
+    torch.testing.assert_close(outs.T, expected, atol=0, rtol=0, equal_nan=True)
+    assert isinstance(packed, linear.QuantizedLinear)
+    torch.testing.assert_close(packed._widened().float(), expected, atol=0, rtol=0, equal_nan=True)

@@ -47,7 +47,7 @@ class GraphBackend(Protocol):
     """Records work and repeats it on the memory that it used."""
 
     def warm_up(self, work: Work) -> None:
-        """Does work that is to be recorded next, once: compiling, tuning and allocating are not recorded."""
+        """Does work that is to be recorded next, once: compiling and allocating are not recorded."""
         ...
 
     def begin(self) -> None:

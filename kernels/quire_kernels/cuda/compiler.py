@@ -87,13 +87,18 @@ def attention_unit(query: str, head_dim: int, cache: int) -> Unit:
     return Unit("attention", (("QUERY", query), ("HEAD_DIM", str(head_dim)), ("CACHE", str(cache))))
 
 
+def linear_unit(number: str, codes: str) -> Unit:
+    """Products with quantised weights; `codes` as in numbers.cuh."""
+    return Unit("linear", (("TYPE", number), ("CODES", codes)))
+
+
 def all_units() -> list[Unit]:
     """Every variant that the operators can ask for."""
     units = list(attention_units())
     for number in ("BFloat16", "Float16", "Float32"):
         units += [Unit("elementwise", (("TYPE", number),)), Unit("cache", (("TYPE", number),))]
         if number != "Float32":
-            units.append(Unit("linear", (("TYPE", number),)))
+            units += [linear_unit(number, codes) for codes in ("INT8", "E4M3", "INT4")]
     units += [Unit("copy"), Unit("sampling")]
     return units
 

@@ -12,7 +12,6 @@ from quire_kernels.cuda.compiler import Unit, attention_unit
 from quire_kernels.cuda.launch import Launcher
 from quire_kernels.metadata import NO_SINKS, AttentionMetadata
 from quire_kernels.quantized_kv import KV_KINDS, KVLayer, QuantizedKV
-from quire_kernels.reference.linear import TorchLinear
 from quire_kernels.registry import LeftToOthers
 from quire_kernels.sampling import SamplingTensors
 
@@ -25,11 +24,7 @@ MAX_CHUNKS = 32
 _ROWS = 16
 _ATTENTION_THREADS = 128
 _BLOCKS_PER_MULTIPROCESSOR = 2
-_LINEAR_THREADS = 256
-_LINEAR_STEP = 64
-LINEAR_TOKENS = 16
-"""Rows of x up to which `Linear` runs here and not in cuBLAS."""
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 
 
 def attention_shared_bytes(head_dim: int, cache: int) -> int:
@@ -208,8 +203,8 @@ class Kernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ops.add_rms_norm`; the sum, or x itself without a residual, comes second."""
         size = x.shape[-1]
-        rows = _aligned_rows(x)
-        other = None if residual is None else _aligned_rows(residual)
+        rows = aligned_rows(x)
+        other = None if residual is None else aligned_rows(residual)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         total = x if residual is None else torch.empty_like(out)
         values = (
@@ -226,9 +221,9 @@ class Kernels:
     def gate_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """See `ops.gate_mul`."""
         size = gate_up.shape[-1] // 2
-        rows = _aligned_rows(gate_up)
+        rows = aligned_rows(gate_up)
         out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
-        values = (rows, out, rows.stride(0), size, _ACTIVATIONS[activation])
+        values = (rows, out, rows.stride(0), size, ACTIVATIONS[activation])
         parts = -(-size * gate_up.element_size() // 16 // 256)
         if rows.shape[0]:
             unit = Unit("elementwise", (("TYPE", TYPES[gate_up.dtype]),))
@@ -280,63 +275,7 @@ class Kernels:
         return out
 
 
-class Linear(TorchLinear):
-    """See `ops.pack_linear`: up to LINEAR_TOKENS rows here, more in cuBLAS; weights stay as they are."""
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: str | None,
-        quantization: str | None,
-    ) -> None:
-        assert quantization is None, quantization
-        super().__init__(weight.contiguous(), bias, activation, None)
-        self.kernels = kernels
-        self._unit = Unit("linear", (("TYPE", TYPES[weight.dtype]),))
-        tiles = -(-self.out_features // _ROWS)
-        device = weight.device
-        # Of the shape only, so that no result depends on how many rows are computed together.
-        wanted = 2 * kernels.launcher.multiprocessors(device) // tiles
-        self._slices = max(1, min(wanted, self.in_features // (_LINEAR_STEP * 8)))
-        self._tickets = torch.zeros(tiles if self._slices > 1 else 0, dtype=torch.int32, device=device)
-
-    def argmax(self, x: torch.Tensor) -> torch.Tensor:
-        """See PackedLinear."""
-        return self.kernels.argmax(self(x, torch.float32))
-
-    def ungated(self) -> Linear:
-        """See PackedLinear."""
-        return Linear(self.kernels, self.weight, self.bias, None, None)
-
-    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """See PackedLinear."""
-        rows = _aligned_rows(x)
-        count = rows.shape[0]
-        if dtype not in (None, x.dtype, torch.float32) or not 0 < count <= LINEAR_TOKENS:
-            return super().__call__(x, dtype)
-        out = torch.empty((count, self.out_features), dtype=dtype or x.dtype, device=x.device)
-        gated, wide = self.activation is not None, count > 8
-        tiles = -(-self.out_features // (_ROWS if gated or not wide else 2 * _ROWS))
-        partial = None
-        if self._slices > 1:
-            size = (2 if gated or wide else 1) * _ROWS * (16 if wide else 8)
-            partial = torch.empty((tiles, self._slices, size), dtype=torch.float32, device=x.device)
-        values = (
-            *(rows, self.weight, self.bias, out, partial, self._tickets, rows.stride(0), out.stride(0)),
-            *(count, self.in_features, self.weight.shape[0], self.out_features, self._slices),
-            -1 if self.activation is None else _ACTIVATIONS[self.activation],
-            out.dtype == torch.float32,
-        )
-        name = f"{'gated_' if gated else ''}linear_{16 if wide else 8}"
-        self.kernels.launcher.launch(
-            x.device, self._unit, name, (tiles, self._slices), _LINEAR_THREADS, values
-        )
-        return out.view(*x.shape[:-1], self.out_features)
-
-
-def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
+def aligned_rows(x: torch.Tensor) -> torch.Tensor:
     """x [..., size] as [n, size], each row contiguous and on 16 bytes."""
     rows = x.reshape(-1, x.shape[-1])
     is_aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
@@ -373,8 +312,3 @@ def can_keep_row(**facts: Any) -> bool:
 def can_gate(**facts: Any) -> bool:
     """Whether rows of `size` numbers are whole vectors."""
     return bool(facts["size"] % 8 == 0)
-
-
-def can_pack(**facts: Any) -> bool:
-    """Whether `Linear` takes a matrix of this shape."""
-    return facts.get("quantization") is None and facts["in_features"] % _LINEAR_STEP == 0

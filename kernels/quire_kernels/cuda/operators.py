@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from quire_kernels import registry
-from quire_kernels.cuda import kernels
+from quire_kernels.cuda import kernels, linear
 from quire_kernels.cuda.compiler import CompileError, Unit, attention_unit, is_installed
-from quire_kernels.cuda.kernels import Kernels, Linear, attention_shared_bytes
+from quire_kernels.cuda.kernels import Kernels, attention_shared_bytes
 from quire_kernels.cuda.launch import Launcher, loaded
 from quire_kernels.quantized_kv import KV_KINDS
 from quire_kernels.sampling import is_not_typical
@@ -105,10 +105,4 @@ register("gate_mul", _kernels.gate_mul, _probe("elementwise", "gate", TYPE="BFlo
 register("copy_blocks", _kernels.copy_blocks, _probe("copy", "copy_rows"), dtypes=())
 register("argmax", _kernels.argmax, _probe("sampling", "argmax"), dtypes=(torch.float32,))
 register("sample", _kernels.sample, _probe("sampling", "sample"), is_not_typical, (torch.float32,))
-register(
-    "linear",
-    functools.partial(Linear, _kernels),
-    _probe("linear", "linear_8", TYPE="BFloat16"),
-    kernels.can_pack,
-    _HALVES,
-)
+register("linear", functools.partial(linear.pack, _kernels), linear.probe, linear.can_pack)

@@ -15,14 +15,11 @@ from quire_kernels.cache import cache_directory
 from quire_kernels.metadata import NO_SINKS
 from quire_kernels.registry import implementation
 from quire_kernels.sampling import is_not_typical
-from quire_kernels.weights import INT4_GROUP
 
 PRIORITY = 10
 """Preferred to the PyTorch reference; CUDA C++ is preferred to this."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _KV_DTYPES = (*FLOATS, torch.int8, torch.float8_e4m3fn)
-FORMATS = (None, "int8", "int4", "fp8")
-"""Quantisations that `linear.TritonLinear` keeps in their own size."""
 MAX_VOCABULARY = 1 << 20
 """More tokens of the same weight would overflow the integer sums of `sampling.sample`."""
 
@@ -105,16 +102,10 @@ def _can_add_lora(rank: int, **_: object) -> bool:
     return rank <= 128
 
 
-def can_pack(in_features: int, quantization: str | None = None, **_: object) -> bool:
-    """Whether the kernels take a matrix of this shape and quantisation."""
-    return quantization in FORMATS and (quantization != "int4" or in_features % INT4_GROUP == 0)
-
-
 register("paged_attention", "attention", "paged_attention", predicate=_can_attend)
 register("write_kv", "cache", "write_kv", predicate=_can_write)
 register("norm_rope_write", "cache", "norm_rope_write", predicate=_can_rotate)
 register("copy_blocks", "cache", "copy_blocks", dtypes=())
-register("linear", "linear", "TritonLinear", predicate=can_pack)
 register("add_lora", "lora", "add_lora", predicate=_can_add_lora)
 for _name in ("rms_norm", "gate_mul", "rope"):
     register(_name, "elementwise", _name)

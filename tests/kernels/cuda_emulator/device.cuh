@@ -459,4 +459,5 @@ DEVICE uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {
     for (int i = 0; i < 4; i++) out |= uint32(bytes >> (8 * ((selector >> (4 * i)) & 7)) & 0xff) << (8 * i);
     return out;
 }
+DEVICE uint32 and_or(uint32 a, uint32 mask, uint32 bits) { return (a & mask) | bits; }
 DEVICE uint32 multiply_high(uint32 a, uint32 b) { return uint32((uint64(a) * b) >> 32); }

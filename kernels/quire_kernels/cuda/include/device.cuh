@@ -150,6 +150,12 @@ DEVICE uint32 fused_float16x2(uint32 a, uint32 b, uint32 c) {
 DEVICE uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {
     return __byte_perm(low, high, selector);
 }
+// (a & mask) | bits in one instruction, which compilers make two of where both are constants.
+DEVICE uint32 and_or(uint32 a, uint32 mask, uint32 bits) {
+    uint32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
+    return d;
+}
 
 // Conversions to the nearest, to even in the middle.
 DEVICE uint32 pack_bfloat16(float low, float high) {

@@ -1,0 +1,258 @@
+"""Linear layers: of plain weights cuBLAS, through torch, with our gate behind it; quantised ones, linear.cu.
+
+Weights are quantised alone, x is not: fp8 products with x in eight bits too (`torch._scaled_mm`), which would
+be faster for many rows, are other numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from quire_kernels.cuda.compiler import Unit, linear_unit
+from quire_kernels.cuda.kernels import ACTIVATIONS, TYPES, Kernels, aligned_rows
+from quire_kernels.reference.linear import TorchLinear
+from quire_kernels.weights import INT4_GROUP, PackedLinear, QuantizedRows, quantize_weight
+
+MAX_ROWS = 64
+"""Rows of x up to which the codes are read as they are; more are cuBLAS's, with weights widened for it."""
+CODES = {"int8": "INT8", "fp8": "E4M3", "int4": "INT4"}
+"""What numbers.cuh calls quantisations."""
+_MAX_TOKENS = 32
+"""Of one launch."""
+# As linear.cu has them.
+_WARPS, _WIDEN_WARPS, _WIDEN_TILES = 4, 8, 4
+_GROUP = 32
+_BLOCKS_PER_MULTIPROCESSOR = 6
+_MIN_TILES = 4
+"""Tiles of inputs that a warp has at least, where inputs are cut into slices."""
+_BYTES = torch.tensor([0, 2, 1, 3, 4, 6, 5, 7])
+_NIBBLES = torch.tensor([[0, 4, 1, 5], [2, 6, 3, 7]])
+"""Of eight inputs, those in eight bytes, and those in the low and the high halves of four."""
+
+
+def pack(
+    kernels: Kernels,
+    weight: torch.Tensor | QuantizedRows,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    quantization: str | None,
+) -> PackedLinear:
+    """See `ops.pack_linear`."""
+    if quantization is not None:
+        return QuantizedLinear(kernels, weight, bias, activation, quantization)
+    assert isinstance(weight, torch.Tensor)
+    return Linear(kernels, weight, bias, activation)
+
+
+class Linear(TorchLinear):
+    """See `ops.pack_linear`. Nothing reads plain weights faster than cuBLAS, at whatever number of rows."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+    ) -> None:
+        super().__init__(weight, bias, activation, None)
+        self.kernels = kernels
+        # Found out now, as it may not be while a graph is recorded.
+        can_widen(weight.device.type)
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """See PackedLinear."""
+        return self.kernels.argmax(self(x, torch.float32))
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See PackedLinear."""
+        dtype = dtype or x.dtype
+        out = product(x, self.weight, self.bias, dtype)
+        if self.activation is not None:
+            out = self.kernels.gate_mul(out, self.activation)
+        return out.to(dtype)
+
+
+class QuantizedLinear:
+    """See `ops.pack_linear`: weights of "int8", "fp8" and "int4", in the layout of linear.cu.
+
+    A row's result does not depend on the number of rows up to MAX_ROWS. Calls must follow one another on one
+    stream.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        weight: torch.Tensor | QuantizedRows,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        quantization: str,
+    ) -> None:
+        self.num_rows, self.in_features = weight.shape
+        self.kernels, self.activation, self.dtype = kernels, activation, weight.dtype
+        self.out_features = self.num_rows if activation is None else self.num_rows // 2
+        self.bias = None if bias is None else bias.contiguous()
+        codes, scales = quantize_weight(weight, quantization)
+        if quantization == "int4":
+            self.codes, self.scales = _packed_nibbles(codes, scales)
+        else:
+            if codes.dtype == torch.float8_e4m3fn:
+                # The kernels know no code that is NaN; a file may have one.
+                scales = scales.where(
+                    (codes.view(torch.uint8) & 0x7F != 0x7F).all(1, keepdim=True), torch.nan
+                )
+            self.codes, self.scales = _packed_bytes(codes), scales.flatten().float().contiguous()
+        self.nbytes = self.codes.nbytes + self.scales.nbytes
+        # Float32 rows are products with weights that are widened, from whichever type.
+        number = TYPES[torch.bfloat16 if self.dtype == torch.float32 else self.dtype]
+        self._unit = linear_unit(number, CODES[quantization])
+        self._row_tiles, self._input_tiles = self.codes.shape[:2]
+        self._blocks = self._row_tiles // 2
+        # Of the shape only, so that no result depends on how many rows are computed together.
+        wanted = _BLOCKS_PER_MULTIPROCESSOR * kernels.launcher.multiprocessors(weight.device) // self._blocks
+        self._slices = max(1, min(wanted, self._input_tiles // (_WARPS * _MIN_TILES)))
+        self._tickets = torch.zeros(self._blocks, dtype=torch.int32, device=weight.device)
+        can_widen(weight.device.type)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """See PackedLinear."""
+        raise AssertionError("no quantised rows are looked up")
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """See PackedLinear."""
+        return self.kernels.argmax(self(x, torch.float32))
+
+    def ungated(self) -> PackedLinear:
+        """See PackedLinear."""
+        out = copy.copy(self)
+        out.activation, out.out_features = None, self.num_rows
+        return out
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See PackedLinear."""
+        assert x.dtype == self.dtype and x.shape[-1] == self.in_features, (x.dtype, x.shape)
+        dtype, rows = dtype or x.dtype, aligned_rows(x)
+        if len(rows) > MAX_ROWS or x.dtype == torch.float32:
+            out = product(rows, self._widened(), self.bias, dtype)
+            if self.activation is not None:
+                out = self.kernels.gate_mul(out, self.activation)
+        else:
+            computed = dtype if dtype == torch.float32 else x.dtype
+            out = torch.empty((len(rows), self.out_features), dtype=computed, device=x.device)
+            for first in range(0, len(rows), _MAX_TOKENS):
+                self._multiply(rows[first : first + _MAX_TOKENS], out[first : first + _MAX_TOKENS])
+        return out.to(dtype).view(*x.shape[:-1], self.out_features)
+
+    def _multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        count = next(size for size in (8, 16, _MAX_TOKENS) if len(x) <= size)
+        partial = None
+        if self._slices > 1:
+            # Of this launch alone: graphs have their own pools.
+            sizes = (self._blocks, self._slices, count * 32)
+            partial = torch.empty(sizes, dtype=torch.float32, device=x.device)
+        values = (
+            *(x, self.codes, self.scales, self.bias, out, partial, self._tickets, x.stride(0), out.stride(0)),
+            *(len(x), self.in_features, self.out_features, self._input_tiles, self._slices),
+            -1 if self.activation is None else ACTIVATIONS[self.activation],
+            out.dtype == torch.float32,
+        )
+        grid = (self._blocks, self._slices)
+        self.kernels.launcher.launch(x.device, self._unit, f"linear_{count}", grid, 32 * _WARPS, values)
+
+    def _widened(self) -> torch.Tensor:
+        """[num_rows, in_features] in x's type, anew each time: only one layer's at once is kept."""
+        out = torch.empty((self.num_rows, self.in_features), dtype=self.dtype, device=self.codes.device)
+        grid = (self._row_tiles, -(-self._input_tiles // (_WIDEN_WARPS * _WIDEN_TILES)))
+        name = "widen_float32" if self.dtype == torch.float32 else "widen"
+        values = (self.codes, self.scales, out, self.num_rows, self.in_features, self._input_tiles)
+        self.kernels.launcher.launch(out.device, self._unit, name, grid, 32 * _WIDEN_WARPS, values)
+        return out
+
+
+def _tiles(matrix: torch.Tensor, groups: int, size: int) -> torch.Tensor:
+    """[rows, n] as [tiles of rows, 2, 8, tiles of inputs, groups, size]; zeros fill up the last ones."""
+    missing = -matrix.shape[1] % (groups * size), -matrix.shape[0] % 32
+    filled = F.pad(matrix, (0, missing[0], 0, missing[1]))
+    return filled.reshape(len(filled) // 16, 2, 8, -1, groups, size)
+
+
+def _packed_bytes(codes: torch.Tensor) -> torch.Tensor:
+    """int8 [tiles of rows, tiles of inputs, 512] of eight-bit codes; see linear.cu."""
+    tiles = _tiles(codes.view(torch.int8), 4, _GROUP // 4)[..., _BYTES.to(codes.device)]
+    return tiles.permute(0, 3, 2, 4, 1, 5).reshape(*tiles.shape[::3][:2], 512)
+
+
+def _packed_nibbles(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 [tiles of rows, tiles of inputs, 512] and float32 [the same, 32] of codes in [-8, 7] and their
+    scales; see linear.cu."""
+    tiles = _tiles(codes, 2 * 4, _GROUP // 4)
+    low, high = ((tiles[..., which] + 8).to(torch.uint8) for which in _NIBBLES.to(codes.device))
+    packed = (low | high << 4).unflatten(4, (2, 4)).permute(0, 3, 2, 5, 4, 1, 6)
+    of_groups = _tiles(scales, 2, 1).squeeze(5).permute(0, 3, 2, 4, 1)
+    return packed.reshape(*packed.shape[:2], 512), of_groups.reshape(*of_groups.shape[:2], 32)
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """x W^T + b.
+
+    Args:
+        x: [..., in_features].
+        weight: [out_features, in_features], of x's type.
+        bias: [out_features], of x's type.
+        dtype: what the result is for.
+
+    Returns:
+        [..., out_features]: float32 for float32, where torch can do that, not rounded on the way; else x's
+        type.
+    """
+    if dtype != torch.float32 or x.dtype == torch.float32 or not can_widen(x.device.type):
+        return F.linear(x, weight, bias)
+    out = float32_product(x.reshape(-1, x.shape[-1]), weight)
+    if bias is not None:
+        out += bias
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """float32 [n, out_features] of matrices of 16-bit numbers; tests put the CPU's in its place."""
+    return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+
+@functools.cache
+def can_widen(device_type: str) -> bool:
+    """Whether there is a `float32_product`: on CUDA, from torch 2.8 on."""
+    one = torch.ones((16, 16), dtype=torch.bfloat16, device=device_type)
+    try:
+        float32_product(one, one)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def can_pack(
+    in_features: int,
+    out_features: int,
+    activation: str | None = None,
+    quantization: str | None = None,
+    **_: object,
+) -> bool:
+    """Whether `pack` takes a matrix of this shape: rows are whole vectors, tiles have no gates beside what
+    they are multiplied by."""
+    if quantization is None:
+        return activation is None or out_features % 16 == 0
+    unit = INT4_GROUP if quantization == "int4" else 8
+    return (
+        quantization in CODES and in_features % unit == 0 and (activation is None or out_features % 32 == 0)
+    )
+
+
+def probe(quantization: str | None = None, **_: object) -> tuple[Unit, str, int]:
+    """See `operators.register`."""
+    if quantization is None:
+        return Unit("elementwise", (("TYPE", "BFloat16"),)), "gate", 0
+    return linear_unit("BFloat16", CODES[quantization]), "linear_8", 0
