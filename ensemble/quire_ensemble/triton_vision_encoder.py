@@ -16,6 +16,7 @@ import numpy as np
 
 from quire_ensemble.encoder_cache import EncoderCache
 from quire_ensemble.errors import InputError, ParameterError, VisionError, one_line
+from quire_ensemble.triton_metrics import immortal
 from quire_ensemble.triton_model import EnsembleModel, given_inputs, integer_parameter, unbatched
 
 if TYPE_CHECKING:
@@ -138,8 +139,8 @@ class VisionEncoderModel(EnsembleModel):
         return [self._respond(job, found, failures) for job in jobs]
 
     def finalize(self) -> None:
-        """Removes the instance's metrics from the server."""
-        self._metrics.close()
+        """The cache is gone; the series stay, as the model may be loaded again and have the same ones."""
+        self._metrics.set_cache_bytes(0)
 
     def _images(self, request: Any) -> list[_Image] | InputError:
         try:
@@ -212,8 +213,6 @@ class _EncoderMetrics:
     GAUGE = ("quire_vision_cache_bytes", "Bytes of cached image embeddings")
 
     def __init__(self, pb_utils: Any, args: Mapping[str, str]) -> None:
-        # The server removes a family when its object goes, and updates of its metrics raise from then on.
-        self._families: list[Any] = []
         self._counters: dict[str, Any] = {}
         self._gauge: Any = None
         kind = getattr(pb_utils, "MetricFamily", None)
@@ -227,8 +226,8 @@ class _EncoderMetrics:
         }
 
         def metric(name: str, description: str, family_kind: Any) -> Any:
-            self._families.append(kind(name=name, description=description, kind=family_kind))
-            return self._families[-1].Metric(labels=labels)
+            family = immortal(kind(name=name, description=description, kind=family_kind))
+            return immortal(family.Metric(labels=labels))
 
         for key, (name, description) in self.FAMILIES.items():
             self._counters[key] = metric(name, description, kind.COUNTER)
@@ -243,12 +242,6 @@ class _EncoderMetrics:
     def set_cache_bytes(self, value: int) -> None:
         if self._gauge is not None:
             self._gauge.set(value)
-
-    def close(self) -> None:
-        """A family must outlive its metrics."""
-        self._counters.clear()
-        self._gauge = None
-        self._families.clear()
 
 
 def _device(options: EncoderOptions, args: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.fixtures import fake_pb_utils
-from tests.fixtures.fake_metrics import FakeMetricFamily
+from tests.fixtures.fake_metrics import FakeMetric, FakeMetricFamily
 
 fake_pb_utils.install()
 
@@ -23,7 +24,7 @@ from quire.errors import ConfigError, InvalidArgumentError  # noqa: E402
 from quire.frontend.output_processor import RequestProcessor  # noqa: E402
 from quire.outputs import EngineCoreOutput, SchedulerStats  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
-from quire.triton import metrics  # noqa: E402
+from quire.triton import adapter_metrics, metrics  # noqa: E402
 from quire.triton.config_completion import read_engine_config  # noqa: E402
 from quire.triton.generation import Generation  # noqa: E402
 from quire.triton.metrics import EngineMetrics, MetricsBoard, RequestMetrics  # noqa: E402
@@ -277,5 +278,42 @@ def test_metrics_tell_what_is_loaded_and_of_use(monkeypatch: pytest.MonkeyPatch,
     found = shown(status("a", slot=1, num_hits=1, num_loads=1), pid=2)
     assert found['quire_adapter_hits_total{adapter="a"}'] == 6, "another engine counts from zero"
     assert found['quire_adapter_loads_total{adapter="a"}'] == 2
-    latest = max((value, name) for name, value in found.items() if name.startswith("vllm:lora"))
-    assert 'running_lora_adapters=""' in latest[1]
+
+
+def test_vllms_series_of_adapters_are_few_and_never_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest tells what is so. One that was made again, with the same labels, was freed with the one
+    before and written to: the server died."""
+    FakeMetricFamily.reset(monkeypatch, fake_pb_utils)
+    monkeypatch.setattr(adapter_metrics, "MAX_TOLD", 6)
+    clock = iter([1000.0, 1001.0, 1002.0, *[900.0] * 99])
+    monkeypatch.setattr(adapter_metrics, "time", SimpleNamespace(time=lambda: next(clock)))
+    board = MetricsBoard(fake_pb_utils, {"model_name": "m", "engine": "5eed"})
+    adapters = adapter_metrics.AdapterMetrics(board, {"engine": "5eed"}, max_loras=2)
+
+    def told(running: str, waiting: str = "") -> tuple[str, str]:
+        """What is told when those have requests."""
+        names = dict.fromkeys(running + waiting)
+        adapters.update(
+            [status(one, num_running=one in running, num_waiting=one in waiting) for one in reversed(names)]
+        )
+        board.send()
+        latest = max(of_info(), key=lambda one: one.value).labels
+        assert latest["max_lora"] == "2" and latest["model_name"] == "m"
+        return latest["running_lora_adapters"], latest["waiting_lora_adapters"]
+
+    def of_info() -> list[FakeMetric]:
+        every = FakeMetricFamily.all_metrics.values()
+        return [metric for metric in every if metric.name == "vllm:lora_requests_info"]
+
+    assert told("") == ("", "")
+    assert [told("a"), told(""), told("a")] == [("a", ""), ("", ""), ("a", "")]
+    adapters.update([])
+    assert told("a") == ("a", ""), "nothing was sent between"
+    assert told("ab", "c") == ("a,b", "c") and told("", "c") == ("", "c") and told("ab") == ("a,b", "")
+    assert told("b") == ("b", "") and len(of_info()) == 6
+    assert told("ab", "c") == ("a,b", "c"), "it has a series"
+    assert told("abc") == ("a,b", "") and told("bd", "c") in {("b", ""), ("", "c")} and told("d") == ("", "")
+    assert len(of_info()) == 6 and not FakeMetricFamily.deleted
+    board.start()
+    board.stop(timeout_s=30.0)
+    assert not any(metric.value for metric in of_info()), "nothing of it is so when the model is gone"

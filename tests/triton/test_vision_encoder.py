@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -360,22 +361,26 @@ def test_metrics_count_images_once(load: Load, monkeypatch: pytest.MonkeyPatch) 
     model.execute([request(large), request(image := Image(2), pixel_values=image.pixels[None, 1:])])
 
     def values() -> dict[str, float]:
-        return {name: family.metrics[0].value for name, family in FakeMetricFamily.alive.items()}
+        return FakeMetricFamily.shown("model", "version", "instance")
 
-    assert values() == {
+    counted = {
         "quire_vision_encoder_runs_total": 2,
         "quire_vision_encoder_images_total": 2,
         "quire_vision_cache_hits_total": 2,
         "quire_vision_cache_misses_total": 2,
-        "quire_vision_cache_bytes": 26 * HIDDEN * 4,
     }
-    for family in FakeMetricFamily.alive.values():
-        assert family.metrics[0].labels == {
+    assert values() == {**counted, "quire_vision_cache_bytes": 26 * HIDDEN * 4}
+    for metric in FakeMetricFamily.all_metrics.values():
+        assert metric.labels == {
             "model": "vision_encoder",
             "version": "1",
             "instance": "vision_encoder_0_0",
         }
     model.finalize()
+    del model
+    gc.collect()
+    assert values() == {**counted, "quire_vision_cache_bytes": 0}
+    assert not FakeMetricFamily.deleted, "a reloaded model has these metrics, too"
 
 
 def test_nothing_heavy_is_imported_before_initialize() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from quire.adapters import AdapterStatus
 from quire.triton.metrics import MAX_ADAPTERS, Figure, MetricsBoard, known
 
 _COUNTS = {"num_hits": "quire_adapter_hits_total", "num_loads": "quire_adapter_loads_total"}
+MAX_TOLD = 100
+"""Series of `vllm:lora_requests_info` that one process makes."""
 
 
 class AdapterMetrics:
@@ -26,9 +28,7 @@ class AdapterMetrics:
         self._figures: dict[tuple[str, ...], Figure] = {}
         self._counted: dict[tuple[str, str], int] = {}
         """What the engine has told of each count of each adapter."""
-        self._info = None
-        if board.vllm is not None:
-            self._info = board.info("vllm:lora_requests_info", **board.vllm, max_lora=str(max_loras))
+        self._info = None if board.vllm is None else _RequestsInfo(board, board.vllm, max_loras)
 
     def begin(self, adapters: Sequence[AdapterStatus]) -> None:
         """The counts of these are at /metrics already; those of others are not."""
@@ -58,9 +58,10 @@ class AdapterMetrics:
             self._figure(key, is_gauge=True).value = total
         self.begin(adapters)  # forgets those that are gone
         if self._info is not None:
-            running = ",".join(one.name for one in adapters if one.num_running)
-            waiting = ",".join(one.name for one in adapters if one.num_waiting)
-            self._info.tell(time.time(), running_lora_adapters=running, waiting_lora_adapters=waiting)
+            self._info.tell(
+                (one.name for one in adapters if one.num_running),
+                (one.name for one in adapters if one.num_waiting),
+            )
 
     def _figure(self, key: tuple[str, ...], *, is_gauge: bool) -> Figure:
         if key not in self._figures:
@@ -69,3 +70,40 @@ class AdapterMetrics:
             make = self._board.gauge if is_gauge else self._board.counter
             self._figures[key] = make(family, **labels)
         return self._figures[key]
+
+
+class _RequestsInfo:
+    """`vllm:lora_requests_info`: labels name the adapters that have requests, the value is when that began.
+
+    The series with the latest time tells what is so now; others keep theirs, as vLLM's do. No metric may be
+    deleted (`immortal`), so there are MAX_TOLD of them at most. Adapters that no series names together are
+    then told in part, by the series that names the most of them and nobody else.
+
+    Args:
+        vllm: labels of vLLM's names.
+    """
+
+    def __init__(self, board: MetricsBoard, vllm: Mapping[str, str], max_loras: int) -> None:
+        self._board, self._labels = board, {**vllm, "max_lora": str(max_loras)}
+        self._figures: dict[tuple[frozenset[str], frozenset[str]], Figure] = {}
+        """By the adapters that run and those that wait."""
+        self._told: tuple[frozenset[str], frozenset[str]] | None = None
+        self._told_at = 0.0
+        self.tell((), ())  # part of all others, so it must be there before them
+
+    def tell(self, running: Iterable[str], waiting: Iterable[str]) -> None:
+        now = frozenset(running), frozenset(waiting)
+        if now not in self._figures and len(self._figures) >= MAX_TOLD:
+            parts = [one for one in self._figures if one[0] <= now[0] and one[1] <= now[1]]
+            now = max(parts, key=lambda one: len(one[0]) + len(one[1]))
+        if now == self._told:
+            return
+        if now not in self._figures:
+            names = {
+                f"{state}_lora_adapters": ",".join(sorted(adapters))
+                for state, adapters in zip(("running", "waiting"), now, strict=True)
+            }
+            self._figures[now] = self._board.gauge("vllm:lora_requests_info", **self._labels, **names)
+        # Later than all others even where the clock was set back.
+        self._told_at = max(time.time(), self._told_at + 0.001)
+        self._told, self._figures[now].value = now, self._told_at

@@ -5,14 +5,13 @@ everything is added up here, and a thread of its own sends what has changed, abo
 every four seconds. For the same reason histograms are counters, one per bucket, as Prometheus writes them:
 Triton's own take one observation a call.
 
-Metrics are never deleted. Two frontends may show the same one (instances of a model; a model that is
-reloaded, whose old stub ends after the new one has begun): their increments add up, but a deletion by one
-would take the metric from the other, too (tritonserver 2.51).
+Metrics are never deleted (`immortal`). Two frontends may show the same one (instances of a model; a model
+that is reloaded, whose old stub ends after the new one has begun): their increments add up, but what one
+deletes the other goes on to write, into memory that the server has freed.
 """
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import itertools
 import logging
@@ -29,6 +28,7 @@ from quire.core.roster import WAITING_REASONS
 from quire.engine.messages import EngineInfo
 from quire.request import FinishReason
 from quire.triton.observers import RequestEnded
+from quire_ensemble.triton_metrics import immortal
 
 if TYPE_CHECKING:
     from quire.triton.adapter_metrics import AdapterMetrics
@@ -161,7 +161,7 @@ GAUGES: dict[str, str] = {
     "quire_adapters_loaded": "LoRA adapters in slots",
     "quire_adapter_loaded": "Whether a LoRA adapter is in a slot, so that a request for it need not wait",
     "quire_adapter_requests": "Sequences with a LoRA adapter, by state",
-    "vllm:lora_requests_info": "When it was told which adapters have requests, as vLLM tells it",
+    "vllm:lora_requests_info": "When it was told that these adapters have requests; the latest is so now",
 }
 VLLM: dict[str, str] = {
     "quire_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
@@ -214,30 +214,6 @@ class Figure:
         self.shown = value
 
 
-class Info(Figure):
-    """A gauge whose labels tell something, and change with it: at /metrics there is one series at a time.
-
-    Not for what several processes tell with the same labels: the one that goes on takes the series along.
-    """
-
-    __slots__ = ("_always", "family", "told")
-
-    def __init__(self, name: str, labels: Mapping[str, str]) -> None:
-        super().__init__(name, labels, is_gauge=True)
-        self._always = self.told = labels
-        self.family: Any = None
-
-    def tell(self, value: float, **labels: str) -> None:
-        """Other labels beside those that it always has."""
-        told = {**self._always, **labels}
-        if told != self.told:
-            self.told, self.value = told, value
-
-    def send(self) -> None:
-        if self.told is not self._always:  # nothing was told yet
-            super().send()
-
-
 class Histogram:
     """Counts of values by size.
 
@@ -282,8 +258,8 @@ class Observations:
         if self._metric is None:
             kind = pb_utils.MetricFamily
             about = OBSERVATIONS[self._name]
-            family = _immortal(kind(name=self._name, description=about, kind=kind.HISTOGRAM))
-            self._metric = _immortal(family.Metric(labels=dict(self._labels), buckets=list(self._buckets)))
+            family = immortal(kind(name=self._name, description=about, kind=kind.HISTOGRAM))
+            self._metric = immortal(family.Metric(labels=dict(self._labels), buckets=list(self._buckets)))
         while self._values:
             self._metric.observe(self._values.popleft())
 
@@ -319,11 +295,6 @@ class MetricsBoard(threading.Thread):
 
     def gauge(self, name: str, **labels: str) -> Figure:
         return self._add(name, labels, is_gauge=True)
-
-    def info(self, name: str, **labels: str) -> Info:
-        """Is shown from its first `tell` on."""
-        self._figures.append(info := Info(name, labels))
-        return info
 
     def histogram(self, name: str, **labels: str) -> Histogram:
         self._histograms.append(Histogram(self, name, labels))
@@ -376,19 +347,9 @@ class MetricsBoard(threading.Thread):
         for observations in self._observations:
             observations.send(self._pb_utils)
         for figure in self._figures[:]:
-            if isinstance(figure, Info):
-                self._renew(figure)
-            elif not figure.metrics:
+            if not figure.metrics:
                 self._make(figure)
             figure.send()
-
-    def _renew(self, info: Info) -> None:
-        """Gives it the metric of what it tells; the one before is deleted with its family, which holds it."""
-        if info.told is not info.labels:
-            info.labels, info.shown = info.told, math.nan
-            kind = self._pb_utils.MetricFamily
-            family = kind(name=info.name, description=GAUGES[info.name], kind=kind.GAUGE)
-            info.metrics, info.family = [family.Metric(labels=dict(info.labels))], family
 
     def _make(self, figure: Figure) -> None:
         """Makes the metrics of a figure; what is at 0 is shown, too."""
@@ -409,14 +370,8 @@ class MetricsBoard(threading.Thread):
         kind = self._pb_utils.MetricFamily
         if name not in self._families:
             made = kind(name=name, description=about, kind=kind.GAUGE if is_gauge else kind.COUNTER)
-            self._families[name] = _immortal(made)
-        return _immortal(self._families[name].Metric(labels=dict(labels)))
-
-
-def _immortal(made: Any) -> Any:
-    """Keeps an object of Triton's from its destructor, which deletes what others may show, too."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
-    return made
+            self._families[name] = immortal(made)
+        return immortal(self._families[name].Metric(labels=dict(labels)))
 
 
 class RequestMetrics:
