@@ -26,7 +26,7 @@ constexpr int THREADS = 1024;  // at most; a block has this many or half
 constexpr int EACH = 16;  // numbers that a thread reads at a time
 constexpr int BATCH = 32 * EACH;  // and its warp: they lie behind each other
 constexpr int BINS = 2048;
-constexpr int CHUNKS = 1024;
+constexpr int CHUNKS = 1024;  // at most: a row's parts, whose masses are summed
 constexpr int LIST = 2048;
 constexpr int PIECES = 4096;  // of a row, whose largest numbers are kept
 constexpr float MIN_TEMPERATURE = 1e-6f;
@@ -126,6 +126,13 @@ struct Places {
     // Of the j-th number of this thread in the batch that begins at `first`.
     static DEVICE int place(int first, int j) {
         return first + (j >> 2) * 128 + (threadIdx.x & 31) * 4 + (j & 3);
+    }
+
+    // Chunks are of 2 ** this places, whole batches.
+    DEVICE int chunk_shift() const {
+        int shift = 9;
+        while (end > CHUNKS << shift) shift++;
+        return shift;
     }
 
     // Calls visit(first, x) for all batches of the warp, with the thread's own numbers.
@@ -277,10 +284,36 @@ DEVICE uint64 philox(uint64 key, uint64 counter) {
 DEVICE uint64 mass_of(uint32 key) { return uint64(expf(-as_float(key)) * 1099511627776.0f); }
 
 struct Row : Places {
-    float peak, temperature;
+    float peak, temperature, inverse;
 
     DEVICE Row(const float* row, int size) : Places(row, size) {}
     DEVICE uint32 key_of(float x) const { return as_bits((peak - x) / temperature); }
+
+    // Calls visit(x, key) for the thread's numbers of a batch. Keys of numbers without a mass may be anything.
+    template <typename Visit>
+    DEVICE void for_keys(int first, const float (&own)[EACH], Visit visit) const {
+        // A correctly rounded inverse, a quotient within one unit in the last place and the exact remainder
+        // give the correctly rounded quotient (Markstein), if nothing underflows: two numbers near the peak
+        // are no closer than 2 ** -25 of it.
+        const float size = peak < 0.0f ? -peak : peak;
+        if (size > 0x1p-60f && temperature < 0x1p20f) {
+#pragma unroll
+            for (int j = 0; j < EACH; j++) {
+                const float distance = peak - own[j];
+                float quotient = multiply(distance, inverse);
+                for (int i = 0; i < 2; i++) {
+                    quotient = fused(fused(-quotient, temperature, distance), inverse, quotient);
+                }
+                visit(own[j], as_bits(quotient));
+            }
+        } else {
+#pragma unroll 1
+            for (int j = 0; j < EACH; j++) {
+                const float x = at(place(first, j));
+                visit(x, key_of(x));
+            }
+        }
+    }
 
     // The least number whose key is at most `limit`: what is kept can be told without a division. Rounding
     // may give numbers that differ one key; it never changes their order.
@@ -339,6 +372,14 @@ struct Amount {
     }
 };
 
+DEVICE uint64 prefix_sum(uint64 sum) {
+    for (int delta = 1; delta < 32; delta *= 2) {
+        const uint64 other = shuffle_up(sum, delta);
+        if ((threadIdx.x & 31) >= delta) sum += other;
+    }
+    return sum;
+}
+
 // The bin in which the amount is reached, -1 if none; `amount` becomes what is wanted of that bin. All bins
 // are zero afterwards.
 template <int N>
@@ -348,22 +389,15 @@ DEVICE int find_bin(Bins<N>& bins, Amount& amount, Shared& s) {
     block_barrier();
     uint64 own = 0;
     for (int b = first; b < first + each; b++) own += bins.at(b);
-    uint64 sum = own;
-    for (int delta = 1; delta < 32; delta *= 2) {
-        const uint64 other = shuffle_up(sum, delta);
-        if (lane >= delta) sum += other;
-    }
-    if (lane == 31) s.scratch[warp] = sum;
+    const uint64 up_to = prefix_sum(own);
+    if (lane == 31) s.scratch[warp] = up_to;
     if (threadIdx.x == 0) s.found = -1;
     block_barrier();
-    uint64 total = 0;
-    for (int w = 0; w < warps; w++) {
-        if (w == warp) sum += total;
-        total += s.scratch[w];
-    }
-    amount.settle(total);
-    uint64 before = sum - own;
-    const bool is_here = before < amount.number && sum >= amount.number;
+    const uint64 up_to_warp = prefix_sum(lane < warps ? s.scratch[lane] : 0);
+    amount.settle(shuffle(up_to_warp, 31));
+    uint64 before = up_to - own + (warp ? shuffle(up_to_warp, warp - 1) : 0);
+    const bool is_here = before < amount.number && before + own >= amount.number;
+#pragma unroll 1
     for (int b = first; b < first + each; b++) {
         const uint64 weight = bins.at(b);
         if (is_here && before < amount.number && before + weight >= amount.number) {
@@ -406,45 +440,36 @@ DEVICE void weigh(const Row& row, const Interval& in, bool by_mass, Shared& s) {
     // Weights of one bin are added together as long as they follow each other: rows may be all equal.
     int bin = 0;
     uint64 sum = 0;
-    row.for_each([&](int, const float (&x)[EACH]) {
-#pragma unroll
-        for (int j = 0; j < EACH; j++) {
-            if (x[j] >= least && x[j] < above) {
-                const uint32 key = row.key_of(x[j]);
-                const int now = in.bin_of(key);
-                if (now != bin) {
-                    s.bins.add(bin, sum);
-                    bin = now;
-                    sum = 0;
-                }
-                sum += by_mass ? mass_of(key) : 1;
+    row.for_each([&](int first, const float (&own)[EACH]) {
+        row.for_keys(first, own, [&](float x, uint32 key) {
+            if (x < least || x >= above) return;
+            const int now = in.bin_of(key);
+            if (now != bin) {
+                s.bins.add(bin, sum);
+                bin = now;
+                sum = 0;
             }
-        }
+            sum += by_mass ? mass_of(key) : 1;
+        });
     });
     s.bins.add(bin, sum);
 }
 
 // Lists the tokens whose keys are from `low` to `high`; chunks get the masses of better ones.
-DEVICE void list(const Row& row, uint32 low, uint32 high, int chunk_shift, Shared& s) {
+DEVICE void list(const Row& row, uint32 low, uint32 high, Shared& s) {
+    const int chunk_shift = row.chunk_shift();
     const float least = row.least(high), sure = low == 0 ? INFINITY : low > high ? least : row.least(low - 1);
     s.chunks.clear();
     if (threadIdx.x == 0) s.listed = 0;
     block_barrier();
-    row.for_each([&](int first, const float (&x)[EACH]) {
-        uint64 mass = 0;
-        uint32 undecided = 0;
+    row.for_each([&](int first, const float (&own)[EACH]) {
         bool is_any = false;
 #pragma unroll
-        for (int j = 0; j < EACH; j++) is_any = is_any || x[j] >= least;
+        for (int j = 0; j < EACH; j++) is_any = is_any || own[j] >= least;
         if (!ballot(is_any)) return;
+        uint32 undecided = 0;
 #pragma unroll
-        for (int j = 0; j < EACH; j++) {
-            if (x[j] >= sure) {
-                mass += mass_of(row.key_of(x[j]));
-            } else if (x[j] >= least) {
-                undecided |= 1u << j;
-            }
-        }
+        for (int j = 0; j < EACH; j++) undecided |= uint32(own[j] >= least && own[j] < sure) << j;
         if (undecided) {
             uint32 place = atomic_add_shared(&s.listed, population(undecided));
             for (int j = 0; j < EACH; j++) {
@@ -457,6 +482,8 @@ DEVICE void list(const Row& row, uint32 low, uint32 high, int chunk_shift, Share
             }
         }
         if (low == 0) return;
+        uint64 mass = 0;
+        row.for_keys(first, own, [&](float x, uint32 key) { mass += x >= sure ? mass_of(key) : 0; });
         mass = warp_reduce<Sum>(mass);
         if ((threadIdx.x & 31) == 0) s.chunks.add(first >> chunk_shift, mass);
     });
@@ -466,10 +493,8 @@ DEVICE void list(const Row& row, uint32 low, uint32 high, int chunk_shift, Share
 // Draws a token of a row with a finite peak: its place.
 DEVICE uint32 draw(const Row& row, const SampleParams& p, Shared& s) {
     const int which = blockIdx.x;
-    const uint64 top_k = p.top_k[which] > 0 && p.top_k[which] < p.size ? p.top_k[which] : 0;
+    const uint32 top_k = p.top_k[which] > 0 && p.top_k[which] < p.size ? p.top_k[which] : 0;
     const float top_p = p.top_p[which], min_p = p.min_p[which];
-    int chunk_shift = 9;
-    while (row.end > CHUNKS << chunk_shift) chunk_shift++;
     // The largest key that is kept: by top_k and top_p, as far as they are done, and by min_p behind them.
     uint32 limit = as_bits(FARTHEST), cut = limit;
     // A difference, as a logarithm of 1 must not become -0.
@@ -483,7 +508,7 @@ DEVICE uint32 draw(const Row& row, const SampleParams& p, Shared& s) {
         const uint32 bound = search({0, limit, LINEAR}, {top_k, 0.0, false}, s, PIECES, [&](uint32 e) {
             return Item{row.key_of(as_float(s.words[e])), 1};
         });
-        list(row, 0, bound, chunk_shift, s);
+        list(row, 0, bound, s);
         is_listed = s.listed <= LIST;
     }
 #pragma unroll 1
@@ -502,7 +527,7 @@ DEVICE uint32 draw(const Row& row, const SampleParams& p, Shared& s) {
                 in.divide();
             }
             const bool is_last = stage > 0 || top_p >= 1.0f, is_decided = in.low == in.high;
-            list(row, in.low + is_decided, is_last && cut < in.high ? cut : in.high, chunk_shift, s);
+            list(row, in.low + is_decided, is_last && cut < in.high ? cut : in.high, s);
             if (is_decided || s.listed <= LIST) break;
         }
         is_done = true;
@@ -518,6 +543,7 @@ DEVICE uint32 draw(const Row& row, const SampleParams& p, Shared& s) {
     Amount amount = {0, double(philox(uint64(p.seeds[which]), uint64(p.positions[which]))) * 0x1p-53, true};
     Interval in = {0, uint32(row.end - 1), 0};
     if (!is_listed) {
+        const int chunk_shift = row.chunk_shift();
         for (uint32 e = threadIdx.x; e < s.listed; e += blockDim.x) {
             if (s.words[e] <= limit) s.chunks.add(s.words[LIST + e] >> chunk_shift, mass_of(s.words[e]));
         }
@@ -555,6 +581,7 @@ KERNEL(sample, SampleParams, THREADS, 1) {
         best = best_of(row, row.peak, s.words, s.scratch);
     }
     row.temperature = Max::apply(p.temperature[which], MIN_TEMPERATURE);
+    row.inverse = 1.0f / row.temperature;
     if (best >= 0 && p.temperature[which] > 0.0f) best = int(draw(row, p, s)) - row.begin;
     if (threadIdx.x == 0) p.out[which] = best;
 }
