@@ -35,6 +35,7 @@ constexpr float LARGEST = 3.402823466e38f;
 constexpr float FARTHEST = 28.0f;
 constexpr float BINS_PER_UNIT = 64.0f;
 constexpr int LINEAR = -1;
+constexpr uint32 NONE = 0xffffffff;
 static_assert(FARTHEST * BINS_PER_UNIT < BINS, "a bin for every distance with a mass");
 static_assert(PIECES == 2 * LIST, "they share memory");
 
@@ -109,6 +110,12 @@ struct Shared {
     uint64 scratch[32];
     uint64 remaining;
     int found;
+    uint64 wanted;  // of the mass of all tokens, by top_p
+    // What the row asks for; here, as registers are few.
+    uint32 top_k;  // 0: all
+    float top_p;
+    double uniform;
+    uint32 cut;  // the largest key that min_p keeps
 };
 
 // A row as vectors see it: place 0 lies on 16 bytes, the row is from `begin` to before `end`.
@@ -353,18 +360,17 @@ struct Interval {
     }
 };
 
-// How much is wanted of the weights, the least key or place first: a number, or while that is 0, a share of
-// their sum, rounded up; or the first that exceeds a share.
+// How much is wanted of the weights, the least key or place first: a number; while that is 0, the share top_p
+// of their sum, rounded up, or with `draws` the first that exceeds the drawn share.
 struct Amount {
     uint64 number;
-    double share;
-    bool exceeds;
+    bool draws;
 
-    DEVICE void settle(uint64 total) {
+    DEVICE void settle(uint64 total, const Shared& s) {
         if (number) return;
-        const double wanted = share * double(total);
+        const double wanted = (draws ? s.uniform : double(s.top_p)) * double(total);
         number = uint64(wanted);
-        if (exceeds) {
+        if (draws) {
             number = (number < total ? number : total - 1) + 1;
         } else if (number == 0 || double(number) < wanted) {
             number++;
@@ -394,7 +400,7 @@ DEVICE int find_bin(Bins<N>& bins, Amount& amount, Shared& s) {
     if (threadIdx.x == 0) s.found = -1;
     block_barrier();
     const uint64 up_to_warp = prefix_sum(lane < warps ? s.scratch[lane] : 0);
-    amount.settle(shuffle(up_to_warp, 31));
+    amount.settle(shuffle(up_to_warp, 31), s);
     uint64 before = up_to - own + (warp ? shuffle(up_to_warp, warp - 1) : 0);
     const bool is_here = before < amount.number && before + own >= amount.number;
 #pragma unroll 1
@@ -417,7 +423,7 @@ struct Item {
     uint64 weight;
 };
 
-// The key or place in the interval at which the amount is reached; its end if none is. item(e) is one of the
+// The key or place in the interval at which the amount is reached; NONE if it is not. item(e) is one of the
 // `count` that are weighed.
 template <typename GetItem>
 DEVICE uint32 search(Interval in, Amount amount, Shared& s, uint32 count, GetItem item) {
@@ -427,7 +433,7 @@ DEVICE uint32 search(Interval in, Amount amount, Shared& s, uint32 count, GetIte
             if (one.key >= in.low && one.key <= in.high) s.bins.add(in.bin_of(one.key), one.weight);
         }
         const int bin = find_bin(s.bins, amount, s);
-        if (bin < 0) return in.high;
+        if (bin < 0) return NONE;
         in.enter(bin);
         if (in.low == in.high) return in.low;
         in.divide();
@@ -455,23 +461,24 @@ DEVICE void weigh(const Row& row, const Interval& in, bool by_mass, Shared& s) {
     s.bins.add(bin, sum);
 }
 
-// Lists the tokens whose keys are from `low` to `high`; chunks get the masses of better ones.
-DEVICE void list(const Row& row, uint32 low, uint32 high, Shared& s) {
-    const int chunk_shift = row.chunk_shift();
-    const float least = row.least(high), sure = low == 0 ? INFINITY : low > high ? least : row.least(low - 1);
+// Lists the tokens whose keys are from `low` to `high`. Chunks get the masses of better ones, or of all.
+DEVICE void list(const Row& row, uint32 low, uint32 high, bool sums_all, Shared& s) {
+    const float least = row.least(high), above = low == 0 ? INFINITY : low > high ? least : row.least(low - 1);
+    const float summed = sums_all ? row.least(as_bits(FARTHEST)) : above;
     s.chunks.clear();
     if (threadIdx.x == 0) s.listed = 0;
     block_barrier();
     row.for_each([&](int first, const float (&own)[EACH]) {
         bool is_any = false;
 #pragma unroll
-        for (int j = 0; j < EACH; j++) is_any = is_any || own[j] >= least;
+        for (int j = 0; j < EACH; j++) is_any = is_any || own[j] >= least || own[j] >= summed;
         if (!ballot(is_any)) return;
         uint32 undecided = 0;
 #pragma unroll
-        for (int j = 0; j < EACH; j++) undecided |= uint32(own[j] >= least && own[j] < sure) << j;
+        for (int j = 0; j < EACH; j++) undecided |= uint32(own[j] >= least && own[j] < above) << j;
         if (undecided) {
             uint32 place = atomic_add_shared(&s.listed, population(undecided));
+#pragma unroll 1
             for (int j = 0; j < EACH; j++) {
                 if (!(undecided >> j & 1)) continue;
                 if (place < LIST) {
@@ -481,11 +488,11 @@ DEVICE void list(const Row& row, uint32 low, uint32 high, Shared& s) {
                 place++;
             }
         }
-        if (low == 0) return;
+        if (summed == INFINITY) return;
         uint64 mass = 0;
-        row.for_keys(first, own, [&](float x, uint32 key) { mass += x >= sure ? mass_of(key) : 0; });
+        row.for_keys(first, own, [&](float x, uint32 key) { mass += x >= summed ? mass_of(key) : 0; });
         mass = warp_reduce<Sum>(mass);
-        if ((threadIdx.x & 31) == 0) s.chunks.add(first >> chunk_shift, mass);
+        if ((threadIdx.x & 31) == 0) s.chunks.add(first >> row.chunk_shift(), mass);
     });
     block_barrier();
 }
@@ -493,29 +500,60 @@ DEVICE void list(const Row& row, uint32 low, uint32 high, Shared& s) {
 // Draws a token of a row with a finite peak: its place.
 DEVICE uint32 draw(const Row& row, const SampleParams& p, Shared& s) {
     const int which = blockIdx.x;
-    const uint32 top_k = p.top_k[which] > 0 && p.top_k[which] < p.size ? p.top_k[which] : 0;
-    const float top_p = p.top_p[which], min_p = p.min_p[which];
-    // The largest key that is kept: by top_k and top_p, as far as they are done, and by min_p behind them.
-    uint32 limit = as_bits(FARTHEST), cut = limit;
-    // A difference, as a logarithm of 1 must not become -0.
-    if (min_p > 0.0f) cut = as_bits(Max::apply(0.0f, 0.0f - logf(min_p)));
+    // The largest key that is kept by top_k and top_p, as far as they are done.
+    uint32 limit = as_bits(FARTHEST);
+    if (threadIdx.x == 0) {
+        const int top_k = p.top_k[which];
+        const float min_p = p.min_p[which];
+        s.top_k = top_k > 0 && top_k < p.size ? top_k : 0;
+        s.top_p = p.top_p[which];
+        s.uniform = double(philox(uint64(p.seeds[which]), uint64(p.positions[which]))) * 0x1p-53;
+        // A difference, as a logarithm of 1 must not become -0.
+        s.cut = min_p > 0.0f ? as_bits(Max::apply(0.0f, 0.0f - logf(min_p))) : limit;
+    }
     s.bins.clear();
     block_barrier();
 
-    // Whether the list holds all that is kept. If not, and a row is done, it holds what was undecided last.
-    bool is_listed = false, is_done = false;
-    if (top_k && top_k <= LIST / 2) {
-        const uint32 bound = search({0, limit, LINEAR}, {top_k, 0.0, false}, s, PIECES, [&](uint32 e) {
-            return Item{row.key_of(as_float(s.words[e])), 1};
-        });
-        list(row, 0, bound, s);
-        is_listed = s.listed <= LIST;
+    // 0 is top_k, 1 top_p, 2 the masses, if neither has summed them.
+    int stage = s.top_k ? 0 : s.top_p < 1.0f ? 1 : 2;
+    // Whether the list holds all that is kept. If not, it holds what the last stage left undecided, and chunks
+    // the masses of the rest.
+    bool is_listed = false, is_summed = false;
+    // A guess: so many tokens are enough. For top_p it may be wrong.
+    const uint32 guess = s.top_k ? s.top_k : LIST / 2;
+    bool is_guess = false;
+    if (stage < 2 && guess <= LIST / 2) {
+        uint32 bound = limit;
+        bool is_likely = true;
+#pragma unroll 1
+        for (int i = 0; i <= stage; i++) {
+            // For top_p, the pieces' largest tell whether it pays to try.
+            const uint32 found = search({0, limit, LINEAR}, {i ? 0 : guess, false}, s, PIECES, [&](uint32 e) {
+                const uint32 key = row.key_of(as_float(s.words[e]));
+                return Item{key, i ? mass_of(key) : 1};
+            });
+            if (i == 0 && found < bound) bound = found;
+            if (i == 1) is_likely = found <= bound;
+        }
+        if (is_likely) {
+            list(row, 0, bound, stage == 1, s);
+            is_listed = s.listed <= LIST;
+            if (is_listed && stage == 1) {
+                uint64 mass = 0;
+                for (int c = threadIdx.x; c < CHUNKS; c += blockDim.x) mass += s.chunks.at(c);
+                Amount amount = {0, false};
+                amount.settle(block_reduce<Sum>(mass, uint64(0), s.scratch), s);
+                if (threadIdx.x == 0) s.wanted = amount.number;
+                block_barrier();
+                is_guess = true;
+            }
+        }
     }
 #pragma unroll 1
-    for (int stage = 0; stage < 3; stage++) {
+    for (; stage < 3; stage++) {
         const bool by_mass = stage == 1;
-        if (stage == 0 ? !top_k : stage == 1 ? top_p >= 1.0f : is_listed || is_done) continue;
-        Amount amount = {by_mass ? 0 : top_k, double(top_p), false};
+        if (by_mass ? s.top_p >= 1.0f : stage == 2 && (is_listed || is_summed)) continue;
+        Amount amount = {is_guess ? s.wanted : by_mass ? 0 : s.top_k, false};
         // Of the keys of which one is the answer; the last stage has nothing to ask.
         Interval in = {stage == 2 ? limit : 0, limit, LINEAR};
         while (!is_listed) {
@@ -526,21 +564,27 @@ DEVICE uint32 draw(const Row& row, const SampleParams& p, Shared& s) {
                 if (bin >= 0) in.enter(bin);
                 in.divide();
             }
-            const bool is_last = stage > 0 || top_p >= 1.0f, is_decided = in.low == in.high;
-            list(row, in.low + is_decided, is_last && cut < in.high ? cut : in.high, s);
+            const bool is_last = stage > 0 || s.top_p >= 1.0f, is_decided = in.low == in.high;
+            list(row, in.low + is_decided, is_last && s.cut < in.high ? s.cut : in.high, false, s);
+            is_summed = true;
             if (is_decided || s.listed <= LIST) break;
         }
-        is_done = true;
-        limit = in.high;
+        uint32 found = in.high;
         if (in.low < in.high) {
-            limit = search(in, amount, s, s.listed, [&](uint32 e) {
+            found = search(in, amount, s, s.listed, [&](uint32 e) {
                 return Item{s.words[e], by_mass ? mass_of(s.words[e]) : 1};
             });
         }
+        limit = found < in.high ? found : in.high;
+        if (is_guess && found == NONE) {
+            is_listed = false;
+            stage--;
+        }
+        is_guess = false;
     }
 
-    limit = cut < limit ? cut : limit;
-    Amount amount = {0, double(philox(uint64(p.seeds[which]), uint64(p.positions[which]))) * 0x1p-53, true};
+    limit = s.cut < limit ? s.cut : limit;
+    Amount amount = {0, true};
     Interval in = {0, uint32(row.end - 1), 0};
     if (!is_listed) {
         const int chunk_shift = row.chunk_shift();
