@@ -8,12 +8,13 @@
 // function of the row, and the same with any number of threads. It is the inverse of the cumulative
 // distribution at a number of Philox4x32-10 (Salmon et al., SC 2011), as in reference/sampling.py.
 //
-// The row is read once for its peak. Then once more
-// - with a top_k up to LIST / 2, for the list of all candidates. Each thread has kept the largest numbers of
-//   pieces of the row: the k-th largest of these cannot be larger than the k-th largest of the row.
-// - without top_k and top_p, for the masses of chunks, one of which is searched for the token.
-// - with top_p alone, or a larger top_k, for a histogram, and again for masses and undecided tokens at once;
-//   two more times for each interval whose tokens are too many to list.
+// The row is read once for its peak, when each thread keeps the largest numbers of pieces of the row: the n-th
+// largest of these is not larger than the n-th largest of the row, so what is not below it has the best n.
+// - With a top_k up to LIST / 2 it is read once more, for the list of these: all else is done on it.
+// - With top_p alone as well, for the best LIST / 2 and the mass of all, if the pieces say that they will do.
+// - Without both, for the masses of chunks, one of which is searched for the token.
+// - Else, or if there were too many to list, or too few, for a histogram of the row, and then for the masses
+//   of chunks and the undecided tokens at once; two more times whenever those are too many to list.
 //
 // Penalties, biases and bans are made in place before that, by the row's block too. Their products are not
 // contracted with the differences behind them: the edited logits are the reference's, bit for bit.
@@ -190,7 +191,8 @@ DEVICE int best_of(const Places& row, float& peak, uint32* pieces, uint64* scrat
             piece = (piece + blockDim.x) % PIECES;
         }
     });
-    const uint32 key = uint32(block_reduce<Max>(uint64(has_nan ? 0xffffffff : ordered(best)), uint64(0), scratch));
+    const uint64 highest_key = has_nan ? 0xffffffff : ordered(best);
+    const uint32 key = uint32(block_reduce<Max>(highest_key, uint64(0), scratch));
     block_barrier();
     // Not read from the row: a thread that is ahead may change it already.
     peak = number_of(key);
@@ -296,7 +298,7 @@ struct Row : Places {
     DEVICE Row(const float* row, int size) : Places(row, size) {}
     DEVICE uint32 key_of(float x) const { return as_bits((peak - x) / temperature); }
 
-    // Calls visit(x, key) for the thread's numbers of a batch. Keys of numbers without a mass may be anything.
+    // Calls visit(x, key) for the thread's numbers of a batch. Without a mass, their keys may be anything.
     template <typename Visit>
     DEVICE void for_keys(int first, const float (&own)[EACH], Visit visit) const {
         // A correctly rounded inverse, a quotient within one unit in the last place and the exact remainder
@@ -463,7 +465,8 @@ DEVICE void weigh(const Row& row, const Interval& in, bool by_mass, Shared& s) {
 
 // Lists the tokens whose keys are from `low` to `high`. Chunks get the masses of better ones, or of all.
 DEVICE void list(const Row& row, uint32 low, uint32 high, bool sums_all, Shared& s) {
-    const float least = row.least(high), above = low == 0 ? INFINITY : low > high ? least : row.least(low - 1);
+    const float least = row.least(high);
+    const float above = low == 0 ? INFINITY : low > high ? least : row.least(low - 1);
     const float summed = sums_all ? row.least(as_bits(FARTHEST)) : above;
     s.chunks.clear();
     if (threadIdx.x == 0) s.listed = 0;
@@ -499,11 +502,10 @@ DEVICE void list(const Row& row, uint32 low, uint32 high, bool sums_all, Shared&
 
 // Draws a token of a row with a finite peak: its place.
 DEVICE uint32 draw(const Row& row, const SampleParams& p, Shared& s) {
-    const int which = blockIdx.x;
     // The largest key that is kept by top_k and top_p, as far as they are done.
     uint32 limit = as_bits(FARTHEST);
     if (threadIdx.x == 0) {
-        const int top_k = p.top_k[which];
+        const int which = blockIdx.x, top_k = p.top_k[which];
         const float min_p = p.min_p[which];
         s.top_k = top_k > 0 && top_k < p.size ? top_k : 0;
         s.top_p = p.top_p[which];
@@ -525,15 +527,16 @@ DEVICE uint32 draw(const Row& row, const SampleParams& p, Shared& s) {
     if (stage < 2 && guess <= LIST / 2) {
         uint32 bound = limit;
         bool is_likely = true;
+        // For top_p, once more by masses: whether the pieces' largest would do says whether it pays to try.
 #pragma unroll 1
-        for (int i = 0; i <= stage; i++) {
-            // For top_p, the pieces' largest tell whether it pays to try.
-            const uint32 found = search({0, limit, LINEAR}, {i ? 0 : guess, false}, s, PIECES, [&](uint32 e) {
+        for (int by_mass = 0; by_mass <= stage; by_mass++) {
+            const Amount amount = {by_mass ? 0 : guess, false};
+            const uint32 found = search({0, limit, LINEAR}, amount, s, PIECES, [&](uint32 e) {
                 const uint32 key = row.key_of(as_float(s.words[e]));
-                return Item{key, i ? mass_of(key) : 1};
+                return Item{key, by_mass ? mass_of(key) : 1};
             });
-            if (i == 0 && found < bound) bound = found;
-            if (i == 1) is_likely = found <= bound;
+            if (by_mass) is_likely = found <= bound;
+            else bound = found < bound ? found : bound;
         }
         if (is_likely) {
             list(row, 0, bound, stage == 1, s);
