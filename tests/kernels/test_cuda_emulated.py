@@ -225,8 +225,10 @@ def test_elementwise_kernels(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 15, 1000, 151_936])
-def test_argmax(size: int) -> None:
-    test_elementwise.test_argmax(NAME, "cpu", size)
+def test_argmax(size: int, launcher: EmulatedLauncher) -> None:
+    """With blocks of both sizes."""
+    for launcher.count in (1, 100):
+        test_elementwise.test_argmax(NAME, "cpu", size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
@@ -332,6 +334,62 @@ def test_sample_draws_what_the_reference_draws(vocab_size: int) -> None:
     with forced("sample", NAME):
         assert torch.equal(ops.sample(logits, rows), expected)
         assert expected[7] == expected[8] == -1
+
+
+HARD: list[dict[str, Any]] = [
+    {},
+    {"min_p": 0.2},
+    {"top_p": 0.3},
+    {"top_p": 0.95},
+    {"top_p": 0.9, "min_p": 0.3},
+    {"top_k": 50, "top_p": 0.9, "temperature": 0.8},
+    {"top_k": 1000, "top_p": 0.99, "min_p": 0.01},
+    {"top_k": 1500},
+    {"top_k": 15_000, "top_p": 0.6},
+    {"top_k": 40, "temperature": 2.0**21},
+]
+"""With and without a guess, which may be wrong; lists that overflow; more than half a list of the best."""
+
+
+@pytest.mark.parametrize("vocab_size", [515, 20_011])
+def test_sample_of_hard_rows(vocab_size: int, launcher: EmulatedLauncher) -> None:
+    """Those defined, but where rounding of a sum decides, with blocks of both sizes, wherever rows begin."""
+    each = test_sampling.hard_logits(vocab_size)
+    logits = each.repeat_interleave(len(HARD), 0)
+    rows = test_sampling.settings(len(logits), HARD)
+    expected = test_sampling.defined(logits, rows)
+    found = []
+    for offset, launcher.count in ((0, 1), (1, len(logits)), (3, 1)):
+        # Beside the row are numbers that would be the best.
+        wide = torch.full((len(logits), vocab_size + 5), 3e38)
+        wide[:, offset : offset + vocab_size] = logits
+        with forced("sample", NAME):
+            found.append(ops.sample(wide[:, offset : offset + vocab_size], rows))
+        assert torch.equal(found[-1], found[0])
+    assert int((found[0] != expected).sum()) <= (0 if vocab_size < 1000 else 2)
+
+
+def test_sample_of_rows_with_more_pieces_than_are_kept(launcher: EmulatedLauncher) -> None:
+    """Random, so that a guess for top-p may be wrong; all equal; equal but for a few, with ties at
+    thresholds; best tokens at the end; a vocabulary of more batches than there are chunks.
+    """
+    vocab_size = 100_003
+    logits = torch.randn((5, vocab_size), generator=torch.Generator().manual_seed(0))
+    logits[1] = 2.5
+    logits[2] = 0.0
+    logits[2, [7, 70_000, 100_002]] = torch.tensor([9.0, 8.0, 7.0])
+    logits[3] = logits[3].sort().values * 4
+    logits[4] = logits[4].round()
+    filters = [*HARD, {"top_p": 0.2}, {"top_p": 0.4}, {"top_p": 0.5}, {"top_k": 4}, {"top_k": 3}]
+    logits = logits.repeat_interleave(len(filters), 0)
+    cases = [(logits, filters)]
+    large = torch.randn((1, 600_001), generator=torch.Generator().manual_seed(1))
+    cases.append((large.expand(3, -1), [{}, {"top_p": 0.9}, {"top_k": 9}]))
+    for many, chosen in cases:
+        rows = test_sampling.settings(len(many), chosen)
+        with forced("sample", NAME):
+            found = ops.sample(many, rows)
+        assert int((found != test_sampling.defined(many, rows)).sum()) <= 2
 
 
 @pytest.mark.row("D10")

@@ -254,8 +254,7 @@ class Kernels:
             x = x.contiguous()
         out = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
         values = (x, out, x.stride(0), x.shape[1])
-        if x.shape[0]:
-            self.launcher.launch(x.device, Unit("sampling"), "argmax", (x.shape[0], 1), 1024, values)
+        self._launch_rows("argmax", x, values)
         return out
 
     def sample(self, logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
@@ -269,10 +268,14 @@ class Kernels:
         kept = [field.contiguous() for field in fields]
         lists = () if edits is None else edits.arguments
         values = (logits, *kept, out, lists, logits.stride(0), logits.shape[1])
-        if logits.shape[0]:
-            grid = (logits.shape[0], 1)
-            self.launcher.launch(logits.device, Unit("sampling"), "sample", grid, 1024, values)
+        self._launch_rows("sample", logits, values)
         return out
+
+    def _launch_rows(self, kernel: str, x: torch.Tensor, values: tuple[Any, ...]) -> None:
+        """A kernel of sampling.cu, a block per row: two small ones per multiprocessor if there are enough."""
+        threads = 512 if x.shape[0] > self.launcher.multiprocessors(x.device) else 1024
+        if x.shape[0]:
+            self.launcher.launch(x.device, Unit("sampling"), kernel, (x.shape[0], 1), threads, values)
 
 
 def aligned_rows(x: torch.Tensor) -> torch.Tensor:

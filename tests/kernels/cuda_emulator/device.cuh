@@ -325,12 +325,13 @@ DEVICE void copy_async_wait() {
         groups.pop_front();
     }
 }
-DEVICE Vector16 load_stream(const void* global) {
+DEVICE Vector16 load_vector(const void* global) {
     check_alignment(global, 16);
     Vector16 v;
     std::memcpy(&v, global, 16);
     return v;
 }
+DEVICE Vector16 load_stream(const void* global) { return load_vector(global); }
 DEVICE float load_shared_by_blocks(const float* global) { return *global; }
 DEVICE void memory_fence() {}
 DEVICE int atomic_add(int* global, int value) {
@@ -338,7 +339,11 @@ DEVICE int atomic_add(int* global, int value) {
     *global += value;
     return old;
 }
-DEVICE void atomic_add_shared(uint64* shared, uint64 value) { *shared += value; }
+DEVICE uint32 atomic_add_shared(uint32* shared, uint32 value) {
+    const uint32 old = *shared;
+    *shared += value;
+    return old;
+}
 
 // ---- tensor cores -----------------------------------------------------------------------------------------
 
@@ -461,3 +466,4 @@ DEVICE uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {
 }
 DEVICE uint32 and_or(uint32 a, uint32 mask, uint32 bits) { return (a & mask) | bits; }
 DEVICE uint32 multiply_high(uint32 a, uint32 b) { return uint32((uint64(a) * b) >> 32); }
+DEVICE int population(uint32 bits) { return __builtin_popcount(bits); }

@@ -69,6 +69,8 @@ DEVICE void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// 16 aligned bytes that this block may have written.
+DEVICE Vector16 load_vector(const void* global) { return *static_cast<const Vector16*>(global); }
 // Data that is read once: no place in L1, the first to leave L2.
 DEVICE Vector16 load_stream(const void* global) {
     Vector16 v;
@@ -87,7 +89,7 @@ DEVICE float load_shared_by_blocks(const float* global) {
 }
 DEVICE void memory_fence() { __threadfence(); }
 DEVICE int atomic_add(int* global, int value) { return atomicAdd(global, value); }
-DEVICE void atomic_add_shared(uint64* shared, uint64 value) { atomicAdd(shared, value); }
+DEVICE uint32 atomic_add_shared(uint32* shared, uint32 value) { return atomicAdd(shared, value); }
 
 // ---- tensor cores -----------------------------------------------------------------------------------------
 
@@ -176,3 +178,4 @@ DEVICE float float16_to_float(uint16 bits) {
 DEVICE float as_float(uint32 bits) { return __uint_as_float(bits); }
 DEVICE uint32 as_bits(float value) { return __float_as_uint(value); }
 DEVICE uint32 multiply_high(uint32 a, uint32 b) { return __umulhi(a, b); }
+DEVICE int population(uint32 bits) { return __popc(bits); }
