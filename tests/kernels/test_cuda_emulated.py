@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -390,6 +391,22 @@ def test_sample_of_rows_with_more_pieces_than_are_kept(launcher: EmulatedLaunche
         with forced("sample", NAME):
             found = ops.sample(many, rows)
         assert int((found != test_sampling.defined(many, rows)).sum()) <= 2
+
+
+def test_quotients_by_an_inverse_are_the_quotients() -> None:
+    """What sampling.cu does in place of a division, where it does so: to the last bit."""
+    draw, count = np.random.default_rng(0), 300_000
+    divisors = np.ldexp(draw.uniform(1, 2, count), draw.integers(-19, 20, count)).astype(np.float32)
+    distances = np.ldexp(draw.uniform(1, 2, count), draw.integers(-85, 24, count)).astype(np.float32)
+    inverse = np.float32(1) / divisors
+
+    def fused(a: Any, b: Any, c: Any) -> Any:
+        return (a.astype(np.longdouble) * b + c).astype(np.float32)
+
+    quotients = distances * inverse
+    for _ in range(2):
+        quotients = fused(fused(-quotients, divisors, distances), inverse, quotients)
+    assert (quotients == distances / divisors).all()
 
 
 @pytest.mark.row("D10")

@@ -8,8 +8,8 @@
 // function of the row, and the same with any number of threads. It is the inverse of the cumulative
 // distribution at a number of Philox4x32-10 (Salmon et al., SC 2011), as in reference/sampling.py.
 //
-// The row is read once for its peak, when each thread keeps the largest numbers of pieces of the row: the n-th
-// largest of these is not larger than the n-th largest of the row, so what is not below it has the best n.
+// The row is read once for its peak, and the largest numbers of its pieces are kept: the n-th
+// of these is not larger than the n-th of the row, so the best n are among the tokens that are not below it.
 // - With a top_k up to LIST / 2 it is read once more, for the list of these: all else is done on it.
 // - With top_p alone as well, for the best LIST / 2 and the mass of all, if the pieces say that they will do.
 // - Without both, for the masses of chunks, one of which is searched for the token.
@@ -518,8 +518,8 @@ DEVICE uint32 draw(const Row& row, const SampleParams& p, Shared& s) {
 
     // 0 is top_k, 1 top_p, 2 the masses, if neither has summed them.
     int stage = s.top_k ? 0 : s.top_p < 1.0f ? 1 : 2;
-    // Whether the list holds all that is kept. If not, it holds what the last stage left undecided, and chunks
-    // the masses of the rest.
+    // Whether the list holds all that is kept. If not, it holds what the last stage left undecided, and
+    // chunks the masses of the rest.
     bool is_listed = false, is_summed = false;
     // A guess: so many tokens are enough. For top_p it may be wrong.
     const uint32 guess = s.top_k ? s.top_k : LIST / 2;
