@@ -1,4 +1,4 @@
-"""The folder for what is made once and kept: compiled kernels, the assembled backend.
+"""The folder for what is made once and kept: compiled kernels, tuning results, the assembled backend.
 
 What lies there is executed, so it is used only where no other user can write: the folder belongs to us or to
 root. Where the wanted one is not like that, or cannot be made (no home, a read-only disk), one of this user

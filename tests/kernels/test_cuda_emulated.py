@@ -182,12 +182,8 @@ FAULTS = {
     "a copy that is not waited for": ("copy_async_wait<STAGES - 2>();", "copy_async_wait<STAGES - 1>();"),
     "a window one position too long": ("position > last - p.window", "position >= last - p.window"),
     "a chunk that is folded before all warps have laid theirs down": (
-        "            block_barrier();\n#pragma unroll\n            for (int j = 0; j < FOLDED; j++) {\n"
-        "                const int e = self + j * THREADS, row = e / D + 8 * r;\n"
-        "                if (row >= p.rows) break;\n                const int d",
-        "#pragma unroll\n            for (int j = 0; j < FOLDED; j++) {\n"
-        "                const int e = self + j * THREADS, row = e / D + 8 * r;\n"
-        "                if (row >= p.rows) break;\n                const int d",
+        "        lay_down(0);\n        block_barrier();\n",
+        "        lay_down(0);\n",
     ),
     "a tile whose stage is refilled too early": (
         "start_copies(stage == 0 ? STAGES - 1 : stage - 1);",

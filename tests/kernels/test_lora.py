@@ -87,6 +87,7 @@ TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 @pytest.mark.row("E19")
+@pytest.mark.row("D4", clauses=("linear",))
 @pytest.mark.parametrize(("name", "device", "dtype"), IMPLEMENTATIONS)
 def test_each_row_gets_its_own_adapters_product(name: str, device: str, dtype: torch.dtype) -> None:
     for seed, shape in enumerate(SHAPES[:-1] if is_interpreted(name, device) else SHAPES):

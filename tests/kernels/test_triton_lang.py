@@ -236,13 +236,8 @@ def test_norm_rope_write_equals_the_operators_one_by_one(
 
 
 ARCHITECTURES = ["sm_80", "sm_89", "sm_90", "sm_100"]
-MAY_SPILL = {
-    ("attention.ragged.tiny-fp32", "sm_100"),
-    ("attention.ragged.llama-8b-int8", "sm_100"),
-    ("attention.ragged.llama-8b-fp8", "sm_100"),
-    ("attention.decode.gemma2-9b", "sm_100"),
-}
-"""(kernel, architecture): 8 bytes, of float32 16, with heads of 256 numbers 24."""
+MAY_SPILL = {"attention.ragged.": 128, "attention.decode.gemma2-9b": 24, "attention.decode.tiny-fp32": 16}
+"""Bytes, by the beginning of a kernel's name: tiles of prompts were chosen by time, on an H200 with 96 bytes."""
 
 
 def compile_kernels(kernel: str, architectures: Sequence[str] = ARCHITECTURES) -> None:
@@ -256,8 +251,8 @@ def compile_kernels(kernel: str, architectures: Sequence[str] = ARCHITECTURES) -
     assert {result["arch"] for result in results} == {*architectures}, run.stderr
     for result in results:
         assert not result["problems"], result
-        if (result["name"], result["arch"]) not in MAY_SPILL:
-            assert result["spill_bytes"] == 0 and result["spill_instructions"] == 0, result
+        most = max((size for name, size in MAY_SPILL.items() if result["name"].startswith(name)), default=0)
+        assert result["spill_bytes"] <= most and (most or not result["spill_instructions"]), result
 
 
 def test_kernels_of_a_model_compile_without_spills() -> None:

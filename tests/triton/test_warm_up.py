@@ -94,6 +94,7 @@ from unittest import mock
 from quire.engine import loop
 from quire.engine.runtime_directory import RuntimeDirectory
 from quire.sampling_params import SamplingParams
+from quire_kernels.triton_lang import tuning
 from tests.fixtures.graphs import recorded_steps
 
 folder = Path(sys.argv[1]) / "engine"
@@ -102,6 +103,7 @@ options = json.loads(sys.argv[2]) | {"async_scheduling": True, "max_num_seqs": 4
 options["max_num_batched_tokens"] = 32
 (folder / "config.json").write_text(json.dumps(options))
 sys.stdin = types.SimpleNamespace(buffer=io.BytesIO(b"1"))
+may_tune = []
 
 def tell(what):
     print(json.dumps([what, backend.num_graphs]))
@@ -117,16 +119,20 @@ def run(self):
     tell("asked")
 
 with recorded_steps() as backend:
+    begin = backend.begin
+    backend.begin = lambda: may_tune.append(tuning._warming_up) or begin()
     with mock.patch.object(RuntimeDirectory, "write_state", write_state):
         with mock.patch.object(loop.EngineLoop, "run", run):
             loop.main.callback(path=folder, server_pid=0, server_start_time=0, generation=0)
+assert all(may_tune) and not tuning._warming_up
 """
 
 
 @pytest.mark.row("G11", clauses=("ready",))
 def test_an_engine_says_that_it_is_ready_behind_its_warm_up(tmp_path: Path) -> None:
-    """Steps were computed and graphs recorded (by the stand-in for CUDA's) before the word that frontends
-    wait for; afterwards nothing is recorded. What else a first request could have to do: below."""
+    """Steps were computed, graphs recorded (by the stand-in for CUDA's) and kernels tuned, where they may be,
+    before the word that frontends wait for; afterwards nothing is recorded. What else a first request could
+    have to do: below."""
     (ready, num_graphs), (asked, num_later) = run_program(START, tmp_path)
     assert (ready, asked) == ("ready", "asked")
     assert num_later == num_graphs > 0

@@ -467,7 +467,8 @@ class EngineCore:
         """Computes a prompt and tokens behind it, likeliest and drawn ones, so that no request pays for
         first use. No block of more than three tokens is filled: nothing of it stays in the cache.
 
-        On a device with graphs the steps of all sizes are recorded before.
+        On a device with graphs the steps of all sizes are recorded before: only then kernels are tuned, and
+        what a step records by itself keeps the kernels that it had.
         """
         self.executor.warm_up()
         num_tokens = max(1, min(self.config.cache.block_size, self.info.max_model_len) - 3)

@@ -59,6 +59,7 @@ from quire_kernels.cpu.native import load_seconds, set_num_threads
 from quire_kernels.host_memory import give_back
 from quire_kernels.machine import num_cpus
 from quire_kernels.metadata import attention_facts
+from quire_kernels.triton_lang import tuning
 
 if TYPE_CHECKING:
     from quire.kv_tiers import KVTiers
@@ -299,10 +300,11 @@ class ModelRunner:
         """What is to be done once, before the first step: recording decode steps, and reading the vocabulary
         for grammars, which would hold up a step later."""
         self._grammars.warm_up()
-        if self.prompt_graphs is not None:
-            self.prompt_graphs.capture_all()
-        if self.graphs is not None:
-            self.graphs.capture_all()
+        with tuning.warm_up():
+            if self.prompt_graphs is not None:
+                self.prompt_graphs.capture_all()
+            if self.graphs is not None:
+                self.graphs.capture_all()
 
     def _measure_limits(self) -> None:
         """Once, before the first step that is timed: steps wait for half a second then."""

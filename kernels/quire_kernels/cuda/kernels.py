@@ -34,7 +34,7 @@ def attention_shared_bytes(head_dim: int, cache: int) -> int:
     stages = 4 if cache else 3
     query_bytes = head_dim // 16 * 512 if head_dim > 128 else 0
     scales = stages * 2 * tile * 4 if cache else 0
-    return stages * 2 * tile * row + query_bytes + scales + 5 * _ROWS * 8 + 16
+    return stages * 2 * tile * row + query_bytes + scales + 4 * _ROWS * 16 + 16
 
 
 @dataclass(frozen=True)

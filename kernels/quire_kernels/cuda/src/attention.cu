@@ -68,8 +68,8 @@ constexpr int UNROLLED = QUERY_IN_SHARED ? 1 : STEPS;
 constexpr int QUERY_OFFSET = STAGES * STAGE_BYTES;
 constexpr int SCALES_OFFSET = QUERY_OFFSET + (QUERY_IN_SHARED ? STEPS * 32 * 16 : 0);
 constexpr int STATES_OFFSET = SCALES_OFFSET + (QUANTIZED ? STAGES * 2 * TILE * 4 : 0);
-constexpr int FOLDED_OFFSET = STATES_OFFSET + WARPS * ROWS * 8;
-constexpr int FLAG_OFFSET = FOLDED_OFFSET + ROWS * 8;
+constexpr int FOLDINGS_OFFSET = STATES_OFFSET + WARPS * ROWS * 8;
+constexpr int FLAG_OFFSET = FOLDINGS_OFFSET + ROWS * 32;
 
 // What a query tile of a sequence sees: 32 bytes of the plan.
 struct Item {
@@ -146,9 +146,10 @@ DEVICE void tile_barrier() {
     else warp_barrier();
 }
 
-// Walks over the tiles of a run of chunks.
+// Walks over the tiles of a run of chunks, whose number of tiles is a power of two.
 struct Cursor {
     int index, head, tile;  // item, KV head (or part of one), tile within the pair
+    int sequence, kv_head;  // of the item, and of the head
     int base;               // tiles before the pair
     bool done;
     Item item;
@@ -158,7 +159,12 @@ struct Cursor {
         const Vector16 first = raw[0], second = raw[1];
         item = {int(first.x),  int(first.y),  int(first.z),  int(first.w),
                 int(second.x), int(second.y), int(second.z), int(second.w)};
+        sequence = p.query_tiles == 1 ? index : index / p.query_tiles;
         base = item.start + head * item.num_tiles;
+        enter_head(p, end);
+    }
+    DEVICE void enter_head(const AttentionParams& p, int end) {
+        kv_head = p.head_tiles == 1 ? head : head / p.head_tiles;
         done = base + tile >= end;
     }
     DEVICE void begin(const AttentionParams& p, int end) {
@@ -169,18 +175,19 @@ struct Cursor {
         done = index >= p.num_items;
         if (!done) enter(p, end);
     }
+    DEVICE bool begins_chunk() const { return (tile & (item.chunk_tiles - 1)) == 0; }
     // Goes to the next tile; `end` bounds where chunks begin.
     DEVICE void advance(const AttentionParams& p, int heads, int end) {
         tile++;
         if (tile < item.num_tiles) {
-            if (tile % item.chunk_tiles == 0) done = base + tile >= end;
+            if (begins_chunk()) done = base + tile >= end;
             return;
         }
         tile = 0;
         head++;
         base += item.num_tiles;
         if (head < heads) {
-            done = base >= end;
+            enter_head(p, end);
             return;
         }
         head = 0;
@@ -198,6 +205,13 @@ struct Cursor {
 // A row's softmax state: reference exponent and sum of weights.
 struct RowState {
     float maximum, sum;
+};
+
+// How a chunk's row is folded: the factors of its groups' parts, then those of the chunks before and of itself;
+// and the sum of all so far.
+struct Folding {
+    float parts[4];
+    float keep, add, sum, unused;
 };
 
 // Factors of the two states that are folded; a state without positions has maximum -infinity.
@@ -298,7 +312,7 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
     DYNAMIC_SHARED(shared);
     float* const scales = reinterpret_cast<float*>(shared + SCALES_OFFSET);  // [STAGES][GROUPS][keys, values][16]
     RowState* const states = reinterpret_cast<RowState*>(shared + STATES_OFFSET);    // [WARPS][ROWS], of a chunk
-    RowState* const fold_states = reinterpret_cast<RowState*>(shared + FOLDED_OFFSET);  // [ROWS], of those before
+    Folding* const foldings = reinterpret_cast<Folding*>(shared + FOLDINGS_OFFSET);  // [ROWS]
     int* const flag = reinterpret_cast<int*>(shared + FLAG_OFFSET);
 
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
@@ -312,16 +326,19 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
     Cursor now = next;
     if (now.done) return;
 
-    int block = -1;          // of the position `lane % 16` of this group in `next`; -1: it is not seen
+    // Blocks of 16 positions and more have those of a group in one piece.
+    const bool is_whole = p.block_shift >= 4;
+    int block = -1;          // of this group in `next`, or else of its position `lane % 16`; -1: it is not seen
     float pending = 0.0f;    // the scale of that position, of the tile before `next`: of keys, or of values
     int pending_stage = 0;
 
     const auto look_up = [&]() {
         if (next.done) return;
-        const int position = (next.item.first_tile + next.tile) * TILE + group * GROUP_TILE + lane % GROUP_TILE;
-        const bool seen = position >= next.item.low && position <= next.item.high;
-        const int sequence = next.index / p.query_tiles;
-        block = seen ? p.block_table[sequence * p.table_stride + (position >> p.block_shift)] : -1;
+        const int first = (next.item.first_tile + next.tile) * TILE + group * GROUP_TILE;
+        const int position = is_whole ? first : first + lane % GROUP_TILE;
+        const bool seen = position <= next.item.high &&
+                          (is_whole ? first + GROUP_TILE - 1 : position) >= next.item.low;
+        block = seen ? p.block_table[next.sequence * p.table_stride + (position >> p.block_shift)] : -1;
     };
     const auto store_scale = [&]() {
         if (QUANTIZED && part == 0) scales[(pending_stage * GROUPS + group) * 32 + lane] = pending;
@@ -329,28 +346,48 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
     const auto start_copies = [&](int stage) {
         if (!next.done) {
             const int first = (next.item.first_tile + next.tile) * TILE + group * GROUP_TILE;
-            const int64 head = next.head / p.head_tiles;
+            const int low = next.item.low - first, high = next.item.high - first;  // rows that are seen
             const int slots = (1 << p.block_shift) - 1;
+            const int64 head_offset = next.kv_head * p.head_stride;
             uint8* const keys = shared + stage * STAGE_BYTES + group * GROUP_BYTES;
-#pragma unroll
-            for (int j = 0; j < PASSES; j++) {
+            const auto copy = [&](int j, const uint8* source, bool seen) {
                 const int i = lane + (j * PARTS + part) * 32, row = i / VECTORS, vector = i % VECTORS;
-                const int found = shuffle(block, row);
-                const bool seen = found >= 0;
-                const int64 offset = (seen ? found : 0) * p.block_stride + head * p.head_stride +
-                                     int64((first + row) & slots) * D;
-                const uint8* const source = p.data + offset * ELEMENT + vector * 16;
                 copy_async_16(keys + row * ROW_BYTES + swizzled_key(row, vector) * 16, source, seen);
                 copy_async_16(keys + KEY_BYTES + row * ROW_BYTES + swizzled_value(row, vector) * 16,
                               source + p.kv_stride * ELEMENT, seen);
+            };
+            if (is_whole) {
+                const int64 offset =
+                    (block < 0 ? 0 : block) * p.block_stride + head_offset + int64(first & slots) * D;
+                const uint8* const source = p.data + offset * ELEMENT + (lane + part * 32) * 16;
+                if (low <= 0 && high >= GROUP_TILE - 1) {
+#pragma unroll
+                    for (int j = 0; j < PASSES; j++) copy(j, source + j * PARTS * 512, true);
+                } else {
+#pragma unroll
+                    for (int j = 0; j < PASSES; j++) {
+                        const int row = (lane + (j * PARTS + part) * 32) / VECTORS;
+                        copy(j, source + j * PARTS * 512, row >= low && row <= high);
+                    }
+                }
+            } else {
+#pragma unroll 1
+                for (int j = 0; j < PASSES; j++) {
+                    const int i = lane + (j * PARTS + part) * 32, row = i / VECTORS;
+                    const int found = shuffle(block, row);
+                    const int64 offset = (found < 0 ? 0 : found) * p.block_stride + head_offset +
+                                         int64((first + row) & slots) * D;
+                    copy(j, p.data + offset * ELEMENT + i % VECTORS * 16, found >= 0);
+                }
             }
             if (QUANTIZED) {
                 // A position that is not seen has finite codes, zeros, and this scale.
                 pending = 0.0f;
-                if (block >= 0) {
+                const int row = lane % GROUP_TILE;
+                if (row >= low && row <= high) {
                     const int64 offset = block * p.scale_block_stride +
-                                         (lane / GROUP_TILE) * p.scale_kv_stride + head * p.scale_head_stride +
-                                         ((first + lane % GROUP_TILE) & slots);
+                                         (lane / GROUP_TILE) * p.scale_kv_stride +
+                                         next.kv_head * p.scale_head_stride + ((first + row) & slots);
                     pending = BFloat16::to_float(p.scales[offset]);
                 }
                 pending_stage = stage;
@@ -373,6 +410,7 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
     float accumulated[COLUMN_TILES][4];  // of the chunk, by this warp: rows g (0, 1) and g + 8 (2, 3)
     RowState state[2];
     float folded[2][FOLDED];  // of the chunks before it in this block's run of the pair
+    RowState row_state = {-INFINITY, 0.0f};  // of these, of row `thread`
     int segment = 0;          // the chunk's tile at which this block's run of the pair begins
     bool enters = true;
     const float to_exponent = p.softcap > 0.0f ? 1.0f : p.scale * LOG2_E;
@@ -380,9 +418,9 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
     // What a row of the pair of `item` and `head` is: token of the tile, and query head; false: nothing.
     const auto find_row = [&](const Item& item, int head, int row, int& token, int& query_head) {
         token = p.head_tiles > 1 ? 0 : row / p.groups;
-        const int group = p.head_tiles > 1 ? head % p.head_tiles * ROWS + row : row % p.groups;
-        query_head = head / p.head_tiles * p.groups + group;
-        return token < item.num_tokens && row < p.rows && group < p.groups;
+        const int member = p.head_tiles > 1 ? head % p.head_tiles * ROWS + row : row % p.groups;
+        query_head = head / p.head_tiles * p.groups + member;
+        return token < item.num_tokens && row < p.rows && member < p.groups;
     };
     const auto write = [&](const Item& item, int head, int e, float value) {
         int token, query_head;
@@ -390,6 +428,16 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
         const int64 row = int64(item.first_token + token) * (p.num_kv_heads * p.groups) + query_head;
         p.out[row * D + e % D] = QUERY::from_float(value);
     };
+
+    const auto begin_chunk = [&]() {
+#pragma unroll
+        for (int r = 0; r < 2; r++) state[r] = {-INFINITY, 0.0f};
+#pragma unroll
+        for (int i = 0; i < COLUMN_TILES; i++) {
+            accumulated[i][0] = accumulated[i][1] = accumulated[i][2] = accumulated[i][3] = 0.0f;
+        }
+    };
+    begin_chunk();
 
     for (int stage = 0; !now.done; stage = stage + 1 == STAGES ? 0 : stage + 1) {
         if (enters) {
@@ -430,14 +478,6 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
                 for (int k = 0; k < STEPS; k++) fragment(query[QUERY_IN_SHARED ? 0 : k], k);
             }
         }
-        if (now.tile % now.item.chunk_tiles == 0) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) state[r] = {-INFINITY, 0.0f};
-#pragma unroll
-            for (int i = 0; i < COLUMN_TILES; i++) {
-                accumulated[i][0] = accumulated[i][1] = accumulated[i][2] = accumulated[i][3] = 0.0f;
-            }
-        }
 
         copy_async_wait<STAGES - 2>();
         // The tile is here for all lanes, and none reads the stage before any more.
@@ -459,7 +499,7 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
             for (int j = 0; j < 2; j++) {
                 const int row = QUANTIZED ? 4 * (g >> 1) + 2 * j + (g & 1) : 8 * j + g;
                 key[j] = {0, 0, 0, 0};
-                if (k / WIDE * 4 + c < VECTORS) {
+                if (D % (16 * WIDE) == 0 || k / WIDE * 4 + c < VECTORS) {
                     key[j] = *reinterpret_cast<const Vector16*>(keys + row * ROW_BYTES +
                                                                 swizzled_key(row, k / WIDE * 4 + c) * 16);
                 }
@@ -504,15 +544,24 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
                 }
             }
         }
+        // Whether every row sees every position of the group.
+        const bool is_seen = first + GROUP_TILE - 1 <= now.item.high - now.item.num_tokens + 1 &&
+                             (p.window == 0 || first > now.item.high - p.window);
+        if (!is_seen) {
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int position = first + position_of(j, c, i & 1), last = limit[i >> 1];
+                    const bool seen = position <= last && (p.window == 0 || position > last - p.window);
+                    if (!seen) scores[j][i] = -INFINITY;
+                }
+            }
+        }
 #pragma unroll
         for (int j = 0; j < 2; j++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int index = position_of(j, c, i & 1), position = first + index;
-                const float score = scores[j][i];
-                const int last = limit[i >> 1];
-                const bool seen = position <= last && (p.window == 0 || position > last - p.window);
-                scores[j][i] = seen ? score : -INFINITY;
                 // A NaN is not the larger one of two, and reaches the sum all the same.
                 tile_max[i >> 1] = Max::apply(scores[j][i], tile_max[i >> 1]);
             }
@@ -611,12 +660,12 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
         const int tile = now.tile, base = now.base, pair_head = now.head;
         const bool pair_ends = tile + 1 == item.num_tiles;
         now.advance(p, heads, end);
-        if (!pair_ends && (tile + 1) % item.chunk_tiles != 0) continue;
+        if (!pair_ends && ((tile + 1) & (item.chunk_tiles - 1)) != 0) continue;
 
-        // The chunk ends: eight rows at a time, each warp lays down what it has where its tile was, and every
+        // The chunk ends: each warp lays down what it has where its tile was, eight rows at a time, and every
         // thread folds some columns of all warps, then into those of the chunks before.
         const int chunk = tile / item.chunk_tiles;
-        const bool is_first = chunk * item.chunk_tiles == segment;
+        const bool is_first = segment > 0 || chunk * item.chunk_tiles == segment;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float sum = state[r].sum;
@@ -624,81 +673,70 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
             sum += shuffle_xor(sum, 2);
             if (c == 0) states[warp * ROWS + g + 8 * r] = {state[r].maximum, sum};
         }
+        const auto lay_down = [&](int r) {
+            if (g + 8 * r >= p.rows) return;
+            float* const scratch = reinterpret_cast<float*>(keys + part * (GROUP_BYTES / PARTS)) + g * COLUMNS;
+#pragma unroll
+            for (int i = 0; i < COLUMN_TILES; i++) {
+                scratch[column(i, c, 0)] = accumulated[i][2 * r];
+                scratch[column(i, c, 1)] = accumulated[i][2 * r + 1];
+            }
+        };
         // All lanes have read the tile.
         tile_barrier();
-        RowState row_state = {-INFINITY, 0.0f};  // of row `thread`, of the chunks so far
+        lay_down(0);
+        block_barrier();
+        if (thread < p.rows) {
+            RowState one = states[thread];
+#pragma unroll
+            for (int w = PARTS; w < WARPS; w += PARTS) {
+                one.maximum = Max::apply(states[w * ROWS + thread].maximum, one.maximum);
+            }
+            const float reference = one.maximum == -INFINITY ? 0.0f : one.maximum;
+            one.sum = 0.0f;
+            Folding folding = {};
+#pragma unroll
+            for (int w = 0; w < WARPS; w += PARTS) {
+                const RowState of_warp = states[w * ROWS + thread];
+                folding.parts[w / PARTS] = exp2_fast(of_warp.maximum - reference);
+                one.sum = fused(of_warp.sum, folding.parts[w / PARTS], one.sum);
+            }
+            if (is_first) row_state = one;
+            else fold_rows(row_state, one, folding.keep, folding.add);
+            folding.sum = row_state.sum;
+            foldings[thread] = folding;
+        }
+        block_barrier();
         // Places are computed here, and not kept in registers from tile to tile.
         const int self = opaque(thread);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             if (8 * r >= p.rows) break;
-            if (g + 8 * r < p.rows) {
-                float* const scratch =
-                    reinterpret_cast<float*>(keys + part * (GROUP_BYTES / PARTS)) + g * COLUMNS;
-#pragma unroll
-                for (int i = 0; i < COLUMN_TILES; i++) {
-                    scratch[column(i, c, 0)] = accumulated[i][2 * r];
-                    scratch[column(i, c, 1)] = accumulated[i][2 * r + 1];
-                }
+            if (r == 1) {
+                lay_down(1);
+                block_barrier();
             }
-            block_barrier();
 #pragma unroll
             for (int j = 0; j < FOLDED; j++) {
                 const int e = self + j * THREADS, row = e / D + 8 * r;
                 if (row >= p.rows) break;
                 const int d = e % D, place = (e / D) * COLUMNS + d % COLUMNS;
-                RowState one = states[row];
-#pragma unroll
-                for (int w = PARTS; w < WARPS; w += PARTS) {
-                    one.maximum = Max::apply(states[w * ROWS + row].maximum, one.maximum);
-                }
-                const float reference = one.maximum == -INFINITY ? 0.0f : one.maximum;
-                const uint8* const parts =
-                    shared + stage * STAGE_BYTES + d / COLUMNS * (GROUP_BYTES / PARTS);
+                const Folding folding = foldings[row];
+                const uint8* const parts = shared + stage * STAGE_BYTES + d / COLUMNS * (GROUP_BYTES / PARTS);
                 float value = 0.0f;
 #pragma unroll
-                for (int w = 0; w < WARPS; w += PARTS) {
-                    const float factor = exp2_fast(states[w * ROWS + row].maximum - reference);
-                    const uint8* const scratch = parts + w / PARTS * GROUP_BYTES;
-                    value = fused(reinterpret_cast<const float*>(scratch)[place], factor, value);
+                for (int w = 0; w < GROUPS; w++) {
+                    const float* const scratch = reinterpret_cast<const float*>(parts + w * GROUP_BYTES);
+                    value = fused(scratch[place], folding.parts[w], value);
                 }
-                if (is_first || segment > 0) {
-                    folded[r][j] = value;
-                } else {
-                    float kept, added;
-                    RowState before = fold_states[row];
-                    fold_rows(before, one, kept, added);
-                    folded[r][j] = fold(folded[r][j], value, kept, added);
-                }
-            }
-            if (r == 0 && thread < p.rows) {
-                // Those of this row, of whichever half, that `fold_states` gets behind the next barrier.
-                float maximum = -INFINITY;
-#pragma unroll
-                for (int w = 0; w < WARPS; w += PARTS) {
-                    maximum = Max::apply(states[w * ROWS + thread].maximum, maximum);
-                }
-                const float reference = maximum == -INFINITY ? 0.0f : maximum;
-                row_state.maximum = maximum;
-#pragma unroll
-                for (int w = 0; w < WARPS; w += PARTS) {
-                    const RowState one = states[w * ROWS + thread];
-                    row_state.sum = fused(one.sum, exp2_fast(one.maximum - reference), row_state.sum);
-                }
-                if (!is_first && segment == 0) {
-                    float kept, added;
-                    RowState before = fold_states[thread];
-                    fold_rows(before, row_state, kept, added);
-                    row_state = before;
-                }
+                folded[r][j] = is_first ? value : fold(folded[r][j], value, folding.keep, folding.add);
             }
             block_barrier();
         }
-        if (thread < p.rows) fold_states[thread] = row_state;
+        begin_chunk();
         const bool run_ends = pair_ends || now.done;
         enters = run_ends;
         if (!run_ends && segment == 0) continue;
-        block_barrier();
 
         if (pair_ends && segment == 0) {
 #pragma unroll
@@ -707,7 +745,7 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
                 for (int j = 0; j < FOLDED; j++) {
                     const int e = self + j * THREADS, row = e / D + 8 * r;
                     if (row >= p.rows) break;
-                    write(item, pair_head, e + 8 * r * D, finish(folded[r][j], fold_states[row].sum));
+                    write(item, pair_head, e + 8 * r * D, finish(folded[r][j], foldings[row].sum));
                 }
             }
             continue;

@@ -1,0 +1,242 @@
+"""Autotuning: which configuration of a kernel is fastest on this device for this shape, remembered on disk.
+
+Candidates are timed only inside `warm_up()`, outside CUDA graph capture and outside the interpreter;
+elsewhere a shape that was never timed runs with its default. What was found is kept under QUIRE_CACHE_DIR, in
+one small file of JSON (`cache.keep`) for each device, kernel, source and shape, so that a second start times
+nothing and processes that tune at once do not touch each other's results.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire_kernels import cache
+from quire_kernels.triton_lang import operators
+
+logger = logging.getLogger("quire_kernels")
+
+_FLUSHED_BYTES = 256 << 20
+"""More than any level-2 cache: weights come from memory in a model, so they must when timed."""
+_TIMED_RUNS = 12
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to launch a kernel."""
+
+    constants: tuple[tuple[str, int], ...]
+    """Its constexpr parameters that are free to choose, by name."""
+    num_warps: int = 4
+    num_stages: int = 3
+
+    @classmethod
+    def of(cls, num_warps: int, num_stages: int, **constants: int) -> Config:
+        """The same with the constants by keyword."""
+        return cls(tuple(sorted(constants.items())), num_warps, num_stages)
+
+    def __getitem__(self, name: str) -> int:
+        return self.launch[name]
+
+    @functools.cached_property
+    def launch(self) -> dict[str, int]:
+        """Keywords of the launch."""
+        return {**dict(self.constants), "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What makes timings comparable."""
+
+    name: str
+    capability: tuple[int, int]
+
+
+def kernel_key(kernel: str, source: str, shape: Mapping[str, int | str]) -> str:
+    """Names a kernel, its source (`source_hash`) and a shape; made once per shape, used at each launch."""
+    return json.dumps({"kernel": kernel, "source": source, "shape": dict(shape)}, sort_keys=True)
+
+
+@functools.cache
+def source_hash(*paths: str) -> str:
+    """Digest of the files that define a kernel and its candidates."""
+    digest = hashlib.sha256()
+    for path in paths:
+        data = Path(path).read_bytes()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()[:16]
+
+
+class Tuner:
+    """Chooses configurations and remembers them, in memory and on disk.
+
+    Args:
+        directory: of the files; made when the first one is written.
+        device: part of every key.
+        version: of the compiler, part of every key.
+        timer: seconds that a call of the function takes on the device; it raises one of `failures` for a
+            configuration that the device cannot run.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        device: Device,
+        version: str,
+        timer: Callable[[Callable[[], None]], float],
+        failures: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self.directory, self.device, self.version = directory, device, version
+        self.timer, self.failures = timer, failures
+        self.num_timed = 0
+        """Configurations timed by this process."""
+        self._known: dict[str, Config] = {}
+        self._absent: set[str] = set()
+        """Keys that the disk had nothing for."""
+
+    def choose(
+        self,
+        key: str,
+        default: Config,
+        candidates: Callable[[], Sequence[Config]],
+        run: Callable[[Config], None],
+    ) -> Config:
+        """The fastest known configuration for a key.
+
+        Args:
+            key: of `kernel_key`.
+            default: what runs where nothing is known and nothing may be timed.
+            candidates: that are worth timing; the default is timed with them.
+            run: launches the kernel once with a configuration; it may be called any number of times.
+        """
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        if key not in self._absent:
+            known = self._read(key)
+            if known is not None:
+                self._known[key] = known
+                return known
+            self._absent.add(key)
+        if not may_tune():
+            return default
+        best, seconds = self._time(key, default, candidates(), run)
+        self._known[key] = best
+        if seconds < float("inf"):
+            self._write(key, best, seconds)
+        return best
+
+    def path(self, key: str) -> Path:
+        """The file that holds what is known about a key."""
+        full = json.dumps(self._full_key(key), sort_keys=True)
+        digest = hashlib.sha256(full.encode()).hexdigest()[:24]
+        return self.directory / f"{json.loads(key)['kernel']}-{digest}.json"
+
+    def _full_key(self, key: str) -> dict[str, Any]:
+        device = {"name": self.device.name, "capability": list(self.device.capability)}
+        return {**json.loads(key), "device": device, "triton": self.version}
+
+    def _time(
+        self, key: str, default: Config, candidates: Sequence[Config], run: Callable[[Config], None]
+    ) -> tuple[Config, float]:
+        best, least = default, float("inf")
+        # The default comes first, so that it wins among equals.
+        for config in dict.fromkeys((default, *candidates)):
+            self.num_timed += 1
+            try:
+                seconds = self.timer(functools.partial(run, config))
+            except self.failures as error:
+                logger.debug("%s: %s cannot run: %s", key, config, error)
+                continue
+            if seconds < least:
+                best, least = config, seconds
+        logger.info("tuned %s: %s, %.1f us", key, best, least * 1e6)
+        return best, least
+
+    def _read(self, key: str) -> Config | None:
+        data = cache.kept(self.path(key))
+        if data is None:
+            return None
+        stored = json.loads(data)
+        return Config.of(stored["num_warps"], stored["num_stages"], **stored["constants"])
+
+    def _write(self, key: str, config: Config, seconds: float) -> None:
+        entry = {
+            "key": self._full_key(key),
+            "constants": dict(config.constants),
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            "seconds": seconds,
+        }
+        cache.keep(self.path(key), json.dumps(entry, indent=1, sort_keys=True).encode())
+
+
+_warming_up = False
+
+
+@contextmanager
+def warm_up() -> Iterator[None]:
+    """Inside the block, shapes that are not known yet are timed. Calls must not race on other threads."""
+    global _warming_up
+    before, _warming_up = _warming_up, True
+    try:
+        yield
+    finally:
+        _warming_up = before
+
+
+def may_tune() -> bool:
+    """Whether timing is allowed now."""
+    if not _warming_up or operators.is_interpreted():
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def cache_directory() -> Path:
+    """Where tuners keep their files."""
+    return cache.cache_directory("tuning")
+
+
+def tuner_of(device: torch.device) -> Tuner:
+    """This process's tuner for a device."""
+    if device.type != "cuda":
+        return _tuner(Device("interpreter", (0, 0)))
+    properties = torch.cuda.get_device_properties(device)
+    return _tuner(Device(properties.name, (properties.major, properties.minor)))
+
+
+@functools.cache
+def _tuner(device: Device) -> Tuner:
+    import triton
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    failures = (OutOfResources, PTXASError, CompilationError)
+    return Tuner(cache_directory(), device, triton.__version__, time_on_device, failures)
+
+
+def time_on_device(run: Callable[[], None]) -> float:
+    """Seconds of a call on the current CUDA device: the median of several, each with a cold level-2 cache."""
+    run()
+    flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.int8, device="cuda")
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(_TIMED_RUNS)
+    ]
+    for begin, end in events:
+        flushed.zero_()
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    times = sorted(begin.elapsed_time(end) for begin, end in events)
+    return times[len(times) // 2] / 1e3
