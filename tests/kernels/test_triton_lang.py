@@ -237,7 +237,7 @@ def test_norm_rope_write_equals_the_operators_one_by_one(
 
 ARCHITECTURES = ["sm_80", "sm_89", "sm_90", "sm_100"]
 MAY_SPILL = {"attention.ragged.": 128, "attention.decode.gemma2-9b": 24, "attention.decode.tiny-fp32": 16}
-"""Bytes, by the beginning of a kernel's name: tiles of prompts were chosen by time, on an H200 with 96 bytes."""
+"""Bytes, by the beginning of a name: tiles of prompts were chosen by time, on an H200 with 96 bytes."""
 
 
 def compile_kernels(kernel: str, architectures: Sequence[str] = ARCHITECTURES) -> None:
