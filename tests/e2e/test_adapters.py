@@ -70,14 +70,22 @@ def test_clients_name_load_and_unload_adapters(tmp_path: Path, serve_repository:
         assert all(tokens("second") == expected["second"][:12] for _ in range(4)), "any instance knows it"
 
         (engine,) = server.running("quire.engine.loop")
-        with client.stream(
-            PROMPT, model="generator", max_tokens=LONG, lora_name="second", **GREEDY
-        ) as stream:
-            chunks = [next(stream)]
-            with pytest.raises(InvalidArgument, match="in use by 1 request"):
-                client.unload_adapter("second")
-            engine.kill()
-            chunks += stream
+        for _ in range(5):
+            with client.stream(
+                PROMPT, model="generator", max_tokens=LONG, lora_name="second", **GREEDY
+            ) as stream:
+                chunks = [next(stream)]
+                try:
+                    client.unload_adapter("second")
+                except InvalidArgument as error:
+                    assert "in use by 1 request" in str(error)
+                    engine.kill()
+                    chunks += stream
+                    break
+            # On a busy machine the stream may have ended before it was asked.
+            client.load_adapter("second", "second")
+        else:
+            pytest.fail("no adapter was in use when it was to be unloaded")
         assert [token for chunk in chunks for token in chunk.token_ids] == expected["second"]
         assert listed() == ["first", "second"], "the next engine has them again"
 
