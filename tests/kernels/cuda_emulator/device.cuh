@@ -345,6 +345,8 @@ DEVICE uint32 atomic_add_shared(uint32* shared, uint32 value) {
     return old;
 }
 
+DEVICE Vector16 load_again(const void* shared) { return *static_cast<const Vector16*>(shared); }
+
 // ---- tensor cores -----------------------------------------------------------------------------------------
 
 DEVICE float bits_to_float(uint32 bits) {

@@ -91,6 +91,16 @@ DEVICE void memory_fence() { __threadfence(); }
 DEVICE int atomic_add(int* global, int value) { return atomicAdd(global, value); }
 DEVICE uint32 atomic_add_shared(uint32* shared, uint32 value) { return atomicAdd(shared, value); }
 
+// From shared memory what the thread itself may just have written there.
+DEVICE Vector16 load_again(const void* shared) {
+    Vector16 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(shared_address(shared))
+                 : "memory");
+    return v;
+}
+
 // ---- tensor cores -----------------------------------------------------------------------------------------
 
 // d[16, 8] += a[16, 16] b[16, 8]. With g = lane / 4 and c = lane % 4: a holds rows g, g + 8, g, g + 8 of

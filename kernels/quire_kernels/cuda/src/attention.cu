@@ -65,6 +65,7 @@ constexpr int STEPS = (D + 16 * WIDE - 1) / (16 * WIDE) * WIDE;
 // Fragments of the query rows stay in registers, or, where those do not suffice, in shared memory.
 constexpr bool QUERY_IN_SHARED = D > 128;
 constexpr int UNROLLED = QUERY_IN_SHARED ? 1 : STEPS;
+static_assert(QUERY_IN_SHARED || STEPS * 512 <= GROUP_BYTES, "room for the query on its way");
 constexpr int QUERY_OFFSET = STAGES * STAGE_BYTES;
 constexpr int SCALES_OFFSET = QUERY_OFFSET + (QUERY_IN_SHARED ? STEPS * 32 * 16 : 0);
 constexpr int STATES_OFFSET = SCALES_OFFSET + (QUANTIZED ? STAGES * 2 * TILE * 4 : 0);
@@ -405,7 +406,7 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
     }
 
     Vector16* const shared_query = reinterpret_cast<Vector16*>(shared + QUERY_OFFSET);  // [STEPS][32]
-    uint32 query[QUERY_IN_SHARED ? 1 : STEPS][4];
+    Vector16 query[STEPS];
     int limit[2];  // the last position that rows g and g + 8 see; below 0: none
     float accumulated[COLUMN_TILES][4];  // of the chunk, by this warp: rows g (0, 1) and g + 8 (2, 3)
     RowState state[2];
@@ -456,26 +457,27 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
             }
             // Four columns that follow each other take the places of 2c, 2c + 1, 2c + 8 and 2c + 9: the keys'
             // do, too.
-            const auto fragment = [&](uint32 (&into)[4], int k) {
+            const auto fragment = [&](int k) {
                 const int first = k / WIDE * (16 * WIDE) + c * (4 * WIDE) + k % WIDE * 4;
+                Vector8 four[2] = {};
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
-                    Vector8 four = {0, 0};
-                    if (source[r] && first < D) four = *reinterpret_cast<const Vector8*>(source[r] + first);
-                    into[r] = four.x;
-                    into[2 + r] = four.y;
+                    if (source[r] && first < D) four[r] = *reinterpret_cast<const Vector8*>(source[r] + first);
                 }
+                return Vector16{four[0].x, four[1].x, four[0].y, four[1].y};
             };
             if (QUERY_IN_SHARED) {
-                for (int k = warp; k < STEPS; k += WARPS) {
-                    uint32 one[4];
-                    fragment(one, k);
-                    shared_query[k * 32 + lane] = {one[0], one[1], one[2], one[3]};
-                }
+                for (int k = warp; k < STEPS; k += WARPS) shared_query[k * 32 + lane] = fragment(k);
                 block_barrier();
             } else {
+                // By way of the stage that is filled next: what is loaded at once lies in registers that follow
+                // each other, as products want them; else each product would begin with four moves.
+                Vector16* const own = reinterpret_cast<Vector16*>(
+                    shared + (stage == 0 ? STAGES - 1 : stage - 1) * STAGE_BYTES + group * GROUP_BYTES);
 #pragma unroll
-                for (int k = 0; k < STEPS; k++) fragment(query[QUERY_IN_SHARED ? 0 : k], k);
+                for (int k = 0; k < STEPS; k++) own[k * 32 + lane] = fragment(k);
+#pragma unroll
+                for (int k = 0; k < STEPS; k++) query[k] = load_again(own + k * 32 + lane);
             }
         }
 
@@ -506,11 +508,8 @@ KERNEL(attention, AttentionParams, THREADS, 2) {
             }
 #pragma unroll
             for (int i = 0; i < WIDE && k + i < STEPS; i++) {
-                if (QUERY_IN_SHARED) {
-                    const Vector16 one = shared_query[(k + i) * 32 + lane];
-                    query[0][0] = one.x, query[0][1] = one.y, query[0][2] = one.z, query[0][3] = one.w;
-                }
-                const uint32(&a)[4] = query[QUERY_IN_SHARED ? 0 : k + i];
+                const Vector16 rows = QUERY_IN_SHARED ? shared_query[(k + i) * 32 + lane] : query[k + i];
+                const uint32 a[4] = {rows.x, rows.y, rows.z, rows.w};
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
                     if (QUANTIZED) {
