@@ -344,8 +344,10 @@ def pack_linear(
             is the gate.
         quantization: of a tensor: None, "int8", "int4", "w8a8" (weights as with "int8", and rows of x
             quantised as they come, `weights.quantize_rows`), "w4a8" (the GroupedWeight of
-            `weights.group_weight`) or "fp8"; with "int4", "w4a8" and "w8a8" in_features is a multiple of
-            their group. See `weights.quantize_weight`.
+            `weights.group_weight`), "fp8" (weights, and on GPUs with products of such numbers rows of x as
+            they come, a scale each; results of float32 are then rounded to 16 bits before) or "fp8_weights"
+            (the same weights and never x: for logits); with "int4", "w4a8" and "w8a8" in_features is a
+            multiple of their group. See `weights.quantize_weight`.
         dtype: of x, for whatever is no tensor; a tensor has x's.
     """
     if quantization == "w4a8" and isinstance(weight, torch.Tensor):

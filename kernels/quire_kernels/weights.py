@@ -10,7 +10,7 @@ import torch
 
 from quire_kernels.grouped_weights import GroupedWeight
 
-QUANTIZATIONS = ("int8", "int4", "w8a8", "fp8")
+QUANTIZATIONS = ("int8", "int4", "w8a8", "fp8", "fp8_weights")
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """The largest number of FP8."""
@@ -34,7 +34,7 @@ class QuantizedRows:
     scales: torch.Tensor
     """float32 [out_features, 1]."""
     quantization: str
-    """"int8", "w8a8" or "fp8"; see `ops.pack_linear`."""
+    """"int8", "w8a8", "fp8" or "fp8_weights"; see `ops.pack_linear`."""
     dtype: torch.dtype = torch.float32
     """Of the inputs."""
 
@@ -173,8 +173,8 @@ def quantize_weight(
     Args:
         weight: [out_features, in_features], floating point; int4: in_features is a multiple of INT4_GROUP.
             Rows that are quantised already are left as they are.
-        quantization: "int8", "w8a8" and "fp8", a scale per output feature, or "int4", one for each INT4_GROUP
-            of its inputs.
+        quantization: "int8", "w8a8", "fp8" and "fp8_weights", a scale per output feature, or "int4", one for
+            each INT4_GROUP of its inputs.
 
     Returns:
         [out_features, in_features], int8 in [-127, 127] or [-8, 7], or FP8 in [-FP8_MAX, FP8_MAX], rounded to
@@ -195,7 +195,7 @@ def _in_parts(weight: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _quantized(wide: torch.Tensor, quantization: str) -> tuple[torch.Tensor, torch.Tensor]:
-    if quantization == "fp8":
+    if quantization in ("fp8", "fp8_weights"):
         extreme = wide.abs().amax(1, keepdim=True)
         scales = torch.where(extreme.isfinite(), extreme, torch.nan) / FP8_MAX
         # Clamped, since a quotient may round to more than FP8_MAX. A scale of zero is that of zeros only.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -29,6 +30,8 @@ NAME = "cuda-emulated"
 PRIORITY = -20
 """Behind every other implementation: it runs only where it is forced."""
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+WEIGHTS = ("int8", "fp8", "int4")
+"""Quantisations of weights that kernels of ours multiply."""
 
 pytestmark = pytest.mark.skipif(not cuda_emulator.is_available(), reason="needs x86-64 and g++")
 
@@ -456,7 +459,7 @@ def test_plain_linear(
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("quantization", linear.CODES)
+@pytest.mark.parametrize("quantization", WEIGHTS)
 @pytest.mark.parametrize("activation", [None, "silu", "clamped_swiglu"])
 def test_quantised_linear(
     dtype: torch.dtype, quantization: str, activation: str | None, launcher: EmulatedLauncher
@@ -503,7 +506,7 @@ def test_quantised_linear(
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-@pytest.mark.parametrize("quantization", linear.CODES)
+@pytest.mark.parametrize("quantization", WEIGHTS)
 def test_quantised_linear_as_the_others(dtype: torch.dtype, quantization: str) -> None:
     for activation in (None, "silu"):
         test_linear.test_quantised_weights_are_what_the_definition_says(
@@ -520,7 +523,7 @@ def test_quantised_linear_as_the_others(dtype: torch.dtype, quantization: str) -
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
-@pytest.mark.parametrize("quantization", linear.CODES)
+@pytest.mark.parametrize("quantization", WEIGHTS)
 def test_every_code_is_widened_exactly(dtype: torch.dtype, quantization: str) -> None:
     """All of a type, by products with one input and in memory; one that is NaN spoils its row."""
     if quantization == "int4":
@@ -545,3 +548,168 @@ def test_every_code_is_widened_exactly(dtype: torch.dtype, quantization: str) ->
     torch.testing.assert_close(outs.T, expected, atol=0, rtol=0, equal_nan=True)
     assert isinstance(packed, linear.QuantizedLinear)
     torch.testing.assert_close(packed._widened().float(), expected, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.fixture
+def float8(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.dtype]]:
+    """A device that multiplies fp8 by fp8, in float32; and the types of results that it gives."""
+    results = [BF16]
+
+    def product(
+        x: torch.Tensor,
+        x_scales: torch.Tensor,
+        weight: torch.Tensor,
+        scales: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        if dtype not in results:
+            raise RuntimeError("only some types, as on a GPU")
+        assert x.dtype == weight.dtype == FP8 and x_scales.dtype == scales.dtype == torch.float32
+        assert len(x) and x_scales.shape == (len(x), 1) and scales.shape == (1, len(weight))
+        assert all(one.is_contiguous() for one in (x, x_scales, weight, scales))
+        assert not any(size % 16 for size in weight.shape)
+        return (x.float() @ weight.float().T * x_scales * scales).to(dtype)
+
+    monkeypatch.setattr(linear, "has_float8", lambda device: True)
+    monkeypatch.setattr(linear, "float8_product", product)
+    linear.float8_result.cache_clear()
+    yield results
+    linear.float8_result.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
+@pytest.mark.parametrize("size", [16, 48, 4096, 14_336, 40_000])
+def test_quantize_rows(dtype: torch.dtype, size: int) -> None:
+    """To the last bit: nothing, no numbers, the smallest and the largest ones, and ties of all codes; rows of
+    more than the threads keep, and rows of a wider matrix."""
+    x = (torch.randn((14, size + 8), generator=torch.Generator().manual_seed(size)) * 3).to(dtype)[:, :size]
+    every = torch.arange(0x7F, dtype=torch.uint8).view(FP8).float()
+    ties = torch.cat((every[:-1] + every[1:], torch.tensor([896.0])))[-size:] / 2
+    x[1], x[2], x[2, 1:] = 0.0, -0.0, 0.0
+    x[3, size - 1], x[4, 0], x[5, size // 2] = torch.nan, torch.inf, -torch.inf
+    x[6], x[7] = torch.finfo(dtype).tiny * x[6].clamp(-1, 1), torch.finfo(dtype).smallest_normal
+    x[8], x[8, 0] = 0.0, -torch.finfo(dtype).max
+    x[9], x[9, : len(ties)] = 448.0, ties.to(dtype)
+    x[10] = -x[9]
+    x[11, 1:] *= 2.0**-12
+    x[12], x[12, -1] = 0.0, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    codes, scales = Kernels(EmulatedLauncher()).quantize_rows(x)
+    expected, expected_scales = test_linear.float8_rows(x)
+    assert codes.dtype == FP8 and torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    torch.testing.assert_close(scales, expected_scales, atol=0, rtol=0, equal_nan=True)
+    assert scales.isnan().flatten().nonzero().flatten().tolist() == [3, 4, 5]
+    assert float(scales[9]) == 1.0 and float(scales[1]) == 2.0**-126
+    kept = scales.isfinite().flatten()
+    missed = (codes.double() * scales.double() - x.double()).abs()[kept]
+    # Half a step of three bits of mantissa, or of the smallest numbers.
+    limit = (x.double().abs()[kept] / 16).maximum(scales.double()[kept] * 2.0**-10)
+    assert bool((missed <= limit * 1.0001).all())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("given", [[BF16], [BF16, FP16]])
+@pytest.mark.parametrize("activation", [None, "silu", "clamped_swiglu"])
+def test_float8_linear(
+    dtype: torch.dtype,
+    given: list[torch.dtype],
+    activation: str | None,
+    float8: list[torch.dtype],
+    launcher: EmulatedLauncher,
+) -> None:
+    """The product of what codes mean, and as near to that of x as eight bits are."""
+    float8[:] = given
+    generator = torch.Generator().manual_seed(1)
+    columns, size = 48, 1056
+    rows = columns if activation is None else 2 * columns
+    weight = (torch.randn((rows, size), generator=generator) / 32).to(dtype)
+    bias = torch.randn(rows, generator=generator).to(dtype)
+    x = torch.randn((70, size + 8), generator=generator).to(dtype)[:, :size]
+    x[3] = 0
+    restored = dequantize_weight(*quantize_weight(weight, "fp8")).double()
+    for one in (None, bias):
+        with forced("linear", NAME):
+            layer = ops.pack_linear(weight, one, activation=activation, quantization="fp8")
+        assert isinstance(layer, linear.Float8Linear)
+        assert layer.result == (dtype if dtype in given else BF16)
+        assert (layer.in_features, layer.out_features) == (size, columns)
+        assert layer.nbytes == ops.packed_bytes(weight, device_type="cuda", quantization="fp8")
+        products = []
+        for taken in (test_linear.taken_rows(layer, x), x):
+            expected = test_linear.expected_of(taken, restored, one)
+            products.append(expected if activation is None else gated(activation, *expected.chunk(2, -1)))
+        out = layer(x)
+        assert out.dtype == dtype and out.shape == (70, columns)
+        torch.testing.assert_close(out.double(), products[0], atol=4e-2, rtol=2e-2)
+        error = float((out.double() - products[1]).norm() / products[1].norm())
+        assert 0.005 < error < 0.06, "of eight bits"
+        assert torch.equal(layer(x[:6].unsqueeze(1)), out[:6].unsqueeze(1))
+        wide = layer(x, torch.float32)
+        assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), out)
+        apart = layer.ungated()
+        assert apart.out_features == rows
+        if activation is not None:
+            with forced("gate_mul", NAME):
+                assert torch.equal(ops.gate_mul(apart(x, torch.float32), activation).to(dtype), out)
+        spoilt = x.clone()
+        spoilt[5, 7] = torch.inf
+        found = layer(spoilt)
+        assert bool(found[5].isnan().all()) and torch.equal(found[6:], out[6:])
+        assert layer(x[:0]).shape == (0, columns)
+    assert set(launcher.launches) == {"quantize_rows"} | ({"gate"} if activation is not None else set())
+
+
+def test_float8_rows_of_a_file(float8: list[torch.dtype]) -> None:
+    """Their codes are taken as they are; one that is NaN spoils its column."""
+    codes = (torch.arange(48 * 256).view(48, 256) * 37 % 256).to(torch.uint8).view(FP8)
+    codes.view(torch.uint8)[codes.float().isnan()] = 0x7E
+    codes.view(torch.uint8)[5, 9] = 0xFF
+    quantised = QuantizedRows(codes, torch.rand((48, 1)) + 0.5, "fp8")
+    x = torch.eye(256, dtype=BF16)
+    with forced("linear", NAME):
+        layer = ops.pack_linear(quantised, dtype=BF16)
+    assert isinstance(layer, linear.Float8Linear) and torch.equal(
+        layer.codes.view(torch.uint8), codes.view(torch.uint8)
+    )
+    out = layer(x).T.float()
+    assert bool(out[5].isnan().all())
+    others = [row for row in range(48) if row != 5]
+    torch.testing.assert_close(out[others], quantised.dequantize()[others], atol=1e-3, rtol=2**-8)
+
+
+@pytest.mark.parametrize("name", ["fp8_weights", "float32", "inputs", "outputs", "no product", "capability"])
+def test_where_weights_are_quantised_alone(
+    name: str,
+    float8: list[torch.dtype],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    dtype = torch.float32 if name == "float32" else BF16
+    weight = torch.ones((72 if name == "outputs" else 64, 72 if name == "inputs" else 64), dtype=dtype)
+    quantization = name if name == "fp8_weights" else "fp8"
+    if name == "no product":
+        float8.clear()
+    elif name == "capability":
+        monkeypatch.setattr(linear, "has_float8", lambda device: False)
+    with forced("linear", NAME), caplog.at_level(logging.WARNING, logger="quire_kernels"):
+        layers = [ops.pack_linear(weight, quantization=quantization) for _ in range(2)]
+    assert all(isinstance(layer, linear.QuantizedLinear) for layer in layers)
+    assert caplog.text.count("multiplies no fp8") == (name == "no product")
+
+
+def test_fp8_is_multiplied_from_capability_9_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, expected in (((8, 9), False), ((9, 0), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert linear.has_float8(torch.device("cuda", 0)) == expected
+    assert not linear.has_float8(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_float8_linear_as_the_others(dtype: torch.dtype, float8: list[torch.dtype]) -> None:
+    for activation in (None, "silu"):
+        test_linear.test_quantised_weights_are_what_the_definition_says(NAME, "cpu", dtype, "fp8", activation)
+    test_linear.test_no_rows_at_all(NAME, "cpu", dtype, "fp8")
+    test_linear.test_rows_that_are_quantised_already(NAME, "cpu", dtype, "fp8")
+    test_linear.test_argmax_is_that_of_the_product(NAME, "cpu", dtype, "fp8")
+    if dtype != torch.float32:
+        test_linear.test_a_row_does_not_depend_on_the_rows_of_its_tile(NAME, "cpu", dtype, "fp8")
+        test_linear.test_a_gate_apart_gives_the_same_numbers(NAME, "cpu", dtype, "fp8")

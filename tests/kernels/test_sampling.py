@@ -113,6 +113,10 @@ def defined(logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
 
 
 def sample(name: str, device: str, logits: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
+    """int64 [n] on the CPU, of rows on `device`: kernels get addresses, and cannot see where those are."""
+    for part in (rows, rows.edits):
+        for column in vars(part).values() if part is not None else ():
+            assert not isinstance(column, torch.Tensor) or column.device.type == device
     with forced("sample", name):
         tokens = ops.sample(logits.to(device), rows)
     assert tokens.dtype == torch.int64 and tokens.shape == (logits.shape[0],)
@@ -327,9 +331,8 @@ def test_a_mass_of_exactly_top_p_is_enough(name: str, device: str) -> None:
 def test_the_best_token_is_the_first_of_equals(name: str, device: str) -> None:
     logits = torch.zeros(2, 6000)
     logits[:, [4500, 100, 5999]] = 7.0
-    tokens = sample(
-        name, device, logits, settings(2, [{"temperature": 0.0}, {"temperature": 1e-7, "top_k": 1}])
-    )
+    filters: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1e-7, "top_k": 1}]
+    tokens = sample(name, device, logits, settings(2, filters, device))
     assert int(tokens[0]) == 100 and int(tokens[1]) in (100, 4500, 5999)
 
 
@@ -464,7 +467,8 @@ def test_edits_are_those_of_the_sampler(name: str, device: str, count: int, voca
     there = logits.to(device, copy=True)
     tokens = sample(name, device, there, tensors)
     torch.testing.assert_close(there.cpu(), expected, rtol=0, atol=0, equal_nan=True)
-    assert tokens.tolist() == defined(logits.clone(), tensors).tolist()
+    known = sampling_tensors(rows, collect_edits(rows, vocab_size), None, torch.device("cpu"))
+    assert tokens.tolist() == defined(logits.clone(), known).tolist()
     assert 0 < int((tokens < 0).sum()) < count // 2
 
     for i in range(0, count, 7):

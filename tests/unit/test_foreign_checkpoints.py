@@ -13,12 +13,14 @@ import torch
 
 from quire.config import ModelConfig
 from quire.errors import CheckpointError
-from quire.loader.load import empty_model, load_model
+from quire.layers.scheme import SCHEMES
+from quire.loader.load import empty_model, fill_weights, load_model
+from quire.loader.quantized.scheme import ForeignTensors
 from quire.models.decoder import DecoderModel
 from quire_kernels import registry
 from quire_kernels.cpu.linear import NativeLinear
 from quire_kernels.cpu.native import Format as NativeFormat
-from quire_kernels.weights import ReorderedLinear
+from quire_kernels.weights import QuantizedRows, ReorderedLinear
 from tests.fixtures.checkpoints import build_model, make_checkpoint
 from tests.fixtures.drive import Driver, hf_logits
 from tests.fixtures.foreign_checkpoints import (
@@ -289,6 +291,24 @@ def test_a_quantised_head_answers_greedily(make: Make) -> None:
         model = load_model(ModelConfig(model=str(path), dtype="float32"), CPU).model
     hidden = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     assert torch.equal(model.best_tokens(hidden), (hidden @ means["lm_head.weight"].T).argmax(1))
+
+
+def test_inputs_of_a_head_in_fp8_are_not_quantised(make: Make) -> None:
+    """Also where those of other layers are, which are fp8; torch's "meta" is a device that is no CPU."""
+    config, makers, exempt = CONFIGURATIONS["a head of other bits"]
+    path, _ = make(makers, config={"quant_method": "compressed-tensors", **config}, exempt=exempt)
+    model, files, _ = empty_model(ModelConfig(model=str(path), dtype="bfloat16"), CPU)
+    assert files is not None
+    fill_weights(model, files.tensors(), files.source)
+    tensors = model.lm_head.tensors
+    assert isinstance(tensors, ForeignTensors) and tensors.is_head
+    tensors.device, decoded = torch.device("meta"), tensors.parts[0].decode()
+    for tensors.is_head, expected in ((True, "fp8_weights"), (False, "fp8")):
+        matrix = tensors._computable(decoded).matrix
+        assert isinstance(matrix, QuantizedRows) and matrix.quantization == expected
+    for is_head, quantization in ((True, "fp8_weights"), (False, None)):
+        table = SCHEMES["fp8"].table("lm_head", 64, 64, is_head=is_head, dtype=torch.bfloat16)
+        assert table.quantization == quantization
 
 
 @pytest.mark.parametrize(

@@ -148,8 +148,10 @@ class DenseScheme:
         self, name: str, num_rows: int, size: int, *, is_head: bool, dtype: torch.dtype
     ) -> DenseTensors:
         """See LinearScheme."""
-        # Four bits are too few for the logits; eight cost a fraction of what they save elsewhere.
-        quantization = {"int4": "int8", "w4a8": "w8a8"}.get(self.quantization or "", self.quantization)
+        # Four bits are too few for the logits; eight cost a fraction of what they save elsewhere. Logits of
+        # fp8 by fp8 would be rounded to 16 bits.
+        of_heads = {"int4": "int8", "w4a8": "w8a8", "fp8": "fp8_weights"}
+        quantization = of_heads.get(self.quantization or "", self.quantization)
         weight = torch.empty(num_rows, size, dtype=dtype)
         return DenseTensors([name], weight, None, [num_rows], quantization if is_head else None)
 

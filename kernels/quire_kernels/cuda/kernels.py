@@ -230,6 +230,30 @@ class Kernels:
             self.launcher.launch(gate_up.device, unit, "gate", (rows.shape[0], parts), 256, values)
         return out
 
+    def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Activations in eight bits, as they come.
+
+        Args:
+            x: [n, size], of any type in TYPES; size is a multiple of 16.
+
+        Returns:
+            float8_e4m3fn [n, size], rounded to nearest even, and float32 [n, 1]: a number is about its code
+            times its row's scale, the largest magnitude by 448 (zeros: the smallest normal number). Rows with
+            NaN or infinities have zeros and a NaN scale.
+        """
+        rows = aligned_rows(x)
+        count, size = rows.shape
+        codes = torch.empty((count, size), dtype=torch.float8_e4m3fn, device=x.device)
+        scales = torch.empty((count, 1), dtype=torch.float32, device=x.device)
+        # As few vectors per thread as there can be, and then no more threads than it takes.
+        vectors = size * x.element_size() // 16
+        threads = -(-vectors // (32 * -(-vectors // 1024))) * 32
+        if count:
+            unit = Unit("elementwise", (("TYPE", TYPES[x.dtype]),))
+            values = (rows, codes, scales, rows.stride(0), size)
+            self.launcher.launch(x.device, unit, "quantize_rows", (count, 1), threads, values)
+        return codes, scales
+
     def copy_blocks(self, blocks: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         """See `ops.copy_blocks`."""
         count, size = source.shape[0], blocks[0].nbytes

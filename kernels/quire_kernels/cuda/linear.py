@@ -1,13 +1,14 @@
 """Linear layers: of plain weights cuBLAS, through torch, with our gate behind it; quantised ones, linear.cu.
 
-Weights are quantised alone, x is not: fp8 products with x in eight bits too (`torch._scaled_mm`), which would
-be faster for many rows, are other numbers.
+Where torch multiplies fp8 by fp8, "fp8" is that product, with rows of x quantised as they come: from some 16
+rows on it is faster than linear.cu, up to four times where rows are many. Else weights are quantised alone.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import logging
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +16,18 @@ import torch.nn.functional as F
 from quire_kernels.cuda.compiler import Unit, linear_unit
 from quire_kernels.cuda.kernels import ACTIVATIONS, TYPES, Kernels, aligned_rows
 from quire_kernels.reference.linear import TorchLinear
-from quire_kernels.weights import INT4_GROUP, PackedLinear, QuantizedRows, quantize_weight
+from quire_kernels.weights import FP8, INT4_GROUP, PackedLinear, QuantizedRows, quantize_weight
+
+logger = logging.getLogger("quire_kernels")
 
 MAX_ROWS = 64
 """Rows of x up to which the codes are read as they are; more are cuBLAS's, with weights widened for it."""
-CODES = {"int8": "INT8", "fp8": "E4M3", "int4": "INT4"}
+CODES = {"int8": "INT8", "fp8": "E4M3", "fp8_weights": "E4M3", "int4": "INT4"}
 """What numbers.cuh calls quantisations."""
+FLOAT8_CAPABILITY = (9, 0)
+"""The first one whose products of fp8 take a scale for each row of both operands."""
+FLOAT8_MULTIPLE = 16
+"""What both sizes of a matrix are multiples of in such products."""
 _MAX_TOKENS = 32
 """Of one launch."""
 # As linear.cu has them.
@@ -42,6 +49,10 @@ def pack(
     quantization: str | None,
 ) -> PackedLinear:
     """See `ops.pack_linear`."""
+    if quantization == "fp8" and weight.dtype != torch.float32 and has_float8(weight.device):
+        result = float8_result(weight.device, weight.dtype)
+        if result is not None and not any(size % FLOAT8_MULTIPLE for size in weight.shape):
+            return Float8Linear(kernels, weight, bias, activation, result)
     if quantization is not None:
         return QuantizedLinear(kernels, weight, bias, activation, quantization)
     assert isinstance(weight, torch.Tensor)
@@ -77,7 +88,7 @@ class Linear(TorchLinear):
 
 
 class QuantizedLinear:
-    """See `ops.pack_linear`: weights of "int8", "fp8" and "int4", in the layout of linear.cu.
+    """See `ops.pack_linear`: weights of "int8", "fp8", "fp8_weights" and "int4", in linear.cu's layout.
 
     A row's result does not depend on the number of rows up to MAX_ROWS. Calls must follow one another on one
     stream.
@@ -170,6 +181,108 @@ class QuantizedLinear:
         values = (self.codes, self.scales, out, self.num_rows, self.in_features, self._input_tiles)
         self.kernels.launcher.launch(out.device, self._unit, name, grid, 32 * _WIDEN_WARPS, values)
         return out
+
+
+class Float8Linear:
+    """See `ops.pack_linear`: "fp8" as torch's product of fp8 by fp8; rows of x are quantised as they come.
+
+    Sums are float32 and rounded to 16 bits, before a bias is added and before they become float32 again: a
+    layer of logits is to be "fp8_weights". By rounding a row's result may depend on how many rows there are.
+
+    Args:
+        weight: of 16-bit inputs; both sizes are multiples of FLOAT8_MULTIPLE.
+        result: what the product gives; see `float8_result`.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        weight: torch.Tensor | QuantizedRows,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        result: torch.dtype,
+    ) -> None:
+        self.num_rows, self.in_features = weight.shape
+        self.kernels, self.activation, self.dtype, self.result = kernels, activation, weight.dtype, result
+        self.out_features = self.num_rows if activation is None else self.num_rows // 2
+        self.bias = None if bias is None else bias.contiguous()
+        codes, scales = quantize_weight(weight, "fp8")
+        self.codes, self.scales = codes.contiguous(), scales.float().reshape(1, -1).contiguous()
+        self.nbytes = self.codes.nbytes + self.scales.nbytes
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """See PackedLinear."""
+        raise AssertionError("no quantised rows are looked up")
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """See PackedLinear."""
+        return self.kernels.argmax(self(x, torch.float32))
+
+    def ungated(self) -> PackedLinear:
+        """See PackedLinear."""
+        out = copy.copy(self)
+        out.activation, out.out_features = None, self.num_rows
+        return out
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See PackedLinear."""
+        assert x.dtype == self.dtype and x.shape[-1] == self.in_features, (x.dtype, x.shape)
+        codes, scales = self.kernels.quantize_rows(x.reshape(-1, self.in_features))
+        if len(codes):
+            out = float8_product(codes, scales, self.codes, self.scales, self.result).to(self.dtype)
+        else:
+            out = torch.empty((0, self.num_rows), dtype=self.dtype, device=x.device)
+        if self.bias is not None:
+            out += self.bias
+        if self.activation is not None:
+            out = self.kernels.gate_mul(out, self.activation)
+        return out.to(dtype or x.dtype).view(*x.shape[:-1], self.out_features)
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether there may be a `float8_product`, by the device's capability."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
+
+
+@functools.cache
+def float8_result(device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
+    """Type of a `float8_product` for rows of `dtype`: that one, or bfloat16 where torch gives no other.
+
+    None: it gives none at all. Found out by products, so not while a graph is recorded.
+    """
+    ones = torch.ones((128, 128), device=device)
+    scales, codes, reason = ones[:, :1].contiguous(), ones.to(FP8), ""
+    for result in dict.fromkeys((dtype, torch.bfloat16)):
+        try:
+            float8_product(codes, scales, codes, scales.T, result)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            reason = str(error)
+        else:
+            return result
+    logger.warning("torch multiplies no fp8 by fp8 here, weights are quantised alone: %s", reason)
+    return None
+
+
+def float8_product(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """x W^T of quantised matrices; tests put the CPU's in its place.
+
+    Args:
+        x: float8_e4m3fn [n, in_features], n > 0.
+        x_scales: float32 [n, 1].
+        weight: float8_e4m3fn [out_features, in_features].
+        weight_scales: float32 [1, out_features].
+        dtype: of the result; bfloat16, and others where torch can do that.
+
+    Returns:
+        [n, out_features], the float32 sum of codes' products times both scales, rounded.
+    """
+    return torch._scaled_mm(x, weight.T, x_scales, weight_scales, out_dtype=dtype)
 
 
 def _tiles(matrix: torch.Tensor, groups: int, size: int) -> torch.Tensor:

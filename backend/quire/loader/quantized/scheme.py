@@ -97,7 +97,10 @@ class ForeignScheme:
     ) -> LayerTensors:
         """See LinearScheme."""
         if self.rules.format_of(name) is not None and name == "lm_head":
-            return self.layer([name], size, [num_rows], bias=False, dtype=dtype)
+            tensors = self.layer([name], size, [num_rows], bias=False, dtype=dtype)
+            assert isinstance(tensors, ForeignTensors)
+            tensors.is_head = is_head
+            return tensors
         return self.plain.table(name, num_rows, size, is_head=is_head, dtype=dtype)
 
     def prepared(self, files: WeightFiles) -> WeightFiles:
@@ -199,6 +202,8 @@ class ForeignTensors:
     """See LayerTensors."""
 
     table: torch.Tensor | None = None
+    is_head = False
+    """Whether logits are computed with it."""
 
     def __init__(
         self,
@@ -257,7 +262,10 @@ class ForeignTensors:
             matrix = decoded.dequantize().to(device, self.dtype)
             return Decoded(matrix)
         if isinstance(matrix, QuantizedRows) and device.type != "cpu":
-            quantization = "fp8" if matrix.quantization == "fp8" else "int8"
+            quantization = "int8"
+            if matrix.quantization == "fp8":
+                # As in DenseScheme.table.
+                quantization = "fp8_weights" if self.is_head else "fp8"
             codes, scales = matrix.codes.to(device), matrix.scales.to(device)
             matrix = QuantizedRows(codes, scales, quantization)
         elif isinstance(matrix, torch.Tensor):

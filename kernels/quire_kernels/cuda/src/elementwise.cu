@@ -1,4 +1,4 @@
-// RMS norm with a residual, and gated activations. Define: TYPE BFloat16, Float16 or Float32.
+// RMS norm with a residual, gated activations, and rows in eight bits. Define: TYPE BFloat16, Float16 or Float32.
 #include <activations.cuh>
 #include <device.cuh>
 #include <numbers.cuh>
@@ -33,6 +33,40 @@ struct GateParams {
     int64 x_stride;
     int size, activation;  // see activations.cuh
 };
+
+struct QuantizeParams {
+    const Storage* x;  // [rows, size]
+    uint8* codes;      // [rows, size], e4m3
+    float* scales;     // [rows]
+    int64 x_stride;
+    int size;
+};
+
+constexpr float E4M3_MAX = 448.0f;
+
+DEVICE uint32 largest_size(const Numbers& of) {
+    uint32 largest = 0;
+#pragma unroll
+    for (int e = 0; e < PER_VECTOR; e++) {
+        largest = Max::apply(largest, as_bits(TYPE::to_float(of.numbers[e])) & 0x7fffffff);
+    }
+    return largest;
+}
+
+// Codes of numbers times `inverse`, none of which is NaN, or zeros.
+DEVICE void store_codes(uint8* to, const Numbers& from, float inverse, bool is_finite) {
+    uint32 words[2] = {0, 0};
+#pragma unroll
+    for (int e = 0; e < PER_VECTOR; e++) {
+        const float value = multiply(TYPE::to_float(from.numbers[e]), inverse);
+        words[e / 4] |= uint32(is_finite ? float_to_e4m3(value) : 0) << (8 * (e % 4));
+    }
+    if (PER_VECTOR == 8) {
+        *reinterpret_cast<Vector8*>(to) = {words[0], words[1]};
+    } else {
+        *reinterpret_cast<uint32*>(to) = words[0];
+    }
+}
 
 }  // namespace
 
@@ -97,4 +131,44 @@ KERNEL(gate, GateParams, 256, 1) {
             activate(x, p.activation) * factor(TYPE::to_float(up.numbers[e]), p.activation));
     }
     reinterpret_cast<Vector16*>(p.out + row * p.size)[i] = gate.vector;
+}
+
+// One block per row: the scale is its largest magnitude by 448, and NaN where that is not finite, whose codes
+// are zeros. Magnitudes below 448 times the smallest normal number count as that, so that a row of zeros has a
+// scale too, and no inverse is infinite. What the threads cannot keep of a long row they read again.
+KERNEL(quantize_rows, QuantizeParams, 1024, 1) {
+    __shared__ uint32 scratch[32];
+    const int64 row = blockIdx.x;
+    const int count = p.size / PER_VECTOR;
+    const Vector16* const from = reinterpret_cast<const Vector16*>(p.x + row * p.x_stride);
+    uint8* const to = p.codes + row * p.size;
+    Numbers kept[KEPT];
+    // Of integers: a NaN is larger than all else, and not lost.
+    uint32 largest = as_bits(E4M3_MAX) - (126u << 23);
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) {
+        const int i = threadIdx.x + j * blockDim.x;
+        if (i >= count) continue;
+        kept[j].vector = from[i];
+        largest = Max::apply(largest, largest_size(kept[j]));
+    }
+    for (int i = threadIdx.x + KEPT * blockDim.x; i < count; i += blockDim.x) {
+        Numbers numbers;
+        numbers.vector = from[i];
+        largest = Max::apply(largest, largest_size(numbers));
+    }
+    largest = block_reduce<Max>(largest, 0u, scratch);
+    const bool is_finite = largest < 0x7f800000;
+    const float inverse = E4M3_MAX / as_float(largest);
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) {
+        const int i = threadIdx.x + j * blockDim.x;
+        if (i < count) store_codes(to + i * PER_VECTOR, kept[j], inverse, is_finite);
+    }
+    for (int i = threadIdx.x + KEPT * blockDim.x; i < count; i += blockDim.x) {
+        Numbers numbers;
+        numbers.vector = from[i];
+        store_codes(to + i * PER_VECTOR, numbers, inverse, is_finite);
+    }
+    if (threadIdx.x == 0) p.scales[row] = is_finite ? as_float(largest) / E4M3_MAX : as_float(0x7fc00000);
 }
