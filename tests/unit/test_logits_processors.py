@@ -157,10 +157,12 @@ def test_after_a_preemption_a_new_one_sees_all_tokens(
         ({"name": "ban", "args": {"token": 99999}}, "ban failed", "INTERNAL"),
     ],
 )
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 def test_what_it_raises_ends_its_request_alone(
-    checkpoint: Path, listed: dict[str, str], entry: Any, words: str, code: str
+    checkpoint: Path, listed: dict[str, str], entry: Any, words: str, code: str, ahead: bool
 ) -> None:
-    llm = engine(checkpoint, listed)
+    """Also where the next step is planned before it is known, as on a GPU."""
+    llm = engine(checkpoint, listed, async_scheduling=ahead)
     expected = llm.generate([PROMPTS[0]], GREEDY)[0].token_ids
     core, tokens = llm.core, list[int]()
     core.add_request("good", PROMPTS[0], GREEDY)

@@ -69,6 +69,12 @@ class CachedRequest:
             self.sampling.num_pending -= 1
             self.token_ids.append(token_id)
 
+    def lose(self) -> None:
+        """The oldest token drawn is none, and the request ends. What a step that is under way draws for it does
+        not matter: any token stands for the one that is missing, and nobody is asked who would see it."""
+        self.accept(0)
+        self.sampling.processors = self.sampling.grammar = None
+
 
 class PromptRow(NamedTuple):
     """Positions of a row that are asked for the log-probabilities of the prompt's tokens behind them."""

@@ -407,8 +407,11 @@ class ModelRunner:
             if grammar is not None and not output.error:
                 output.ends = grammar.accept(output.token_ids[0])
         for (row, state), output in zip(step.samples, outputs, strict=True):
-            if rows[row] is NOTHING and not output.error:
-                state.accept(output.token_ids[0])
+            if rows[row] is NOTHING:
+                if output.error:
+                    state.lose()
+                else:
+                    state.accept(output.token_ids[0])
             if rows[row] is NOTHING or output.error:
                 rows[row] = output
             else:
