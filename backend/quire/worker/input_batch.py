@@ -70,8 +70,8 @@ class CachedRequest:
             self.token_ids.append(token_id)
 
     def lose(self) -> None:
-        """The oldest token drawn is none, and the request ends. What a step that is under way draws for it does
-        not matter: any token stands for the one that is missing, and nobody is asked who would see it."""
+        """The oldest token drawn is none, and the request ends. What a step under way draws for it does not
+        matter: any token stands for the one that is missing, and nobody is asked who would see it."""
         self.accept(0)
         self.sampling.processors = self.sampling.grammar = None
 
