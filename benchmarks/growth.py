@@ -215,16 +215,20 @@ def measure(
 
 
 def _products(runner: ModelRunner) -> Iterator[tuple[Any, int]]:
-    """Packed matrices of a model, and their weights."""
-    for module in runner.model.modules():
-        if (packed := getattr(module, "packed", None)) is not None:
+    """Packed matrices of a model that a step reads as a whole, and their weights."""
+    model = runner.model
+    for module in model.modules():
+        # Of a table of embeddings that is no head a step reads its tokens' rows alone.
+        is_table = module is model.embed_tokens and module is not model.lm_head
+        if (packed := getattr(module, "packed", None)) is not None and not is_table:
             gates = 1 if getattr(module, "activation", None) is None else 2
             yield packed, gates * packed.in_features * packed.out_features
 
 
-def num_weights(runner: ModelRunner) -> int:
-    """Weights that a token is multiplied with."""
-    return sum(count for _, count in _products(runner))
+def num_weights(runner: ModelRunner, *, has_head: bool = True) -> int:
+    """Weights that a token is multiplied with; without the head's those of one that is not sampled from."""
+    head = runner.model.lm_head.packed
+    return sum(count for packed, count in _products(runner) if has_head or packed is not head)
 
 
 def table(points: list[Point], read_gb_s: float) -> str:

@@ -58,8 +58,9 @@ def available_memory(root: Path = ROOT) -> int:
 def _groups(controller: str, root: Path) -> Iterator[Path]:
     """Folders of the control groups this process is in, of every hierarchy with a controller, upwards."""
     try:
-        member = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
-        mounts = (root / "proc/self/mountinfo").read_text("utf-8").splitlines()
+        # Names of mount points are bytes.
+        member = (root / "proc/self/cgroup").read_text("utf-8", "replace").splitlines()
+        mounts = (root / "proc/self/mountinfo").read_text("utf-8", "replace").splitlines()
     except OSError:
         return  # not Linux
     paths: dict[str, str] = {}
@@ -89,9 +90,9 @@ def _numbers(path: Path) -> tuple[float, ...]:
     """Numbers of a small file; "max" is infinite; none without the file."""
     try:
         words = path.read_text("utf-8").split()
-    except OSError:
+        return tuple(float("inf") if word == "max" else float(word) for word in words)
+    except (OSError, ValueError):
         return ()
-    return tuple(float("inf") if word == "max" else float(word) for word in words)
 
 
 def _clean_files(group: Path) -> int:

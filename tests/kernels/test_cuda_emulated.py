@@ -16,7 +16,7 @@ import torch
 from quire_kernels import ops, registry
 from quire_kernels.cuda import linear
 from quire_kernels.cuda.compiler import SOURCES
-from quire_kernels.cuda.kernels import Kernels
+from quire_kernels.cuda.kernels import Kernels, aligned_rows
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import QuantizedKV
 from quire_kernels.sampling import SamplingTensors
@@ -222,6 +222,13 @@ def test_elementwise_kernels(dtype: torch.dtype) -> None:
         test_elementwise.test_rope_rotates_pairs_and_keeps_the_rest(NAME, "cpu", dtype, *sizes)
     test_elementwise.test_silu_with_the_product(NAME, "cpu", dtype)
     test_elementwise.test_gelu_with_the_product(NAME, "cpu", dtype)
+
+
+def test_a_single_row_that_lies_anywhere_is_aligned() -> None:
+    x = torch.randn(2 * 64 + 2).to(BF16)[2:66].view(1, 64)
+    assert x.data_ptr() % 16 and x.is_contiguous()
+    rows = aligned_rows(x)
+    assert rows.data_ptr() % 16 == 0 and torch.equal(rows, x)
 
 
 @pytest.mark.parametrize("size", [1, 15, 1000, 151_936])

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from quire_kernels import cache, ops
-from quire_kernels.triton_lang import operators, tuning
+from quire_kernels.triton_lang import attention, operators, tuning
 from quire_kernels.triton_lang.tuning import Config, Device, Tuner, kernel_key
 from tests.kernels.test_paged_attention import dense, make_case
 
@@ -231,8 +231,6 @@ def test_prompts_run_with_the_tiles_that_were_tuned(tmp_path: Path, monkeypatch:
     """Timed at warm-up by launches of the real kernel; a second start finds them, other heads are timed."""
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.fail("the kernels' conftest turns the interpreter on")
-    from quire_kernels.triton_lang import attention
-
     launched: list[attention.Tiles] = []
     launch = attention._launch_ragged
 

@@ -284,7 +284,7 @@ def test_vllms_series_of_adapters_are_few_and_never_deleted(monkeypatch: pytest.
     """The latest tells what is so. One that was made again, with the same labels, was freed with the one
     before and written to: the server died."""
     FakeMetricFamily.reset(monkeypatch, fake_pb_utils)
-    monkeypatch.setattr(adapter_metrics, "MAX_TOLD", 6)
+    monkeypatch.setattr(adapter_metrics, "MAX_TOLD", 8)
     clock = iter([1000.0, 1001.0, 1002.0, *[900.0] * 99])
     monkeypatch.setattr(adapter_metrics, "time", SimpleNamespace(time=lambda: next(clock)))
     board = MetricsBoard(fake_pb_utils, {"model_name": "m", "engine": "5eed"})
@@ -312,8 +312,10 @@ def test_vllms_series_of_adapters_are_few_and_never_deleted(monkeypatch: pytest.
     assert told("ab", "c") == ("a,b", "c") and told("", "c") == ("", "c") and told("ab") == ("a,b", "")
     assert told("b") == ("b", "") and len(of_info()) == 6
     assert told("ab", "c") == ("a,b", "c"), "it has a series"
-    assert told("abc") == ("a,b", "") and told("bd", "c") in {("b", ""), ("", "c")} and told("d") == ("", "")
-    assert len(of_info()) == 6 and not FakeMetricFamily.deleted
+    assert told("abc") == ("a,b", "") and told("bd", "c") in {("b", ""), ("", "c")} and len(of_info()) == 6
+    assert told("d") == ("d", "") and told("ef") == ("e", ""), "one alone has room longer, for others too"
+    assert told("g") == ("", "") and told("fe") == ("e", "")
+    assert len(of_info()) == 8 and not FakeMetricFamily.deleted
     board.start()
     board.stop(timeout_s=30.0)
     assert not any(metric.value for metric in of_info()), "nothing of it is so when the model is gone"

@@ -15,7 +15,9 @@ from quire.config import ModelConfig
 from quire.errors import CheckpointError
 from quire.layers.scheme import SCHEMES
 from quire.loader.load import empty_model, fill_weights, load_model
-from quire.loader.quantized.scheme import ForeignTensors
+from quire.loader.quantized import scheme
+from quire.loader.quantized.decoded import Decoded
+from quire.loader.quantized.scheme import ForeignScheme, ForeignTensors
 from quire.models.decoder import DecoderModel
 from quire_kernels import registry
 from quire_kernels.cpu.linear import NativeLinear
@@ -293,7 +295,7 @@ def test_a_quantised_head_answers_greedily(make: Make) -> None:
     assert torch.equal(model.best_tokens(hidden), (hidden @ means["lm_head.weight"].T).argmax(1))
 
 
-def test_inputs_of_a_head_in_fp8_are_not_quantised(make: Make) -> None:
+def test_inputs_of_a_head_in_fp8_are_not_quantised(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where those of other layers are, which are fp8; torch's "meta" is a device that is no CPU."""
     config, makers, exempt = CONFIGURATIONS["a head of other bits"]
     path, _ = make(makers, config={"quant_method": "compressed-tensors", **config}, exempt=exempt)
@@ -306,6 +308,17 @@ def test_inputs_of_a_head_in_fp8_are_not_quantised(make: Make) -> None:
     for tensors.is_head, expected in ((True, "fp8_weights"), (False, "fp8")):
         matrix = tensors._computable(decoded).matrix
         assert isinstance(matrix, QuantizedRows) and matrix.quantization == expected
+    # What is dequantised first, to be quantised anew, is a head too.
+    wide = Decoded(torch.ones(64, 64))
+    for quantization, of_heads in (("fp8", "fp8_weights"), ("int4", "int8")):
+        found: list[str | None] = []
+        monkeypatch.setattr(
+            scheme.ops, "pack_linear", lambda *_, found=found, **named: found.append(named["quantization"])
+        )
+        tensors.scheme = ForeignScheme(tensors.scheme.rules, path, SCHEMES[quantization], keeps_codes=False)
+        for tensors.is_head in (True, False):
+            tensors._packed(wide, None, None)
+        assert found == [of_heads, quantization]
     for is_head, quantization in ((True, "fp8_weights"), (False, None)):
         table = SCHEMES["fp8"].table("lm_head", 64, 64, is_head=is_head, dtype=torch.bfloat16)
         assert table.quantization == quantization

@@ -104,6 +104,13 @@ SETTINGS = {
         "/sys/fs/cgroup/user.slice/memory.current": f"{700 * MIB}\n",
         "/sys/fs/cgroup/user.slice/cpu.max": "max 100000\n",
     },
+    "files with strange content": {
+        "/proc/self/cgroup": "0::/a\n",
+        "/proc/self/mountinfo": V2,
+        "/sys/fs/cgroup/a/memory.max": "much\n",
+        "/sys/fs/cgroup/a/memory.current": "\n",
+        "/sys/fs/cgroup/a/cpu.max": "all of it\n",
+    },
     "none": {"/proc/self/cgroup": "0::/\n", "/proc/self/mountinfo": "21 1 8:1 / / rw - ext4 /dev/sda rw\n"},
     "no such system": {},
 }
@@ -114,6 +121,7 @@ EXPECTED = {
     "version 1 whose mount shows the container's part": (4, 374 * MIB),
     "both versions, less than one processor": (1, 0),
     "version 2 without limits": (64, 999 * MIB),
+    "files with strange content": (64, 999 * MIB),
     "none": (64, 999 * MIB),
     "no such system": (64, 999 * MIB),
 }

@@ -148,12 +148,15 @@ class DenseScheme:
         self, name: str, num_rows: int, size: int, *, is_head: bool, dtype: torch.dtype
     ) -> DenseTensors:
         """See LinearScheme."""
-        # Four bits are too few for the logits; eight cost a fraction of what they save elsewhere. Logits of
-        # fp8 by fp8 would be rounded to 16 bits.
-        of_heads = {"int4": "int8", "w4a8": "w8a8", "fp8": "fp8_weights"}
-        quantization = of_heads.get(self.quantization or "", self.quantization)
         weight = torch.empty(num_rows, size, dtype=dtype)
-        return DenseTensors([name], weight, None, [num_rows], quantization if is_head else None)
+        return DenseTensors([name], weight, None, [num_rows], self.quantization_of_heads if is_head else None)
+
+    @property
+    def quantization_of_heads(self) -> str | None:
+        """Four bits are too few for the logits; eight cost a fraction of what they save elsewhere. Logits of
+        fp8 by fp8 would be rounded to 16 bits."""
+        of_heads = {"int4": "int8", "w4a8": "w8a8", "fp8": "fp8_weights"}
+        return of_heads.get(self.quantization or "", self.quantization)
 
 
 SCHEMES: dict[str | None, DenseScheme] = {

@@ -9,7 +9,7 @@ from quire.adapters import AdapterStatus
 from quire.triton.metrics import MAX_ADAPTERS, Figure, MetricsBoard, known
 
 _COUNTS = {"num_hits": "quire_adapter_hits_total", "num_loads": "quire_adapter_loads_total"}
-MAX_TOLD = 100
+MAX_TOLD = 400
 """Series of `vllm:lora_requests_info` that one process makes."""
 
 
@@ -76,8 +76,9 @@ class _RequestsInfo:
     """`vllm:lora_requests_info`: labels name the adapters that have requests, the value is when that began.
 
     The series with the latest time tells what is so now; others keep theirs, as vLLM's do. No metric may be
-    deleted (`immortal`), so there are MAX_TOLD of them at most. Adapters that no series names together are
-    then told in part, by the series that names the most of them and nobody else.
+    deleted (`immortal`), so a process makes MAX_TOLD of them at most, a quarter of them for adapters that are
+    alone. Adapters that no series names together are then told in part, by the series that names the most of
+    them and nobody else.
 
     Args:
         vllm: labels of vLLM's names.
@@ -93,9 +94,17 @@ class _RequestsInfo:
 
     def tell(self, running: Iterable[str], waiting: Iterable[str]) -> None:
         now = frozenset(running), frozenset(waiting)
-        if now not in self._figures and len(self._figures) >= MAX_TOLD:
+        most = MAX_TOLD if len(now[0]) + len(now[1]) <= 1 else MAX_TOLD * 3 // 4
+        if now not in self._figures and len(self._figures) >= most:
             parts = [one for one in self._figures if one[0] <= now[0] and one[1] <= now[1]]
-            now = max(parts, key=lambda one: len(one[0]) + len(one[1]))
+            best = max(parts, key=lambda one: len(one[0]) + len(one[1]))
+            if not (best[0] or best[1]) and len(self._figures) < MAX_TOLD:
+                # Rather one of them than nobody.
+                best = (
+                    frozenset(sorted(now[0])[:1]),
+                    frozenset() if now[0] else frozenset(sorted(now[1])[:1]),
+                )
+            now = best
         if now == self._told:
             return
         if now not in self._figures:

@@ -37,6 +37,7 @@ logger = logging.getLogger("quire")
 
 PERIOD_S = 0.5
 HISTOGRAM_PERIOD_S = 4.0
+INFO_PERIOD_S = 10.0
 MAX_TENANTS = 100
 """Tenants with series of their own in one process, those of the configuration besides; others are `other`."""
 MAX_ADAPTERS = 100
@@ -190,13 +191,16 @@ FINISHED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS)
 class Figure:
     """A number at /metrics; one that counts only grows. One thread changes `value`, another sends it."""
 
-    __slots__ = ("is_gauge", "labels", "metrics", "name", "shown", "value")
+    __slots__ = ("is_gauge", "is_info", "labels", "metrics", "name", "shown", "value")
 
     def __init__(self, name: str, labels: Mapping[str, str], *, is_gauge: bool) -> None:
         self.name, self.labels, self.is_gauge = name, labels, is_gauge
         self.value = 0.0
         self.shown = math.nan if is_gauge else 0.0
         """What was sent; of a gauge nothing, as it may have been left by a process that was killed."""
+        self.is_info = False
+        """Sent again now and then: the process before this one of a reloaded model sets it to 0 when it ends,
+        which may be later."""
         self.metrics: list[Any] = []
         """Triton's, once they are made."""
 
@@ -288,7 +292,7 @@ class MetricsBoard(threading.Thread):
         self._observations: list[Observations] = []
         self._changed = threading.Event()
         self._stopped = threading.Event()
-        self._next_histograms = 0.0
+        self._next_histograms = self._next_infos = 0.0
 
     def counter(self, name: str, **labels: str) -> Figure:
         return self._add(name, labels, is_gauge=False)
@@ -346,9 +350,14 @@ class MetricsBoard(threading.Thread):
             self._changed.set()  # they are owed
         for observations in self._observations:
             observations.send(self._pb_utils)
+        repeats = now >= self._next_infos
+        if repeats:
+            self._next_infos = now + INFO_PERIOD_S
         for figure in self._figures[:]:
             if not figure.metrics:
                 self._make(figure)
+            if repeats and figure.is_info:
+                figure.shown = math.nan
             figure.send()
 
     def _make(self, figure: Figure) -> None:
@@ -544,7 +553,7 @@ class EngineMetrics:
     def _tell_of(self, info: EngineInfo) -> None:
         """What does not change; every model tells it of its engine."""
         board, block_size, num_blocks = self._board, str(info.block_size), str(info.num_blocks)
-        board.gauge(
+        engine = board.gauge(
             "quire_engine_info",
             **self._labels,
             **self._model,
@@ -553,13 +562,20 @@ class EngineMetrics:
             max_model_len=str(info.max_model_len),
             dtype=info.dtype,
             device=info.device,
-        ).value = 1
+        )
+        engine.value, infos = 1, [engine]
         if board.vllm is not None:
-            cache = {**board.vllm, "block_size": block_size, "num_gpu_blocks": num_blocks}
-            board.gauge("vllm:cache_config_info", **cache).value = 1
+            labels = {**board.vllm, "block_size": block_size, "num_gpu_blocks": num_blocks}
+            cache = board.gauge("vllm:cache_config_info", **labels)
+            cache.value = 1
+            infos.append(cache)
             if not self._max_loras:
-                adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
-                board.gauge("vllm:lora_requests_info", **board.vllm, **adapters).value = time.time()
+                labels = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+                adapters = board.gauge("vllm:lora_requests_info", **board.vllm, **labels)
+                adapters.value = time.time()
+                infos.append(adapters)
+        for figure in infos:
+            figure.is_info = True
         board.touch()
 
     def close(self) -> None:

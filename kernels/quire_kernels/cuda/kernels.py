@@ -84,8 +84,8 @@ class Kernels:
         assert data.dtype in KV_KINDS or data.dtype == query.dtype, (data.dtype, query.dtype)
         num_seqs = meta.query_start_loc.shape[0] - 1
         num_blocks = self.launcher.multiprocessors(device) * _BLOCKS_PER_MULTIPROCESSOR
-        if query.stride(2) != 1 or query.data_ptr() % 16:
-            query = query.contiguous()
+        if query.stride(2) != 1 or query.data_ptr() % 16 or any(stride % 8 for stride in query.stride()[:2]):
+            query = query.clone(memory_format=torch.contiguous_format)
 
         def make_plan() -> _Plan:
             empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
@@ -306,7 +306,8 @@ def aligned_rows(x: torch.Tensor) -> torch.Tensor:
     """x [..., size] as [n, size], each row contiguous and on 16 bytes."""
     rows = x.reshape(-1, x.shape[-1])
     is_aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
-    return rows if rows.stride(1) == 1 and is_aligned else rows.contiguous()
+    # A single row is contiguous already: `contiguous` would leave it where it is.
+    return rows if rows.stride(1) == 1 and is_aligned else rows.clone(memory_format=torch.contiguous_format)
 
 
 def can_attend(**facts: Any) -> bool | str:

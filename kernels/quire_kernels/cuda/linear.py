@@ -22,7 +22,7 @@ logger = logging.getLogger("quire_kernels")
 
 MAX_ROWS = 64
 """Rows of x up to which the codes are read as they are; more are cuBLAS's, with weights widened for it."""
-CODES = {"int8": "INT8", "fp8": "E4M3", "fp8_weights": "E4M3", "int4": "INT4"}
+CODES = {"int8": "INT8", "w8a8": "INT8", "fp8": "E4M3", "fp8_weights": "E4M3", "int4": "INT4"}
 """What numbers.cuh calls quantisations."""
 FLOAT8_CAPABILITY = (9, 0)
 """The first one whose products of fp8 take a scale for each row of both operands."""
@@ -88,7 +88,7 @@ class Linear(TorchLinear):
 
 
 class QuantizedLinear:
-    """See `ops.pack_linear`: weights of "int8", "fp8", "fp8_weights" and "int4", in linear.cu's layout.
+    """See `ops.pack_linear`: weights of one of CODES, in linear.cu's layout; of "w8a8" x stays as it is.
 
     A row's result does not depend on the number of rows up to MAX_ROWS. Calls must follow one another on one
     stream.

@@ -662,13 +662,17 @@ def _ragged(
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = data.shape[2]
     kinds = _width(head_dim), num_heads // num_kv_heads, query.dtype, data.dtype, _capability(query.device)
+    # Made once: what is timed is the kernel.
+    long_prompt = functools.cache(lambda: _long_prompt(query, kv_layer))
+
+    def run(config: tuning.Config) -> None:
+        _launch_ragged(*long_prompt(), scale, window, softcap, _as_tiles(config))
+
     config = tuning.tuner_of(query.device).choose(
         _ragged_key(*kinds, data.shape[3], bool(window), softcap is not None),
         _as_config(ragged_tiles(*kinds)),
         lambda: [_as_config(tiles) for tiles in ragged_candidates(*kinds)],
-        lambda config: _launch_ragged(
-            *_long_prompt(query, kv_layer), scale, window, softcap, _as_tiles(config)
-        ),
+        run,
     )
     _launch_ragged(out, query, kv_layer, meta, scale, window, softcap, _as_tiles(config))
 

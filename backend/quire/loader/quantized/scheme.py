@@ -277,7 +277,8 @@ class ForeignTensors:
     def _packed(self, decoded: Decoded, bias: torch.Tensor | None, activation: str | None) -> PackedLinear:
         matrix = decoded.matrix
         if isinstance(matrix, torch.Tensor):
-            quantization = self.scheme.plain.quantization
+            plain = self.scheme.plain
+            quantization = plain.quantization_of_heads if self.is_head else plain.quantization
             packed = ops.pack_linear(matrix, bias, activation=activation, quantization=quantization)
         else:
             packed = ops.pack_linear(matrix, bias, activation=activation, dtype=self.dtype)
