@@ -65,9 +65,9 @@ class ModelConfig:
     scale for 64 of a row, for products in integers; w4a8: the same with weights of four bits, as int4 has
     them, one scale for 32 of a row, and the output head of w8a8; fp8: weights in e4m3, one scale per output
     feature, and on GPUs from compute capability 9.0 on the inputs too, one scale per row, but not those of
-    the output head (on the CPU weights are widened at load: its accuracy, not its size, as of w8a8 and w4a8
-    on a GPU); dequantized: numbers of `dtype`, whatever the checkpoint has; None: as they are, quantised ones
-    too. The KV cache is not concerned."""
+    the output head (on the CPU weights are widened at load: its accuracy, not its size, as of w4a8 on a GPU,
+    where w8a8 is int8); dequantized: numbers of `dtype`, whatever the checkpoint has; None: as they are,
+    quantised ones too. The KV cache is not concerned."""
     load_format: Literal["auto", "safetensors", "bin", "gguf", "dummy"] = "auto"
     """bin: pickles, read with weights_only; dummy: random weights of the shapes in config.json, which is all
     that the directory must hold, for measurements; auto: safetensors or gguf."""
