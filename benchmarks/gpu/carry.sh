@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Brings together in .carry/, which git does not see, what a lent machine with a GPU and without network lacks:
 # wheels for its Python 3.12, machine code of the kernels for Hopper and of the CPU's, and with `server` a
-# tritonserver (another 44 MB of the 64 that may travel). `there.sh` uses it.
+# tritonserver, of 45 MB: more than what may travel in one call, so .carry/server.tar.xz goes in one of its own.
+# `there.sh` uses it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=.venv/bin/python

@@ -7,12 +7,15 @@ set -euo pipefail
 site=/tmp/site
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 QUIRE_CACHE_DIR=/tmp/quire-cache
 export PYTHONPATH=$site:backend:kernels:ensemble:client:.
-if [ ! -d $site ]; then
+if [ -d .carry/wheels ] && [ ! -d $site/msgspec ]; then
     python3 -m pip install -q --no-index --no-deps --no-compile --target $site .carry/wheels/*.whl
     mkdir -p "$QUIRE_CACHE_DIR/cuda" kernels/quire_kernels/cpu/prebuilt
     cp .carry/cubins/* "$QUIRE_CACHE_DIR/cuda"
     chmod -R go-w "$QUIRE_CACHE_DIR"
     cp .carry/prebuilt/* kernels/quire_kernels/cpu/prebuilt
-    if [ -f .carry/server.tar.xz ]; then tar -C $site -xf .carry/server.tar.xz; fi
+fi
+if [ -f .carry/server.tar.xz ] && [ ! -d $site/pytriton ]; then
+    mkdir -p $site
+    tar -C $site -xf .carry/server.tar.xz
 fi
 exec "$@"
