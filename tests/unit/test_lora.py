@@ -257,7 +257,8 @@ def test_load_replace_and_unload_at_run_time(llama: Adapted, tmp_path: Path) -> 
     )
 
     # In use, it is neither replaced nor unloaded; draining waits.
-    core.add_request("open", PROMPTS["c"], params(max_tokens=40), adapter="m")
+    # Long enough for an adapter to be read beside its steps, also where a core is taken away meanwhile.
+    core.add_request("open", PROMPTS["c"], params(max_tokens=255 - len(PROMPTS["c"])), adapter="m")
     core.step()
     busy = command(core, LoadAdapter("m", "y"))
     assert isinstance(busy, UnavailableError) and "in use by 1 request, and this one has another" in str(busy)
