@@ -70,7 +70,7 @@ def test_clients_name_load_and_unload_adapters(tmp_path: Path, serve_repository:
         assert all(tokens("second") == expected["second"][:12] for _ in range(4)), "any instance knows it"
 
         (engine,) = server.running("quire.engine.loop")
-        for _ in range(5):
+        for _ in range(20):
             with client.stream(
                 PROMPT, model="generator", max_tokens=LONG, lora_name="second", **GREEDY
             ) as stream:
