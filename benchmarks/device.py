@@ -41,20 +41,13 @@ def recorded(device: torch.device, work: Callable[[], Any]) -> Callable[[], Any]
     as reference implementations do, stays as it is."""
     if device.type == "cpu":
         return work
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    work()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        work()
-        stream.synchronize()
-        try:
-            graph.capture_begin()
-            try:
-                work()
-            finally:
-                graph.capture_end()
-        except RuntimeError:
-            return work
+    try:
+        with torch.cuda.graph(graph):
+            work()
+    except RuntimeError:
+        return work
     return graph.replay
 
 

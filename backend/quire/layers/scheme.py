@@ -118,6 +118,12 @@ class DenseTensors:
         )
 
 
+OF_HEADS: dict[str | None, str] = {"int4": "int8", "w4a8": "w8a8", "fp8": "fp8_weights"}
+"""What an output head has where other layers have a quantisation, if not the same. Four bits are too few for
+the logits; eight cost a fraction of what they save elsewhere; of fp8 by fp8 logits would be rounded to 16
+bits."""
+
+
 @dataclass(frozen=True)
 class DenseScheme:
     """A plain matrix, quantised, if at all, when it is packed."""
@@ -149,14 +155,8 @@ class DenseScheme:
     ) -> DenseTensors:
         """See LinearScheme."""
         weight = torch.empty(num_rows, size, dtype=dtype)
-        return DenseTensors([name], weight, None, [num_rows], self.quantization_of_heads if is_head else None)
-
-    @property
-    def quantization_of_heads(self) -> str | None:
-        """Four bits are too few for the logits; eight cost a fraction of what they save elsewhere. Logits of
-        fp8 by fp8 would be rounded to 16 bits."""
-        of_heads = {"int4": "int8", "w4a8": "w8a8", "fp8": "fp8_weights"}
-        return of_heads.get(self.quantization or "", self.quantization)
+        quantization = OF_HEADS.get(self.quantization, self.quantization)
+        return DenseTensors([name], weight, None, [num_rows], quantization if is_head else None)
 
 
 SCHEMES: dict[str | None, DenseScheme] = {

@@ -87,12 +87,8 @@ class Linear(TorchLinear):
         return out.to(dtype)
 
 
-class QuantizedLinear:
-    """See `ops.pack_linear`: weights of one of CODES, in linear.cu's layout; of "w8a8" x stays as it is.
-
-    A row's result does not depend on the number of rows up to MAX_ROWS. Calls must follow one another on one
-    stream.
-    """
+class _CodedLinear(PackedLinear):
+    """See PackedLinear: what layers of codes and scales have in common, however these lie."""
 
     def __init__(
         self,
@@ -100,33 +96,15 @@ class QuantizedLinear:
         weight: torch.Tensor | QuantizedRows,
         bias: torch.Tensor | None,
         activation: str | None,
-        quantization: str,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
     ) -> None:
         self.num_rows, self.in_features = weight.shape
         self.kernels, self.activation, self.dtype = kernels, activation, weight.dtype
         self.out_features = self.num_rows if activation is None else self.num_rows // 2
         self.bias = None if bias is None else bias.contiguous()
-        codes, scales = quantize_weight(weight, quantization)
-        if quantization == "int4":
-            self.codes, self.scales = _packed_nibbles(codes, scales)
-        else:
-            if codes.dtype == torch.float8_e4m3fn:
-                # The kernels know no code that is NaN; a file may have one.
-                scales = scales.where(
-                    (codes.view(torch.uint8) & 0x7F != 0x7F).all(1, keepdim=True), torch.nan
-                )
-            self.codes, self.scales = _packed_bytes(codes), scales.flatten().float().contiguous()
-        self.nbytes = self.codes.nbytes + self.scales.nbytes
-        # Float32 rows are products with weights that are widened, from whichever type.
-        number = TYPES[torch.bfloat16 if self.dtype == torch.float32 else self.dtype]
-        self._unit = linear_unit(number, CODES[quantization])
-        self._row_tiles, self._input_tiles = self.codes.shape[:2]
-        self._blocks = self._row_tiles // 2
-        # Of the shape only, so that no result depends on how many rows are computed together.
-        wanted = _BLOCKS_PER_MULTIPROCESSOR * kernels.launcher.multiprocessors(weight.device) // self._blocks
-        self._slices = max(1, min(wanted, self._input_tiles // (_WARPS * _MIN_TILES)))
-        self._tickets = torch.zeros(self._blocks, dtype=torch.int32, device=weight.device)
-        can_widen(weight.device.type)
+        self.codes, self.scales = codes, scales
+        self.nbytes = codes.nbytes + scales.nbytes
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """See PackedLinear."""
@@ -141,6 +119,44 @@ class QuantizedLinear:
         out = copy.copy(self)
         out.activation, out.out_features = None, self.num_rows
         return out
+
+
+class QuantizedLinear(_CodedLinear):
+    """See `ops.pack_linear`: weights of one of CODES, in linear.cu's layout; of "w8a8" x stays as it is.
+
+    A row's result does not depend on the number of rows up to MAX_ROWS. Calls must follow one another on one
+    stream.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        weight: torch.Tensor | QuantizedRows,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        quantization: str,
+    ) -> None:
+        codes, scales = quantize_weight(weight, quantization)
+        if quantization == "int4":
+            codes, scales = _packed_nibbles(codes, scales)
+        else:
+            if codes.dtype == torch.float8_e4m3fn:
+                # The kernels know no code that is NaN; a file may have one.
+                scales = scales.where(
+                    (codes.view(torch.uint8) & 0x7F != 0x7F).all(1, keepdim=True), torch.nan
+                )
+            codes, scales = _packed_bytes(codes), scales.flatten().float().contiguous()
+        super().__init__(kernels, weight, bias, activation, codes, scales)
+        # Float32 rows are products with weights that are widened, from whichever type.
+        number = TYPES[torch.bfloat16 if self.dtype == torch.float32 else self.dtype]
+        self._unit = linear_unit(number, CODES[quantization])
+        self._row_tiles, self._input_tiles = self.codes.shape[:2]
+        self._blocks = self._row_tiles // 2
+        # Of the shape only, so that no result depends on how many rows are computed together.
+        wanted = _BLOCKS_PER_MULTIPROCESSOR * kernels.launcher.multiprocessors(weight.device) // self._blocks
+        self._slices = max(1, min(wanted, self._input_tiles // (_WARPS * _MIN_TILES)))
+        self._tickets = torch.zeros(self._blocks, dtype=torch.int32, device=weight.device)
+        can_widen(weight.device.type)
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See PackedLinear."""
@@ -183,7 +199,7 @@ class QuantizedLinear:
         return out
 
 
-class Float8Linear:
+class Float8Linear(_CodedLinear):
     """See `ops.pack_linear`: "fp8" as torch's product of fp8 by fp8; rows of x are quantised as they come.
 
     Sums are float32 and rounded to 16 bits, before a bias is added and before they become float32 again: a
@@ -202,27 +218,10 @@ class Float8Linear:
         activation: str | None,
         result: torch.dtype,
     ) -> None:
-        self.num_rows, self.in_features = weight.shape
-        self.kernels, self.activation, self.dtype, self.result = kernels, activation, weight.dtype, result
-        self.out_features = self.num_rows if activation is None else self.num_rows // 2
-        self.bias = None if bias is None else bias.contiguous()
         codes, scales = quantize_weight(weight, "fp8")
-        self.codes, self.scales = codes.contiguous(), scales.float().reshape(1, -1).contiguous()
-        self.nbytes = self.codes.nbytes + self.scales.nbytes
-
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """See PackedLinear."""
-        raise AssertionError("no quantised rows are looked up")
-
-    def argmax(self, x: torch.Tensor) -> torch.Tensor:
-        """See PackedLinear."""
-        return self.kernels.argmax(self(x, torch.float32))
-
-    def ungated(self) -> PackedLinear:
-        """See PackedLinear."""
-        out = copy.copy(self)
-        out.activation, out.out_features = None, self.num_rows
-        return out
+        scales = scales.float().reshape(1, -1).contiguous()
+        super().__init__(kernels, weight, bias, activation, codes.contiguous(), scales)
+        self.result = result
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See PackedLinear."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quire.errors import CheckpointError
-from quire.layers.scheme import DenseScheme, LayerTensors, StoredTensor
+from quire.layers.scheme import OF_HEADS, DenseScheme, LayerTensors, StoredTensor
 from quire.loader.files import WeightFiles
 from quire.loader.quantized.decoded import Decoded, Matrix
 from quire.loader.quantized.formats import Format, Plain, Slot, bnb_state
@@ -262,10 +262,9 @@ class ForeignTensors:
             matrix = decoded.dequantize().to(device, self.dtype)
             return Decoded(matrix)
         if isinstance(matrix, QuantizedRows) and device.type != "cpu":
-            quantization = "int8"
-            if matrix.quantization == "fp8":
-                # As in DenseScheme.table.
-                quantization = "fp8_weights" if self.is_head else "fp8"
+            quantization = "fp8" if matrix.quantization == "fp8" else "int8"
+            if self.is_head:
+                quantization = OF_HEADS.get(quantization, quantization)
             codes, scales = matrix.codes.to(device), matrix.scales.to(device)
             matrix = QuantizedRows(codes, scales, quantization)
         elif isinstance(matrix, torch.Tensor):
@@ -277,8 +276,9 @@ class ForeignTensors:
     def _packed(self, decoded: Decoded, bias: torch.Tensor | None, activation: str | None) -> PackedLinear:
         matrix = decoded.matrix
         if isinstance(matrix, torch.Tensor):
-            plain = self.scheme.plain
-            quantization = plain.quantization_of_heads if self.is_head else plain.quantization
+            quantization = self.scheme.plain.quantization
+            if self.is_head:
+                quantization = OF_HEADS.get(quantization, quantization)
             packed = ops.pack_linear(matrix, bias, activation=activation, quantization=quantization)
         else:
             packed = ops.pack_linear(matrix, bias, activation=activation, dtype=self.dtype)
