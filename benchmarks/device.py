@@ -14,6 +14,8 @@ from benchmarks import machine
 WARM_UP, REPEATS = 3, 10
 FLUSHED_BYTES = {"cuda": 256 << 20, "cpu": 400 << 20}
 """More than the last-level cache holds."""
+SETTLE_S = 0.02
+"""PyTorch's threads spin for some milliseconds after work, on the cores that others are to have."""
 _flushing: dict[torch.device, torch.Tensor] = {}
 
 
@@ -25,6 +27,7 @@ def seconds(device: torch.device, work: Callable[[], Any]) -> float:
         _flushing[device] = memory
     memory.sum()
     if device.type == "cpu":
+        time.sleep(SETTLE_S)
         start = time.perf_counter()
         work()
         return time.perf_counter() - start

@@ -156,7 +156,7 @@ class Stopwatch:
         for part, owner, name in (
             ("plan", core.scheduler, "schedule"),
             ("prepare", runner.batch, "prepare"),
-            ("model", runner.model, "next_tokens"),
+            ("model", runner.model, "forward"),
             ("account", core.scheduler, "update"),
         ):
             setattr(owner, name, self._timed(part, getattr(owner, name)))

@@ -201,7 +201,6 @@ def matrix(
     *,
     workload: Workload,
     requests_per_stream: int = 8,
-    min_requests: int = 32,
     repeats: int = 3,
     progress: Callable[[str], None],
 ) -> list[Row]:
@@ -213,7 +212,7 @@ def matrix(
     for model in models:
         for concurrency in concurrencies:
             row = Row(f"perf_analyzer x{concurrency}", model)
-            count = max(min_requests, requests_per_stream * concurrency)
+            count = max(32, requests_per_stream * concurrency)
             warmup = folder / f"{model}-c{concurrency}-warmup.json"
             run(url, model, concurrency, 4 * max(concurrency, 4), workload, export=warmup)
             for repeat in range(repeats):

@@ -126,16 +126,16 @@ def summarize(records: Sequence[RequestRecord], *, slo: SLO | None = None) -> di
     return summary
 
 
-def spread(summaries: Sequence[Mapping[str, Any]], key: str = "tokens_per_s") -> float | None:
-    """(max - min) / median of a figure over repeats; None with fewer than two."""
-    values = [s[key] for s in summaries if key in s]
+def spread(summaries: Sequence[Mapping[str, Any]]) -> float | None:
+    """(max - min) / median of the tokens/s of repeats; None with fewer than two."""
+    values = [s["tokens_per_s"] for s in summaries if "tokens_per_s" in s]
     return (max(values) - min(values)) / percentile(values, 50) if len(values) > 1 else None
 
 
-def median_run(summaries: Sequence[Mapping[str, Any]], key: str = "tokens_per_s") -> Mapping[str, Any]:
-    """The repeat in the middle by one figure (the lower one of two), so that its numbers belong together."""
+def median_run(summaries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The repeat in the middle by tokens/s (the lower one of two), so that its numbers belong together."""
     assert summaries
-    ordered = sorted(summaries, key=lambda s: s.get(key, 0.0))
+    ordered = sorted(summaries, key=lambda s: s.get("tokens_per_s", 0.0))
     return ordered[(len(ordered) - 1) // 2]
 
 

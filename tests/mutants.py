@@ -208,7 +208,7 @@ _SCHEDULER = (
         "backend/quire/core/planner.py",
         "if request.num_sequences > roster.num_free_seats:\n                    self.held_back_by",
         "if roster.num_free_seats < 1:\n                    self.held_back_by",
-        ("tests/unit/test_choices.py::test_best_of_survives_preemption_chunks_and_a_tiny_pool",),
+        ("tests/unit/test_choices.py::test_choices_survive_preemption_chunks_and_a_tiny_pool",),
     ),
     Mutant(
         "a copy into blocks that were given up is still made",
@@ -359,9 +359,9 @@ _SCHEDULER = (
     ),
     Mutant(
         "the best choice is the shortest",
-        "backend/quire/core/choices.py",
-        "(kept.cumulative_logprob or 0.0) / len(kept.new_token_ids)",
-        "(kept.cumulative_logprob or 0.0)",
+        "backend/quire/frontend/output_processor.py",
+        "(self.cumulative_logprob or 0.0) / max(self.num_output_tokens, 1)",
+        "self.cumulative_logprob or 0.0",
         ("tests/unit/test_choices.py::test_the_best_choices_come_at_the_end_and_in_order",),
     ),
     Mutant(
@@ -376,7 +376,7 @@ _SCHEDULER = (
         "backend/quire/core/choices.py",
         "child.block_hashes = list(parent.block_hashes)",
         "child.block_hashes = parent.block_hashes",
-        ("tests/unit/test_choices.py::test_best_of_survives_preemption_chunks_and_a_tiny_pool",),
+        ("tests/unit/test_choices.py::test_choices_survive_preemption_chunks_and_a_tiny_pool",),
     ),
     Mutant(
         "a swap that is given up is still saved",
@@ -531,6 +531,20 @@ _WORKER = (
 
 _MODELS = (
     Mutant(
+        "scores have YaRN's factor once",
+        "backend/quire/models/deepseek_v2.py",
+        'yarn_scale(rope.parameters["factor"], all_dim) ** 2',
+        'yarn_scale(rope.parameters["factor"], all_dim)',
+        ("tests/unit/test_models.py::test_logits_equal_transformers[whole-deepseek_v3]",),
+    ),
+    Mutant(
+        "on a CPU a token's bits depend on its chunk",
+        "backend/quire/layers/latent_attention.py",
+        'if device_type != "cpu":',
+        "if device_type:",
+        ("tests/unit/test_latent_attention.py::test_where_expanding_pays",),
+    ),
+    Mutant(
         "the attention factor of a scaling is lost",
         "backend/quire/layers/rotary.py",
         "torch.cat([angles.cos(), angles.sin()], -1) * self.attention_factor",
@@ -559,10 +573,31 @@ _MODELS = (
         ("tests/unit/test_models.py::test_logits_equal_transformers",),
     ),
     Mutant(
+        "neighbours that rotate together stay as they lie",
+        "backend/quire/layers/rotary.py",
+        "turned = turned.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)",
+        "turned = turned.contiguous()",
+        ("tests/unit/test_models.py::test_logits_equal_transformers",),
+    ),
+    Mutant(
+        "a layer reads the keys of the first of its kind",
+        "backend/quire/models/gemma4.py",
+        "enumerate(kinds[:count])}",
+        "reversed([*enumerate(kinds[:count])])}",
+        ("tests/unit/test_models.py::test_logits_equal_transformers",),
+    ),
+    Mutant(
+        "a chunk begins one block late",
+        "kernels/quire_kernels/metadata.py",
+        "torch.tensor(chunks_of, device=device)[:, None] * width + firsts",
+        "torch.tensor(chunks_of, device=device)[:, None] * width + firsts + 1",
+        ("tests/kernels/test_paged_attention.py::test_chunks_are_sequences_of_their_own",),
+    ),
+    Mutant(
         "embeddings are scaled without the rounding of their type",
-        "backend/quire/layers/embedding.py",
-        'float(torch.tensor(scale, dtype=dtype, device="cpu"))',
-        "scale",
+        "backend/quire/models/gemma.py",
+        "float(torch.tensor(config.hidden_size**0.5, dtype=dtype))",
+        "config.hidden_size**0.5",
         ("tests/unit/test_models.py::test_embeddings_are_scaled_by_a_number_of_their_own_type",),
     ),
     Mutant(
@@ -638,6 +673,33 @@ _MODELS = (
 )
 
 _KERNELS = (
+    Mutant(
+        "what chooses an expert weighs it, too",
+        "kernels/quire_kernels/reference/moe.py",
+        "shares = scores.gather(1, experts)",
+        "shares = choice.gather(1, experts)",
+        (
+            "tests/kernels/test_moe.py"
+            "::test_routes_are_as_defined_also_among_equals[8-options0-True-sigmoid-reference-cpu]",
+        ),
+    ),
+    Mutant(
+        "of equal experts any is chosen",
+        "kernels/quire_kernels/reference/moe.py",
+        "return values.argsort(dim=1, descending=True, stable=True)[:, :count]",
+        "return values.topk(count).indices",
+        (
+            "tests/kernels/test_moe.py"
+            "::test_routes_are_as_defined_also_among_equals[60-options2-True-softmax-reference-cpu]",
+        ),
+    ),
+    Mutant(
+        "C++: a group is as good as its best expert",
+        "kernels/quire_kernels/cpu/src/moe.h",
+        "for (int i = 0; i < found; ++i) sums[group]",
+        "for (int i = 0; i < 1; ++i) sums[group]",
+        ("tests/unit/test_moe.py::test_a_layer_equals_that_of_transformers[1000-dots1]",),
+    ),
     Mutant(
         "reference: one slot that nobody wrote is read",
         "kernels/quire_kernels/reference/attention.py",
@@ -874,14 +936,28 @@ _ENSEMBLE = (
     Mutant(
         "a LLaVA of full features has a row less",
         "ensemble/quire_ensemble/vision_config.py",
-        "extra_rows=_CLASS_ROWS[vision.model_type] - dropped",
-        "extra_rows=_CLASS_ROWS[vision.model_type] - 1",
+        "extra_rows = _CLASS_ROWS[vision.model_type] - dropped",
+        "extra_rows = _CLASS_ROWS[vision.model_type] - 1",
         ("tests/unit/test_vision_processor.py::test_whole_prompts_equal_those_of_transformers",),
+    ),
+    Mutant(
+        "tiles have no marks behind their lines",
+        "ensemble/quire_ensemble/vision_config.py",
+        "self.tile_tokens + rows * (columns + 1)",
+        "self.tile_tokens + rows * columns",
+        ("tests/unit/test_vision_processor.py::test_whole_prompts_equal_those_of_transformers",),
+    ),
+    Mutant(
+        "every level of deepstack is the first",
+        "backend/quire/models/decoder.py",
+        "(index + 1) * size : (index + 2) * size",
+        "size : 2 * size",
+        ("tests/unit/test_vision_language.py::test_images_give_the_tokens_of_transformers",),
     ),
     Mutant(
         "a forward is cut one image too late",
         "ensemble/quire_ensemble/vision_tower.py",
-        "patches + t * h * w > self.max_patches",
+        "patches + more > self.max_patches",
         "patches > self.max_patches",
         ("tests/unit/test_vision_tower.py::test_forwards_are_cut_between_images_by_patches",),
     ),
@@ -974,7 +1050,7 @@ _CHAT = (
     Mutant(
         "half a marker is sent as content",
         "backend/quire/frontend/chat/machine.py",
-        "held = 0 if self._is_last else self._markers.held(self._text, self._at)",
+        "held = 0 if found is not None or self._is_last else markers.held(self._text, self._at)",
         "held = 0",
         ("tests/unit/test_chat_parsers.py::test_golden_transcripts_whole_and_cut_anywhere",),
     ),

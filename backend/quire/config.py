@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from quire.converters import unless_none
 from quire.errors import ConfigError
+from quire.scheduling_params import MAX_DRAFT_TOKENS
 from quire_ensemble.errors import shown
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
@@ -81,6 +82,9 @@ class ModelConfig:
     """Seed of requests that state none (combined with a counter: such requests do not repeat)."""
     tokenizer: str = ""
     """Directory of the tokenizer; empty: the checkpoint's own."""
+    draft_model: str = ""
+    """Directory or .gguf file of a smaller checkpoint with the same vocabulary, which guesses what
+    `num_draft_tokens` allows to be tried; empty: prompt lookup alone guesses."""
     attention_backend: str = "auto"
     """Implementation of attention: auto (the fastest one that can), cuda, flashinfer (if installed), triton,
     reference, or an instruction set of the processor (avx2, avx512, avx512_bf16, amx). One that cannot do
@@ -90,11 +94,19 @@ class ModelConfig:
     directory, or "package.module:Class". What is not listed is not imported."""
     worker_process: bool = False
     """Whether the model is computed in a process of its own below the engine's; on the CPU only."""
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Processes (ranks) that compute the model together, each its part of every layer: on GPUs one on each,
+    else with its share of the cores. It must divide the numbers of heads and of inner features."""
     enforce_eager: bool = False
     """Records no CUDA graphs; on cuda only."""
     fake_step_ms: Annotated[float, Meta(ge=0, le=60_000)] = 0.0
     """For benchmarks alone: no model is loaded or computed, a step takes so many milliseconds, and the tokens
     mean nothing; of the checkpoint only its config.json and tokenizer are read. 0: off."""
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether other processes than the engine's compute."""
+        return self.worker_process or self.tensor_parallel_size > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +118,7 @@ class CacheConfig:
     num_blocks: _Tokens | None = None
     """Blocks in the pool."""
     kv_cache_memory: Annotated[int, Meta(ge=1, le=2**50), parse_bytes] | None = None
-    """Bytes of the pool."""
+    """Bytes of the pool, of each rank's part of it where there are several."""
     gpu_memory_utilization: _Share = 0.9
     """Fraction of the device's memory for weights, workspace and the pool together; on cuda only."""
     enable_prefix_caching: bool = True
@@ -115,7 +127,8 @@ class CacheConfig:
     """Fraction of the memory free after loading, in the machine and in its control groups, that on cpu the
     pool may take at most; it takes no more than `max_num_seqs` sequences of `max_model_len` need."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    """auto: the computation's type; int8, fp8 (e4m3): with one scale per token and head."""
+    """auto: the computation's type, which is all that latent attention can have; int8, fp8 (e4m3): with one
+    scale per token and head."""
     eviction_policy: Literal["lru", "lfu"] = "lru"
     """Order of eviction among cached blocks of equal retention priority."""
     cache_ttl_s: _Seconds = 0.0
@@ -214,6 +227,10 @@ class SchedulerConfig:
     async_scheduling: bool | None = None
     """Whether the next step is launched before the tokens of the present one are known to the host; None: on
     cuda, and with `fake_step_ms`. A request that ends then has one row more, whose result is dropped."""
+    num_draft_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] = 0
+    """Most tokens that a step tries of each request beyond its next one, as they followed the same tokens
+    before (prompt lookup) or `draft_model` says; fewer where that would not be faster. The output stays the
+    same. 0: none."""
     watchdog_s: Annotated[float, Meta(ge=0, le=10**6)] = 30.0
     """How long the engine may be silent while it has work before it is killed and another takes its place;
     each 1024 tokens of a step prolong it by as much. 0: for ever."""
@@ -328,6 +345,10 @@ class EngineConfig:
         adapters = config.adapters
         if (adapters.lora_modules or adapters.lora_root) and not adapters.enable_lora:
             raise ConfigError("lora_modules and lora_root need enable_lora=true")
+        if adapters.enable_lora and config.model.tensor_parallel_size > 1:
+            raise ConfigError("enable_lora needs tensor_parallel_size=1: ranks do not divide adapters")
+        if config.model.draft_model and not config.scheduler.num_draft_tokens:
+            raise ConfigError("draft_model needs num_draft_tokens above 0")
         return config
 
     def to_mapping(self) -> dict[str, Any]:

@@ -22,8 +22,8 @@ class PromptEmbeds:
     """
 
     embeds: Any
-    """float32 [rows, hidden_size], numpy, or torch where it came by CUDA IPC; may lie in memory shared with a
-    frontend, and is never written."""
+    """float32 [rows, embeds_size of the model], numpy, or torch where it came by CUDA IPC; may lie in memory
+    shared with a frontend, and is never written."""
     spans: tuple[tuple[int, int], ...]
     """(first prompt token, number of tokens) of each image, ascending and apart."""
     hashes: tuple[str, ...]

@@ -53,6 +53,11 @@ class ScheduledRequest(msgspec.Struct, gc=False):
     new: NewRequestData | None = None
     given_token_ids: Sequence[int] = ()
     """Tokens the runner did not sample itself (beam search chose them), to be appended to what it knows."""
+    num_drafts: int = 0
+    """How many of its tokens, the last ones, are guesses: one is drawn behind the token before them, and
+    behind each that was right."""
+    draft_token_ids: Sequence[int] = ()
+    """These guesses; empty: the runner's draft model makes them, or fewer."""
 
 
 class KVSave(NamedTuple):
@@ -138,6 +143,14 @@ class RowOutput(msgspec.Struct):
     """Of the prompt's tokens behind those that the row computed, where asked for and not known already."""
     embedding: bytes = b""
     """Of the prompt, where the row completes it and that is what is wanted: float32, little endian."""
+    num_drafts: int = 0
+    """Drafts that the row had, where the runner made them."""
+
+    def cut(self, count: int) -> None:
+        """Forgets the tokens behind the first `count`."""
+        if count < len(self.token_ids):
+            self.token_ids = self.token_ids[:count]
+            self.logprobs = self.logprobs and self.logprobs[:count]
 
 
 @dataclass(slots=True)
@@ -171,6 +184,8 @@ class ModelRunnerOutput:
     """(load id, how many of its leading blocks are valid) of loads that ended since the last step."""
     timing: StepTiming | None = None
     """Of a step with `is_timed`, where the runner knows it."""
+    has_caught_up: bool = False
+    """Whether a draft model has computed prompts, so that the step took longer than its tokens say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +202,8 @@ class RunnerInfo:
     kv_identity: dict[str, Any] = field(default_factory=dict)
     """What decides the bits of keys and values, as JSON can hold it, where other processes may find them."""
     hidden_size: int = 0
+    deepstack_levels: int = 0
+    """See `DecoderConfig`."""
     pooling: Pooling = field(default_factory=Pooling)
     takes_position_ids: bool = False
     """Whether positions of prompts may have three axes (M-RoPE)."""
@@ -222,7 +239,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     """Choice, in [0, n). A request has ended when each of its choices has a `finish_reason`; an output
     with `error` ends all of them."""
     cumulative_logprob: float | None = None
-    """Sum over the whole choice, with its `finish_reason`, where best_of or beam search ranked it."""
+    """Sum over the whole choice, with its `finish_reason`, where beam search ranked it."""
     admitted_at: float = 0.0
     """When its request first ran, in seconds of the scheduler's clock, with `first_token_at` and, where the
     choice ends, with its `finish_reason`; 0: never."""
@@ -230,6 +247,10 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     """When the choice's first token was taken in, on its first output."""
     num_preemptions: int = 0
     """How often the choice was preempted, with its `finish_reason`."""
+    num_draft_tokens: int = 0
+    """Tokens of the choice that were tried before they were known, so far."""
+    num_accepted_drafts: int = 0
+    """How many of them were right."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Of each token of the prompt, None for the first: on the first output of a request that asks for them,
     which is one of choice 0."""
@@ -275,6 +296,10 @@ class SchedulerStats:
     """Tokens computed again since start, after a preemption."""
     num_queried_tokens: int = 0
     """Tokens of the requests whose beginnings were looked up in the prefix cache, since start."""
+    num_draft_tokens: int = 0
+    """Tokens that were tried before they were known, since start."""
+    num_accepted_drafts: int = 0
+    """How many of them were right."""
     num_batch_rows: int = 0
     """Rows of the latest step; 0 where there is no request."""
     num_batch_tokens: int = 0

@@ -14,6 +14,7 @@ from quire.scheduling_params import SchedulingParams
 
 if TYPE_CHECKING:
     from quire.core.choices import Choices
+    from quire.core.drafts import Drafter
     from quire.core.kv_cache_manager import RequestBlocks
 
 
@@ -68,6 +69,7 @@ class Request:
         "arrival_time",
         "block_hashes",
         "choices",
+        "drafter",
         "embeds",
         "end_token_ids",
         "eos_token_ids",
@@ -144,7 +146,9 @@ class Request:
         """What it shares with the other choices of its request, if there are any."""
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
-        """Tokens that planned steps will sample."""
+        """Tokens that planned steps will sample; one for a row, however many drafts it tries."""
+        self.drafter: Drafter | None = None
+        """Guesses its next tokens, once it has generated one; None: nothing does."""
         self.num_given_tokens = 0
         """Newest tokens that the runner must be told, as it did not sample them into this row itself."""
         self.num_once_computed = 0

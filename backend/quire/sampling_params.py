@@ -7,6 +7,7 @@ the engine checks the limits once more as it decodes a message, and everything b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_type_hints
 
@@ -20,6 +21,8 @@ from quire.structured_output import StructuredOutput as StructuredOutput
 from quire.structured_output import check_structured_output, parse_structured_output
 from quire_ensemble.client_json import parse_json
 from quire_ensemble.errors import InputError, kind
+
+logger = logging.getLogger("quire")
 
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 64
@@ -127,6 +130,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+_UNUSED_DEFAULTS = (
+    "num_beams", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens",
+    "exponential_decay_length_penalty", "epsilon_cutoff", "eta_cutoff", "top_h", "penalty_alpha",
+    "encoder_repetition_penalty", "guidance_scale", "watermarking_config",
+)  # fmt: skip
+"""Keys of generation_config.json with which transformers chooses other tokens."""
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -349,4 +360,14 @@ def defaults_from_generation_config(config: Mapping[str, Any]) -> SamplingParams
         given["max_tokens"] = config["max_new_tokens"]
     if config.get("min_new_tokens") is not None:
         given["min_tokens"] = config["min_new_tokens"]
-    return parse_sampling_params(given)
+    given["stop"] = config.get("stop_strings")
+    unused = [name for name in _UNUSED_DEFAULTS if config.get(name) not in (None, 0, 1, False, [])]
+    if unused:
+        logger.warning("generation_config.json: %s: not supported, and not used", ", ".join(unused))
+    try:
+        alone = msgspec.convert(config.get("suppress_tokens") or [], list[_Count])
+        banned = msgspec.convert(config.get("bad_words_ids") or [], list[tuple[_Count, ...]])
+    except msgspec.ValidationError as error:
+        raise fail("generation_config.json", f"suppress_tokens or bad_words_ids: {error}") from None
+    words = (*((token_id,) for token_id in alone), *filter(None, banned))
+    return msgspec.structs.replace(parse_sampling_params(given), bad_words_ids=words)

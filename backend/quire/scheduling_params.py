@@ -9,6 +9,7 @@ from msgspec import Meta
 
 MAX_PRIORITY = 100
 MAX_NAME_LENGTH = 256
+MAX_DRAFT_TOKENS = 64
 MAX_RETENTION = 100
 DEFAULT_RETENTION = 35
 MAX_PIN_TTL_S = 3600.0
@@ -43,6 +44,9 @@ class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """CLOCK_MONOTONIC seconds: without a token by then, the request ends with finish_reason timeout."""
     cache_result: bool = True
     """Whether its result may come from the result cache, and be kept there."""
+    num_draft: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
+    """Most tokens that a step tries of it beyond the next one, at most the engine's `num_draft_tokens`; None:
+    as many as that."""
     exempt: bool = False
     """The engine's own (warm-up, probe): no limit refuses, delays or ends it, and no tenant pays for it."""
     deadline: Seconds | None = None

@@ -71,8 +71,8 @@ def as_embedding(params: SamplingParams, hidden_size: int) -> SamplingParams:
             "dimensions", f"at most {hidden_size} (the model's hidden size), got {params.dimensions}"
         )
     of_tokens = {
+        "best_of": (params.best_of or 1) > 1,  # also where the frontend has made it the `n` (`ranked_here`)
         "n": params.n > 1,
-        "best_of": (params.best_of or 1) > 1,
         "beam_width": params.beam_width > 1,
         "logprobs": params.logprobs is not None,
         "prompt_logprobs": params.prompt_logprobs is not None,

@@ -201,8 +201,9 @@ def difference_of_replays(path: Path, device: torch.device, prompts: list[list[i
         replayed = run(inputs, embeds).clone()
 
         def interrupt(group: int, query: torch.Tensor, attend: Any) -> torch.Tensor:
-            pieces._attended[:count] = attend(query[:count], inputs.metas[group])
-            return pieces._attended[:size]
+            attended = query.new_zeros(query.shape)
+            attended[:count] = attend(query[:count], inputs.metas[group])
+            return attended
 
         pieces._compute(
             [replace(meta, interrupt=partial(interrupt, i)) for i, meta in enumerate(pieces._metas(size))],

@@ -48,6 +48,7 @@ ENGINE_TESTS = [
     *("engine", "model_runner", "models", "async_scheduling", "logprobs", "sampler", "structured_output"),
     *("lora", "prefix_cache", "kv_tiers", "sleep", "beam_search", "embeddings", "choices", "lookahead"),
     *("vision_language", "weight_quantization", "oracle_matrix", "logits_processors", "failed_steps"),
+    "kv_cache",
 ]
 OF_A_CPU = [
     # A stand-in for CUDA graphs, and a worker process, which is of a CPU.

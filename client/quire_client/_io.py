@@ -5,7 +5,11 @@ A coroutine over `BlockingIO` never waits for an event loop: it ends within its 
 
 from __future__ import annotations
 
+import _thread
 import asyncio
+import contextlib
+import contextvars
+import queue
 import sys
 import threading
 import time
@@ -20,8 +24,8 @@ from tritonclient.grpc import service_pb2_grpc
 from quire_client._connection import CHANNEL_OPTIONS, Settings
 
 T = TypeVar("T")
-INTERRUPTED_WAIT = 0.1
-"""Seconds a call has for its own end where an interrupt (Ctrl-C) has broken off a read."""
+SIGNAL_S = 0.2
+"""Seconds after which a signal is noticed that came just when the main thread began to wait."""
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
@@ -32,6 +36,36 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
         result: T = end.value
         return result
     raise AssertionError("a coroutine over blocking I/O waits for an event loop")
+
+
+def _safely(work: Callable[[], T]) -> T:
+    """The result of work within gRPC, which for the main thread another one does.
+
+    What the handler of a signal raises (Ctrl-C) strikes the main thread anywhere. Within gRPC it may leave a
+    lock taken, so that all calls of the channel hang, or one that was given back, which is a RuntimeError.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            outcome.put((context.run(work), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    try:
+        _thread.start_new_thread(run, ())  # threading's start waits with locks that might stay taken
+    except RuntimeError:  # the interpreter is shutting down
+        return work()
+    while True:
+        with contextlib.suppress(queue.Empty):
+            result, error = outcome.get(timeout=SIGNAL_S)
+            break
+    if error is not None:
+        raise error
+    return result
 
 
 class _Call:
@@ -133,26 +167,41 @@ class AsyncioCall(_Call):
 
 
 class BlockingCall(_Call):
-    _receiving = False
-    """A receive operation is under way; an interrupt that breaks off the wait leaves it so."""
+    """A call whose responses are waited for; of one of the main thread another one reads them (`_safely`).
+
+    Args:
+        reads_ahead: whether that thread is to be, which is begun here.
+    """
+
+    def __init__(self, call: Any, *, reads_ahead: bool) -> None:
+        super().__init__(call)
+        self._end: list[Exception | None] = []
+        """How the call ended, once it has and all responses are in the queue."""
+        responses: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._responses = responses if reads_ahead else None
+        if reads_ahead:
+            # Not with this object, which cancels the call when it is dropped.
+            _thread.start_new_thread(_read, (call, responses, self._end))
+
+    def __del__(self) -> None:
+        if self._responses is not None and not self._end and not sys.is_finalizing():
+            self._call.cancel()
 
     async def receive(self) -> Any:
-        self._receiving = True
-        try:
-            response = next(self._call, None)
-        except grpc.RpcError:
-            self._receiving = False
-            raise
-        self._receiving = False
-        return response
+        if self._responses is None:
+            return next(self._call, None)
+        while not (self._end and self._responses.empty()):
+            with contextlib.suppress(queue.Empty):
+                if (response := self._responses.get(timeout=SIGNAL_S)) is not None:
+                    return response
+        if (error := self._end[0]) is not None:
+            raise error
+        return None
+
+    def cancel(self) -> None:
+        _safely(super().cancel)
 
     async def exhaust(self, seconds: float) -> bool:
-        if self._receiving:
-            # A call has one receive operation at a time, and an interrupted one cannot be taken up again.
-            # Most often it gets the last response, and then the call ends by itself.
-            ended = threading.Event()
-            return not self._call.add_callback(ended.set) or ended.wait(min(seconds, INTERRUPTED_WAIT))
-
         expired = threading.Event()
 
         def expire() -> None:
@@ -167,6 +216,16 @@ class BlockingCall(_Call):
         finally:
             timer.cancel()
         return not expired.is_set()
+
+
+def _read(call: Any, responses: queue.SimpleQueue[Any], end: list[Exception | None]) -> None:
+    try:
+        for response in call:
+            responses.put(response)
+        end.append(None)
+    except Exception as error:
+        end.append(error)
+    responses.put(None)  # so that nobody waits for more
 
 
 class _Channel:
@@ -258,10 +317,11 @@ class BlockingIO(_Channel):
         return not sys.is_finalizing()
 
     async def ask(self, method: str, request: Any, **options: Any) -> Any:
-        return getattr(self._stub, method)(request, **options)
+        return _safely(lambda: getattr(self._stub, method)(request, **options))
 
     def stream(self, request: Any, **options: Any) -> BlockingCall:
-        return BlockingCall(self._stream(request, options))
+        reads_ahead = threading.current_thread() is threading.main_thread()
+        return _safely(lambda: BlockingCall(self._stream(request, options), reads_ahead=reads_ahead))
 
     def lock(self) -> Any:
         # Re-entrant: an interrupt may strike between taking it and the block that gives it back.
@@ -296,4 +356,4 @@ class BlockingIO(_Channel):
     async def close(self) -> None:
         for thread in list(self._background):
             thread.join()
-        self._channel.close()
+        _safely(self._channel.close)

@@ -51,6 +51,7 @@ def _request_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--session", help="Conversation whose KV cache stays from turn to turn."),
         click.option("--cache-salt", help="Share cached prefixes only with requests of this salt."),
         click.option("--ttft-deadline-ms", type=int, help="Without a token by then the request ends."),
+        click.option("--num-draft", type=int, help="Most tokens that a step tries beyond the next; 0: none."),
         click.option(
             "--param", "params", multiple=True, metavar="NAME=JSON", help="Any other sampling parameter."
         ),

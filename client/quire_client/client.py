@@ -115,8 +115,8 @@ class Client(_Blocking[AsyncClient]):
             outputs: names of the outputs to ask for instead of the usual ones.
             others: sampling parameters (`max_tokens`, `temperature`, `seed`, `stop`, `n`, `logprobs`,
                 `prompt_logprobs`, `structured_output={"json": schema}`, `return_timing` ...) and scheduling
-                ones (`priority`, `tenant`, `session`, `cache_salt`, `ttft_deadline_ms` ...); the server
-                judges names and values. `sampling_parameters` takes a mapping of them. `best_of` and
+                ones (`priority`, `tenant`, `session`, `cache_salt`, `ttft_deadline_ms`, `num_draft` ...); the
+                server judges names and values. `sampling_parameters` takes a mapping of them. `best_of` and
                 `beam_width` are for `generate` and `chat`: their choices are known only at the end.
 
         Raises:

@@ -66,8 +66,8 @@ KNOWN_INPUTS: dict[str, TensorInfo] = {
         " n:INT32 best_of:INT32 beam_width:INT32 length_penalty:FP32 early_stopping:BOOL"
         " request_priority:INT32 tenant:BYTES ttft_deadline_ms:INT32 deadline_ms:INT32"
         " cache_salt:BYTES cache_retention:INT32 cache_ttl_ms:INT32 cache_pin:BOOL"
-        " cache_result:BOOL session:BYTES session_end:BOOL stream_interval:INT32 stream_interval_ms:INT32"
-        " structured_output:BYTES lora_name:BYTES"
+        " cache_result:BOOL session:BYTES session_end:BOOL num_draft:INT32"
+        " stream_interval:INT32 stream_interval_ms:INT32 structured_output:BYTES lora_name:BYTES"
     ),
     **_table("text_input:BYTES input_ids:INT32 stop_token_ids:INT32 stop:BYTES bad_words:BYTES", dims=(-1,)),
 }

@@ -174,8 +174,9 @@ SCHEDULING_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("cache_result", "TYPE_BOOL", doc="False: never from the result cache, nor into it."),
     TensorSpec("session", "TYPE_STRING", doc="Conversation whose blocks stay from turn to turn."),
     TensorSpec("session_end", "TYPE_BOOL", doc="Last request of the session: its blocks are released."),
+    TensorSpec("num_draft", "TYPE_INT32", doc="0 to 64: most tokens that a step tries beyond the next one."),
 )
-"""Inputs on when the request runs and what stays in the cache; all are keys of `sampling_parameters` too."""
+"""Inputs on how the request runs and what stays in the cache; all are keys of `sampling_parameters` too."""
 
 INPUTS: tuple[TensorSpec, ...] = (
     *PROMPT_INPUTS,

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -31,7 +33,7 @@ from quire_ensemble.memory_gate import MemoryGate
 from quire_ensemble.mrope import mrope_positions
 from quire_ensemble.text_limits import TextLimits
 from quire_ensemble.tokenizer import Tokenizer
-from quire_ensemble.vision_config import read_vision_config
+from quire_ensemble.vision_config import Grid, QwenConfig, read_vision_config
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -49,11 +51,12 @@ class VisionPrompt:
     input_ids: np.ndarray
     """int32 [tokens]; every image's placeholder is there once for each of its rows."""
     pixel_values: np.ndarray
-    """float32 [rows, row_size]; llava: a row is an image (channels, height, width), else one patch."""
+    """float32 [rows, row_size]; what a row is, is the family's (`VisionConfig`)."""
     image_grid: np.ndarray
-    """int32 [images, 3]: time, height, width in patches."""
+    """int32 [images, 3], in the family's meaning."""
     image_spans: np.ndarray
-    """int32 [images, 2]: first token and number of tokens of the image's placeholders."""
+    """int32 [spans, 2]: first token and number of tokens of runs of placeholders; Pixtral: of each line of an
+    image's rows, else one for each image."""
     position_ids: np.ndarray
     """int32 [3, tokens]: time, height, width; [0, 0] for models without M-RoPE."""
     chat_format: np.ndarray
@@ -66,7 +69,7 @@ _WARM_UP = b'[{"role": "user", "content": [{"type": "image"}, {"type": "text", "
 class _ProcessedImage(NamedTuple):
     pixels: np.ndarray
     """float32 [rows, row_size]."""
-    grid: tuple[int, int, int]
+    grid: Grid
 
 
 class VisionProcessor:
@@ -97,9 +100,8 @@ class VisionProcessor:
         self.texts = texts or TextLimits()
         self.config = read_vision_config(self.path)
         self._image_processor = _load_image_processor(self.path)
-        if not self.config.is_llava:
-            self._check_processor()
         self.placeholder_id, self._placeholder, self._placeholder_line = self._find_placeholder()
+        self._extra_ids = [self._added_id(name) for name in self.config.extra_tokens]
         self._template_takes_images = tokenizer.takes_images(self._placeholder)
         self.row_size = self._try_processor()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
@@ -165,7 +167,8 @@ class VisionProcessor:
             )
         read = self._read_images(sources)
         run: Callable[..., Any] = map if len(read) < 2 else self._pool.map
-        processed = list(run(self._process_image, range(len(read)), read))
+        process = partial(self._process_image, is_alone=len(read) == 1)
+        processed = list(run(process, range(len(read)), read))
         return self._assemble(token_ids, processed, chat_format)
 
     def _encode_messages(
@@ -202,57 +205,44 @@ class VisionProcessor:
         """The images, none of them decoded, once it is known that all of them together are within limits."""
         images: list[EncodedImage | Image] = []
         num_bytes = num_pixels = num_patches = 0
+        is_alone = len(sources) == 1
         for index, source in enumerate(sources):
             image = read_image(source, index, self.limits) if isinstance(source, (bytes, str)) else source
             if isinstance(image, EncodedImage):
                 num_bytes += len(image.data)
-            num_pixels += self._most_pixels(image.size, index)
-            num_patches += self._num_patches(image.size, index)
+            num_pixels += self._most_pixels(image.size, index, is_alone)
+            num_patches += self._num_patches(image.size, index, is_alone)
             check_total("max_request_bytes", num_bytes, self.limits)
             check_total("max_request_pixels", num_pixels, self.limits)
             check_total("max_request_patches", num_patches, self.limits)
             images.append(image)
         return images
 
-    def _process_image(self, index: int, source: EncodedImage | Image) -> _ProcessedImage:
-        with self._gate.hold(self._most_pixels(source.size, index)):
+    def _process_image(self, index: int, source: EncodedImage | Image, *, is_alone: bool) -> _ProcessedImage:
+        with self._gate.hold(self._most_pixels(source.size, index, is_alone)):
             image = source.decode() if isinstance(source, EncodedImage) else source
             try:
-                out = self._image_processor(images=[_to_rgb(image)], return_tensors="np")
+                out = self.config.preprocess(self._image_processor, _to_rgb(image), is_alone)
             except ValueError as error:
                 raise _refused(index, error) from None
-        pixels = np.asarray(out["pixel_values"], dtype=np.float32)
-        if self.config.is_llava:
-            _, _, height, width = pixels.shape
-            grid = (1, height // self.config.patch, width // self.config.patch)
-            pixels = pixels.reshape(1, -1)
-        else:
-            grid = cast("tuple[int, int, int]", tuple(int(n) for n in out["image_grid_thw"][0]))
-        return _ProcessedImage(pixels, grid)
+        return _ProcessedImage(*self.config.processed(out))
 
-    def _num_patches(self, size: tuple[int, int], index: int) -> int:
+    def _num_patches(self, size: tuple[int, int], index: int, is_alone: bool) -> int:
         """Patches that the image processor makes of an image."""
-        if self.config.is_llava:
-            return self.row_size // (3 * self.config.patch**2)
         try:
-            return int(self._image_processor.get_number_of_image_patches(size[1], size[0]))
-        except ValueError as error:  # an aspect ratio above 200
+            return self.config.planned_patches(self._image_processor, size[1], size[0], is_alone)
+        except ValueError as error:  # Qwen: an aspect ratio above 200
             raise _refused(index, error) from None
 
-    def _most_pixels(self, size: tuple[int, int], index: int) -> int:
+    def _most_pixels(self, size: tuple[int, int], index: int, is_alone: bool) -> int:
         """Pixels of an image before or after scaling, whichever are more: a line of pixels scaled to the
         height of a LLaVA image, or padded to a square, is a bomb that the limits on files do not see.
 
         Raises:
             InputError: more than MAX_SCALED_PIXELS.
         """
-        processor, (short, long) = self._image_processor, sorted(size)
-        edge = dict(processor.size or {}).get("shortest_edge")
-        scaled = (short, long)
-        if getattr(processor, "do_pad", False):
-            scaled = (long, long)
-        elif self.config.is_llava and processor.do_resize and edge:
-            scaled = (edge, edge * long // short)
+        short, long = sorted(size)
+        scaled = self.config.scaled_size(self._image_processor, short, long, is_alone)
         if scaled[0] * scaled[1] > max(MAX_SCALED_PIXELS, short * long):
             raise InputError(
                 f"image[{index}]",
@@ -268,12 +258,15 @@ class VisionProcessor:
         spans: list[tuple[int, int]] = []
         rest = iter(images)
         for token_id in token_ids:
-            if token_id == self.placeholder_id:
-                rows = self.config.tokens(*next(rest).grid)
-                spans.append((len(expanded), rows))
-                expanded.extend([token_id] * rows)
-            else:
+            if token_id != self.placeholder_id:
                 expanded.append(token_id)
+                continue
+            sequence = self.config.sequence(next(rest).grid, token_id, self._extra_ids)
+            for is_row, run in itertools.groupby(sequence, token_id.__eq__):
+                ids = list(run)
+                if is_row:
+                    spans.append((len(expanded), len(ids)))
+                expanded += ids
         grids = [image.grid for image in images]
         return VisionPrompt(
             input_ids=np.asarray(expanded, dtype=np.int32),
@@ -283,52 +276,44 @@ class VisionProcessor:
             image_grid=np.asarray(grids, dtype=np.int32).reshape(-1, 3),
             image_spans=np.asarray(spans, dtype=np.int32).reshape(-1, 2),
             position_ids=mrope_positions(len(expanded), spans, grids, self.config.merge)
-            if not self.config.is_llava
+            if isinstance(self.config, QwenConfig)
             else np.zeros((0, 0), dtype=np.int32),
             chat_format=np.array([chat_format], dtype=np.object_),
         )
 
-    def _check_processor(self) -> None:
-        for name, ours in (("merge_size", self.config.merge), ("patch_size", self.config.patch)):
-            theirs = getattr(self._image_processor, name, None)
-            if theirs != ours:
-                raise VisionError(
-                    f"{self.path}: {name} is {theirs} in the image processor and {ours} in config.json"
-                )
-
     def _find_placeholder(self) -> tuple[int, str, str]:
         """The placeholder's id, its text, and what stands for an image in a text: that text, between the
         markers of the checkpoint if there are any."""
-        config = self.config.hf
-        found = config.image_token_id
-        ids = [found]
-        if not self.config.is_llava:
-            ids = [config.vision_start_token_id, found, config.vision_end_token_id]
+        found, ids = self.config.hf.image_token_id, self.config.marks
         hf = self.tokenizer.hf
-        line = "".join(hf.convert_ids_to_tokens(int(i)) or "" for i in ids)
         added = set(ids) <= set(hf.added_tokens_decoder)
+        line = "".join(hf.convert_ids_to_tokens(int(i)) or "" for i in ids) if added else ""
         if not added or self.tokenizer.encode(line, add_special_tokens=False) != ids:
             raise VisionError(f"{self.path}: the tokenizer has no special tokens for {ids} of config.json")
         return int(found), hf.convert_ids_to_tokens(int(found)), line
+
+    def _added_id(self, name: str) -> int:
+        found = self.tokenizer.hf.convert_tokens_to_ids(name)
+        if found not in self.tokenizer.hf.added_tokens_decoder:
+            raise VisionError(f"{self.path}: the tokenizer has no special token {name}")
+        return int(found)
 
     def _try_processor(self) -> int:
         """Runs the image processor once, so that a broken one fails here; the size of a row of its pixels."""
         from PIL import Image as pil
 
         try:
-            out = self._image_processor(images=[pil.new("RGB", (96, 64))], return_tensors="np")
-            shape = np.asarray(out["pixel_values"]).shape
+            self.config.check_settings(self._image_processor)
+        except Exception as error:  # of another family it does not have these settings
+            raise VisionError(f"{self.path}: {one_line(error)}") from error
+        try:
+            out = self.config.preprocess(self._image_processor, pil.new("RGB", (96, 64)), True)
         except Exception as error:  # its settings come from a file
             raise VisionError(f"{self.path}: the image processor does not work: {one_line(error)}") from error
-        if not self.config.is_llava:
-            return int(shape[1])
-        size = self.config.hf.vision_config.image_size
-        if shape != (1, 3, size, size):
-            raise VisionError(
-                f"{self.path}: the image processor gives {list(shape[1:])}, the vision tower takes "
-                f"[3, {size}, {size}]"
-            )
-        return 3 * size * size
+        try:
+            return self.config.check_processor(self._image_processor, out)
+        except Exception as error:  # of another family it does not have these outputs
+            raise VisionError(f"{self.path}: {one_line(error)}") from error
 
 
 def _load_image_processor(path: Path) -> Any:

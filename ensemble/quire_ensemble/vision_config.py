@@ -1,41 +1,435 @@
-"""VisionConfig: what config.json says of a vision part, for both vision models; without torch."""
+"""What config.json says of a vision part, and the geometry of its images; for both vision models.
+
+An image has a grid, three numbers whose meaning is its family's, which goes from the preprocessor to the
+encoder with its pixels. All that is counted of an image (rows of pixels, patches, rows of embeddings) follows
+from it. No torch in here.
+"""
 
 from __future__ import annotations
 
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
+
+import numpy as np
 
 from quire_ensemble.checkpoint_files import check_directory
-from quire_ensemble.errors import VisionError, one_line
+from quire_ensemble.errors import InputError, VisionError, one_line
 
-_MODEL_TYPES = ("llava", "qwen2_vl", "qwen2_5_vl")
-"""Values of `model_type` that are known."""
+GRID = "image_grid"
+MAX_TILES = 256
+"""Of an image."""
+MAX_PINPOINTS = 1024
+MAX_SIDE = 2**24
+"""Pixels of an image's side, in a grid."""
 _CLASS_ROWS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """Vision towers of LLaVA, and how many rows they put before those of the patches."""
 
+_MOST_OF_TOWER = {
+    **dict.fromkeys(("num_hidden_layers", "depth"), 1024),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "head_dim"), 2**12),
+    **dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size"), 2**16),
+    "intermediate_size": 2**18,
+}
+"""Largest values of a vision tower's keys: it is built before its weights are looked at."""
+
+Grid = tuple[int, int, int]
+
 
 @dataclass(frozen=True)
-class VisionConfig:
-    """The configuration of a checkpoint with a vision part, and the geometry of its images."""
+class VisionConfig(ABC):
+    """The configuration of a checkpoint with a vision part."""
 
     hf: Any
     """transformers' configuration, defaults filled in."""
     patch: int
     """Pixels of a patch's side."""
-    merge: int = 1
-    """Patches of a side that make one row of embeddings."""
-    extra_rows: int = 0
-    """Rows of an image beside those of its patches."""
+    has_mrope: ClassVar[bool] = False
+    """Whether positions have three axes, by the images' grids."""
+    extra_tokens: ClassVar[tuple[str, ...]] = ()
+    """Tokens that an image's part of a prompt consists of, beside its placeholders."""
+
+    @abstractmethod
+    def rows(self, t: int, h: int, w: int) -> int:
+        """Rows of `pixel_values` that an image takes; the numbers are its grid."""
+
+    @abstractmethod
+    def patches(self, t: int, h: int, w: int) -> int:
+        """Patches that the tower computes for an image."""
+
+    @abstractmethod
+    def tokens(self, t: int, h: int, w: int) -> int:
+        """Rows of embeddings that an image gives."""
+
+    @abstractmethod
+    def check_image(self, t: int, h: int, w: int) -> None:
+        """Raises InputError of field `image_grid` for a grid that no image of this model has."""
+
+    def check_settings(self, processor: Any) -> None:  # noqa: B027
+        """Checks an image processor before it makes anything; ValueError: it may take any time or memory."""
+
+    @abstractmethod
+    def check_processor(self, processor: Any, out: Any) -> int:
+        """Checks that an image processor, and what it made of an image, fit the tower.
+
+        Returns:
+            The size of a row of `pixel_values`.
+
+        Raises:
+            ValueError: they do not; says what.
+        """
+
+    @abstractmethod
+    def processed(self, out: Any) -> tuple[np.ndarray, Grid]:
+        """Pixels, float32 [rows, row size], and the grid of what an image processor made of one image."""
+
+    def preprocess(self, processor: Any, image: Any, is_alone: bool) -> Any:
+        """What the image processor makes of one of a prompt's images (mode RGB); ValueError of that.
+
+        Args:
+            processor: of the checkpoint.
+            image: of Pillow.
+            is_alone: whether the prompt has no other.
+        """
+        return processor(images=[image], return_tensors="np")
+
+    @abstractmethod
+    def planned_patches(self, processor: Any, height: int, width: int, is_alone: bool) -> int:
+        """`patches` of an image of so many pixels, before it is decoded; ValueError: it is refused."""
+
+    def scaled_size(self, processor: Any, short: int, long: int, is_alone: bool) -> tuple[int, int]:
+        """Sides that an image has while it is worked on, if these grow with the image's."""
+        return short, long
 
     @property
-    def is_llava(self) -> bool:
-        """Whether images have one size and positions one axis; else any size, and M-RoPE."""
-        return bool(self.hf.model_type == "llava")
+    def marks(self) -> list[int]:
+        """Token ids that stand for an image in a text; the placeholder is among them."""
+        return [self.hf.image_token_id]
+
+    def sequence(self, grid: Grid, placeholder: int, extra: Sequence[int]) -> list[int]:
+        """Token ids in place of an image's placeholder: that, once for each row of embeddings, and others.
+
+        Args:
+            grid: of the image.
+            placeholder: its id.
+            extra: ids of `extra_tokens`.
+        """
+        return [placeholder] * self.tokens(*grid)
+
+
+@dataclass(frozen=True)
+class LlavaConfig(VisionConfig):
+    """LLaVA 1.5: images of one size. A row is an image, [C, H, W]; a grid is (1, patches, patches)."""
+
+    side: int
+    """Pixels of an image's side."""
+    extra_rows: int
+    """Rows beside those of the patches: less than none where one of these is dropped."""
+
+    @property
+    def patches_per_side(self) -> int:
+        """Where the patches do not divide the side (SigLIP: 384 by 14), a border is in no patch."""
+        return self.side // self.patch
+
+    @property
+    def tile_tokens(self) -> int:
+        """Rows that the tower gives for an image of its size."""
+        return self.patches_per_side**2 + self.extra_rows
+
+    def rows(self, t: int, h: int, w: int) -> int:
+        return 1
+
+    def patches(self, t: int, h: int, w: int) -> int:
+        return self.patches_per_side**2
 
     def tokens(self, t: int, h: int, w: int) -> int:
-        """Rows of embeddings that an image of a grid in patches gives."""
-        return t * h * w // self.merge**2 + self.extra_rows
+        return self.tile_tokens
+
+    def planned_patches(self, processor: Any, height: int, width: int, is_alone: bool) -> int:
+        return self.patches_per_side**2
+
+    def scaled_size(self, processor: Any, short: int, long: int, is_alone: bool) -> tuple[int, int]:
+        edge = dict(processor.size or {}).get("shortest_edge")
+        if getattr(processor, "do_pad", False):
+            return long, long
+        return (edge, edge * long // short) if processor.do_resize and edge else (short, long)
+
+    def check_image(self, t: int, h: int, w: int) -> None:
+        wanted = [1, self.patches_per_side, self.patches_per_side]
+        if [t, h, w] != wanted:
+            raise InputError(GRID, f"must be {wanted} for this model, got {[t, h, w]}")
+
+    def check_processor(self, processor: Any, out: Any) -> int:
+        return self._check_shape(np.asarray(out["pixel_values"]).shape, (1,))
+
+    def _check_shape(self, shape: tuple[int, ...], images: tuple[int, ...]) -> int:
+        if shape != (*images, 3, self.side, self.side):
+            raise ValueError(
+                f"the image processor gives {list(shape[1:])}, the vision tower takes "
+                f"{[*images[1:], 3, self.side, self.side]}"
+            )
+        return 3 * self.side**2
+
+    def processed(self, out: Any) -> tuple[np.ndarray, Grid]:
+        pixels = np.asarray(out["pixel_values"], dtype=np.float32)
+        return pixels.reshape(1, -1), (1, self.patches_per_side, self.patches_per_side)
+
+
+@dataclass(frozen=True)
+class AnyresConfig(LlavaConfig):
+    """LLaVA-NeXT and OneVision: an image is scaled to the size of a tile, and to the best of some sizes, of
+    which each tile is a part. A row is a tile; a grid is (tiles, height, width of the original in pixels).
+    """
+
+    pinpoints: tuple[tuple[int, int], ...]
+    """Sizes (height, width) in pixels, multiples of a tile's."""
+    max_tiles: int | None
+    """OneVision: rows of larger images are scaled down to those of so many tiles; and of several images in a
+    prompt each is one tile."""
+
+    def rows(self, t: int, h: int, w: int) -> int:
+        return t
+
+    def patches(self, t: int, h: int, w: int) -> int:
+        return t * self.patches_per_side**2
+
+    def tokens(self, t: int, h: int, w: int) -> int:
+        if t == 1:
+            return self.tile_tokens + 1
+        rows, columns = self.shown(h, w)
+        return self.tile_tokens + rows * (columns + 1)
+
+    def _is_tiled(self, is_alone: bool) -> bool:
+        return is_alone or self.max_tiles is None
+
+    def preprocess(self, processor: Any, image: Any, is_alone: bool) -> Any:
+        if self._is_tiled(is_alone):
+            return processor(images=[image], return_tensors="np")
+        # As in a list of a prompt's images, without those beside it.
+        base: Any = type(processor).__base__
+        return base.preprocess(processor, [image], [2], return_tensors="np")
+
+    def planned_patches(self, processor: Any, height: int, width: int, is_alone: bool) -> int:
+        down, across = self.tiles(height, width) if self._is_tiled(is_alone) else (0, 0)
+        return self.patches(1 + down * across, height, width)
+
+    def scaled_size(self, processor: Any, short: int, long: int, is_alone: bool) -> tuple[int, int]:
+        # One of several is padded to a square; tiles do not grow with the image.
+        return (short, long) if self._is_tiled(is_alone) else (long, long)
+
+    def tiles(self, h: int, w: int) -> tuple[int, int]:
+        """Tiles from top to bottom and from left to right, the one of the whole image apart."""
+        from transformers.image_processing_utils import select_best_resolution
+
+        height, width = select_best_resolution((h, w), list(self.pinpoints))
+        return height // self.side, width // self.side
+
+    def shown(self, h: int, w: int) -> tuple[int, int]:
+        """Rows and columns of the embeddings of all tiles together, without what is padding and the mark
+        behind each row. (The arithmetic of `unpad_image` and `pack_image_features` in transformers.)"""
+        down, across = (n * self.patches_per_side for n in self.tiles(h, w))
+        if w / h > across / down:
+            down -= (down - int(round(h * (across / w), 7))) // 2 * 2
+        else:
+            across -= (across - int(round(w * (down / h), 7))) // 2 * 2
+        if self.max_tiles is not None:
+            ratio = math.sqrt(down * across / (self.max_tiles * self.patches_per_side**2))
+            if ratio > 1.1:
+                return int(down // ratio), int(across // ratio)
+        return down, across
+
+    def check_image(self, t: int, h: int, w: int) -> None:
+        if not (1 <= h <= MAX_SIDE and 1 <= w <= MAX_SIDE):
+            raise InputError(GRID, f"height and width must be from 1 to {MAX_SIDE}, got {[t, h, w]}")
+        down, across = self.tiles(h, w)
+        allowed = [1 + down * across] if self.max_tiles is None else [1, 1 + down * across]
+        if t not in allowed:
+            raise InputError(GRID, f"an image of {h} x {w} pixels has {allowed} tiles, got {t}")
+
+    def check_settings(self, processor: Any) -> None:
+        if tuple(tuple(one) for one in processor.image_grid_pinpoints) != self.pinpoints:
+            raise ValueError("image_grid_pinpoints differ between the image processor and config.json")
+
+    def check_processor(self, processor: Any, out: Any) -> int:
+        down, across = self.tiles(*(int(n) for n in out["image_sizes"][0]))
+        return self._check_shape(np.asarray(out["pixel_values"]).shape, (1, 1 + down * across))
+
+    def processed(self, out: Any) -> tuple[np.ndarray, Grid]:
+        pixels = np.asarray(out["pixel_values"][0], dtype=np.float32)
+        height, width = (int(n) for n in out["image_sizes"][0])
+        return pixels.reshape(len(pixels), -1), (len(pixels), height, width)
+
+
+@dataclass(frozen=True)
+class QwenConfig(VisionConfig):
+    """Qwen-VL: images of any size. A row is a patch; a grid is (time, height, width) in patches."""
+
+    merge: int
+    """Patches of a side that make one row of embeddings."""
+    has_mrope: ClassVar[bool] = True
+
+    def rows(self, t: int, h: int, w: int) -> int:
+        return t * h * w
+
+    def patches(self, t: int, h: int, w: int) -> int:
+        return t * h * w
+
+    def tokens(self, t: int, h: int, w: int) -> int:
+        return t * h * w // self.merge**2
+
+    def planned_patches(self, processor: Any, height: int, width: int, is_alone: bool) -> int:
+        return int(processor.get_number_of_image_patches(height, width))
+
+    def check_image(self, t: int, h: int, w: int) -> None:
+        if min(t, h, w) < 1 or h % self.merge or w % self.merge:
+            raise InputError(
+                GRID, f"must be positive, height and width multiples of {self.merge}, got {[t, h, w]}"
+            )
+
+    def check_processor(self, processor: Any, out: Any) -> int:
+        for name, ours in (("merge_size", self.merge), ("patch_size", self.patch)):
+            theirs = getattr(processor, name, None)
+            if theirs != ours:
+                raise ValueError(f"{name} is {theirs} in the image processor and {ours} in config.json")
+        return int(np.asarray(out["pixel_values"]).shape[1])
+
+    def processed(self, out: Any) -> tuple[np.ndarray, Grid]:
+        pixels = np.asarray(out["pixel_values"], dtype=np.float32)
+        return pixels, cast("Grid", tuple(int(n) for n in out["image_grid_thw"][0]))
+
+    @property
+    def marks(self) -> list[int]:
+        return [self.hf.vision_start_token_id, self.hf.image_token_id, self.hf.vision_end_token_id]
+
+
+@dataclass(frozen=True)
+class InternVLConfig(VisionConfig):
+    """InternVL: tiles of one size, and the whole image behind them. A row is a tile; a grid is
+    (tiles, patches, patches) of each."""
+
+    side: int
+    """Pixels of a tile's side."""
+    merge: int
+    """Patches of a side that make one row of embeddings."""
+    extra_tokens: ClassVar[tuple[str, ...]] = ("<img>", "</img>")
+
+    def rows(self, t: int, h: int, w: int) -> int:
+        return t
+
+    def patches(self, t: int, h: int, w: int) -> int:
+        return t * h * w
+
+    def tokens(self, t: int, h: int, w: int) -> int:
+        return t * h * w // self.merge**2
+
+    def check_image(self, t: int, h: int, w: int) -> None:
+        side = self.side // self.patch
+        if not 1 <= t <= MAX_TILES or (h, w) != (side, side):
+            raise InputError(
+                GRID, f"must be 1 to {MAX_TILES} tiles of [{side}, {side}] for this model, got {[t, h, w]}"
+            )
+
+    def preprocess(self, processor: Any, image: Any, is_alone: bool) -> Any:
+        # What transformers' processor asks of its image processor.
+        return processor(images=[image], crop_to_patches=True, return_tensors="np")
+
+    def planned_patches(self, processor: Any, height: int, width: int, is_alone: bool) -> int:
+        tiles = processor.get_number_of_image_patches(height, width, {"crop_to_patches": True})
+        return int(tiles) * (self.side // self.patch) ** 2
+
+    def check_settings(self, processor: Any) -> None:
+        most = processor.max_patches
+        # All shapes of so many tiles are tried, and the one of the whole comes to them.
+        if type(most) is not int or not 1 <= most < MAX_TILES:
+            raise ValueError(f"max_patches of the image processor must be from 1 to {MAX_TILES - 1}")
+
+    def check_processor(self, processor: Any, out: Any) -> int:
+        if (shape := np.asarray(out["pixel_values"]).shape[1:]) != (3, self.side, self.side):
+            raise ValueError(
+                f"the image processor gives {list(shape)}, the vision tower takes {[3, self.side, self.side]}"
+            )
+        return 3 * self.side**2
+
+    def processed(self, out: Any) -> tuple[np.ndarray, Grid]:
+        pixels = np.asarray(out["pixel_values"], dtype=np.float32)
+        return pixels.reshape(len(pixels), -1), (len(pixels), *2 * (self.side // self.patch,))
+
+    def sequence(self, grid: Grid, placeholder: int, extra: Sequence[int]) -> list[int]:
+        begin, end = extra
+        return [begin, *super().sequence(grid, placeholder, extra), end]
+
+
+@dataclass(frozen=True)
+class PixtralConfig(VisionConfig):
+    """Pixtral's tower (in LLaVA, in Mistral 3): images of any size up to a longest side. A row is a patch; a
+    grid is (1, height, width) in patches. A token ends each line of an image's rows."""
+
+    side: int
+    """Most pixels of an image's side."""
+    merge: int
+    """Patches of a side that make one row of embeddings."""
+    extra_tokens: ClassVar[tuple[str, ...]] = ("[IMG_BREAK]", "[IMG_END]")
+
+    def rows(self, t: int, h: int, w: int) -> int:
+        return h * w
+
+    def patches(self, t: int, h: int, w: int) -> int:
+        return h * w
+
+    def tokens(self, t: int, h: int, w: int) -> int:
+        return h * w // self.merge**2
+
+    def check_image(self, t: int, h: int, w: int) -> None:
+        most = self.side // self.patch
+        if t != 1 or not all(1 <= n <= most and n % self.merge == 0 for n in (h, w)):
+            raise InputError(
+                GRID,
+                f"must be 1, and height and width multiples of {self.merge} up to {most}, got {[t, h, w]}",
+            )
+
+    def preprocess(self, processor: Any, image: Any, is_alone: bool) -> Any:
+        # What transformers' processor asks of its image processor.
+        return processor(images=[image], patch_size=self.patch * self.merge, return_tensors="np")
+
+    def planned_patches(self, processor: Any, height: int, width: int, is_alone: bool) -> int:
+        ratio = max(1.0, max(height, width) / self._longest_edge(processor))
+        unit = self.patch * self.merge
+        lines, columns = (-(-int(n / ratio) // unit) for n in (height, width))
+        if not lines or not columns:
+            raise ValueError(f"{width} x {height} pixels are too long and narrow")
+        return lines * columns * self.merge**2
+
+    def _longest_edge(self, processor: Any) -> int:
+        edge = dict(processor.size or {}).get("longest_edge")
+        unit = self.patch * self.merge
+        if type(edge) is not int or not 1 <= edge <= self.side // unit * unit:
+            raise ValueError(
+                f"longest_edge of the image processor must be an integer up to {self.side // unit * unit}, "
+                f"got {edge!r:.40}"
+            )
+        return edge
+
+    def check_settings(self, processor: Any) -> None:
+        self._longest_edge(processor)
+
+    def check_processor(self, processor: Any, out: Any) -> int:
+        return 3 * self.patch**2
+
+    def processed(self, out: Any) -> tuple[np.ndarray, Grid]:
+        pixels = np.asarray(out["pixel_values"][0], dtype=np.float32)
+        h, w = (n // self.patch for n in pixels.shape[1:])
+        patches = pixels.reshape(3, h, self.patch, w, self.patch).transpose(1, 3, 0, 2, 4)
+        return patches.reshape(h * w, -1), (1, h, w)
+
+    def sequence(self, grid: Grid, placeholder: int, extra: Sequence[int]) -> list[int]:
+        line_break, end = extra
+        lines, columns = (n // self.merge for n in grid[1:])
+        ids = [*[placeholder] * columns, line_break] * lines
+        return [*ids[:-1], end]
 
 
 def read_vision_config(path: Path) -> VisionConfig:
@@ -54,23 +448,119 @@ def read_vision_config(path: Path) -> VisionConfig:
         hf = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the file makes it raise
         raise VisionError(f"{file}: cannot be read: {one_line(error)}") from None
-    if hf.model_type not in _MODEL_TYPES:
-        known = ", ".join(_MODEL_TYPES)
+    if hf.model_type not in _READERS:
+        known = ", ".join(_READERS)
         raise VisionError(f"{file}: model_type {hf.model_type!r} has no known vision part; known are {known}")
+    try:
+        for name, most in _MOST_OF_TOWER.items():
+            value = getattr(hf.vision_config, name, None)
+            if value is not None and (type(value) is not int or not 1 <= value <= most):
+                raise ValueError(f"{name} of the vision tower must be from 1 to {most}, got {value!r:.40}")
+        return _READERS[hf.model_type](hf)
+    except ValueError as error:
+        raise VisionError(f"{file}: {error}") from None
+
+
+def _size(vision: Any, name: str) -> int:
+    """A size of the vision tower; ValueError."""
+    value = getattr(vision, name)
+    if type(value) is not int or not 1 <= value <= MAX_SIDE:
+        raise ValueError(f"{name} of the vision tower must be an integer of at least 1")
+    return value
+
+
+def _read_qwen(hf: Any) -> VisionConfig:
     vision = hf.vision_config
+    return QwenConfig(hf, _size(vision, "patch_size"), _size(vision, "spatial_merge_size"))
 
-    def size(name: str) -> int:
-        value = getattr(vision, name)
-        if not isinstance(value, int) or value < 1:
-            raise VisionError(f"{file}: {name} of the vision tower must be an integer of at least 1")
-        return value
 
-    if hf.model_type != "llava":
-        return VisionConfig(hf, size("patch_size"), size("spatial_merge_size"))
+def _read_llava(hf: Any) -> VisionConfig:
+    vision = hf.vision_config
+    if vision.model_type == "pixtral" and hf.model_type == "llava":
+        return _read_pixtral(hf)
     if vision.model_type not in _CLASS_ROWS:
         known = ", ".join(_CLASS_ROWS)
-        raise VisionError(f"{file}: vision tower {vision.model_type!r} is not supported; supported: {known}")
-    size("image_size")
+        raise ValueError(f"vision tower {vision.model_type!r} is not supported; supported: {known}")
+    patch, side = _size(vision, "patch_size"), _size(vision, "image_size")
+    if patch > side:
+        raise ValueError(f"patch_size {patch} of the vision tower is larger than its image_size {side}")
     # "default" drops the first row, whatever it is.
     dropped = int(hf.vision_feature_select_strategy == "default")
-    return VisionConfig(hf, size("patch_size"), extra_rows=_CLASS_ROWS[vision.model_type] - dropped)
+    extra_rows = _CLASS_ROWS[vision.model_type] - dropped
+    if hf.model_type == "llava":
+        return LlavaConfig(hf, patch, side, extra_rows)
+    if extra_rows:
+        raise ValueError(
+            f"vision_feature_select_strategy {hf.vision_feature_select_strategy!r} of a "
+            f"{vision.model_type} leaves rows that are not those of the patches, which tiles cannot have"
+        )
+    max_tiles = None
+    if hf.model_type == "llava_onevision":
+        found = re.fullmatch(r"anyres_max_([1-9]\d{0,3})", str(hf.vision_aspect_ratio))
+        if found is None:
+            raise ValueError(f"vision_aspect_ratio {hf.vision_aspect_ratio!r:.40} is not anyres_max_N")
+        max_tiles = int(found[1])
+    pinpoints = _pinpoints(hf.image_grid_pinpoints, side)
+    longest = max(map(max, pinpoints)) // side
+    if max_tiles is not None and longest > max_tiles * (side // patch):
+        raise ValueError(
+            f"vision_aspect_ratio {hf.vision_aspect_ratio!r} would scale lines of {longest} tiles to nothing"
+        )
+    return AnyresConfig(hf, patch, side, extra_rows, pinpoints, max_tiles)
+
+
+def _read_pixtral(hf: Any) -> VisionConfig:
+    vision = hf.vision_config
+    if vision.model_type != "pixtral":
+        raise ValueError(f"vision tower {vision.model_type!r} is not supported; supported: pixtral")
+    merge = 1 if hf.model_type == "llava" else hf.spatial_merge_size
+    if type(merge) is not int or not 1 <= merge <= 64:
+        raise ValueError(f"spatial_merge_size must be an integer from 1 to 64, got {merge!r:.40}")
+    return PixtralConfig(hf, _size(vision, "patch_size"), _size(vision, "image_size"), merge)
+
+
+def _read_internvl(hf: Any) -> VisionConfig:
+    vision, ratio = hf.vision_config, hf.downsample_ratio
+    sizes = {}
+    for name in ("patch_size", "image_size"):
+        pair = getattr(vision, name)
+        if len(pair) != 2 or type(pair[0]) is not int or not 1 <= pair[0] == pair[1] <= MAX_SIDE:
+            raise ValueError(f"{name} of the vision tower must be one number, or twice the same")
+        sizes[name] = pair[0]
+    patch, side = sizes.values()
+    merge = round(1 / ratio) if type(ratio) is float and 0.01 < ratio <= 1 else 0
+    if not merge or 1 / merge != ratio or patch > side or side // patch % merge:
+        raise ValueError(f"downsample_ratio {ratio!r:.40} does not divide the patches of a tile's side")
+    if hf.vision_feature_select_strategy != "default":
+        raise ValueError(
+            f"vision_feature_select_strategy {hf.vision_feature_select_strategy!r:.40} is not supported"
+        )
+    return InternVLConfig(hf, patch, side, merge)
+
+
+def _pinpoints(stated: Any, side: int) -> tuple[tuple[int, int], ...]:
+    """`image_grid_pinpoints`; ValueError."""
+    pairs = [tuple(one) if isinstance(one, list | tuple) else () for one in stated]
+    if not 1 <= len(pairs) <= MAX_PINPOINTS:
+        raise ValueError(f"image_grid_pinpoints must be 1 to {MAX_PINPOINTS} sizes, got {len(pairs)}")
+    for pair in pairs:
+        fits = len(pair) == 2 and all(type(n) is int and n > 0 and n % side == 0 for n in pair)
+        if not fits or pair[0] * pair[1] > MAX_TILES * side**2:
+            raise ValueError(
+                f"image_grid_pinpoints must be pairs of multiples of {side}, at most {MAX_TILES} tiles, "
+                f"got {pair!r:.40}"
+            )
+    return tuple(cast("list[tuple[int, int]]", pairs))
+
+
+_READERS = {
+    "llava": _read_llava,
+    "llava_next": _read_llava,
+    "llava_onevision": _read_llava,
+    "internvl": _read_internvl,
+    "mistral3": _read_pixtral,
+    "qwen2_vl": _read_qwen,
+    "qwen2_5_vl": _read_qwen,
+    "qwen3_vl": _read_qwen,
+}
+"""By `model_type`."""

@@ -1,4 +1,4 @@
-"""The vision parts of the supported model families: their modules, names, and the geometry of their images.
+"""The vision parts of the supported model families: their modules, and the names of these.
 
 Each builds on the family's model class in transformers and leaves the language model out, so that
 `get_image_features` is transformers' own.
@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import AutoModel
+from transformers.models.internvl import modeling_internvl
 from transformers.models.llava import modeling_llava
+from transformers.models.llava_next import modeling_llava_next
+from transformers.models.llava_onevision import modeling_llava_onevision
+from transformers.models.mistral3 import modeling_mistral3
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen2_vl import modeling_qwen2_vl
+from transformers.models.qwen3_vl import modeling_qwen3_vl
 
-from quire_ensemble.errors import InputError
-from quire_ensemble.vision_config import VisionConfig
-
-GRID = "image_grid"
-
-Grid = Sequence[tuple[int, int, int]]
-"""(t, h, w) of each image, in patches before merging."""
+from quire_ensemble.vision_config import (
+    AnyresConfig,
+    Grid,
+    InternVLConfig,
+    LlavaConfig,
+    PixtralConfig,
+    QwenConfig,
+    VisionConfig,
+)
 
 
 class UnsupportedConfig(ValueError):
@@ -43,7 +51,7 @@ class VisionFamily(ABC):
     module: Any
     row_size: int
     hidden_size: int
-    sample_grid: tuple[int, int, int]
+    sample_grid: Grid
 
     @abstractmethod
     def __init__(self, config: VisionConfig) -> None:
@@ -61,42 +69,38 @@ class VisionFamily(ABC):
         """
 
     @abstractmethod
-    def check_image(self, t: int, h: int, w: int) -> None:
-        """Raises InputError of field `image_grid` for a grid that no image of this model has."""
-
-    @abstractmethod
-    def rows(self, t: int, h: int, w: int) -> int:
-        """Rows of `pixel_values` that an image takes."""
-
-    @abstractmethod
-    def features(self, pixel_values: torch.Tensor, grid: Grid) -> Sequence[torch.Tensor]:
+    def features(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> Sequence[torch.Tensor]:
         """One [tokens, hidden_size] tensor per image, of the module's dtype.
 
         Args:
             pixel_values: float32 [rows of all images, row_size] on the module's device.
-            grid: of the images.
+            grids: of the images; `VisionConfig.check_image` has passed them.
         """
 
 
 class LlavaVision(VisionFamily):
     """CLIP or SigLIP tower and projector. Images of one size; one row is a whole image, [C, H, W]."""
 
+    @property
+    def module_class(self) -> Any:
+        """What builds the module of a configuration."""
+        return _LlavaModel
+
     def __init__(self, config: VisionConfig) -> None:
         vision = config.hf.vision_config
         self.layers = _stop_at_features(config.hf)
         if vision.model_type == "siglip_vision_model":
             vision.vision_use_head = False  # pools the image to one row, which LLaVA does not use
-        self.module = _LlavaModel(config.hf)
-        self.image_size, self.channels = vision.image_size, vision.num_channels
-        # A size that the patches do not divide (SigLIP: 384 by 14) leaves a border that is in no patch.
-        self.side = vision.image_size // config.patch
-        self.row_size = self.channels * self.image_size**2
-        self.sample_grid = 1, self.side, self.side
+        self.module = self.module_class(config.hf)
+        self.shape = vision.num_channels, vision.image_size, vision.image_size
+        self.row_size = vision.num_channels * vision.image_size**2
+        side = cast("LlavaConfig", config).patches_per_side
+        self.sample_grid = 1, side, side
         self.hidden_size = config.hf.text_config.hidden_size
 
     def name_of(self, stored: str) -> str | None:
         name = stored.removeprefix("model.")
-        if name.startswith("multi_modal_projector."):
+        if name.startswith(("multi_modal_projector.", "image_newline")):
             return name
         if not name.startswith("vision_tower."):
             return None
@@ -107,47 +111,131 @@ class LlavaVision(VisionFamily):
         head = name.startswith("vision_tower.head.")
         return None if beyond or head or name.endswith(".position_ids") else name
 
-    def check_image(self, t: int, h: int, w: int) -> None:
-        if (t, h, w) != (1, self.side, self.side):
-            raise InputError(GRID, f"must be [1, {self.side}, {self.side}] for this model, got {[t, h, w]}")
+    def features(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> Sequence[torch.Tensor]:
+        pixels = pixel_values.view(-1, *self.shape)
+        # Of LLaVA 1.5 for all of them: what the others do beside comes after it.
+        return modeling_llava.LlavaModel.get_image_features(self.module, pixels).pooler_output
 
-    def rows(self, t: int, h: int, w: int) -> int:
-        return 1
 
-    def features(self, pixel_values: torch.Tensor, grid: Grid) -> Sequence[torch.Tensor]:
-        pixels = pixel_values.view(len(grid), self.channels, self.image_size, self.image_size)
-        return self.module.get_image_features(pixels).pooler_output
+class LlavaNextVision(LlavaVision):
+    """The same for the tiles of an image; then their rows are joined, cut to the image, and lines marked."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        assert isinstance(config, AnyresConfig)
+        self.is_onevision = config.max_tiles is not None
+        super().__init__(config)
+        down, across = config.tiles(config.side, config.side)
+        self.sample_grid = 1 + down * across, config.side, config.side
+
+    @property
+    def module_class(self) -> Any:
+        return _LlavaOnevisionModel if self.is_onevision else _LlavaNextModel
+
+    def features(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> Sequence[torch.Tensor]:
+        tiles = torch.stack(list(super().features(pixel_values, grids)))
+        return self.module.pack(tiles.split([t for t, _, _ in grids]), [(h, w) for _, h, w in grids])
+
+
+class InternVLVision(VisionFamily):
+    """Tower and projector. One row is a tile, [C, H, W]."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        vision, side = config.hf.vision_config, cast("InternVLConfig", config).side
+        layer = config.hf.vision_feature_layer
+        if type(layer) is not int or not -vision.num_hidden_layers <= layer <= vision.num_hidden_layers:
+            raise UnsupportedConfig(f"vision_feature_layer {layer!r:.40} is none of the vision tower's")
+        self.module = _InternVLModel(config.hf)
+        self.shape = 3, side, side
+        self.row_size = 3 * side**2
+        self.sample_grid = 1, side // config.patch, side // config.patch
+        self.hidden_size = config.hf.text_config.hidden_size
+
+    def name_of(self, stored: str) -> str | None:
+        name = stored.removeprefix("model.")
+        return name if name.startswith(("vision_tower.", "multi_modal_projector.")) else None
+
+    def features(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> Sequence[torch.Tensor]:
+        rows = self.module.get_image_features(pixel_values.view(-1, *self.shape)).pooler_output
+        return [tiles.flatten(0, 1) for tiles in rows.split([t for t, _, _ in grids])]
+
+
+class PixtralVision(VisionFamily):
+    """Pixtral's tower and the projector of LLaVA or Mistral 3. One row is one patch, [C, H, W]."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        self.layers = _stop_at_features(config.hf)
+        self.patch, merge = config.patch, cast("PixtralConfig", config).merge
+        self.module = (_LlavaModel if config.hf.model_type == "llava" else _Mistral3Model)(config.hf)
+        self.row_size = 3 * config.patch**2
+        self.sample_grid = 1, merge, merge
+        self.hidden_size = config.hf.text_config.hidden_size
+
+    def name_of(self, stored: str) -> str | None:
+        name = stored.removeprefix("model.")
+        if name.startswith("multi_modal_projector."):
+            return name
+        layer = re.match(r"vision_tower\.transformer\.layers\.(\d+)\.", name)
+        beyond = layer is not None and int(layer[1]) >= self.layers
+        return name if name.startswith("vision_tower.") and not beyond else None
+
+    def features(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> Sequence[torch.Tensor]:
+        # One after the other: together all would be padded to the longest and the widest of them, and each
+        # patch compared with those of all images.
+        parts = pixel_values.split([h * w for _, h, w in grids])
+        return [self._of_image(part, h, w) for part, (_, h, w) in zip(parts, grids, strict=True)]
+
+    def _of_image(self, patches: torch.Tensor, h: int, w: int) -> torch.Tensor:
+        lines = patches.view(h, w, 3, self.patch, self.patch).permute(2, 0, 3, 1, 4)
+        image = lines.reshape(1, 3, h * self.patch, w * self.patch)
+        sizes = torch.tensor([image.shape[2:]])
+        return self.module.get_image_features(image, image_sizes=sizes).pooler_output[0]
 
 
 class QwenVision(VisionFamily):
-    """`visual` of Qwen2-VL and Qwen2.5-VL. Images of any size; one row is one patch."""
+    """`visual` of Qwen2-VL, 2.5 and 3. Images of any size; one row is one patch.
+
+    What Qwen3-VL adds behind layers of the language model (deepstack) lies behind an image's own embedding
+    in each row.
+    """
 
     def __init__(self, config: VisionConfig) -> None:
         vision = config.hf.vision_config
         if config.hf.model_type == "qwen2_vl":
             self.module, self.hidden_size = _Qwen2VLModel(config.hf), vision.hidden_size
-        else:
+        elif config.hf.model_type == "qwen2_5_vl":
             self.module, self.hidden_size = _Qwen2_5_VLModel(config.hf), vision.out_hidden_size
-        self.merge = config.merge
+        else:
+            indexes = list(vision.deepstack_visual_indexes)
+            if indexes != sorted(set(indexes) & set(range(vision.depth))):
+                raise UnsupportedConfig(
+                    f"deepstack_visual_indexes {indexes!r:.80} are not ascending layers of {vision.depth}"
+                )
+            self.module = _Qwen3VLModel(config.hf)
+            self.hidden_size = vision.out_hidden_size * (1 + len(indexes))
         self.row_size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        self.sample_grid = 1, 4 * config.merge, 4 * config.merge
+        self.sample_grid = 1, 4 * vision.spatial_merge_size, 4 * vision.spatial_merge_size
 
     def name_of(self, stored: str) -> str | None:
         name = stored.removeprefix("model.")
         return name if name.startswith("visual.") and not name.endswith(".inv_freq") else None
 
-    def check_image(self, t: int, h: int, w: int) -> None:
-        if min(t, h, w) < 1 or h % self.merge or w % self.merge:
-            raise InputError(
-                GRID, f"must be positive, height and width multiples of {self.merge}, got {[t, h, w]}"
-            )
+    def features(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> Sequence[torch.Tensor]:
+        grid_thw = torch.tensor(list(grids), dtype=torch.int64, device=pixel_values.device)
+        found = self.module.get_image_features(pixel_values, grid_thw)
+        levels = getattr(found, "deepstack_features", [])
+        return [torch.cat(rows, dim=-1) for rows in zip(found.pooler_output, *levels, strict=True)]
 
-    def rows(self, t: int, h: int, w: int) -> int:
-        return t * h * w
 
-    def features(self, pixel_values: torch.Tensor, grid: Grid) -> Sequence[torch.Tensor]:
-        grid_thw = torch.tensor(list(grid), dtype=torch.int64, device=pixel_values.device)
-        return self.module.get_image_features(pixel_values, grid_thw).pooler_output
+def family_of(config: VisionConfig) -> VisionFamily:
+    """The vision part that a configuration means; raises what `VisionFamily.__init__` does."""
+    families: dict[type[VisionConfig], Callable[[VisionConfig], VisionFamily]] = {
+        LlavaConfig: LlavaVision,
+        AnyresConfig: LlavaNextVision,
+        InternVLConfig: InternVLVision,
+        PixtralConfig: PixtralVision,
+        QwenConfig: QwenVision,
+    }
+    return families[type(config)](config)
 
 
 class _LlavaModel(modeling_llava.LlavaModel):
@@ -155,6 +243,53 @@ class _LlavaModel(modeling_llava.LlavaModel):
         modeling_llava.LlavaPreTrainedModel.__init__(self, config)
         self.vision_tower = AutoModel.from_config(config.vision_config)
         self.multi_modal_projector = modeling_llava.LlavaMultiModalProjector(config)
+
+
+class _LlavaNextModel(modeling_llava_next.LlavaNextModel):
+    def __init__(self, config: Any) -> None:
+        modeling_llava_next.LlavaNextPreTrainedModel.__init__(self, config)
+        self.vision_tower = AutoModel.from_config(config.vision_config)
+        self.multi_modal_projector = modeling_llava_next.LlavaNextMultiModalProjector(config)
+        self.image_newline = nn.Parameter(torch.empty(config.text_config.hidden_size))
+
+    def pack(self, images: Sequence[torch.Tensor], sizes: list[tuple[int, int]]) -> Sequence[torch.Tensor]:
+        """Rows of each image, of [tiles, rows, hidden_size] and of its size (height, width) in pixels."""
+        strategy = self.config.vision_feature_select_strategy
+        return self.pack_image_features(images, sizes, strategy, self.image_newline)[0]
+
+
+class _LlavaOnevisionModel(modeling_llava_onevision.LlavaOnevisionModel):
+    def __init__(self, config: Any) -> None:
+        modeling_llava_onevision.LlavaOnevisionPreTrainedModel.__init__(self, config)
+        self.vision_tower = AutoModel.from_config(config.vision_config)
+        self.multi_modal_projector = modeling_llava_onevision.LlavaOnevisionMultiModalProjector(config)
+        self.image_newline = nn.Parameter(torch.empty(config.text_config.hidden_size))
+
+    def pack(self, images: Sequence[torch.Tensor], sizes: list[tuple[int, int]]) -> Sequence[torch.Tensor]:
+        """As of `_LlavaNextModel`."""
+        ratio = self.config.vision_aspect_ratio
+        return self.pack_image_features(images, sizes, self.image_newline, ratio)[0]
+
+
+class _InternVLModel(modeling_internvl.InternVLModel):
+    def __init__(self, config: Any) -> None:
+        modeling_internvl.InternVLPreTrainedModel.__init__(self, config)
+        self.vision_tower = AutoModel.from_config(config.vision_config)
+        self.multi_modal_projector = modeling_internvl.InternVLMultiModalProjector(config)
+
+
+class _Mistral3Projector(modeling_mistral3.Mistral3MultiModalProjector):
+    """The same with a dimension before the rows: its caller drops the first one if that is of size 1."""
+
+    def forward(self, image_features: torch.Tensor, image_sizes: torch.Tensor) -> torch.Tensor:
+        return super().forward(image_features, image_sizes).unsqueeze(0)
+
+
+class _Mistral3Model(modeling_mistral3.Mistral3Model):
+    def __init__(self, config: Any) -> None:
+        modeling_mistral3.Mistral3PreTrainedModel.__init__(self, config)
+        self.vision_tower = AutoModel.from_config(config.vision_config)
+        self.multi_modal_projector = _Mistral3Projector(config)
 
 
 class _Qwen2VLModel(modeling_qwen2_vl.Qwen2VLModel):
@@ -169,6 +304,12 @@ class _Qwen2_5_VLModel(modeling_qwen2_5_vl.Qwen2_5_VLModel):
         modeling_qwen2_5_vl.Qwen2_5_VLPreTrainedModel.__init__(self, config)
         tower = modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel
         self.visual = tower._from_config(config.vision_config)
+
+
+class _Qwen3VLModel(modeling_qwen3_vl.Qwen3VLModel):
+    def __init__(self, config: Any) -> None:
+        modeling_qwen3_vl.Qwen3VLPreTrainedModel.__init__(self, config)
+        self.visual = modeling_qwen3_vl.Qwen3VLVisionModel._from_config(config.vision_config)
 
 
 def _stop_at_features(config: Any) -> int:

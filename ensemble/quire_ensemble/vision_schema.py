@@ -29,7 +29,11 @@ PREPROCESSOR_INPUTS: tuple[TensorSpec, ...] = (
 ENCODER_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("pixel_values", "TYPE_FP32", (-1, -1), optional=False, doc="Rows of processed pixels."),
     TensorSpec(
-        "image_grid", "TYPE_INT32", (-1, 3), optional=False, doc="(t, h, w) in patches of each image."
+        "image_grid",
+        "TYPE_INT32",
+        (-1, 3),
+        optional=False,
+        doc="Of each image: (t, h, w) in patches, or tiles and pixels (LLaVA-NeXT).",
     ),
 )
 ENCODER_OUTPUTS: tuple[TensorSpec, ...] = (

@@ -12,8 +12,8 @@ import torch
 from transformers.initialization import no_init_weights
 
 from quire_ensemble.errors import InputError, VisionError, one_line
-from quire_ensemble.vision_config import VisionConfig, read_vision_config
-from quire_ensemble.vision_families import GRID, LlavaVision, QwenVision, UnsupportedConfig, VisionFamily
+from quire_ensemble.vision_config import GRID, Grid, VisionConfig, read_vision_config
+from quire_ensemble.vision_families import UnsupportedConfig, VisionFamily, family_of
 from quire_ensemble.vision_weights import fill_weights
 from quire_kernels.machine import num_cpus
 
@@ -29,7 +29,8 @@ class VisionTower:
     Attributes:
         device: where the weights are.
         row_size: values in one row of `pixel_values`.
-        hidden_size: values in one row of the output: the language model's hidden size.
+        hidden_size: values in one row of the output: the language model's hidden size, and as many again for
+            each level of deepstack.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class VisionTower:
         grid = np.array([self._family.sample_grid])
         try:
             self.encode(np.zeros((sum(self.rows(grid)), self.row_size), np.float32), grid)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # of sizes that do not fit each other
             raise VisionError(f"{self.path}: the first image failed: {one_line(error)}") from error
 
     @property
@@ -87,7 +88,7 @@ class VisionTower:
 
     def rows(self, grid: np.ndarray) -> list[int]:
         """Rows of `pixel_values` of each image; `grid` [n, 3] must have passed `check`."""
-        return [self._family.rows(*image) for image in _images(grid)]
+        return [self._config.rows(*image) for image in _images(grid)]
 
     def tokens(self, grid: np.ndarray) -> list[int]:
         """Output rows of each image; `grid` [n, 3] must have passed `check`."""
@@ -109,7 +110,7 @@ class VisionTower:
             raise InputError(GRID, f"at most {MAX_IMAGES} images are allowed, got {len(grid)}")
         for index, image in enumerate(_images(grid)):
             try:
-                self._family.check_image(*image)
+                self._config.check_image(*image)
             except InputError as error:
                 raise InputError(f"{GRID}[{index}]", error.reason) from None
         rows = sum(self.rows(grid))
@@ -124,11 +125,12 @@ class VisionTower:
         """
         parts: list[slice] = []
         start = patches = 0
-        for index, (t, h, w) in enumerate(_images(grid)):
-            if index > start and patches + t * h * w > self.max_patches:
+        for index, image in enumerate(_images(grid)):
+            more = self._config.patches(*image)
+            if index > start and patches + more > self.max_patches:
                 parts.append(slice(start, index))
                 start, patches = index, 0
-            patches += t * h * w
+            patches += more
         return [*parts, slice(start, len(grid))] if len(grid) else []
 
     def encode(self, pixel_values: np.ndarray, grid: np.ndarray) -> list[np.ndarray]:
@@ -197,7 +199,7 @@ def _choose_dtype(asked: str, config: Any, path: Path) -> torch.dtype:
 def _build(path: Path, config: VisionConfig, dtype: torch.dtype, device: torch.device) -> VisionFamily:
     try:
         with _default_dtype(dtype), no_init_weights():
-            family = LlavaVision(config) if config.is_llava else QwenVision(config)
+            family = family_of(config)
     except UnsupportedConfig as error:
         raise VisionError(f"{path / 'config.json'}: {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
@@ -226,6 +228,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _images(grid: np.ndarray) -> list[tuple[int, int, int]]:
+def _images(grid: np.ndarray) -> list[Grid]:
     """The grid's rows as Python integers: products of 32-bit numbers from a client must not overflow."""
     return [(int(t), int(h), int(w)) for t, h, w in grid]

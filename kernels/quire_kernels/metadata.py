@@ -100,6 +100,73 @@ class AttentionMetadata:
         value: T = self.shared_plans[key]
         return value
 
+    def chunked(self, size: int, block_size: int) -> AttentionMetadata:
+        """The batch as attention in chunks has it, where a token sees those before it in its chunk alone:
+        each sequence's tokens in one chunk are a sequence of their own, which begins with the chunk.
+
+        Args:
+            size: of a chunk, a multiple of block_size; chunks begin at position 0 of a sequence.
+            block_size: tokens per block.
+        """
+        assert size % block_size == 0, (size, block_size)
+        if self.max_seq_len <= size:
+            return self
+        chunked = self.plan(("chunked", size), lambda: self._chunked(size, size // block_size))
+        outer = self.interrupt
+        if outer is None:
+            return chunked
+
+        def interrupt(query: torch.Tensor, attend: Attend) -> torch.Tensor:
+            return outer(query, lambda query, meta: attend(query, meta.chunked(size, block_size)))
+
+        return replace(chunked, interrupt=interrupt)
+
+    def _chunked(self, size: int, width: int) -> AttentionMetadata:
+        """`width`: blocks of a chunk."""
+        device, firsts = self.seq_lens.device, torch.arange(width, device=self.seq_lens.device)
+        if self.max_query_len == 1:
+            # On the device, so that it may be recorded.
+            chunks = ((self.seq_lens - 1) // size).clamp(min=0)
+            columns = (chunks[:, None] * width + firsts).clamp(max=self.block_table.shape[1] - 1)
+            return replace(
+                self,
+                seq_lens=self.seq_lens - chunks * size,
+                seq_lens_list=[length - max(length - 1, 0) // size * size for length in self.seq_lens_list],
+                block_table=self.block_table.gather(1, columns.long()),
+                max_seq_len=size,
+                interrupt=None,
+                plans={},
+                shared_plans={},
+            )
+        rows, query_lens, seq_lens, chunks_of = [], [], [], []
+        for row, (query_len, seq_len) in enumerate(zip(self.query_lens, self.seq_lens_list, strict=True)):
+            position = seq_len - query_len
+            while position < seq_len:
+                chunk = position // size
+                end = min(seq_len, (chunk + 1) * size)
+                rows.append(row)
+                chunks_of.append(chunk)
+                query_lens.append(end - position)
+                seq_lens.append(end - chunk * size)
+                position = end
+        starts = torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32)
+        columns = (torch.tensor(chunks_of, device=device)[:, None] * width + firsts).clamp(
+            max=self.block_table.shape[1] - 1
+        )
+        return replace(
+            self,
+            query_start_loc=starts,
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            block_table=self.block_table[torch.tensor(rows, device=device)].gather(1, columns),
+            max_query_len=max(query_lens),
+            max_seq_len=max(seq_lens),
+            query_lens=query_lens,
+            seq_lens_list=seq_lens,
+            interrupt=None,
+            plans={},
+            shared_plans={},
+        )
+
     @classmethod
     def build(
         cls,

@@ -3,7 +3,8 @@
 KV cache: one allocation in which a block (keys and values of all layers that share a block table, and their
 scales) is contiguous. The operators take one layer's view of it, `[num_blocks, 2, num_kv_heads, block_size,
 head_dim]` with keys at index 0 of the second dimension and values at 1, or a `QuantizedKV` of such a view and
-its scales. The slot of a token is `block_id * block_size + offset`.
+its scales. The slot of a token is `block_id * block_size + offset`. Where values are the keys, as in latent
+attention, both indices are the same memory (a stride of 0).
 """
 
 from __future__ import annotations
@@ -26,8 +27,16 @@ from quire_kernels.block_weights import BlockWeight
 from quire_kernels.grouped_weights import GroupedWeight
 from quire_kernels.metadata import AttentionMetadata, attention_facts
 from quire_kernels.quantized_kv import KVLayer, data_of
+from quire_kernels.routing import Routing
 from quire_kernels.sampling import SamplingTensors
-from quire_kernels.weights import PackedExperts, PackedLinear, QuantizedRows, group_weight, quantized_bytes
+from quire_kernels.weights import (
+    PackedExperts,
+    PackedHeads,
+    PackedLinear,
+    QuantizedRows,
+    group_weight,
+    quantized_bytes,
+)
 
 
 def paged_attention(
@@ -366,6 +375,22 @@ def pack_linear(
     return out
 
 
+def pack_heads(weight: torch.Tensor) -> PackedHeads:
+    """Brings matrices [num_heads, out_features, in_features], one of each head, into the form in which they
+    are read fastest; the result may keep them."""
+    num_heads, out_features, in_features = weight.shape
+    select = registry.select(
+        "head_linear",
+        weight.device.type,
+        weight.dtype,
+        in_features=in_features,
+        out_features=out_features,
+        num_heads=num_heads,
+    )
+    out: PackedHeads = select(weight)
+    return out
+
+
 def add_lora(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor) -> None:
     """Adds to each row what its low-rank adapter makes of the layer's input: y[t] += b[slot] (a[slot] x[t]).
 
@@ -393,20 +418,25 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
     registry.select("add_lora", x.device.type, x.dtype, rank=rank)(y, x, a, b, slots)
 
 
-def route(logits: torch.Tensor, num_chosen: int, *, renormalizes: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which experts compute each token: those of the largest logits.
+def route(
+    logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which experts compute each token: those of the largest scores.
 
     Args:
-        logits: float32 [num_tokens, num_experts].
-        num_chosen: experts of a token.
-        renormalizes: whether a token's shares are the softmax of its experts' logits; else of all logits.
+        logits: float32 [num_tokens, num_experts], and one more column where the routing's shared expert is
+            gated.
+        routing: how they are chosen and weighed.
+        bias: float32 [num_experts], added to the scores for the choice alone, not for the shares (Wang et
+            al., 2024, arXiv 2408.15664); None: none.
 
     Returns:
-        int64 [num_tokens, num_chosen], in descending order of the logits, and their shares, float32 of that
-        shape. A token with NaN among its logits has any experts, and NaN shares.
+        int64 [num_tokens, num_routes], in descending order of what decided, of equals (also among groups) the
+        first; and their shares, float32 of that shape. The shared expert is the last, and has the number
+        behind the others'. A token whose logits are NaN has any experts, and NaN shares.
     """
     function = registry.select("route", logits.device.type, logits.dtype)
-    out: tuple[torch.Tensor, torch.Tensor] = function(logits, num_chosen, renormalizes)
+    out: tuple[torch.Tensor, torch.Tensor] = function(logits, routing, bias)
     return out
 
 
@@ -419,7 +449,8 @@ def pack_experts(
     tokens is not read. (Shazeer et al., 2017, arXiv 1701.06538; Fedus et al., 2021, arXiv 2101.03961.)
 
     Args:
-        gate_up: of each expert, hidden_size to its inner size; the result may keep them.
+        gate_up: of each expert, hidden_size to its inner size; the result may keep them. A shared expert is
+            the last.
         down: of each expert, its inner size to hidden_size.
         device_type: where they are.
         dtype: of x.

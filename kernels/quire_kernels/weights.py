@@ -86,6 +86,18 @@ class PackedLinear(Protocol):
         ...
 
 
+class PackedHeads(Protocol):
+    """y[t, h] = W[h] x[t, h], with a matrix of each head in the form in which it is read fastest."""
+
+    nbytes: int
+    """Bytes of the weights as they are kept."""
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Computes x [num_tokens, num_heads, in_features] into `out` [num_tokens, num_heads, out_features];
+        both of the weights' type, and each head of a token contiguous."""
+        ...
+
+
 class PackedExperts(Protocol):
     """The experts of a layer: gated feed-forward parts, of which each token is computed by a few."""
 

@@ -19,6 +19,7 @@ from quire_ensemble import pbtxt
 from quire_ensemble.builder import build_repository
 from tests.e2e.vision import CHUNKED_KINDS, VISION_KINDS, VisionServer, WholeModel
 from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.pace import PACED, PACED_ENV
 from tests.fixtures.server import ServerProcess
 from tests.fixtures.vision_checkpoints import make_vision_checkpoint
 
@@ -215,10 +216,10 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_session(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
     """Models: generator (2 instances), generator_unary, tokenizer, chat, chat_unary by the builder; zero
-    (one-line config over a checkpoint directory), three_step, bls."""
+    (one-line config over a checkpoint directory), three_step, bls. Streams of the built ones may be paced."""
     root = tmp_path_factory.mktemp("tiny-server")
     repository, trace = root / "repository", root / "trace.jsonl"
-    options = {**TINY_OPTIONS, "trace_file": str(trace)}
+    options = {**TINY_OPTIONS, **PACED, "trace_file": str(trace)}
     build_repository(tiny_checkpoint, repository, instance_count=2, placement="path", engine_options=options)
     let_batch(repository / "tokenizer", 32)
     shutil.copytree(tiny_checkpoint, repository / "zero" / "1")
@@ -239,7 +240,7 @@ def tiny_session(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
     )
     write_model(repository, "bls", config, _BLS)
     llm = LLM(tiny_checkpoint, **OPTIONS)
-    served = TinyServer(ServerProcess(repository, root).start(), tiny_checkpoint, trace, llm)
+    served = TinyServer(ServerProcess(repository, root, env=PACED_ENV).start(), tiny_checkpoint, trace, llm)
     yield served
     served.server.end()
 

@@ -83,7 +83,7 @@ def drive(folder: Path, model: str, inputs: dict[str, Any], *arguments: str) -> 
     environment = {**os.environ, "LD_LIBRARY_PATH": libraries}
     for _ in range(perf_analyzer.ATTEMPTS):
         export.unlink(missing_ok=True)
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stdout + done.stderr
         try:
             document = json.loads(export.read_bytes())

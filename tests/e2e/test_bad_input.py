@@ -20,6 +20,7 @@ from quire import SamplingParams
 from quire_client import Client, InvalidArgument
 from tests.e2e.conftest import ENDLESS, TINY_OPTIONS, TinyServer
 from tests.e2e.triton_calls import TritonStream, infer, stream, tensor
+from tests.fixtures.pace import PACED, PACED_ENV, paced_input
 from tests.fixtures.server import ServerProcess
 
 pytestmark = pytest.mark.server
@@ -102,12 +103,14 @@ def test_a_full_queue_is_unavailable(tiny_checkpoint: Path, tmp_path: Path, serv
     version = tmp_path / "narrow" / "generator" / "1"
     version.mkdir(parents=True)
     (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
-    options = {**TINY_OPTIONS, "model": str(tiny_checkpoint), "max_num_seqs": 1, "max_waiting_requests": 1}
+    options = {**TINY_OPTIONS, **PACED, "max_num_seqs": 1, "max_waiting_requests": 1}
+    options["model"] = str(tiny_checkpoint)
     (version / "quire.json").write_text(json.dumps(options))
-    server: ServerProcess = serve_repository(tmp_path / "narrow")
+    server: ServerProcess = serve_repository(tmp_path / "narrow", env=PACED_ENV)
     url = server.grpc_url
     inputs = {"text_input": GOOD, "stream": True, "max_tokens": 50, "ignore_eos": True}
-    running = TritonStream(url, "generator", {**inputs, "max_tokens": ENDLESS}, request_id="running")
+    endless = {**inputs, "max_tokens": ENDLESS, **paced_input(Path("/never"))}
+    running = TritonStream(url, "generator", endless, request_id="running")
     running.next()
     with ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(stream, url, "generator", inputs) for _ in range(8)]

@@ -19,6 +19,7 @@ import pytest
 from quire_client import Client
 from tests.e2e.conftest import ENDLESS, OPTIONS, write_generator
 from tests.e2e.triton_calls import TritonStream, stream
+from tests.fixtures.pace import PACED, PACED_ENV, paced_input
 from tests.fixtures.server import ROOT, ServerProcess
 
 pytestmark = pytest.mark.server
@@ -27,7 +28,8 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 4096
 MAX_MODEL_LEN = 16_384
 STEP_TOKENS = 2
-"""So few that the long prompt takes a step a token beside another request: seconds, in which it can end."""
+"""So few that the long prompt takes a step a token beside another request, and that one is paced: half a
+minute at least, in which it can end."""
 LONG, SHORT = 12_000, 77
 """Tokens of the prompt of the request to be cancelled; no other prompt is as long."""
 VICTIM = "victim"
@@ -70,6 +72,7 @@ def served(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     root = tmp_path_factory.mktemp("cancellation")
     options = {
         **OPTIONS,
+        **PACED,
         "max_model_len": MAX_MODEL_LEN,
         "num_blocks": NUM_BLOCKS,
         "max_num_seqs": 2,
@@ -78,7 +81,7 @@ def served(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         "trace_file": str(root / "trace.jsonl"),
     }
     write_generator(root / "repository", "generator", tiny_checkpoint, **options)
-    with ServerProcess(root / "repository", root) as server:
+    with ServerProcess(root / "repository", root, env=PACED_ENV) as server:
         yield server
 
 
@@ -104,7 +107,7 @@ def test_a_cancelled_request_gives_everything_back_at_once(
     trace = Trace(Path(served.ready_file).parent / "trace.jsonl")
     # Those beside it keep the engine stepping; two of them take all seats.
     others = [
-        TritonStream(url, "generator", inputs(5, seed=index))
+        TritonStream(url, "generator", {**inputs(5, seed=index), **paced_input(Path("/never"), 0.003)})
         for index in range(2 if phase == "queued" else 1)
     ]
     for call in others:

@@ -59,7 +59,7 @@ def test_the_commands_of_the_readme(demo_server: ServerProcess) -> None:
     command = re.search(r'^\.venv/bin/quire-client chat "(.+)"\n(.+)$', readme, re.MULTILINE)
     assert command is not None
     client = [sys.executable, "-m", "quire_client.cli", "chat", "--url", demo_server.grpc_url, command[1]]
-    shown = subprocess.run(client, capture_output=True, text=True, timeout=60, check=True).stdout
+    shown = subprocess.run(client, capture_output=True, text=True, timeout=280, check=True).stdout
     assert shown.strip() == command[2] == "12 + 7 = 19"
 
     curl = re.search(r"^curl -s localhost:8000(\S+) \\\n\s+-d '(.+)'$", readme, re.MULTILINE)
@@ -67,7 +67,7 @@ def test_the_commands_of_the_readme(demo_server: ServerProcess) -> None:
     body = curl[2].replace("'\\''", "'")
     url = f"http://{demo_server.http_url}{curl[1]}"
     command = ["curl", "-s", url, "-d", body]
-    text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    text = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True).stdout
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
     assert "".join(event["text_output"] for event in events).strip() == "12 + 7 = 19"
 

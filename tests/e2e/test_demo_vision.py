@@ -78,5 +78,5 @@ def test_the_picture_of_the_readme(demo_server: ServerProcess) -> None:
     assert f"]({image})" in readme, "the picture is shown there"
     client = [sys.executable, "-m", "quire_client.cli", "chat", "--url", demo_server.grpc_url]
     command = [*client, "--image", image, question]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True, cwd=ROOT)
     assert run.stdout.strip() == expected

@@ -111,7 +111,7 @@ def test_one_trace_from_the_client_library_to_the_engine(
     assert phases.keys() == names
     assert own.start_time is not None and own.end_time is not None
     for span in (top, *phases.values()):
-        assert own.start_time <= span.start <= span.end <= own.end_time + 10**9
+        assert own.start_time <= span.start <= span.end <= own.end_time + 60 * 10**9
     attributes = top.attributes
     assert attributes["gen_ai.operation.name"] == operation
     assert attributes["gen_ai.request.model"] == "generator"

@@ -409,7 +409,7 @@ def test_embeddings_are_those_of_transformers(tiny: TinyServer) -> None:
 
 def run_cli(tiny: TinyServer, *words: str) -> str:
     command = [sys.executable, "-m", "quire_client.cli", *words, f"--url={tiny.server.grpc_url}"]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=280).stdout
 
 
 # --- clients that leave ---

@@ -17,6 +17,7 @@ import pytest
 from quire_client.aio import AsyncClient
 from quire_client.errors import Unavailable
 from tests.e2e.conftest import ENDLESS, TINY_OPTIONS, write_generator
+from tests.fixtures.pace import PACED, PACED_ENV, paced
 from tests.fixtures.server import ServerProcess
 
 pytestmark = pytest.mark.server
@@ -35,6 +36,7 @@ MAX_GROWTH = 16 * 2**20
 def server(tiny_checkpoint: Path, tmp_path: Path) -> Iterator[ServerProcess]:
     options = {
         **TINY_OPTIONS,
+        **PACED,
         "num_blocks": 2048,
         "max_num_seqs": MAX_NUM_SEQS,
         "max_waiting_requests": MAX_WAITING,
@@ -42,18 +44,20 @@ def server(tiny_checkpoint: Path, tmp_path: Path) -> Iterator[ServerProcess]:
         "trace_file": str(tmp_path / "trace.jsonl"),
     }
     write_generator(tmp_path / "repository", "generator", tiny_checkpoint, **options)
-    with ServerProcess(tmp_path / "repository", tmp_path) as running:
+    with ServerProcess(tmp_path / "repository", tmp_path, env=PACED_ENV) as running:
         yield running
 
 
-def start(client: AsyncClient, number: int, num_tokens: int) -> Any:
+def start(client: AsyncClient, number: int, num_tokens: int, **options: Any) -> Any:
     prompt = [(number * 37 + i * 11) % 400 + 3 for i in range(PROMPT_TOKENS)]
-    return client.stream(input_ids=prompt, model="generator", max_tokens=num_tokens, ignore_eos=True)
+    asked = {"model": "generator", "max_tokens": num_tokens, "ignore_eos": True, **options}
+    return client.stream(input_ids=prompt, **asked)
 
 
 async def storm(client: AsyncClient, numbers: Iterator[int]) -> list[float | None]:
     """What those who were refused were told of when to come again."""
-    blockers = [start(client, next(numbers), ENDLESS) for _ in range(MAX_NUM_SEQS)]
+    held = {"logits_processors": paced(Path("/never"))}
+    blockers = [start(client, next(numbers), ENDLESS, **held) for _ in range(MAX_NUM_SEQS)]
     for blocker in blockers:
         await anext(blocker)
     token_came = asyncio.Event()

@@ -11,6 +11,7 @@ import pytest
 
 from quire_client import Client, InvalidArgument
 from tests.e2e.conftest import ENDLESS, TinyServer
+from tests.fixtures.pace import paced
 
 
 @pytest.mark.row("G26", clauses=("profile", "roofline"))
@@ -19,9 +20,10 @@ def test_a_profile_of_a_running_stream_is_written(tiny: TinyServer, tmp_path: Pa
     command = [sys.executable, "-m", "quire_client.cli", "profile", str(file), "--steps=40"]
     command += ["--url", tiny.server.grpc_url]
     with Client(tiny.server.grpc_url) as client:
-        with client.stream("Once", model="generator", max_tokens=ENDLESS, ignore_eos=True) as stream:
+        endless = {"max_tokens": ENDLESS, "ignore_eos": True, "logits_processors": paced(tmp_path / "never")}
+        with client.stream("Once", model="generator", **endless) as stream:
             next(iter(stream))
-            shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+            shown = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True).stdout
         with pytest.raises(InvalidArgument, match="cache_control"):
             client.cache_control({"command": "profile", "steps": 0})
     trace = json.loads(file.read_bytes())

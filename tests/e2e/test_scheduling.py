@@ -24,6 +24,7 @@ from quire_client import Client
 from quire_ensemble.builder import build_repository
 from tests.e2e.conftest import OPTIONS, TinyServer
 from tests.e2e.triton_calls import Reply, TritonStream, stream
+from tests.fixtures.pace import PACED, PACED_ENV, paced, paced_input
 from tests.fixtures.server import ServerProcess
 
 pytestmark = pytest.mark.server
@@ -34,7 +35,7 @@ BLOCK_SIZE = 16
 LONG: dict[str, Any] = {"max_tokens": 2400, "ignore_eos": True}
 """What each of four may take at once."""
 LONGEST: dict[str, Any] = {"max_tokens": 10_000, "ignore_eos": True}
-"""What one request alone may take: some seconds on the fastest machine."""
+"""What one request alone may take."""
 QUOTA = {"tokens_per_minute": 40}
 ONE = {"max_running": 1}
 SESSION_TTL_S = 8.0
@@ -48,6 +49,7 @@ def served(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     trace = root / "trace.jsonl"
     options = {
         **OPTIONS,
+        **PACED,
         "num_blocks": NUM_BLOCKS,
         "max_model_len": NUM_BLOCKS * BLOCK_SIZE,
         "max_num_seqs": 4,
@@ -61,7 +63,7 @@ def served(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     }
     build_repository(tiny_checkpoint, root / "repository", placement="path", engine_options=options)
     llm = LLM(tiny_checkpoint, **{**OPTIONS, "max_model_len": NUM_BLOCKS * BLOCK_SIZE})
-    with ServerProcess(root / "repository", root) as server:
+    with ServerProcess(root / "repository", root, env=PACED_ENV) as server:
         yield TinyServer(server, tiny_checkpoint, trace, llm)
 
 
@@ -292,6 +294,8 @@ def test_expired_requests_end_by_timeout_and_never_run_again(served: TinyServer)
     url = served.server.grpc_url
     marks = {"ttft": 81, "triton": 82, "total": 83}
     running = {"text_input": PROMPT, "stream": True, **LONGEST}
+    processors = paced(Path("/never"), 0.001)
+    running["sampling_parameters"] = json.dumps({"logits_processors": processors})
     tenant = {"x-quire-tenant": "one"}
     blocker = TritonStream(url, "generator", running, headers=tenant)
     blocker.next()
@@ -329,7 +333,7 @@ def test_the_cache_is_emptied_beside_a_running_request(served: TinyServer) -> No
         assert number(warm, "num_cached_tokens") == 96
         assert client.cache_inspect()["num_cached_blocks"] > 0
         until(lambda: blocks_shown(served)["cached"] > 0, "cached blocks in the metric")
-        inputs = {"text_input": PROMPT, "stream": True, **LONGEST}
+        inputs = {"text_input": PROMPT, "stream": True, **LONGEST, **paced_input(Path("/never"), 0.001)}
         running = TritonStream(url, "generator", inputs, request_id="running")
         running.next()
         client.cache_reset()

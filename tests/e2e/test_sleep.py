@@ -66,8 +66,8 @@ def test_models_are_swapped(tmp_path: Path, serve_repository: Any) -> None:
             with pytest.raises(Unavailable, match="asleep"):
                 client.generate(PROMPT, model=asleep, max_tokens=1)
             assert tokens(awake) == before[awake]
-            assert probe(server.grpc_url, asleep, 10.0) == "asleep, and it answers"
-            assert probe(server.grpc_url, awake, 10.0) == "a token came"
+            assert probe(server.grpc_url, asleep, 60.0) == "asleep, and it answers"
+            assert probe(server.grpc_url, awake, 60.0) == "a token came"
         client.wake(model="second")
         assert {model: tokens(model) for model in before} == before
         assert {one.pid for one in server.running("quire.engine.loop")} == {one.pid for one in found}

@@ -48,7 +48,7 @@ def ask(vision: VisionServer, model: str, messages: list[dict[str, Any]], images
 @pytest.mark.row("H2", clauses=("equal",))
 @pytest.mark.row("H3", clauses=("accepts",))
 @pytest.mark.row("H4", clauses=("llava",))
-@pytest.mark.row("H5", clauses=("tokens",))
+@pytest.mark.row("H5", clauses=("tokens", "qwen3"))
 @pytest.mark.row("A39", clauses=("vision",))
 @pytest.mark.parametrize(
     ("kind", "model"),

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 from tests.fixtures.drive import hf_vision_model
 from tests.fixtures.server import ServerProcess
 
-VISION_KINDS = ("llava", "qwen2_vl", "qwen2_5_vl")
+VISION_KINDS = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 CHUNKED_KINDS = VISION_KINDS[:2]
 """One of each kind of positions."""
 
@@ -46,6 +46,41 @@ class WholeModel:
         self.processor = AutoImageProcessor.from_pretrained(path, backend="pil")
         self.image_token = self.model.config.image_token_id
 
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What transformers' processor gives its image processor."""
+        config = self.model.config
+        if config.model_type == "internvl":
+            return {"crop_to_patches": True}
+        if config.vision_config.model_type == "pixtral":
+            return {"patch_size": config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)}
+        return {}
+
+    def _features(self, inputs: dict[str, Any]) -> list[torch.Tensor]:
+        """Rows of each image."""
+        tiles = inputs.pop("num_patches", None)
+        features = self.model.get_image_features(**inputs).pooler_output
+        if tiles is None:
+            return list(features)
+        return [part.flatten(0, 1) for part in features.split(tiles.tolist())]
+
+    def _expanded(self, index: int, features: list[torch.Tensor], inputs: dict[str, Any]) -> list[int]:
+        """Token ids in place of an image's placeholder, as transformers' processors have it."""
+        names: list[str] = []
+        image = self.tokenizer.convert_ids_to_tokens(self.image_token)
+        count = len(features[index])
+        if self.model.config.model_type == "internvl":
+            names = ["<img>", *[image] * count, "</img>"]
+        elif self.model.config.vision_config.model_type == "pixtral":
+            lines, columns = (int(n) // self._settings["patch_size"] for n in inputs["image_sizes"][index])
+            assert lines * columns == count
+            names = ([image] * columns + ["[IMG_BREAK]"]) * lines
+            names[-1] = "[IMG_END]"
+        else:
+            names = [image] * count
+        found: list[int] = self.tokenizer.convert_tokens_to_ids(names)
+        return found
+
     def answer(self, messages: list[dict[str, Any]], images: Sequence[bytes], max_tokens: int) -> list[int]:
         """Greedy tokens; end tokens are ignored."""
         return self.generate(messages, images, max_tokens)[0]
@@ -62,13 +97,17 @@ class WholeModel:
         features: list[torch.Tensor] = []
         if images:
             decoded = [Image.open(io.BytesIO(image)) for image in images]
-            inputs = dict(self.processor(images=decoded, return_tensors="pt"))
-            grid = [inputs["image_grid_thw"]] if "image_grid_thw" in inputs else []
-            features = list(self.model.get_image_features(inputs["pixel_values"], *grid).pooler_output)
-        rest = iter(features)
+            # A list of its own says that they are those of one prompt.
+            given = [decoded] if self.model.config.model_type == "llava_onevision" else decoded
+            inputs = dict(self.processor(images=given, return_tensors="pt", **self._settings))
+            features = self._features(inputs)
+        rest = iter(range(len(images)))
         token_ids: list[int] = []
         for token_id in short:
-            token_ids += [token_id] * (len(next(rest)) if token_id == self.image_token else 1)
+            if token_id != self.image_token:
+                token_ids.append(token_id)
+            else:
+                token_ids += self._expanded(next(rest), features, inputs)
         ids = torch.tensor([token_ids])
         if "qwen" in self.model.config.model_type:
             inputs["mm_token_type_ids"] = (ids == self.image_token).int()

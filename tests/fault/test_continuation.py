@@ -18,8 +18,9 @@ from tritonclient.utils import InferenceServerException
 
 from tests.e2e.conftest import write_generator
 from tests.e2e.triton_calls import Reply, TritonStream, infer
-from tests.fault.test_engine_death import WAIT_S, engines, served_generators
+from tests.fault.test_engine_death import WAIT_S, engines, served_generators, wait_for_running
 from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.pace import paced_input
 from tests.fixtures.server import ServerProcess, SharedServer
 
 pytestmark = pytest.mark.server
@@ -63,8 +64,12 @@ def requests(hidden: int) -> list[dict[str, Any]]:
     return asked
 
 
-def read_all(server: ServerProcess, asked: list[dict[str, Any]]) -> list[TritonStream]:
-    return [TritonStream(server.grpc_url, "generator", inputs) for inputs in asked]
+def begun(server: ServerProcess, asked: list[dict[str, Any]]) -> list[TritonStream]:
+    """Streams that have a token: what comes while there is no engine would be refused."""
+    calls = [TritonStream(server.grpc_url, "generator", inputs) for inputs in asked]
+    for call in calls:
+        call.next()
+    return calls
 
 
 def next_engine(server: ServerProcess, gone: set[int]) -> psutil.Process:
@@ -89,11 +94,11 @@ def kill_under_streams(server: ServerProcess, num_kills: int, rng: random.Random
     """Streams run one after the other until the engine was killed so often, each time at a random moment."""
     asked = requests(64)
     with ThreadPoolExecutor(len(asked)) as pool:
-        undisturbed = list(pool.map(TritonStream.read_all, read_all(server, asked)))
+        undisturbed = list(pool.map(TritonStream.read_all, begun(server, asked)))
         assert all(reply.error is None for reply in undisturbed)
         gone: set[int] = set()
         while len(gone) < num_kills:
-            calls = read_all(server, asked)
+            calls = begun(server, asked)
             replies = [pool.submit(call.read_all) for call in calls]
             for _ in range(2):
                 engine = next_engine(server, gone)
@@ -120,8 +125,11 @@ def test_streams_outlive_twenty_engines(server: ServerProcess) -> None:
     assert server.leftovers() == []
 
 
-def test_one_answer_that_is_not_streamed_outlives_its_engine(server: ServerProcess) -> None:
+def test_one_answer_that_is_not_streamed_outlives_its_engine(server: ServerProcess, tmp_path: Path) -> None:
     inputs = {"text_input": "hello", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": False}
+    released = tmp_path / "released"
+    released.touch()
+    inputs |= paced_input(released)
     while True:  # an engine may have died before this test, of which this frontend has yet to find the next
         try:
             before = infer(server.grpc_url, "generator_unary", inputs).as_numpy("output_ids").tolist()
@@ -130,11 +138,14 @@ def test_one_answer_that_is_not_streamed_outlives_its_engine(server: ServerProce
             assert "try again" in str(error)
             time.sleep(0.05)
     (engine,) = engines(server)
+    released.unlink()
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(infer, server.grpc_url, "generator_unary", inputs)
         stream = TritonStream(server.grpc_url, "generator", {**inputs, "stream": True})
         stream.next()
+        wait_for_running(server, 2)  # what comes while there is no engine would be refused
         os.kill(engine.pid, signal.SIGKILL)
+        released.touch()
         assert call.result(NEXT_ENGINE_S + WAIT_S).as_numpy("output_ids").tolist() == before
         assert stream.read_all().token_ids == before
     server.stop()
@@ -165,8 +176,8 @@ def test_a_request_that_kills_engines_ends_and_no_other(tmp_path: Path, serve_re
     common = {"stream": True, "max_tokens": 600, "ignore_eos": True}
     asked = [{**common, "text_input": f"hello {n}"} for n in range(31)]
     with ThreadPoolExecutor(len(asked) + 1) as pool:
-        undisturbed = list(pool.map(TritonStream.read_all, read_all(server, asked)))
-        calls = read_all(server, asked)
+        undisturbed = list(pool.map(TritonStream.read_all, begun(server, asked)))
+        calls = begun(server, asked)
         replies = [pool.submit(call.read_all) for call in calls]
         deadly = {**common, "input_ids": [5, 6, 7, 8], "logits_processors": '["deadly"]'}
         reply = TritonStream(server.grpc_url, "generator", deadly).read_all()

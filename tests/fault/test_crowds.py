@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import resource
 import socket
@@ -17,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import grpc
@@ -25,8 +26,8 @@ import psutil
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from tests.e2e.conftest import TINY_OPTIONS, write_model
-from tests.e2e.triton_calls import infer, stream, tensor
+from tests.e2e.conftest import ENDLESS, TINY_OPTIONS, write_model
+from tests.e2e.triton_calls import TritonStream, infer, stream, tensor
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.server import ServerProcess
 
@@ -209,7 +210,7 @@ def test_a_client_with_thousands_of_streams_has_its_share(server: ServerProcess,
     async def one(stub: Any) -> str:
         call = stub.ModelStreamInfer()
         request = service_pb2.ModelInferRequest(model_name="generator")
-        for name, value in {**SHORT, "tenant": "crowd", "max_tokens": 64}.items():
+        for name, value in {**SHORT, "tenant": "crowd", "max_tokens": 256}.items():
             item = tensor(name, value)
             request.inputs.append(item._get_tensor())
             request.raw_input_contents.append(item._get_content())
@@ -242,9 +243,12 @@ def test_a_client_with_thousands_of_streams_has_its_share(server: ServerProcess,
     print(f"{len(refused)} of {count} refused, others: {len(bystander.took_s)} served, "
           f"{bystander.refused} refused, longest {max(bystander.took_s):.2f} s")  # fmt: skip
     # The code that a stream's error has not, a single answer has.
-    body = {**SHORT, "tenant": "crowd", "max_tokens": 1000, "stream": False}
+    holder = TritonStream(server.grpc_url, "generator", {**SHORT, "tenant": "crowd", "max_tokens": ENDLESS})
+    holder.next()
+    body = {**SHORT, "tenant": "crowd", "stream": False}
     with ThreadPoolExecutor(17) as pool:
         calls = [pool.submit(infer, server.grpc_url, "generator_unary", body) for _ in range(17)]
-    failures = [one.exception() for one in calls if one.exception() is not None]
-    assert 0 < len(failures) < 17
-    assert {one.status() for one in failures} == {"StatusCode.UNAVAILABLE"}  # type: ignore[union-attr]
+        first = [one.exception() for one in itertools.islice(as_completed(calls), 17 - CROWD["max_waiting"])]
+        holder.cancel()
+    assert {one.status() for one in first} == {"StatusCode.UNAVAILABLE"}  # type: ignore[union-attr]
+    assert sum(one.exception() is None for one in calls) == CROWD["max_waiting"]

@@ -16,7 +16,7 @@ from quire_ensemble.builder import build_repository
 from tests.e2e.conftest import OPTIONS
 from tests.e2e.triton_calls import Reply, TritonStream, stream
 from tests.fixtures.checkpoints import make_checkpoint
-from tests.fixtures.server import ServerProcess
+from tests.fixtures.server import STOP_S, ServerProcess
 
 pytestmark = pytest.mark.server
 
@@ -89,5 +89,5 @@ def test_what_does_not_fit_ends_with_an_error_and_the_rest_goes_on(server: Serve
     whole = ask(server, "generator", LARGE)
     assert whole.error is None
     assert whole.finish_reasons == ["length"] * 3
-    assert server.stop() < 15, "nothing is left open that unloading would wait for"
+    assert server.stop() < STOP_S, "nothing is left open that unloading would wait for"
     assert server.leftovers() == []

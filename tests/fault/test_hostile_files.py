@@ -265,7 +265,11 @@ def test_gguf_files_that_are_none(tmp_path: Path) -> None:
     [
         ("Mistral", {"sliding_window": True}, "a sliding window of True"),
         ("Mistral", {"sliding_window": 3.5}, "a sliding window of 3.5"),
-        ("Mistral", {"layer_types": ["sliding_attention"] * 2}, "no sliding_window is switched on"),
+        (
+            "Mistral",
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": None},
+            "no sliding_window is switched on",
+        ),
         ("Qwen2", {"use_sliding_window": "false"}, "use_sliding_window must be true or false"),
         ("Gemma2", {"query_pre_attn_scalar": -4}, "attention_scale of"),
         ("Gemma2", {"query_pre_attn_scalar": float("nan")}, "attention_scale of nan"),

@@ -20,13 +20,15 @@ from tests.e2e.conftest import OPTIONS
 from tests.e2e.triton_calls import TritonStream, infer, stream
 from tests.fault.test_engine_death import engines
 from tests.fixtures.checkpoints import make_checkpoint
+from tests.fixtures.pace import PACED, PACED_ENV, paced_input
 from tests.fixtures.server import ServerProcess
 
 pytestmark = pytest.mark.server
 
 MAX_TOKENS = 16_000
-LONG = {"text_input": "hello", "stream": True, "max_tokens": MAX_TOKENS, "ignore_eos": True}
-SHORT = {**LONG, "max_tokens": 8}
+SHORT = {"text_input": "hello", "stream": True, "max_tokens": 8, "ignore_eos": True}
+LONG = {**SHORT, "max_tokens": MAX_TOKENS, **paced_input(Path("/never"))}
+"""Minutes, however fast the machine is."""
 RUNNING, WAITING = 2, 9
 """What the server computes at a time and keeps in its queue."""
 STRANGERS = ("click", "zmq", "msgspec", "numpy", "psutil", "torch", "transformers", "quire", "quire_ensemble")
@@ -53,13 +55,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     checkpoint = make_checkpoint("llama", root / "llama", max_position_embeddings=MAX_TOKENS + 1000)
     options = {
         **OPTIONS,
+        **PACED,
         "max_model_len": MAX_TOKENS + 1000,
         "num_blocks": 10_000,
         "max_num_seqs": RUNNING,
         "max_waiting_requests": WAITING,
     }
     build_repository(checkpoint, root / "repository", placement="path", engine_options=options)
-    served = ServerProcess(root / "repository", root)
+    served = ServerProcess(root / "repository", root, env=PACED_ENV)
     # The command itself, not -m, which puts the working directory first by itself.
     quire = Path(sys.executable).with_name("quire")
     served._command = ["env", f"--chdir={folder}", str(quire), *served._command[3:]]

@@ -45,7 +45,7 @@ def test_the_compiler_sees_what_python_wrote(tmp_path: Path) -> None:
     (tmp_path / "source.cpp").write_text(SOURCE)
     made = tmp_path / "made.so"
     subprocess.run(
-        ["g++", "-shared", "-fPIC", str(tmp_path / "source.cpp"), "-o", str(made)], check=True, timeout=120
+        ["g++", "-shared", "-fPIC", str(tmp_path / "source.cpp"), "-o", str(made)], check=True, timeout=280
     )
     library = ctypes.CDLL(str(made))
     declared = Declarations(SOURCE)

@@ -19,7 +19,7 @@ from quire_kernels import ops, registry
 from quire_kernels.cpu.compiler import supported_isas
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.weights import JoinedLinear
-from tests.fixtures.checkpoints import MOE_FAMILIES, make_checkpoint
+from tests.fixtures.checkpoints import DENSE_FAMILIES, MOE_FAMILIES, make_checkpoint
 from tests.kernels.test_grouped_linear import make_weight
 
 BLOCK_SIZE = 8
@@ -92,7 +92,7 @@ class Batch:
     def next_tokens(
         self, model: DecoderModel, rows: torch.Tensor, adapters: AdapterStep | None = None
     ) -> torch.Tensor:
-        return model.next_tokens(self.ids, self.positions, self.kv_cache, self.metas, None, rows, adapters)
+        return model(self.ids, self.positions, self.kv_cache, self.metas, None, rows, adapters, best=True)
 
 
 @pytest.mark.row("D3")
@@ -170,10 +170,12 @@ def test_queries_keys_and_values_of_different_kinds(checkpoint: Path, isa: str) 
 
 
 @pytest.mark.row("E14")
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", [*MOE_FAMILIES, *DENSE_FAMILIES, "gemma", "gemma2", "gemma3"])
 @pytest.mark.parametrize("isa", supported_isas())
-def test_layers_with_experts(family: str, isa: str, tmp_path: Path) -> None:
-    """Beside dense ones, with windows and attention sinks: in one call what operators give, to the bit."""
+def test_layers_of_other_kinds(family: str, isa: str, tmp_path: Path) -> None:
+    """Experts beside dense layers, windows, attention sinks, caps; norms on both sides, of float32, or behind
+    what is added alone, or of all heads; another rotation in some layers, or of a part of each head, or none;
+    factors: in one call what operators give, to the bit."""
     path = make_checkpoint(family, tmp_path, tokenizer=False)
     rows = torch.tensor([0, 7, 8, 38])
     with all_operators(isa):
@@ -184,6 +186,18 @@ def test_layers_with_experts(family: str, isa: str, tmp_path: Path) -> None:
             model._native = None
             assert torch.equal(Batch(model).run(model, None), out)
             assert torch.equal(some, out[rows])
+
+
+@pytest.mark.parametrize("isa", supported_isas())
+def test_chunked_layers(isa: str, tmp_path: Path) -> None:
+    """Of a Llama 4 without its experts, which one call does not know: what operators give, to the bit."""
+    path = make_checkpoint("llama4", tmp_path, tokenizer=False, moe_layers=[])
+    with all_operators(isa):
+        model = load(path, "float32")
+        assert model.is_fused and any(layer.is_chunked for layer in model.layers)
+        out = Batch(model).run(model, None)
+        model._native = None
+        assert torch.equal(Batch(model).run(model, None), out)
 
 
 def fill_slots(model: DecoderModel) -> None:
@@ -220,6 +234,7 @@ def step_of(*slots: int) -> AdapterStep:
         ("llama", "float32", "w8a8"),
         ("mistral", "bfloat16", "w4a8"),
         ("qwen3_moe", "float32", None),
+        ("gemma3", "float32", None),
     ],
 )
 def test_adapters(family: str, dtype: str, quantization: str | None, isa: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from quire_kernels.cpu.compiler import supported_isas
 from quire_kernels.cpu.linear import NativeLinear
 from quire_kernels.cpu.moe import NativeExperts
 from quire_kernels.reference.moe import LoopedExperts
+from quire_kernels.routing import Routing
 from quire_kernels.weights import PackedExperts, PackedLinear
 from tests.kernels.common import every_implementation, forced, gated
 from tests.kernels.test_grouped_linear import make_weight
@@ -142,6 +144,27 @@ def test_equals_the_loop_over_experts(isa: str, seed: int) -> None:
     assert moe(x[:0], *(one[:0] for one in routes)).shape == (0, x.shape[1])
 
 
+@pytest.mark.row("E8")
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", [None, "int8", "w8a8", "w4a8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_shared_expert_may_be_of_another_size(isa: str, kind: str | None, dtype: torch.dtype) -> None:
+    """It is the last, and has every token: smaller and larger than the others, which may have none."""
+    for inner in (64, 5 * INNER):
+        own = make_experts(isa, dtype, kind, num_experts=5)
+        experts: Any = tuple(
+            [*one, *more]
+            for one, more in zip(own, make_experts(isa, dtype, kind, num_experts=1, inner=inner), strict=True)
+        )
+        for num_tokens in (1, 3, 90):
+            x = draw(num_tokens, HIDDEN, seed=1).to(dtype)
+            chosen, shares = make_routes(num_tokens, [0, 3, 4], 2)
+            chosen = torch.cat((chosen, torch.full((num_tokens, 1), 5)), 1)
+            shares = torch.cat((shares, draw(num_tokens, 1).sigmoid()), 1)
+            expected = by_token(experts, x, chosen, shares).to(dtype)
+            assert torch.equal(joined(experts, dtype)(x, chosen, shares), expected)
+
+
 @pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
 def test_the_loop_is_the_definition(activation: str) -> None:
     weights = [(draw(2 * 48, 32, seed=expert) / 6, draw(32, 48, seed=expert) / 7) for expert in range(4)]
@@ -170,7 +193,9 @@ def test_routes_are_the_largest_logits(name: str, device: str, renormalizes: boo
         logits = draw(70, num_experts, seed=num_experts) * 3
         logits[3] = torch.nan
         with forced("route", name):
-            experts, shares = ops.route(logits.to(device), num_chosen, renormalizes=renormalizes)
+            experts, shares = ops.route(
+                logits.to(device), Routing(num_chosen=num_chosen, renormalizes=renormalizes)
+            )
         experts, shares = experts.cpu(), shares.cpu()
         assert all(
             len(set(row)) == num_chosen and set(row) <= set(range(num_experts)) for row in experts.tolist()
@@ -182,6 +207,81 @@ def test_routes_are_the_largest_logits(name: str, device: str, renormalizes: boo
         whole = chosen if renormalizes else logits.double()
         expected = (chosen - whole.logsumexp(1, keepdim=True)).exp()
         torch.testing.assert_close(shares[others].double(), expected[others], atol=1e-6, rtol=1e-5)
+
+
+def routed_alone(logits: list[float], routing: Routing, bias: list[float]) -> list[tuple[int, float]]:
+    """The experts of one token and their shares, by the definition, in Python's numbers."""
+    count = len(bias)
+    sigmoids = [1 / (1 + math.exp(-one)) for one in logits]
+    total = math.fsum(map(math.exp, logits[:count]))
+    is_sigmoid = routing.scoring == "sigmoid"
+    scores = sigmoids[:count] if is_sigmoid else [math.exp(one) / total for one in logits[:count]]
+    choice = [score + own for score, own in zip(scores, bias, strict=True)]
+    size = count // routing.num_groups
+    groups = [range(first, first + size) for first in range(0, count, size)]
+    best = [sum(sorted((choice[one] for one in own), reverse=True)[: routing.group_best]) for own in groups]
+    order = sorted(range(len(groups)), key=lambda group: (-round(best[group], 6), group))
+    kept = sorted(one for group in order[: routing.num_chosen_groups] for one in groups[group])
+    chosen = sorted(kept, key=lambda one: (-round(choice[one], 6), one))[: routing.num_chosen]
+    least = 0.0 if is_sigmoid else routing.least_sum
+    whole = max(sum(scores[one] for one in chosen), least) if routing.renormalizes else 1.0
+    found = [(one, scores[one] / whole * routing.scale) for one in chosen]
+    if routing.shared is not None:
+        found.append((count, sigmoids[count] if routing.shared == "gated" else 1.0))
+    return found
+
+
+@pytest.mark.row("E8", clauses=("ties",))
+@pytest.mark.parametrize(("name", "device"), every_implementation("route"))
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(
+    ("num_experts", "options"),
+    [
+        (8, {"num_chosen": 3}),
+        (16, {"num_chosen": 2, "least_sum": 0.5}),
+        (60, {"num_chosen": 4, "shared": "gated"}),
+        (64, {"num_chosen": 6, "scale": 2.5, "shared": "whole"}),
+        (32, {"num_chosen": 8, "num_groups": 8, "num_chosen_groups": 2}),
+        (32, {"num_chosen": 5, "num_groups": 4, "num_chosen_groups": 2, "group_best": 2, "shared": "gated"}),
+    ],
+)
+def test_routes_are_as_defined_also_among_equals(
+    num_experts: int, options: dict[str, Any], has_bias: bool, scoring: Any, name: str, device: str
+) -> None:
+    """Logits and biases of few levels: most tokens have equals where the choice ends, among experts and
+    groups, of which the first count; logits far from zero saturate a sigmoid, and are equals then too."""
+    generator = torch.Generator().manual_seed(num_experts)
+    for renormalizes in (True, False):
+        routing = Routing(renormalizes=renormalizes, scoring=scoring, **options)
+        size = num_experts + routing.num_gates
+        logits = torch.randint(-2, 4, (50, size), generator=generator).float()
+        bias = torch.randint(-1, 2, (num_experts,), generator=generator) * 0.75 * has_bias
+        if scoring == "sigmoid":
+            logits[::7] = logits[::7].sign() * torch.arange(40, 40 + size)
+        with forced("route", name):
+            out = ops.route(logits.to(device), routing, bias.to(device) if has_bias else None)
+        experts, shares = (one.cpu() for one in out)
+        assert experts.dtype == torch.int64 and shares.dtype == torch.float32
+        for row, own, share in zip(logits.tolist(), experts.tolist(), shares, strict=True):
+            expected = routed_alone(row, routing, bias.tolist())
+            assert own == [one for one, _ in expected]
+            torch.testing.assert_close(
+                share, torch.tensor([one for _, one in expected]), atol=1e-6, rtol=1e-5
+            )
+        alone = [ops.route(one[None], routing, bias if has_bias else None)[0] for one in logits]
+        assert torch.equal(torch.cat(alone), experts), "whoever else is there"
+
+
+@pytest.mark.parametrize(("name", "device"), every_implementation("route"))
+def test_sigmoids_of_nothing_have_no_share(name: str, device: str) -> None:
+    """All of a token's sigmoids are 0: their sum is not what shares are divided by; one of NaN has NaN."""
+    routing = Routing(num_chosen=2, renormalizes=True, scoring="sigmoid")
+    logits = torch.tensor([[-200.0] * 4, [torch.nan] * 4])
+    with forced("route", name):
+        experts, shares = ops.route(logits.to(device), routing, torch.tensor([0.0, 1, 0, 2]).to(device))
+    assert experts[0].tolist() == [3, 1] and shares[0].tolist() == [0.0, 0.0]
+    assert shares[1].isnan().all()
 
 
 def pages(linear: PackedLinear) -> range:

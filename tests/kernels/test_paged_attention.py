@@ -6,7 +6,7 @@ import functools
 import random
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -408,6 +408,37 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once() -> None:
             )
             out = ops.paged_attention(whole.query[start:stop], whole.kv_layer, meta, scale=whole.scale)
             torch.testing.assert_close(out.double(), expected[start:stop], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[(1, 20), (1, 16), (1, 17), (1, 3)], [(40, 40), (1, 33), (9, 24), (3, 17), (5, 5)]]
+)
+def test_chunks_are_sequences_of_their_own(lengths: list[tuple[int, int]]) -> None:
+    """Of 16 positions, in blocks of 8: tokens one by one, as may be recorded, and many; whether attention
+    is computed at once or between recorded pieces."""
+    case, kept = make_case(lengths, seed=6), []
+
+    def interrupt(query: torch.Tensor, attend: Any) -> torch.Tensor:
+        kept.append(attend)
+        return query
+
+    chunked = case.meta.chunked(16, 8)
+    out = ops.paged_attention(case.query, case.kv_layer, chunked, scale=case.scale)
+    assert case.meta.chunked(16, 8) is chunked and case.meta.chunked(48, 8) is case.meta
+    later = replace(case.meta, interrupt=interrupt, plans={}).chunked(16, 8)
+    ops.paged_attention(case.query, case.kv_layer, later, scale=case.scale)
+    assert torch.equal(kept[0](case.query, case.meta), out)
+    row = 0
+    for sequence, (query_len, seq_len) in enumerate(lengths):
+        for position in range(seq_len - query_len, seq_len):
+            begin = position // 16 * 16
+            keys, values = (one[sequence][begin : position + 1] for one in (case.keys, case.values))
+            query = case.query[row].double()
+            scores = torch.einsum("gkd,skd->gks", query.view(2, 2, -1).transpose(0, 1), keys.double())
+            weights = (scores * case.scale).softmax(-1)
+            expected = torch.einsum("gks,skd->gkd", weights, values.double()).transpose(0, 1).flatten(0, 1)
+            torch.testing.assert_close(out[row].double(), expected, atol=2e-5, rtol=2e-5)
+            row += 1
 
 
 def test_kv_groups_share_plans_and_not_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

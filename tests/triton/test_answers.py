@@ -69,15 +69,16 @@ def test_the_parts_of_the_time_are_the_whole(harness: Harness) -> None:
     sender = submit(harness, ALL)
     arrived = time.monotonic()
     first = tokens(0, 5, admitted_at=arrived, first_token_at=time.monotonic(), num_cached_tokens=1)
-    responses = answer(harness, sender, first, tokens(0, 6, finish_reason="length", num_preemptions=2))
+    counts = {"num_preemptions": 2, "num_draft_tokens": 7, "num_accepted_drafts": 3}
+    responses = answer(harness, sender, first, tokens(0, 6, finish_reason="length", **counts))
     timings = [json.loads(value(response, "timing")) for response in responses]
     for timing in timings:
         parts = timing["queue"], timing["prefill"], timing["decode"]
         assert all(part >= 0 for part in parts)
         assert sum(parts) == pytest.approx(timing["total"], abs=0.002), "each is rounded to a microsecond"
         assert timing["queue"] + timing["prefill"] <= timing["first_token"] + 0.001 <= timing["total"] + 0.002
-        assert (timing["num_cached_tokens"], timing["num_accepted_drafts"]) == (1, 0)
-    assert timings[-1]["num_preemptions"] == 2
+        assert timing["num_cached_tokens"] == 1
+    assert counts.items() <= timings[-1].items()
     assert timings[0]["total"] <= timings[-1]["total"]
 
 

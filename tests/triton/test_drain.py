@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -47,8 +48,10 @@ def test_a_server_is_asked_only_while_its_first_thread_is_still(monkeypatch: pyt
         return len(asked) == 1
 
     monkeypatch.setattr(drain, "STILL_S", 0.2)
-    stir = "import sys, time\nsys.stdin.read(1)\nwhile True: time.sleep(0.02)"
-    with subprocess.Popen([sys.executable, "-c", stir], stdin=subprocess.PIPE) as server:
+    stir = "import sys, time\nprint(flush=True)\nsys.stdin.read(1)\nwhile True: time.sleep(0.02)"
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", stir], **pipes) as server:
+        assert server.stdout is not None and server.stdout.readline(), "it is still from here on"
         answer = ServerAnswer(SimpleNamespace(is_model_ready=is_model_ready), "generator", "1", server.pid)
         assert answer.is_wanted() is None, "nothing is known yet"
         deadline = time.monotonic() + WAIT_S
@@ -56,6 +59,7 @@ def test_a_server_is_asked_only_while_its_first_thread_is_still(monkeypatch: pyt
             time.sleep(0.01)
         assert [found, answer.is_wanted(), answer.is_wanted()] == [True, False, None]
         assert asked == ["generator 1"] * 3
+        monkeypatch.setattr(drain, "STILL_S", WAIT_S)  # it may be given no core for a while
         assert server.stdin is not None
         server.stdin.write(b"x")
         server.stdin.flush()

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.executor import RunnerExecutor
 from quire.engine.messages import EngineInfo
-from quire.outputs import SchedulerStats
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.stop_matcher import StopAutomaton
+from quire.outputs import EngineCoreOutput, SchedulerStats
+from quire.request import FinishReason
 from quire.sampling_params import SamplingParams
 from tests.fixtures import fake_pb_utils
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_metrics import FakeMetricFamily
+from tests.fixtures.fake_runner import FakeRunner
 
 fake_pb_utils.install()
 
@@ -22,6 +31,7 @@ from quire.triton import metrics  # noqa: E402
 from quire.triton.metrics import HISTOGRAMS, EngineMetrics, MetricsBoard, RequestMetrics  # noqa: E402
 from quire.triton.observers import RequestEnded  # noqa: E402
 from quire.triton.vllm_metrics import VllmBackendMetrics, buckets_1_2_5  # noqa: E402
+from tests.fixtures.mortal_engine import Frontend as MortalFrontend  # noqa: E402
 from tests.triton.test_responder import Harness  # noqa: E402
 
 shown = FakeMetricFamily.shown
@@ -68,6 +78,8 @@ def stats(**values: int) -> dict[str, float]:
         "num_cached_blocks": 25,
         "num_pinned_blocks": 5,
         "num_queried_tokens": 400,
+        "num_draft_tokens": 30,
+        "num_accepted_drafts": 20,
         "num_batch_rows": 3,
         "num_batch_tokens": 12,
         "num_waiting_seats": 2,
@@ -99,6 +111,8 @@ ENGINE = {
     "quire_kv_loaded_tokens_total": 0,
     "quire_preemptions_total": 1,
     "quire_swaps_total": 0,
+    "quire_draft_tokens_total": 30,
+    "quire_accepted_draft_tokens_total": 20,
     "quire_steps_total": 7,
     "quire_scheduled_tokens_total": 900,
     "quire_engine_restarts_total": 0,
@@ -113,6 +127,7 @@ def of_engine() -> dict[str, float]:
 # --- the engine's ---
 
 
+@pytest.mark.row("E29", clauses=("gauges",))
 def test_every_figure_of_an_engine_and_only_changes_are_sent(board: MetricsBoard, directory: Path) -> None:
     engine = EngineMetrics(board, directory, "generator", "1")
     engine.update(stats(), info())
@@ -188,6 +203,8 @@ def test_vllms_names_are_shown_besides(directory: Path) -> None:
     assert named[f"vllm:num_requests_running{{{model}}}"] == 3
     assert named[f"vllm:num_requests_waiting{{{model}}}"] == 2
     assert named[f"vllm:kv_cache_usage_perc{{{model}}}"] == 0.35
+    assert named[f"vllm:spec_decode_num_draft_tokens_total{{{model}}}"] == 30
+    assert named[f"vllm:spec_decode_num_accepted_tokens_total{{{model}}}"] == 20
     assert named[f'vllm:cache_config_info{{{model},block_size="16",num_gpu_blocks="100"}}'] == 1
     assert named[f"vllm:generation_tokens_total{{{model}}}"] == 2 * 11
     assert named[f'vllm:request_success_total{{{model},finished_reason="stop"}}'] == 1
@@ -372,6 +389,39 @@ def test_what_vllm_backend_shows_is_counted_as_there(tmp_path: Path) -> None:
     assert buckets_1_2_5(400) == (1, 2, 5, 10, 20, 50, 100, 200)
 
 
+def test_vllm_backend_counts_no_choice_twice_and_no_first_token_that_never_came(tmp_path: Path) -> None:
+    """The engine's last word on a choice that a stop string had ended here counted as a second end of it,
+    while other choices went on; that on a request which had waited in vain counted as its first token."""
+    own = MetricsBoard(fake_pb_utils, period_s=0.0)
+    frontend = MortalFrontend(
+        lambda: EngineCore(
+            EngineConfig.from_mapping({"model": "fake", "block_size": 4, "max_num_seqs": 2}),
+            RunnerExecutor(FakeRunner(256, 4, max_model_len=400)),
+        ),
+        took=VllmBackendMetrics(own, "m", "1", max_model_len=400).took,
+    )
+    try:
+        params = SamplingParams(max_tokens=20, ignore_eos=True, n=2)
+        sender = frontend.submit([[5, 6, 7]], params)
+        late = frontend.submit([[9]], params, external_id="late")
+        frontend.step()
+        frontend.step()
+        generation, _ = frontend.responder._generating.values()
+        ended = generation.processor.choices[0]
+        ended.finish(FinishReason.STOP)  # as a stop string does
+        frontend.responder._mark(generation.handle, ended)
+        frontend.engine.abort([f"{generation.message.request_id}#0", "t-1"], FinishReason.TIMEOUT)
+        frontend.run([sender, late])
+    finally:
+        frontend.close()
+    own.send()
+    observed = {name: metric.observed for (name, _), metric in FakeMetricFamily.all_metrics.items()}
+    assert shown("model", "version")["vllm:prompt_tokens_total"] == 2 * 3
+    assert len(observed["vllm:time_to_first_token_seconds"]) == 2
+    assert observed["vllm:request_generation_tokens"] == [20], "that of the other choice"
+    assert len(observed["vllm:e2e_request_latency_seconds"]) == len(observed["vllm:request_params_n"]) == 1
+
+
 # --- the board ---
 
 
@@ -513,3 +563,22 @@ def test_five_moments_of_a_scripted_run(moments: Shown) -> None:
     )
     engine.run()
     engine.check_outputs()
+
+
+LETTERS = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate("abcdef")}))
+LETTERS.decoder = decoders.Fuse()
+
+
+def test_tokens_behind_a_stop_string_are_not_counted() -> None:
+    """A step with drafts brings several, and what decides on the stop is one of the first."""
+    own = MetricsBoard(fake_pb_utils, period_s=0.0)
+    shows = VllmBackendMetrics(own, "m", "1", max_model_len=400)
+    choice = OutputProcessor("r", 3, SamplingParams(stop=("bc",)), LETTERS, 0, StopAutomaton(("bc",)))
+    handle: Any = SimpleNamespace(arrived_at=0.0, processors=[SimpleNamespace(choices=[choice])])
+    for token_ids in ([0], [0, 1, 2, 3, 4]):
+        output = EngineCoreOutput("r", token_ids)
+        choice.process(output)
+        shows.took(handle, choice, output)
+    assert (choice.num_output_tokens, choice.finish_reason) == (4, "stop")
+    own.send()
+    assert shown("model", "version")["vllm:generation_tokens_total"] == 4

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quire.config import EngineConfig
 from quire.engine.cache_commands import Health
 from quire.errors import InvalidArgumentError, UnavailableError
 from quire.sampling_params import SamplingParams
@@ -19,7 +20,11 @@ fake_pb_utils.install()
 
 from quire.triton.observers import RequestEnded  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
+from quire.triton.request_log import request_fields  # noqa: E402
 from quire.triton.request_parser import ParsedRequest  # noqa: E402
+from quire.triton.request_traces import attributes_of  # noqa: E402
+from tests.fixtures.frontend import Ended, Frontend  # noqa: E402
+from tests.triton.test_choices import ScriptedCore, tokens  # noqa: E402
 from tests.triton.test_responder import OUTPUTS, Harness  # noqa: E402
 
 WAIT_S = 60.0
@@ -88,6 +93,25 @@ def test_what_the_prefix_cache_had(harness: Harness) -> None:
     for _ in range(2):
         assert send(harness, parsed(prompt=list(range(1, 18)))).final.wait(WAIT_S)
     assert [record.num_cached_tokens for record in harness.ended.wait(2)] == [0, 16]
+
+
+def test_preemptions_and_drafts_are_those_of_all_choices_for_the_log_and_traces_too(tmp_path: Path) -> None:
+    ended = Ended()
+    core = ScriptedCore(EngineConfig.from_mapping({"model": "fake"}))
+    frontend = Frontend(tmp_path, core, observers=[ended])
+    try:
+        sender = fake_pb_utils.ResponseSender()
+        frontend.responder.submit(RequestHandle(sender, "t-1", ""), parsed(n=2))
+        for index in range(2):
+            counts = {"num_preemptions": 1 + index, "num_draft_tokens": 7, "num_accepted_drafts": 3 + index}
+            core.steps.put([tokens(index, 5, finish_reason="length", **counts)])
+        record = ended.wait(1)[0]
+    finally:
+        frontend.close()
+    assert (record.num_preemptions, record.num_draft_tokens, record.num_accepted_drafts) == (3, 14, 7)
+    line, attributes = request_fields(record), attributes_of(record)
+    for name, count in (("preemptions", 3), ("draft_tokens", 14), ("accepted_draft_tokens", 7)):
+        assert (line[name], attributes[f"quire.{name}"]) == (count, count)
 
 
 @pytest.mark.parametrize(

@@ -296,6 +296,7 @@ def test_scheduling_in_all_forms(tokenizer: Tokenizer) -> None:
     assert (parsed.scheduling.tenant, parsed.scheduling.priority, parsed.params.n) == ("json", 3, 2)
     tensors = {**with_json, "tenant": text("tensor"), "request_priority": np.array([-7], np.int32)}
     tensors |= {"cache_retention": np.array([90], np.int32), "session": text("talk")}
+    tensors |= {"num_draft": np.array([0], np.int32)}
     assert parse(tokenizer, tensors, parameters).scheduling == SchedulingParams(
         tenant="tensor",
         cache_salt="salt",
@@ -304,6 +305,7 @@ def test_scheduling_in_all_forms(tokenizer: Tokenizer) -> None:
         cache_ttl_s=2.5,
         retention=90,
         session="talk",
+        num_draft=0,
     )
 
 
@@ -512,6 +514,14 @@ def test_texts_are_refused_by_their_bytes(tokenizer: Tokenizer, name: str, size:
         parse(tokenizer, {**prompt, name: text("x" * size)})
     with pytest.raises(InvalidArgumentError, match="parameters: at most 1048576 bytes"):
         parse(tokenizer, PROMPT, {"tenant": "x" * 2**20})
+
+
+def test_an_id_is_a_name_and_no_text(tokenizer: Tokenizer) -> None:
+    """It is kept while the request runs, sent to the engine, and in each log line and span about it: one of
+    megabytes was in all of them, as often as there were lines."""
+    assert parse(tokenizer, PROMPT, request_id="x" * 256).external_id == "x" * 256
+    with pytest.raises(InvalidArgumentError, match="id: at most 256 characters are allowed, got 257"):
+        parse(tokenizer, PROMPT, request_id="x" * 257)
 
 
 def test_a_text_that_cannot_fit_is_refused_by_name(tokenizer: Tokenizer) -> None:

@@ -245,10 +245,12 @@ def test_a_full_queue_is_unavailable_at_once(tmp_path: Path) -> None:
     try:
         harness.runner.gate.clear()
         senders = [harness.submit([4, 5], max_tokens=5, ignore_eos=True) for _ in range(8)]
-        deadline = time.monotonic() + WAIT_S
+        sent = threading.Event()
+        harness.responder._post(sent.set)
+        assert sent.wait(WAIT_S)
         harness.runner.gate.set()
         for sender in senders:
-            assert sender.final.wait(deadline - time.monotonic())
+            assert sender.final.wait(WAIT_S)
         errors = [s.responses[-1].error for s in senders if s.responses[-1].error is not None]
         assert errors, "eight requests for three places"
         assert {error.code() for error in errors} == {fake_pb_utils.TritonError.UNAVAILABLE}

@@ -81,7 +81,7 @@ def make(tmp_path: Path) -> Iterator[Callable[[], tuple[Engines, Responder]]]:
     yield start
     for engines, served in made:
         served.stop()
-        served.join(10)
+        served.join(WAIT_S)
         assert not served.is_alive()
         engines.kill()
         engines.router.close()
@@ -184,7 +184,7 @@ def test_an_engine_that_is_there_after_the_end_is_left_at_once(
     engines.kill()
     wait_until(lambda: engines.num_calls == 2)
     served.stop()
-    served.join(10)
+    served.join(WAIT_S)
     engines.allowed.release()
     assert engines.router.poll(WAIT_S * 1000)
     assert frontend_message_decoder.decode(engines.router.recv_multipart()[-1]) == Goodbye()

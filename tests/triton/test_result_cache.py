@@ -29,6 +29,7 @@ from quire.engine.core import EngineCore  # noqa: E402
 from quire.engine.executor import RunnerExecutor  # noqa: E402
 from quire.engine.messages import AddRequest, EmbedsMessage, EngineInfo  # noqa: E402
 from quire.engine.shared_array import SharedArray  # noqa: E402
+from quire.frontend.output_processor import ranked_here  # noqa: E402
 from quire.logits_processors import NamedProcessor  # noqa: E402
 from quire.sampling_params import SamplingParams, StructuredOutput, Thinking  # noqa: E402
 from quire.scheduling_params import SchedulingParams  # noqa: E402
@@ -83,7 +84,8 @@ class Harness(Frontend):
         self.count += 1
         names = ALL if params.logprobs is not None else ALL - {"logprobs", "cumulative_logprob"}
         names -= set() if params.prompt_logprobs is not None else {"prompt_logprobs"}
-        fields = {"stream": True, "arrived_at": time.monotonic(), **fields}
+        params, num_best = ranked_here(params)
+        fields = {"stream": True, "arrived_at": time.monotonic(), "num_best": num_best, **fields}
         parsed = ParsedRequest(prompt, params, f"r{self.count}", names, names | {"timing"}, **fields)
         self.cache.look_up(parsed, self.responder.engine.info)
         self.responder.submit(RequestHandle(sender, f"t-{self.count}", f"r{self.count}"), parsed)
@@ -223,6 +225,12 @@ def test_another_pace_is_the_request_s_own(harness: Harness) -> None:
     common = of_computed.keys() & of_each.keys()
     assert len(common) > 10 and max(of_computed) == max(of_each)
     assert all(of_computed[length] == of_each[length] for length in common)
+
+
+def test_drafts_are_no_part_of_the_key(harness: Harness) -> None:
+    """However many are tried, the result is the same."""
+    each = [harness.ask(GREEDY, scheduling=SchedulingParams(num_draft=number)) for number in (None, 0, 8)]
+    assert [timing_of(one)["result_cached"] for one in each] == [False, True, True]
 
 
 @pytest.mark.row("G22")

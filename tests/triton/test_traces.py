@@ -75,7 +75,7 @@ def test_one_trace_from_the_client_to_the_engine(
 ) -> None:
     client = TracerProvider()
     client.add_span_processor(SimpleSpanProcessor(exporter))
-    began = time.time_ns() - 1_000_000  # clocks are read one after the other
+    began = time.time_ns() - 10**9  # clocks are read one after the other
     core = EngineCore(
         EngineConfig.from_mapping({"model": "fake", "block_size": 4}),
         RunnerExecutor(FakeRunner(64, 4, max_model_len=64)),
@@ -103,7 +103,7 @@ def test_one_trace_from_the_client_to_the_engine(
         parent = spans[name].parent
         assert parent is not None and parent.span_id == top.context.span_id
     queue, prefill, decode, stream = (spans[name] for name in ("queue", "prefill", "decode", "stream"))
-    assert began <= top.start_time == queue.start_time and top.end_time <= time.time_ns() + 1_000_000
+    assert began <= top.start_time == queue.start_time and top.end_time <= time.time_ns() + 10**9
     assert queue.end_time == prefill.start_time and prefill.end_time == decode.start_time
     assert decode.start_time <= stream.start_time <= stream.end_time == decode.end_time == top.end_time
     attributes = dict(top.attributes or {})
@@ -130,6 +130,8 @@ def test_one_trace_from_the_client_to_the_engine(
         "quire.request_id": "x-1",
         "quire.stream": True,
         "quire.preemptions": 0,
+        "quire.draft_tokens": 0,
+        "quire.accepted_draft_tokens": 0,
         "quire.paused_s": 0.0,
     }
 
@@ -197,6 +199,33 @@ def test_a_request_that_fails_has_the_spans_that_it_came_to(
     assert top.status.status_code is trace.StatusCode.ERROR
     assert top.attributes is not None and top.attributes["error.type"] == "UNAVAILABLE"
     assert top.attributes["quire.tenant"] == "t"
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"traceparent": f"00-{ONES}-{'3' * 16}-01", "tracestate": "a" + " " * 50_000 + "b"},
+        {"traceparent": f"01-{ONES}-{'3' * 16}-01-" + " " * 50_000 + "\nb"},
+    ],
+    ids=["state", "parent"],
+)
+def test_a_long_header_takes_no_time_of_the_thread_that_sends(
+    exporter: InMemorySpanExporter, traces: RequestTraces, hostile: dict[str, str]
+) -> None:
+    """The SDK's expressions take the square of the blanks in it: some seconds here, in which no stream of
+    the model had a token. Any client may state one, as a request parameter."""
+    began = time.process_time()
+    caller, _ = traces.context_of(request(hostile))
+    traces.ended(record(caller_trace=caller))
+    assert time.process_time() - began < 1.0
+    assert "text_completion m" in by_name(exporter)
+
+
+def test_what_a_header_says_is_not_logged(traces: RequestTraces, caplog: pytest.LogCaptureFixture) -> None:
+    parent = f"00-{ONES}-{'3' * 16}-01"
+    caller, _ = traces.context_of(request({"traceparent": parent, "tracestate": "SECRET of a client"}))
+    traces.ended(record(caller_trace=caller))
+    assert "SECRET" not in caplog.text
 
 
 def test_commands_have_no_spans(exporter: InMemorySpanExporter, traces: RequestTraces) -> None:

@@ -153,6 +153,6 @@ def run_program(program: str, folder: Path) -> list[Any]:
     options = {"model": str(checkpoint), "max_model_len": 256, "num_blocks": 64, "num_threads": 1}
     command = [sys.executable, "-c", program, str(folder), json.dumps(options)]
     root = Path(__file__).resolve().parent.parent.parent
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=root)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=root)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

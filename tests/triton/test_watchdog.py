@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
@@ -60,10 +62,10 @@ class Watched:
 
         self.client = EngineClient(connect, watchdog_s=WATCHDOG_S)
 
-    def is_dead(self) -> bool:
-        """Asked when it may just have been killed."""
+    def is_dead(self, wait_s: float = 60.0) -> bool:
+        """Asked when it may just have been killed, which takes effect when it is given a core."""
         try:
-            return self.process.wait(0.2) == -signal.SIGKILL
+            return self.process.wait(wait_s) == -signal.SIGKILL
         except subprocess.TimeoutExpired:
             return False
 
@@ -83,9 +85,9 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
     made.close()
 
 
-def pass_time(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """For the client; what it waits for by itself does not pass."""
-    now = time.monotonic()
+def pass_time(monkeypatch: pytest.MonkeyPatch, seconds: float, since: float | None = None) -> None:
+    """For the client; what it waits for by itself does not pass. `since`: by default from now on."""
+    now = time.monotonic() if since is None else since
     monkeypatch.setattr(client.time, "monotonic", lambda: now + seconds)
 
 
@@ -93,14 +95,15 @@ def test_an_engine_that_is_silent_within_a_step_is_killed_past_its_limit(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step of 2048 tokens may take three times as long as one of few; a stopped process dies of SIGKILL."""
+    began = time.monotonic()
     watched.heartbeat.beat(2048)
-    pass_time(monkeypatch, 3 * WATCHDOG_S - 1)
+    pass_time(monkeypatch, 3 * WATCHDOG_S - 1, began)
     watched.client.check()
     assert watched.client.is_ready
     pass_time(monkeypatch, 3 * WATCHDOG_S + 1)
     assert not watched.client.is_ready
     watched.client.check()
-    assert not watched.is_dead(), "a moment after all were frozen it may be overdue"
+    assert not watched.is_dead(0.2), "a moment after all were frozen it may be overdue"
     pass_time(monkeypatch, 3 * WATCHDOG_S + 3)
     watched.client.check()
     assert watched.is_dead()
@@ -116,7 +119,7 @@ def test_an_engine_that_was_frozen_with_all_others_goes_on(
         watched.client.check()
         watched.heartbeat.beat()
         watched.client.check()
-    assert not watched.is_dead() and watched.client.is_ready
+    assert not watched.is_dead(0.2) and watched.client.is_ready
 
 
 def test_an_idle_engine_is_healthy_until_it_does_not_look_at_a_message(
@@ -132,8 +135,9 @@ def test_an_idle_engine_is_healthy_until_it_does_not_look_at_a_message(
     pass_time(monkeypatch, 1e6)
     assert watched.client.is_ready, "it looked, and rests again"
     monkeypatch.undo()
+    began = time.monotonic()
     watched.client.send(AbortRequests([], "cancelled"))
-    pass_time(monkeypatch, WATCHDOG_S - 1)
+    pass_time(monkeypatch, WATCHDOG_S - 1, began)
     assert watched.client.is_ready
     for seconds in (WATCHDOG_S + 1, WATCHDOG_S + 3):
         pass_time(monkeypatch, seconds)
@@ -183,9 +187,38 @@ def test_the_model_is_ready_while_its_engine_is(watched: Watched, monkeypatch: p
     monkeypatch.setattr(served.drain, "_ends_at", None)
     assert model.is_ready()
     watched.process.kill()
-    watched.client.wait(10_000)
+    watched.client.wait(60_000)
     watched.client.receive()
     assert not model.is_ready(), "the engine died, and no other is there yet"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_that_is_waited_for_has_the_time_of_its_tokens(depth: int) -> None:
+    """With steps launched ahead the newest one's tokens alone were counted when the oldest was waited for: a
+    prompt's chunk had no longer than the token behind it, and a sound engine was killed, again and again."""
+    may_begin, seen, allowed = threading.Event(), [0], []
+
+    class Waiting(FakeRunner):
+        def execute(self, output: Any) -> Any:
+            assert may_begin.wait(60.0)
+            allowed.append((sum(row.num_scheduled_tokens for row in output.scheduled), seen[-1]))
+            return super().execute(output)
+
+    config = EngineConfig.from_mapping({"model": "fake", "block_size": 4})
+    executor = RunnerExecutor(Waiting(64, 4, max_model_len=100), depth=depth, threaded=True)
+    core, launch = EngineCore(config, executor), executor.launch
+    executor.launch = lambda output: (may_begin.clear(), launch(output))[1]  # type: ignore[method-assign]
+    context: zmq.Context[bytes] = zmq.Context()
+    with context.socket(zmq.ROUTER) as router:
+        loop = EngineLoop(core, router)
+        loop.heartbeat = SimpleNamespace(  # type: ignore[assignment]
+            beat=lambda num_tokens: (seen.append(num_tokens), may_begin.set()), rest=loop.stop
+        )
+        core.add_request("a", [5] * 30, SamplingParams(max_tokens=3, ignore_eos=True))
+        loop.run()
+    context.destroy(0)
+    core.close()
+    assert allowed[0][0] == 30 and all(tokens <= limit for tokens, limit in allowed), allowed
 
 
 def test_a_loop_beats_before_each_step_and_rests_without_work(tmp_path: Path) -> None:
@@ -203,5 +236,4 @@ def test_a_loop_beats_before_each_step_and_rests_without_work(tmp_path: Path) ->
         core.step = lambda meanwhile: (loop._beat(), original(None))[1]  # type: ignore[method-assign]
         loop.run()
         assert seen.index("rest") == len(seen) - 2
-        assert 30 in seen, "the tokens of a step are known when it is waited for"
     context.destroy(0)

@@ -12,6 +12,7 @@ import pytest
 import quire_kernels.ops  # noqa: F401  (registers the implementations)
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
+from quire.models.decoder import DecoderModel
 from quire_kernels import registry
 from tests.fixtures.checkpoints import make_checkpoint
 
@@ -76,10 +77,13 @@ def test_what_cannot_be_is_refused_at_start_with_the_reason(checkpoint: Path) ->
         LLM(checkpoint, attention_backend=cpu, dtype="float16")
 
 
-@pytest.mark.parametrize("family", ["gemma2", "llama"])
-def test_each_engine_of_a_process_keeps_its_own(tmp_path: Path, called: set[str], family: str) -> None:
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_each_engine_of_a_process_keeps_its_own(
+    checkpoint: Path, called: set[str], is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The choice was one for the process: whatever engine was made last decided for those before it."""
-    checkpoint = make_checkpoint(family, tmp_path)
+    if not is_fused:
+        monkeypatch.setattr(DecoderModel, "_fuse", lambda self: None)
     best = usable()[0]
     llms = {
         name: LLM(checkpoint, dtype="float32", attention_backend=name) for name in ("reference", "auto", best)
@@ -88,6 +92,6 @@ def test_each_engine_of_a_process_keeps_its_own(tmp_path: Path, called: set[str]
         for name, llm in llms.items():
             called.clear()
             llm.generate([[5, 6, 7, 8]], GREEDY)
-            # All layers of a Llama are one call of the best one, and no operators.
-            fused = set() if family == "llama" else {best}
-            assert called == ({"reference"} if name == "reference" else fused)
+            # Where all layers are one call, it is that of the best one, and no operators.
+            expected = set() if is_fused else {best}
+            assert called == ({"reference"} if name == "reference" else expected)

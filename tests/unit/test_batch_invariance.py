@@ -49,7 +49,7 @@ Logits = dict[tuple[int, ...], torch.Tensor]
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("checkpoints")
-    return {family: make_checkpoint(family, root / family) for family in ("qwen3", "gemma3")}
+    return {family: make_checkpoint(family, root / family) for family in ("qwen3", "gemma3", "deepseek_v3")}
 
 
 @pytest.fixture
@@ -70,8 +70,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Logits]:
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)  # whole logits
         for batch in batches:
             llm.generate(batch, params)
-        found_is_fused = runner_of(llm.core).model.is_fused
-        assert found_is_fused == (DecoderModel._fuse is not _unfused and path.name != "gemma3")
+        assert runner_of(llm.core).model.is_fused == (DecoderModel._fuse is not _unfused)
         llm.core.close()
         return found
 
@@ -177,3 +176,17 @@ def test_logits_of_a_model_with_windows_are_equal_bit_for_bit(
     checkpoints: dict[str, Path], record: Callable[..., Logits], check: Callable[..., None], dtype: str
 ) -> None:
     check(checkpoints["gemma3"], record, dtype=dtype)
+
+
+@pytest.mark.row("A12")
+@pytest.mark.parametrize("check", [check_batches, check_cuts])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_of_a_model_with_latent_attention_are_equal_bit_for_bit(
+    checkpoints: dict[str, Path],
+    record: Callable[..., Logits],
+    on: Callable[[str, str], AbstractContextManager[object]],
+    check: Callable[..., None],
+    dtype: str,
+) -> None:
+    with on(ISAS[0], "operators"):
+        check(checkpoints["deepseek_v3"], record, dtype=dtype)

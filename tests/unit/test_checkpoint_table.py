@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from quire.config import ModelConfig, choices
 from quire.errors import CheckpointError
+from quire.layers.latent_attention import UpProjection
 from quire.layers.linear import Linear
 from quire.layers.moe import Router
 from quire.loader.load import empty_model, fill_weights
@@ -29,18 +30,24 @@ from quire_kernels.cuda.linear import can_pack
 from quire_kernels.weights import JoinedLinear, PackedLinear, QuantizedRows, ReorderedLinear
 from tests.fixtures import gguf_files
 from tests.fixtures.checkpoints import (
+    DENSE_FAMILIES,
     FAMILIES,
     GEMMA_FAMILIES,
+    MLA_FAMILIES,
+    MLA_SIBLINGS,
     MOE_FAMILIES,
+    OTHER_FAMILIES,
     build_model,
     make_checkpoint,
 )
 from tests.fixtures.drive import Driver, hf_logits, hf_model
 from tests.fixtures.foreign_checkpoints import MAKERS, Tensors, make_foreign
-from tests.fixtures.vision_checkpoints import VISION_KINDS, make_vision_checkpoint
+from tests.fixtures.vision_checkpoints import OTHER_KINDS, VISION_KINDS, make_vision_checkpoint
 
 TEXT_FAMILIES = (*FAMILIES, *GEMMA_FAMILIES)
 OF_GGUF = ("llama", "llama3", "qwen2", "qwen3")
+OF_FORMATS = ("mixtral", "qwen2_moe", "qwen3_moe", "dots1", "glm4_moe")
+"""Families with experts of which files quantised by others are loaded."""
 IDS = torch.randint(5, 512, (24,), generator=torch.Generator().manual_seed(0)).tolist()
 MOST_OFF = 0.2
 """Distance of logits that inputs in eight bits may make in a model of random weights."""
@@ -49,6 +56,13 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
 _FEW = {**SIZES, "intermediate_size": 256, "num_local_experts": 4, "num_hidden_layers": 1}
 SIZES_OF_EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": _FEW,
+    "qwen2_moe": {
+        **_FEW,
+        "num_experts": 4,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 512,
+        "mlp_only_layers": [],
+    },
     "qwen3_moe": {**_FEW, "moe_intermediate_size": 256, "mlp_only_layers": []},
     "gpt_oss": _FEW,
 }
@@ -96,7 +110,7 @@ def kept(driver: Driver) -> str:
         AS.get(NativeFormat(one.struct.format), "numbers") if isinstance(one, NativeLinear) else "numbers"
         for layer in driver.model.layers
         for linear in layer.modules()
-        if isinstance(linear, Linear) and not isinstance(linear, Router)
+        if isinstance(linear, Linear) and not isinstance(linear, Router | UpProjection)
         for one in linears(linear.packed)
     }
     return ", ".join(sorted(found))
@@ -115,7 +129,8 @@ def planned(path: Path, quantization: str | None = None) -> float:
 
 
 def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours - theirs).norm() / theirs.norm())
+    """Of half of the tokens at most: one that chooses another expert, by a hair, is far off alone."""
+    return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).median())
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +163,9 @@ def test_the_families_are_those_there_are() -> None:
 
 
 def test_plain_weights_load_of_every_family_that_says_so(plain: Callable[..., Path], tmp_path: Path) -> None:
-    paths = [plain(family) for family in (*TEXT_FAMILIES, *MOE_FAMILIES)]
-    paths += [make_vision_checkpoint(kind, tmp_path / kind) for kind in VISION_KINDS]
+    families = (*TEXT_FAMILIES, *DENSE_FAMILIES, *MOE_FAMILIES, *OTHER_FAMILIES, *MLA_FAMILIES, *MLA_SIBLINGS)
+    paths = [plain(family) for family in families]
+    paths += [make_vision_checkpoint(kind, tmp_path / kind) for kind in (*VISION_KINDS, *OTHER_KINDS)]
     for path in paths:
         driver = Driver.load(path, dtype="float32")
         assert kept(driver) == "numbers" and driver.logits(IDS).isfinite().all()
@@ -157,6 +173,8 @@ def test_plain_weights_load_of_every_family_that_says_so(plain: Callable[..., Pa
     assert said == {architecture(path) for path in paths}
     of_others = {name for name, cells in BY_ARCHITECTURE.items() if cells[1] == "loads"}
     assert of_others == {architecture(plain(family)) for family in TEXT_FAMILIES}
+    others = {architecture(plain(one)) for one in MOE_FAMILIES if one not in (*OF_FORMATS, "gpt_oss")}
+    assert all(BY_ARCHITECTURE[name][1] == "not tested" for name in others)
     of_gguf = {name for name, cells in BY_ARCHITECTURE.items() if cells[2] == "loads"}
     assert of_gguf == {architecture(plain(family)) for family in OF_GGUF}
 
@@ -169,7 +187,7 @@ def test_the_values_of_quantization_are_those_there_are() -> None:
 def test_plain_weights_become_what_is_said(name: str, plain: Callable[..., Path]) -> None:
     quantization = None if name == "unset" else name
     on_cpu, on_gpu = PLAIN[name]
-    for family in (*TEXT_FAMILIES, *MOE_FAMILIES):
+    for family in (*TEXT_FAMILIES, *MOE_FAMILIES, *MLA_FAMILIES):
         theirs = hf_logits(build_model(family), IDS)
         for dtype in ("float32", "bfloat16"):
             driver = Driver.load(plain(family), dtype=dtype, quantization=quantization)
@@ -205,16 +223,17 @@ def test_formats_of_others_load_with_every_family(
     assert (planned(tmp_path / "llama") < 0.9) == (on_gpu != "numbers")
 
 
-@pytest.mark.parametrize("family", [one for one in MOE_FAMILIES if one != "gpt_oss"])
-def test_experts_load_of_the_formats_that_their_line_names(
+@pytest.mark.parametrize("family", [*DENSE_FAMILIES, *OF_FORMATS, *MLA_FAMILIES])
+def test_other_families_load_of_the_formats_that_their_line_names(
     family: str, plain: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Routers too, as the file has them: of GPTQ always plain."""
+    """Routers too, as the file has them: of GPTQ and FP8 always plain."""
     named = cell(plain(family), 1).split(", ")
-    assert len(named) > 2
+    assert len(named) > 1
     for name in named:
-        exempt = ("lm_head", "gate") if name.startswith("GPTQ") else ("lm_head",)
-        path, means = make_foreign(plain(family), tmp_path / name, MAKERS[name], exempt=exempt)
+        has_plain_routers = MAKERS[name].config["quant_method"] in ("gptq", "fp8")
+        routers = ("gate", "shared_expert_gate") if has_plain_routers else ()
+        path, means = make_foreign(plain(family), tmp_path / name, MAKERS[name], exempt=("lm_head", *routers))
         driver = Driver.load(path, dtype="float32")
         assert kept(driver) == FOREIGN[name][1]
         exact = shutil.copytree(plain(family), tmp_path / f"{name} means")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.errors import InvalidArgumentError
+from quire.frontend.output_processor import RequestProcessor, ranked_here
 from quire.models.kv_groups import KVGroup
-from quire.outputs import EngineCoreOutput, SchedulerOutput
+from quire.outputs import EngineCoreOutput, RequestOutput, SchedulerOutput
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams, choice_seed
 from quire.scheduling_params import SchedulingParams
@@ -136,44 +138,48 @@ def test_a_choice_that_is_stopped_ends_alone(lookahead: bool) -> None:
     assert engine.kv.num_free_blocks == engine.kv.num_blocks
 
 
-def run_ranked(engine: FakeEngine) -> list[EngineCoreOutput]:
-    """Runs to the end; returns all outputs of the requests."""
-    outputs: list[EngineCoreOutput] = []
+def best(engine: FakeEngine, asked: dict[str, SamplingParams]) -> dict[str, list[RequestOutput]]:
+    """What callers are told of requests, by id, once none of their choices is open."""
+    processors: dict[str, RequestProcessor] = {}
+    for request_id, params in asked.items():
+        given, num_best = ranked_here(params)
+        add(engine, request_id, **msgspec.structs.asdict(given))
+        processors[request_id] = RequestProcessor(request_id, len(PROMPT), given, None, num_best=num_best)
     collect = engine.collect
-    engine.collect = lambda new: (outputs.extend(new), collect(new))[1]  # type: ignore[method-assign]
+
+    def process(outputs: list[EngineCoreOutput]) -> None:
+        collect(outputs)
+        for output in outputs:
+            processor = processors[output.request_id]
+            assert processor.num_results == asked[output.request_id].n and not processor.results
+            assert processor.process(output) is None
+
+    engine.collect = process  # type: ignore[method-assign]
     engine.run()
-    return outputs
+    engine.check_outputs()
+    return {name: [one.take() for one in processor.results] for name, processor in processors.items()}
 
 
 @pytest.mark.row("A16", clauses=("best-of",))
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_the_best_choices_come_at_the_end_and_in_order(lookahead: bool, ignore_eos: bool) -> None:
-    engine = FakeEngine(lookahead=lookahead)
-    for seed in range(8):
-        add(engine, f"r{seed}", 30, n=2, best_of=5, seed=seed, ignore_eos=ignore_eos)
-    outputs = run_ranked(engine)
-    assert [output.index for output in outputs] == [0, 1] * 8, "nothing but whole results, best first"
-    assert all(output.finish_reason for output in outputs)
-    engine.check_outputs()
-    for name, request in engine.requests.items():
-        expected = generate_ranked_alone(PROMPT, request.sampling_params, 4096)
-        sums = [engine.sums[name], engine.sums[f"{name}#1"]]
+    asked = {
+        f"r{seed}": SamplingParams(
+            max_tokens=30, temperature=1.0, n=2, best_of=5, seed=seed, ignore_eos=ignore_eos
+        )
+        for seed in range(8)
+    }
+    for name, found in best(FakeEngine(lookahead=lookahead), asked).items():
+        assert [output.index for output in found] == [0, 1], "nothing but whole results, best first"
+        expected = generate_ranked_alone(PROMPT, asked[name], 4096)
+        assert [(one.token_ids, one.finish_reason) for one in found] == [one[:2] for one in expected]
+        sums = [output.cumulative_logprob for output in found]
         assert sums == pytest.approx([total for _, _, total in expected])
         means = [total / len(tokens) for tokens, _, total in expected]
         assert means[0] >= means[1]
-
-
-def test_best_of_asks_for_log_probabilities_and_keeps_them_to_itself() -> None:
-    engine = FakeEngine()
-    add(engine, "a", n=1, best_of=3)
-    add(engine, "b", n=1, best_of=3, logprobs=0)
-    outputs = {output.request_id: output for output in run_ranked(engine)}
-    assert outputs["a"].logprobs is None
-    logprobs = outputs["b"].logprobs
-    assert logprobs is not None and [e.token_ids[0] for e in logprobs] == outputs["b"].new_token_ids
-    assert outputs["b"].cumulative_logprob == pytest.approx(sum(e.logprobs[0] for e in logprobs))
-    assert outputs["a"].new_token_ids == outputs["b"].new_token_ids
+        for one in found:
+            assert one.logprobs is not None and [e.token_ids[0] for e in one.logprobs] == one.token_ids
 
 
 def test_the_highest_mean_wins_over_the_highest_sum() -> None:
@@ -182,16 +188,15 @@ def test_the_highest_mean_wins_over_the_highest_sum() -> None:
         ranked = generate_ranked_alone(PROMPT, params, 4096)
         if max(ranked, key=lambda one: one[2]) is not ranked[0]:
             break
-    engine = FakeEngine()
-    add(engine, "a", 40, n=3, best_of=4, seed=seed, ignore_eos=False)
-    engine.run()
-    assert engine.sums["a"] < max(engine.sums["a#1"], engine.sums["a#2"])
-    engine.check_outputs()
+    found = best(FakeEngine(), {"a": params})["a"]
+    assert [one.token_ids for one in found] == [tokens for tokens, _, _ in ranked]
+    sums = [one.cumulative_logprob or 0.0 for one in found]
+    assert sums[0] < max(sums)
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
-def test_best_of_survives_preemption_chunks_and_a_tiny_pool(lookahead: bool, caching: bool) -> None:
+def test_choices_survive_preemption_chunks_and_a_tiny_pool(lookahead: bool, caching: bool) -> None:
     engine = FakeEngine(
         num_blocks=11,
         max_num_seqs=6,
@@ -200,7 +205,7 @@ def test_best_of_survives_preemption_chunks_and_a_tiny_pool(lookahead: bool, cac
         cache={"enable_prefix_caching": caching},
     )
     for seed in range(6):
-        add(engine, f"r{seed}", 20, n=2, best_of=4, seed=seed, ignore_eos=False, min_tokens=5)
+        add(engine, f"r{seed}", 20, n=4, seed=seed, ignore_eos=False, min_tokens=5)
     engine.run()
     engine.check_outputs()
     assert engine.scheduler.roster.num_preemptions > 0
@@ -208,17 +213,16 @@ def test_best_of_survives_preemption_chunks_and_a_tiny_pool(lookahead: bool, cac
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_an_abort_ends_each_result_once(num_steps: int) -> None:
+def test_an_abort_ends_each_choice_once(num_steps: int) -> None:
     engine = FakeEngine(max_num_seqs=8)
-    add(engine, "a", n=2, best_of=4, external_id="x")
+    add(engine, "a", n=4, external_id="x")
     for _ in range(num_steps):
         engine.step()
     if num_steps:
         assert engine.scheduler.roster.find("x") == ["a"]
     outputs = engine.abort("a")
     assert [(o.index, o.finish_reason, o.new_token_ids) for o in outputs] == [
-        (0, "cancelled", []),
-        (1, "cancelled", []),
+        (index, "cancelled", []) for index in range(4)
     ]
     assert not engine.scheduler.has_unfinished() and engine.scheduler.roster.find("x") == []
     engine.step()
@@ -227,20 +231,20 @@ def test_an_abort_ends_each_result_once(num_steps: int) -> None:
 
 def test_a_failed_row_ends_all_choices() -> None:
     engine = FakeEngine()
-    add(engine, "a", n=2, best_of=3)
+    add(engine, "a", n=3)
     engine.step()
     plan = engine.scheduler.schedule()
     result = engine.runner.execute(plan)
     (row,) = (i for i, row in enumerate(plan.scheduled) if row.request_id == "a#2")
     result.rows[row].error = "no finite logit"
-    (output,) = engine.scheduler.update(plan, result)
+    *_, output = engine.scheduler.update(plan, result)
     assert output.error == "no finite logit" and output.request_id == "a"
     assert not engine.scheduler.has_unfinished()
 
 
 def test_more_sequences_than_seats_are_refused_by_name() -> None:
     engine = FakeEngine(max_num_seqs=4)
-    for name, options in {"n": {"n": 5}, "best_of": {"best_of": 5}}.items():
+    for name, options in {"n": {"n": 5}, "best_of": {"n": 5, "best_of": 5}}.items():
         with pytest.raises(InvalidArgumentError, match=name):
             add(engine, name, **options)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import inspect
 import io
@@ -332,6 +331,7 @@ def test_own_table_agrees_with_the_generator() -> None:
         s.name: (s.datatype.removeprefix("TYPE_").replace("STRING", "BYTES"), s.dims) for s in schema.INPUTS
     }
     assert {n: (t.datatype, t.dims) for n, t in KNOWN_INPUTS.items()}.items() <= declared.items()
+    assert {spec.name for spec in schema.SCHEDULING_INPUTS} <= KNOWN_INPUTS.keys()
 
 
 def test_restricted_configuration_falls_back_to_metadata() -> None:
@@ -608,6 +608,7 @@ def test_a_cancel_states_the_tenant_of_its_request(server: FakeKServe, how: str,
 
 @pytest.mark.parametrize("model", ["chat", "generator"])
 def test_timeout_raises_and_cancels(server: FakeKServe, client: Client, model: str) -> None:
+    client.generate("tokens 1", model=model)  # what is asked of the server first takes none of the time
     stream = client.stream("endless", model=model, timeout=1.5)
     with pytest.raises(DeadlineExceeded, match=r"did not end within 1\.5 s"):
         list(stream)
@@ -860,9 +861,10 @@ def test_cli_choices(server: FakeKServe, capsys: pytest.CaptureFixture[str]) -> 
     assert read_inputs(server.requests[-1])["stream"] == [False], "ranked choices do not stream"
     (other,) = json.loads(generate("choices 2", "--n", "2", "--json"))["others"]
     assert other == {"index": 1, "text": "c1 end", "finish_reason": "length"}
-    generate("tokens 1", "--tenant", "a", "--priority", "-1")
+    generate("tokens 1", "--tenant", "a", "--priority", "-1", "--num-draft", "0")
     inputs = read_inputs(server.requests[-1])
     assert (inputs["tenant"], inputs["request_priority"]) == ([b"a"], [-1])
+    assert json.loads(inputs["sampling_parameters"][0]) == {"num_draft": 0}
 
 
 @pytest.mark.parametrize(
@@ -920,11 +922,10 @@ def test_cli_ctrl_c_cancels_on_the_server(server: FakeKServe) -> None:
     )
     assert process.stdout is not None
     streamed = process.stdout.read(6)  # before the end, so it was flushed
-    assert streamed == "first ", process.communicate(timeout=30)
+    assert streamed == "first ", process.communicate(timeout=WAIT)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert err == "cancelled\n"
+    _, err = process.communicate(timeout=WAIT)
+    assert (process.returncode, err) == (130, "cancelled\n")
     assert server.ended.wait(WAIT)
     assert len(server.cancelled_ids) == 1
 
@@ -1052,40 +1053,63 @@ def test_client_imports_neither_quire_nor_torch() -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
-class InterruptedCall:
-    """A call whose first read is broken off by Ctrl-C while grpc's receive operation is under way."""
+def test_the_main_thread_is_never_within_grpc(server: FakeKServe, client: Client) -> None:
+    """Ctrl-C strikes it anywhere. Within gRPC it left a lock taken, so that even the cancellation hung, or
+    one given back: RuntimeError, and the command ended with 1."""
+    within = set[str]()
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._thread: threading.Thread | None = None
+    def note(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        is_grpc = Path(code.co_filename).is_relative_to(Path(grpc.__file__).parent)
+        if event == "call" and is_grpc and code.co_name != "__del__":  # of a call that has ended
+            within.add(f"{code.co_filename}: {code.co_name}")
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._call, name)
+    sys.setprofile(note)
+    try:
+        assert len(list(client.stream("tokens 3"))) == 3
+        assert client.generate("echo").finish_reason == "stop"
+        endless = client.stream("endless")
+        assert next(endless).text == "first "
+        endless.cancel()
+        assert client.server_ready()
+        client.close()
+    finally:
+        sys.setprofile(None)
+    assert threading.current_thread() is threading.main_thread() and not within
+    assert server.cancelled_ids == [endless.request_id]
 
-    def __iter__(self) -> InterruptedCall:
-        return self
 
-    def __next__(self) -> Any:
-        if self._thread is not None:
-            raise AssertionError("a second read: grpc answers 'Internal gRPC call error 8'")
-        self._thread = threading.Thread(target=self._swallow, daemon=True)
-        self._thread.start()
+class InterruptedQueue:
+    """Responses whose first wait is broken off by Ctrl-C."""
+
+    def __init__(self, responses: Any) -> None:
+        self._responses = responses
+        self._gets = [self._interrupted]
+
+    def _interrupted(self, **_: Any) -> Any:
         raise KeyboardInterrupt
 
-    def _swallow(self) -> None:
-        with contextlib.suppress(grpc.RpcError, StopIteration):
-            next(self._call)
+    def get(self, **options: Any) -> Any:
+        return (self._gets.pop() if self._gets else self._responses.get)(**options)
+
+    def empty(self) -> bool:
+        return bool(self._responses.empty())
 
 
-def test_interrupted_read_is_not_taken_up_again(server: FakeKServe, client: Client) -> None:
+def test_an_interrupted_wait_cancels_and_the_call_is_read_to_its_end(
+    server: FakeKServe, client: Client
+) -> None:
     stream = client.stream("silent")
     assert server.started.wait(WAIT)
     server.running[stream.request_id] = threading.Event()  # acknowledged, but the stream does not end
     call: Any = stream._async._call
-    call._call = InterruptedCall(call._call)
+    call._responses = InterruptedQueue(call._responses)
     with pytest.raises(KeyboardInterrupt):
         next(stream)
-    assert server.cancelled_ids == [stream.request_id]
+    assert server.cancelled_ids == [stream.request_id] and stream.done
+    assert call._end, "torn down, as nothing came"
+    with pytest.raises(Cancelled):
+        next(stream)
 
 
 def test_an_interrupt_that_leaves_the_lock_taken_blocks_nobody(

@@ -18,7 +18,7 @@ from quire_client.openai.app import GatewaySettings
 from quire_client.openai.requests import MAX_INPUTS
 from tests.unit import fake_kserve
 from tests.unit.fake_kserve import FakeKServe, read_inputs
-from tests.unit.test_openai_gateway import WAIT, gateway, refused
+from tests.unit.test_openai_gateway import WAIT, gateway, post_raw, refused
 
 REST = (0.5, -0.25)
 
@@ -138,7 +138,7 @@ def test_the_gateway_names_what_is_wrong(base: str, body: dict[str, Any], param:
 
 
 def test_who_leaves_the_gateway_ends_its_requests(server: FakeKServe, base: str) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{base}/v1/embeddings", json={"model": "generator", "input": ["silent"]}, timeout=0.5)
+    with post_raw(base, {"model": "generator", "input": ["silent"]}, "/v1/embeddings"):
+        assert server.started.wait(WAIT)
     assert server.ended.wait(WAIT)
     refused(create(base, input="a", model="nope"), 404)

@@ -183,6 +183,9 @@ def test_the_model_directory_of_vllm_backend_is_read(tmp_path: Path) -> None:
 
     assert shows("True") and not shows("false") and not shows("true", disable_log_stats=True)
     assert not shows_vllm_metrics({}, version)
-    (version / "quire.json").write_text('{"model": "checkpoint"}')
+    beside = {"draft_model": "../small", "tokenizer": "/t", "num_draft_tokens": 4}
+    (version / "quire.json").write_text(json.dumps({"model": "checkpoint", **beside}))
+    model = read_engine_config({}, version).model
+    assert (model.draft_model, model.tokenizer) == (str((version / "../small").resolve()), "/t")
     file.write_text("no JSON")
     assert read_engine_config({}, version).frontend.dialect == "quire", "ours counts where both are there"

@@ -58,7 +58,7 @@ from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 from tests.fixtures.fake_runner import VOCAB_SIZE, FakeRunner, generate_alone
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 PROMPT = [3, 1, 4, 1, 5]
 TEN = SamplingParams(max_tokens=10, ignore_eos=True)
 
@@ -362,6 +362,21 @@ def test_sleep_waits_for_requests_if_it_is_told_to_and_nobody_is_served_in_it(pe
     peer.check_alive()
 
 
+def test_a_wake_of_an_engine_that_is_awake_waits_for_no_request(peer: Peer) -> None:
+    """As a sleep does, it waited for a moment without requests: under steady load it was never answered."""
+    with peer.held():
+        peer.add("running", SamplingParams(max_tokens=400, ignore_eos=True))
+        peer.send(Control(Wake(), "wake"))
+    seen: list[EngineCoreOutput] = []
+    while isinstance(message := peer.receive(CommandResult | Outputs), Outputs):
+        seen += message.outputs
+    assert (message.token, message.error) == ("wake", "")
+    assert not any(output.finish_reason for output in seen), "the request goes on"
+    peer.send(AbortRequests(["running"], "cancelled"))
+    assert peer.final("running")[1] == "cancelled"
+    peer.check_alive()
+
+
 def test_a_wake_that_fails_is_told_and_others_are_answered_meanwhile(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,7 +437,9 @@ def test_a_profile_whose_time_is_over_in_a_step_is_answered_though_another_is_as
     with peer.held():
         peer.add("slow")
         peer.send(Control(Profile(seconds=0.01), "first"))
-        time.sleep(0.05)
+        while peer.core.profile is None:
+            time.sleep(0.001)
+        time.sleep(0.05)  # its time
         peer.send(Control(Profile(seconds=0.01), "second"))
         assert peer.receive(CommandResult).token == "first"
     assert peer.receive(CommandResult).token == "second"
@@ -444,7 +461,7 @@ def test_an_engine_that_wakes_for_long_and_answers_is_not_taken_for_a_stuck_one(
     while rests.acquire(timeout=0.2):
         pass
     assert peer.ask(Health()).result["is_asleep"]
-    assert rests.acquire(timeout=0.5), "it rests again behind the message"
+    assert rests.acquire(timeout=WAIT_S), "it rests again behind the message"
     go.set()
     assert not peer.receive(CommandResult).error
     peer.check_alive()
@@ -636,7 +653,10 @@ def test_a_frontend_that_hangs_behind_its_server_is_killed(tmp_path: Path) -> No
             server.kill()
             good.terminate()
         loop.run()
-        assert hung.wait(WAIT_S) == -signal.SIGKILL and good.returncode == -signal.SIGTERM
+        try:
+            assert hung.wait(WAIT_S) == -signal.SIGKILL and good.returncode == -signal.SIGTERM
+        finally:
+            hung.kill()
     core.close()
 
 

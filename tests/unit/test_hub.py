@@ -44,7 +44,7 @@ class Hub:
         """What `find_checkpoint` says of names, in a process of its own: settings are read once."""
         done = subprocess.run(
             [sys.executable, "-c", _PROGRAM, *names],
-            env={**self.env, **env}, capture_output=True, text=True, check=True, timeout=120,
+            env={**self.env, **env}, capture_output=True, text=True, check=True, timeout=280,
         )  # fmt: skip
         found: list[str] = json.loads(done.stdout)
         return found
@@ -94,7 +94,7 @@ def test_one_file_of_a_repository(hub: Hub) -> None:
 
 def test_what_is_planned_may_be_a_hubs(hub: Hub) -> None:
     command = [sys.executable, "-m", "quire.cli", "plan", "owner/tiny-GGUF", "--json", "--memory", "4GiB"]
-    done = subprocess.run(command, env=hub.env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=hub.env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)[0]["name"].endswith("tiny-Q8_0.gguf")
 

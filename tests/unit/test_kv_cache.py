@@ -13,6 +13,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.config import CacheConfig, EngineConfig, SchedulerConfig
+from quire.engine.core import EngineCore
 from quire.errors import ConfigError
 from quire.models.kv_spec import AttentionKV
 from quire.worker.kv_cache import DeviceMemory, KVCache, num_blocks_for
@@ -139,6 +140,24 @@ def test_the_pool_on_a_gpu_is_a_share_of_what_is_visible(
         memory=DeviceMemory.of(torch.device("cuda")),
     )
     assert found == num_blocks
+
+
+@pytest.mark.row("G30", clauses=("visible",))
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_share_counts_what_a_gpu_shows_and_others_hold(tmp_path: Path) -> None:
+    """Of a whole device or of a slice: what somebody else has taken of it is not given away again."""
+    device, others = torch.device("cuda"), 2**30
+    held = torch.empty(others, dtype=torch.uint8, device=device)
+    free, total = torch.cuda.mem_get_info(device)
+    share = 1 - free / total + 2**31 / total  # all that is taken, and 2 GiB
+    checkpoint = make_checkpoint("llama", tmp_path / "llama")
+    options = {"model": str(checkpoint), "device": "cuda", "gpu_memory_utilization": share}
+    core = EngineCore(EngineConfig.from_mapping(options))
+    taken = free - torch.cuda.mem_get_info(device)[0]
+    assert 2**30 < runner_of(core).kv_cache.nbytes < 2**31, "weights and the kernels' memory are in the share"
+    assert taken < 2**31 + 2**29, "beyond it are graphs and what steps take"
+    core.close()
+    del held
 
 
 @pytest.mark.parametrize(

@@ -112,12 +112,14 @@ VALUES: dict[str, list[Any]] = {
     "result_cache_url": ["redis://127.0.0.1:1"],
     "scheduler": ["static"],
     "seed": [7],
+    "tensor_parallel_size": [2],
     "tenants": ['{"*": {"weight": 2}}'],
     "logits_processors": ['{"a": "json:JSONDecoder"}'],
 }
 ELSEWHERE = {
-    "model", "disk_cache_directory", "fake_step_ms", "kv_connector_options", "kv_events_endpoint",
-    "kv_events_replay_endpoint", "kv_events_topic", "lora_modules", "lora_root", "tokenizer", "trace_file",
+    "model", "disk_cache_directory", "draft_model", "fake_step_ms", "kv_connector_options",
+    "kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic", "lora_modules", "lora_root",
+    "tokenizer", "trace_file",
 }  # fmt: skip
 """Names of files and addresses: other tests move the checkpoint; the rest never reaches the model. A fake
 device refuses tiers."""
@@ -191,7 +193,6 @@ def rope(**values: Any) -> dict[str, Any]:
         rope(rope_theta=5e5),
         rope(rope_type="linear") | {"max_position_embeddings": 128},
         rope(rope_type="yarn", original_max_position_embeddings=32),
-        rope(partial_rotary_factor=0.5),
         rope(
             rope_type="longrope",
             original_max_position_embeddings=64,

@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,7 +80,7 @@ def make_adapted(family: str, path: Path) -> Adapted:
     return Adapted(checkpoint, modules, models, expected)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "ernie4_5"])
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     return make_adapted(request.param, tmp_path_factory.mktemp("lora"))
 
@@ -219,7 +220,7 @@ def command(core: EngineCore, command: LoadAdapter | UnloadAdapter) -> dict[str,
     """What it comes to, with steps until then."""
     answers: list[dict[str, Any] | QuireError] = []
     core.adapters.begin(command, answers.append)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not answers and time.monotonic() < deadline:
         core.step()
     return answers[0]
@@ -396,10 +397,12 @@ def test_weights_that_come_when_their_adapter_is_gone_are_not_kept(llama: Adapte
     modules = {name: llama.modules[name] for name in "ab"}
     core = LLM(llama.path, **SETTINGS, lora_modules=modules, max_loras=1, max_cpu_loras=1).core
     core.add_request("a", PROMPTS["a"], params(), adapter="a")
-    core.adapters._pool.submit(time.sleep, 0.2)  # type: ignore[union-attr]
+    released = threading.Event()
+    core.adapters._pool.submit(released.wait, 60.0)  # type: ignore[union-attr]
     core.step()
     core.abort(["a"])
     assert command(core, UnloadAdapter("a")) == {"name": "a"} and core.adapters._reads
+    released.set()
     while core.adapters._reads:
         core.step()
     assert [one.name for one in core.adapters._weights] == ["b"]
@@ -438,6 +441,24 @@ def test_after_a_sleep(llama: Adapted) -> None:
         assert [one.token_ids for one in outputs] == [llama.expected[name] for name in NAMES]
         llm.core.sleep()
         llm.core.wake()
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_an_engine_that_sleeps_loads_and_unloads(llama: Adapted, tmp_path: Path, is_apart: bool) -> None:
+    """It made a step for that, which told a runner without a batch to drop the rows of requests long ended:
+    the step failed, and the engine with it. The next one was awake, with memory that others had by then."""
+    shutil.copytree(llama.modules["c"], tmp_path / "late")
+    llm = start(llama, lora_root=str(tmp_path), worker_process=is_apart)
+    core = llm.core
+    run(llm, ["a"])
+    core.sleep()
+    for loaded in (LoadAdapter("late", "late"), UnloadAdapter("a")):
+        assert isinstance(command(core, loaded), dict)
+    assert core.is_asleep and not core._num_failures
+    core.wake()
+    (output,) = llm.generate([PROMPTS["c"]], params(), adapters="late")
+    assert output.token_ids == llama.expected["c"]
+    core.scheduler.check_integrity()
 
 
 def test_events_name_the_adapter(llama: Adapted) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +100,8 @@ def test_pickles_and_links_of_a_hub(tmp_path: Path) -> None:
         ({"bias": "all"}, 'bias must be "none"'),
         ({"peft_type": "IA3"}, "only LORA"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
+        ({"init_lora_weights": "loftq"}, "changes the base model"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication is not supported"),
         ({"r": 0}, "r must be an integer in"),
         ({"r": "2"}, "r must be an integer in"),
         ({"r": 17}, "rank 17 of layers.0.self_attn.q_proj exceeds max_lora_rank 16"),
@@ -134,11 +136,15 @@ def test_patterns_and_lists_that_take_long_together(tmp_path: Path, monkeypatch:
     names = [f"{n}" for n in range(100_000)]
     assert "take too long" in complaint(write(tmp_path / "b", exclude_modules=names))
 
+    now = [0.0]
+
     def slowly(*given: Any) -> Iterator[NamedTensor]:
         for tensor in read_safetensors(*given):
-            time.sleep(0.02)
+            now[0] += 100.0
             yield tensor
 
+    monkeypatch.setattr("quire.loader.adapter.PATTERNS_S", 10.0)
+    monkeypatch.setattr("quire.loader.adapter.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("quire.loader.adapter.read_safetensors", slowly)
     path = write(tmp_path / "c", rank_pattern={"x": 3, "y.*": 3})
     assert read_adapter(path, TARGETS, "float32", 16).rank == 2, "what the disk takes is not theirs"

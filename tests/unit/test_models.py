@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import json
 import shutil
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,6 +22,7 @@ from quire.errors import CheckpointError
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
+from quire.layers.rotary import rope_frequencies
 from quire.layers.scheme import SCHEMES
 from quire.loader.info import read_configs
 from quire.loader.load import load_model
@@ -27,8 +31,19 @@ from quire.models.kv_groups import blocks_per_sequence
 from quire.models.registry import model_class
 from quire_kernels import registry
 from quire_kernels.quantized_kv import data_of
-from tests.fixtures.checkpoints import FAMILIES, GEMMA_FAMILIES, MOE_FAMILIES, make_checkpoint, randomize
+from tests.fixtures.checkpoints import (
+    DENSE_FAMILIES,
+    GEMMA_FAMILIES,
+    MLA_FAMILIES,
+    MLA_SIBLINGS,
+    MOE_FAMILIES,
+    OTHER_FAMILIES,
+    build_model,
+    make_checkpoint,
+    randomize,
+)
 from tests.fixtures.drive import Driver, hf_greedy, hf_logits, hf_model
+from tests.fixtures.foreign_checkpoints import MAKERS, make_foreign
 
 LLAMA_FAMILIES = ("llama", "llama2", "llama3")
 QWEN_FAMILIES = ("qwen2", "qwen3")
@@ -40,15 +55,34 @@ HALF_TOLERANCE = {"bfloat16": 4e-2, "float16": 6e-3}
 the logits' deviation."""
 
 
-ALL_FAMILIES = (*LLAMA_FAMILIES, *QWEN_FAMILIES, "mistral", *GEMMA_FAMILIES, *MOE_FAMILIES)
+ALL_FAMILIES = (
+    *LLAMA_FAMILIES,
+    *QWEN_FAMILIES,
+    "mistral",
+    *GEMMA_FAMILIES,
+    *DENSE_FAMILIES,
+    *MOE_FAMILIES,
+    *MLA_FAMILIES,
+    *OTHER_FAMILIES,
+    *MLA_SIBLINGS,
+)
+
+
+class Checkpoints(dict[str, Path]):
+    """One checkpoint of each family, made when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __missing__(self, family: str) -> Path:
+        self[family] = make_checkpoint(family, self._root / family, tokenizer=False)
+        return self[family]
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One checkpoint of each family."""
-    root = tmp_path_factory.mktemp("families")
-    families = (*FAMILIES, *GEMMA_FAMILIES, *MOE_FAMILIES)
-    return {family: make_checkpoint(family, root / family, tokenizer=False) for family in families}
+    return Checkpoints(tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +104,14 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 GREEDY_PROMPTS = [tokens(length, seed=length) for length in (1, 7, 8, 9, 16, 30, 64)]
 
 
-@pytest.mark.row("E1", clauses=("logits",))
+@pytest.mark.row("E1", clauses=("logits", "llama4"))
 @pytest.mark.row("E2", clauses=("logits",))
-@pytest.mark.row("E3", clauses=("logits",))
-@pytest.mark.row("E4", clauses=("logits",))
+@pytest.mark.row("E3", clauses=("logits", "ministral"))
+@pytest.mark.row("E4", clauses=("logits", "gemma4"))
+@pytest.mark.row("E5", clauses=("equal",))
+@pytest.mark.row("E6", clauses=("equal",))
 @pytest.mark.row("E7", clauses=("equal",))
+@pytest.mark.row("E8", clauses=("equal",))
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("chunk", [None, 7], ids=["whole", "chunks"])
 def test_logits_equal_transformers(family: str, chunk: int | None, checkpoints: dict[str, Path]) -> None:
@@ -84,11 +121,15 @@ def test_logits_equal_transformers(family: str, chunk: int | None, checkpoints: 
     torch.testing.assert_close(logits, expected, atol=LOGITS_TOLERANCE, rtol=0.0)
 
 
-@pytest.mark.row("E1", clauses=("greedy",))
+@pytest.mark.row("E1", clauses=("greedy", "llama4"))
 @pytest.mark.row("E2", clauses=("greedy",))
-@pytest.mark.row("E3", clauses=("greedy",))
-@pytest.mark.row("E4", clauses=("greedy",))
+@pytest.mark.row("E3", clauses=("greedy", "ministral"))
+@pytest.mark.row("E4", clauses=("greedy", "gemma4"))
+@pytest.mark.row("E5", clauses=("equal",))
+@pytest.mark.row("E6", clauses=("equal",))
 @pytest.mark.row("E7", clauses=("equal",))
+@pytest.mark.row("E8", clauses=("equal",))
+@pytest.mark.row("C16", clauses=("equal",))
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize(("chunk", "block_size"), [(None, 16), (1, 8), (7, 8)])
 def test_greedy_output_equals_transformers(
@@ -114,14 +155,15 @@ def test_half_precision_is_as_close_to_float32_as_stated(family: str, dtype: str
     path = make_checkpoint(family, tmp_path, dtype=dtype, tokenizer=False)
     ids = tokens(60)
     exact = hf_logits(hf_model(path, "float32"), ids)
+    driver = Driver.load(path)
+    has_experts = driver.model.config.experts is not None
 
     def error(logits: torch.Tensor) -> float:
         of_tokens = (logits - exact).square().mean(1)
         # Some tokens choose other experts than in float32, by a hair.
-        mean = of_tokens.median() if family in MOE_FAMILIES else of_tokens.mean()
+        mean = of_tokens.median() if has_experts else of_tokens.mean()
         return float(mean.sqrt() / exact.std())
 
-    driver = Driver.load(path)
     assert driver.model.config.dtype == getattr(torch, dtype) == data_of(driver.kv_cache.layer(0)).dtype
     ours = error(driver.logits(ids))
     # Rounding errors of layers add up like the steps of a random walk.
@@ -244,6 +286,8 @@ FULL = ["full_attention"]
         ("gemma", {"hidden_act": "gelu"}),
         ("gemma", {"tied": False, "attention_bias": True}),
         ("gemma2", {"attention_bias": True, "num_hidden_layers": 3}),
+        # The exact one: "gelu" means the tanh form in files of the first Gemma alone.
+        ("gemma2", {"hidden_activation": "gelu"}),
         ("gemma2", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}),
         ("gemma3", {"attention_bias": True, "num_hidden_layers": 4, "layer_types": None}),
         ("gemma3", {"layer_types": ["sliding_attention"] * 6}),
@@ -262,7 +306,9 @@ def test_switches_of_gemma(family: str, options: dict[str, Any], tmp_path: Path)
 def test_embeddings_are_scaled_by_a_number_of_their_own_type() -> None:
     """Gemma rounds the square root of the hidden size to the checkpoint's type, and then multiplies."""
     scale, dtype = 3072**0.5, torch.bfloat16
-    embedding = Embedding(64, 32, dtype=dtype, scale=scale)
+    hf = HFConfig(Path("config.json"), {**_SIZES, "architectures": ["GemmaForCausalLM"], "hidden_size": 3072})
+    config = model_class(hf).parse_config(hf, dtype)
+    embedding = Embedding(64, 32, dtype=dtype, scale=config.embedding_scale)
     embedding.allocate(SCHEMES[None], "model.embed_tokens")
     (stored,) = embedding.weights()
     weight = stored.memory.normal_(generator=torch.Generator().manual_seed(0)).clone()
@@ -326,10 +372,152 @@ def test_the_config_of_gemma3_4b_states_only_what_differs_from_the_defaults(tmp_
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
     assert config.sliding_windows[4:7] == (1024, None, 1024) and config.sliding_windows.count(None) == 5
     assert (config.rope.theta, config.rope.rope_type) == (1e6, "linear")
-    assert config.rope.parameters["factor"] == 8.0 and config.sliding_rope is not None
-    assert (config.sliding_rope.theta, config.sliding_rope.rope_type) == (1e4, "default")
+    assert config.rope.parameters["factor"] == 8.0 and config.other_rope is not None
+    assert (config.other_rope.theta, config.other_rope.rope_type) == (1e4, "default")
     assert config.tie_word_embeddings and config.attention_softcap is config.logits_softcap is None
     assert config.max_position_embeddings == 131072
+
+
+@pytest.mark.row("E4")
+def test_the_config_of_gemma3_12b_states_heads_and_no_vocabulary(tmp_path: Path) -> None:
+    """It was taken for a whole file, and refused: "vocab_size must be a positive whole number, got None"."""
+    text = {
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    (tmp_path / "config.json").write_text(json.dumps({**outer, "text_config": text}))
+    hf, _ = read_configs(tmp_path)
+    config = model_class(hf).parse_config(hf, torch.bfloat16)
+    assert (config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 256, 262208)
+
+
+def interleaved(tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """A Llama's tensors as InternLM 2 names and joins them."""
+    names = {
+        "embed_tokens": "tok_embeddings", "input_layernorm": "attention_norm", "self_attn": "attention",
+        "post_attention_layernorm": "ffn_norm", "o_proj": "wo", "mlp": "feed_forward", "gate_proj": "w1",
+        "up_proj": "w3", "down_proj": "w2", "lm_head": "output",
+    }  # fmt: skip
+    joined = {}
+    for name, tensor in tensors.items():
+        if ".q_proj." in name:
+            parts = [tensors[name.replace(".q_proj.", f".{one}_proj.")] for one in "qkv"]
+            heads = [part.unflatten(0, (config.num_key_value_heads, -1)) for part in parts]
+            name, tensor = name.replace("q_proj", "wqkv"), torch.cat(heads, 1).flatten(0, 1)
+        elif ".k_proj." in name or ".v_proj." in name:
+            continue
+        joined[".".join(names.get(part, part) for part in name.split("."))] = tensor.contiguous()
+    return joined
+
+
+@pytest.mark.row("E1", "E4")
+@pytest.mark.parametrize("kind", ["Gemma4", "Llama4"])
+def test_the_text_part_of_a_checkpoint_with_towers(kind: str, tmp_path: Path) -> None:
+    """As the hub has it: names with a prefix, what the towers have, keys that nothing reads, and sizes of the
+    layers without a window under keys of their own."""
+    family = kind.lower()
+    path = make_checkpoint(family, tmp_path, tokenizer=False)
+    ids = tokens(50)
+    expected = hf_logits(hf_model(path), ids)
+    config = json.loads((path / "config.json").read_text())
+    architectures = [f"{kind}ForConditionalGeneration"]
+    tensors = load_file(path / "model.safetensors")
+    if kind == "Gemma4":
+        del config["per_layer_config"]
+        config["global_head_dim"] = 32
+        stored = {name.replace("model.", "model.language_model.", 1): one for name, one in tensors.items()}
+        shared = "model.language_model.layers.4.self_attn"
+        stored |= {f"{shared}.k_proj.weight": torch.zeros(16, 64), f"{shared}.k_norm.weight": torch.zeros(16)}
+        stored |= {"model.vision_tower.x": torch.zeros(1), "model.embed_audio.x": torch.zeros(1)}
+    else:
+        stored = {f"language_model.{name}": one for name, one in tensors.items()}
+        stored |= {"vision_model.x": torch.zeros(1), "multi_modal_projector.linear_1.weight": torch.zeros(1)}
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    outer = {"architectures": architectures, "model_type": family, "text_config": config}
+    (path / "config.json").write_text(json.dumps({**outer, "dtype": "float32"}))
+    logits = Driver.load(path).logits(ids)
+    torch.testing.assert_close(logits, expected, atol=LOGITS_TOLERANCE, rtol=0.0)
+
+
+@pytest.mark.parametrize("kind", ["AWQ gemm", "GPTQ", "FP8 blocks"])
+def test_quantised_rows_that_cannot_be_put_in_order_are_refused(kind: str, tmp_path: Path) -> None:
+    """Where neighbouring dimensions rotate: never computed as they lie."""
+    sizes = {"num_attention_heads": 8, "hidden_size": 128}  # more than one block of 128 rows
+    path = make_checkpoint("ernie4_5", tmp_path / "plain", tokenizer=False, **sizes)
+    path, _ = make_foreign(path, tmp_path / "foreign", MAKERS[kind])
+    with pytest.raises(CheckpointError, match=r"[qk]_proj.*neighbouring dimensions rotate together"):
+        Driver.load(path)
+
+
+@pytest.mark.row("E1")
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"num_experts_per_tok": 2},
+        {"moe_layers": [0, 2], "attn_temperature_tuning": False, "use_qk_norm": False},
+        {"layer_types": ["full_attention"] * 4, "no_rope_layers": [1, 1, 0, 1]},
+    ],
+    ids=str,
+)
+def test_switches_of_llama4(keys: dict[str, Any], tmp_path: Path) -> None:
+    path = make_checkpoint("llama4", tmp_path, tokenizer=False, **keys)
+    ids = tokens(50)
+    expected = hf_logits(hf_model(path), ids)
+    torch.testing.assert_close(Driver.load(path).logits(ids, 7), expected, atol=LOGITS_TOLERANCE, rtol=0.0)
+
+
+@pytest.mark.row("E5", clauses=("equal",))
+@pytest.mark.parametrize("bias", [False, True])
+def test_internlm2_is_a_llama_of_other_names(bias: bool, tmp_path: Path) -> None:
+    """Its class is in its checkpoints, not in `transformers`; the oracle is a Llama of the same weights."""
+    model = build_model("llama", attention_bias=bias, num_hidden_layers=3)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": bias}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = hf_logits(model, ids := tokens(60))
+    for kind in ("safetensors", "bin"):
+        tensors = interleaved(model.state_dict(), model.config)
+        if kind == "safetensors":
+            save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        else:
+            (tmp_path / "model.safetensors").unlink()
+            torch.save(tensors, tmp_path / "pytorch_model.bin")
+        logits = Driver.load(tmp_path, load_format=kind).logits(ids)
+        torch.testing.assert_close(logits, expected, atol=LOGITS_TOLERANCE, rtol=0.0)
+    config["num_key_value_heads"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"wqkv.weight has 128 rows, config.json means 96"):
+        Driver.load(tmp_path, load_format="bin")
+
+
+@pytest.mark.row("E5", clauses=("equal",))
+@pytest.mark.parametrize(("qkv_bias", "bias"), [(False, False), (True, False), (True, True)])
+def test_internlm3_is_a_llama_with_other_switches(qkv_bias: bool, bias: bool, tmp_path: Path) -> None:
+    """As above."""
+    rope = {"rope_type": "dynamic", "factor": 6.0, "rope_theta": 50000.0}
+    options: dict[str, Any] = {"rope_parameters": rope, "head_dim": 32}
+    model = build_model("llama", attention_bias=qkv_bias, mlp_bias=bias, **options)
+    tensors = dict(model.state_dict())
+    for name in list(tensors):
+        if name.endswith("o_proj.bias"):
+            tensors[name].zero_()
+            if not bias:
+                del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {**model.config.to_dict(), "architectures": ["InternLM3ForCausalLM"], "model_type": "internlm3"}
+    config |= {"qkv_bias": qkv_bias, "bias": bias, "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    ids = tokens(60)
+    logits = Driver.load(tmp_path).logits(ids)
+    torch.testing.assert_close(logits, hf_logits(model, ids), atol=LOGITS_TOLERANCE, rtol=0.0)
 
 
 @pytest.mark.row("E2", "E3")
@@ -340,6 +528,7 @@ def test_the_config_of_gemma3_4b_states_only_what_differs_from_the_defaults(tmp_
         ("qwen3", {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1}),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 10, "max_window_layers": 0}),
         ("mistral", {"sliding_window": None}),
+        ("phi3", {"sliding_window": 10}),
     ],
 )
 def test_windows_of_some_layers(family: str, keys: dict[str, Any], tmp_path: Path) -> None:
@@ -386,6 +575,83 @@ def test_windows_are_in_the_layers_that_transformers_says(
     assert {12, None} == set(expected)
 
 
+_SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3}
+_SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_OF_QWEN2 = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+_OF_DOTS = {"n_routed_experts": 4, "num_experts_per_tok": 2}
+_MROPE = {"type": "mrope", "mrope_section": [8, 4, 4]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("Llama", {}),
+        ("Mistral", {}),
+        ("Ministral", {}),
+        ("Ministral3", {}),
+        ("Mixtral", _EXPERTS),
+        ("Phi3", {"partial_rotary_factor": 0.5}),
+        ("Glm", {}),
+        ("Glm4", {}),
+        ("Granite", {}),
+        ("Olmo2", {}),
+        ("Olmo3", {}),
+        ("SmolLM3", {}),
+        ("SmolLM3", {"use_sliding_window": True, "sliding_window": 12, "no_rope_layers": [1, 0, 1]}),
+        ("SeedOss", {}),
+        ("Ernie4_5", {}),
+        ("Exaone4", {}),
+        ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+        ("HunYuanDenseV1", {}),
+        ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+        ("Qwen3", {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 32}),
+        ("Qwen2Moe", _OF_QWEN2),
+        ("Qwen2Moe", {**_OF_QWEN2, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
+        ("Dots1", {**_OF_DOTS, "n_shared_experts": 1, "moe_intermediate_size": 8}),
+        ("Glm4Moe", {"head_dim": 32}),
+        ("Ernie4_5_Moe", {}),
+        ("MiniMaxM2", {"rotary_dim": 16}),
+        ("MiniMaxM2", {"head_dim": 32}),
+        ("Olmoe", {}),
+        ("GraniteMoe", {}),
+        ("Qwen3Moe", {**_EXPERTS, "use_sliding_window": True, "moe_intermediate_size": 8}),
+        ("Llama4", {"head_dim": 32, "intermediate_size_mlp": 64}),
+        ("Llama4", {"head_dim": 32, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 2}),
+        ("Gemma", {}),
+        ("Gemma2", {}),
+        ("Gemma3", {}),
+        ("Gemma4", {}),
+        ("Gemma4", {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_hidden_layers": 8}),
+        ("GptOss", {**_EXPERTS, "head_dim": 32}),
+        ("GptOss", {**_EXPERTS, "head_dim": 32, "rope_theta": 500.0}),
+        ("GptOss", {**_EXPERTS, "head_dim": 32, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("Qwen2VL", {"rope_scaling": _MROPE}),
+        ("Qwen2VL", {"rope_scaling": _MROPE, "use_sliding_window": True}),
+    ],
+)
+def test_what_a_file_leaves_out_is_what_transformers_takes(kind: str, values: dict[str, Any]) -> None:
+    """Defaults are a family's own: a Mistral without the key sliding_window had none (it is 4096), Mixtral
+    and gpt-oss an rms_norm_eps of 1e-6 (1e-5), Mixtral and Qwen2-VL a rope_theta of 1e4 (1e6)."""
+    import transformers
+
+    name = f"{kind}TextConfig" if kind in ("Gemma3", "Gemma4", "Llama4", "Qwen2VL") else f"{kind}Config"
+    architecture = f"{kind}For{'ConditionalGeneration' if kind == 'Qwen2VL' else 'CausalLM'}"
+    bare = {**_SIZES, **values}
+    whole = getattr(transformers, name)(**copy.deepcopy(bare)).to_dict()
+    assert "rms_norm_eps" in whole
+
+    def parsed(values: dict[str, Any]) -> tuple[Any, ...]:
+        hf = HFConfig(Path("config.json"), {**values, "architectures": [architecture]})
+        config = model_class(hf).parse_config(hf, torch.float32)
+        ropes = [rope for rope in (config.rope, config.other_rope) if rope is not None]
+        frequencies = [rope_frequencies(rope, 256) for rope in ropes]
+        shown = [(table.tolist(), factor) for table, factor in frequencies]
+        return dataclasses.replace(config, rope=None, other_rope=None), shown
+
+    assert parsed(bare) == parsed(whole)
+
+
 @pytest.mark.row("E1")
 @pytest.mark.row("E2")
 @pytest.mark.parametrize(
@@ -409,7 +675,7 @@ def test_switches_of_the_configuration(family: str, options: dict[str, Any], tmp
     )
 
 
-@pytest.mark.parametrize("family", (*FAMILIES, *GEMMA_FAMILIES, *MOE_FAMILIES))
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_the_oracle_depends_on_its_whole_history(family: str, checkpoints: dict[str, Path]) -> None:
     """Else equality with it would prove nothing: see tests/fixtures/checkpoints.py."""
     hf, prompt = hf_model(checkpoints[family]), tokens(20)
@@ -486,6 +752,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(checkpoints: dict[str, Path
     assert driver.greedy(prompts, 16) == alone
 
 
+_GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "rope_parameters": None}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -499,6 +768,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(checkpoints: dict[str, Path
         ({"head_dim": "16"}, "head_dim must be a positive whole number up to 65536, got '16'"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a positive whole number up to 4096"),
         ({"partial_rotary_factor": 1e9}, "partial_rotary_factor=1000000000.0 of heads of"),
+        # It was obeyed, where transformers' classes of these families rotate whole heads or fail.
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 8 of a head's 16 dimensions would rotate"),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": "x"}},
             "factor must be a positive number, got 'x'",
@@ -509,6 +780,13 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(checkpoints: dict[str, Path
             "holds a value that cannot be right: a sliding window of -1",
         ),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        # As gte-Qwen2's, which transformers reads: each token then sees those behind it, too.
+        ({"is_causal": False}, "is_causal false is not supported"),
+        # Who adds rope_scaling to a file of transformers 5, as READMEs of models say, saw no effect.
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_parameters and rope_scaling say different things",
+        ),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         ({"dtype": "float8"}, "dtype 'float8' is not supported"),
         (
@@ -518,6 +796,44 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(checkpoints: dict[str, Path
         (
             {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"rope_type": "default"}},
             "rope_parameters must hold an object for each type of layer",
+        ),
+        (
+            {"architectures": ["Gemma4ForCausalLM"], "enable_moe_block": True},
+            "enable_moe_block true is not supported: of Gemma 4 only dense models are",
+        ),
+        ({**_GEMMA4, "num_kv_shared_layers": 9}, "num_kv_shared_layers must be"),
+        ({**_GEMMA4, "per_layer_config": [1]}, "per_layer_config must be"),
+        (
+            {**_GEMMA4, "per_layer_config": {"0": {"head_dim": 8}}},
+            "per_layer_config: layers with a window differ: not supported",
+        ),
+        (
+            {"architectures": ["Llama4ForCausalLM"], "moe_layers": [7]},
+            "moe_layers must be a list of layers' numbers, got [7]",
+        ),
+        (
+            {"architectures": ["Llama4ForCausalLM"], "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types must be 2 times full_attention or chunked_attention",
+        ),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [0, 1, 1]},
+            "no_rope_layers must be 2 numbers 0 or 1, got [0, 1, 1]",
+        ),
+        (
+            {"architectures": ["GraniteForCausalLM"], "logits_scaling": 0},
+            "logits_divisor of 0.0 is no positive number",
+        ),
+        (
+            {"architectures": ["GraniteForCausalLM"], "embedding_multiplier": "12"},
+            "embedding_multiplier must be a number that is not negative, got '12'",
+        ),
+        (
+            {"architectures": ["Ministral3ForCausalLM"]},
+            "llama_4_scaling_beta must be a number that is not negative, got None",
+        ),
+        (
+            {"architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern must be a positive whole number",
         ),
         ({"quantization_config": {"quant_method": "hqq"}}, "weights quantised by 'hqq' are not supported"),
     ],

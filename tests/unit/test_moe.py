@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire import SamplingParams
 from quire.config import ModelConfig
@@ -43,6 +44,7 @@ def experts_of(path: Path, **options: Any) -> MixtureOfExperts:
     return mlp
 
 
+@pytest.mark.row("E8", clauses=("equal",))
 @pytest.mark.row("E14")
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 @pytest.mark.parametrize("num_tokens", [1, 2, 1000])
@@ -51,7 +53,9 @@ def test_a_layer_equals_that_of_transformers(
     family: str, num_tokens: int, checkpoints: dict[str, Path]
 ) -> None:
     x = inputs(num_tokens)
-    expected = hf_model(checkpoints[family]).model.layers[-1].mlp(x[None])[0].view_as(x)
+    layer = hf_model(checkpoints[family]).model.layers[-1]
+    theirs = (layer.block_sparse_moe if family == "granitemoe" else layer.mlp)(x[None])
+    expected = (theirs if isinstance(theirs, torch.Tensor) else theirs[0]).view_as(x)
     torch.testing.assert_close(experts_of(checkpoints[family])(x), expected, atol=1e-4, rtol=1e-5)
 
 
@@ -59,7 +63,7 @@ def test_a_layer_equals_that_of_transformers(
 def test_what_a_step_of_one_token_does_not_read(checkpoints: dict[str, Path]) -> None:
     """See tests/kernels/test_moe.py for what is read."""
     layer = experts_of(checkpoints["mixtral"])
-    assert len(layer.router(inputs(1)).experts.unique()) == 2
+    assert len(layer.gate(inputs(1)).experts.unique()) == 2
     each = sum(one.packed.nbytes for one in layer.experts[0].modules() if isinstance(one, Linear))
     assert layer.unread_bytes == 6 * each
 
@@ -71,15 +75,18 @@ def test_all_tokens_may_choose_the_same_experts(checkpoints: dict[str, Path]) ->
     x = inputs(1).expand(50, 64).contiguous()
     layer = experts_of(checkpoints["qwen3_moe"])
     torch.testing.assert_close(layer(x), hf(x[None])[0], atol=1e-4, rtol=1e-5)
-    assert layer.router(x).experts.unique().numel() == 3
+    assert layer.gate(x).experts.unique().numel() == 3
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "dots1"])
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "w8a8"}])
 @torch.inference_mode()
-def test_a_token_does_not_depend_on_the_others(options: dict[str, Any], checkpoints: dict[str, Path]) -> None:
+def test_a_token_does_not_depend_on_the_others(
+    family: str, options: dict[str, Any], checkpoints: dict[str, Path]
+) -> None:
     """In no bit, whoever else its experts compute; a token of NaN stays alone."""
-    layer = experts_of(checkpoints["qwen3_moe"], **options)
-    x = inputs(70, layer.router.dtype)
+    layer = experts_of(checkpoints[family], **options)
+    x = inputs(70, layer.gate.dtype)
     x[33] = torch.nan
     together = layer(x)
     alone = torch.cat([layer(row[None]) for row in x])
@@ -88,6 +95,7 @@ def test_a_token_does_not_depend_on_the_others(options: dict[str, Any], checkpoi
 
 
 @pytest.mark.row("E7", clauses=("equal",))
+@pytest.mark.row("E8", clauses=("equal",))
 @pytest.mark.parametrize("is_device", [False, True])
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_the_engine_equals_transformers(family: str, is_device: bool, checkpoints: dict[str, Path]) -> None:
@@ -118,6 +126,19 @@ def test_the_engine_equals_transformers(family: str, is_device: bool, checkpoint
         ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 2, "attention_bias": True}),
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}),
+        ("qwen2_moe", {"norm_topk_prob": True, "qkv_bias": False, "mlp_only_layers": []}),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 3}),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 3}),
+        ("dots1", {"norm_topk_prob": False, "n_group": 1, "topk_group": 1, "attention_bias": True}),
+        ("dots1", {"n_group": 8, "topk_group": 8, "routed_scaling_factor": 0.5, "n_shared_experts": 1}),
+        ("dots1", {"n_group": 8, "topk_group": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 0}),
+        ("dots1", {"sliding_window": 12, "max_window_layers": 1, "first_k_dense_replace": 3}),
+        ("glm4_moe", {"partial_rotary_factor": 1.0, "use_qk_norm": False, "norm_topk_prob": False}),
+        ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_norm_min": 0.6, "tied": False}),
+        ("ernie4_5_moe", {"moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_layer_end_index": 1}),
+        ("minimax_m2", {"rotary_dim": 32, "num_local_experts": 4}),
+        ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
+        ("granitemoe", {"attention_bias": True, "tied": True}),
     ],
 )
 def test_switches_of_the_configuration(family: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -126,6 +147,46 @@ def test_switches_of_the_configuration(family: str, options: dict[str, Any], tmp
     torch.testing.assert_close(
         Driver.load(path).logits(ids), hf_logits(hf_model(path), ids), atol=3e-4, rtol=0.0
     )
+
+
+@pytest.mark.row("E8", clauses=("ties",))
+@pytest.mark.parametrize(
+    ("family", "values"), [("qwen2_moe", {}), ("dots1", {}), ("dots1", {"topk_group": 1})]
+)
+def test_among_equal_experts_the_first_are_chosen(
+    family: str, values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in transformers where its `topk` keeps the order of equals, which on a CPU it does not. Of two
+    experts with one logit the second one never computes alone, nor one of the second of two equal groups."""
+    path = make_checkpoint(family, tmp_path, tokenizer=False, **values)
+    tensors = load_file(path / "model.safetensors")
+    half = 4 if family == "qwen2_moe" else 8
+    for name, tensor in tensors.items():
+        if name.endswith(("mlp.gate.weight", "e_score_correction_bias")):
+            tensor[half:] = tensor[:half]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+    def theirs(is_first: bool) -> torch.Tensor:
+        """With the first or the last of equals."""
+
+        def topk(x: torch.Tensor, k: int, dim: int = -1, **_: Any) -> Any:
+            x = x if is_first else x.flip(dim)
+            order = x.argsort(dim=dim, descending=True, stable=True).narrow(dim, 0, k)
+            return x.gather(dim, order), order if is_first else x.shape[dim] - 1 - order
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "topk", topk)
+            return hf_logits(hf, ids)
+
+    # An odd number of experts, among pairs of equals: the choice ends between two of them.
+    driver, hf, ids = Driver.load(path), hf_model(path), random_prompts(1, longest=1, seed=4)[0] * 40
+    assert driver.model.is_fused
+    torch.testing.assert_close(driver.logits(ids), theirs(True), atol=3e-4, rtol=0.0)
+    assert (driver.logits(ids) - theirs(False)).abs().max() > 0.1
+    experts = experts_of(path).gate(inputs(200)).experts
+    for row in experts.tolist():
+        chosen = [one for one in row if one < 2 * half]
+        assert all(one - half in chosen for one in chosen if one >= half)
 
 
 def with_values(path: Path, copy: Path, **values: Any) -> Path:
@@ -152,6 +213,32 @@ def test_the_number_of_experts_as_files_of_the_hub_have_it(
     assert torch.equal(Driver.load(copy).logits(ids), Driver.load(path).logits(ids))
 
 
+def test_what_files_of_the_hub_say_beside_it(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """dots.llm1's have a method's name for scores; GLM-4.5's a layer behind the last one."""
+    ids = random_prompts(1, longest=1)[0]
+    path, said = (
+        checkpoints["dots1"],
+        {"scoring_func": "noaux_tc", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    )
+    copy = with_values(path, tmp_path / "copy", **said)
+    assert torch.equal(Driver.load(copy).logits(ids), Driver.load(path).logits(ids))
+    for family in ("glm4_moe", "dots1"):
+        path, copy = checkpoints[family], with_values(checkpoints[family], tmp_path / family)
+        tensors = load_file(path / "model.safetensors")
+        more = {
+            name.replace(".2.", ".3.", 1): one.clone()
+            for name, one in tensors.items()
+            if ".layers.2." in name
+        }
+        (copy / "model.safetensors").unlink()
+        save_file({**tensors, **more}, copy / "model.safetensors", metadata={"format": "pt"})
+        if family == "glm4_moe":
+            assert torch.equal(Driver.load(copy).logits(ids), Driver.load(path).logits(ids))
+        else:
+            with pytest.raises(CheckpointError, match=r"unexpected tensors: model\.layers\.3"):
+                Driver.load(copy)
+
+
 @pytest.mark.parametrize(
     ("family", "values", "complaint"),
     [
@@ -169,6 +256,45 @@ def test_the_number_of_experts_as_files_of_the_hub_have_it(
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive whole number"),
         ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers must be a list of layers' numbers, got 1"),
         ("qwen3_moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers must be a list of layers' numbers"),
+        (
+            "qwen2_moe",
+            {"shared_expert_intermediate_size": 0},
+            "shared_expert_intermediate_size must be a pos",
+        ),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 128}, r"has shape \[64, 192\], .* means \[64, 128"),
+        ("dots1", {"n_shared_experts": None}, "n_shared_experts must be a positive whole .*, got None"),
+        ("dots1", {"n_routed_experts": 10**9}, "n_routed_experts must be a positive whole number up to 4096"),
+        ("dots1", {"n_group": 3}, "n_routed_experts=16 in n_group=3: groups must be equal"),
+        ("dots1", {"n_group": 16, "topk_group": 4}, "groups must be equal, and have 2 experts or more"),
+        ("dots1", {"n_group": "4"}, "n_group must be a positive whole number up to 16, got .4."),
+        ("dots1", {"topk_group": 5}, "topk_group must be a positive whole number up to 4, got 5"),
+        ("dots1", {"num_experts_per_tok": 9}, "num_experts_per_tok must be .* number up to 8, got 9"),
+        ("dots1", {"routed_scaling_factor": "2"}, "routed_scaling_factor must be a number that is not neg"),
+        ("dots1", {"first_k_dense_replace": 4}, "first_k_dense_replace must be a number of layers up to 3"),
+        ("dots1", {"first_k_dense_replace": True}, "first_k_dense_replace must be a number .*, got True"),
+        ("dots1", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; supported: sigmoid"),
+        ("dots1", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported; supported: noaux_tc"),
+        ("dots1", {"topk_method": ["x"]}, r"topk_method \['x'\] is not supported"),
+        (
+            "ernie4_5_moe",
+            {"moe_num_experts": -1},
+            "moe_num_experts must be a positive whole number up to 4096",
+        ),
+        ("ernie4_5_moe", {"moe_k": 9}, "moe_k must be a positive whole number up to 8, got 9"),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, "must be numbers of layers, got 1, 2 and 0"),
+        ("ernie4_5_moe", {"moe_layer_end_index": 10**30}, "must be numbers of layers, got 1, 10000000000"),
+        ("ernie4_5_moe", {"moe_num_shared_experts": "2"}, "moe_num_shared_experts must be a number up to"),
+        ("ernie4_5_moe", {"moe_norm_min": -1.0}, "moe_norm_min must be a number that is not negative"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias true is not supported: experts have none"),
+        (
+            "minimax_m2",
+            {"scoring_func": "softmax"},
+            "scoring_func 'softmax' is not supported; supported: sigm",
+        ),
+        ("minimax_m2", {"rotary_dim": "64"}, "rotary_dim must be a positive whole number up to 32, got '64'"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported; supported: null"),
+        ("granitemoe", {"num_local_experts": 16}, r"has shape \[8, 128, 64\], .* means 16 experts"),
+        ("dots1", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported; supported: 1"),
     ],
 )
 def test_values_that_cannot_be_right(
@@ -189,7 +315,7 @@ def test_the_numbers_of_weights(family: str, checkpoints: dict[str, Path]) -> No
     assert empty.config.num_weights == sum(sizes.values())
     model = Driver.load(path).model
     assert model.config.experts is not None
-    first = tuple(f".{expert}." for expert in range(model.config.experts.num_chosen))
+    first = tuple(f".{expert}." for expert in range(model.config.experts.routing.num_chosen))
     read = {
         name: size
         for name, size in sizes.items()
@@ -200,7 +326,7 @@ def test_the_numbers_of_weights(family: str, checkpoints: dict[str, Path]) -> No
     # Routers have so few columns that the kernels pad them.
     routers = sum(one.packed.nbytes for one in model.modules() if isinstance(one, Router))
     assert work.layer_bytes == routers + 4 * sum(
-        size for name, size in read.items() if ".gate." not in name and ".router." not in name
+        size for name, size in read.items() if not name.endswith(("gate.weight", "router.weight"))
     )
 
 

@@ -167,6 +167,7 @@ def test_tenant_and_priority_come_in_headers(base: str) -> None:
     stated = echo({"X-Quire-Priority": "7"}, priority=-3, cache_salt="mine")
     assert stated["request_priority"] == [-3]
     assert json.loads(stated["sampling_parameters"][0]) == {"cache_salt": "mine"}
+    assert json.loads(echo({}, num_draft=0)["sampling_parameters"][0]) == {"num_draft": 0}
 
 
 @pytest.mark.row("B13")
@@ -819,11 +820,14 @@ def test_headers_that_do_not_come_end_the_connection(
         for before in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"):
             with socket.create_connection((host, int(port))) as connection:
                 connection.settimeout(WAIT)
-                connection.sendall(before)
-                while before and b'"ok"' not in connection.recv(1000):
-                    pass
-                connection.sendall(start)
-                assert connection.recv(1000) == b"", "closed"
+                # Where this thread is given no core for that long, it is closed already.
+                with contextlib.suppress(ConnectionError):
+                    connection.sendall(before)
+                    answer = b"" if before else b'"ok"'
+                    while b'"ok"' not in answer and (part := connection.recv(1000)):
+                        answer += part
+                    connection.sendall(start)
+                    assert connection.recv(1000) == b"", "closed"
 
 
 def test_an_answer_may_take_longer_than_headers_may(
@@ -949,6 +953,7 @@ def test_unknown_models_and_models_without_the_input(base: str) -> None:
 
 def test_a_timeout_is_504_and_ends_the_request(server: FakeKServe) -> None:
     with gateway(GatewaySettings(server.url, timeout=1.5)) as base:
+        assert chat(base, "tokens 1").status_code == 200  # what is asked first takes none of the time
         refused(chat(base, "silent"), 504)
         assert server.ended.wait(WAIT)
 
@@ -1108,12 +1113,12 @@ def test_health_and_unknown_routes(base: str) -> None:
 # --- clients that leave ---
 
 
-def post_raw(base: str, body: dict[str, Any]) -> socket.socket:
+def post_raw(base: str, body: dict[str, Any], path: str = "/v1/chat/completions") -> socket.socket:
     """A connection on which the request has been sent and nothing was read."""
     host, _, port = base.removeprefix("http://").partition(":")
     connection = socket.create_connection((host, int(port)))
     content = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
     connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
     return connection
 
@@ -1501,10 +1506,10 @@ def test_the_command_at_a_taken_port_and_with_a_bad_url() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "quire_client.cli", "openai", f"--port={port}"]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert run.returncode == 1
     assert run.stderr.startswith(f"Error: cannot listen at 127.0.0.1:{port}: ")
     for url in ("http://x", "a:1,,b:2"):
-        run = subprocess.run([*command, f"--url={url}"], capture_output=True, text=True, timeout=60)
+        run = subprocess.run([*command, f"--url={url}"], capture_output=True, text=True, timeout=280)
         assert run.returncode == 1
         assert run.stderr.startswith("quire-client: INVALID_ARGUMENT: url: ")

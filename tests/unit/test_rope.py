@@ -246,9 +246,15 @@ def test_longest_model_len() -> None:
         ({"rope_type": "llama3", "factor": 8.0}, "rope type llama3 needs the key 'low_freq_factor'"),
         ({**_LONGROPE, "long_factor": [1.0]}, "long_factor has 1 entries, the head needs 16"),
         ({"full_attention": {"rope_theta": 1e4}}, "a different rope per layer is not supported"),
+        # What is false in Python is stated, too: it was taken for a key that is not there.
+        ({"rope_theta": 0}, "rope_theta must be a positive number, got 0"),
+        ({"rope_theta": False}, "rope_theta must be a positive number, got False"),
+        ({"rope_type": 0}, "rope type 0 is not supported"),
+        ({**TYPES["yarn"], "original_max_position_embeddings": 0}, "must be a positive number, got 0"),
+        ([], "rope_parameters must be one object"),
     ],
 )
-def test_wrong_parameters_are_refused_by_name(rope: dict[str, Any], message: str) -> None:
+def test_wrong_parameters_are_refused_by_name(rope: Any, message: str) -> None:
     values = {"max_position_embeddings": MAX_POSITION, "rope_parameters": rope}
     with pytest.raises(CheckpointError, match=f"^some/config.json: .*{message}"):
         RopeConfig.from_hf(HFConfig(Path("some/config.json"), values), HEAD_DIM)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from quire.errors import InvalidArgumentError
+from quire.frontend.bad_words import with_bad_words_ids
 from quire.logits_processors import NamedProcessor
 from quire.sampling_params import (
     ALIASES,
@@ -402,6 +403,11 @@ def test_params_survive_the_wire() -> None:
             SamplingParams(repetition_penalty=1.05, no_repeat_ngram_size=3, max_tokens=2048, min_tokens=2),
         ),
         ({"eos_token_id": [2, 7], "pad_token_id": 0, "transformers_version": "5"}, SamplingParams()),
+        # These were not read: a checkpoint's markers that transformers never lets it say came out.
+        (
+            {"suppress_tokens": [5, 6], "bad_words_ids": [[7], [8, 9]], "stop_strings": ["END"]},
+            SamplingParams(bad_words_ids=((5,), (6,), (7,), (8, 9)), stop=("END",)),
+        ),
     ],
 )
 def test_generation_config_defaults(config: dict[str, Any], expected: SamplingParams) -> None:
@@ -416,3 +422,20 @@ def test_generation_config_defaults(config: dict[str, Any], expected: SamplingPa
         defaults.top_p,
         defaults.min_tokens,
     )
+
+
+def test_what_generation_config_says_in_vain_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "quire"):
+        defaults_from_generation_config({"num_beams": 4, "epsilon_cutoff": 0.0, "top_h": 0.4})
+    assert [record.getMessage() for record in caplog.records] == [
+        "generation_config.json: num_beams, top_h: not supported, and not used"
+    ]
+
+
+def test_a_requests_bad_words_come_beside_those_of_the_checkpoint() -> None:
+    class Lengths:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [len(text)]
+
+    params = SamplingParams(bad_words=("x",), bad_words_ids=((5,),))
+    assert with_bad_words_ids(params, Lengths()).bad_words_ids == ((5,), (1,), (2,))

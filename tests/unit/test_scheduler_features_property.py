@@ -1,4 +1,4 @@
-"""Random operations with every feature on: choices, best_of, beam search, KV groups, host tier, swapping,
+"""Random operations with every feature on: choices, beam search, KV groups, host tier, swapping,
 lookahead, priorities, tenants, salts, sessions, pins, deadlines, resets and failures.
 
 After every operation `check_integrity()` runs, which proves `free + cached + in use == total` and every
@@ -64,7 +64,7 @@ class World:
         choices: dict[str, Any] = {"n": n, "temperature": 1.0, "seed": rng.randrange(1000)}
         kind = rng.random()
         if kind < 0.1:
-            choices["best_of"] = n + rng.randrange(3)
+            choices |= {"n": n + rng.randrange(3), "logprobs": 0}
         elif kind < 0.2:
             choices = {
                 "n": min(n, 2),
@@ -197,7 +197,7 @@ class World:
         got, reason = self.engine.outputs.pop(name), self.engine.reasons.pop(name)
         self.seen[reason] += 1
         if params.is_ranked and reason in ("stop", "length"):
-            self.seen["beam search" if params.beam_width > 1 else "best of"] += 1
+            self.seen["beam search"] += 1
         expected = generate_choices_alone(prompt, params, self.scheduler.max_model_len)[index]
         if reason in ("cancelled", "timeout", "error"):
             assert got == expected[0][: len(got)], name
@@ -329,7 +329,7 @@ def test_every_output_is_that_of_the_request_alone(name: str) -> None:
     assert seen["timeout"] or "host_blocks" in WORLDS[name], seen
     assert seen["stop"] and seen["length"] and seen["copies"], seen
     assert seen["cancelled"] and seen["failed steps"] and seen["failed rows"], seen
-    assert seen["beam search"] and seen["best of"], seen
+    assert seen["beam search"], seen
     assert stats.num_cached_tokens > 0
     assert seen["two in flight"] or not world.engine.lookahead
     if name == "no evict":

@@ -32,6 +32,8 @@ ACCEPTED = [
     ("cache_pin", "true", "pin", True),
     ("cache_result", "false", "cache_result", False),
     ("session", "talk-1", "session", "talk-1"),
+    ("num_draft", 0, "num_draft", 0),
+    ("num_draft", "64", "num_draft", 64),
 ]
 REFUSED: dict[str, list[Any]] = {
     "request_priority": [*NOT_INTEGERS, -101, 101],
@@ -45,6 +47,7 @@ REFUSED: dict[str, list[Any]] = {
     "cache_pin": ["yes", 2, [True]],
     "cache_result": ["yes", 2, [True]],
     "session": NOT_NAMES,
+    "num_draft": [*NOT_INTEGERS, -1, 65],
     "session_end": ["yes", 2, [True]],
 }
 
@@ -90,6 +93,8 @@ def test_tables_cover_every_field() -> None:
 def test_a_limit_is_named() -> None:
     with pytest.raises(InvalidArgumentError, match=r"cache_retention: must be in \[0, 100\], got 101"):
         parse({"cache_retention": 101})
+    with pytest.raises(InvalidArgumentError, match=r"num_draft: must be in \[0, 64\], got 65"):
+        parse({"num_draft": 65})
     with pytest.raises(InvalidArgumentError, match="tenant: at most 256 characters are allowed, got 257"):
         parse({"tenant": "x" * 257})
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
-from quire.errors import CheckpointError
-from quire.layers.linear import Linear
-from quire.layers.moe import MixtureOfExperts
+from quire.errors import CheckpointError, ConfigError
 from quire.layers.scheme import SCHEMES, LayerTensors, LinearScheme, StoredTensor
 from quire.loader.files import NamedTensor
 from quire.loader.info import read_configs
@@ -24,12 +19,38 @@ from quire.loader.load import fill_weights
 from quire.models.decoder import DecoderModel
 from quire.models.registry import model_class
 from quire_kernels import ops, registry
+from quire_kernels.ranks import ALONE, Ranks
 from quire_kernels.weights import PackedLinear, dequantize_weight, quantize_weight
-from tests.fixtures.checkpoints import FAMILIES, GEMMA_FAMILIES, MOE_FAMILIES, make_checkpoint
+from tests.fixtures.checkpoints import (
+    DENSE_FAMILIES,
+    FAMILIES,
+    GEMMA_FAMILIES,
+    MLA_FAMILIES,
+    MLA_SIBLINGS,
+    MOE_FAMILIES,
+    OTHER_FAMILIES,
+    make_checkpoint,
+)
 from tests.fixtures.drive import Driver
+from tests.fixtures.ranks import at_once, thread_ranks
 
-RANKS = 2
-IDS = torch.randint(5, 512, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+ALL_FAMILIES = (
+    *FAMILIES,
+    *GEMMA_FAMILIES,
+    *DENSE_FAMILIES,
+    *MOE_FAMILIES,
+    *MLA_FAMILIES,
+    *MLA_SIBLINGS,
+    *OTHER_FAMILIES,
+)
+UNDIVIDED = {
+    "phi3": "projections that a checkpoint holds as one",
+    **dict.fromkeys(("glm", "glm4"), "projections that a checkpoint holds as one"),
+    **dict.fromkeys(("olmo2", "olmo3", "olmoe", "minimax_m2"), "norms of all heads together"),
+    **dict.fromkeys(("gemma4", "gemma4_large"), "layers of different shapes"),
+}
+"""Families whose models ranks cannot divide, and for what they have."""
+IDS = torch.randint(5, 509, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 @pytest.fixture(autouse=True)
@@ -40,80 +61,40 @@ def layer_by_layer() -> Iterator[None]:
 
 
 def build(
-    path: Path, stored: dict[str, torch.Tensor], scheme: LinearScheme, rank: int | None
+    path: Path,
+    stored: dict[str, torch.Tensor],
+    scheme: LinearScheme = SCHEMES[None],
+    ranks: Ranks = ALONE,
 ) -> DecoderModel:
-    """The model of a checkpoint's configuration with these tensors; or a rank's half of it.
-
-    A rank has half of the heads and half of the inner features, of every tensor the half along the dimension
-    that its layer says, and of what row-parallel layers add once the whole if it is the first.
-    """
+    """The model of a checkpoint's configuration with these tensors; or a rank's part of it."""
     hf, _ = read_configs(path)
     kind = model_class(hf)
     config = replace(kind.parse_config(hf, torch.float32), scheme=scheme)
-    if rank is not None:
-        config = replace(
-            config,
-            num_heads=config.num_heads // RANKS,
-            num_kv_heads=config.num_kv_heads // RANKS,
-            intermediate_size=config.intermediate_size // RANKS,
-            experts=config.experts
-            and replace(config.experts, intermediate_size=config.experts.intermediate_size // RANKS),
-        )
+    if ranks.size > 1:
+        config = config.of_rank(ranks)
     model = kind(config, 128, torch.device("cpu")).eval()
-
+    wanted = {weight.name for weight in model.weights()}
     parts = (part for name, one in stored.items() for part in model.split(NamedTensor(name, one, path)))
-    stored = {part.name: part.tensor for part in parts}
-
-    def tensors() -> Iterator[NamedTensor]:
-        for name, _, dim in model.weights():
-            is_divided = rank is not None and dim is not None
-            tensor = stored[name].chunk(RANKS, dim or 0)[rank or 0] if is_divided else stored[name]
-            yield NamedTensor(name, tensor, path)
-
-    fill_weights(model, tensors(), path)
-    for layer in model.modules():
-        if isinstance(layer, Linear) and layer.parallel == "row" and rank:
-            for tensor in layer.tensors.stored():
-                if tensor.in_dim is None:
-                    tensor.memory.zero_()
+    fill_weights(model, (part for part in parts if model.canonical_name(part.name) in wanted), path)
     model.pack()
     return model
 
 
-def logits_of_ranks(models: Sequence[DecoderModel]) -> list[torch.Tensor]:
-    """Each rank's logits: all compute at once, and what row-parallel layers give is added up over them; of a
-    layer's experts, which are one operator, their sum."""
-    barrier = threading.Barrier(len(models), timeout=60)
-    given: list[Any] = [None] * len(models)
-
-    def add_up(rank: int) -> Callable[..., torch.Tensor]:
-        def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-            given[rank] = output
-            barrier.wait()
-            total = torch.stack(given).sum(0)
-            barrier.wait()
-            return total
-
-        return hook
-
-    def compute(rank: int) -> torch.Tensor:
-        for layer in models[rank].modules():
-            if isinstance(layer, MixtureOfExperts) or (isinstance(layer, Linear) and layer.parallel == "row"):
-                layer.register_forward_hook(add_up(rank))
-        try:
-            return Driver(models[rank]).logits(IDS)
-        except BaseException:
-            barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(len(models)) as pool:
-        return list(pool.map(compute, range(len(models))))
+def logits_of_ranks(
+    path: Path, stored: dict[str, torch.Tensor], scheme: LinearScheme, size: int
+) -> list[torch.Tensor]:
+    """Each rank's logits, all computing at once."""
+    ranks = thread_ranks(size)
+    models = [build(path, stored, scheme, rank) for rank in ranks]
+    return at_once([lambda model=model: Driver(model).logits(IDS) for model in models], ranks)  # type: ignore[misc]
 
 
-def check_ranks(path: Path, stored: dict[str, torch.Tensor], scheme: LinearScheme) -> torch.Tensor:
+def check_ranks(
+    path: Path, stored: dict[str, torch.Tensor], scheme: LinearScheme, size: int = 2
+) -> torch.Tensor:
     """Asserts that the ranks' logits are those of the whole model, and returns them."""
-    whole = Driver(build(path, stored, scheme, None)).logits(IDS)
-    for logits in logits_of_ranks([build(path, stored, scheme, rank) for rank in range(RANKS)]):
+    whole = Driver(build(path, stored, scheme)).logits(IDS)
+    for logits in logits_of_ranks(path, stored, scheme, size):
         torch.testing.assert_close(logits, whole, atol=1e-4, rtol=0.0)
     return whole
 
@@ -123,19 +104,65 @@ def stored_tensors(path: Path) -> dict[str, torch.Tensor]:
     return {**stored, "lm_head.weight": stored.get("lm_head.weight", torch.empty(0))}
 
 
+@pytest.mark.row("F1", clauses=("vocab",))
 @pytest.mark.parametrize(
     ("family", "options"),
-    [(family, {"num_key_value_heads": 2}) for family in (*FAMILIES, *GEMMA_FAMILIES, *MOE_FAMILIES)]
-    + [("llama", {"attention_bias": True, "mlp_bias": True}), ("gemma2", {"attention_bias": True})],
+    [
+        (family, {} if family in MLA_FAMILIES + MLA_SIBLINGS else {"num_key_value_heads": 2})
+        for family in ALL_FAMILIES
+        if family not in UNDIVIDED
+    ]
+    + [("llama", {"attention_bias": True, "mlp_bias": True}), ("gemma2", {"attention_bias": True})]
+    + [("llama", {"vocab_size": 509}), ("qwen2", {"vocab_size": 511})],
 )
 def test_ranks_compute_what_the_whole_model_does(
     family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Every layer of every family is divided as it says, in columns or in rows."""
+    """Every layer of every family is divided as it says, in columns or in rows, and the vocabulary by tokens,
+    also one of an odd number."""
     path = make_checkpoint(family, tmp_path, tokenizer=False, **options)
     stored = stored_tensors(path)
     whole = check_ranks(path, stored, SCHEMES[None])
     torch.testing.assert_close(whole, Driver.load(path).logits(IDS), atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.row("F1", clauses=("vocab",))
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_ranks_without_kv_heads_of_their_own_share_them(kv_heads: int, tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3", tmp_path, tokenizer=False, num_key_value_heads=kv_heads)
+    check_ranks(path, stored_tensors(path), SCHEMES[None], size=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "complaint"),
+    [
+        ({}, 3, "tensor_parallel_size=3 does not divide num_attention_heads=4"),
+        (
+            {"intermediate_size": 129},
+            2,
+            "tensor_parallel_size=2 does not divide intermediate_size=129",
+        ),
+        (
+            {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3},
+            4,
+            "tensor_parallel_size=4 does not divide num_key_value_heads=3, nor is it a multiple of it",
+        ),
+    ],
+)
+def test_what_ranks_cannot_divide_is_refused(
+    options: dict[str, Any], size: int, complaint: str, tmp_path: Path
+) -> None:
+    path = make_checkpoint("llama", tmp_path, tokenizer=False, **options)
+    with pytest.raises(ConfigError) as raised:
+        build(path, {}, ranks=Ranks(0, size))
+    assert str(raised.value) == complaint
+
+
+@pytest.mark.parametrize("family", UNDIVIDED)
+def test_families_that_ranks_cannot_divide_are_refused(family: str, tmp_path: Path) -> None:
+    path = make_checkpoint(family, tmp_path, tokenizer=False)
+    with pytest.raises(ConfigError, match=f"^tensor_parallel_size=2: .* divide {UNDIVIDED[family]}$"):
+        build(path, {}, ranks=Ranks(0, 2))
 
 
 class Foreign:
@@ -215,5 +242,5 @@ def test_codes_of_another_type_are_refused(foreign: tuple[Path, dict[str, torch.
     path, stored = foreign
     name = "model.layers.0.mlp.up_proj.codes"
     with pytest.raises(CheckpointError) as raised:
-        build(path, {**stored, name: stored[name].float()}, ForeignScheme(), None)
+        build(path, {**stored, name: stored[name].float()}, ForeignScheme())
     assert str(raised.value) == f"{path}: {name} has type torch.float32, expected torch.int8"

@@ -65,7 +65,7 @@ class TritonPythonModel:
         time.sleep(600)
 """
 BROKEN = "raise RuntimeError('this model is broken on purpose')\n"
-STOP_LIMIT_S = 15.0
+STOP_LIMIT_S = 45.0
 """For what takes some 2 s, however busy the machine is; the sleeper would sleep for longer."""
 
 
@@ -270,7 +270,7 @@ def test_models_to_link_are_found_or_named(tmp_path: Path) -> None:
 
 def test_only_the_engine_itself_is_told_to_stop(tmp_path: Path) -> None:
     """Its pid, read from a file, was signalled: it may have gone to another process meanwhile."""
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with subprocess.Popen(["sleep", "600"]) as process:
         start = start_time_of(process.pid)
         assert start is not None
         with RuntimeDirectory.locked(tmp_path / "engine") as directory:
@@ -281,7 +281,7 @@ def test_only_the_engine_itself_is_told_to_stop(tmp_path: Path) -> None:
         with RuntimeDirectory.locked(tmp_path / "engine") as directory:
             directory.write_state(EngineState("ready", process.pid, start, 0))
         serve._stop_engines(tmp_path)
-        assert process.wait(10) == -signal.SIGTERM
+        assert process.wait(60) == -signal.SIGTERM
         serve._stop_engines(tmp_path)
 
 
@@ -341,7 +341,7 @@ def test_when_tritonserver_dies_serve_ends_with_its_status_and_cleans_up(
     (triton,) = psutil.Process(server.pid).children()
     triton.kill()
     assert server.process is not None
-    assert server.process.wait(timeout=10) == 128 + signal.SIGKILL
+    assert server.process.wait(timeout=60) == 128 + signal.SIGKILL
     assert server.leftovers() == []
 
 
@@ -354,7 +354,7 @@ def test_when_serve_is_killed_tritonserver_stops_and_the_next_start_removes_what
     assert killed.process is not None
     killed.process.kill()
     killed.process.wait()
-    _, alive = psutil.wait_procs(processes, timeout=15)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert alive == [], "tritonserver and its stubs end with the process that served them"
     assert f"{killed.shm_prefix}lock" in shm_of(killed.shm_prefix)
 
@@ -386,7 +386,7 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
         port = other.getsockname()[1]
         command = [sys.executable, "-m", "quire.cli", "serve", "--model-repository", str(tmp_path)]
         command += ["--http-port=0", f"--grpc-port={port}", "--metrics-port=0"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 1
     assert done.stderr == (
         f"Error: --grpc-port: cannot use port {port} on 127.0.0.1: Address already in use "

@@ -36,9 +36,10 @@ def answers(llm: LLM) -> list[list[int]]:
         ("qwen3", {"quantization": "w8a8"}),
         ("gemma3", {"kv_cache_dtype": "int8"}),
         ("llama", {"worker_process": True}),
+        ("llama", {"tensor_parallel_size": 2}),
         ("llama", {"async_scheduling": True, "host_cache_memory": "1MiB"}),
     ],
-    ids=["plain", "w8a8", "tied", "worker", "ahead"],
+    ids=["plain", "w8a8", "tied", "worker", "ranks", "ahead"],
 )
 def test_the_same_tokens_after_waking(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
     llm = LLM(str(make_checkpoint(family, tmp_path / family)), **OPTIONS, **options)
@@ -117,7 +118,7 @@ def test_sleep_gives_the_memory_back(tmp_path: Path) -> None:
     quantized = {"quantization": "w8a8", "dtype": "bfloat16", "kv_cache_dtype": "int8"}
     for options in ({"num_blocks": 768}, {"num_blocks": 4096, **quantized}):
         command = [sys.executable, "-c", MEMORY, str(checkpoint), repr(options)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
         assert done.returncode == 0, done.stdout + done.stderr[-2000:]
         assert done.stdout.count("freed") == 2, done.stdout
         print(done.stdout)

@@ -243,6 +243,17 @@ def test_a_trace_with_tiers_is_not_replayed() -> None:
         replayed(engine)
 
 
+@pytest.mark.parametrize(("key", "value"), [("async_scheduling", True), ("num_draft_tokens", 4)])
+def test_a_trace_of_steps_that_go_ahead_of_tokens_is_not_replayed(key: str, value: int) -> None:
+    engine = traced_engine()
+    engine.add("a", 4, 2)
+    engine.run()
+    assert replayed(engine).difference is None
+    trace_of(engine).header["scheduler"][key] = value
+    with pytest.raises(InvalidArgumentError, match=f"trace: made with {key}"):
+        replayed(engine)
+
+
 def test_a_trace_with_tiers_tells_what_was_computed_and_what_came_back(tmp_path: Path) -> None:
     """A request that loads has no row before its blocks are there, and then computes the rest alone."""
     path = tmp_path / "trace.jsonl"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +14,29 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.errors import CheckpointError
 from quire.multimodal import PromptEmbeds, content_hashes
+from quire.outputs import SchedulerOutput
+from quire.structured_output import StructuredOutput
+from quire.worker.model_runner import ModelRunner
+from tests.fixtures.adapters import ATTENTION, make_adapter, merge
+from tests.fixtures.drafters import told
 from tests.fixtures.drive import hf_vision_model
 from tests.fixtures.graphs import recorded_steps
 from tests.fixtures.runner_of import runner_of
-from tests.fixtures.vision_checkpoints import VISION_KINDS, make_vision_checkpoint
+from tests.fixtures.vision_checkpoints import (
+    MODEL_VOCAB_SIZE,
+    VISION_KINDS,
+    hf_image_inputs,
+    make_vision_checkpoint,
+)
 
 MAX_TOKENS = 16
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
 # Rows of patches, columns of patches, before the merging of 2 x 2.
 GRIDS = ((4, 4), (6, 4), (4, 8))
+TILED_SIZES = ((3, 40, 90), (5, 97, 99), (4, 300, 60))
+"""Tiles, and pixels from top to bottom and from left to right."""
 
 
 @dataclass
@@ -49,21 +65,24 @@ def make_case(model: Any, num_images: int, seed: int) -> Case:
     config, rng = model.config, np.random.default_rng(seed)
     image_token = config.image_token_id
     is_qwen = "qwen" in config.model_type
+    is_onevision = config.model_type == "llava_onevision"
     token_ids = [5, 6, 7]
     spans, grids, pixels, features = [], [], [], []
     for index in range(num_images):
         if is_qwen:
             height, width = GRIDS[index]
             size = 3 * config.vision_config.temporal_patch_size * config.vision_config.patch_size**2
-            pixel = torch.from_numpy(rng.standard_normal((height * width, size), dtype=np.float32))
-            grid = torch.tensor([[1, height, width]])
-            feature = model.get_image_features(pixel, grid)
-            grids.append(grid)
+            shape, grid = (height * width, size), (1, height, width)
         else:
-            side = config.vision_config.image_size
-            pixel = torch.from_numpy(rng.standard_normal((1, 3, side, side), dtype=np.float32))
-            feature = model.get_image_features(pixel)
-        rows = torch.cat([*feature.pooler_output]).reshape(-1, config.text_config.hidden_size)
+            tiles, size = 1, config.vision_config.image_size
+            if config.model_type == "llava_next" or (is_onevision and num_images == 1):
+                tiles = TILED_SIZES[index][0]
+            shape, grid = (tiles, 3 * size**2), (tiles, *TILED_SIZES[index][1:])
+        pixel = torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
+        grids.append(torch.tensor([grid]))
+        feature = model.get_image_features(**hf_image_inputs(model, pixel, grids[-1]))
+        levels = getattr(feature, "deepstack_features", [])
+        rows = torch.cat([torch.cat(one, -1) for one in zip(feature.pooler_output, *levels, strict=True)])
         pixels.append(pixel)
         features.append(rows)
         spans.append((len(token_ids), len(rows)))
@@ -72,12 +91,10 @@ def make_case(model: Any, num_images: int, seed: int) -> Case:
     inputs: dict[str, Any] = {}
     position_ids = None
     if num_images:
-        inputs["pixel_values"] = torch.cat(pixels)
+        inputs = hf_image_inputs(model, torch.cat(pixels), torch.cat(grids))
     if is_qwen:
         types = (ids == image_token).int()
         inputs["mm_token_type_ids"] = types
-        if num_images:
-            inputs["image_grid_thw"] = torch.cat(grids)
         positions, _ = model.model.get_rope_index(ids, types, inputs.get("image_grid_thw"))
         position_ids = positions[:, 0].numpy().astype(np.int32)
     out = model.generate(
@@ -107,15 +124,19 @@ def run(checkpoint: Path, cases: list[Case], **options: Any) -> tuple[list[list[
         {"max_num_batched_tokens": 7},
         {"max_num_batched_tokens": 1},
         {"max_num_seqs": 1},
-        {"block_size": 4, "num_blocks": 24, "max_model_len": 96},
+        {"block_size": 4},
     ],
 )
 def test_images_give_the_tokens_of_transformers(
     checkpoint: Path, cases: list[Case], options: dict[str, Any]
 ) -> None:
+    if "block_size" in options:  # and memory for two prompts and one of their answers
+        cases = cases[2:]
+        options = {**options, "num_blocks": 2 * (len(cases[0].token_ids) // 4 + 1) + MAX_TOKENS // 4}
+        options["max_model_len"] = options["num_blocks"] * 4
     tokens, llm = run(checkpoint, cases, **options)
     assert tokens == [case.expected for case in cases]
-    if "num_blocks" in options:
+    if "block_size" in options:
         assert llm.core.stats().num_preemptions > 0
 
 
@@ -125,7 +146,9 @@ def test_recorded_steps_take_images_and_positions_on_three_axes(checkpoint: Path
         tokens, llm = run(checkpoint, cases, max_num_batched_tokens=40, async_scheduling=True)
     assert tokens == [case.expected for case in cases]
     runner = runner_of(llm.core)
-    assert runner.prompt_graphs.num_replays >= 2 and runner.graphs.num_replays > 2
+    # Steps with rows of deepstack are computed operator by operator: here all but those of single tokens.
+    levels = runner.model.config.deepstack_levels
+    assert (runner.prompt_graphs.num_replays >= 2) == (levels == 0) and runner.graphs.num_replays > 2
 
 
 def test_the_oracle_sees_the_images(cases: list[Case]) -> None:
@@ -159,6 +182,100 @@ def test_another_image_never_hits_and_the_same_one_does(checkpoint: Path, cases:
         assert hits == (len(case.token_ids) - 1) // 4 * 4
 
 
+@pytest.mark.row("H13", whole=True)
+def test_an_image_in_chunks_gives_the_bits_of_one_in_one_piece(
+    checkpoint: Path, cases: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a request that decodes, and with as many tokens in each step as the budget has, no more."""
+    case, params = cases[1], SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=5)
+    assert case.embeds is not None
+    ((start, length),) = case.embeds.spans
+    whole = LLM(checkpoint, dtype="float32", max_model_len=256, num_blocks=128)
+    expected = whole.generate([case.token_ids], params, embeds=[case.embeds])[0]
+    assert expected.token_ids == case.expected
+    budget = length // 4 + 1
+    steps: list[SchedulerOutput] = []
+    launch = ModelRunner.launch
+
+    def watched(runner: ModelRunner, output: SchedulerOutput) -> None:
+        steps.append(output)
+        launch(runner, output)
+
+    monkeypatch.setattr(ModelRunner, "launch", watched)
+    options: dict[str, Any] = {"max_num_batched_tokens": budget, "max_model_len": 256, "num_blocks": 128}
+    llm = LLM(checkpoint, dtype="float32", **options)
+    text = SamplingParams(max_tokens=60, ignore_eos=True)
+    given = [[5, 6], case.token_ids]
+    _, output = llm.generate(given, [text, params], embeds=[None, case.embeds])
+    assert (output.token_ids, output.logprobs) == (expected.token_ids, expected.logprobs)
+    rows = [item for step in steps for item in step.scheduled]
+    pieces = [
+        item
+        for item in rows
+        if item.request_id == "llm-1"
+        and item.num_computed_tokens < start + length
+        and item.num_computed_tokens + item.num_scheduled_tokens > start
+    ]
+    assert len(pieces) >= 3
+    sizes = [sum(item.num_scheduled_tokens for item in step.scheduled) for step in steps]
+    assert max(sizes) == budget and sizes.count(budget) >= 3
+
+
+GRAMMAR = StructuredOutput(regex="([ab]{3}c|d{9}){8}")
+
+
+# One of each kind of rows and of positions.
+@pytest.mark.row("H14", whole=True)
+@pytest.mark.parametrize("checkpoint", ["llava_onevision", "qwen2_vl", "qwen3_vl"], indirect=True)
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
+def test_adapters_grammars_and_drafts_on_images(checkpoint: Path, tmp_path: Path, ahead: bool) -> None:
+    """In one batch, each alone and all at once; greedy tokens with an adapter are transformers' of merged
+    weights, and drafts change nothing."""
+    model = hf_vision_model(checkpoint)
+    plain, other = (make_case(model, count, seed) for seed, count in ((7, 1), (8, 3)))
+    path = make_adapter(tmp_path / "a", model, seed=1, within="language_model")
+    adapted, adapted_other = (
+        make_case(merge(hf_vision_model(checkpoint), path), count, seed) for seed, count in ((7, 1), (8, 3))
+    )
+    assert adapted.expected != plain.expected
+    work: list[tuple[Case, str | None, StructuredOutput | None]] = [
+        (plain, None, None),
+        (adapted, "a", None),
+        (adapted_other, "a", GRAMMAR),
+        (other, None, GRAMMAR),
+        (adapted_other, "a", None),
+    ]
+    params = [
+        SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=grammar is None, structured_output=grammar)
+        for _, _, grammar in work
+    ]
+    options: dict[str, Any] = {"max_model_len": 512, "num_blocks": 256, "block_size": 8, "dtype": "float32"}
+    options |= {"enable_lora": True, "lora_modules": {"a": str(path)}, "async_scheduling": ahead}
+
+    def ask(llm: LLM) -> list[list[int]]:
+        embeds, adapters = [case.embeds for case, _, _ in work], [name for _, name, _ in work]
+        prompts = [case.token_ids for case, _, _ in work]
+        return [one.token_ids for one in llm.generate(prompts, params, embeds=embeds, adapters=adapters)]
+
+    expected = ask(LLM(checkpoint, **options))
+    assert expected[:2] == [plain.expected, adapted.expected] and expected[4] == adapted_other.expected
+    llm = LLM(checkpoint, **options, num_draft_tokens=4)
+    known = [case.token_ids + tokens for (case, _, _), tokens in zip(work, expected, strict=True)]
+    with told(known, MODEL_VOCAB_SIZE):
+        assert ask(llm) == expected
+    assert llm.core.scheduler.num_accepted_drafts > 10
+    for tokens in expected[2:4]:
+        assert re.fullmatch("[abcd]+", llm.tokenizer.hf.decode(tokens))
+
+
+@pytest.mark.parametrize("checkpoint", ["llava"], indirect=True)
+def test_an_adapter_of_a_vision_part_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """Its part in the language model alone would be another model than the one that was trained."""
+    path = make_adapter(tmp_path / "a", hf_vision_model(checkpoint), targets=ATTENTION)
+    with pytest.raises(CheckpointError, match="vision_tower"):
+        LLM(checkpoint, dtype="float32", enable_lora=True, lora_modules={"a": str(path)}, num_blocks=128)
+
+
 @pytest.mark.row("B19", clauses=("budget",))
 def test_a_prompt_of_images_never_starves_decoding(checkpoint: Path, cases: list[Case]) -> None:
     """While three images are prefilled in chunks, a running request gets its token in every step."""
@@ -178,3 +295,31 @@ def test_a_prompt_of_images_never_starves_decoding(checkpoint: Path, cases: list
     while len(got) < MAX_TOKENS:
         got += next(output.new_token_ids for output in core.step() if output.request_id == "images")
     assert got == images.expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"deepstack_visual_indexes": None}, "deepstack_visual_indexes must be a list of fewer"),
+        ({"deepstack_visual_indexes": [0, 1, 2]}, "must be a list of fewer than the 3 layers"),
+        ({"deepstack_visual_indexes": 10**9}, "deepstack_visual_indexes must be a list"),
+        (None, "deepstack_visual_indexes must be a list"),
+        ({"mrope_section": None}, "no mrope_section that is interleaved"),
+        ({"mrope_interleaved": False}, "no mrope_section that is interleaved"),
+    ],
+)
+@pytest.mark.parametrize("checkpoint", ["qwen3_vl"], indirect=True)
+def test_a_deepstack_that_does_not_fit_is_refused(
+    checkpoint: Path, tmp_path: Path, change: dict[str, Any] | None, message: str
+) -> None:
+    path = Path(shutil.copytree(checkpoint, tmp_path / "c"))
+    config = json.loads((path / "config.json").read_text())
+    if change is None:
+        config["vision_config"] = 5
+    elif "mrope" in next(iter(change)):
+        config["text_config"]["rope_parameters"].update(change)
+    else:
+        config["vision_config"].update(change)
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        LLM(path, dtype="float32", num_blocks=128)

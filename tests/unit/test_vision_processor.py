@@ -29,9 +29,14 @@ from quire_ensemble.messages import parse_conversation
 from quire_ensemble.mrope import mrope_positions
 from quire_ensemble.tokenizer import Tokenizer
 from quire_ensemble.vision import VisionProcessor, VisionPrompt
-from tests.fixtures.vision_checkpoints import VISION_KINDS, make_vision_checkpoint
+from tests.fixtures.vision_checkpoints import (
+    QWEN_KINDS,
+    VISION_KINDS,
+    hf_image_inputs,
+    make_vision_checkpoint,
+)
 
-QWEN = ("qwen2_vl", "qwen2_5_vl")
+QWEN = QWEN_KINDS
 PLACEHOLDER = {kind: "<|image_pad|>" if kind in QWEN else "<image>" for kind in VISION_KINDS}
 Message = dict[str, Any]
 
@@ -62,9 +67,12 @@ def models(checkpoints: dict[str, Path]) -> dict[str, Any]:
 def hf_processor(kind: str, path: Path) -> Any:
     """The processor of transformers for the kind. Those of Qwen want a video processor, and that wants
     torchvision; they need none for images."""
-    from transformers import AutoImageProcessor, AutoTokenizer, LlavaProcessor, Qwen2VLProcessor
+    import transformers
+    from transformers import AutoImageProcessor, AutoTokenizer
 
-    class Unchecked(Qwen2VLProcessor):
+    name = json.loads((path / "preprocessor_config.json").read_text())["processor_class"]
+
+    class Unchecked(getattr(transformers, name)):  # type: ignore[misc]
         def check_argument_for_proper_class(self, *_: Any, **__: Any) -> None:  # type: ignore[override]
             return None
 
@@ -74,7 +82,7 @@ def hf_processor(kind: str, path: Path) -> Any:
         return Unchecked(image_processor, tokenizer, chat_template=tokenizer.chat_template)
     settings = json.loads((path / "processor_config.json").read_text())
     del settings["processor_class"]
-    return LlavaProcessor(image_processor, tokenizer, chat_template=tokenizer.chat_template, **settings)
+    return Unchecked(image_processor, tokenizer, chat_template=tokenizer.chat_template, **settings)
 
 
 def picture(width: int = 90, height: int = 60, mode: str = "RGB", seed: int = 0) -> Image.Image:
@@ -161,13 +169,15 @@ def test_pixel_values_equal_those_of_transformers(
     expected = oracles[kind].image_processor(images=[Image.open(io.BytesIO(raw))], return_tensors="np")
     prompt = processors[kind].process(None, PLACEHOLDER[kind].encode(), [raw])
     pixels = expected["pixel_values"]
-    rows = pixels if kind in QWEN else pixels.reshape(1, -1)
+    rows = pixels if kind in QWEN else pixels.reshape(-1, prompt.pixel_values.shape[1])
     assert prompt.pixel_values.dtype == np.float32
     assert prompt.pixel_values.shape == rows.shape
     np.testing.assert_allclose(prompt.pixel_values, rows, rtol=0, atol=1e-5)
     if kind in QWEN:
         assert prompt.image_grid.tolist() == expected["image_grid_thw"].tolist()
     assert prompt.image_grid.dtype == np.int32
+    planned = processors[kind]._num_patches(Image.open(io.BytesIO(raw)).size, 0, True)
+    assert planned == processors[kind].config.patches(*prompt.image_grid[0])
     assert prompt.pixel_values.std() > 0 or "pixel" in name or "colour" in name
 
 
@@ -232,7 +242,12 @@ def test_whole_prompts_equal_those_of_transformers(
     assert prompt.input_ids.tolist() == expected["input_ids"][0].tolist()
     row_size = processors[kind].row_size
     if images:
-        rows = expected["pixel_values"].reshape(-1, row_size)
+        tiles = prompt.image_grid[:, 0].tolist()
+        if kind == "llava_next":  # padded to as many tiles
+            rows = torch.cat([image[:t] for image, t in zip(expected["pixel_values"], tiles, strict=True)])
+        else:
+            rows = expected["pixel_values"]
+        rows = rows.reshape(-1, row_size)
         np.testing.assert_allclose(prompt.pixel_values, rows, rtol=0, atol=1e-5)
     else:
         assert prompt.pixel_values.shape == (0, row_size)
@@ -270,11 +285,7 @@ def test_an_image_has_as_many_tokens_as_the_model_makes_rows(
 def feature_rows(model: Any, kind: str, prompt: VisionPrompt) -> int:
     pixels = torch.from_numpy(prompt.pixel_values)
     with torch.no_grad():
-        if kind in QWEN:
-            out = model.get_image_features(pixels, torch.from_numpy(prompt.image_grid).long())
-        else:
-            size = model.config.vision_config.image_size
-            out = model.get_image_features(pixels.reshape(-1, 3, size, size))
+        out = model.get_image_features(**hf_image_inputs(model, pixels, torch.from_numpy(prompt.image_grid)))
     return sum(len(rows) for rows in out.pooler_output)
 
 
@@ -323,7 +334,9 @@ def test_text_with_placeholders_equals_the_processor_of_transformers(
     mark = PLACEHOLDER[kind]
     for text, count in ((f"{mark}x{mark}", 2), (f"A: {mark}{mark}\nGrüße", 2), (mark, 1), ("no image", 0)):
         images = pictures(count)
-        expected = oracles[kind](text=text, images=images or None)
+        # In a list of their own: as those of one prompt.
+        given = [images] if kind == "llava_onevision" and images else images
+        expected = oracles[kind](text=text, images=given or None)
         prompt = processors[kind].process(None, text.encode(), [encode(image) for image in images])
         assert prompt.input_ids.tolist() == np.asarray(expected["input_ids"]).reshape(-1).tolist()
         _check_spans(prompt, processors[kind].placeholder_id, count)
@@ -618,13 +631,10 @@ def test_what_the_fixtures_say_depends_on_the_image(
         raw = encode(picture(112, 84, seed=seed))
         prompt = processors[kind].process(dump(user(IMAGE, "What is in this picture?")), None, [raw])
         ids = torch.from_numpy(prompt.input_ids)[None].long()
-        inputs: dict[str, Any] = {"pixel_values": torch.from_numpy(prompt.pixel_values)}
+        pixels, grid = torch.from_numpy(prompt.pixel_values), torch.from_numpy(prompt.image_grid)
+        inputs = hf_image_inputs(models[kind], pixels, grid)
         if kind in QWEN:
-            inputs["image_grid_thw"] = torch.from_numpy(prompt.image_grid).long()
             inputs["mm_token_type_ids"] = (ids == processors[kind].placeholder_id).int()
-        else:
-            size = models[kind].config.vision_config.image_size
-            inputs["pixel_values"] = inputs["pixel_values"].reshape(-1, 3, size, size)
         with torch.no_grad():
             out = models[kind].generate(input_ids=ids, max_new_tokens=12, do_sample=False, **inputs)
         answers.append(out[0, ids.shape[1] :].tolist())
@@ -724,8 +734,8 @@ def test_neither_torch_nor_torchvision_is_needed(
         ("llava", lambda c: c.pop("model_type"), "config.json: cannot be read: Unrecognized model"),
         (
             "llava",
-            lambda c: c["vision_config"].update(model_type="pixtral"),
-            "tower 'pixtral' is not supported",
+            lambda c: c["vision_config"].update(model_type="siglip2_vision_model"),
+            "tower 'siglip2_vision_model' is not supported",
         ),
         (
             "llava",
@@ -734,6 +744,42 @@ def test_neither_torch_nor_torchvision_is_needed(
         ),
         ("llava", lambda c: c.update(image_token_index=7000), r"no special tokens for \[7000\]"),
         ("qwen2_vl", lambda c: c.update(image_token_id=70), r"no special tokens for \[512, 70, 513\]"),
+        (
+            "llava_next",
+            lambda c: c.update(image_grid_pinpoints=[[56, 112]]),
+            "image_grid_pinpoints differ between the image processor and config.json",
+        ),
+        (
+            "llava_next",
+            lambda c: c.update(image_grid_pinpoints=[[56, 112], [56, 57]]),
+            r"image_grid_pinpoints must be pairs of multiples of 56, at most 256 tiles, got \(56, 57\)",
+        ),
+        ("llava_next", lambda c: c.update(image_grid_pinpoints=[]), "must be 1 to 1024 sizes, got 0"),
+        (
+            "llava_next",
+            lambda c: c.update(image_grid_pinpoints=[[56 * 17, 56 * 16]]),
+            "at most 256 tiles, got",
+        ),
+        (
+            "llava_next",
+            lambda c: c.update(vision_feature_select_strategy="full"),
+            "leaves rows that are not those of the patches",
+        ),
+        (
+            "llava_next",
+            lambda c: c["vision_config"].update(patch_size=57),
+            "patch_size 57 of the vision tower is larger than its image_size 56",
+        ),
+        (
+            "llava_onevision",
+            lambda c: c.update(vision_aspect_ratio="anyres_max_0"),
+            "vision_aspect_ratio 'anyres_max_0' is not anyres_max_N",
+        ),
+        (
+            "llava_onevision",
+            lambda c: c.update(vision_aspect_ratio="anyres_max_1", image_grid_pinpoints=[[50, 200]]),
+            "would scale lines of 4 tiles to nothing",
+        ),
         (
             "qwen2_vl",
             lambda c: c["vision_config"].update(spatial_merge_size=4),
@@ -856,16 +902,23 @@ def test_lines_that_become_large_when_they_are_scaled_are_added_up(
 @pytest.mark.parametrize("size", [(1, 30_000), (30_000, 1)])
 @pytest.mark.parametrize("kind", VISION_KINDS)
 def test_lines_are_refused_by_their_header(
-    processors: dict[str, VisionProcessor], monkeypatch: pytest.MonkeyPatch, kind: str, size: tuple[int, int]
+    processors: dict[str, VisionProcessor],
+    models: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    size: tuple[int, int],
 ) -> None:
-    processor = processors[kind]
+    processor, images = processors[kind], 1
     raw = one_colour(*size, "PNG")
-    if kind == "llava_siglip":  # scales to its own size whatever the shape is
-        processor.process(request_of(1), None, [raw])
-        return
+    if kind in ("llava_siglip", "llava_next", "llava_onevision"):  # scale to sizes of their own
+        prompt = processor.process(request_of(1), None, [raw])
+        assert prompt.image_spans[0, 1] == feature_rows(models[kind], kind, prompt)
+        if kind != "llava_onevision":
+            return
+        images = 2  # each padded to a square
     monkeypatch.setattr(processor, "_process_image", lambda *_: pytest.fail("the image was worked on"))
     with pytest.raises(InputError, match=r"^image\[0\]: "):
-        processor.process(request_of(1), None, [raw])
+        processor.process(request_of(images), None, [raw] * images)
 
 
 def test_images_of_several_requests_share_the_memory(

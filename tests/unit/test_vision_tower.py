@@ -18,14 +18,19 @@ from safetensors.torch import load_file, save_file
 
 from quire_ensemble.errors import InputError, VisionError
 from quire_ensemble.vision_tower import MAX_IMAGES, VisionTower, choose_device, default_num_threads
-from tests.fixtures.vision_checkpoints import VISION_KINDS, make_vision_checkpoint
+from tests.fixtures.vision_checkpoints import VISION_KINDS, hf_image_inputs, make_vision_checkpoint
 
 Images = tuple[np.ndarray, np.ndarray]
 """(pixel_values float32 [rows, row_size], grid [n, 3])."""
 
 SIDES = {"llava": 4, "llava_siglip": 3}
 """Patches along each side of the LLaVA kinds' images."""
-IMAGE_SIZES = {"llava": 56, "llava_siglip": 50}
+IMAGE_SIZES = {"llava": 56, "llava_siglip": 50, "llava_next": 56, "llava_onevision": 50}
+TILED_GRIDS = {
+    "llava_next": [(3, 40, 90), (5, 99, 101), (4, 300, 60)],
+    # One of several images, and one whose rows are scaled down.
+    "llava_onevision": [(3, 40, 90), (1, 99, 101), (5, 120, 97)],
+}
 QWEN_GRIDS = [(1, 4, 6), (1, 10, 8), (1, 2, 12)]
 
 Edit = Callable[[dict[str, Any]], None]
@@ -51,9 +56,12 @@ def draw(kind: str, count: int, seed: int = 0) -> Images:
     if kind in SIDES:
         grid = np.array([[1, SIDES[kind], SIDES[kind]]] * count, np.int32).reshape(count, 3)
         shape = (count, 3 * IMAGE_SIZES[kind] ** 2)
+    elif kind in TILED_GRIDS:
+        grid = np.array([TILED_GRIDS[kind][i % 3] for i in range(count)], np.int32).reshape(count, 3)
+        shape = (int(grid[:, 0].sum()), 3 * IMAGE_SIZES[kind] ** 2)
     else:
         grid = np.array([QWEN_GRIDS[i % 3] for i in range(count)], np.int32).reshape(count, 3)
-        shape = (int(grid.prod(axis=1).sum()), 3 * 2 * 14 * 14)
+        shape = (int(grid.prod(axis=1).sum()), 3 * 2 * (16 if kind == "qwen3_vl" else 14) ** 2)
     return generator.standard_normal(shape, dtype=np.float32), grid
 
 
@@ -66,14 +74,19 @@ def hf_features(path: Path, kind: str, images: Images) -> list[np.ndarray]:
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
-    pixels = torch.from_numpy(images[0])
+    pixels, grid = (torch.from_numpy(array) for array in images)
+    if kind == "llava_onevision":  # images of several prompts
+        parts = zip(pixels.split(grid[:, 0].tolist()), grid[:, None], strict=True)
+    else:
+        parts = iter([(pixels, grid)])
+    found: list[np.ndarray] = []
     with torch.no_grad():
-        if kind in SIDES:
-            size = IMAGE_SIZES[kind]
-            output = model.get_image_features(pixels.view(-1, 3, size, size))
-        else:
-            output = model.get_image_features(pixels, torch.from_numpy(images[1]).long())
-    return [rows.numpy() for rows in output.pooler_output]
+        for part in parts:
+            output = model.get_image_features(**hf_image_inputs(model, *part))
+            levels = getattr(output, "deepstack_features", [])
+            features = zip(output.pooler_output, *levels, strict=True)
+            found += [torch.cat(rows, -1).numpy() for rows in features]
+    return found
 
 
 def assert_equal(ours: list[np.ndarray], theirs: list[np.ndarray], tolerance: float = 1e-5) -> None:
@@ -110,7 +123,7 @@ def test_equals_the_full_model_of_transformers(kind: str, count: int, checkpoint
     ours = tower.encode(*images)
     assert_equal(ours, hf_features(checkpoints[kind], kind, images))
     assert [len(rows) for rows in ours] == tower.tokens(images[1])
-    assert {rows.shape[1] for rows in ours} == {tower.hidden_size} == {64}
+    assert {rows.shape[1] for rows in ours} == {tower.hidden_size} == {192 if kind == "qwen3_vl" else 64}
     assert len({rows.tobytes() for rows in ours}) == count, "images must not look alike"
 
 
@@ -202,7 +215,8 @@ def spelled(kind: str, generation: str) -> Callable[[str], str]:
     """A stored name as another generation of transformers spells it."""
 
     def rename(name: str) -> str:
-        bare = name.removeprefix("model.") if "vision" in name or "multi_modal" in name else name
+        vision = any(part in name for part in ("vision", "visual", "multi_modal"))
+        bare = name.removeprefix("model.") if vision else name
         if generation == "wrapped tower" and bare.startswith("vision_tower."):
             bare = bare.replace("vision_tower.", "vision_tower.vision_model.")
         if generation == "under model" and bare.startswith(("vision_tower.", "multi_modal", "visual.")):
@@ -335,9 +349,14 @@ def test_one_line_for_each_way_weights_can_be_broken(copy: Callable[[str], Path]
     assert complaint(path) == f"{path}: holds no weights: neither model.safetensors nor its index"
 
 
-def test_one_line_for_each_way_a_configuration_can_be_wrong(copy: Callable[[str], Path]) -> None:
-    path = copy("llava")
-    file = path / "config.json"
+def test_one_line_for_each_way_a_configuration_can_be_wrong(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    def copy_of(kind: str) -> tuple[Path, Path]:
+        made = Path(shutil.copytree(checkpoints[kind], tmp_path / str(len(list(tmp_path.iterdir())))))
+        return made, made / "config.json"
+
+    path, file = copy_of("llava")
     original = file.read_text("utf-8")
 
     def after(edit: Edit) -> str:
@@ -347,10 +366,18 @@ def test_one_line_for_each_way_a_configuration_can_be_wrong(copy: Callable[[str]
 
     far = after(lambda c: c.update(vision_feature_layer=-4))
     assert far == f"{file}: vision_feature_layer -4 is not within the 2 layers of the vision tower"
-    pixtral = after(lambda c: c.update(vision_config={"model_type": "pixtral"}))
-    assert pixtral == (
-        f"{file}: vision tower 'pixtral' is not supported; supported: clip_vision_model, siglip_vision_model"
+    other = after(lambda c: c.update(vision_config={"model_type": "siglip2_vision_model"}))
+    assert other == (
+        f"{file}: vision tower 'siglip2_vision_model' is not supported; supported: clip_vision_model, "
+        "siglip_vision_model"
     )
+    path, file = copy_of("qwen3_vl")
+    original = file.read_text("utf-8")
+    for indexes in ([2, 0], [0, 3], [0, 0], [-1]):
+        twice = after(lambda c, i=indexes: c["vision_config"].update(deepstack_visual_indexes=i))
+        assert twice == f"{file}: deepstack_visual_indexes {indexes} are not ascending layers of 3"
+    path, file = copy_of("llava")
+    original = file.read_text("utf-8")
     text_only = after(lambda c: (c.clear(), c.update(model_type="llama")))
     assert text_only.startswith(f"{file}: model_type 'llama' has no known vision part; known are llava")
     assert after(lambda c: c.update(model_type="nonsense")).startswith(f"{file}: cannot be read: ")
@@ -405,6 +432,17 @@ def test_wrong_images_are_refused_by_name(checkpoints: dict[str, Path]) -> None:
     )
     llava, grid = draw("llava", 2)
     assert refused("llava", llava[:1], grid) == "pixel_values: has 1 rows, image_grid means 2"
+    tiled, _ = draw("llava_next", 1)
+    assert refused("llava_next", tiled, [[2, 40, 90]]) == (
+        "image_grid[0]: an image of 40 x 90 pixels has [3] tiles, got 2"
+    )
+    assert refused("llava_onevision", tiled, [[2, 40, 90]]) == (
+        "pixel_values: must have shape [rows, 7500], got [3, 9408]"
+    )
+    for image in ([3, 0, 90], [3, 40, 2**24 + 1], [3, -40, -90]):
+        assert refused("llava_next", tiled, [image]) == (
+            f"image_grid[0]: height and width must be from 1 to 16777216, got {image}"
+        )
     assert refused("llava", llava, [[1, 4, 4], [1, 4, 5]]) == (
         "image_grid[1]: must be [1, 4, 4] for this model, got [1, 4, 5]"
     )

@@ -1,4 +1,4 @@
-"""Choices: the sequences that come of one request, what they share, and how they compete."""
+"""Choices: the sequences that come of one request, what they share, and how beams compete."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ class Choices:
         self.request_id = request.request_id
         self.external_id = request.external_id
         self.count = request.num_sequences
-        self._num_results = request.sampling_params.n
         self.has_forked = False
-        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
-        """Where choices are ranked: what the first result is to carry."""
         self.live: dict[int, Request] = {0: request}
         """Unfinished choices by index."""
 
@@ -52,8 +49,6 @@ class Choices:
     @property
     def open_indices(self) -> list[int]:
         """Choices whose end was not reported yet."""
-        if self.is_ranked:
-            return list(range(self._num_results))
         return list(self.live) if self.has_forked else list(range(self.count))
 
     def is_paused(self, request: Request) -> bool:
@@ -69,7 +64,7 @@ class Choices:
             take, complete: the scheduler's; no engine is to be kept alive by a cycle.
         """
         others = [] if self.has_forked else self._fork(request, result.choices, roster, take)
-        return self._pass_on([take(request, result), *others])
+        return [take(request, result), *others]
 
     def _fork(
         self, parent: Request, drawn: list[RowOutput], roster: Roster, take: Take
@@ -129,60 +124,6 @@ class Choices:
         self.live[index] = child
         return child
 
-    def _pass_on(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
-        """What the caller is to see now of what a step brought for these choices."""
-        return outputs
-
-
-class BestOf(Choices):
-    """`best_of` choices run, and the `n` with the highest mean log-probability are passed on at the end.
-
-    The mean is that of the model's log-probabilities of a choice's tokens, the one that ended it included,
-    as the sampler reports them: before temperature, filters, penalties and bans. Of equals the one that was
-    drawn first wins.
-    """
-
-    is_ranked = True
-
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
-        params = request.sampling_params
-        self._sends_logprobs = params.logprobs is not None
-        if not self._sends_logprobs:
-            request.sampling_params = msgspec.structs.replace(params, logprobs=0)
-        self._ended: list[EngineCoreOutput] = []
-        self._kept = {index: EngineCoreOutput(self.request_id, logprobs=[]) for index in range(self.count)}
-
-    def _pass_on(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
-        for output in outputs:
-            kept = self._kept[output.index]
-            assert kept.logprobs is not None and output.logprobs is not None
-            kept.new_token_ids.extend(output.new_token_ids)
-            kept.logprobs += output.logprobs
-            kept.num_cached_tokens = max(kept.num_cached_tokens, output.num_cached_tokens)
-            kept.admitted_at = kept.admitted_at or output.admitted_at
-            kept.first_token_at = kept.first_token_at or output.first_token_at
-            kept.num_preemptions = output.num_preemptions
-            self._prompt_logprobs = self._prompt_logprobs or output.prompt_logprobs
-            if output.finish_reason is not None:
-                kept.finish_reason, kept.stop_reason = output.finish_reason, output.stop_reason
-                kept.cumulative_logprob = sum(entry.logprobs[0] for entry in kept.logprobs)
-                self._ended.append(kept)
-        if len(self._ended) < self.count:
-            return []
-        means = {
-            index: (kept.cumulative_logprob or 0.0) / len(kept.new_token_ids)
-            for index, kept in self._kept.items()
-        }
-        best = sorted(means, key=lambda index: -means[index])[: self._num_results]
-        results = [self._kept[index] for index in best]
-        for index, result in enumerate(results):
-            result.index = index
-            if not self._sends_logprobs:
-                result.logprobs = None
-        results[0].prompt_logprobs = self._prompt_logprobs
-        return results
-
 
 class _Ended(NamedTuple):
     score: float
@@ -226,11 +167,16 @@ class BeamSearch(Choices):
         self._params = request.sampling_params
         self._num_cached_tokens = 0
         self._first_token_at = 0.0
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._num_beams = 1  # ever made
         self._sums = {0: 0.0}  # by beam, as all below
         self._reports: dict[int, TokenLogprobs] = {}
         self._logprobs: dict[int, list[TokenLogprobs]] = {0: []}
         self._ended: list[_Ended] = []  # best first
+
+    @property
+    def open_indices(self) -> list[int]:
+        return list(range(self._params.n))
 
     def is_paused(self, request: Request) -> bool:
         return request.index in self._reports
@@ -374,4 +320,5 @@ def make_choices(request: Request, max_model_len: int) -> Choices | None:
         return None
     if params.beam_width > 1:
         return BeamSearch(request, max_model_len)
-    return BestOf(request) if params.is_ranked else Choices(request)
+    assert not params.is_ranked, "the frontend ranks choices (`ranked_here`)"
+    return Choices(request)

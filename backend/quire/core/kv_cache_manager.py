@@ -159,6 +159,11 @@ class KVCacheManager:
                 end = min(end, (released + 1) * size + group.window - 1)
         return end
 
+    def num_slots(self, request: Request) -> int:
+        """Tokens of a running request that its table has slots for."""
+        assert request.table is not None, request
+        return len(request.table.blocks[0]) * self.block_size
+
     def allocate_slots(self, request: Request, num_new_tokens: int) -> list[list[int]] | None:
         """Makes slots for the request's next `num_new_tokens` tokens after its computed ones.
 

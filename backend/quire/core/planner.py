@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 
 from quire.config import SchedulerConfig
+from quire.core.drafts import DraftBudget, Drafter
 from quire.core.policies.batch import BatchPolicy
 from quire.core.policies.reservation import Reservation
 from quire.core.prefix import CachedPrefix
@@ -35,6 +36,7 @@ class Planner:
         reservation: Reservation,
         max_model_len: int,
         probation: Probation,
+        drafts: DraftBudget,
     ) -> None:
         self.num_recomputed_tokens = 0
         """Tokens computed again after a preemption, since start."""
@@ -52,6 +54,7 @@ class Planner:
         self._max_model_len = max_model_len
         self._max_row_tokens = config.max_row_tokens
         self._probation = probation
+        self._drafts = drafts
         self._only: str | None = None
         """Id of the one request that may run; None: all may."""
 
@@ -77,6 +80,7 @@ class Planner:
         num_preemptions = roster.num_preemptions
         if self._only is None and self._queue.preempts and len(self._queue):
             self._admit_urgent(step)
+        self._drafts.begin(len(roster.running))
         decodes, prefills, admits = self._batch_policy.phases(number - 1, roster.running, len(self._queue))
         self._add_running(step, decodes=decodes, prefills=prefills)
         self.held_back_by = ""
@@ -99,13 +103,19 @@ class Planner:
                 break  # victims are those of the highest ranks: none behind this one runs either
             num_computed = request.num_computed_tokens
             count = len(request.token_ids) + request.num_pending_tokens - num_computed
+            drafter = request.drafter
+            if drafter is not None and request.num_pending_tokens and self._waits(step, request, drafter):
+                continue  # once its newest tokens are known, more than one may follow in a step
             if count == 1 and num_computed < request.steady_until:
                 if decodes:  # nearly all rows: what the calls below would come to
-                    add_row(ScheduledRequest(request.request_id, num_computed, 1, no_blocks, True))
+                    row = ScheduledRequest(request.request_id, num_computed, 1, no_blocks, True)
+                    if drafter is not None:
+                        self._try_drafts(step, request, row, request.steady_until)
+                    add_row(row)
                     add_request(request)
                     add_offers(())
-                    step.budget -= 1
-                    request.num_computed_tokens = num_computed + 1
+                    step.budget -= row.num_scheduled_tokens
+                    request.num_computed_tokens = num_computed + row.num_scheduled_tokens
                     request.num_pending_tokens += 1
                 continue
             if count <= 0 or request.load_id is not None or not (prefills if count > 1 else decodes):
@@ -310,13 +320,46 @@ class Planner:
             self.num_recomputed_tokens += min(count, request.num_once_computed - num_computed)
         if count > 1 or num_computed < request.num_prompt_tokens:
             step.num_prefill_tokens += count
+        elif samples and request.drafter is not None:
+            self._try_drafts(step, request, row, self._kv.num_slots(request))
+            end = num_computed + row.num_scheduled_tokens
         request.num_computed_tokens = end
         if samples:
             request.num_pending_tokens += 1
         # One more, as the token that fills a block may have been pending when its row was planned.
         fills = end // self._kv.block_size > (num_computed - 1) // self._kv.block_size
+        fills |= request.drafter is not None  # or a draft
         step.add(row, request, self._kv.cache_blocks(request) if fills else ())
         request.steady_until = self._steady_until(request)
+
+    def _try_drafts(self, step: Step, request: Request, row: ScheduledRequest, num_slots: int) -> None:
+        """Adds drafts to a row of one token, which need no block: up to `num_slots` tokens have theirs."""
+        drafter = request.drafter
+        assert drafter is not None, request
+        chance, most = drafter.next()
+        if request.num_pending_tokens or not most or row.new is not None:
+            return
+        most = min(most, self._most_drafts(step, request, num_slots))
+        count = self._drafts.take(chance, most)
+        if count > 0:
+            row.num_drafts = count
+            if not drafter.uses_model:
+                row.draft_token_ids = drafter.guess[:count]
+            row.num_scheduled_tokens += count
+
+    def _most_drafts(self, step: Step, request: Request, num_slots: int) -> int:
+        """Drafts behind its next row of one token, where so many tokens have slots; none if below 1."""
+        end = request.num_prompt_tokens + request.max_output_tokens(self._max_model_len)
+        # What is drawn behind the last of them is the request's last token at most.
+        most = min(num_slots, end - 1) - request.num_computed_tokens - 1
+        return min(most, step.budget - len(self._roster.running))
+
+    def _waits(self, step: Step, request: Request, drafter: Drafter) -> bool:
+        """Whether a request gains by waiting for its newest tokens, where its next row could do without."""
+        num_slots, num_computed = request.steady_until, request.num_computed_tokens
+        if num_computed >= num_slots:
+            num_slots = (num_computed // self._kv.block_size + 1) * self._kv.block_size
+        return self._most_drafts(step, request, num_slots) > 0 and self._drafts.is_worth_waiting(drafter)
 
     def _steady_until(self, request: Request) -> int:
         """Computed tokens up to which rows of one token bring no block and cannot end the request for its

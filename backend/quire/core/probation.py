@@ -11,6 +11,8 @@ from quire.request import Request
 PROVEN_TOKENS = 16
 """Tokens that a request must get further after a death to be no suspect any more: an engine is some tokens
 ahead of what has arrived when it dies, and what kills it may be there."""
+STEPS_AHEAD = 2
+"""Steps in flight, whose drafts come on top."""
 
 
 class Risk(NamedTuple):
@@ -31,9 +33,13 @@ class Probation:
     After one death they run as all others do. Those that were in the very steps under way at a second one
     run one by one, with nothing else beside them, until each is proven: if another engine dies, it is known
     with which. With two such deaths in a row the frontend ends it; the others have lost time.
+
+    Args:
+        num_draft_tokens: most that a step tries of a request: by so many more an engine may be ahead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_draft_tokens: int = 0) -> None:
+        self._num_proving = PROVEN_TOKENS + STEPS_AHEAD * num_draft_tokens
         self.risk = NO_RISK
         """Of the steps under way; another object whenever it changes."""
         self._suspects: dict[str, tuple[Request, float]] = {}
@@ -47,7 +53,7 @@ class Probation:
     def add(self, request: Request) -> None:
         """A request that an engine had which died."""
         begins_anew = request.choices is not None and request.choices.is_ranked
-        goal = math.inf if begins_anew else _num_tokens(request) + PROVEN_TOKENS
+        goal = math.inf if begins_anew else _num_tokens(request) + self._num_proving
         self._suspects[family_of(request)] = request, goal
 
     def review(self) -> str | None:

@@ -166,6 +166,9 @@ class Roster:
     def preempt(self, request: Request) -> None:
         """A running request gives its blocks to others; they are moved out where that is cheaper."""
         assert request.load_id is None, request
+        # What a step under way computes behind its known tokens may be wrong drafts.
+        known = request.num_tokens + request.num_pending_tokens - 1
+        request.num_computed_tokens = min(request.num_computed_tokens, known)
         self.transfers.drop(request)
         # A block that is still to be copied for a choice holds nothing yet, and saves go before copies.
         targets = {target for _, target in self._copies}

@@ -12,6 +12,7 @@ from quire.adapters import Adapter
 from quire.config import SchedulerConfig
 from quire.core.adapters import AdapterSlots
 from quire.core.choices import make_choices
+from quire.core.drafts import DraftBudget, Drafter
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.planner import Planner
 from quire.core.policies.admission import AdmissionControl
@@ -70,6 +71,7 @@ class Scheduler:
         tiers: KV tiers beside the pool.
         block_bytes: of a block, to weigh moving it against computing it.
         adapters: the runner's slots; None: no request has an adapter.
+        has_draft_model: whether the runner can guess.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Scheduler:
         block_bytes: int = 0,
         session_ttl_s: float = 300.0,
         adapters: AdapterSlots | None = None,
+        has_draft_model: bool = False,
     ) -> None:
         self.config = config
         self.kv = kv
@@ -103,8 +106,14 @@ class Scheduler:
         )
         self._admission = AdmissionControl(config)
         self._reservation = make_reservation(config, self.max_model_len, len(kv.groups))
-        self.probation = Probation()
-        self._planner = Planner(config, self.roster, self._reservation, self.max_model_len, self.probation)
+        self.probation = Probation(config.num_draft_tokens)
+        self._drafts = DraftBudget()
+        self._has_draft_model = has_draft_model
+        self.num_draft_tokens = self.num_accepted_drafts = 0
+        """Tokens that were tried before they were known, and how many of them were right, since start."""
+        self._planner = Planner(
+            config, self.roster, self._reservation, self.max_model_len, self.probation, self._drafts
+        )
         self._has_accounts = bool(config.tenants) or config.queue_policy == "fair"
         self._num_steps = 0
         self._in_flight: deque[Step] = deque()  # the oldest first
@@ -245,6 +254,8 @@ class Scheduler:
                     continue
                 if offers:
                     self.transfers.save(offers)
+                if row.num_drafts:
+                    self._take_drafts(request, row, result)
                 if self._has_accounts:
                     self._account(request, row, len(result.token_ids), now)
                 if not row.samples:
@@ -258,13 +269,57 @@ class Scheduler:
                     outputs += request.choices.take(request, result, self.roster, self._take, self._complete)
                 else:
                     outputs.append(self._take(request, result))
+                if self.config.num_draft_tokens and not request.is_finished:
+                    self._guess(request)
             except Exception as error:
                 outputs.append(self._give_up(request, row, error))
         self.finish_loads(runner_output.loads_done)
+        if step.requests and not step.num_prefill_tokens and not runner_output.has_caught_up:
+            self._drafts.cost.add(self.config.max_num_batched_tokens - step.budget, seconds)
         self._admission.on_step(seconds, step.num_prefill_tokens, len(step.requests))
         self.preemption_cost.on_prefill(step.num_prefill_tokens, seconds)
         self._end_step()
         return outputs
+
+    def _take_drafts(self, request: Request, row: ScheduledRequest, result: RowOutput) -> None:
+        """Takes back what the row computed behind its last right draft, and cuts what it drew behind one that
+        ends the request."""
+        drafter, num_known = request.drafter, request.num_output_tokens
+        assert drafter is not None, request
+        for count, token_id in enumerate(result.token_ids, 1):
+            if count < len(result.token_ids) and request.end_by(
+                token_id, num_known + count, self.max_model_len
+            ):
+                result.cut(count)
+                result.ends = False
+                break
+        num_right = len(result.token_ids) - 1
+        request.num_computed_tokens = min(
+            request.num_computed_tokens, row.num_computed_tokens + 1 + num_right
+        )
+        num_tried = row.num_drafts
+        if not row.draft_token_ids:
+            num_tried = result.num_drafts
+            drafter.rate_model(num_tried, num_right)
+        drafter.num_tried += num_tried
+        drafter.num_accepted += num_right
+        self.num_draft_tokens += num_tried
+        self.num_accepted_drafts += num_right
+
+    def _guess(self, request: Request) -> None:
+        """Guesses what follows the tokens that a request has now."""
+        drafter, params = request.drafter, request.sampling_params
+        if drafter is None:
+            asked = request.scheduling.num_draft
+            most = self.config.num_draft_tokens
+            most = most if asked is None else min(asked, most)
+            # Beams are chosen here, and processors may remember what they were asked.
+            if not most or params.beam_width > 1 or params.logits_processors:
+                return
+            # A draft model sees no images.
+            has_model = self._has_draft_model and request.embeds is None
+            drafter = request.drafter = Drafter(most, has_model)
+        drafter.see(request.token_ids)
 
     def _account(self, request: Request, row: ScheduledRequest, num_sampled: int, now: float) -> None:
         """Charges the tenant for what was computed, once also where it is computed again."""
@@ -283,6 +338,7 @@ class Scheduler:
         output = EngineCoreOutput(request.request_id, result.token_ids, logprobs=result.logprobs)
         if choices is not None:
             output.request_id, output.index = choices.request_id, request.index
+        _tell_drafts(output, request)
         if len(token_ids) == request.num_prompt_tokens:
             output.num_cached_tokens = request.num_cached_tokens
             output.admitted_at, output.first_token_at = request.admitted_at, self._updated
@@ -413,6 +469,11 @@ class Scheduler:
         request.num_computed_tokens = min(request.num_computed_tokens, row.num_computed_tokens)
         self.kv.uncache_from(request, row.num_computed_tokens)
 
+    @property
+    def num_tokens_in_flight(self) -> int:
+        """Of all steps that are planned and not taken in."""
+        return sum(self.config.max_num_batched_tokens - step.budget for step in self._in_flight)
+
     def has_unfinished(self) -> bool:
         return bool(self.roster.requests)
 
@@ -472,6 +533,8 @@ class Scheduler:
             num_loaded_tokens=self.transfers.num_loaded_tokens,
             num_recomputed_tokens=self._planner.num_recomputed_tokens,
             num_queried_tokens=self.kv.num_queried_tokens,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_drafts=self.num_accepted_drafts,
             num_batch_rows=rows,
             num_batch_tokens=tokens,
             num_loading=self.transfers.num_loading,
@@ -526,10 +589,19 @@ class Scheduler:
 
 def _told(request_id: str, index: int, request: Request, reason: FinishReason) -> EngineCoreOutput:
     """The last output of a choice that was ended from outside."""
-    return EngineCoreOutput(
+    output = EngineCoreOutput(
         request_id,
         finish_reason=str(reason),
         index=index,
         admitted_at=request.admitted_at,
         num_preemptions=request.num_preemptions,
     )
+    _tell_drafts(output, request)
+    return output
+
+
+def _tell_drafts(output: EngineCoreOutput, request: Request) -> None:
+    """Says how a choice's drafts have fared so far: a stop string may end it with any output."""
+    if request.drafter is not None:
+        output.num_draft_tokens = request.drafter.num_tried
+        output.num_accepted_drafts = request.drafter.num_accepted

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from quire.core.probation import NO_RISK, Risk
-from quire.engine.connection import EngineConnection
+from quire.engine.connection import THAWED_S, EngineConnection
 from quire.engine.messages import (
     AbortRequests,
     CommandResult,
@@ -35,8 +35,6 @@ RESTART_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Pauses before each attempt to replace an engine that died; the last counts for all further."""
 SOUND_S = 60.0
 """An engine that lived this long, or brought a token, is replaced at once."""
-THAWED_S = 1.0
-"""How long an engine must be seen to be overdue: after all processes were frozen it is for a moment."""
 STOP_LOOK_S = 0.2
 """Time between two looks, during such a pause, whether the engine was told to stop meanwhile."""
 MAX_FAILED_STARTS = 3

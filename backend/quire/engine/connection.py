@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import signal
+import time
 from typing import Any
 
 import zmq
@@ -19,10 +22,14 @@ from quire.engine.messages import (
     engine_message_decoder,
 )
 from quire.engine.processes import open_verified_pidfd
-from quire.engine.supervisor import EngineAddress, EngineSupervisor
+from quire.engine.supervisor import EngineAddress, EngineSupervisor, wait_or_kill
 from quire.errors import UnavailableError
 
+logger = logging.getLogger("quire")
+
 HELLO_TIMEOUT_S = 30.0
+THAWED_S = 1.0
+"""How long an engine must be seen to be overdue: after all processes were frozen it is for a moment."""
 CONNECT_ATTEMPTS = 3
 
 
@@ -34,18 +41,34 @@ def connect(context: zmq.Context[Any], supervisor: EngineSupervisor) -> tuple[En
     """Registers this process with the supervisor's engine, which is started if there is none.
 
     An engine whose last frontend has just left ends without a look at who comes: another one takes its place.
+    One that is stuck is killed for that: if it has no other frontend, nobody else watches it.
 
     Raises:
         QuireError: as of `EngineSupervisor.ensure` and `EngineConnection.hello`.
     """
+    watchdog_s = supervisor.config.scheduler.watchdog_s
     for attempts_left in reversed(range(CONNECT_ATTEMPTS)):
+        address = supervisor.ensure()
         try:
-            connection = EngineConnection(context, supervisor.ensure())
-            return connection, connection.hello(HELLO_TIMEOUT_S)
+            connection = EngineConnection(context, address)
+            return connection, connection.hello(max(HELLO_TIMEOUT_S, watchdog_s))
         except EngineEndedError:
             if not attempts_left:
                 raise
+        except UnavailableError:
+            if not watchdog_s or _is_busy(address):
+                raise
+            logger.error("frontend: engine process %d does not answer and is killed", address.pid)
+            wait_or_kill(address.pid, address.start_time, 0.0)
+            if not attempts_left:
+                raise
     raise AssertionError("unreachable")
+
+
+def _is_busy(address: EngineAddress) -> bool:
+    """Whether an engine is at something that it may still take time for, such as a long step for others."""
+    heartbeat = address.heartbeat()
+    return heartbeat is not None and time.monotonic() <= heartbeat.read()[1] < math.inf
 
 
 class EngineConnection:
@@ -87,7 +110,7 @@ class EngineConnection:
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self.pidfd, zmq.POLLIN)
-        events = dict(poller.poll(int(timeout_s * 1000)))
+        events = dict(poller.poll(int(timeout_s * 1000)) or poller.poll(int(THAWED_S * 1000)))
         for message in self.receive() if self.socket in events else ():
             if isinstance(message, EngineInfo):
                 return message

@@ -127,6 +127,7 @@ class EngineCore:
             block_bytes=executor.kv_cache.block_bytes,
             session_ttl_s=cache.session_ttl_s,
             adapters=self.adapters.slots,
+            has_draft_model=bool(config.model.draft_model),
         )
         self.adapters.requests = self.scheduler.roster.requests
         self._in_flight: deque[SchedulerOutput] = deque()
@@ -412,6 +413,7 @@ class EngineCore:
             if self.tiers is not None:
                 self.tiers.close()
             self.adapters.give_back()
+            self.scheduler.roster.take_changes(SchedulerOutput(0))  # the runner forgets by itself
             self._attach(None)
             _wait_for(self.executor.sleep(), meanwhile)
         return {"resident_bytes_before": before, "resident_bytes": resident_bytes()}
@@ -516,10 +518,10 @@ def make_executor(config: EngineConfig, *, threaded: bool = False) -> Executor:
         from quire.worker.fake_device import FakeDevice
 
         runner = FakeDevice(config)
-    elif config.model.worker_process:
-        from quire.engine.worker_process import WorkerProcess
+    elif config.model.has_workers:
+        from quire.engine.worker_group import WorkerGroup
 
-        runner = WorkerProcess(config)
+        runner = WorkerGroup(config)
     else:
         from quire.worker.model_runner import ModelRunner
 

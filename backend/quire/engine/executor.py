@@ -37,7 +37,7 @@ class Computing(Protocol):
 
 
 class Runner(Computing, Protocol):
-    """Computes steps on its caller's thread: `ModelRunner`, or `WorkerProcess`, which has one elsewhere."""
+    """Computes steps on its caller's thread: `ModelRunner`, or `WorkerGroup`, which has some elsewhere."""
 
     def launch(self, output: SchedulerOutput) -> None:
         """Begins a step; what it samples stays on the device for the steps behind it."""

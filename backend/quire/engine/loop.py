@@ -131,7 +131,6 @@ class EngineLoop:
         self._next_stats = self._next_complaint = 0.0
         self.heartbeat: Heartbeat | None = None
         """Where the loop says that it is alive; None: nowhere."""
-        self._num_scheduled_tokens = 0
         self._owes_stats = True
         """Whether something has happened since the frontends were last told of the engine's state."""
         self._first_frontend_by = math.inf
@@ -157,11 +156,12 @@ class EngineLoop:
                 self._rest()
                 self._receive(self._idle_ms())
             self._beat()
-            if self.core.has_work:
+            if self._switches and not (self.core.has_work and self.core.is_resting):
+                # One that is awake and to stay so has only wakes before it, which need no end of any request.
+                self._switch(*self._switches.popleft())
+            elif self.core.has_work:
                 self._owes_stats = True
                 self._send_outputs(self.core.step(self._serve))
-            elif self._switches:
-                self._switch(*self._switches.popleft())
             self._end_profile()
             self._push_stats()
             is_late = time.monotonic() > self._first_frontend_by
@@ -231,11 +231,7 @@ class EngineLoop:
 
     def _beat(self) -> None:
         if self.heartbeat is not None:
-            before, self._num_scheduled_tokens = (
-                self._num_scheduled_tokens,
-                self.core.scheduler.num_scheduled_tokens,
-            )
-            self.heartbeat.beat(self._num_scheduled_tokens - before)
+            self.heartbeat.beat(self.core.scheduler.num_tokens_in_flight)
 
     def stop(self, *_: Any) -> None:
         """Ends `run` after the current step; safe in a signal handler."""
@@ -413,7 +409,7 @@ class EngineLoop:
         positions = None
         if given.position_ids:
             positions = np.frombuffer(given.position_ids, dtype=np.int32).reshape(3, num_tokens)
-        if width != self.info.hidden_size or len(given.hashes) != len(given.spans):
+        if width != self.info.embeds_size or len(given.hashes) != len(given.spans):
             raise InvalidArgumentError("image_embeds", "do not fit the model or their spans")
         return PromptEmbeds(given.embeds.open(), tuple(given.spans), tuple(given.hashes), positions)
 
@@ -461,7 +457,7 @@ class EngineLoop:
             return
         self._next_stats = now + STATS_INTERVAL_S
         # Whether a worker in a process of its own is gone is asked for also while nothing is to be done.
-        self._owes_stats = self.core.config.model.worker_process
+        self._owes_stats = self.core.config.model.has_workers
         self.core.executor.check()
         message = Stats(self._stats(), self.core.adapters.listing())
         for identity in self._frontend_pidfds:
@@ -483,6 +479,7 @@ def _engine_info(core: EngineCore) -> EngineInfo:
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         hidden_size=info.hidden_size,
+        deepstack_levels=info.deepstack_levels,
         takes_position_ids=info.takes_position_ids,
         num_blocks=info.num_blocks,
         block_size=core.config.cache.block_size,

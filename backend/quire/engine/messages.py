@@ -101,7 +101,6 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     max_model_len: int
     vocab_size: int
     hidden_size: int
-    """Length of a row of `image_embeds`."""
     takes_position_ids: bool
     """Whether positions have three axes (M-RoPE)."""
     num_blocks: int
@@ -118,6 +117,13 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     `adapters`); empty: they are not cached."""
     adapters: list[AdapterStatus] = []
     """The LoRA adapters at the time; later ones come with `Stats`."""
+    deepstack_levels: int = 0
+    """See `DecoderConfig`."""
+
+    @property
+    def embeds_size(self) -> int:
+        """Length of a row of `image_embeds`."""
+        return self.hidden_size * (1 + self.deepstack_levels)
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

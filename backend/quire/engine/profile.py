@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,15 +32,11 @@ class StepProfile:
     Args:
         command: how long to record.
         info: of the runner.
-        clock: seconds, the same as the runner's.
     """
 
-    def __init__(
-        self, command: Profile, info: RunnerInfo, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, command: Profile, info: RunnerInfo) -> None:
         self._info = info
-        self._clock = clock
-        self.began = clock()
+        self.began = time.monotonic()
         self.ends_at = self.began + command.seconds
         self._steps_left = command.steps
         self._events: list[dict[str, Any]] = []
@@ -53,11 +48,11 @@ class StepProfile:
 
     @property
     def is_over(self) -> bool:
-        return self._steps_left <= 0 or self._clock() >= self.ends_at
+        return self._steps_left <= 0 or time.monotonic() >= self.ends_at
 
     def phase(self, name: str, step: int = 0) -> None:
         """The engine's present phase ends, and another begins; empty: it looks for messages."""
-        now = self._clock()
+        now = time.monotonic()
         last, began, of_step = self._phase
         if last:
             self._event(ENGINE, last, began, now, {"step": of_step} if of_step else {})
@@ -91,7 +86,7 @@ class StepProfile:
             self._event(DEVICE, f"{kind} step", *timing.device, facts)
         elif timing is not None and timing.computing is not None:
             self._event(RUNNER, f"{kind} step", *timing.computing, facts)
-        now = self._clock()
+        now = time.monotonic()
         began = timing.phases[0][1] if timing is not None and timing.phases else self._phase[1]
         self._span = min(self._span[0], began), now
         gauges = {"running": stats.num_running, "waiting": stats.num_waiting}

@@ -115,7 +115,6 @@ class EngineSupervisor:
         server = _server_name(server_pid, self.server_start_time)
         key = _digest(json.dumps(values, sort_keys=True))
         self.directory = runtime_base() / f"{server}-{key}"
-        self._begun: EngineState | None = None
         self._address: EngineAddress | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()
@@ -128,9 +127,7 @@ class EngineSupervisor:
             QuireError: as of `ensure`, but for what the engine says.
         """
         with contextlib.suppress(TimeoutError), self._met(0.0) as directory:
-            state = self._running(directory)
-            if self._process is not None:
-                self._begun = state
+            self._running(directory)
 
     def ensure(self) -> EngineAddress:
         """The running engine, started if there is none; to be called again after a failure.
@@ -145,10 +142,9 @@ class EngineSupervisor:
                 was called, or the directory cannot be written.
         """
         with self._met() as directory:
-            begun, self._begun = self._begun, None
-            state = directory.read_state()
-            is_ours = begun is not None and state is not None and state.is_of(begun)
+            state, process = directory.read_state(), self._process
             # What `begin` has begun may have ended by now, and is not tried again before that is told.
+            is_ours = process is not None and state is not None and state.pid == process.pid
             if state is None or not is_ours or state.state not in ("starting", "failed"):
                 state = self._running(directory)
             self._address = self._wait_ready(directory, state)
@@ -172,22 +168,23 @@ class EngineSupervisor:
 
     def _running(self, directory: RuntimeDirectory) -> EngineState:
         """The engine that runs or begins to, started if there is none."""
+        self.reap()
         state = directory.read_state()
         if state is not None and state.state == "stopped" and self._address is not None:
             raise EngineStoppedError(STOPPED)
         if state is None or not state.is_alive or state.state in ("failed", "stopped"):
             if state is not None:
-                _wait_or_kill(state.pid, state.start_time, STOP_WAIT_S)
+                wait_or_kill(state.pid, state.start_time, STOP_WAIT_S)
                 directory.tidy(state.pid)
             state = self._start(directory, 0 if state is None else state.generation + 1)
         return state
 
     def _checkpoint_state(self) -> list[tuple[str, int, int]]:
-        return checkpoint_state(self.config.model.model, self.config.model.tokenizer)
+        model = self.config.model
+        return checkpoint_state(model.model, model.tokenizer, model.draft_model)
 
     def _start(self, directory: RuntimeDirectory, generation: int) -> EngineState:
         """Starts an engine, which waits until it is known of: without us it ends."""
-        self.reap()
         now = self._checkpoint_state()
         if now and now != self._checkpoint:  # if there is none, the engine says what is missing
             raise CheckpointError(
@@ -221,18 +218,19 @@ class EngineSupervisor:
                         state.pid, state.address, state.generation, state.start_time, self.directory
                     )
                 if state.state == "failed":
-                    _wait_or_kill(state.pid, state.start_time, KILL_WAIT_S)
+                    wait_or_kill(state.pid, state.start_time, KILL_WAIT_S)
                     self.reap()
                     raise CheckpointError(state.error)
             if not is_alive:
                 status = None if self._process is None else self._process.poll()
+                self.reap()
                 if status == -signal.SIGTERM:  # too early to say so itself
                     directory.write_state(msgspec.structs.replace(begun, state="stopped"))
                     raise EngineStoppedError(STOPPED)
                 how = "" if status is None else f" with status {status}"
                 raise UnavailableError(f"the engine process ended{how} before it was ready")
             if time.monotonic() > deadline:
-                _wait_or_kill(begun.pid, begun.start_time, 0)
+                wait_or_kill(begun.pid, begun.start_time, 0)
                 self.reap()
                 limit = self.config.frontend.startup_timeout_s
                 raise UnavailableError(f"the engine was not ready within startup_timeout_s={limit:g}")
@@ -259,7 +257,7 @@ class EngineSupervisor:
                     return
                 state = directory.read_state()
                 if state is not None:
-                    _wait_or_kill(state.pid, state.start_time, timeout_s)
+                    wait_or_kill(state.pid, state.start_time, timeout_s)
                 self.reap()
                 directory.remove()
         except TimeoutError:
@@ -324,7 +322,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _wait_or_kill(pid: int, start_time: int, timeout_s: float) -> None:
+def wait_or_kill(pid: int, start_time: int, timeout_s: float) -> None:
     """Waits for the end of a process, and makes one after `timeout_s`."""
     pidfd = open_verified_pidfd(pid, start_time)
     if pidfd is None:

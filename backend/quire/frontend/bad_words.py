@@ -10,12 +10,12 @@ from quire.sampling_params import SamplingParams
 
 
 def with_bad_words_ids(params: SamplingParams, tokenizer: Any) -> SamplingParams:
-    """`params` with `bad_words_ids` filled from `bad_words`.
+    """`params` with `bad_words` among `bad_words_ids`.
 
     A word is banned as it is tokenized at the start of a text and after a space, since most vocabularies
     hold different tokens for the two.
     """
-    sequences: dict[tuple[int, ...], None] = {}
+    sequences = dict.fromkeys(params.bad_words_ids)
     for word in params.bad_words:
         for text in (word, " " + word):
             token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))

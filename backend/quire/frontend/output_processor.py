@@ -56,6 +56,9 @@ class OutputProcessor:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    """As of `EngineCoreOutput`, like the next; after an engine's death of the next one alone."""
+    num_accepted_drafts: int = 0
     seed: int | None = None
     """As of `EngineCoreOutput`."""
     num_continuations: int = 0
@@ -69,6 +72,8 @@ class OutputProcessor:
     first_token_at: float = 0.0
     taken_at: float = 0.0
     """When it had its latest tokens, where somebody measures that (`triton/vllm_metrics.py`)."""
+    num_counted: int = 0
+    """How many of its tokens are counted there."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -157,8 +162,8 @@ class OutputProcessor:
             True when a stop string ended the choice here, so that the engine must be told to abort it.
         """
         if len(output.new_token_ids) > 1 and self._has_stops and not self.params.is_ranked:
-            # Of the result cache. A stop string may be decided some tokens behind its own, which were told by
-            # then: so they are taken one by one, as they came. (Ranked choices come whole each time.)
+            # Of the result cache, or a step with drafts. A stop string may be decided some tokens behind its
+            # own, which were told by then: so they are taken one by one. (Beams come whole each time.)
             return any(self.process(one) for one in output.by_token()) and output.finish_reason is None
         if self.finished:
             return False
@@ -168,6 +173,8 @@ class OutputProcessor:
         self.admitted_at = self.admitted_at or output.admitted_at
         self.first_token_at = self.first_token_at or output.first_token_at
         self.num_preemptions = output.num_preemptions
+        self.num_draft_tokens = output.num_draft_tokens
+        self.num_accepted_drafts = output.num_accepted_drafts
         if not self.num_output_tokens:
             self._prompt_logprobs, self.seed = output.prompt_logprobs, output.seed
             self._embedding = output.embedding
@@ -299,10 +306,11 @@ class OutputProcessor:
 def ranked_here(params: SamplingParams) -> tuple[SamplingParams, int]:
     """What the engine is to be asked, and how many of its choices are to be told: the best; 0: all.
 
-    The engine ranks the choices of `best_of`, but knows no stop strings: with these it would go on behind
-    them, and rank by what nobody is told.
+    The choices of `best_of` are ranked here, as stop strings may end them here. The best have the highest
+    mean log-probability of their tokens, the one that ended a choice included, as the sampler reports it:
+    before temperature, filters, penalties and bans.
     """
-    if not (params.stop and (params.best_of or 0) > params.n):
+    if (params.best_of or 0) <= params.n:
         return params, 0
     logprobs = params.logprobs or 0
     return msgspec.structs.replace(params, n=params.best_of, logprobs=logprobs), params.n

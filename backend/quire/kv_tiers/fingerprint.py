@@ -30,6 +30,7 @@ HARMLESS_KEYS = frozenset({
     "result_cache_memory", "result_cache_ttl_s", "result_cache_url", "session_ttl_s", "worker_process",
     # Who is computed when, and with whom: within one engine blocks are shared by requests of all batches.
     "ageing_s", "async_scheduling", "batch_policy", "default_deadline_ms", "default_ttft_deadline_ms",
+    "draft_model", "num_draft_tokens",
     "kv_reservation", "max_long_prefills", "max_num_batched_tokens", "max_num_seqs", "max_predicted_ttft_ms",
     "max_prefill_tokens_per_request", "max_waiting_requests", "max_waiting_tokens",
     "preemption_mode", "queue_policy", "schedule_interval", "scheduler", "tenants", "trace_file",

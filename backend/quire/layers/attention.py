@@ -10,6 +10,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.models.config import DecoderConfig
 from quire_kernels import ops
+from quire_kernels.cpu.decoder import NormKind
 
 
 class Attention(nn.Module):
@@ -30,37 +31,43 @@ class Attention(nn.Module):
         self.sliding_window = config.sliding_windows[layer]
         self.backend = config.attention_backend
         query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        if config.fused_qkv:
+            parts = {"qkv_proj": sum(parts.values())}
         self.qkv = Linear(
             config,
             config.hidden_size,
-            {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size},
+            parts,
             parallel="column",
             bias=config.qkv_bias,
+            num_parts={"k_proj": config.kv_parts, "v_proj": config.kv_parts},
         )
         self.out = Linear(
             config, query_size, {"o_proj": config.hidden_size}, parallel="row", bias=config.out_bias
         )
         self.norm_eps = config.rms_norm_eps
-        self.q_norm = RMSNorm(config, self.head_dim) if config.qk_norm else None
-        self.k_norm = RMSNorm(config, self.head_dim) if config.qk_norm else None
+        self.norm_kind = NormKind.EACH_HEAD
+        if config.qk_norm_whole:
+            self.norm_kind = NormKind.ALL_HEADS
+        elif config.qk_norm_behind_rope:
+            self.norm_kind = NormKind.BEHIND_ROPE
+        sizes = (query_size, kv_size) if config.qk_norm_whole else (self.head_dim, self.head_dim)
+        self.q_norm, self.k_norm = (RMSNorm(config, size) if config.qk_norm else None for size in sizes)
         self.sinks: nn.Parameter | None = None
         if config.attention_sinks:
             self.sinks = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32), requires_grad=False)
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """[num_tokens, hidden_size] to the same; writes the new tokens' keys and values into the cache."""
-        cos, sin, kv_layer, meta, adapters = context
+        adapters = context.adapters
         heads = self.qkv(x, adapters).view(x.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = (self.q_norm.weight, self.k_norm.weight)
-        query = ops.norm_rope_write(
-            heads, self.num_heads, norms, self.norm_eps, cos, sin, kv_layer, meta.slot_mapping
-        )
+        query = self._queries(heads, context)
+        if context.query_factors is not None:
+            query = (query * context.query_factors[:, None, None]).to(query.dtype)
         attended = ops.paged_attention(
             query,
-            kv_layer,
-            meta,
+            context.kv_layer,
+            context.meta,
             scale=self.scale,
             sliding_window=self.sliding_window,
             softcap=self.softcap,
@@ -69,3 +76,21 @@ class Attention(nn.Module):
         )
         out: torch.Tensor = self.out(attended.flatten(1), adapters)
         return out
+
+    def _queries(self, heads: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        """[num_tokens, num_heads, head_dim], normalised and rotated; writes the keys and values."""
+        cos, sin, kv_layer, slots = context.cos, context.sin, context.kv_layer, context.meta.slot_mapping
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = (self.q_norm.weight, self.k_norm.weight)
+            if self.norm_kind != NormKind.EACH_HEAD:
+                query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
+                if self.norm_kind == NormKind.ALL_HEADS:
+                    query = self.q_norm(query.flatten(1)).view(query.shape)
+                    key = self.k_norm(key.flatten(1)).view(key.shape)
+                query, key = ops.rope(query, cos, sin), ops.rope(key, cos, sin)
+                if self.norm_kind == NormKind.BEHIND_ROPE:
+                    query, key = self.q_norm(query), self.k_norm(key)
+                ops.write_kv(key, value, kv_layer, slots)
+                return query
+        return ops.norm_rope_write(heads, self.num_heads, norms, self.norm_eps, cos, sin, kv_layer, slots)

@@ -30,3 +30,7 @@ class LayerContext(NamedTuple):
     meta: AttentionMetadata
     """Which tokens belong together, and where their past is, in the layer's KV group."""
     adapters: AdapterStep | None = None
+    query_factors: torch.Tensor | None = None
+    """float32 [num_tokens]; see `QueryScaling`. None: queries are not scaled."""
+    per_layer: torch.Tensor | None = None
+    """[num_tokens, per_layer_size], where the model has such."""

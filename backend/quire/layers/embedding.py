@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.layers.linear import Weight
+from quire.errors import ConfigError
+from quire.layers.linear import Part, Weight
 from quire.layers.scheme import LayerTensors, LinearScheme
+from quire_kernels import ops
+from quire_kernels.ranks import ALONE, Ranks
 from quire_kernels.weights import PackedLinear
 
 
@@ -17,9 +20,10 @@ class Embedding(nn.Module):
     """Rows of a table by token id, an output head, or both of one table.
 
     Args:
-        scale: what looked-up rows (not logits) are multiplied by; rounded to `dtype` first.
+        scale: what looked-up rows (not logits) are multiplied by.
         is_looked_up: whether rows are looked up.
         is_head: whether logits are computed.
+        ranks: who divide the vocabulary among them.
     """
 
     tensors: LayerTensors
@@ -38,28 +42,42 @@ class Embedding(nn.Module):
         scale: float | None = None,
         is_looked_up: bool = True,
         is_head: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
-        self.vocab_size, self.size, self.dtype = vocab_size, size, dtype
+        self.vocab_size, self.size, self.dtype, self.ranks = vocab_size, size, dtype, ranks
+        self._bounds = ranks.bounds(vocab_size)
         self.is_looked_up, self.is_head = is_looked_up, is_head
-        self.scale = None if scale is None else float(torch.tensor(scale, dtype=dtype, device="cpu"))
+        self.scale = scale
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [num_tokens] to [num_tokens, size]; ids are within the vocabulary (checked at admission)."""
-        rows = self.packed.rows(token_ids) if self.table is None else F.embedding(token_ids, self.table)
+        if self.ranks.size > 1:
+            begin, end = self._bounds
+            is_own = (token_ids >= begin) & (token_ids < end)
+            rows = self._rows(torch.where(is_own, token_ids - begin, 0))
+            rows = self.ranks.sum(torch.where(is_own[:, None], rows, 0))
+        else:
+            rows = self._rows(token_ids)
         return rows if self.scale is None else rows * self.scale
+
+    def _rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.packed.rows(token_ids) if self.table is None else F.embedding(token_ids, self.table)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, size] to float32 [n, vocab_size]."""
-        return self.packed(hidden, torch.float32)
+        return self.ranks.concat(self.packed(hidden, torch.float32), self.vocab_size)
 
     def best(self, hidden: torch.Tensor) -> torch.Tensor:
         """int64 [n]: `ops.argmax` of the logits of hidden [n, size]."""
+        if self.ranks.size > 1:
+            return ops.argmax(self.logits(hidden))
         return self.packed.argmax(hidden)
 
     def allocate(self, scheme: LinearScheme, path: str) -> None:
         """Makes the tensors that a scheme has for the table; `path` is its name."""
-        self.tensors = scheme.table(path, self.vocab_size, self.size, is_head=self.is_head, dtype=self.dtype)
+        begin, end = self._bounds
+        self.tensors = scheme.table(path, end - begin, self.size, is_head=self.is_head, dtype=self.dtype)
 
     def pack(self) -> None:
         """Brings the loaded tensors into the form that computes."""
@@ -81,9 +99,14 @@ class Embedding(nn.Module):
         return self.tensors.packed_bytes(None, device_type) + (0 if table is None else table.nbytes)
 
     def weights(self) -> Iterator[Weight]:
-        """What the table's tensors fill; ranks have all of them."""
+        """What the table's tensors fill."""
         for tensor in self.tensors.stored():
-            yield Weight(tensor.name, tensor.memory)
+            part = None
+            if self.ranks.size > 1:
+                if tensor.out_dim is None:
+                    raise ConfigError(f"tensor_parallel_size: {tensor.name} cannot be divided by tokens")
+                part = Part(tensor.out_dim, self._bounds[0], self.vocab_size)
+            yield Weight(tensor.name, tensor.memory, part)
 
     def _kept_table(self) -> torch.Tensor | None:
         return self.tensors.table if self.is_looked_up else None

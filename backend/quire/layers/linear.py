@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,13 +16,24 @@ from quire_kernels import ops
 from quire_kernels.weights import PackedLinear
 
 
+class Part(NamedTuple):
+    """Where a rank's part lies in a tensor that the ranks divide."""
+
+    dim: int
+    """Dimension that is divided."""
+    begin: int
+    """Index of the first of its elements there."""
+    whole: int
+    """Size of the dimension."""
+
+
 class Weight(NamedTuple):
     """Memory that one tensor of a checkpoint fills."""
 
     name: str
     memory: torch.Tensor
-    split_dim: int | None = None
-    """Dimension that tensor-parallel ranks divide among them; None: each has the whole."""
+    part: Part | None = None
+    """Which part of the tensor is this rank's; None: the whole."""
 
 
 class PartSlots:
@@ -74,6 +86,9 @@ class Linear(nn.Module):
         bias: whether every part has a bias.
         activation: of two parts of one size, gate and up: the result is activation(gate) * up. See
             `ops.pack_linear`.
+        num_parts: into how many a part is divided, by its name; else each rank has one of its own.
+
+    Sizes are this rank's.
     """
 
     tensors: LayerTensors
@@ -90,8 +105,11 @@ class Linear(nn.Module):
         parallel: Literal["column", "row"] | None,
         bias: bool,
         activation: str | None = None,
+        num_parts: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         super().__init__()
+        self.ranks = config.ranks
+        self._num_parts = {name: num_parts.get(name, config.ranks.size) for name in parts}
         self.in_features, self.parts, self.bias, self.dtype = in_features, dict(parts), bias, config.dtype
         self.parallel, self.activation = parallel, activation
         self.slots: list[PartSlots] = []
@@ -99,6 +117,11 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
         """x [num_tokens, in_features] to [num_tokens, sum of the parts], or half of it with an activation."""
+        y = self._compute(x, adapters)
+        return self.ranks.sum(y) if self.parallel == "row" else y
+
+    def _compute(self, x: torch.Tensor, adapters: AdapterStep | None) -> torch.Tensor:
+        """This rank's part of `forward`."""
         if adapters is None or not any(part.is_used(adapters) for part in self.slots):
             return self.packed(x)
         # Float32 in between, as where the activation is of the product: rows without adapter keep their bits.
@@ -125,6 +148,10 @@ class Linear(nn.Module):
 
     def pack(self) -> None:
         """Brings the loaded tensors into the form that computes."""
+        if self.parallel == "row" and self.ranks.rank:
+            for tensor in self.tensors.stored():
+                if tensor.name.endswith(".bias"):
+                    tensor.memory.zero_()  # the first rank adds it
         self.take(self.tensors.pack(self.activation))
 
     def take(self, packed: PackedLinear) -> None:
@@ -152,6 +179,12 @@ class Linear(nn.Module):
 
     def weights(self) -> Iterator[Weight]:
         """What the parts' tensors fill."""
+        ranks = self.ranks
         for name, memory, out_dim, in_dim in self.tensors.stored():
-            dims = {"column": out_dim, "row": in_dim, None: None}
-            yield Weight(name, memory, dims[self.parallel])
+            dim = {"column": out_dim, "row": in_dim, None: None}[self.parallel]
+            part = None
+            if dim is not None and ranks.size > 1:
+                count = next(count for own, count in self._num_parts.items() if f".{own}." in name)
+                size = memory.shape[dim]
+                part = Part(dim, ranks.rank * count // ranks.size * size, count * size)
+            yield Weight(name, memory, part)

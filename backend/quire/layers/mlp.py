@@ -28,14 +28,8 @@ class GatedMLP(nn.Module):
         super().__init__()
         size, bias = config.hidden_size, config.mlp_bias
         gate, up, down = names
-        self.gate_up = Linear(
-            config,
-            size,
-            {gate: inner, up: inner},
-            parallel="column",
-            bias=bias,
-            activation=config.activation,
-        )
+        parts = {"gate_up_proj": 2 * inner} if config.fused_gate_up else {gate: inner, up: inner}
+        self.gate_up = Linear(config, size, parts, parallel="column", bias=bias, activation=config.activation)
         self.down = Linear(config, inner, {down: size}, parallel="row", bias=bias)
 
     def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:

@@ -15,24 +15,32 @@ from quire.models.config import DecoderConfig, ExpertsConfig
 from quire_kernels import ops
 from quire_kernels.weights import PackedExperts
 
+SHARED_GATE = "shared_expert_gate"
+"""Name of what gates a shared expert, in checkpoints."""
+
 
 class Routes(NamedTuple):
     """Where tokens go."""
 
     experts: torch.Tensor
-    """int64 [num_tokens, num_chosen]."""
+    """int64 [num_tokens, num_routes]."""
     shares: torch.Tensor
     """float32 of that shape: what the experts' results are multiplied by before they are added."""
 
 
 class Router(Linear):
-    """Chooses the experts of each token: those of the largest logits."""
+    """Chooses the experts of each token: those of the largest scores."""
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig, name: str) -> None:
-        super().__init__(
-            config, config.hidden_size, {name: experts.num_experts}, parallel=None, bias=config.mlp_bias
-        )
-        self.num_chosen, self.renormalizes = experts.num_chosen, experts.renormalizes
+        parts = {name: experts.num_experts}
+        if experts.routing.num_gates:
+            parts[SHARED_GATE] = experts.routing.num_gates
+        super().__init__(config, config.hidden_size, parts, parallel=None, bias=config.mlp_bias)
+        self.routing = experts.routing
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if experts.has_score_bias:
+            bias = torch.empty(experts.num_experts, dtype=torch.float32)
+            self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
 
     def allocate(self, scheme: LinearScheme, path: str) -> None:
         """See Linear."""
@@ -41,11 +49,13 @@ class Router(Linear):
     def forward(self, x: torch.Tensor) -> Routes:  # type: ignore[override]
         """[num_tokens, hidden_size] to the routes, by logits that are not rounded to x's type."""
         logits = self.packed(x, torch.float32)
-        return Routes(*ops.route(logits, self.num_chosen, renormalizes=self.renormalizes))
+        return Routes(*ops.route(logits, self.routing, self.e_score_correction_bias))
 
 
 class MixtureOfExperts(nn.Module):
     """The weighted sum of what a token's experts make of it; see `ops.pack_experts`.
+
+    A shared expert is one more, whose share is 1 or a gate's.
 
     Args:
         config: of the model.
@@ -65,26 +75,29 @@ class MixtureOfExperts(nn.Module):
         router_name: str = "gate",
     ) -> None:
         super().__init__()
-        self.router = Router(config, experts, router_name)
+        self.gate = Router(config, experts, router_name)
         self.experts = nn.ModuleList(
             GatedMLP(config, experts.intermediate_size, names) for _ in range(experts.num_experts)
         )
+        self.shared_experts: GatedMLP | None = None
+        if experts.routing.shared is not None:
+            self.shared_experts = GatedMLP(config, experts.shared_size, names)
 
     def finish(self, device_type: str) -> None:
         """Joins the experts, once their layers are packed."""
         gate_up, down = [], []
-        for expert in self.experts:
+        for expert in (*self.experts, *filter(None, [self.shared_experts])):
             assert isinstance(expert, GatedMLP)
             gate_up.append(expert.gate_up.packed)
             down.append(expert.down.packed)
-        self.packed = ops.pack_experts(gate_up, down, device_type=device_type, dtype=self.router.dtype)
+        self.packed = ops.pack_experts(gate_up, down, device_type=device_type, dtype=self.gate.dtype)
 
     def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
         """[num_tokens, hidden_size] to the same; no adapter changes experts or their router."""
-        return self.packed(x, *self.router(x))
+        return self.gate.ranks.sum(self.packed(x, *self.gate(x)))
 
     @property
     def unread_bytes(self) -> int:
         """Of the packed weights, what a step with one token does not read."""
         each = [one.packed.nbytes for one in self.experts[0].modules() if isinstance(one, Linear)]
-        return (len(self.experts) - self.router.num_chosen) * sum(each)
+        return (len(self.experts) - self.gate.routing.num_chosen) * sum(each)

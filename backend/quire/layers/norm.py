@@ -35,3 +35,12 @@ class RMSNorm(nn.Module):
             return ops.add_rms_norm(x, residual, self.weight, self.eps)
         total = x + residual
         return self.forward(total), total
+
+
+class UnitNorm(RMSNorm):
+    """The same without a learned scale: a checkpoint has nothing for it."""
+
+    def __init__(self, config: DecoderConfig, size: int) -> None:
+        super().__init__(config, size)
+        del self.weight
+        self.register_buffer("weight", torch.ones(size, dtype=config.norm_dtype), persistent=False)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,9 @@ from torch import nn
 from quire.converters import INT32_MAX
 from quire.models.hf_config import HFConfig
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
+NO_ROPE = "none"
+"""Type for layers without rotary embedding, which no file names: nothing turns."""
 _ALIASES = {"su": "longrope", "mrope": "default"}
 
 
@@ -57,15 +59,26 @@ class RopeConfig:
         Raises:
             CheckpointError: unknown type, or a key of the type is missing.
         """
-        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-            raise hf.error("rope_parameters must be one object; a different rope per layer is not supported")
-        stated = rope.get("rope_type") or rope.get("type") or "default"
+        rope, scaling = hf.get("rope_parameters", {}), hf.get("rope_scaling", {})
+        for one in (rope, scaling):
+            if not isinstance(one, dict) or any(isinstance(value, dict) for value in one.values()):
+                raise hf.error(
+                    "rope_parameters must be one object; a different rope per layer is not supported"
+                )
+        rope = rope or scaling
+        stated, other = (
+            first_stated(one.get("rope_type"), one.get("type"), "default") for one in (rope, scaling)
+        )
         rope_type = _ALIASES.get(stated, stated)
+        own = {**rope, "type": stated, "rope_type": stated}
+        if scaling and {**own, **scaling, "type": other, "rope_type": other} != own:
+            # transformers takes rope_scaling, and then another rope_theta than rope_parameters has.
+            raise hf.error("rope_parameters and rope_scaling say different things: one of them must go")
         if rope_type not in ROPE_TYPES:
             raise hf.error(f"rope type {stated!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
         max_position = hf.require_int("max_position_embeddings", most=INT32_MAX)
-        original = hf.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        length = "original_max_position_embeddings"
+        original = first_stated(hf.get(length), rope.get(length))
         partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
         needed = {
             "linear": ("factor",),
@@ -76,14 +89,17 @@ class RopeConfig:
         for key in needed:
             if rope.get(key) is None:
                 raise hf.error(f"rope type {rope_type} needs the key {key!r}")
-        theta = rope.get("rope_theta") or hf.get("rope_theta") or 10000.0
+        theta = first_stated(rope.get("rope_theta"), hf.get("rope_theta"), 10000.0)
         numbers = {key: rope.get(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        numbers["original_max_position_embeddings"] = original or None
+        numbers[length] = original
         for key, value in {"rope_theta": theta, **numbers}.items():
             most = sys.float_info.max if key == "rope_theta" else INT32_MAX
             if value is not None and (type(value) not in (int, float) or not 0 < value <= most):
                 raise hf.error(f"rope parameter {key} must be a positive number, got {value!r:.40}")
         rotary_dim = int(head_dim * (1.0 if partial is None else partial))
+        if rope_type == "proportional":
+            rope = {**rope, "num_turning": rotary_dim // 2}
+            rotary_dim = head_dim if 0 <= rotary_dim <= head_dim else 0
         if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
             raise hf.error(
                 f"partial_rotary_factor={partial!r:.40} of heads of {head_dim}: an even number of dimensions "
@@ -107,6 +123,10 @@ class RopeConfig:
             frequency_factors=tuple(divisors) if divisors else None,
         )
 
+    def without_rotation(self) -> RopeConfig:
+        """The same for layers in which no position turns anything."""
+        return replace(self, rope_type=NO_ROPE)
+
     @property
     def longest_model_len(self) -> int:
         """Positions the scaling was made for.
@@ -120,6 +140,19 @@ class RopeConfig:
         if self.rope_type == "yarn":
             return max(self.max_position_embeddings, int(self.original_max_position_embeddings * factor))
         return self.max_position_embeddings
+
+
+def first_stated(*values: Any) -> Any:
+    """The first that a file states: 0 and false are stated, and wrong."""
+    return next((value for value in values if value is not None), None)
+
+
+def neighbours_apart(rows: torch.Tensor, head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """Rows of heads in which neighbours (2 i, 2 i + 1) rotate together, in the order of `ops.rope`: pairs are
+    (i, i + rotary_dim / 2). What does not rotate stays."""
+    turned, rest = rows.unflatten(0, (-1, head_dim)).tensor_split([rotary_dim], 1)
+    turned = turned.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([turned, rest], 1).flatten(0, 1)
 
 
 def rope_frequencies(rope: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
@@ -138,12 +171,17 @@ def rope_frequencies(rope: RopeConfig, max_model_len: int) -> tuple[torch.Tensor
     if rope.rope_type == "dynamic" and max_model_len > rope.max_position_embeddings:
         return _inverse(rope.rotary_dim, _dynamic_theta(rope, max_model_len)), 1.0
     frequencies, factor = _inverse(rope.rotary_dim, rope.theta), 1.0
+    if rope.rope_type == NO_ROPE:
+        return torch.zeros_like(frequencies), 1.0
     if rope.rope_type == "linear":
         frequencies = frequencies / rope.parameters["factor"]
     elif rope.rope_type == "llama3":
         frequencies = _llama3(rope, frequencies)
     elif rope.rope_type == "yarn":
         frequencies, factor = _yarn(rope, frequencies)
+    elif rope.rope_type == "proportional":
+        frequencies[rope.parameters["num_turning"] :] = 0
+        frequencies = frequencies / (rope.parameters.get("factor") or 1.0)
     elif rope.rope_type == "longrope":
         frequencies, factor = _longrope(rope, max_model_len)
     if rope.frequency_factors is not None:
@@ -185,9 +223,9 @@ def _yarn(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, fl
     if attention_factor is None:
         mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
         if mscale and all_dim:
-            attention_factor = _yarn_scale(factor, mscale) / _yarn_scale(factor, all_dim)
+            attention_factor = yarn_scale(factor, mscale) / yarn_scale(factor, all_dim)
         else:
-            attention_factor = _yarn_scale(factor, 1.0)
+            attention_factor = yarn_scale(factor, 1.0)
 
     def dimension(turns: float) -> float:
         """The (fractional) index of the frequency that turns this often over the original context."""
@@ -204,7 +242,8 @@ def _yarn(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, fl
     return frequencies / factor * slowed + frequencies * (1 - slowed), float(attention_factor)
 
 
-def _yarn_scale(factor: float, mscale: float) -> float:
+def yarn_scale(factor: float, mscale: float) -> float:
+    """What YaRN multiplies the lengths of queries and keys by (arXiv 2309.00071, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -39,10 +39,10 @@ PATTERNS_S = 5.0
 _PREFIXES = ("base_model.", "model.", "language_model.")
 _UNSUPPORTED = (
     "use_dora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters",
-    "alora_invocation_tokens", "arrow_config", "use_bdlora",
+    "alora_invocation_tokens", "arrow_config", "use_bdlora", "layer_replication",
 )  # fmt: skip
 """Keys that mean something else than a low-rank term, where they are set."""
-_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga")
+_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """Beginnings of `init_lora_weights` with which the base model's weights are changed, too."""
 
 

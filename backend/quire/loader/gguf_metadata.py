@@ -15,6 +15,7 @@ from quire_ensemble.gguf_file import GGUFError, GGUFFile
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
@@ -22,6 +23,15 @@ ARCHITECTURES = {
 """`general.architecture` to HF's name; Mistral's files say llama, as do Mixtral's, which have experts."""
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor with divisors of the rotary frequencies: llama3 scaling, worked out by the converter."""
+_UNSUPPORTED_SCALING = {
+    "attn_factor": 1,
+    "yarn_attn_factor": 1,
+    "yarn_ext_factor": 1,
+    "yarn_log_multiplier": 0,
+}
+"""Ends of keys of rotary scaling, and the values with which they change nothing."""
+_TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>")
+"""Names of tokens that end a generation where a file does not say so: llama.cpp knows them by these."""
 
 _TYPE_TO_DTYPE = {
     GGMLQuantizationType.F32: "float32",
@@ -81,7 +91,8 @@ def read_gguf_config(file: Path) -> HFConfig:
             "num_local_experts": stated(f"{arch}.expert_count"),
             "num_experts_per_tok": stated(f"{arch}.expert_used_count"),
             "moe_intermediate_size": stated(f"{arch}.expert_feed_forward_length"),
-            "norm_topk_prob": True,  # no key says so, and llama.cpp always does it
+            "shared_expert_intermediate_size": stated(f"{arch}.expert_shared_feed_forward_length"),
+            "norm_topk_prob": arch != "qwen2moe",  # no key says so; this is what llama.cpp does
         }
     return HFConfig(file, values, opened)
 
@@ -102,6 +113,9 @@ def _dtype(opened: GGUFFile, kind: GGMLQuantizationType) -> str:
 def _rope(opened: GGUFFile, arch: str) -> dict[str, Any]:
     stated, prefix = opened.metadata.get, f"{arch}.rope."
     rotated, size = stated(f"{prefix}dimension_count"), stated(f"{arch}.attention.key_length")
+    heads, hidden_size = stated(f"{arch}.attention.head_count"), stated(f"{arch}.embedding_length")
+    if size is None and type(heads) is type(hidden_size) is int and heads > 0:
+        size = hidden_size // heads
     if None not in (rotated, size) and rotated != size:
         raise CheckpointError(
             f"{opened.path}: {prefix}dimension_count is {shown(rotated)}, of heads of {shown(size)} "
@@ -111,11 +125,20 @@ def _rope(opened: GGUFFile, arch: str) -> dict[str, Any]:
         "rope_type": "default",
         "rope_theta": stated(f"{prefix}freq_base") or 10000.0,
     }
-    scaling = stated(f"{prefix}scaling.type")
-    if scaling not in (None, "none"):
+    factor = stated(f"{prefix}scaling.factor") or stated(f"{prefix}scale_linear")
+    scaling = stated(f"{prefix}scaling.type", "linear" if factor else "none")
+    if scaling != "none":
+        for key, neutral in _UNSUPPORTED_SCALING.items():
+            if stated(f"{prefix}scaling.{key}", neutral) != neutral:
+                raise CheckpointError(
+                    f"{opened.path}: {prefix}scaling.{key} is {shown(stated(f'{prefix}scaling.{key}'))}: not "
+                    f"supported, only {neutral}"
+                )
+        betas = {key: stated(f"{prefix}scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
         rope |= {
+            **{key: value for key, value in betas.items() if value is not None},
             "rope_type": scaling,
-            "factor": stated(f"{prefix}scaling.factor"),
+            "factor": factor,
             "original_max_position_embeddings": stated(f"{prefix}scaling.original_context_length"),
             "truncate": arch != "gpt-oss",  # whose files do not say that its checkpoints have it so
         }
@@ -132,9 +155,10 @@ def _rope(opened: GGUFFile, arch: str) -> dict[str, Any]:
 
 
 def _eos(opened: GGUFFile) -> list[int]:
-    ids = [opened.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    if opened.metadata["general.architecture"] == "gpt-oss":
-        # A call ends a generation too; the files leave that to who reads them.
-        tokens = opened.metadata.get("tokenizer.ggml.tokens") or []
-        ids += [tokens.index("<|call|>")] if "<|call|>" in tokens else []
+    ids = [opened.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens = opened.metadata.get("tokenizer.ggml.tokens")
+    # A call ends a generation of gpt-oss too; the files leave that to who reads them.
+    calls = ("<|call|>",) if opened.metadata["general.architecture"] == "gpt-oss" else ()
+    if isinstance(tokens, list):
+        ids += [tokens.index(name) for name in (*_TURN_ENDS, *calls) if name in tokens]
     return [token_id for token_id in ids if token_id is not None]

@@ -14,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from quire.errors import CheckpointError
+from quire.layers.rotary import neighbours_apart
 from quire.loader.gguf_metadata import ROPE_FACTORS, is_mixtral
 from quire.loader.gguf_scheme import GGUFScheme
 from quire.models.config import MAX_EXPERTS
@@ -45,6 +46,10 @@ _IN_BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "post_attention_norm": "post_attention_layernorm",
     "attn_sinks": "self_attn.sinks",
 }
@@ -189,5 +194,5 @@ def _decode(
 
 def _rotate_half_order(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Rows of each head from pairs (0, 1), (2, 3), ... back to pairs (i, i + head_dim / 2)."""
-    pairs = tensor.unflatten(0, (num_heads, -1, 2))
-    return pairs.transpose(1, 2).reshape(tensor.shape)
+    size = tensor.shape[0] // num_heads
+    return neighbours_apart(tensor, size, size)

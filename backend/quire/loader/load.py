@@ -17,7 +17,7 @@ import xxhash
 from quire.config import ModelConfig
 from quire.errors import CheckpointError, ConfigError
 from quire.layers.embedding import Embedding
-from quire.layers.linear import Linear
+from quire.layers.linear import Linear, Weight
 from quire.layers.scheme import SCHEMES
 from quire.loader.files import Wanted, WeightFiles, find_weights, read_ahead
 from quire.loader.info import checkpoint_state, read_configs
@@ -31,6 +31,7 @@ from quire.models.registry import model_class, with_head
 from quire_ensemble.errors import one_line
 from quire_ensemble.weight_files import NamedTensor
 from quire_kernels.host_memory import give_back
+from quire_kernels.ranks import ALONE, Ranks
 
 _MAX_LISTED = 16
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
@@ -77,6 +78,7 @@ def load_model(
     *,
     check: Callable[[DecoderConfig], None] | None = None,
     with_digest: bool = False,
+    ranks: Ranks = ALONE,
 ) -> LoadedModel:
     """Builds the model a checkpoint names and fills it.
 
@@ -86,16 +88,17 @@ def load_model(
         device: of the weights.
         check: called before the weights are read; raises what the model's shape does not allow.
         with_digest: whether the weights are to be told from others.
+        ranks: who compute it; this one takes its part.
 
     Raises:
         CheckpointError: missing, broken, unsupported, or not the same all the time; one line that names the
             file.
-        ConfigError: the checkpoint's shapes do not allow the quantisation.
+        ConfigError: the checkpoint's shapes do not allow the quantisation, or so many ranks.
     """
     state = checkpoint_state(config.model)
     cache = PackedCache.of(config, device)
     entry = cache and PackedEntry(cache, config)
-    empty = empty_model(config, device, check=check)
+    empty = empty_model(config, device, check=check, ranks=ranks)
     model, files = empty.model, empty.files
     keeping, weights_digest = None, entry.fill(model, with_digest) if entry else None
     if weights_digest is not None:
@@ -127,7 +130,11 @@ def load_model(
 
 
 def empty_model(
-    config: ModelConfig, device: torch.device, *, check: Callable[[DecoderConfig], None] | None = None
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    check: Callable[[DecoderConfig], None] | None = None,
+    ranks: Ranks = ALONE,
 ) -> EmptyModel:
     """The model a checkpoint names, before its weights are read; arguments and errors as of `load_model`.
 
@@ -152,9 +159,6 @@ def empty_model(
         )
         files = files and scheme.prepared(files)
     parsed = replace(parsed, scheme=scheme, attention_backend=backend)
-    _check_input_sizes(parsed, config.quantization)
-    if check is not None:
-        check(parsed)
     experts = parsed.experts
     num_experts = 0 if experts is None else len(experts.layers) * experts.num_experts
     needed = parsed.num_weights + _WEIGHTS_PER_EXPERT * num_experts
@@ -164,6 +168,13 @@ def empty_model(
             f"{files.source}: {files.num_bytes} bytes are too few for the {parsed.num_weights} weights"
             f"{of_experts} that {hf.path.name} means: truncated, or another model's"
         )
+    if ranks.size > 1:
+        if rules is not None and any(getattr(form, "is_gemv", False) for _, form in rules.rules):
+            raise ConfigError("tensor_parallel_size: ranks do not divide AWQ weights of version gemv")
+        parsed = parsed.of_rank(ranks)
+    _check_input_sizes(parsed, config.quantization)
+    if check is not None:
+        check(parsed)
     with understood(hf):
         model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device).eval()
         ends = as_token_ids(generation.get("eos_token_id")) or as_token_ids(hf.get("eos_token_id"))
@@ -264,7 +275,7 @@ def fill_weights(
 def _filled(
     model: DecoderModel, tensors: Iterable[NamedTensor], source: Path
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    targets = {name: memory for name, memory, _ in model.weights()}
+    targets = {weight.name: weight for weight in model.weights()}
     needed = frozenset(targets)
     unexpected: dict[Path, list[str]] = {}
     tables: list[NamedTensor] = []
@@ -272,27 +283,29 @@ def _filled(
     nothing = torch.empty(0)
 
     def wanted() -> Iterator[Wanted]:
-        for stored in (part for one in tensors for part in model.split(one)):
-            name, tensor, file = stored[:3]
+        for whole in (part for one in tensors for part in model.split(one)):
+            name, tensor, file = whole[:3]
             own = model.canonical_name(name)
             if own not in needed and f"model.{own}" in needed:
                 own = f"model.{own}"  # saved without its head, and so without the prefix
-            target = targets.pop(own, None)
-            if target is None and own in needed:
+            weight = targets.pop(own, None)
+            if weight is None and own in needed:
                 raise CheckpointError(f"{file}: {name} stands for {own}, as a tensor before it does")
-            if target is None:
+            if weight is None:
                 if own == HEAD and model.config.tie_word_embeddings:
-                    tied_heads.append(stored)
-                elif not model.ignores(own) and not _is_absent_bias(own, stored):
+                    tied_heads.append(whole)
+                elif not model.ignores(own) and not _is_absent_bias(own, whole):
                     unexpected.setdefault(file, []).append(name)
                 continue
-            if _sizes(tensor) != _sizes(target):
-                raise CheckpointError(
-                    f"{file}: {name} has shape {list(tensor.shape)}, config.json means {list(target.shape)}"
-                )
+            shape, target = _whole_shape(weight), weight.memory
+            if _sizes(tensor.shape) != _sizes(shape):
+                ranks = model.config.ranks.size
+                means = "config.json means" + (f", for {ranks} ranks," if ranks > 1 else "")
+                raise CheckpointError(f"{file}: {name} has shape {list(tensor.shape)}, {means} {shape}")
             if tensor.dtype != target.dtype and not (_is_wide(tensor) and _is_wide(target)):
                 wanted = "floating point" if _is_wide(target) else target.dtype
                 raise CheckpointError(f"{file}: {name} has type {tensor.dtype}, expected {wanted}")
+            stored = _part_of(whole, weight)
             is_kept = (
                 stored.offset is not None
                 and stored.change is None
@@ -302,7 +315,7 @@ def _filled(
                 and model.convert(own, nothing) is nothing
             )
             if own == TABLE:
-                tables.append(stored)
+                tables.append(whole)
             yield Wanted(stored, own, target, is_kept)
 
     try:
@@ -332,9 +345,37 @@ def check_tied(head: NamedTensor, table: NamedTensor, dtype: torch.dtype) -> Non
         )
 
 
-def _sizes(tensor: torch.Tensor) -> list[int]:
+def _whole_shape(weight: Weight) -> list[int]:
+    """Of the tensor of which a rank has a part."""
+    shape = list(weight.memory.shape)
+    if weight.part is not None:
+        shape[weight.part.dim] = weight.part.whole
+    return shape
+
+
+def _part_of(stored: NamedTensor, weight: Weight) -> NamedTensor:
+    """A rank's part of a tensor. Of one that is divided along its first dimension no more is read."""
+    if weight.part is None:
+        return stored
+    (dim, begin, _), shape, change = weight.part, _whole_shape(weight), stored.change
+    size, has_groups = weight.memory.shape[dim], weight.name.endswith("g_idx")
+
+    def cut(content: torch.Tensor) -> torch.Tensor:
+        part = (content if change is None else change(content)).reshape(shape).narrow(dim, begin, size)
+        return part - part.min() if has_groups else part  # a rank counts its groups from its own first
+
+    tensor = stored.tensor.reshape(shape).narrow(dim, begin, size)
+    if change is None and stored.offset is None:
+        return stored._replace(tensor=cut(stored.tensor))
+    if change is None and stored.offset is not None and dim == 0 and not has_groups:
+        return stored._replace(tensor=tensor, offset=stored.offset + begin * stored.tensor.nbytes // shape[0])
+    raw = stored.tensor if stored.raw is None else stored.raw
+    return stored._replace(tensor=tensor, change=cut, raw=raw)
+
+
+def _sizes(shape: Iterable[int]) -> list[int]:
     """Of the dimensions, but for those of one, with which checkpoints are free where there are scales."""
-    return [size for size in tensor.shape if size > 1]
+    return [size for size in shape if size > 1]
 
 
 def _is_wide(tensor: torch.Tensor) -> bool:
@@ -352,8 +393,10 @@ def _check_input_sizes(config: DecoderConfig, quantization: str | None) -> None:
     sizes = {
         "hidden_size": config.hidden_size,
         **config.inner_sizes,
-        "num_attention_heads * head_dim": config.num_heads * config.head_dim,
+        "inputs of o_proj": config.attended_size,
     }
+    if config.latent is not None and config.latent.query_rank is not None:
+        sizes["q_lora_rank"] = config.latent.query_rank
     group = config.scheme.input_multiple
     for name, size in sizes.items():
         if size % group:

@@ -210,6 +210,7 @@ class PackedEntry:
             "dtype": str(model.config.dtype),
             "quantization": self._config.quantization,
             "load_format": self._config.load_format,
+            "ranks": [model.config.ranks.rank, model.config.ranks.size],
             **code_identity(torch.device("cpu")),
         }
         return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()

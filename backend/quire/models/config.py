@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from quire.converters import INT32_MAX
+from quire.errors import ConfigError
 from quire.layers.rotary import RopeConfig
 from quire.layers.scheme import SCHEMES, LinearScheme
-from quire.models.hf_config import MAX_HEADS, HFConfig
+from quire.models.hf_config import MAX_HEADS, MAX_SIZE, HFConfig
+from quire_kernels.ranks import ALONE, Ranks
+from quire_kernels.routing import Routing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = {
@@ -33,27 +37,183 @@ class ExpertsConfig:
     layers: tuple[int, ...]
     """Which layers have them; the others have a feed-forward of `intermediate_size`."""
     num_experts: int
-    """Of a layer."""
-    num_chosen: int
-    """By a token."""
+    """Of a layer, the shared one apart."""
     intermediate_size: int
     """Of one expert."""
-    renormalizes: bool
-    """Whether the weights of a token's experts sum to 1; else they are shares among all experts."""
+    routing: Routing
+    has_score_bias: bool = False
+    """Whether a layer has a bias of each expert's score, for the choice."""
+    scales_inputs: bool = False
+    """Whether shares multiply what goes into experts, and not what comes out."""
+    shared_size: int = 0
+    """Inner size of the one that computes every token; 0: there is none."""
 
     @classmethod
     def from_hf(
-        cls, hf: HFConfig, count_key: str, size_key: str, *, layers: Iterable[int], renormalizes: bool
+        cls,
+        hf: HFConfig,
+        count_key: str,
+        size_key: str,
+        *,
+        layers: Iterable[int],
+        renormalizes: bool,
+        gated_shared_size: int = 0,
     ) -> ExpertsConfig:
-        """Reads the sizes under their keys, which families call differently; raises CheckpointError."""
+        """Reads the sizes under their keys, which families call differently; raises CheckpointError.
+
+        Args:
+            gated_shared_size: of a shared expert with a gate; 0: there is none.
+        """
         num_experts = hf.require_int(count_key, most=MAX_EXPERTS)
         return cls(
             layers=tuple(layers),
             num_experts=num_experts,
-            num_chosen=hf.require_int("num_experts_per_tok", most=num_experts),
             intermediate_size=hf.require_int(size_key),
-            renormalizes=renormalizes,
+            routing=Routing(
+                num_chosen=hf.require_int("num_experts_per_tok", most=num_experts),
+                renormalizes=renormalizes,
+                shared="gated" if gated_shared_size else None,
+            ),
+            shared_size=gated_shared_size,
         )
+
+    @classmethod
+    def of_deepseek(
+        cls, hf: HFConfig, num_layers: int, *, scoring: Literal["softmax", "sigmoid"] = "sigmoid"
+    ) -> ExpertsConfig:
+        """Reads the keys of DeepSeek's checkpoints, and of those that follow them.
+
+        Experts are chosen by sigmoids, with a bias and a group's two best (version 3, `topk_method`
+        noaux_tc), or by softmax (version 2): among all (greedy), or by a group's best (group_limited_greedy).
+        With softmax shares are never renormalised.
+
+        Args:
+            scoring: what the family's class has, whose files may say it under `scoring_func`.
+
+        Raises:
+            CheckpointError: a value is missing, wrong, or another one than the family's class obeys.
+        """
+        is_sigmoid = scoring == "sigmoid"
+        methods = ("noaux_tc",) if is_sigmoid else ("greedy", "group_limited_greedy")
+        method = hf.get("topk_method", methods[0])
+        # dots.llm1's files have the method's name for its scores.
+        scorings = (scoring, "noaux_tc") if is_sigmoid else (scoring,)
+        for key, value, known in (
+            ("scoring_func", hf.get("scoring_func", scoring), scorings),
+            ("topk_method", method, methods),
+            ("moe_layer_freq", hf.require_int("moe_layer_freq", 1), (1,)),
+        ):
+            if value not in known:
+                supported = ", ".join(map(str, known))
+                raise hf.error(f"{key} {value!r:.40} is not supported; supported: {supported}")
+        num_experts = hf.require_int("n_routed_experts", most=MAX_EXPERTS)
+        num_groups = num_chosen_groups = 1
+        if method != "greedy":
+            num_groups = hf.require_int("n_group", 1, most=num_experts)
+            num_chosen_groups = hf.require_int("topk_group", 1, most=num_groups)
+        group_size, group_best = num_experts // num_groups, 2 if is_sigmoid else 1
+        if num_experts % num_groups or group_size < group_best:
+            raise hf.error(
+                f"n_routed_experts={num_experts} in n_group={num_groups}: groups must be equal, and have "
+                f"{group_best} experts or more"
+            )
+        num_chosen = hf.require_int("num_experts_per_tok", most=num_chosen_groups * group_size)
+        renormalizes = hf.flag("norm_topk_prob", False)
+        if renormalizes and not is_sigmoid:
+            raise hf.error("norm_topk_prob true is not supported with softmax: transformers does not obey it")
+        dense, size = hf.get("first_k_dense_replace", 0), hf.require_int("moe_intermediate_size")
+        if type(dense) is not int or not 0 <= dense <= num_layers:
+            raise hf.error(
+                f"first_k_dense_replace must be a number of layers up to {num_layers}, got {dense!r:.40}"
+            )
+        shared_size = size * hf.require_int("n_shared_experts", most=MAX_SIZE // size)
+        return cls(
+            layers=tuple(range(dense, num_layers)),
+            num_experts=num_experts,
+            intermediate_size=size,
+            routing=Routing(
+                num_chosen=num_chosen,
+                renormalizes=renormalizes,
+                scoring=scoring,
+                scale=hf.number("routed_scaling_factor", 1.0),
+                num_groups=num_groups,
+                num_chosen_groups=num_chosen_groups,
+                group_best=group_best,
+                shared="whole",
+            ),
+            has_score_bias=is_sigmoid,
+            shared_size=shared_size,
+        )
+
+
+class NormNames(NamedTuple):
+    """What the norms of a layer are called in checkpoints; None: there is none in that place."""
+
+    attention_input: str | None
+    attention_output: str | None
+    """Of what is added to the residual stream, as `mlp_output`."""
+    mlp_input: str | None
+    mlp_output: str | None
+
+
+INPUT_NORMS = NormNames("input_layernorm", None, "post_attention_layernorm", None)
+SANDWICH_NORMS = NormNames(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+OUTPUT_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+
+class QueryScaling(NamedTuple):
+    """Queries at position p are multiplied by 1 + beta * ln(1 + floor((p + offset) / length)), for contexts
+    longer than those of the training (Llama 4; "Scalable-Softmax Is Superior for Attention", arXiv
+    2501.19399)."""
+
+    beta: float
+    length: int
+    offset: int
+    """0, or 1, with which the p-th token counts as one more."""
+    layers: tuple[int, ...]
+    """The others' queries are not."""
+
+    def factors(self, positions: torch.Tensor) -> torch.Tensor:
+        """float32 [num_tokens] of int64 positions [num_tokens]."""
+        return 1 + self.beta * torch.log(1 + torch.floor((positions + self.offset) / self.length))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention; see `LatentAttention`."""
+
+    kv_rank: int
+    """Of the latent of which all keys and values are made."""
+    query_rank: int | None
+    """Of that of queries; None: they are made of the hidden state."""
+    nope_dim: int
+    """Dimensions of a head's queries and keys that are not rotated."""
+    rope_dim: int
+    """Those that are."""
+    value_dim: int
+    """Of a head's values."""
+    interleaved: bool
+    """Whether pairs of neighbours rotate; else pairs (i, i + rope_dim / 2)."""
+
+    @classmethod
+    def from_hf(cls, hf: HFConfig) -> LatentConfig:
+        """Raises CheckpointError."""
+        # A null says that there is none, and no key that it is the default.
+        has_rank = hf.values.get("q_lora_rank", 1536) is not None
+        config = cls(
+            kv_rank=hf.require_int("kv_lora_rank", 512, most=MAX_HEADS),
+            query_rank=hf.require_int("q_lora_rank", 1536) if has_rank else None,
+            nope_dim=hf.require_int("qk_nope_head_dim", 128, most=MAX_HEADS),
+            rope_dim=hf.require_int("qk_rope_head_dim", 64, most=MAX_HEADS),
+            value_dim=hf.require_int("v_head_dim", 128, most=MAX_HEADS),
+            interleaved=hf.flag("rope_interleave", True),
+        )
+        return config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +227,7 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Of queries, keys and values as attention over the cache has them; so is `num_kv_heads`."""
     max_position_embeddings: int
     """Longest sequence the checkpoint states; the default of `max_model_len`."""
     dtype: torch.dtype
@@ -78,38 +239,119 @@ class DecoderConfig:
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
     """How many positions a token sees in each layer, itself included; None: all."""
-    sliding_rope: RopeConfig | None = None
-    """Rotary embedding of the layers with a window, where it differs from `rope`."""
+    other_rope: RopeConfig | None = None
+    """Rotary embedding of `other_rope_layers`, where some layers do not have `rope`."""
+    other_rope_layers: tuple[int, ...] = ()
+    rope_interleaved: bool = False
+    """Whether neighbouring dimensions of a head rotate together, in the order that checkpoints have; here
+    they are apart by half of what rotates, as the rows of what makes queries and keys are put in order."""
+    query_scaling: QueryScaling | None = None
+    chunk_size: int | None = None
+    """In `chunked_layers` tokens see those before them in their chunk of so many positions alone; see
+    `AttentionMetadata.chunked`."""
+    chunked_layers: tuple[int, ...] = ()
     attention_scale: float
     attention_softcap: float | None = None
     attention_sinks: bool = False
     """Whether each query head has a score whose value is nothing; see `ops.paged_attention`."""
     logits_softcap: float | None = None
     """Logits become softcap * tanh(logit / softcap)."""
+    logits_divisor: float = 1.0
     embedding_scale: float | None = None
     """What the embeddings of tokens (not those given by a request) are multiplied by."""
+    norms: NormNames = INPUT_NORMS
+    residual_multiplier: float = 1.0
+    """Of what attention and feed-forward add to the residual stream."""
+    wide_norms: bool = False
+    """Norms' scales are float32 and apply before rounding."""
+    per_layer_size: int = 0
+    """Of what each layer gets of a token beside hidden states; `DecoderModel.embed` has it behind these."""
     unit_offset_norms: bool = False
-    """Checkpoints hold the norms' scales less 1, which are float32 and apply before rounding."""
+    """The same, and checkpoints hold them less 1."""
     qkv_bias: bool = False
     out_bias: bool = False
+    fused_qkv: bool = False
+    """Whether checkpoints hold query, key and value projections as one, `qkv_proj`."""
+    fused_gate_up: bool = False
+    """The same of feed-forward layers' gate and up: `gate_up_proj`."""
     mlp_bias: bool = False
     """Of feed-forward layers, and of experts and what chooses them."""
+    deepstack_levels: int = 0
+    """Layers, from the first on, behind which the rows of images add to the hidden states once more."""
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
+    """What keys and values are made of where one latent stands for those of all heads."""
     qk_norm: bool = False
-    """RMSNorm over each query and key head before the rotary embedding."""
+    """RMSNorm over each query and key head before the rotary embedding, but for what follows."""
+    qk_norm_whole: bool = False
+    """Over all query heads together, and all key heads."""
+    qk_norm_behind_rope: bool = False
     scheme: LinearScheme = SCHEMES[None]
     """That of the linear layers."""
     attention_backend: str | None = None
     """Implementation of attention that was asked for; None: the best one. No checkpoint states it."""
+    ranks: Ranks = ALONE
+    """Who computes the model. Numbers of heads, `intermediate_size` and that of experts are this rank's."""
+    whole: DecoderConfig | None = None
+    """That of all ranks together, where this is of one of several."""
+    kv_parts: int = 1
+    """How many parts of the KV heads there are: as many as ranks, or fewer, which several ranks have."""
 
     def __post_init__(self) -> None:
         for window in self.sliding_windows:
             if window is not None and (type(window) is not int or not 1 <= window <= INT32_MAX):
                 raise ValueError(f"a sliding window of {window!r:.40}")
-        for name in ("attention_scale", "attention_softcap", "logits_softcap"):
+        for name in (
+            *("attention_scale", "attention_softcap", "logits_softcap", "logits_divisor"),
+            *("embedding_scale", "residual_multiplier"),
+        ):
             value = getattr(self, name)
             if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
                 raise ValueError(f"{name} of {value!r:.40} is no positive number")
+
+    def of_rank(self, ranks: Ranks) -> DecoderConfig:
+        """A rank's part: of each layer its share of the heads and of the inner features.
+
+        Raises:
+            ConfigError: the ranks cannot have equal shares.
+        """
+        experts, kv_heads, size = self.experts, self.num_kv_heads, ranks.size
+        for key, is_so in self._undivided.items():
+            if is_so:
+                raise ConfigError(f"tensor_parallel_size={size}: ranks do not divide {key}")
+        for name, whole in {"num_attention_heads": self.num_heads, **self.inner_sizes}.items():
+            if whole % size:
+                raise ConfigError(f"tensor_parallel_size={size} does not divide {name}={whole}")
+        if kv_heads % size and size % kv_heads:
+            raise ConfigError(
+                f"tensor_parallel_size={size} does not divide num_key_value_heads={kv_heads}, nor is it a "
+                "multiple of it"
+            )
+        if experts is not None:
+            experts = replace(
+                experts,
+                intermediate_size=experts.intermediate_size // size,
+                shared_size=experts.shared_size // size,
+            )
+        return replace(
+            self,
+            ranks=ranks,
+            whole=self,
+            kv_parts=min(size, kv_heads),
+            num_heads=self.num_heads // size,
+            num_kv_heads=max(1, kv_heads // size),
+            intermediate_size=self.intermediate_size // size,
+            experts=experts,
+        )
+
+    @property
+    def _undivided(self) -> dict[str, bool]:
+        """What of families' own ranks cannot divide, and whether the model has it."""
+        return {
+            "projections that a checkpoint holds as one": self.fused_qkv or self.fused_gate_up,
+            "norms of all heads together": self.qk_norm_whole,
+            "layers of different shapes": type(self) is not DecoderConfig,
+        }
 
     @property
     def num_weights(self) -> int:
@@ -120,13 +362,32 @@ class DecoderConfig:
         return of_layers + tables * self.vocab_size * self.hidden_size
 
     def layer_weights(self, num_experts: int) -> int:
-        """Of the matrices of all layers, with so many of a layer's experts."""
-        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        rows = self.num_layers * (2 * heads + 2 * kv_heads + 3 * self.intermediate_size)
+        """Of the matrices of all layers, with so many of a layer's experts, and the shared one."""
+        rows = self.num_layers * 3 * self.intermediate_size
         if self.experts is not None:
-            of_experts = self.experts.num_experts + 3 * num_experts * self.experts.intermediate_size
-            rows += len(self.experts.layers) * (of_experts - 3 * self.intermediate_size)
-        return self.hidden_size * rows
+            inner = num_experts * self.experts.intermediate_size + self.experts.shared_size
+            router = self.experts.num_experts + self.experts.routing.num_gates
+            rows += len(self.experts.layers) * (router + 3 * (inner - self.intermediate_size))
+        return self.hidden_size * rows + self.num_layers * self._attention_weights
+
+    @property
+    def attended_size(self) -> int:
+        """What of all heads goes into a layer's `o_proj`."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+
+    @property
+    def _attention_weights(self) -> int:
+        """Of the matrices of a layer's attention."""
+        latent = self.latent
+        if latent is None:
+            return 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
+        query_size = self.num_heads * (latent.nope_dim + latent.rope_dim)
+        sizes = self.attended_size + latent.kv_rank + latent.rope_dim
+        of_query = self.hidden_size * query_size
+        if latent.query_rank is not None:
+            of_query = latent.query_rank * (self.hidden_size + query_size)
+        expanded = self.num_heads * latent.nope_dim + self.attended_size
+        return self.hidden_size * sizes + of_query + latent.kv_rank * expanded
 
     @property
     def inner_sizes(self) -> dict[str, int]:
@@ -136,12 +397,48 @@ class DecoderConfig:
             if len(self.experts.layers) == self.num_layers:
                 del sizes["intermediate_size"]
             sizes["intermediate_size of experts"] = self.experts.intermediate_size
+            if self.experts.shared_size:
+                sizes["intermediate_size of the shared expert"] = self.experts.shared_size
         return sizes
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Of each layer, whose keys and values it reads: its own, or, at the end, those of one before."""
+        return tuple(range(self.num_layers))
+
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """Windows of the layers that keep keys and values: the first ones."""
+        return self.sliding_windows[: max(self.kv_layers) + 1]
+
+    @property
+    def embedded_size(self) -> int:
+        """Of a row of `DecoderModel.embed`."""
+        return self.hidden_size + self.num_layers * self.per_layer_size
+
+    @property
+    def keeps_logits_order(self) -> bool:
+        """Whether different products of the output head are different logits: a cap, or a divisor that is no
+        power of two, may round them to one number."""
+        return self.logits_softcap is None and math.frexp(self.logits_divisor)[0] == 0.5
+
+    @property
+    def embeds_size(self) -> int:
+        """Length of a row of an image: its embedding, and what the levels of deepstack add."""
+        return self.hidden_size * (1 + self.deepstack_levels)
 
     @property
     def norm_dtype(self) -> torch.dtype:
         """Type of the norms' scales."""
-        return torch.float32 if self.unit_offset_norms else self.dtype
+        return torch.float32 if self.unit_offset_norms or self.wide_norms else self.dtype
+
+    def with_sliding_rope(self, windows: tuple[int | None, ...], rope: RopeConfig) -> DecoderConfig:
+        """The same with windows, and another rotary embedding in the layers that have one."""
+        if rope.rotary_dim != self.rope.rotary_dim:
+            sizes = f"{self.rope.rotary_dim} and {rope.rotary_dim}"
+            raise ValueError(f"{sizes} dimensions of a head would rotate in different layers")
+        layers = tuple(layer for layer, window in enumerate(windows) if window is not None)
+        return replace(self, sliding_windows=windows, other_rope=rope, other_rope_layers=layers)
 
     @classmethod
     def from_hf(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
@@ -159,6 +456,8 @@ class DecoderConfig:
             raise hf.error(
                 f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}"
             )
+        if not hf.flag("is_causal", True):
+            raise hf.error("is_causal false is not supported: tokens see those before them alone")
         activation = hf.get("hidden_act", "silu")
         if activation not in ACTIVATIONS:
             raise hf.error(f"hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
@@ -199,3 +498,34 @@ def windows_by_layer_type(hf: HFConfig, num_layers: int, window: int | None) -> 
         if name not in windows:
             raise hf.error(f"layer type {name!r} is not supported; supported: {', '.join(windows)}")
     return tuple(windows[name] for name in types)
+
+
+def ropes_by_layer_type(
+    hf: HFConfig, theta: Any, sliding_theta: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rope parameters of the layers that see everything and of those with a window.
+
+    Args:
+        theta: of the former, where the file states none for them; sliding_theta of the latter.
+
+    Raises:
+        CheckpointError: rope_parameters holds anything but an object for each type.
+    """
+    by_type = hf.get("rope_parameters", {})
+    if not isinstance(by_type, dict) or not all(isinstance(value, dict | None) for value in by_type.values()):
+        raise hf.error("rope_parameters must hold an object for each type of layer")
+    # Older files state a scaling of the layers that see everything only.
+    full = {**(by_type.get("full_attention") or {}), **hf.get("rope_scaling", {})}
+    sliding = by_type.get("sliding_attention") or {}
+    return {"rope_theta": theta, **full}, {"rope_theta": sliding_theta, **sliding}
+
+
+def layers_without_rope(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
+    """Those with a 0 in `no_rope_layers`, or every `no_rope_layer_interval`th; raises CheckpointError."""
+    flags = hf.get("no_rope_layers")
+    if not flags:
+        interval = hf.require_int("no_rope_layer_interval", 4)
+        return tuple(range(interval - 1, num_layers, interval))
+    if not isinstance(flags, list) or len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
+        raise hf.error(f"no_rope_layers must be {num_layers} numbers 0 or 1, got {flags!r:.80}")
+    return tuple(layer for layer, flag in enumerate(flags) if not flag)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -19,19 +20,23 @@ class GemmaForCausalLM(DecoderModel):
         """See DecoderModel."""
         if hf.get("use_bidirectional_attention"):
             raise hf.error("use_bidirectional_attention is not supported: the model generates no text")
-        activation = hf.get("hidden_activation") or hf.get("hidden_act", "gelu")
         config = super().parse_config(
-            hf.replace(
-                hidden_act="gelu_pytorch_tanh" if activation == "gelu" else activation,
-                tie_word_embeddings=hf.flag("tie_word_embeddings", True),
+            hf.with_defaults(head_dim=256).replace(
+                hidden_act=cls.activation(hf), tie_word_embeddings=hf.flag("tie_word_embeddings", True)
             ),
             dtype,
         )
         bias = hf.flag("attention_bias", False)
         return dataclasses.replace(
             config,
-            embedding_scale=config.hidden_size**0.5,
+            embedding_scale=float(torch.tensor(config.hidden_size**0.5, dtype=dtype)),
             unit_offset_norms=True,
             qkv_bias=bias,
             out_bias=bias,
         )
+
+    @classmethod
+    def activation(cls, hf: HFConfig) -> Any:
+        """That of the feed-forward layers, as `hidden_act` names it; unchecked."""
+        stated = hf.get("hidden_activation") or hf.get("hidden_act", "gelu")
+        return "gelu_pytorch_tanh" if stated == "gelu" else stated

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from quire.layers.rotary import RopeConfig
-from quire.models.config import DecoderConfig, windows_by_layer_type
+from quire.models.config import DecoderConfig, ropes_by_layer_type, windows_by_layer_type
 from quire.models.gemma2 import Gemma2ForCausalLM
 from quire.models.hf_config import HFConfig
 from quire.models.vision_language import VisionLanguageModel
@@ -19,36 +19,25 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
-        rope, sliding_rope = _rope_parameters(hf)
+        rope, sliding_rope = ropes_by_layer_type(
+            hf, hf.get("rope_theta", 1_000_000.0), hf.get("rope_local_base_freq", 10_000.0)
+        )
         config = super().parse_config(hf.replace(rope_parameters=rope, rope_scaling=None), dtype)
         window = hf.get("sliding_window", 4096)
         period = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern", 6)
         periodic = tuple(window if (layer + 1) % period else None for layer in range(config.num_layers))
+        windows = windows_by_layer_type(hf, config.num_layers, window) or periodic
+        config = config.with_sliding_rope(
+            windows,
+            RopeConfig.from_hf(hf.replace(rope_parameters=sliding_rope, rope_scaling=None), config.head_dim),
+        )
         return dataclasses.replace(
             config,
-            sliding_windows=windows_by_layer_type(hf, config.num_layers, window) or periodic,
-            sliding_rope=RopeConfig.from_hf(
-                hf.replace(rope_parameters=sliding_rope, rope_scaling=None), config.head_dim
-            ),
             qk_norm=True,
             # transformers reads attn_logit_softcapping too, and does not use it.
             attention_softcap=None,
             logits_softcap=hf.get("final_logit_softcapping"),
         )
-
-
-def _rope_parameters(hf: HFConfig) -> tuple[dict[str, object], dict[str, object]]:
-    """Parameters of the layers that see everything and of those with a window; raises CheckpointError."""
-    by_type = hf.get("rope_parameters", {})
-    if not isinstance(by_type, dict) or not all(isinstance(value, dict | None) for value in by_type.values()):
-        raise hf.error("rope_parameters must hold an object for each type of layer")
-    # Older files state a scaling of the layers that see everything only.
-    full = by_type.get("full_attention") or hf.get("rope_scaling", {})
-    sliding = by_type.get("sliding_attention") or {}
-    return (
-        {"rope_theta": hf.get("rope_theta", 1_000_000.0), **full},
-        {"rope_theta": hf.get("rope_local_base_freq", 10_000.0), **sliding},
-    )
 
 
 class Gemma3ForConditionalGeneration(VisionLanguageModel, Gemma3ForCausalLM):

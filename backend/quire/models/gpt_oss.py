@@ -19,7 +19,6 @@ from quire_kernels.reference.elementwise import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 _ROPE = {
     "rope_type": "yarn",
-    "rope_theta": 150_000.0,
     "factor": 32.0,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
@@ -62,8 +61,9 @@ class GptOssForCausalLM(DecoderModel):
         for key, known in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
             if hf.number(key, known) != known:
                 raise hf.error(f"{key} {hf.get(key)!r:.40} is not supported; supported: {known}")
+        hf = hf.with_defaults(rope_theta=150_000.0, rms_norm_eps=1e-5)
         if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
-            hf = hf.replace(rope_parameters=_ROPE)
+            hf = hf.replace(rope_parameters={**_ROPE, "rope_theta": hf.get("rope_theta")})
         config = super().parse_config(hf, dtype)
         window = hf.require_int("sliding_window", 128)
         alternating = tuple(None if layer % 2 else window for layer in range(config.num_layers))

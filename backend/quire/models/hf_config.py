@@ -30,8 +30,27 @@ def read_json(path: Path, kind: type[Any] = dict) -> Any:
     return values
 
 
-_OUTER_KEYS = ("architectures", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+_OUTER_KEYS = (
+    "architectures",
+    "tie_word_embeddings",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "eos_token_id",
+    "vision_config",
+)
 """Keys that concern the whole of a multimodal checkpoint, its text part included."""
+
+_SIZES = {
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+}
+"""Keys of a text part of which none is missing where a file states all there is."""
 
 
 MAX_SIZE = 2**24
@@ -74,16 +93,22 @@ class HFConfig:
         text = values.get("text_config")
         if not isinstance(text, dict):
             return cls(path, values)
-        if "hidden_size" not in text or "num_attention_heads" not in text:
+        if not text.keys() >= _SIZES:
             # Files such as LLaVA 1.5's state what differs from the defaults of the text model's type only.
             text = _completed(path, text)
         outer = {key: values[key] for key in _OUTER_KEYS if values.get(key) is not None}
+        if outer.get("tie_word_embeddings") is False and text.get("tie_word_embeddings"):
+            del outer["tie_word_embeddings"]  # the whole's default, of what only the text part stated once
         return cls(path, {**text, **outer})
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or the default where the key is missing or null."""
         value = self.values.get(key)
         return default if value is None else value
+
+    def with_defaults(self, **values: Any) -> HFConfig:
+        """The same file with values for keys that it does not have; a null stays one."""
+        return self.replace(**{**values, **self.values})
 
     def replace(self, **values: Any) -> HFConfig:
         """The same file with other values."""
@@ -97,8 +122,12 @@ class HFConfig:
             raise self.error(f"{key} must be a positive whole number up to {most}, got {value!r:.40}")
         return value
 
-    def number(self, key: str, default: float) -> float:
-        """A finite number that is not negative, or the default where the key is missing or null; raises
+    def whole(self, key: str, default: int, *, most: int = MAX_SIZE) -> int:
+        """The same, or 0."""
+        return 0 if self.get(key, default) in (0, None) else self.require_int(key, default, most=most)
+
+    def number(self, key: str, default: float | None) -> float:
+        """A finite number that is not negative; the default, if any, where the key is missing or null. Raises
         CheckpointError naming key and file."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:

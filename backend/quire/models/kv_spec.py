@@ -35,8 +35,9 @@ class KVSpec(Protocol):
 class KVLayers(Protocol):
     """A pool, as a model sees it."""
 
-    def layer(self, index: int) -> KVLayer:
-        """What is kept for the layer at position `index` of its group."""
+    def layer(self, index: int, shape: tuple[int, int] | None = None) -> KVLayer:
+        """What is kept for the layer at position `index` of its group; for `shape` see
+        `DecoderLayer.kv_shape`."""
 
 
 @dataclass(frozen=True)
@@ -72,3 +73,25 @@ class AttentionKV:
         if self.kv_cache_dtype in QUANTIZED_DTYPES:
             return QuantizedKV.from_pieces(heads, self.stored_dtype, block_size)
         return heads.view(self.dtype).unflatten(-1, (block_size, self.head_dim))
+
+
+@dataclass(frozen=True)
+class LatentKV:
+    """One vector, which is the key and the value of all heads: a latent and behind it a rotated part.
+
+    (DeepSeek-V2, arXiv 2405.04434.)
+    """
+
+    size: int
+    """kv_lora_rank + qk_rope_head_dim."""
+    dtype: torch.dtype
+
+    def layer_bytes(self, block_size: int) -> int:
+        """See `KVSpec`."""
+        return block_size * self.size * self.dtype.itemsize
+
+    def view(self, memory: torch.Tensor, block_size: int) -> KVLayer:
+        """See `KVSpec`: keys and values are the same memory."""
+        data, token = memory.view(self.dtype), self.size
+        shape = (data.shape[0], 2, 1, block_size, token)
+        return data.as_strided(shape, (data.stride(0), 0, block_size * token, token, 1))

@@ -1,4 +1,4 @@
-"""LLaVA 1.5 and its kin: any supported text model behind a CLIP or SigLIP tower."""
+"""LLaVA 1.5, NeXT, OneVision, InternVL, Mistral 3: any supported text model behind a CLIP or SigLIP tower."""
 
 from __future__ import annotations
 
@@ -29,3 +29,9 @@ class LlavaForConditionalGeneration(VisionLanguageModel):
             raise hf.error(f"text_config of type {name!r} is not supported; supported: {supported}")
         text = hf.replace(architectures=[_TEXT_FAMILIES[name]])
         return model_class(text).parse_config(text, dtype)
+
+
+LlavaNextForConditionalGeneration = LlavaForConditionalGeneration
+LlavaOnevisionForConditionalGeneration = LlavaForConditionalGeneration
+InternVLForConditionalGeneration = LlavaForConditionalGeneration
+Mistral3ForConditionalGeneration = LlavaForConditionalGeneration

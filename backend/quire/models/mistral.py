@@ -1,4 +1,4 @@
-"""Mistral and Ministral: sliding-window attention, in all layers or by `layer_types`."""
+"""Mistral and Ministral: sliding-window attention, in all layers or by `layer_types`; Ministral 3."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from quire.models.config import DecoderConfig, windows_by_layer_type
+from quire.models.config import DecoderConfig, QueryScaling, windows_by_layer_type
 from quire.models.decoder import DecoderModel
 from quire.models.hf_config import HFConfig
 
@@ -18,9 +18,43 @@ class MistralForCausalLM(DecoderModel):
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
         config = super().parse_config(hf, dtype)
-        window = hf.get("sliding_window")
+        window = hf.values.get("sliding_window", 4096)  # a null switches it off
         windows = windows_by_layer_type(hf, config.num_layers, window)
         return dataclasses.replace(config, sliding_windows=windows or (window,) * config.num_layers)
 
 
 MinistralForCausalLM = MistralForCausalLM
+
+_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""Of files of Ministral 3 that state none."""
+
+
+class Ministral3ForCausalLM(MistralForCausalLM):
+    """Queries are scaled by their position, as in Llama 4; no window unless stated."""
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        hf = hf.with_defaults(sliding_window=None, head_dim=128, num_key_value_heads=8, rms_norm_eps=1e-5)
+        rope = hf.get("rope_scaling") or hf.get("rope_parameters")
+        if rope is None:
+            hf = hf.replace(rope_parameters=_ROPE)
+            rope = _ROPE
+        config = super().parse_config(hf, dtype)
+        scaling = QueryScaling(
+            HFConfig(hf.path, rope).number("llama_4_scaling_beta", None),
+            config.rope.original_max_position_embeddings,
+            0,
+            tuple(range(config.num_layers)),
+        )
+        return dataclasses.replace(config, query_scaling=scaling)

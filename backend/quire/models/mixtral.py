@@ -33,6 +33,7 @@ class MixtralForCausalLM(MistralForCausalLM):
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
+        hf = hf.with_defaults(sliding_window=None, rope_theta=1_000_000.0, rms_norm_eps=1e-5)
         config = super().parse_config(hf, dtype)
         experts = ExpertsConfig.from_hf(
             hf, "num_local_experts", "intermediate_size", layers=range(config.num_layers), renormalizes=True

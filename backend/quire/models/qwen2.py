@@ -14,16 +14,21 @@ from quire.models.hf_config import HFConfig
 
 def qwen_window(hf: HFConfig) -> Any:
     """The window of layers that have one, unchecked; None: `use_sliding_window` does not switch it on."""
-    return hf.get("sliding_window") if hf.flag("use_sliding_window", False) else None
+    return hf.values.get("sliding_window", 4096) if hf.flag("use_sliding_window", False) else None
 
 
 def qwen_windows(hf: HFConfig, num_layers: int) -> tuple[int | None, ...]:
-    """`use_sliding_window` switches on; `layer_types`, or else `max_window_layers`, says from which layer."""
-    window = qwen_window(hf)
+    """`upper_windows` of what `use_sliding_window` switches on."""
+    return upper_windows(hf, num_layers, qwen_window(hf), first=28)
+
+
+def upper_windows(hf: HFConfig, num_layers: int, window: Any, *, first: int) -> tuple[int | None, ...]:
+    """Windows where `layer_types`, or else `max_window_layers`, has them: the first layer of those above, by
+    default `first`."""
     windows = windows_by_layer_type(hf, num_layers, window)
     if windows is not None:
         return windows
-    first = hf.get("max_window_layers", 28)
+    first = hf.get("max_window_layers", first)
     return tuple(window if layer >= first else None for layer in range(num_layers))
 
 

@@ -12,12 +12,15 @@ import torch
 from quire.config import EngineConfig
 from quire.loader.load import empty_model
 from quire.models.config import DecoderConfig
+from quire.models.decoder import DecoderModel
 from quire.simulator.cost import CostModel
 from quire.simulator.simulate import Simulator
 from quire.simulator.workload import Arrival
 from quire.worker.adapters import slot_bytes
+from quire.worker.draft_model import check_draft, draft_config
 from quire.worker.kv_cache import DeviceMemory, KVLayout
 from quire.worker.model_runner import check_attention_backend
+from quire_kernels.ranks import Ranks
 
 GPU_CONTEXT_BYTES = 2**29
 """What CUDA takes of a GPU before anything is loaded; about 0.5 GiB on those of 80 GB."""
@@ -35,13 +38,14 @@ class Capacity:
     max_model_len: int
     """Tokens."""
     weight_bytes: int
-    """Slots for adapters among them."""
+    """Slots for adapters and the draft model among them."""
     workspace_bytes: int
     """Of the largest step, estimated: activations of all its tokens, and logits of all its sequences."""
     num_blocks: int
     block_size: int
     """Tokens."""
     block_bytes: int
+    """The draft model's among them."""
     bytes_per_token: float
     """Of KV cache, in a sequence of `max_model_len`."""
     kv_tokens: int
@@ -62,6 +66,8 @@ def predict(
 ) -> Capacity:
     """Capacity of an engine that is yet to be started.
 
+    With `tensor_parallel_size` it is that of one rank, all of which have as many blocks; bytes, too.
+
     Args:
         config: of the engine; with `load_format` dummy the checkpoint needs no weights.
         device_type: "cpu" or "cuda"; neither needs to be here.
@@ -74,11 +80,20 @@ def predict(
         ConfigError: as the engine would: there is too little memory, or a limit is exceeded.
     """
     device = torch.device(device_type)
+    ranks = Ranks(0, config.model.tensor_parallel_size)
+    if total is None:
+        free //= ranks.size  # all have their memory of one host
     model = empty_model(
-        config.model, torch.device("meta"), check=lambda shape: check_attention_backend(config, shape, device)
+        config.model,
+        torch.device("meta"),
+        check=lambda shape: check_attention_backend(config, shape, device),
+        ranks=ranks,
     ).model
-    layout = KVLayout.of(config, model)
+    draft = _empty_draft(config, model.config, device) if config.model.draft_model else None
+    layout = KVLayout.of(config, model, draft)
     weight_bytes = model.packed_bytes(device_type) + slot_bytes(model, config.adapters)
+    if draft is not None:
+        weight_bytes += draft.packed_bytes(device_type)
     used = weight_bytes + (ENGINE_BYTES if total is None else GPU_CONTEXT_BYTES)
     num_blocks = layout.num_blocks(config, DeviceMemory(max(0, free - used), total))
     of_longest = layout.blocks_per_sequence(layout.max_model_len)
@@ -100,6 +115,14 @@ def predict(
     )
 
 
+def _empty_draft(config: EngineConfig, target: DecoderConfig, device: torch.device) -> DecoderModel:
+    def check(shape: DecoderConfig) -> None:
+        check_draft(shape, target)
+        check_attention_backend(config, shape, device)
+
+    return empty_model(draft_config(config.model, target), torch.device("meta"), check=check).model
+
+
 def _workspace_bytes(config: EngineConfig, shape: DecoderConfig) -> int:
     """Residual stream, a layer's input, query, key, value and gate of each token; float32 logits twice.
 
@@ -110,7 +133,7 @@ def _workspace_bytes(config: EngineConfig, shape: DecoderConfig) -> int:
     inner = max(shape.inner_sizes.values())
     of_token = (3 * shape.hidden_size + heads + 3 * inner) * shape.dtype.itemsize
     if shape.experts is not None:
-        of_token += shape.experts.num_chosen * (shape.hidden_size + inner) * shape.dtype.itemsize
+        of_token += shape.experts.routing.num_routes * (shape.hidden_size + inner) * shape.dtype.itemsize
     return limits.max_num_batched_tokens * of_token + limits.max_num_seqs * shape.vocab_size * 8
 
 

@@ -87,9 +87,10 @@ def _planned(name: str, values_of: Callable[[], dict[str, Any]], settings: Mappi
     right = {key: value for key, value in values.items() if key not in wrong}
     try:
         planned.config = EngineConfig.from_mapping(right)
-    except ConfigError as error:  # the mode of preemption alone may exclude others
+    except ConfigError as error:  # of keys that need others, each right by itself
         planned.problems += error.problems
-        del right["preemption_mode"]
+        for key in ("preemption_mode", "lora_modules", "lora_root", "draft_model"):
+            right.pop(key, None)
         planned.config = EngineConfig.from_mapping(right)
     for is_problem, text in _contradictions(planned.config):
         (planned.problems if is_problem else planned.advice).append(text)

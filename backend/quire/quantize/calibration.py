@@ -75,9 +75,8 @@ class Calibration:
         """float32 [num_tokens, hidden_size] of all windows."""
         longest, cpu = max(self.lengths), torch.device("cpu")
         self._rotary = RotaryEmbedding(config.rope, longest, cpu)
-        self._sliding_rotary = (
-            None if config.sliding_rope is None else RotaryEmbedding(config.sliding_rope, longest, cpu)
-        )
+        other = config.other_rope
+        self._other_rotary = None if other is None else RotaryEmbedding(other, longest, cpu)
         num_blocks = _BATCH * -(-longest // _BLOCK_SIZE)
         self._cache = KVCache(num_blocks, model.kv_spec("auto"), 1, _BLOCK_SIZE, cpu)
 
@@ -90,7 +89,7 @@ class Calibration:
                 if isinstance(module, Linear):
                     module.allocate(SCHEMES[None], f"{prefix}.{path}")
                     for name, memory, _ in module.weights():
-                        memory.copy_(tensors[name])
+                        memory.copy_(self.model.convert(name, tensors[name]))
                     module.pack()
                 for name, parameter in module.named_parameters(path, recurse=False):
                     own = f"{prefix}.{name}"
@@ -123,26 +122,27 @@ class Calibration:
 
     @torch.inference_mode()
     def _compute(self, index: int, layer: DecoderLayer) -> torch.Tensor:
-        has_window = self.model.config.sliding_windows[index] is not None
-        rotary = self._sliding_rotary if has_window and self._sliding_rotary is not None else self._rotary
         begin, outputs = 0, []
         for first in range(0, len(self.lengths), _BATCH):
             lengths = self.lengths[first : first + _BATCH]
             positions = torch.cat([torch.arange(length) for length in lengths])
             x = self.hidden[begin : begin + len(positions)]
             begin += len(positions)
-            given, residual = layer(x.clone(), None, self._context(rotary, positions, lengths))
+            given, residual = layer(x.clone(), None, self._context(layer, positions, lengths))
             outputs.append(given + residual)
         return torch.cat(outputs)
 
-    def _context(
-        self, rotary: RotaryEmbedding, positions: torch.Tensor, lengths: Sequence[int]
-    ) -> LayerContext:
+    def _context(self, layer: DecoderLayer, positions: torch.Tensor, lengths: Sequence[int]) -> LayerContext:
         blocks, taken = [], 0
         for length in lengths:
             count = -(-length // _BLOCK_SIZE)
             blocks.append(range(taken, taken + count))
             taken += count
         metadata = AttentionMetadata.build(lengths, lengths, blocks, _BLOCK_SIZE)
+        rotary, scaling = self._rotary, self.model.config.query_scaling
+        if layer.has_other_rope:
+            assert self._other_rotary is not None
+            rotary = self._other_rotary
+        factors = scaling.factors(positions) if scaling is not None and layer.scales_queries else None
         cos, sin = rotary(positions)
-        return LayerContext(cos, sin, self._cache.layer(0), metadata)
+        return LayerContext(cos, sin, self._cache.layer(0), metadata, query_factors=factors)

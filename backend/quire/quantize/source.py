@@ -14,7 +14,7 @@ from quire.loader.files import find_weights
 from quire.loader.info import gguf_file, read_configs
 from quire.loader.load import HEAD, TABLE, check_tied, understood
 from quire.models.config import DTYPES
-from quire.models.decoder import DecoderModel
+from quire.models.decoder import DecoderLayer, DecoderModel
 from quire.models.hf_config import read_json
 from quire.models.registry import model_class, with_head
 from quire_ensemble.errors import one_line
@@ -49,8 +49,16 @@ class SourceCheckpoint:
         self.dtype = DTYPES[name]
         with understood(self.hf):
             config = replace(kind.parse_config(self.hf, torch.float32), attention_backend=None)
+        if config.latent is not None:
+            raise hf.error(f"{self.hf.architecture} has latent attention, which this tool does not quantise")
         if config.experts is not None:
             raise hf.error(f"{self.hf.architecture} has experts, which this tool does not quantise")
+        is_other = config.fused_qkv or config.fused_gate_up or config.norms.attention_input is None
+        if is_other or kind.layer_class.forward is not DecoderLayer.forward:
+            raise hf.error(
+                f"{self.hf.architecture} has fused projections, or other layers than Llama's, which this "
+                "tool does not quantise"
+            )
         with understood(self.hf):
             self.model: DecoderModel = kind(config, config.max_position_embeddings, torch.device("meta"))
         """In float32, on the "meta" device."""

@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 PAUSE_S = 0.2
+GRPC_MARGIN_S = 1.0
 FULL = "the queue is full"
 """Part of the error of a frontend that has too many unread requests to take another."""
 
@@ -83,7 +84,10 @@ def _ask(url: str, model: str, deadline: float) -> str:
     client = grpcclient.InferenceServerClient(url)
     finished = False
     try:
-        client.start_stream(lambda result, error: responses.put((result, error)), stream_timeout=timeout_s)
+        # gRPC's own end of time is only for what hangs in there: the queue's is told in our words.
+        client.start_stream(
+            lambda result, error: responses.put((result, error)), stream_timeout=timeout_s + GRPC_MARGIN_S
+        )
         client.async_stream_infer(
             model,
             [tensor],

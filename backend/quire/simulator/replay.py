@@ -105,6 +105,10 @@ class _Replay:
             raise InvalidArgumentError(
                 "trace", "made with async_scheduling, where a step begins before the one before is accounted"
             )
+        if config.num_draft_tokens:
+            raise InvalidArgumentError(
+                "trace", "made with num_draft_tokens, where rows depend on tokens, which are not recorded"
+            )
         self.records = records
         self.tokens = SampledTokens()
         self.arrivals: dict[str, Arrival] = {}

@@ -61,7 +61,7 @@ class SampledTokens:
             self._num_choices[row_id] = row.new.num_choices
         if not row.samples:
             return RowOutput()
-        position = row.num_computed_tokens + row.num_scheduled_tokens
+        position = row.num_computed_tokens + row.num_scheduled_tokens - row.num_drafts
         choices = range(1, self._num_choices.pop(row_id, 1))
         return RowOutput(
             [self._token(row_id, position)],

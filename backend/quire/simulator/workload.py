@@ -199,19 +199,14 @@ def _mix(rng: np.random.Generator, shares: dict[Any, float], count: int) -> list
     return [values[bisect.bisect(bounds, draw)] for draw in rng.random(count) * bounds[-1]]
 
 
-def read_mooncake(path: Path, *, limit: int | None = None) -> list[Arrival]:
+def read_mooncake(path: Path) -> list[Arrival]:
     """Arrivals of a Mooncake trace: lines {"timestamp": ms, "input_length", "output_length", "hash_ids"}.
-
-    Args:
-        limit: how many to read at most.
 
     Raises:
         InvalidArgumentError: names the line that is wrong.
     """
     arrivals: list[Arrival] = []
     for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-        if limit is not None and len(arrivals) == limit:
-            break
         if not line.strip():
             continue
         try:

@@ -82,7 +82,7 @@ def read_engine_config(model_config: Mapping[str, Any], version_directory: Path)
 
 
 def read_engine_values(model_config: Mapping[str, Any], version_directory: Path) -> dict[str, Any]:
-    """The keys that `read_engine_config` checks, with the places of the checkpoint and its tokenizer."""
+    """The keys that `read_engine_config` checks, with the places of checkpoints and their tokenizer."""
     values: dict[str, Any] = {}
     file = version_directory / "quire.json"
     if file.exists():
@@ -101,8 +101,9 @@ def read_engine_values(model_config: Mapping[str, Any], version_directory: Path)
         raise ConfigError(*problems)
     values["model"] = str(_checkpoint(str(values.get("model", "")), version_directory))
     _find_adapters(values, version_directory)
-    if isinstance(tokenizer := values.get("tokenizer"), str) and tokenizer:
-        values["tokenizer"] = str((version_directory / tokenizer).resolve())
+    for key in ("tokenizer", "draft_model"):
+        if isinstance(named := values.get(key), str) and named:
+            values[key] = str((version_directory / named).resolve())
     return values
 
 

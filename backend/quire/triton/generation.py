@@ -45,8 +45,8 @@ class Generation:
     def next_message(self) -> AddRequest:
         """What the next engine is told, so that the tokens that follow are those that would have followed.
 
-        Draws come of the seed and a token's position. Choices that were ranked have sent nothing: they begin
-        anew, as does what had no token yet.
+        Draws come of the seed and a token's position. A beam search has sent nothing: it begins anew,
+        as does what had no token yet.
         """
         message = msgspec.structs.replace(self.message, num_deaths=self.num_deaths)
         choices, params = self.processor.choices, message.sampling_params

@@ -29,7 +29,8 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams | None = None
     """Of its first prompt; None: it was refused before they were known. May hold texts (stop strings)."""
     n: int = 0
-    """Choices of all its prompts together; 0 where `params` is None."""
+    """Choices of all its prompts together, with `best_of` all that were generated; 0 where `params` is
+    None."""
     arrived_at: float
     """When Triton handed it to the model."""
     admitted_at: float = 0.0
@@ -47,6 +48,10 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
     """Of all choices, those included that the end kept from being sent."""
     num_reasoning_tokens: int = 0
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    """Tokens that were tried before they were known."""
+    num_accepted_drafts: int = 0
+    """How many of them were right."""
     num_continuations: int = 0
     """Engines that died and had it."""
     paused_s: float = 0.0

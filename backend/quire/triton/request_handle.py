@@ -220,7 +220,8 @@ class RequestHandle:
                 "num_continuations": choice.num_continuations,
                 "num_cached_tokens": output.num_cached_tokens,
                 "num_preemptions": choice.num_preemptions,
-                "num_accepted_drafts": 0,
+                "num_draft_tokens": choice.num_draft_tokens,
+                "num_accepted_drafts": choice.num_accepted_drafts,
                 "result_cached": self.is_replay,
             }
         ).encode()

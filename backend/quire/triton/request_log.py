@@ -51,6 +51,8 @@ def request_fields(record: RequestEnded) -> dict[str, Any]:
         "output_tokens": record.num_output_tokens,
         "reasoning_tokens": record.num_reasoning_tokens,
         "preemptions": record.num_preemptions,
+        "draft_tokens": record.num_draft_tokens,
+        "accepted_draft_tokens": record.num_accepted_drafts,
         "paused_ms": round(record.paused_s * 1e3, 3),
         "admitted_ms": since_arrival(record.admitted_at),
         "first_token_ms": since_arrival(record.first_token_at),

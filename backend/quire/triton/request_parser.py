@@ -93,7 +93,8 @@ _CONTROL: dict[str, Callable[[str, Any], Any]] = {
     spec.name: _INTERVALS.get(spec.name, boolean) for spec in CONTROL_INPUTS
 }
 _CONTROL["output_mode"] = one_of("delta", "cumulative", "final")
-_CONTROL["lora_name"] = converters.name(MAX_NAME_LENGTH)
+_NAME = converters.name(MAX_NAME_LENGTH)
+_CONTROL["lora_name"] = _NAME
 _LAST_OUTPUTS = frozenset({"stop_reason", "timing", "num_reasoning_tokens"})
 """Known when a choice has ended; what asks for one of them gets it with the last response."""
 CHAT_OUTPUTS = frozenset({"reasoning_output", "tool_calls"})
@@ -277,15 +278,16 @@ class RequestParser:
         """Copies a `pb_utils.InferenceRequest`: its tensors die when `execute` returns.
 
         Raises:
-            InvalidArgumentError: the id or another text is not UTF-8, or a tensor is larger than any that
-                could be right.
+            InvalidArgumentError: the id or another text is not UTF-8, or the id or a tensor is larger than
+                any that could be right.
             UnavailableError: the embeddings of all requests here would take more than `max_embeds_bytes`.
         """
         info = self.info()
         raw = RawRequest(
             tensors={},
             shapes={},
-            external_id=_utf8("id", request.request_id),  # first: HTTP generate repeats it as a parameter
+            # First, as HTTP generate repeats it as a parameter.
+            external_id=_NAME("id", _utf8("id", request.request_id)),
             parameters=_utf8("parameters", request.parameters),
             requested_outputs=frozenset(_utf8("outputs", request.requested_output_names)),
             arrived_at=time.monotonic(),
@@ -332,7 +334,7 @@ class RequestParser:
             if name == "embedding_bias":
                 most = info.vocab_size
             if most is None:
-                most = info.max_model_len * _PER_TOKEN.get(name, info.hidden_size)
+                most = info.max_model_len * _PER_TOKEN.get(name, info.embeds_size)
             if array.size > most * rows:
                 raise InvalidArgumentError(name, f"at most {most} elements are allowed, got {array.size}")
             if name == "text_input" and not array.size:
@@ -765,16 +767,19 @@ def _embeds(raw: RawRequest, num_prompt_tokens: int, info: EngineInfo) -> Embeds
             raise InvalidArgumentError("image_spans", "must not be given with prompt_embeds")
         values = [0, num_prompt_tokens]
     spans = list(zip(values[::2], values[1::2], strict=True))
-    shape = (0, info.hidden_size) if raw.embeds is None else raw.embeds.shape
+    shape = (0, info.embeds_size) if raw.embeds is None else raw.embeds.shape
     positions = raw.tensors.get("position_ids", [])
     if not (spans or positions or raw.embeds):
         return None
     if not raw.tensors.keys() & {"input_ids", "prompt_embeds"}:
         raise InvalidArgumentError("image_embeds", "the prompt must be given as input_ids")
     check_spans(spans, num_rows=shape[0], num_prompt_tokens=num_prompt_tokens)
-    if shape[1] != info.hidden_size:
+    if shape[1] != info.embeds_size:
+        levels = info.deepstack_levels
+        deepstack = f" and {levels} levels of deepstack: {info.embeds_size} numbers" if levels else ""
         raise InvalidArgumentError(
-            name, f"rows of {shape[1]} numbers, the model has a hidden size of {info.hidden_size}"
+            name,
+            f"rows of {shape[1]} numbers, the model has a hidden size of {info.hidden_size}{deepstack}",
         )
     if positions:
         if not info.takes_position_ids:

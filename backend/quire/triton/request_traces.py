@@ -19,6 +19,8 @@ from quire.triton.scheduling_fields import TRACE_HEADERS
 logger = logging.getLogger("quire")
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+MAX_CONTEXT = 512
+"""Characters of a header, as many as W3C has everybody pass on: the SDK takes n^2 of time for n blanks."""
 _STATED = (
     *("max_tokens", "temperature", "top_p", "top_k", "seed"),
     *("frequency_penalty", "presence_penalty"),
@@ -49,6 +51,7 @@ class RequestTraces:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("quire")
         self._propagator = TraceContextTextMapPropagator()
+        logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # warnings show a header's text
 
     @classmethod
     def of_environment(cls) -> RequestTraces | None:
@@ -135,7 +138,9 @@ class RequestTraces:
 
 
 def _texts(context: Any) -> dict[str, str]:
-    return {name: text for name, text in context.items() if isinstance(text, str)}
+    return {
+        name: text for name, text in context.items() if isinstance(text, str) and len(text) <= MAX_CONTEXT
+    }
 
 
 def phases_of(record: RequestEnded) -> list[tuple[str, float, float]]:
@@ -169,6 +174,8 @@ def attributes_of(record: RequestEnded) -> dict[str, Any]:
         "quire.request_id": record.request_id,
         "quire.stream": record.is_stream,
         "quire.preemptions": record.num_preemptions,
+        "quire.draft_tokens": record.num_draft_tokens,
+        "quire.accepted_draft_tokens": record.num_accepted_drafts,
         "quire.paused_s": record.paused_s,
     }
     if record.first_sent_at:

@@ -315,7 +315,7 @@ class Responder(threading.Thread):
                 found.recording.take(choice, output)
             if choice not in self._due or not choice.append(output):
                 stopped += self._process(found.handle, found.processor, choice, output)
-            if self._took is not None and output.error is None:
+            elif self._took is not None:
                 self._took(found.handle, choice, output)
         self.engine.abort(stopped, FinishReason.STOP)
 
@@ -340,6 +340,8 @@ class Responder(threading.Thread):
             self._cannot_process(handle, error)
             return []
         self._mark(handle, choice)
+        if self._took is not None:
+            self._took(handle, choice, output)
         return [] if stopped is None else [stopped]
 
     def _mark(self, handle: RequestHandle, choice: OutputProcessor) -> None:
@@ -715,6 +717,8 @@ def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> 
         num_output_tokens=sum(choice.num_output_tokens for choice in choices),
         num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
         num_preemptions=sum(choice.num_preemptions for choice in choices),
+        num_draft_tokens=sum(choice.num_draft_tokens for choice in choices),
+        num_accepted_drafts=sum(choice.num_accepted_drafts for choice in choices),
         num_continuations=max((choice.num_continuations for choice in choices), default=0),
         result_cached=True if handle.is_replay else (False if parsed.recording else None),
         paused_s=max(

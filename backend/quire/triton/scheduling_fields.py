@@ -9,6 +9,7 @@ from typing import Any
 from quire.converters import INT32_MAX, boolean, fail, integer, name
 from quire.scheduling_params import (
     DEFAULT_RETENTION,
+    MAX_DRAFT_TOKENS,
     MAX_NAME_LENGTH,
     MAX_PIN_TTL_S,
     MAX_PRIORITY,
@@ -28,6 +29,7 @@ _CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
     "cache_result": boolean,
     "session": name(MAX_NAME_LENGTH),
     "session_end": boolean,
+    "num_draft": integer(0, MAX_DRAFT_TOKENS),
 }
 
 SCHEDULING_FIELDS: tuple[str, ...] = tuple(_CONVERTERS)
@@ -98,6 +100,7 @@ def parse_scheduling_params(
         cache_result=given.get("cache_result", True),
         session=given.get("session", ""),
         session_end=given.get("session_end", False),
+        num_draft=given.get("num_draft"),
         ttft_deadline=None if ttft_ms is None else arrived_at + ttft_ms / 1000,
         deadline=arrived_at + min(limits_ms) / 1000 if limits_ms else None,
     )

@@ -49,13 +49,15 @@ class VllmBackendMetrics:
     def took(self, handle: RequestHandle, choice: OutputProcessor, output: EngineCoreOutput) -> None:
         """Called when a choice has taken an output of the engine."""
         now = time.monotonic()
-        last, choice.taken_at = choice.taken_at, now
-        self._generation_tokens.value += len(output.new_token_ids)
-        if not last:
-            self._prompt_tokens.value += choice.num_prompt_tokens
-            self._first(now - handle.arrived_at)
-        else:
-            self._token(now - last)
+        if output.new_token_ids or output.embedding:  # else it has ended without: in the queue, perhaps
+            last, choice.taken_at = choice.taken_at, now
+            self._generation_tokens.value += choice.num_output_tokens - choice.num_counted
+            choice.num_counted = choice.num_output_tokens
+            if not last:
+                self._prompt_tokens.value += choice.num_prompt_tokens
+                self._first(now - handle.arrived_at)
+            else:
+                self._token(now - last)
         if choice.finished and choice.finish_reason in FINISHED:
             self._whole(now - handle.arrived_at)
             self._prompt(choice.num_prompt_tokens)

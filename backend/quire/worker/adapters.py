@@ -8,6 +8,7 @@ import torch
 
 from quire.adapters import AdapterLoad, AdapterTarget
 from quire.config import AdapterConfig
+from quire.layers.latent_attention import UpProjection
 from quire.layers.linear import Linear
 from quire.layers.moe import MixtureOfExperts
 from quire.models.decoder import DecoderModel
@@ -17,7 +18,7 @@ class ModelSlots:
     """Slots of a packed model: memory for `max_loras` adapters of `max_lora_rank` in each of its layers."""
 
     def __init__(self, model: DecoderModel, config: AdapterConfig, device: torch.device) -> None:
-        self._dtype = model.config.dtype
+        self._model, self._dtype = model, model.config.dtype
         layers = dict(adaptable(model))
         for linear in layers.values():
             linear.make_slots(config.max_loras, config.max_lora_rank, device)
@@ -34,17 +35,18 @@ class ModelSlots:
         for index, rank in load.weights.parts:
             _, in_features, out_features = self.targets[index]
             middle, end = begin + rank * in_features, begin + rank * (in_features + out_features)
-            self._parts[index].fill(
-                load.slot, values[begin:middle].view(rank, -1), values[middle:end].view(-1, rank)
-            )
+            b = self._model.convert(f"{self.targets[index].name}.weight", values[middle:end].view(-1, rank))
+            self._parts[index].fill(load.slot, values[begin:middle].view(rank, -1), b)
             begin = end
 
 
 def adaptable(model: DecoderModel) -> Iterator[tuple[str, Linear]]:
-    """The layers that adapters may change, by their names in the model: not experts and their routers."""
+    """The layers that adapters may change, by their names in the model: not experts and their routers, nor
+    what attention absorbs."""
     outside = [f"{name}." for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)]
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and not name.startswith(tuple(outside)):
+        is_absorbed = isinstance(module, UpProjection)
+        if isinstance(module, Linear) and not is_absorbed and not name.startswith(tuple(outside)):
             yield name, module
 
 

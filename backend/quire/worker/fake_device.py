@@ -107,7 +107,7 @@ class FakeDevice:
                 return RowOutput(error=REFUSAL)
         if not item.samples:
             return NOTHING
-        position = item.num_computed_tokens + item.num_scheduled_tokens
+        position = item.num_computed_tokens + item.num_scheduled_tokens - item.num_drafts
         return RowOutput([self._words[(31 * number + position) % len(self._words)]])
 
 

@@ -9,12 +9,13 @@ torch here.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,9 @@ Mask = npt.NDArray[np.int32]
 """Bit i % 32 of word i / 32 says whether token i may follow; tokens behind the last word may not."""
 
 
+T = TypeVar("T")
+
+
 class Lane:
     """A thread for tasks one after the other, which leaves a task that takes too long behind."""
 
@@ -42,7 +46,7 @@ class Lane:
         self._name = name
         self._thread: ThreadPoolExecutor | None = None
 
-    def submit(self, task: Callable[[], Mask | None]) -> Future[Mask | None]:
+    def submit(self, task: Callable[[], T]) -> Future[T]:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=self._name)
         return self._thread.submit(task)
@@ -90,6 +94,30 @@ class Grammars:
         return compiled.deep_copy(), self._vocabulary
 
 
+class DraftGrammar:
+    """What may follow a draft: a row's grammar as it is in one step alone."""
+
+    __slots__ = ("_deadline", "_masks", "_number", "error")
+
+    def __init__(self, masks: Future[list[Mask | None]], number: int, deadline: float) -> None:
+        self._masks, self._number, self._deadline = masks, number, deadline
+        self.error = ""
+        """Why it is not known; then nothing is drawn behind the draft."""
+
+    def allowed(self, token_ids: Sequence[int]) -> Mask | None:
+        """As of `RowGrammar`. Sets `error`."""
+        mask = None
+        try:
+            mask = self._masks.result(max(0.0, self._deadline - time.monotonic()))[self._number]
+        except FutureTimeoutError:
+            self._masks.cancel()  # it would find a matcher that has gone on
+        except (Exception, CancelledError):
+            pass
+        if mask is None:
+            self.error = "not known"
+        return mask
+
+
 class RowGrammar:
     """Where one row is in its grammar.
 
@@ -122,29 +150,58 @@ class RowGrammar:
 
     def allowed(self, token_ids: Sequence[int]) -> Mask | None:
         """Which tokens may follow; None where it does not matter any more. Sets `error`."""
-        mask = self._wait()
-        new = token_ids[self._num_seen :]
-        if new and not self.error:  # after a preemption all its output
-            if not self._matcher.is_stopped():
-                self._matcher.consume_tokens(list(new))
-            self._num_seen = len(token_ids)
-            self._begin(self._grammars.masks, RowGrammar._next)
-            mask = self._wait()
-        return mask
+        self._catch_up(token_ids)
+        return self._wait()
 
-    def accept(self, token_id: int) -> bool:
-        """Takes a token that was drawn behind all those seen, and begins the next mask; whether no token can
-        follow."""
+    def accept(self, token_ids: Sequence[int]) -> tuple[int, bool]:
+        """Takes tokens that were drawn behind all those seen, and begins the next mask.
+
+        Returns:
+            How many it has taken, all but those behind its end, and whether no token can follow.
+        """
         self._wait()
         if self.error:
-            return False
-        if not self._matcher.is_stopped():
-            self._matcher.consume_token(token_id)
-            self._num_seen += 1
-        if self._matcher.is_stopped() and not self._matcher.is_error():
-            return True
+            return len(token_ids), False
+        for count, token_id in enumerate(token_ids, 1):
+            if not self._matcher.is_stopped():
+                self._matcher.consume_token(token_id)
+                self._num_seen += 1
+            if self._matcher.is_stopped() and not self._matcher.is_error():
+                return count, True
         self._begin(self._grammars.masks, RowGrammar._next)
-        return False
+        return len(token_ids), False
+
+    def behind(self, token_ids: Sequence[int], drafts: Sequence[int]) -> list[DraftGrammar]:
+        """What may follow each of the drafts behind these tokens, begun behind the next mask."""
+        self._catch_up(token_ids)
+        masks = self._grammars.masks.submit(partial(RowGrammar._masks_behind, self, list(drafts)))
+        deadline = time.monotonic() + MAX_WAIT_S
+        return [DraftGrammar(masks, number, deadline) for number in range(len(drafts))]
+
+    def _catch_up(self, token_ids: Sequence[int]) -> None:
+        """Takes those that it has not seen, after a preemption all its output."""
+        new = token_ids[self._num_seen :]
+        if not new:
+            return
+        self._wait()
+        if self.error:
+            return
+        if not self._matcher.is_stopped():
+            self._matcher.consume_tokens(list(new))
+        self._num_seen = len(token_ids)
+        self._begin(self._grammars.masks, RowGrammar._next)
+
+    def _masks_behind(self, drafts: list[int]) -> list[Mask | None]:
+        """Masks behind each of the drafts that may follow; None behind one that may not, or an end."""
+        found: list[Mask | None] = [None] * len(drafts)
+        if self.error or self._matcher.is_stopped():
+            return found
+        matcher = self._matcher.deep_copy()
+        for number, token_id in enumerate(drafts):
+            if matcher.is_stopped() or not matcher.try_consume_tokens([token_id]):
+                break
+            found[number] = self._mask_of(matcher)
+        return found
 
     def _begin(self, lane: Lane, task: Callable[[RowGrammar], Mask | None]) -> None:
         # No bound method: in a cycle the matcher's memory would wait for a garbage collection.
@@ -176,7 +233,10 @@ class RowGrammar:
         Raises:
             InvalidArgumentError: the matcher has failed.
         """
-        matcher, vocabulary = self._matcher, self._vocabulary
+        return self._mask_of(self._matcher)
+
+    def _mask_of(self, matcher: LLMatcher) -> Mask | None:
+        vocabulary = self._vocabulary
         if matcher.is_stopped() and not matcher.is_error():
             return None  # launched before its end was known: the result is dropped
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 
 from quire.layers.context import AdapterStep
-from quire.models.decoder import DecoderModel
+from quire.models.decoder import DecoderLayer, DecoderModel
 from quire.outputs import ScheduledRequest
 from quire.worker.device import to_device
 from quire.worker.input_batch import InputBatch, StepInputs
@@ -278,6 +279,8 @@ class Piece:
     """The attention behind it, of queries over a batch."""
     group: int
     """The KV group of its layer."""
+    head_dim: int
+    """Of its queries."""
 
 
 class PromptGraphs:
@@ -307,10 +310,15 @@ class PromptGraphs:
         """Steps that were not replayed, as no size is large enough."""
         config, device, longest = model.config, kv_cache.blocks.device, self.sizes[-1]
         # What pieces read and write; the same memory for all sizes and layers.
-        self._x = torch.zeros((longest, config.hidden_size), dtype=config.dtype, device=device)
-        self._hidden = torch.zeros_like(self._x)
-        heads = (longest, config.num_heads, config.head_dim)
-        self._query = torch.zeros(heads, dtype=config.dtype, device=device)
+        self._x = torch.zeros((longest, config.embedded_size), dtype=config.dtype, device=device)
+        self._hidden = torch.zeros((longest, config.hidden_size), dtype=config.dtype, device=device)
+        head_dims = [config.head_dim]
+        for layer in model.layers:
+            assert isinstance(layer, DecoderLayer)
+            if layer.kv_shape is not None:
+                head_dims.append(layer.kv_shape[1])
+        size = longest * config.num_heads * max(head_dims)
+        self._query = torch.zeros(size, dtype=config.dtype, device=device)
         self._attended = torch.zeros_like(self._query)
         axes = (3,) if num_axes == 3 else ()
         self._positions = torch.zeros((*axes, longest), dtype=torch.int64, device=device)
@@ -354,7 +362,8 @@ class PromptGraphs:
         for piece in pieces:
             piece.replay()
             if piece.attend is not None:
-                self._attended[:count] = piece.attend(self._query[:count], inputs.metas[piece.group])
+                query, attended = self._heads(count, piece.head_dim)
+                attended[:] = piece.attend(query, inputs.metas[piece.group])
         self.num_replays += 1
         return self._hidden[:count]
 
@@ -372,19 +381,26 @@ class PromptGraphs:
         pieces: list[Piece] = []
 
         def interrupt(group: int, query: torch.Tensor, attend: Attend) -> torch.Tensor:
-            self._query[:size] = query
-            pieces.append(Piece(self.backend.end(), attend, group))
+            kept, attended = self._heads(size, query.shape[2])
+            kept[:] = query
+            pieces.append(Piece(self.backend.end(), attend, group, query.shape[2]))
             self.backend.begin()
-            return self._attended[:size]
+            return attended
 
         metas = [
             replace(meta, interrupt=partial(interrupt, group)) for group, meta in enumerate(self._metas(size))
         ]
         self.backend.begin()
         self._compute(metas, adapters)
-        pieces.append(Piece(self.backend.end(), None, 0))
+        pieces.append(Piece(self.backend.end(), None, 0, 0))
         assert len(pieces) == len(self.model.layers) + 1, "a layer has one ops.paged_attention"
         return pieces
+
+    def _heads(self, count: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[count, num_heads, head_dim] of what goes into attentions, and of what comes out."""
+        shape = (count, self.model.config.num_heads, head_dim)
+        query, attended = (flat[: math.prod(shape)].view(shape) for flat in (self._query, self._attended))
+        return query, attended
 
     def _metas(self, size: int) -> list[AttentionMetadata]:
         """A batch of one sequence that lies in the scratch block over and over, for each KV group."""

@@ -7,8 +7,7 @@ calls whose number does not depend on the batch.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -44,6 +43,8 @@ class CachedRequest:
     """Of its adapter; -1: it has none."""
     pooled: torch.Tensor | None = None
     """float32 [hidden_size]: sum of the hidden states so far, where their mean is wanted."""
+    num_drafted: int = 0
+    """Leading tokens whose keys and values a draft model has."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -63,16 +64,18 @@ class CachedRequest:
         if not self.sampling.is_beam:
             self.sampling.num_pending += 1
 
-    def accept(self, token_id: int) -> None:
-        """The host learns of the oldest token drawn."""
+    def accept(self, token_ids: list[int]) -> None:
+        """The host learns of the oldest token drawn, and of those behind it that were drawn of drafts."""
         if not self.sampling.is_beam:
             self.sampling.num_pending -= 1
-            self.token_ids.append(token_id)
+            self.token_ids += token_ids
+            # Behind its last right draft is what the newest token stands in place of.
+            self.num_drafted = min(self.num_drafted, len(self.token_ids) - 1)
 
     def lose(self) -> None:
         """The oldest token drawn is none, and the request ends. What a step under way draws for it does not
         matter: any token stands for the one that is missing, and nobody is asked who would see it."""
-        self.accept(0)
+        self.accept([0])
         self.sampling.processors = self.sampling.grammar = None
 
 
@@ -114,19 +117,21 @@ class StepInputs:
     metas: list[AttentionMetadata]
     """One per KV group, of the same batch."""
     sample_indices: torch.Tensor
-    """int64 [num_logits]: the last token of each row that samples."""
+    """int64 [num_logits]: the last token of each row that samples, and those before it that drafts follow."""
     samples: list[tuple[int, CachedRequest]]
-    """[num_samples]: row of the step and its request, once for each choice to draw."""
+    """[num_samples]: row of the step and its request, once for each choice or draft to draw."""
     sample_rows: torch.Tensor
     """int64 [num_logits]: the requests' rows of the block table."""
     sampling_rows: list[SamplingRow]
     """[num_samples]"""
+    drafts: dict[int, Sequence[int]] = field(default_factory=dict)
+    """By row of the step, the tokens at its end that are guesses: it samples behind each, and before them."""
     choice_indices: torch.Tensor | None = None
     """int64 [num_samples]: which row of logits each sample is drawn from; None: each has its own."""
     first_draws: torch.Tensor | None = None
     """int64 [num_logits]: of each row of logits, its first sample; None: each has one."""
     embeds: tuple[torch.Tensor, torch.Tensor] | None = None
-    """(int64 [n], float32 [n, hidden_size]): tokens whose embedding is given."""
+    """(int64 [n], float32 [n, embeds_size]): tokens whose embedding is given."""
     prompt_rows: list[PromptRow] = field(default_factory=list)
     """In ascending order."""
     pool_rows: list[PoolRow] = field(default_factory=list)
@@ -283,6 +288,8 @@ class InputBatch:
         given: list[tuple[PromptEmbeds, ScheduledRequest, int]] = []
         sample_indices: list[int] = []
         sampled: list[tuple[int, CachedRequest]] = []
+        sampling_rows: list[SamplingRow] = []
+        drafts: dict[int, Sequence[int]] = {}
         for number, item in enumerate(scheduled):
             state = self.requests[item.request_id]
             begin, count = item.num_computed_tokens, item.num_scheduled_tokens
@@ -293,6 +300,10 @@ class InputBatch:
                 tokens.append(known[begin])
                 positions.append(begin)
                 owners.append(row)
+            elif item.draft_token_ids:
+                tokens += [known[begin], *item.draft_token_ids]
+                positions += range(begin, end)
+                owners += [row] * count
             else:
                 tokens += known[begin:end]
                 positions += range(begin, end)
@@ -306,13 +317,15 @@ class InputBatch:
             starts.append(len(positions))
             lens.append(count)
             seq_lens.append(end)
-            if item.samples:
+            if item.draft_token_ids:
+                drafts[number] = item.draft_token_ids
+                sampled += [(number, state)] * count
+                sample_indices += range(len(tokens) - count, len(tokens))
+                sampling_rows += state.sampling.behind(item.draft_token_ids)
+            elif item.samples and item.request_id not in self.embedded:
                 sampled.append((number, state))
                 sample_indices.append(len(tokens) - 1)
-        if self.embedded:
-            drawn = [scheduled[number].request_id not in self.embedded for number, _ in sampled]
-            sampled = list(itertools.compress(sampled, drawn))
-            sample_indices = list(itertools.compress(sample_indices, drawn))
+                sampling_rows.append(state.sampling)
         num_tokens = len(positions)
         assert len(tokens) == num_tokens, "the scheduler asked for tokens that are not known yet"
 
@@ -358,7 +371,8 @@ class InputBatch:
             sample_indices=there["sample_indices"],
             samples=sampled,
             sample_rows=there["sample_rows"],
-            sampling_rows=[state.sampling for _, state in sampled],
+            sampling_rows=sampling_rows,
+            drafts=drafts,
             embeds=self._embeds(given),
         )
         if self.adapted:
@@ -413,7 +427,7 @@ class InputBatch:
         draws = [
             (index, sample, row)
             for index, sample in enumerate(inputs.samples)
-            for row in (sample[1].sampling, *sample[1].choices)
+            for row in (inputs.sampling_rows[index], *sample[1].choices)
         ]
         choice_indices = np.array([index for index, _, _ in draws])
         inputs.samples = [sample for _, sample, _ in draws]

@@ -8,7 +8,7 @@ lies inside is said by the model's KV spec.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from quire.errors import ConfigError
 from quire.kv_tiers.moves import read_rows, write_rows
 from quire.models.decoder import DecoderModel
 from quire.models.kv_groups import KVGroup, blocks_per_sequence, layers_per_group
-from quire.models.kv_spec import KVSpec
+from quire.models.kv_spec import AttentionKV, KVSpec
 from quire_kernels import ops
 from quire_kernels.cuda.copy import copy_batch
 from quire_kernels.host_memory import aligned_bytes, shared_bytes
@@ -36,9 +36,11 @@ class DeviceMemory:
     """Of a GPU; None: the memory is the host's."""
 
     @classmethod
-    def of(cls, device: torch.device) -> DeviceMemory:
-        """What there is now; on the host what this process may take."""
-        return cls(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else cls(available_memory())
+    def of(cls, device: torch.device, num_ranks: int = 1) -> DeviceMemory:
+        """What there is now; on the host what this process may take, which has so many ranks beside it."""
+        if device.type == "cuda":
+            return cls(*torch.cuda.mem_get_info(device))
+        return cls(available_memory() // num_ranks)
 
 
 def num_blocks_for(
@@ -102,30 +104,40 @@ class KVLayout:
     max_model_len: int
     groups: tuple[KVGroup, ...]
     max_step_tokens: int
+    draft_bytes: int = 0
+    """What a draft model keeps of a block's tokens, in a pool of its own."""
 
     @classmethod
-    def of(cls, config: EngineConfig, model: DecoderModel) -> KVLayout:
-        """Of a model, which needs no weights for that.
+    def of(cls, config: EngineConfig, model: DecoderModel, draft: DecoderModel | None = None) -> KVLayout:
+        """Of a model and its draft model, if any, which need no weights for that.
 
         Raises:
             ConfigError: `max_model_len` exceeds what the checkpoint allows.
         """
         shape, asked = model.config, config.model.max_model_len
+        size, kv_type = config.cache.block_size, config.cache.kv_cache_dtype
         limit = shape.rope.longest_model_len
         if asked is not None and asked > limit:
             raise ConfigError(f"max_model_len={asked} exceeds the checkpoint's limit of {limit} tokens")
+        if shape.chunk_size is not None and shape.chunk_size % size:
+            raise ConfigError(
+                f"block_size={size} does not divide the checkpoint's attention_chunk_size of "
+                f"{shape.chunk_size}"
+            )
         return cls(
-            spec=model.kv_spec(config.cache.kv_cache_dtype),
+            spec=model.kv_spec(kv_type),
             layers_per_block=layers_per_group(model.kv_groups),
-            block_size=config.cache.block_size,
+            block_size=size,
             max_model_len=asked or shape.max_position_embeddings,
             groups=model.kv_groups,
             max_step_tokens=config.scheduler.max_num_batched_tokens,
+            draft_bytes=0 if draft is None else len(draft.layers) * draft.kv_spec(kv_type).layer_bytes(size),
         )
 
     @property
     def block_bytes(self) -> int:
-        return self.layers_per_block * self.spec.layer_bytes(self.block_size)
+        """In all pools."""
+        return self.layers_per_block * self.spec.layer_bytes(self.block_size) + self.draft_bytes
 
     def blocks_per_sequence(self, num_tokens: int) -> int:
         """Most blocks that a sequence of so many tokens holds at any time, over all KV groups."""
@@ -191,8 +203,8 @@ class KVCache:
             raise ConfigError(
                 f"the KV cache of {size / 2**20:.0f} MiB cannot be allocated: {error}"
             ) from None
-        by_layer = self.blocks.view(num_blocks, layers_per_group, -1)
-        self._layers = [spec.view(memory, block_size) for memory in by_layer.unbind(1)]
+        self._spec, self._memory = spec, self.blocks.view(num_blocks, layers_per_group, -1).unbind(1)
+        self._layers: dict[tuple[int, tuple[int, int] | None], KVLayer] = {}
         # Copying eight bytes at a time is several times as fast; blocks of 8 tokens and more can be.
         self._words = self.blocks.view(torch.int64) if self.block_bytes % 8 == 0 else self.blocks
 
@@ -200,9 +212,17 @@ class KVCache:
     def nbytes(self) -> int:
         return self.blocks.nbytes
 
-    def layer(self, index: int) -> KVLayer:
-        """What the operators take for the layer at position `index` of its group: a view of the pool."""
-        return self._layers[index]
+    def layer(self, index: int, shape: tuple[int, int] | None = None) -> KVLayer:
+        """What the operators take for the layer at position `index` of its group: a view of the pool; for
+        `shape` see `DecoderLayer.kv_shape`."""
+        if (index, shape) not in self._layers:
+            spec, memory = self._spec, self._memory[index]
+            if shape is not None:
+                assert isinstance(spec, AttentionKV)
+                spec = replace(spec, num_kv_heads=shape[0], head_dim=shape[1])
+                memory = memory[:, : spec.layer_bytes(self.block_size)]
+            self._layers[index, shape] = spec.view(memory, self.block_size)
+        return self._layers[index, shape]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies (source, target) pairs of distinct targets; all sources are read before any is written."""

@@ -22,7 +22,7 @@ def kv_identity(loaded: LoadedModel, device: torch.device) -> dict[str, Any]:
     """The identity of keys and values as JSON can hold it; `loaded` must have its weights' digest."""
     assert loaded.weights_digest, "the weights were not looked at before they were packed"
     model, scheme = loaded.model, loaded.config.scheme
-    config = dataclasses.asdict(dataclasses.replace(loaded.config, scheme=SCHEMES[None]))
+    config = dataclasses.asdict(dataclasses.replace(loaded.config, scheme=SCHEMES[None], whole=None))
     config |= {"dtype": str(loaded.config.dtype), "scheme": scheme.identity()}
     return {
         "weights": loaded.weights_digest,

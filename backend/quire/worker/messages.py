@@ -1,12 +1,24 @@
-"""What a worker in another process answers with. No torch in here."""
+"""What an engine and its workers in other processes tell each other. No torch in here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.config import EngineConfig
 from quire.outputs import RunnerInfo
 
 WARM_UP, SLEEP, WAKE = "warm up", "sleep", "wake"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a worker is to be; the first message to it."""
+
+    config: EngineConfig
+    rank: int
+    num_ranks: int
+    store: str
+    """Path of the file through which the ranks find each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +27,8 @@ class Ready:
 
     info: RunnerInfo
     block_bytes: int
-    blocks_fd: int
-    """Descriptor, in this process, of the memory with the blocks."""
+    blocks_fd: int | None
+    """Descriptor, in this process, of the memory with the blocks; None: they lie on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)

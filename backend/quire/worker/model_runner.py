@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from quire.loader.info import checkpoint_state
 from quire.loader.load import load_model
 from quire.logits_processors import load_logits_processors
 from quire.models.config import DecoderConfig
+from quire.models.decoder import DecoderModel
 from quire.models.kv_spec import QUANTIZED_DTYPES
 from quire.outputs import (
     NOTHING,
@@ -37,7 +39,8 @@ from quire.startup import StartTimeline
 from quire.worker.adapters import ModelSlots
 from quire.worker.device import HostCopy, to_device
 from quire.worker.device_limits import measure_limits
-from quire.worker.grammar import Grammars, RowGrammar
+from quire.worker.draft_model import DraftModel, check_draft, draft_config
+from quire.worker.grammar import DraftGrammar, Grammars, RowGrammar
 from quire.worker.graph_runner import (
     CudaGraphs,
     DecodeGraphs,
@@ -50,7 +53,7 @@ from quire.worker.input_batch import CachedRequest, InputBatch, StepInputs
 from quire.worker.kv_cache import DeviceMemory, KVCache, KVLayout
 from quire.worker.kv_identity import kv_identity
 from quire.worker.pooler import Pooler, embedding_output
-from quire.worker.sampler import Draw, draw
+from quire.worker.sampler import Draw, draw, join_drafts
 from quire.worker.sampling_batch import SamplingRow
 from quire.worker.timeline import StepTimer, Timeline
 from quire.worker.top_logprobs import PromptLogprobs
@@ -59,6 +62,7 @@ from quire_kernels.cpu.native import load_seconds, set_num_threads
 from quire_kernels.host_memory import give_back
 from quire_kernels.machine import num_cpus
 from quire_kernels.metadata import attention_facts
+from quire_kernels.ranks import ALONE, Ranks
 from quire_kernels.triton_lang import tuning
 
 if TYPE_CHECKING:
@@ -70,18 +74,28 @@ MAX_GRAPH_TOKENS = 512
 """Most tokens of a step, unless all its rows are decodes, that is computed as CUDA graphs."""
 
 
-def resolve_device(name: str) -> torch.device:
-    """`auto` is cuda where a device is visible, else cpu.
+def resolve_device(name: str, ranks: Ranks = ALONE) -> torch.device:
+    """`auto` is cuda where a device is visible, else cpu; of several GPUs each rank takes its own.
 
     Raises:
-        ConfigError: cuda was asked for and there is none.
+        ConfigError: cuda was asked for and there is none, or not one for each rank.
     """
     if name == "cpu":
         return torch.device("cpu")
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ConfigError("device=cuda, but torch sees no CUDA device")
-    return torch.device("cuda", torch.cuda.current_device()) if available else torch.device("cpu")
+    if not available:
+        return torch.device("cpu")
+    if ranks.size > 1:
+        count = torch.cuda.device_count()
+        if count < ranks.size:
+            raise ConfigError(
+                f"tensor_parallel_size={ranks.size}, but {count} CUDA devices are visible: an instance of "
+                "KIND_GPU sees one, of KIND_MODEL all"
+            )
+        torch.cuda.set_device(ranks.rank)
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class ModelRunner:
@@ -89,28 +103,35 @@ class ModelRunner:
 
     Args:
         shares_blocks: whether another process maps the KV cache (on the CPU).
+        ranks: who compute the model; this process has its part.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
         ConfigError: the device or the memory does not allow the configuration.
     """
 
-    def __init__(self, config: EngineConfig, *, shares_blocks: bool = False) -> None:
-        self.device = resolve_device(config.model.device)
+    def __init__(self, config: EngineConfig, *, shares_blocks: bool = False, ranks: Ranks = ALONE) -> None:
+        self.device = resolve_device(config.model.device, ranks)
         num_threads = 0
         if self.device.type == "cpu":
-            num_threads = config.model.num_threads or _default_threads()
+            num_threads = config.model.num_threads or max(1, _default_threads() // ranks.size)
             set_num_threads(num_threads)
         self._config, self._shares_blocks, self._num_threads = config, shares_blocks, num_threads
+        self._ranks = ranks
         self._processors = load_logits_processors(config.model.logits_processors)
         self._is_ahead = config.scheduler.launches_ahead(str(self.device))
         """Whether a step may need tokens that the host does not know."""
-        self._checkpoint = checkpoint_state(config.model.model, config.model.tokenizer)
+        self._checkpoint = self._checkpoint_state()
         self.timeline = Timeline(self.device, enabled=bool(os.environ.get("QUIRE_TIMELINE")))
         self._limits: DeviceLimits | None = None
         self.num_computed_tokens = 0
-        """Token rows the model computed since start; equal to those scheduled, as nothing is padded."""
+        """Token rows the model computed since start; equal to those scheduled, as nothing is padded, less
+        drafts that no draft model has made."""
         self._load()
+
+    def _checkpoint_state(self) -> list[tuple[str, int, int]]:
+        model = self._config.model
+        return checkpoint_state(model.model, model.tokenizer, model.draft_model)
 
     def _load(self, num_blocks: int | None = None) -> None:
         """Makes all that `sleep` gives back.
@@ -126,18 +147,15 @@ class ModelRunner:
             self.device,
             check=lambda shape: check_attention_backend(config, shape, self.device),
             with_digest=is_shared,
+            ranks=self._ranks,
         )
-        self.model, shape, self._keeping = loaded.model, loaded.config, loaded.keeping
-        # Which experts a step computes is known on the host only.
-        is_eager = config.model.enforce_eager or shape.experts is not None
+        self.model, shape, self._keeping = loaded.model, loaded.config, [loaded.keeping]
+        # Which experts a step computes is known on the host only. Collectives were never recorded.
+        is_eager = config.model.enforce_eager or shape.experts is not None or self._ranks.size > 1
         graph_backend = make_graph_backend(self.device, is_eager)
         has_slots = config.adapters.enable_lora
         self.slots = ModelSlots(self.model, config.adapters, self.device) if has_slots else None
         self._pooler = Pooler(read_pooling(Path(config.model.model)))
-        # Nothing has a gradient: what is saved is time of operators, of which one call has none.
-        self._no_autograd = nullcontext if self.model.is_fused else torch.inference_mode
-        layout = KVLayout.of(config, self.model)
-        max_model_len = layout.max_model_len
         timeline.end("weights")
         logger.info(
             "loaded %s: %.1f MiB of %s weights in %.2f s",
@@ -146,10 +164,21 @@ class ModelRunner:
             shape.dtype,
             timeline.total_s,
         )
+        draft = None
+        if config.model.draft_model:
+            draft = self._load_draft(shape)
+            timeline.end("draft model")
+        # Nothing has a gradient: what is saved is time of operators, of which one call has none.
+        is_fused = self.model.is_fused and (draft is None or draft.is_fused)
+        self._no_autograd = nullcontext if is_fused else torch.inference_mode
+        layout = KVLayout.of(config, self.model, draft)
+        max_model_len = layout.max_model_len
         timeline.split("weights", {"kernels": load_seconds() - kernels_before})
         cache, limits, groups = config.cache, config.scheduler, self.model.kv_groups
         if num_blocks is None:
-            num_blocks = layout.num_blocks(config, DeviceMemory.of(self.device))
+            self._ranks.least(0, self.device)  # when all have loaded, they see the same memory
+            memory = DeviceMemory.of(self.device, self._ranks.size)
+            num_blocks = self._ranks.least(layout.num_blocks(config, memory), self.device)
         self.kv_cache = KVCache(
             num_blocks,
             layout.spec,
@@ -159,6 +188,11 @@ class ModelRunner:
             has_scratch=graph_backend is not None,
             is_shared=self._shares_blocks,
         )
+        self.draft: DraftModel | None = None
+        if draft is not None:
+            spec = draft.kv_spec(cache.kv_cache_dtype)
+            pool = KVCache(num_blocks, spec, len(draft.layers), cache.block_size, self.device)
+            self.draft = DraftModel(draft, pool, limits.max_num_batched_tokens)
         timeline.end("KV cache")
         self.info = RunnerInfo(
             num_blocks=num_blocks,
@@ -166,9 +200,10 @@ class ModelRunner:
             vocab_size=shape.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             kv_groups=groups,
-            kv_cache_bytes=self.kv_cache.nbytes,
+            kv_cache_bytes=self.kv_cache.nbytes + num_blocks * layout.draft_bytes,
             kv_identity=kv_identity(loaded, self.device) if is_shared else {},
             hidden_size=shape.hidden_size,
+            deepstack_levels=shape.deepstack_levels,
             pooling=self._pooler.pooling,
             takes_position_ids=shape.rope.mrope_section is not None,
             dtype=str(shape.dtype).removeprefix("torch."),
@@ -218,15 +253,33 @@ class ModelRunner:
         self._launched: deque[LaunchedStep] = deque()
         """Steps whose tokens the host does not know yet, the oldest first."""
 
+    def _load_draft(self, target: DecoderConfig) -> DecoderModel:
+        """The draft model's weights, for a model of this shape."""
+
+        def check(shape: DecoderConfig) -> None:
+            check_draft(shape, target)
+            check_attention_backend(self._config, shape, self.device)
+
+        config = draft_config(self._config.model, target)
+        loaded = load_model(config, self.device, check=check)
+        self._keeping.append(loaded.keeping)
+        logger.info(
+            "loaded %s, the draft model: %.1f MiB of %s weights",
+            config.model,
+            loaded.weight_bytes / 2**20,
+            loaded.config.dtype,
+        )
+        return loaded.model
+
     def sleep(self) -> None:
         """See `Runner`: what `_load` made is gone; the device's context, kernels and threads stay."""
-        if self._keeping is not None:
-            self._keeping.stop()  # it holds the weights
+        for keeping in filter(None, self._keeping):
+            keeping.stop()  # it holds the weights
         if "kv_cache" in vars(self) and self.kv_cache.fd is not None:
             os.close(self.kv_cache.fd)
         self.tiers = None
-        made = ("model", "slots", "kv_cache", "batch", "graphs", "prompt_graphs", "_grammars", "_launched")
-        for name in made:
+        made = ("model", "slots", "draft", "kv_cache", "batch", "graphs", "prompt_graphs", "_grammars")
+        for name in (*made, "_launched"):
             vars(self).pop(name, None)
         gc.unfreeze()  # what is garbage may have been made before the engine was ready
         gc.collect()
@@ -238,9 +291,9 @@ class ModelRunner:
 
     def wake(self) -> None:
         """See `Runner`: as at the start. Graphs are recorded again, as memory lies elsewhere now."""
-        model = self._config.model
-        if checkpoint_state(model.model, model.tokenizer) != self._checkpoint:
-            raise CheckpointError(f"{model.model}: has changed since it was loaded: load the model again")
+        if self._checkpoint_state() != self._checkpoint:
+            model = self._config.model.model
+            raise CheckpointError(f"{model}: has changed since it was loaded: load the model again")
         self._load(self.info.num_blocks)
         self.warm_up()
         gc.collect()
@@ -327,6 +380,10 @@ class ModelRunner:
 
     def _compute(self, scheduled: list[ScheduledRequest], step: LaunchedStep) -> None:
         """Writes KV of the scheduled tokens and samples."""
+        if self.draft is not None:
+            step.phase("draft")
+            scheduled, step.output.has_caught_up = self.draft.fill(scheduled, self.batch)
+            step.phase("prepare")
         self.num_computed_tokens += sum(item.num_scheduled_tokens for item in scheduled)
         if self.graphs is not None and not self.batch.embedded and self.graphs.can_run(scheduled):
             step.phase("model")
@@ -349,6 +406,7 @@ class ModelRunner:
             first = inputs.first_draws
             newest = found.token_ids if first is None else found.token_ids[first]
             self.batch.last_tokens[inputs.sample_rows] = newest
+        step.drafts = inputs.drafts
         step.set_drawn(inputs.samples, found, inputs.sampling_rows)
 
     def _draw(self, inputs: StepInputs, step: LaunchedStep) -> Draw | None:
@@ -359,13 +417,15 @@ class ModelRunner:
         given = inputs.input_ids, inputs.positions, self.kv_cache, inputs.metas, embeds
         adapters = inputs.adapters
         wants_all = bool(inputs.prompt_rows or inputs.pool_rows)
-        recorded = self.prompt_graphs
+        # What is recorded begins behind the lookup of embeddings, and has no place for more.
+        has_levels = embeds is not None and self.model.config.deepstack_levels > 0
+        recorded = None if has_levels else self.prompt_graphs
         if recorded is not None and recorded.can_run(inputs.metas[0].num_tokens):
             hidden, wants_all = recorded.run(inputs, embeds), True
         elif wants_all:
             hidden = self.model(*given, adapters=adapters)
         elif inputs.samples and inputs.wants_best_only:
-            best = self.model.next_tokens(*given, inputs.sample_indices, adapters)
+            best = self.model(*given, inputs.sample_indices, adapters, best=True)
             step.phase("sample")
             return Draw(best)
         else:
@@ -402,16 +462,23 @@ class ModelRunner:
     @staticmethod
     def _settle_drawn(step: LaunchedStep, drawn: Draw, copy: HostCopy) -> None:
         rows = step.output.rows
-        outputs = drawn.outputs(copy.wait())
-        for output, grammar in zip(outputs, step.grammars, strict=bool(step.grammars)):
+        outputs, firsts = drawn.outputs(copy.wait()), list(range(len(step.samples)))
+        if step.drafts:
+            outputs, firsts = join_drafts(outputs, [row for row, _ in step.samples], step.drafts)
+            for first, output in zip(firsts, outputs, strict=True):
+                output.num_drafts = len(step.drafts.get(step.samples[first][0], ()))
+        for first, output in zip(firsts, outputs, strict=True):
+            row, state = step.samples[first]
+            grammar = step.grammars[first] if step.grammars else None
             if grammar is not None and not output.error:
-                output.ends = grammar.accept(output.token_ids[0])
-        for (row, state), output in zip(step.samples, outputs, strict=True):
+                assert isinstance(grammar, RowGrammar), "drafts come behind a row's own"
+                count, output.ends = grammar.accept(output.token_ids)
+                output.cut(count)
             if rows[row] is NOTHING:
                 if output.error:
                     state.lose()
                 else:
-                    state.accept(output.token_ids[0])
+                    state.accept(output.token_ids)
             if rows[row] is NOTHING or output.error:
                 rows[row] = output
             else:
@@ -445,8 +512,10 @@ class LaunchedStep:
         """As `drawn`, of the prompts' own tokens."""
         self.embeddings: tuple[list[int], HostCopy] | None = None
         """Rows of the step, and the embeddings that they bring."""
-        self.grammars: list[RowGrammar | None] = []
+        self.grammars: list[RowGrammar | DraftGrammar | None] = []
         """Of each draw; empty where none has one."""
+        self.drafts: dict[int, Sequence[int]] = {}
+        """As of `StepInputs`."""
 
     def phase(self, name: str) -> None:
         """A phase of the step begins, if anyone wants to know."""

@@ -1,12 +1,13 @@
-"""A ModelRunner in a process of its own: the other half of `quire.engine.worker_process`.
+"""A ModelRunner in a process of its own: the other half of `quire.engine.worker_group`.
 
-Started with a socket, it takes an EngineConfig, answers with a Ready or Failed, and then computes one
-SchedulerOutput after the other until the socket is closed or the engine is dead. The KV cache lies in memory
-that the engine maps, too: the engine moves blocks, this process computes.
+Started with a socket, it takes a Start, answers with a Ready or Failed, and then computes one
+SchedulerOutput after the other until the socket is closed or the engine is dead. On the CPU the KV cache lies
+in memory that the engine maps, too: the engine moves blocks, this process computes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -16,24 +17,32 @@ from multiprocessing.connection import Connection
 
 import click
 
-from quire.config import EngineConfig
 from quire.engine.processes import open_verified_pidfd, wait_readable
 from quire.errors import ConfigError, QuireError, describe
 from quire.outputs import ModelRunnerOutput, SchedulerOutput
-from quire.worker.messages import SLEEP, WAKE, WARM_UP, Failed, Ready
-from quire.worker.model_runner import ModelRunner
+from quire.worker.messages import SLEEP, WAKE, WARM_UP, Failed, Ready, Start
+from quire.worker.model_runner import ModelRunner, resolve_device
 from quire_ensemble import logs
+from quire_kernels.ranks import Ranks
 
 logger = logging.getLogger("quire")
+
+_PR_SET_PDEATHSIG = 1
 
 
 def serve(connection: Connection) -> None:
     """Answers what comes over the connection until that is closed."""
-    config: EngineConfig = connection.recv()
+    start: Start = connection.recv()
+    ranks = Ranks(start.rank, start.num_ranks)
     try:
-        runner = ModelRunner(config, shares_blocks=True)
-        if runner.device.type != "cpu":
-            raise ConfigError(f"worker_process=true: needs device=cpu, the model is on {runner.device}")
+        device = resolve_device(start.config.model.device, ranks)
+        if device.type != "cpu" and ranks.size == 1:
+            raise ConfigError(f"worker_process=true: needs device=cpu, the model is on {device}")
+        if ranks.size > 1:
+            # Of all interfaces gloo would take the one that the host's name leads to.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            ranks.join(start.store, device)
+        runner = ModelRunner(start.config, shares_blocks=device.type == "cpu", ranks=ranks)
     except Exception as error:
         is_ours = isinstance(error, QuireError)
         connection.send(Failed(str(error) if is_ours else describe(error), is_ours))
@@ -69,7 +78,6 @@ def serve(connection: Connection) -> None:
 
 
 def _ready(runner: ModelRunner) -> Ready:
-    assert runner.kv_cache.fd is not None
     return Ready(runner.info, runner.kv_cache.block_bytes, runner.kv_cache.fd)
 
 
@@ -93,9 +101,12 @@ def end_with(pid: int, start_time: int) -> None:
 @click.option("--fd", type=int, required=True)
 @click.option("--engine-pid", type=int, required=True)
 @click.option("--engine-start-time", type=int, required=True)
-def main(fd: int, engine_pid: int, engine_start_time: int) -> None:
+@click.option("--killed-with-engine", is_flag=True)
+def main(fd: int, engine_pid: int, engine_start_time: int, killed_with_engine: bool) -> None:
     """Computes for the engine at the other end of socket FD."""
     logs.set_up("worker")
+    if killed_with_engine:  # by the system, so that one which is stopped ends, too
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     end_with(engine_pid, engine_start_time)
     # It ends when its engine closes the socket or dies, and not before: the engine may have work to finish.
     for number in (signal.SIGINT, signal.SIGTERM):

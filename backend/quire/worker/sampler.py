@@ -80,6 +80,37 @@ class Draw:
         return outputs
 
 
+def join_drafts(
+    outputs: Sequence[RowOutput], rows: Sequence[int], drafts: Mapping[int, Sequence[int]]
+) -> tuple[list[RowOutput], list[int]]:
+    """Makes one output of what was drawn behind a row's newest token and its drafts: what follows them as far
+    as these were right.
+
+    Args:
+        outputs: [N], of one token or an error.
+        rows: [N] row of the step that each was drawn for.
+        drafts: of rows that have some, by row: as many draws less one.
+
+    Returns:
+        The outputs, and of each the number of its first draw.
+    """
+    joined, firsts = [], []
+    number = 0
+    while number < len(outputs):
+        output, guessed = outputs[number], drafts.get(rows[number], ())
+        joined.append(output)
+        firsts.append(number)
+        for draft, behind in zip(guessed, outputs[number + 1 :], strict=False):
+            # What fails behind a draft alone is drawn again by a step to which the draft is known.
+            if output.error or behind.error or output.token_ids[-1] != draft:
+                break
+            output.token_ids += behind.token_ids
+            if output.logprobs is not None:
+                output.logprobs += behind.logprobs or []
+        number += len(guessed) + 1
+    return joined, firsts
+
+
 def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], newest: torch.Tensor | None = None) -> Draw:
     """Samples one token per row.
 

@@ -8,6 +8,7 @@ request asks for is turned into arrays once, so that a step only joins arrays. N
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from quire.logits_processors import RowProcessors
 from quire.sampling_params import SamplingParams
-from quire.worker.grammar import RowGrammar
+from quire.worker.grammar import DraftGrammar, RowGrammar
 from quire.worker.token_history import BadWords, FloatArray, IntArray, ThinkingBudget, TokenHistory
 
 _LEAST_REPETITION = np.finfo(np.float32).tiny
@@ -43,7 +44,7 @@ class SamplingRow:
     """In [0, 2**64): the request's own, or one the runner drew when the request arrived."""
     num_pending: int = 0
     """Tokens behind `token_ids` that are drawn already, but known to the device only."""
-    grammar: RowGrammar | None = None
+    grammar: RowGrammar | DraftGrammar | None = None
     """What `params.structured_output` allows next; only a worker has it."""
     processors: RowProcessors | None = None
     is_beam: bool = field(init=False, repr=False, compare=False)
@@ -110,8 +111,48 @@ class SamplingRow:
     @property
     def is_uncounted(self) -> bool:
         """True when the newest token counts for penalties, but only the device knows it."""
+        if not self.has_penalties:
+            return False
         assert self.num_pending <= 1, "two steps are in flight at most"
-        return self.has_penalties and self.num_pending > 0
+        return self.num_pending > 0
+
+    def behind(self, drafts: Sequence[int]) -> list[SamplingRow]:
+        """Rows of the token to be drawn next, and of those behind each of `drafts`, were these right."""
+        assert not self.num_pending and self.processors is None, "drafts follow what is known"
+        if self.wants_best_only:
+            return [self] * (len(drafts) + 1)
+        grammars = None
+        if isinstance(self.grammar, RowGrammar):
+            grammars = self.grammar.behind(self.token_ids, drafts)
+        looks_back = self.has_transforms or self.params.thinking is not None
+        rows = [self]
+        for count in range(1, len(drafts) + 1):
+            row = SamplingRow(
+                self.params,
+                [*self.token_ids, *drafts[:count]] if looks_back else self.token_ids,
+                self.num_prompt_tokens,
+                self.eos_token_ids,
+                self.seed,
+                num_pending=0 if looks_back else count,
+                grammar=None if grammars is None else grammars[count - 1],
+            )
+            if looks_back:
+                row._go_on_from(self)
+            rows.append(row)
+        return rows
+
+    def _go_on_from(self, row: SamplingRow) -> None:
+        """Takes what is known of a row with the first of these tokens, as long as that one stays there."""
+        params = self.params
+        if self.has_penalties or params.no_repeat_ngram_size:
+            self._history = row.history().fork()
+        if params.bad_words_ids:
+            self._bad_words = row.bad_words()
+        if params.logit_bias:
+            self._biases = row.biases()
+        if params.thinking is not None:
+            row.forced_token()
+            self._thinking = copy.copy(row._thinking)
 
     def history(self) -> TokenHistory:
         """The row's history, brought up to the newest token."""
@@ -144,6 +185,12 @@ class SamplingRow:
             )
         return self._biases
 
+    def bad_words(self) -> BadWords:
+        """`bad_words_ids`, ready to be looked for."""
+        if self._bad_words is None:
+            self._bad_words = BadWords(self.params.bad_words_ids, self.eos_token_ids)
+        return self._bad_words
+
     def bans(self) -> list[IntArray]:
         """Tokens that must not be chosen, some maybe twice.
 
@@ -155,10 +202,9 @@ class SamplingRow:
         if params.no_repeat_ngram_size:
             found += self.history().ngram_bans()
         if params.bad_words_ids:
-            if self._bad_words is None:
-                self._bad_words = BadWords(params.bad_words_ids, self.eos_token_ids)
-            found.append(self._bad_words.always)
-            found.append(np.array(self._bad_words.bans(self.token_ids), dtype=np.int64))
+            words = self.bad_words()
+            found.append(words.always)
+            found.append(np.array(words.bans(self.token_ids), dtype=np.int64))
         if self.num_output_tokens < params.min_tokens:
             if self._ends is None:
                 ends = [*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)]

@@ -30,29 +30,31 @@ _FACTOR = 2**32 + secrets.randbelow(2**60)
 class TokenSet:
     """Distinct token ids, each with a count, in arrays that grow."""
 
-    __slots__ = ("_counts", "_ids", "_shared", "_slots")
+    __slots__ = ("_counts", "_ids", "_num_shared", "_shared", "_slots")
 
     def __init__(self, token_ids: Iterable[int] = ()) -> None:
         """Every id with a count of 0."""
-        self._shared: dict[int, int] = {}
+        self._shared: tuple[dict[int, int], ...] = ()
+        self._num_shared = 0
         self._slots = {token_id: slot for slot, token_id in enumerate(dict.fromkeys(token_ids))}
         self._ids: IntArray = np.fromiter(self._slots, dtype=np.int64, count=len(self._slots))
         self._counts: FloatArray = np.zeros(len(self._slots), dtype=np.float32)
 
     def fork(self) -> TokenSet:
-        """A set that begins as this one, which must not change any more."""
-        assert not self._shared, "a fork is not forked"
+        """A set that begins as this one, which must not change as long as the other is used."""
         forked = TokenSet()
-        forked._shared, forked._ids, forked._counts = self._slots, self._ids, self._counts.copy()
+        forked._shared, forked._num_shared = (*self._shared, self._slots), len(self)
+        forked._ids, forked._counts = self.ids, self.counts.copy()
         return forked
 
     def __len__(self) -> int:
-        return len(self._shared) + len(self._slots)
+        return self._num_shared + len(self._slots)
 
     def add(self, token_id: int, count: int = 0) -> None:
-        slot = self._shared.get(token_id)
-        if slot is None:
-            slot = self._slots.get(token_id)
+        slot = self._slots.get(token_id)
+        for slots in self._shared:
+            if slot is None:
+                slot = slots.get(token_id)
         if slot is None:
             slot = len(self)
             self._slots[token_id] = slot
@@ -90,17 +92,16 @@ class NgramIndex:
         self._tokens = array("q")
         self._hash = 0
         """Hash of the newest n - 1 tokens, or of all while there are fewer."""
-        self._shared: dict[int, tuple[int, int | TokenSet]] = {}
+        self._shared: tuple[dict[int, tuple[int, int | TokenSet]], ...] = ()
         self._found: dict[int, tuple[int, int | TokenSet]] = {}
         """Hash to where the gram first ended, and the token or tokens behind it. A gram whose place another
         has taken is at the next free one."""
         self.extend(token_ids)
 
     def fork(self) -> NgramIndex:
-        """An index that begins as this one, which must not change any more."""
-        assert not self._shared, "a fork is not forked"
+        """An index that begins as this one, which must not change as long as the other is used."""
         forked = NgramIndex(self._gram_size + 1)
-        forked._shared, forked._hash = self._found, self._hash
+        forked._shared, forked._hash = (*self._shared, self._found), self._hash
         forked._tokens = self._tokens[:]
         return forked
 
@@ -126,7 +127,7 @@ class NgramIndex:
         """Tokens that followed the newest n - 1 tokens; some may be there twice."""
         if len(self._tokens) < self._gram_size:
             return []
-        entries = (self._look_up(found)[1] for found in (self._shared, self._found))
+        entries = (self._look_up(found)[1] for found in (*self._shared, self._found))
         return [
             entry[1].ids if isinstance(entry[1], TokenSet) else np.array([entry[1]], dtype=np.int64)
             for entry in entries
@@ -217,6 +218,14 @@ class TokenHistory:
         self._prompt = _Prompt.of(prompt) if counts or ngram_size else None
         self._distinct = self._prompt.distinct.fork() if self._prompt and counts else None
         self._ngrams = self._prompt.ngrams(ngram_size).fork() if self._prompt and ngram_size else None
+
+    def fork(self) -> TokenHistory:
+        """A history that begins as this one, which must not change as long as the other is used."""
+        forked = TokenHistory((), counts=False, ngram_size=0)
+        forked.num_seen, forked._prompt = self.num_seen, self._prompt
+        forked._distinct = None if self._distinct is None else self._distinct.fork()
+        forked._ngrams = None if self._ngrams is None else self._ngrams.fork()
+        return forked
 
     def catch_up(self, token_ids: Sequence[int]) -> None:
         """All behind the prompt is output."""

@@ -53,6 +53,7 @@ QUIRE_SAMPLING = (
     "cache_result",
     "session",
     "session_end",
+    "num_draft",
     "thinking_budget",
     "logits_processors",
     "lora_name",

@@ -5,19 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from ctypes import Array, Structure, addressof, byref
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from quire_kernels import registry
 from quire_kernels.cpu.linear import NativeLinear
-from quire_kernels.cpu.moe import NativeExperts
+from quire_kernels.cpu.moe import NativeExperts, routing_struct
 from quire_kernels.cpu.native import KV_TYPES, TYPES, adapter_part, batch_struct, declarations, kv_struct
 from quire_kernels.metadata import AttentionMetadata
 from quire_kernels.quantized_kv import KVLayer, data_of
+from quire_kernels.routing import Routing
 from quire_kernels.weights import JoinedLinear, PackedExperts, PackedLinear
 
 QKV_PARTS = 3
+
+
+class NormKind(IntEnum):
+    """Of queries and keys; the same of elementwise.h."""
+
+    EACH_HEAD = 0
+    ALL_HEADS = 1
+    """Of a token's queries, and of its keys."""
+    BEHIND_ROPE = 2
+    """Of each head, behind the rotary embedding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,28 +47,39 @@ class ExpertsWeights:
 
     router: PackedLinear
     experts: PackedExperts
-    num_chosen: int
-    renormalizes: bool
-    """See `ops.route`."""
+    routing: Routing
+    score_bias: torch.Tensor | None
+    """float32 [num_experts]; see `ops.route`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderLayerWeights:
-    """One layer: attention and feed-forward, each behind an RMSNorm, added to the residual stream."""
+    """One layer: attention and feed-forward, each between RMSNorms, added to the residual stream. All norms'
+    weights are of one type: float32, or that of the layers; see `RMSNorm`. None: there is no such norm."""
 
-    input_norm: torch.Tensor
+    attention_norm: torch.Tensor | None
     qkv: PackedLinear
     """Fused also where it is a JoinedLinear of up to QKV_PARTS."""
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
+    norm_kind: NormKind
+    """Of these two."""
     out: PackedLinear
-    post_attention_norm: torch.Tensor
+    attention_output_norm: torch.Tensor | None
+    """Of what is added, as the one of the feed-forward."""
+    feed_forward_norm: torch.Tensor | None
     feed_forward: FeedForwardWeights | ExpertsWeights
+    feed_forward_output_norm: torch.Tensor | None
     attention_scale: float
     softcap: float | None
     sinks: torch.Tensor | None
     """float32 [num_heads]."""
+    output_factor: float
+    """Of what is added."""
     sliding_window: int | None
+    has_other_rotations: bool
+    scales_queries: bool
+    """Whether queries are multiplied by a step's `query_factors`."""
     group: int
     """KV group: which of a step's metadata is this layer's."""
 
@@ -98,11 +121,12 @@ def can_fuse(
     experts = [one.experts for one in forwards if isinstance(one, ExpertsWeights)]
     if not all(isinstance(one, NativeExperts) and one.isa == native[0].isa for one in experts):
         return False
-    isa, size, dtype = native[0].isa, layers[0].input_norm.shape[0], layers[0].input_norm.dtype
-    if dtype != native[0].dtype:
+    isa, dtype = native[0].isa, native[0].dtype
+    norm = next(norm for norm in _norms(layers[0]) if norm is not None)
+    if norm.dtype not in (dtype, torch.float32):
         return False
     facts: dict[str, dict[str, Any]] = {
-        "rms_norm": {"size": size},
+        "rms_norm": {"size": norm.shape[0]},
         "rope": {"head_dim": head_dim, "rotary_dim": rotary_dim},
         "write_kv": {"head_dim": head_dim},
         "paged_attention": {"head_dim": head_dim, "wanted": attention},
@@ -137,8 +161,8 @@ class NativeDecoder:
         embedding: PackedLinear | None = None,
         head: PackedLinear | None = None,
     ) -> None:
-        self.library = _qkv_parts(layers[0])[0].library
-        self.hidden_size, self.dtype = final_norm.shape[0], final_norm.dtype
+        first = _qkv_parts(layers[0])[0]
+        self.library, self.dtype, self.hidden_size = first.library, first.dtype, final_norm.shape[0]
         self.rotary_dim = rotary_dim
         table, logits = self._usable(embedding), self._usable(head)
         self.looks_up, self.chooses = table is not None, logits is not None
@@ -147,6 +171,7 @@ class NativeDecoder:
         # What the structure points into.
         self._owned: tuple[Any, ...] = (list(layers), experts, final_norm, table, logits)
         self._struct = declarations().structure("Decoder")(
+            TYPES[self.dtype],
             TYPES[final_norm.dtype],
             len(layers),
             self.hidden_size,
@@ -190,6 +215,8 @@ class NativeDecoder:
         metas: Sequence[AttentionMetadata],
         rows: torch.Tensor,
         *,
+        other_rotations: torch.Tensor | None = None,
+        query_factors: torch.Tensor | None = None,
         adapters: torch.Tensor | None = None,
         best: bool = False,
     ) -> torch.Tensor:
@@ -204,6 +231,8 @@ class NativeDecoder:
             metas: of each KV group.
             rows: int64 [num_rows], ascending: tokens whose result is wanted. With none, only keys and values
                 are computed.
+            other_rotations: what some layers have in place of `rotations`; None: none do.
+            query_factors: float32 [num_tokens], where layers scale queries.
             adapters: int32 [num_tokens], contiguous: the slot of each token's adapter, -1: it has none; None:
                 no token has one.
             best: whether the best next tokens are wanted, where it `chooses`.
@@ -214,7 +243,9 @@ class NativeDecoder:
         are_ids = x.dtype == torch.int64
         assert x.is_contiguous() and (self.looks_up if are_ids else x.dtype == self.dtype), x.dtype
         assert are_ids or x.shape[1] == self.hidden_size, x.shape
-        assert rotations.is_contiguous() and rotations.shape[1] == self.rotary_dim, rotations.shape
+        other_rotations = rotations if other_rotations is None else other_rotations
+        for table in (rotations, other_rotations):
+            assert table.is_contiguous() and table.shape[1] == self.rotary_dim, table.shape
         assert self.chooses or not best
         if self._kv is None or self._kv[0] is not kv_layers:
             self._kv = (kv_layers, _array("KVLayer", map(kv_struct, kv_layers)))
@@ -228,7 +259,9 @@ class NativeDecoder:
             x.data_ptr() if are_ids else None,
             None if are_ids else x.data_ptr(),
             rotations.data_ptr(),
+            other_rotations.data_ptr(),
             positions.data_ptr(),
+            None if query_factors is None else query_factors.data_ptr(),
             addressof(self._kv[1]),
             addressof(batches),
             rows.data_ptr(),
@@ -246,6 +279,15 @@ def _array(name: str, structs: Iterable[Structure]) -> Array[Any]:
     made = list(structs)
     array: Array[Any] = (declarations().structure(name) * len(made))(*made)
     return array
+
+
+def _norms(layer: DecoderLayerWeights) -> tuple[torch.Tensor | None, ...]:
+    """In the structure's order."""
+    return (
+        *(layer.attention_norm, layer.feed_forward_norm),
+        *(layer.attention_output_norm, layer.feed_forward_output_norm),
+        *(layer.query_norm, layer.key_norm),
+    )
 
 
 def _qkv(layer: DecoderLayerWeights) -> Sequence[PackedLinear]:
@@ -274,23 +316,26 @@ def _struct_of(linear: PackedLinear | None) -> Structure:
 def _layer_struct(layer: DecoderLayerWeights, experts: Structure | None) -> Structure:
     forward, parts = layer.feed_forward, _qkv(layer)
     gate_up = down = router = None
+    routing = declarations().structure("Routing")()
     if isinstance(forward, ExpertsWeights):
-        router = forward.router
+        router, num_gates = forward.router, forward.routing.num_gates
+        routing = routing_struct(forward.routing, router.out_features - num_gates, forward.score_bias)
     else:
         gate_up, down = forward.gate_up, forward.down
     linears = [*parts, *[None] * (QKV_PARTS - len(parts)), layer.out, gate_up, down, router]
     return declarations().structure("DecoderLayer")(
-        layer.input_norm.data_ptr(),
-        layer.post_attention_norm.data_ptr(),
-        None if layer.query_norm is None else layer.query_norm.data_ptr(),
-        None if layer.key_norm is None else layer.key_norm.data_ptr(),
+        *(None if norm is None else norm.data_ptr() for norm in _norms(layer)),
+        layer.norm_kind,
         *map(_struct_of, linears),
         None if experts is None else addressof(experts),
-        isinstance(forward, ExpertsWeights) and forward.renormalizes,
+        routing,
         None if layer.sinks is None else layer.sinks.data_ptr(),
         layer.attention_scale,
         layer.softcap or 0.0,
+        layer.output_factor,
         layer.sliding_window or 0,
+        layer.has_other_rotations,
+        layer.scales_queries,
         layer.group,
     )
 
@@ -300,5 +345,5 @@ def _experts_struct(layer: DecoderLayerWeights) -> Structure | None:
     if not isinstance(forward, ExpertsWeights):
         return None
     assert isinstance(forward.experts, NativeExperts), forward.experts
-    struct: Structure = forward.experts.struct(forward.num_chosen)
+    struct: Structure = forward.experts.struct(forward.routing.num_routes)
     return struct

@@ -273,5 +273,30 @@ def pack_grouped(
     return packed
 
 
+class NativeHeads:
+    """See `ops.pack_heads`."""
+
+    def __init__(self, isa: str, library: ctypes.CDLL, weight: torch.Tensor) -> None:
+        self.library, self.dtype = library, weight.dtype
+        self._heads = [pack_dense(isa, library, matrix, None, None, None) for matrix in weight]
+        make = declarations().structure("Weight") * len(self._heads)
+        self._structs = make(*(head.struct for head in self._heads))
+        self.nbytes = sum(head.nbytes for head in self._heads)
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """See PackedHeads."""
+        assert x.dtype == out.dtype == self.dtype and x.stride(2) == out.stride(2) == 1, (x.dtype, x.stride())
+        self.library.quire_head_linear(
+            TYPES[x.dtype],
+            x.data_ptr(),
+            *x.stride()[:2],
+            x.shape[0],
+            self._structs,
+            x.shape[1],
+            out.data_ptr(),
+            *out.stride()[:2],
+        )
+
+
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

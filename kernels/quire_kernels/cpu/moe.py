@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import addressof, byref
+from ctypes import Structure, addressof, byref
 from typing import Any
 
 import torch
 
 from quire_kernels.cpu.linear import BLOCK_COLUMNS, NativeLinear
 from quire_kernels.cpu.native import TYPES, Activation, as_rows, declarations
+from quire_kernels.routing import SIGMOID_EPSILON, Routing
 from quire_kernels.weights import PackedLinear
+
+_SCORING = {"softmax": 0, "sigmoid": 1}
+"""Codes of `Scoring` in moe.h, and of `Shared`."""
+_SHARED = {None: 0, "whole": 1, "gated": 2}
 
 
 def can_join(isa: str, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], **_: object) -> bool:
-    """Whether these are experts of one shape and form for the kernels."""
-    forms: list[tuple[int, int, int, int]] = []
+    """Whether the kernels take these together: experts of one form, whose inner sizes alone may differ."""
+    layers = []
     for linears in (gate_up, down):
-        structs = [one.struct for one in linears if isinstance(one, NativeLinear) and one.isa == isa]
-        found = {(one.format, one.activation, one.num_columns, one.num_inputs) for one in structs}
-        if len(structs) < len(linears) or len(found) != 1:
+        layers.append([one.struct for one in linears if isinstance(one, NativeLinear) and one.isa == isa])
+        forms = {(one.format, one.activation) for one in layers[-1]}
+        if len(layers[-1]) < len(linears) or len(forms) != 1:
             return False
-        forms += found
-    first, second = forms
-    is_gated = first[1] != Activation.NONE and second[1] == Activation.NONE
-    return is_gated and first[3] == second[2] and first[3] % BLOCK_COLUMNS == 0
+    hidden = {one.num_inputs for one in layers[0]} | {one.num_columns for one in layers[1]}
+    return (
+        layers[0][0].activation != Activation.NONE
+        and layers[1][0].activation == Activation.NONE
+        and len(hidden) == 1
+        and hidden.pop() % BLOCK_COLUMNS == 0
+    )
 
 
 class NativeExperts:
@@ -65,20 +73,38 @@ class NativeExperts:
         return out
 
 
+def routing_struct(routing: Routing, num_experts: int, bias: torch.Tensor | None) -> Structure:
+    """The structure for a routing among so many experts, the shared one apart; `bias` must outlive it."""
+    assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous()), bias
+    struct: Structure = declarations().structure("Routing")(
+        None if bias is None else bias.data_ptr(),
+        _SCORING[routing.scoring],
+        _SHARED[routing.shared],
+        num_experts,
+        routing.num_chosen,
+        routing.num_groups,
+        routing.num_chosen_groups,
+        routing.group_best,
+        routing.renormalizes,
+        routing.least_sum,
+        routing.scale,
+        SIGMOID_EPSILON,
+    )
+    return struct
+
+
 def route(
-    library: ctypes.CDLL, logits: torch.Tensor, num_chosen: int, renormalizes: bool
+    library: ctypes.CDLL, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops.route`."""
     logits = logits.contiguous()
-    num_tokens, num_experts = logits.shape
-    experts = torch.empty((num_tokens, num_chosen), dtype=torch.int64)
-    shares = torch.empty((num_tokens, num_chosen))
+    num_tokens, num_logits = logits.shape
+    experts = torch.empty((num_tokens, routing.num_routes), dtype=torch.int64)
+    shares = torch.empty((num_tokens, routing.num_routes))
     library.quire_route(
         logits.data_ptr(),
         num_tokens,
-        num_experts,
-        num_chosen,
-        renormalizes,
+        byref(routing_struct(routing, num_logits - routing.num_gates, bias)),
         experts.data_ptr(),
         shares.data_ptr(),
     )

@@ -62,6 +62,7 @@ def declarations() -> Declarations:
     """Structures and functions of src/."""
     names = (
         "layout.h",
+        "elementwise.h",
         "gemm.h",
         "blocks.h",
         "pack.h",

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from quire_kernels.cpu.compiler import BuildError, supported_isas
-from quire_kernels.cpu.linear import ACTIVATIONS, NativeLinear, can_pack, pack_dense, pack_grouped
+from quire_kernels.cpu.linear import (
+    ACTIVATIONS,
+    NativeHeads,
+    NativeLinear,
+    can_pack,
+    pack_dense,
+    pack_grouped,
+)
 from quire_kernels.cpu.moe import NativeExperts, can_join
 from quire_kernels.cpu.moe import route as native_route
 from quire_kernels.cpu.native import (
@@ -251,6 +258,11 @@ def grouped_linear(isa: str, *args: Any) -> NativeLinear:
     return pack_grouped(isa, _kernels(isa), *args)
 
 
+def head_linear(isa: str, weight: torch.Tensor) -> NativeHeads:
+    """See `ops.pack_heads`."""
+    return NativeHeads(isa, _kernels(isa), weight)
+
+
 def route(isa: str, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops.route`."""
     return native_route(_kernels(isa), *args)
@@ -287,8 +299,8 @@ def _can_sample(isa: str, **facts: Any) -> bool | LeftToOthers:
     return library(isa) is not None and is_not_typical(**facts)
 
 
-def _can_pack(isa: str, **facts: Any) -> bool:
-    return can_pack(**facts) and library(isa) is not None
+def _can_pack(isa: str, activation: str | None = None, **facts: Any) -> bool:
+    return can_pack(activation=activation, **facts) and library(isa) is not None
 
 
 _OPERATORS = (
@@ -304,6 +316,7 @@ _OPERATORS = (
     ("add_lora", add_lora, _in_vectors()),
     ("linear", linear, _can_pack),
     ("grouped_linear", grouped_linear, _can_pack),
+    ("head_linear", head_linear, _can_pack),
     ("route", route, _in_vectors()),
     ("moe", moe, can_join),
 )

@@ -204,6 +204,8 @@ def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tens
     index = blocks.unsqueeze(-2) * per_block + heads
     shape = (*blocks.shape[:-1], num_kv_heads, blocks.shape[-1] * block_size, *inner)
     first = pieces.index_select(0, index.reshape(-1)).view(cache.dtype).view(shape)
+    if per_half == 0:  # values are keys
+        return first, first
     second = pieces.index_select(0, (index + per_half).reshape(-1)).view(cache.dtype).view(shape)
     return first, second
 

@@ -164,6 +164,7 @@ VALID: dict[str, Draw] = {
     "cache_result": _flag,
     "session": lambda rng: rng.choice(IDS),
     "session_end": _flag,
+    "num_draft": lambda rng: rng.choice((0, 1, 64)),
 }
 """By input, a value that the schema allows; whether a model takes it beside the others is another matter."""
 

@@ -58,7 +58,7 @@ _ID = b"PATCHED-ID-IS-HERE"
 # clients that leave while a response is being written (server#7840).
 LEFT_AT_ONCE, LEFT_IN_STREAM = 0.03, 0.01
 
-CLOSE_S = 10.0
+CLOSE_S = 30.0
 """For the server's status after the last request's end and our half-close. The 24.10 server forgets it about
 once in two thousand streams: such a stream is noted as UNCLOSED."""
 

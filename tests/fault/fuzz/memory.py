@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+
+import psutil
 
 from tests.fault.fuzz.target import Target
 from tests.fixtures.server import ServerProcess
@@ -17,7 +20,11 @@ def private_mib(target: Target) -> dict[str, float]:
 
 
 def descriptors(target: Target) -> dict[str, int]:
-    return {name: process.num_fds() for name, process in target.processes().items()}
+    found = {}
+    for name, process in target.processes().items():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[name] = process.num_fds()
+    return found
 
 
 def _anonymous_kib(pid: int) -> int:
@@ -30,7 +37,8 @@ def _anonymous_kib(pid: int) -> int:
 
 def anonymous_mib(server: ServerProcess) -> dict[str, float]:
     """Likewise of the processes of a server without a gateway, by name and number."""
-    return {
-        f"{process.name()} {process.pid}": _anonymous_kib(process.pid) / 1024
-        for process in server.descendants()
-    }
+    found = {}
+    for process in server.descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            found[f"{process.name()} {process.pid}"] = _anonymous_kib(process.pid) / 1024
+    return found

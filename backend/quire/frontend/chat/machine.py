@@ -102,13 +102,10 @@ class TextMachine:
         if self._markers is None:
             self.sink.text(self._rest())
             return False
-        found = self._markers.find(self._text, self._at)
+        piece, found = self._up_to(self._markers)
+        self.sink.text(piece)
         if found is None:
-            held = 0 if self._is_last else self._markers.held(self._text, self._at)
-            self.sink.text(self._text[self._at : len(self._text) - held])
-            self._at = len(self._text) - held
             return False
-        self.sink.text(self._text[self._at : found.start()])
         self._at = found.end()
         marker = found[0]
         if marker in self._openers:
@@ -117,6 +114,14 @@ class TextMachine:
         if marker in self._closers:
             self.sink.edge()
         return True
+
+    def _up_to(self, markers: Markers) -> tuple[str, re.Match[str] | None]:
+        """Takes the text before a marker, and gives both; None: it has not come, and its beginning stays."""
+        found = markers.find(self._text, self._at)
+        held = 0 if found is not None or self._is_last else markers.held(self._text, self._at)
+        end = len(self._text) - held if found is None else found.start()
+        piece, self._at = self._text[self._at : end], end
+        return piece, found
 
     def _skip(self, characters: str = " \t\r\n") -> bool:
         """Passes over characters; whether there is another one."""

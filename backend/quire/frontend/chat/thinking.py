@@ -58,11 +58,8 @@ class ThinkSplitter(TextMachine):
 
     def _reasoning(self) -> bool:
         assert self._markers is not None
-        found = self._markers.find(self._text, self._at)
-        held = 0 if found is not None or self._is_last else self._markers.held(self._text, self._at)
-        end = len(self._text) - held if found is None else found.start()
-        self.sink.reason(self._text[self._at : end])
-        self._at = end
+        piece, found = self._up_to(self._markers)
+        self.sink.reason(piece)
         if found is None:
             return False
         self._at = found.end()

@@ -277,11 +277,9 @@ class Glm(TextMachine):
 
     def _piece(self) -> tuple[str, bool]:
         """Text of a value, and whether it ends there."""
-        found = self._VALUE_END.find(self._text, self._at)
-        held = 0 if found is not None or self._is_last else self._VALUE_END.held(self._text, self._at)
-        end = len(self._text) - held if found is None else found.start()
-        piece = self._text[self._at : end]
-        self._at = end if found is None else found.end()
+        piece, found = self._up_to(self._VALUE_END)
+        if found is not None:
+            self._at = found.end()
         return piece, found is not None
 
 
@@ -356,11 +354,8 @@ class Harmony(TextMachine):
                 return False
             self._arguments = None
             self.sink.edge()
-        found = self._BODY.find(self._text, self._at)
-        held = 0 if found is not None or self._is_last else self._BODY.held(self._text, self._at)
-        end = len(self._text) - held if found is None else found.start()
-        (self.sink.reason if self.is_reasoning else self.sink.text)(self._text[self._at : end])
-        self._at = end
+        piece, found = self._up_to(self._BODY)
+        (self.sink.reason if self.is_reasoning else self.sink.text)(piece)
         if found is None:
             return False
         self.is_reasoning = False

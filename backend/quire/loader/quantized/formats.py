@@ -82,8 +82,9 @@ class AWQ:
         if not self.is_gemv:
             words = _whole(out_features, 8, "out_features")
             yield Slot("qweight", (in_features, words), torch.int32, 1, 0)
-            yield Slot("qzeros", (groups, words), torch.int32, 1, 0)
-            yield Slot("scales", (groups, out_features), torch.float32, 1, 0)
+            in_dim = None if self.group is None else 0
+            yield Slot("qzeros", (groups, words), torch.int32, 1, in_dim)
+            yield Slot("scales", (groups, out_features), torch.float32, 1, in_dim)
             return
         # Zeros fill whole words, and more of them where groups are small.
         step = max(1, 128 // group)
@@ -125,9 +126,10 @@ class GPTQ:
         groups = -(-in_features // (self.group or in_features))
         words = _whole(in_features * self.bits, 32, "in_features * bits")
         out_words = _whole(out_features * self.bits, 32, "out_features * bits")
+        in_dim = None if self.group is None else 0
         yield Slot("qweight", (words, out_features), torch.int32, 1, 0)
-        yield Slot("qzeros", (groups, out_words), torch.int32, 1, 0)
-        yield Slot("scales", (groups, out_features), torch.float32, 1, 0)
+        yield Slot("qzeros", (groups, out_words), torch.int32, 1, in_dim)
+        yield Slot("scales", (groups, out_features), torch.float32, 1, in_dim)
         yield Slot("g_idx", (in_features,), torch.int32, None, 0)
 
     def decode(self, tensors: Tensors) -> Decoded:
@@ -155,7 +157,7 @@ class PackedIntegers:
     def slots(self, out_features: int, in_features: int) -> Iterator[Slot]:
         """See Format."""
         groups = _whole(in_features, self.group or in_features, "in_features")
-        in_dim = 1 if groups > 1 else None
+        in_dim = None if self.group is None else 1
         yield Slot("weight_packed", (out_features, -(-in_features * self.bits // 32)), torch.int32, 0, 1)
         yield Slot("weight_scale", (out_features, groups), torch.float32, 0, in_dim)
         yield Slot("weight_shape", (2,), torch.int64)
@@ -232,7 +234,7 @@ class WholeIntegers:
         is_per_row, group = self.scales
         groups = _whole(in_features, group or in_features, "in_features")
         shape = out_features if is_per_row else 1, groups
-        dims = 0 if is_per_row else None, 1 if groups > 1 else None
+        dims = 0 if is_per_row else None, None if group is None else 1
         yield Slot("weight", (out_features, in_features), torch.int8, 0, 1)
         yield Slot("weight_scale", shape, torch.float32, *dims)
         if not self.is_symmetric:

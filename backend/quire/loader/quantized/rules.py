@@ -32,8 +32,9 @@ _INTEGER_LAYOUTS = ("int-quantized", "naive-quantized")
 _FLOAT_LAYOUTS = ("float-quantized", "naive-quantized")
 _MATCH_S = 1.0
 """For one regular expression and one name: some go back for ever."""
-_ROUTERS = ("gate",)
-"""Last parts of the names of what chooses experts, which GPTQ's tools leave plain and do not list."""
+_ROUTERS = ("gate", "shared_expert_gate")
+"""Last parts of the names of what chooses experts, which GPTQ's tools and DeepSeek's files leave plain and do
+not list."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ def _fp8(values: Values) -> Rules:
     _known(values, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
     block = values.get("weight_block_size")
     form = ScaledRows(FP8, False) if block is None else ScaledBlocks(_block("weight_block_size", block))
-    return _all_but("fp8", form, values.get("modules_to_not_convert"), values.get("ignored_layers"))
+    exempt = values.get("modules_to_not_convert"), values.get("ignored_layers"), _ROUTERS
+    return _all_but("fp8", form, *exempt)
 
 
 def _fbgemm(values: Values) -> Rules:

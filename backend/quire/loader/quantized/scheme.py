@@ -186,6 +186,11 @@ class Part:
     def decode(self) -> Decoded:
         """Its weights; the tensors are gone."""
         tensors, self.tensors = self.tensors, {}
+        whole = tensors.get("weight_shape")
+        if whole is not None and not any(
+            size % own for size, own in zip(whole.tolist(), self.shape, strict=True)
+        ):
+            tensors["weight_shape"] = torch.tensor(self.shape)  # the file's is of all ranks' parts
         try:
             decoded = self.form.decode(tensors)
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -9,9 +9,10 @@
 namespace quire {
 
 // y = x / rms(x) * weight; with `residual` x becomes x + residual first, and is written back there.
-// Rounds to T where the operator's definition does: the sum, the normalised x, the product.
-template <class T>
-inline void rms_norm(const T* x, T* residual, const T* weight, float eps, int size, const Row<T>& y) {
+// Rounds to T where the operator's definition does: the sum, the normalised x, the product. A float32 weight over a
+// narrower T multiplies before the normalised x is rounded (as Gemma does it).
+template <class T, class W>
+inline void rms_norm(const T* x, T* residual, const W* weight, float eps, int size, const Row<T>& y) {
   vec squares = zero();
   alignas(64) T rounded[width];
   const T* from = x;
@@ -26,18 +27,44 @@ inline void rms_norm(const T* x, T* residual, const T* weight, float eps, int si
   if (residual) from = residual;
   vec factor = splat(1.0f / std::sqrt(sum(squares) / float(size) + eps));
   for (int i = 0; i < size; i += width) {
-    store(rounded, mul(load(from + i), factor));
-    store(y.at(i), mul(load(rounded), load(weight + i)));
+    vec value = mul(load(from + i), factor);
+    if constexpr (std::is_same_v<T, W>) {
+      store(rounded, value);
+      value = load(rounded);
+    }
+    store(y.at(i), mul(value, load(weight + i)));
   }
 }
 
-template <class T>
-void rms_norm_rows(const T* x, int64_t ldx, T* residual, int64_t ldr, const T* weight, float eps, int size,
+template <class T, class W>
+void rms_norm_rows(const T* x, int64_t ldx, T* residual, int64_t ldr, const W* weight, float eps, int size,
                    const Matrix<T>& y, int num_rows) {
   // Some four thousand numbers are worth a task.
   parallel_for(num_rows, 4096 / size, [&](int64_t row) {
     rms_norm(x + row * ldx, residual ? residual + row * ldr : nullptr, weight, eps, size, y.row(row));
   });
+}
+
+// residual = x + residual, where there is one; y is the sum.
+template <class T>
+void add_rows(const T* x, T* residual, int size, const Matrix<T>& y, int num_rows) {
+  parallel_for(num_rows, 4096 / size, [&](int64_t row) {
+    const Row<T> to = y.row(row);
+    T* sum = residual ? residual + row * size : nullptr;
+    for (int i = 0; i < size; i += width) {
+      vec value = load(x + row * size + i);
+      if (sum) {
+        store(sum + i, add(value, load(sum + i)));
+        value = load(sum + i);
+      }
+      store(to.at(i), value);
+    }
+  });
+}
+
+template <class T>
+void scale(T* x, float factor, int64_t size) {
+  for (int64_t i = 0; i < size; i += width) store(x + i, mul(load(x + i), splat(factor)));
 }
 
 // Rotates pairs (i, i + half) of one head in place or into y; what lies behind 2 * half is copied.
@@ -91,21 +118,31 @@ inline void write_head(const T* x, const KVLayer& kv, int64_t slot, int which, i
   kv.scales[block * kv.scale_block_stride + which * kv.scale_kv_stride + head * kv.scale_head_stride + offset] = scale;
 }
 
+enum class NormKind : int32_t { each_head = 0, all_heads = 1, behind_rope = 2 };  // the last: of each head
+
 // What lies between the projections and attention, for rows [query heads | key heads | value heads]: norms of
-// query and key heads (null: none), rotary embedding in place, keys and values into the cache.
-template <class T>
-void norm_rope_write(T* qkv, int64_t stride, int num_heads, const T* query_norm, const T* key_norm, float eps,
-                     const float* rotations, const int64_t* positions, int half, const KVLayer& kv,
-                     const int64_t* slots, int num_tokens) {
+// queries and keys (null: none), rotary embedding in place, factors of queries (null: none), keys and values into
+// the cache.
+template <class T, class W>
+void norm_rope_write(T* qkv, int64_t stride, int num_heads, NormKind kind, const W* query_norm, const W* key_norm,
+                     float eps, const float* rotations, const int64_t* positions, int half,
+                     const float* query_factors, const KVLayer& kv, const int64_t* slots, int num_tokens) {
   int size = kv.head_dim, num_rotated = num_heads + kv.num_kv_heads;
   parallel_for(num_tokens, 4096 / (size * (num_rotated + kv.num_kv_heads)), [&](int64_t token) {
     T* row = qkv + token * stride;
     const float *c = rotations + positions[token] * 2 * half, *s = c + half;
+    auto normed = [&](T* x, const W* norm, int count) { rms_norm<T, W>(x, nullptr, norm, eps, count, {x, 0, 32}); };
+    if (query_norm && kind == NormKind::all_heads) {
+      normed(row, query_norm, num_heads * size);
+      normed(row + num_heads * size, key_norm, kv.num_kv_heads * size);
+    }
     for (int head = 0; head < num_rotated; ++head) {
       T* x = row + head * size;
-      const T* norm = head < num_heads ? query_norm : key_norm;
-      if (norm) rms_norm<T>(x, nullptr, norm, eps, size, {x, 0, 32});
+      const W* norm = head < num_heads ? query_norm : key_norm;
+      if (norm && kind == NormKind::each_head) normed(x, norm, size);
       rope_head(x, c, s, half, size, x);
+      if (norm && kind == NormKind::behind_rope) normed(x, norm, size);
+      if (query_factors && head < num_heads) scale(x, query_factors[token], size);
       if (head >= num_heads) write_head(x, kv, slots[token], 0, head - num_heads);
     }
     for (int head = 0; head < kv.num_kv_heads; ++head)

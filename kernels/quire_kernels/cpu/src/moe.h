@@ -17,11 +17,28 @@
 
 namespace quire {
 
-// All have one shape, and one format of gate_up and of down; `down` is plain and has as many columns as gate_up inputs, a
-// multiple of 32.
+// All have one format of gate_up and of down, and one number of inputs of gate_up, a multiple of 32, which `down`, plain,
+// has as columns. A shared expert is the last one.
 struct Experts {
   const Weight *gate_up, *down;  // [num_experts]
   int32_t num_experts, num_chosen;
+};
+
+enum class Scoring : int32_t { softmax = 0, sigmoid = 1 };
+enum class Shared : int32_t { none = 0, whole = 1, gated = 2 };
+
+// How experts are chosen and weighed: see Routing in routing.py.
+struct Routing {
+  const float* bias;  // [num_experts], or null
+  Scoring scoring;
+  Shared shared;
+  int32_t num_experts, num_chosen;  // without the shared one
+  int32_t num_groups, num_chosen_groups, group_best;
+  int32_t renormalizes;
+  float least_sum, scale, epsilon;  // epsilon: of sums of sigmoids
+
+  int num_logits() const { return num_experts + (shared == Shared::gated); }
+  int num_routes() const { return num_chosen + (shared != Shared::none); }
 };
 
 namespace gemm {
@@ -76,35 +93,89 @@ struct Weighted {
 
 }  // namespace gemm
 
-// The experts of a token with the largest logits (of equal ones the first; NaN is the largest), in descending order; and
-// their shares, the softmax over all experts or, with `renormalizes`, over these.
-inline void route(const float* logits, int num_experts, int num_chosen, bool renormalizes, int64_t* experts, float* shares) {
+// Places in [begin, end) of the largest numbers (of equal ones the first; NaN is the largest), in descending order, merged
+// into the `count` of them that are there, of places before; at most `most` stay.
+inline int choose(const float* values, int begin, int end, int most, int64_t* chosen, int count) {
   auto is_larger = [](float a, float b) { return a > b || (a != a && b == b); };
-  int count = 0;
-  for (int expert = 0; expert < num_experts; ++expert) {
+  for (int i = begin; i < end; ++i) {
     int place = count;
-    while (place > 0 && is_larger(logits[expert], logits[experts[place - 1]])) --place;
-    if (place == num_chosen) continue;
-    count = std::min(count + 1, num_chosen);
-    std::copy_backward(experts + place, experts + count - 1, experts + count);
-    experts[place] = expert;
+    while (place > 0 && is_larger(values[i], values[chosen[place - 1]])) --place;
+    if (place == most) continue;
+    count = std::min(count + 1, most);
+    std::copy_backward(chosen + place, chosen + count - 1, chosen + count);
+    chosen[place] = i;
   }
-  const float most = logits[experts[0]];
-  float total = 0;
-  for (int i = 0; i < num_chosen; ++i) total += shares[i] = std::exp(logits[experts[i]] - most);
-  if (!renormalizes) {
-    total = 0;
-    for (int expert = 0; expert < num_experts; ++expert) total += std::exp(logits[expert] - most);
-  }
-  for (int i = 0; i < num_chosen; ++i) shares[i] /= total;
+  return count;
 }
 
-// The same for rows: experts and shares are [num_tokens][num_chosen].
-inline void route_rows(const float* logits, int64_t num_tokens, int num_experts, int num_chosen, bool renormalizes,
-                       int64_t* experts, float* shares) {
-  parallel_for(num_tokens, 4096 / num_experts, [&](int64_t token) {
-    route(logits + token * num_experts, num_experts, num_chosen, renormalizes, experts + token * num_chosen,
-          shares + token * num_chosen);
+inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
+// The experts of a token, those of the largest scores, in descending order; and their shares.
+inline void route(const float* logits, const Routing& routing, int64_t* experts, float* shares) {
+  struct Scores;
+  struct Groups;
+  struct Best;
+  const int num_experts = routing.num_experts, num_chosen = routing.num_chosen;
+  const bool is_sigmoid = routing.scoring == Scoring::sigmoid, has_groups = routing.num_chosen_groups < routing.num_groups;
+  auto total_of = [&](float most) {
+    float total = 0;
+    for (int expert = 0; expert < num_experts; ++expert) total += std::exp(logits[expert] - most);
+    return total;
+  };
+
+  const float* choice = logits;  // softmax keeps their order, where nothing is added to or of it
+  if (is_sigmoid || has_groups || routing.bias) {
+    float* scores = scratch<Scores, float>(num_experts);
+    int64_t first;
+    if (!is_sigmoid) choose(logits, 0, num_experts, 1, &first, 0);
+    const float most = is_sigmoid ? 0 : logits[first], total = is_sigmoid ? 0 : total_of(most);
+    for (int expert = 0; expert < num_experts; ++expert) {
+      scores[expert] = is_sigmoid ? sigmoid(logits[expert]) : std::exp(logits[expert] - most) / total;
+      if (routing.bias) scores[expert] += routing.bias[expert];
+    }
+    choice = scores;
+  }
+  if (!has_groups) {
+    choose(choice, 0, num_experts, num_chosen, experts, 0);
+  } else {
+    const int size = num_experts / routing.num_groups;
+    float* sums = scratch<Groups, float>(routing.num_groups);
+    int64_t* best = scratch<Best, int64_t>(std::max(routing.group_best, routing.num_chosen_groups));
+    for (int group = 0; group < routing.num_groups; ++group) {
+      const int found = choose(choice, group * size, (group + 1) * size, routing.group_best, best, 0);
+      sums[group] = 0;
+      for (int i = 0; i < found; ++i) sums[group] += choice[best[i]];
+    }
+    choose(sums, 0, routing.num_groups, routing.num_chosen_groups, best, 0);
+    std::sort(best, best + routing.num_chosen_groups);
+    int count = 0;
+    for (int i = 0; i < routing.num_chosen_groups; ++i)
+      count = choose(choice, int(best[i]) * size, int(best[i] + 1) * size, num_chosen, experts, count);
+  }
+
+  float most = 0, total = 0;
+  if (!is_sigmoid) {
+    int64_t first = experts[0];
+    if (choice != logits) choose(logits, 0, num_experts, 1, &first, 0);
+    most = logits[first];
+  }
+  for (int i = 0; i < num_chosen; ++i)
+    total += shares[i] = is_sigmoid ? sigmoid(logits[experts[i]]) : std::exp(logits[experts[i]] - most);
+  if (is_sigmoid) total = routing.renormalizes ? total + routing.epsilon : 1;
+  else if (!routing.renormalizes) total = total_of(most);
+  else if (routing.least_sum) total = std::max(total, routing.least_sum * total_of(most));
+  for (int i = 0; i < num_chosen; ++i) shares[i] = shares[i] / total * routing.scale;
+  if (routing.shared != Shared::none) {
+    experts[num_chosen] = num_experts;
+    shares[num_chosen] = routing.shared == Shared::gated ? sigmoid(logits[num_experts]) : 1;
+  }
+}
+
+// The same for rows: logits are [num_tokens][num_logits], experts and shares [num_tokens][num_routes].
+inline void route_rows(const float* logits, int64_t num_tokens, const Routing& routing, int64_t* experts, float* shares) {
+  parallel_for(num_tokens, 4096 / routing.num_experts, [&](int64_t token) {
+    const int64_t place = token * routing.num_routes();
+    route(logits + token * routing.num_logits(), routing, experts + place, shares + place);
   });
 }
 
@@ -121,7 +192,7 @@ void moe(const Matrix<const T>& x, int64_t num_tokens, const int64_t* experts, c
   struct Sums;
   if (num_tokens == 0) return;
   const int64_t num_rows = num_tokens * layer.num_chosen;
-  const int64_t hidden = layer.gate_up->num_inputs, inner_size = layer.down->num_inputs;
+  const int64_t hidden = layer.gate_up->num_inputs;
 
   // Rows in the order of their experts, those of an expert in the order of tokens.
   std::vector<int64_t> places(layer.num_experts + 1);
@@ -152,11 +223,11 @@ void moe(const Matrix<const T>& x, int64_t num_tokens, const int64_t* experts, c
   // Gate and up.
   std::vector<Matrix<T>> inner;
   int64_t inner_total = 0;
-  for (const ExpertRows& one : used) inner_total += Matrix<T>::tiled_size(one.count, inner_size);
+  for (const ExpertRows& one : used) inner_total += Matrix<T>::tiled_size(one.count, one.down->num_inputs);
   T* inner_data = scratch<Inner, T>(inner_total);
   for (const ExpertRows& one : used) {
-    inner.push_back({inner_data, inner_size, takes_tiles<T>(one.count, *one.down)});
-    inner_data += Matrix<T>::tiled_size(one.count, inner_size);
+    inner.push_back({inner_data, one.down->num_inputs, takes_tiles<T>(one.count, *one.down)});
+    inner_data += Matrix<T>::tiled_size(one.count, one.down->num_inputs);
   }
   with_input<T>(*layer.gate_up, [&](auto* type) {
     using Input = std::remove_pointer_t<decltype(type)>;

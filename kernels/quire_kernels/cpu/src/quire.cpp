@@ -7,6 +7,7 @@
 #include "gemm_avx2.h"
 #include "gemm_grouped.h"
 #include "gemm_int8.h"
+#include "head_linear.h"
 #include "logits.h"
 #include "lora.h"
 #include "moe.h"
@@ -65,6 +66,15 @@ void quire_linear(Type x_type, const void* x, int64_t ldx, int64_t num_rows, con
       using Y = std::remove_pointer_t<decltype(yt)>;
       linear(Matrix<const X>{static_cast<const X*>(x), ldx}, num_rows, *w, Matrix<Y>{static_cast<Y*>(y), ldy});
     });
+  });
+}
+
+void quire_head_linear(Type type, const void* x, int64_t x_stride, int64_t x_head_stride, int64_t num_tokens,
+                       const Weight* weights, int num_heads, void* y, int64_t y_stride, int64_t y_head_stride) {
+  with_type(type, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    head_linear(static_cast<const T*>(x), x_stride, x_head_stride, num_tokens, weights, num_heads, static_cast<T*>(y),
+                y_stride, y_head_stride);
   });
 }
 
@@ -154,9 +164,8 @@ void quire_paged_attention(Type type, const void* query, int64_t query_stride, i
   });
 }
 
-void quire_route(const float* logits, int64_t num_tokens, int num_experts, int num_chosen, int renormalizes,
-                 int64_t* experts, float* shares) {
-  route_rows(logits, num_tokens, num_experts, num_chosen, renormalizes != 0, experts, shares);
+void quire_route(const float* logits, int64_t num_tokens, const Routing* routing, int64_t* experts, float* shares) {
+  route_rows(logits, num_tokens, *routing, experts, shares);
 }
 
 void quire_moe(Type type, const void* x, int64_t ldx, int64_t num_tokens, const int64_t* experts, const float* shares,
@@ -178,7 +187,11 @@ void quire_add_lora(Type type, void* y, int64_t ldy, const void* x, int64_t ldx,
 }
 
 void quire_decoder_forward(const Decoder* model, const Step* step) {
-  with_type(model->type, [&](auto* t) { forward<std::remove_pointer_t<decltype(t)>>(*model, *step); });
+  with_type(model->type, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    if (model->norm_type == model->type) forward<T, T>(*model, *step);
+    else forward<T, float>(*model, *step);
+  });
 }
 
 }  // extern "C"

@@ -1,0 +1,362 @@
+"""WorkerGroup: a runner whose model lives in processes of its own, one for each tensor-parallel rank.
+
+It is the engine's half of `quire.worker.process`; steps and their results are pickled over pairs of sockets.
+On the CPU the workers' blocks lie in memory that both map: here they are saved, copied and loaded, there
+computed on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing import connection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.config import EngineConfig
+from quire.engine.processes import start_time_of
+from quire.engine.run_module import RUN_MODULE
+from quire.errors import ConfigError, EngineError, WorkerLostError
+from quire.kv_tiers import BlockAccess, KVTiers
+from quire.kv_tiers.moves import move_blocks, read_rows, write_rows
+from quire.outputs import ModelRunnerOutput, RowOutput, RunnerInfo, SchedulerOutput
+from quire.worker.messages import SLEEP, WAKE, WARM_UP, Failed, Ready, Start
+
+CLOSE_WAIT_S = 10.0
+"""How long a worker may take to its end before it is killed."""
+FAILED_WAIT_S = 5.0
+"""How long the others may take when one rank has failed: what failed on each of them comes from all, and who
+waits for a rank that has given up would wait for ever."""
+
+
+class MappedBlocks:
+    """The blocks of another process's KV cache, as bytes."""
+
+    def __init__(self, pid: int, fd: int, num_blocks: int, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = mmap.mmap(own, num_blocks * block_bytes)
+        finally:
+            os.close(own)
+        self._blocks = np.frombuffer(memory, dtype=np.uint8).reshape(num_blocks, block_bytes)
+
+    def read(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+        """See `BlockAccess`."""
+        read_rows(self._blocks, block_ids, out)
+
+    def write(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        """See `BlockAccess`."""
+        write_rows(self._blocks, block_ids, data)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `BlockAccess`."""
+        sources, targets = zip(*pairs, strict=True)
+        self._blocks[list(targets)] = self._blocks[list(sources)]
+
+
+class JoinedBlocks:
+    """The blocks of several ranks: of each block the ranks' parts, one behind the other."""
+
+    def __init__(self, parts: Sequence[MappedBlocks]) -> None:
+        self.block_bytes = sum(part.block_bytes for part in parts)
+        ends = np.cumsum([part.block_bytes for part in parts]).tolist()
+        self._parts = [
+            (part, slice(end - part.block_bytes, end)) for part, end in zip(parts, ends, strict=True)
+        ]
+
+    def read(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+        """See `BlockAccess`."""
+        for part, columns in self._parts:
+            part.read(block_ids, out[:, columns])
+
+    def write(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        """See `BlockAccess`."""
+        for part, columns in self._parts:
+            part.write(block_ids, data[:, columns])
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `BlockAccess`."""
+        for part, _ in self._parts:
+            part.copy_blocks(pairs)
+
+
+class RemoteBlocks:
+    """Blocks on GPUs of other processes, which nothing but these reaches."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+
+    def read(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+        """See `BlockAccess`."""
+        raise NotImplementedError
+
+    def write(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        """See `BlockAccess`."""
+        raise NotImplementedError
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `BlockAccess`."""
+        raise NotImplementedError
+
+
+class Worker:
+    """One process, and the socket to it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._pid = os.getpid()
+        self._socket, theirs = socket.socketpair()
+        self.connection = connection.Connection(os.dup(self._socket.fileno()))
+        with theirs:
+            command = [sys.executable, RUN_MODULE, "quire.worker.process", "--fd", str(theirs.fileno())]
+            command += ["--engine-pid", str(self._pid)]
+            command += ["--engine-start-time", str(start_time_of(self._pid) or 0)]
+            # The system counts a thread's end for its process's.
+            if threading.current_thread() is threading.main_thread():
+                command.append("--killed-with-engine")
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+    def send(self, message: object) -> None:
+        """Raises WorkerLostError where it is gone."""
+        try:
+            self.connection.send(message)
+        except OSError:
+            raise self.lost() from None
+
+    def receive(self) -> Any:
+        """Its next message; raises as `send`."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            raise self.lost() from None
+
+    def lost(self) -> WorkerLostError:
+        """What is raised where it is gone."""
+        status = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self.process.wait(1.0)
+        return WorkerLostError(f"the worker process of rank {self.rank} is gone (exit status {status})")
+
+    def hang_up(self) -> None:
+        """Tells it to end. To close the socket is not enough: forks of this process have it, too."""
+        if os.getpid() != self._pid:
+            return  # a fork of its owner has no say
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self.connection.close()
+
+
+class WorkerGroup:
+    """A `Runner` in other processes, as many as `tensor_parallel_size` says, which end with this one.
+
+    Raises:
+        QuireError: a worker says why it cannot start.
+        WorkerLostError: one died, at the start or (of every method) later, or has failed while others wait
+            for it.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._results: deque[ModelRunnerOutput | Failed] = deque()
+        """Results of steps that are done and not collected, the oldest first."""
+        self._num_computing = 0
+        self._answers: dict[int, Any] = {}
+        """By rank, what those have answered that did not have to wait for the others."""
+        self._tiers: KVTiers | None = None
+        size = config.model.tensor_parallel_size
+        self._meeting = os.memfd_create("quire-ranks")
+        self._workers: list[Worker] = []
+        try:
+            self._workers += map(Worker, range(size))
+            for worker in self._workers:
+                worker.send(Start(config, worker.rank, size, f"/proc/{os.getpid()}/fd/{self._meeting}"))
+            self.info = self._take_ready()
+        except BaseException:
+            self._kill()
+            self.close()
+            raise
+
+    def _take_ready(self) -> RunnerInfo:
+        answers = self._receive()
+        ready = [answer for answer in answers if isinstance(answer, Ready)]
+        info = ready[0].info
+        parts = [
+            MappedBlocks(worker.process.pid, one.blocks_fd, info.num_blocks, one.block_bytes)
+            for worker, one in zip(self._workers, ready, strict=True)
+            if one.blocks_fd is not None
+        ]
+        if not parts:
+            self.kv_cache: BlockAccess = RemoteBlocks(sum(one.block_bytes for one in ready))
+        else:
+            self.kv_cache = parts[0] if len(parts) == 1 else JoinedBlocks(parts)
+        if len(ready) == 1:
+            return info
+        return dataclasses.replace(
+            info,
+            kv_cache_bytes=sum(one.info.kv_cache_bytes for one in ready),
+            kv_identity=info.kv_identity and {"ranks": [one.info.kv_identity for one in ready]},
+        )
+
+    def sleep(self) -> None:
+        """See `Runner`."""
+        if hasattr(self, "kv_cache"):
+            del self.kv_cache
+        self._ask(SLEEP)
+
+    def wake(self) -> None:
+        """See `Runner`."""
+        self._send(WAKE)
+        self._take_ready()
+
+    def attach(self, tiers: KVTiers | None) -> None:
+        """See `Runner`."""
+        if tiers is not None and isinstance(self.kv_cache, RemoteBlocks):
+            raise ConfigError("KV tiers need tensor_parallel_size=1 on GPUs: ranks do not move blocks")
+        self._tiers = tiers
+
+    def launch(self, output: SchedulerOutput) -> None:
+        """See `Runner`; a step behind one under way begins when that is done, and is planned by then."""
+        # Blocks are moved only while nothing is computed on them.
+        while self._num_computing:
+            self._results.append(self._result())
+        if not isinstance(self.kv_cache, RemoteBlocks):
+            move_blocks(output, self.kv_cache, self._tiers)
+            output = dataclasses.replace(output, kv_saves=[], block_copies=[], kv_loads=[])
+        self._send(output)
+        self._num_computing += 1
+
+    def collect(self) -> ModelRunnerOutput:
+        """See `Runner`."""
+        result = self._results.popleft() if self._results else self._result()
+        if isinstance(result, Failed):
+            raise EngineError(result.error)
+        if self._tiers is not None:
+            result.loads_done = self._tiers.poll()
+        return result
+
+    def reset(self) -> None:
+        """See `Runner`."""
+        while self._num_computing:
+            self._result()
+        self._results.clear()
+
+    def warm_up(self) -> None:
+        """See `Runner`."""
+        self._ask(WARM_UP)
+
+    def check(self) -> None:
+        """See `Runner`."""
+        for worker in self._workers:
+            if worker.process.poll() is not None:
+                raise worker.lost()
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._hang_up()
+        deadline = time.monotonic() + CLOSE_WAIT_S
+        for worker in self._workers:
+            try:
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+        if self._meeting >= 0:
+            os.close(self._meeting)
+            self._meeting = -1
+
+    def __del__(self) -> None:
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        for worker in self._workers:
+            worker.hang_up()
+
+    def _kill(self) -> None:
+        """Ends those that wait for a rank which is gone or has given up: they take no notice of sockets."""
+        if len(self._workers) > 1:
+            for worker in self._workers:
+                worker.process.kill()
+
+    def _result(self) -> ModelRunnerOutput | Failed:
+        """That of the oldest step which is computed: the first rank's, who all have drawn the same."""
+        results = self._receive_all()
+        self._num_computing -= 1
+        for one in results:
+            if isinstance(one, Failed):
+                return one
+        first: ModelRunnerOutput = results[0]
+        first.rows = [_agreed(rows) for rows in zip(*(one.rows for one in results), strict=True)]
+        return first
+
+    def _ask(self, message: str) -> None:
+        """Returns when all have done it."""
+        self._send(message)
+        self._receive()
+
+    def _send(self, message: object) -> None:
+        try:
+            for worker in self._workers:
+                worker.send(message)
+        except BaseException:
+            # Some have it, or a part of it: of what they would compute next no two would mean the same.
+            for worker in self._workers:
+                worker.process.kill()
+            raise
+
+    def _receive(self) -> list[Any]:
+        """An answer of each, none of which is a failure."""
+        answers = self._receive_all()
+        for answer in answers:
+            if isinstance(answer, Failed):
+                raise ConfigError(answer.error) if answer.is_ours else EngineError(answer.error)
+        return answers
+
+    def _receive_all(self) -> list[Any]:
+        """The next message of each worker."""
+        if len(self._workers) == 1:
+            return [self._workers[0].receive()]
+        answers = self._answers  # kept where this is interrupted: nobody answers twice
+        failed: tuple[int, Failed] | None = None
+        deadline: float | None = None
+        while len(answers) < len(self._workers):
+            waiting = {one.connection: one for one in self._workers if one.rank not in answers}
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = connection.wait(list(waiting), timeout)
+            if not ready:
+                assert failed is not None
+                rank, failure = failed
+                raise WorkerLostError(f"rank {rank} failed, and others wait for it: {failure.error}")
+            for one in ready:
+                worker = next(waiting[own] for own in waiting if own is one)
+                answer = answers[worker.rank] = worker.receive()
+                if isinstance(answer, Failed) and failed is None:
+                    failed, deadline = (worker.rank, answer), time.monotonic() + FAILED_WAIT_S
+        self._answers = {}
+        return [answers[worker.rank] for worker in self._workers]
+
+
+def _agreed(rows: tuple[RowOutput, ...]) -> RowOutput:
+    """A row of which the ranks must have drawn the same tokens; else it fails, alone: the others are as they
+    were. (A custom logits processor that is random, or a grammar whose time was up on one rank.)"""
+    for row in rows:
+        if row.error:
+            return row
+    if any(_tokens(row) != _tokens(rows[0]) for row in rows[1:]):
+        return RowOutput(error="the ranks have not drawn the same tokens")
+    return rows[0]
+
+
+def _tokens(row: RowOutput) -> list[list[int]]:
+    return [one.token_ids for one in (row, *row.choices)]

@@ -1,0 +1,67 @@
+"""DeepSeek V2: multi-head latent attention, and experts (arXiv 2405.04434)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from quire.layers.rotary import RopeConfig, yarn_scale
+from quire.models.config import DecoderConfig, ExpertsConfig, LatentConfig
+from quire.models.decoder import DecoderModel
+from quire.models.hf_config import MAX_SIZE, HFConfig
+
+
+class LatentModel(DecoderModel):
+    """Latent attention. A checkpoint may have layers behind the last one, which predict further tokens: they
+    are left out."""
+
+    has_layers_behind = True
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        latent = LatentConfig.from_hf(hf)
+        # Here head_dim is what rotates, and each head has a key and a value of its own.
+        config = super().parse_config(
+            hf.replace(head_dim=latent.rope_dim, num_key_value_heads=hf.get("num_attention_heads")), dtype
+        )
+        bias = hf.flag("attention_bias", False)
+        if bias and latent.query_rank is None:
+            raise hf.error("attention_bias true is not supported without q_lora_rank")
+        if hf.flag("mlp_bias", False):
+            raise hf.error("mlp_bias true is not supported")
+        return dataclasses.replace(
+            config,
+            latent=latent,
+            num_kv_heads=1,
+            head_dim=latent.kv_rank + latent.rope_dim,
+            attention_scale=_attention_scale(hf, latent, config.rope),
+            qkv_bias=bias,
+            out_bias=bias,
+        )
+
+
+class DeepseekV2ForCausalLM(LatentModel):
+    """Experts of the largest softmax."""
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        config = super().parse_config(hf, dtype)
+        hf = hf.with_defaults(n_routed_experts=64, n_shared_experts=2, moe_intermediate_size=1407)
+        experts = ExpertsConfig.of_deepseek(hf, config.num_layers, scoring="softmax")
+        return dataclasses.replace(config, experts=experts)
+
+
+def _attention_scale(hf: HFConfig, latent: LatentConfig, rope: RopeConfig) -> float:
+    """That of a head's dimensions, times the square of YaRN's, which elsewhere is in the rotary embedding."""
+    scale: float = (latent.nope_dim + latent.rope_dim) ** -0.5
+    all_dim = rope.parameters.get("mscale_all_dim")
+    if rope.rope_type == "default" or not all_dim:
+        return scale
+    if type(all_dim) not in (int, float) or not 0 < all_dim <= MAX_SIZE:
+        raise hf.error(f"rope parameter mscale_all_dim {all_dim!r:.40} must be a positive number")
+    if rope.parameters.get("factor") is None:
+        raise hf.error("rope parameter mscale_all_dim needs the key factor")
+    return scale * yarn_scale(rope.parameters["factor"], all_dim) ** 2

@@ -1,0 +1,31 @@
+"""dots.llm1: attention as Qwen3's, and experts as DeepSeek V3's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from quire.models.config import DecoderConfig, ExpertsConfig
+from quire.models.decoder import DecoderModel
+from quire.models.hf_config import HFConfig
+from quire.models.qwen2 import upper_windows
+
+
+class Dots1ForCausalLM(DecoderModel):
+    """QK-norm; `attention_bias` concerns all four projections. A window that is stated is that of the layers
+    from `max_window_layers` on, unless `layer_types` says otherwise."""
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        config = super().parse_config(hf, dtype)
+        bias, window = hf.flag("attention_bias", False), hf.values.get("sliding_window", 4096)
+        return dataclasses.replace(
+            config,
+            qk_norm=True,
+            qkv_bias=bias,
+            out_bias=bias,
+            experts=ExpertsConfig.of_deepseek(hf, config.num_layers),
+            sliding_windows=upper_windows(hf, config.num_layers, window, first=62),
+        )

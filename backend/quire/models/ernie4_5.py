@@ -1,0 +1,29 @@
+"""ERNIE 4.5, dense: Llama in which neighbouring dimensions rotate."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from quire.models.config import DecoderConfig
+from quire.models.decoder import DecoderModel
+from quire.models.hf_config import HFConfig
+
+
+class Ernie4_5ForCausalLM(DecoderModel):
+    """`use_bias` concerns all linear layers."""
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        defaults = {"head_dim": 128, "num_key_value_heads": 2, "tie_word_embeddings": True}
+        hf = hf.with_defaults(**defaults, rms_norm_eps=1e-5, rope_theta=500_000.0)
+        bias = hf.flag("use_bias", False)
+        return dataclasses.replace(
+            super().parse_config(hf, dtype),
+            rope_interleaved=True,
+            qkv_bias=bias,
+            out_bias=bias,
+            mlp_bias=bias,
+        )

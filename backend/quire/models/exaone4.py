@@ -1,0 +1,31 @@
+"""EXAONE 4: norms behind a layer's parts, QK-norm; where some layers have windows, others no rope."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from quire.models.config import OUTPUT_NORMS, DecoderConfig, windows_by_layer_type
+from quire.models.decoder import DecoderModel
+from quire.models.hf_config import HFConfig
+
+
+class Exaone4ForCausalLM(DecoderModel):
+    """Three layers with a window, then one that sees everything, unless the file says otherwise."""
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        config = super().parse_config(hf.with_defaults(rms_norm_eps=1e-5), dtype)
+        config = dataclasses.replace(config, norms=OUTPUT_NORMS, qk_norm=True)
+        window = hf.values.get("sliding_window", 4096)
+        if window is None:
+            return config
+        windows = windows_by_layer_type(hf, config.num_layers, window)
+        if windows is None:
+            period = hf.require_int("sliding_window_pattern", 4)
+            windows = tuple(window if (layer + 1) % period else None for layer in range(config.num_layers))
+        return dataclasses.replace(
+            config.with_sliding_rope(windows, config.rope), rope=config.rope.without_rotation()
+        )

@@ -1,0 +1,289 @@
+"""Gemma 4, text: head sizes by kind of layer, layers that read the keys of others, inputs of each layer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quire.layers.context import LayerContext
+from quire.layers.embedding import Embedding
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import RMSNorm, UnitNorm
+from quire.layers.rotary import RopeConfig
+from quire.models.config import (
+    SANDWICH_NORMS,
+    DecoderConfig,
+    ropes_by_layer_type,
+    windows_by_layer_type,
+)
+from quire.models.decoder import DecoderLayer, DecoderModel
+from quire.models.hf_config import MAX_HEADS, HFConfig
+from quire.models.kv_spec import AttentionKV, KVSpec
+from quire.models.vision_language import VisionLanguageModel
+from quire_kernels import ops
+
+_FULL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
+"""Of files that state none."""
+_OF_SHARED = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+_OTHER_PARTS = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Config(DecoderConfig):
+    """`head_dim` and `num_kv_heads` are those of layers with a window."""
+
+    full_head_dim: int
+    """Of the layers that see everything, as the next one."""
+    full_kv_heads: int
+    values_are_keys: bool
+    """Whether these layers' values are their keys before norm and rotation."""
+    num_shared: int
+    """Layers at the end that read the keys and values of the last layer of their kind before them."""
+    widens_shared: bool
+    """Whether their feed-forward has twice the size."""
+    per_layer_vocab_size: int
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """See DecoderConfig."""
+        count = self.num_layers - self.num_shared
+        kinds = [window is None for window in self.sliding_windows]
+        last = {kind: layer for layer, kind in enumerate(kinds[:count])}
+        return (*range(count), *(last[kind] for kind in kinds[count:]))
+
+
+class Gemma4Attention(nn.Module):
+    """Norms of queries, keys and, without a scale, values; a layer may read what another one has written."""
+
+    def __init__(self, config: Gemma4Config, layer: int) -> None:
+        super().__init__()
+        self.sliding_window, self.backend = config.sliding_windows[layer], config.attention_backend
+        is_full = self.sliding_window is None
+        self.head_dim = config.full_head_dim if is_full else config.head_dim
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.full_kv_heads if is_full else config.num_kv_heads
+        query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.writes = config.kv_layers[layer] == layer
+        parts = {"q_proj": query_size}
+        if self.writes:
+            parts["k_proj"] = kv_size
+            if not (is_full and config.values_are_keys):
+                parts["v_proj"] = kv_size
+            self.k_norm = RMSNorm(config, self.head_dim)
+            self.v_norm = UnitNorm(config, self.head_dim)
+        self.q_norm = RMSNorm(config, self.head_dim)
+        self.qkv = Linear(config, config.hidden_size, parts, parallel="column", bias=config.qkv_bias)
+        self.out = Linear(
+            config, query_size, {"o_proj": config.hidden_size}, parallel="row", bias=config.out_bias
+        )
+
+    def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        """[num_tokens, hidden_size] to the same."""
+        cos, sin, kv_layer, meta = context.cos, context.sin, context.kv_layer, context.meta
+        heads = self.qkv(x, context.adapters).unflatten(1, (-1, self.head_dim))
+        query = ops.rope(self.q_norm(heads[:, : self.num_heads].contiguous()), cos, sin)
+        if self.writes:
+            key = heads[:, self.num_heads :][:, : self.num_kv_heads].contiguous()
+            value = self.v_norm(heads[:, -self.num_kv_heads :].contiguous())
+            ops.write_kv(ops.rope(self.k_norm(key), cos, sin), value, kv_layer, meta.slot_mapping)
+        attended = ops.paged_attention(
+            query,
+            kv_layer,
+            meta,
+            scale=1.0,
+            sliding_window=self.sliding_window,
+            implementation=self.backend,
+        )
+        out: torch.Tensor = self.out(attended.flatten(1), context.adapters)
+        return out
+
+
+class Gemma4Layer(DecoderLayer):
+    """Gemma 3's, behind which the layer's own input is mixed in, and a factor of all of it."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.activation, size = config.activation, config.per_layer_size
+        self.layer_scalar = nn.Parameter(torch.empty(1, dtype=config.dtype), requires_grad=False)
+        self.gate: Linear | None = None
+        if size:
+            hidden = config.hidden_size
+            self.gate = Linear(config, hidden, {"per_layer_input_gate": size}, parallel=None, bias=False)
+            self.projection = Linear(
+                config, size, {"per_layer_projection": hidden}, parallel=None, bias=False
+            )
+            self.post_per_layer_input_norm = RMSNorm(config, hidden)
+
+    def make_attention(self, config: DecoderConfig, layer: int) -> nn.Module:
+        """See DecoderLayer."""
+        assert isinstance(config, Gemma4Config)
+        return Gemma4Attention(config, layer)
+
+    def make_mlp(self, config: DecoderConfig, layer: int) -> nn.Module:
+        """See DecoderLayer."""
+        assert isinstance(config, Gemma4Config)
+        is_wide = config.widens_shared and config.kv_layers[layer] != layer
+        return GatedMLP(config, config.intermediate_size * (2 if is_wide else 1))
+
+    @property
+    def kv_shape(self) -> tuple[int, int]:
+        """See DecoderLayer."""
+        assert isinstance(self.self_attn, Gemma4Attention)
+        return self.self_attn.num_kv_heads, self.self_attn.head_dim
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, context: LayerContext
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See DecoderLayer; there is nothing left to be added."""
+        out, residual = super().forward(x, residual, context)
+        x = out if residual is None else out + residual
+        if self.gate is not None:
+            assert context.per_layer is not None
+            gate = self.gate(x, context.adapters)
+            mixed = ops.gate_mul(torch.cat([gate, context.per_layer], 1), self.activation)
+            x = x + self.post_per_layer_input_norm(self.projection(mixed, context.adapters))
+        return x * self.layer_scalar, None
+
+
+class Gemma4ForCausalLM(DecoderModel):
+    """Five layers with a window, then one without, unless `layer_types` says otherwise; the last one sees
+    everything. Experts (26B-A4B) are refused."""
+
+    layer_class = Gemma4Layer
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        if hf.get("use_bidirectional_attention") == "all":
+            raise hf.error("use_bidirectional_attention 'all' is not supported: the model generates no text")
+        if hf.flag("enable_moe_block", False):
+            raise hf.error("enable_moe_block true is not supported: of Gemma 4 only dense models are")
+        defaults = {"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True}
+        hf = hf.with_defaults(**defaults, hidden_activation="gelu_pytorch_tanh")
+        full, sliding = ropes_by_layer_type(hf, 1_000_000.0, 10_000.0)
+        if not (hf.get("rope_parameters") or {}).get("full_attention"):
+            full = _FULL_ROPE
+        base = super().parse_config(
+            hf.replace(rope_parameters=sliding, rope_scaling=None, hidden_act=hf.get("hidden_activation")),
+            dtype,
+        )
+        count, window = base.num_layers, hf.require_int("sliding_window", 512)
+        types = hf.get("layer_types") or [
+            "full_attention" if (layer + 1) % 6 == 0 else "sliding_attention" for layer in range(count)
+        ]
+        windows = windows_by_layer_type(hf.replace(layer_types=types), count, window)
+        assert windows is not None
+        windows = (*windows[:-1], None)
+        shape = _full_shape(hf, windows, base)
+        config = Gemma4Config(
+            **vars(base)
+            | {
+                "rope": RopeConfig.from_hf(hf.replace(rope_parameters=full, rope_scaling=None), shape[0]),
+                "other_rope": base.rope,
+                "other_rope_layers": tuple(i for i, window in enumerate(windows) if window is not None),
+                "sliding_windows": windows,
+                "norms": SANDWICH_NORMS,
+                "wide_norms": True,
+                "attention_scale": 1.0,
+                "qkv_bias": hf.flag("attention_bias", False),
+                "out_bias": hf.flag("attention_bias", False),
+                "embedding_scale": float(torch.tensor(base.hidden_size**0.5, dtype=dtype)),
+                "logits_softcap": hf.get("final_logit_softcapping"),
+                "per_layer_size": hf.whole("hidden_size_per_layer_input", 256),
+            },
+            full_head_dim=shape[0],
+            full_kv_heads=shape[1],
+            values_are_keys=hf.flag("attention_k_eq_v", False),
+            num_shared=hf.whole("num_kv_shared_layers", 0, most=count - 1),
+            widens_shared=hf.flag("use_double_wide_mlp", False),
+            per_layer_vocab_size=hf.require_int("vocab_size_per_layer_input", 262_144),
+        )
+        kinds = {window is None for window in windows[: count - config.num_shared]}
+        if kinds != {window is None for window in windows}:
+            raise hf.error(
+                f"num_kv_shared_layers={config.num_shared} leaves no layer of some type before them"
+            )
+        return config
+
+    def make_parts(self, config: DecoderConfig) -> None:
+        """See DecoderModel."""
+        assert isinstance(config, Gemma4Config)
+        size, total = config.per_layer_size, config.num_layers * config.per_layer_size
+        if not size:
+            return
+        scale = float(torch.tensor(size**0.5, dtype=config.dtype, device="cpu"))
+        self.embed_tokens_per_layer = Embedding(
+            config.per_layer_vocab_size, total, dtype=config.dtype, scale=scale
+        )
+        parts = {"per_layer_model_projection": total}
+        self.projection = Linear(config, config.hidden_size, parts, parallel=None, bias=False)
+        self.per_layer_projection_norm = RMSNorm(config, size)
+
+    def embed(
+        self, input_ids: torch.Tensor, embeds: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """See DecoderModel: behind it, what each layer mixes in."""
+        x, size = super().embed(input_ids, embeds), self.config.per_layer_size
+        if not size:
+            return x
+        projected = (self.projection(x) * self.config.hidden_size**-0.5).unflatten(1, (-1, size))
+        own = self.embed_tokens_per_layer(input_ids).view(projected.shape)
+        mixed = (self.per_layer_projection_norm(projected) + own) * 2**-0.5
+        return torch.cat([x, mixed.flatten(1)], 1)
+
+    def kv_spec(self, kv_cache_dtype: str) -> KVSpec:
+        """See DecoderModel: that of the kind of layer that keeps more."""
+        config = self.config
+        assert isinstance(config, Gemma4Config)
+        shapes = ((config.num_kv_heads, config.head_dim), (config.full_kv_heads, config.full_head_dim))
+        specs = [AttentionKV(*shape, config.dtype, kv_cache_dtype) for shape in shapes]
+        return max(specs, key=lambda spec: spec.layer_bytes(1))
+
+    def ignores(self, name: str) -> bool:
+        """See DecoderModel; the keys and values of layers that read those of others too."""
+        found = _OF_SHARED.match(name)
+        if found is not None and int(found[1]) < self.config.num_layers:
+            return self.config.kv_layers[int(found[1])] != int(found[1])
+        return super().ignores(name)
+
+
+def _full_shape(hf: HFConfig, windows: tuple[int | None, ...], base: DecoderConfig) -> tuple[int, int]:
+    """(head_dim, number of KV heads) of the layers without a window.
+
+    Files state them under keys of their own; transformers 5 writes `per_layer_config`, by layer.
+
+    Raises:
+        CheckpointError: a wrong value, or layers of one kind that differ.
+    """
+    by_layer = hf.get("per_layer_config")
+    if by_layer is None:
+        heads = base.num_kv_heads
+        if hf.flag("attention_k_eq_v", False):
+            heads = hf.require_int("num_global_key_value_heads", heads, most=MAX_HEADS)
+        return hf.require_int("global_head_dim", 512, most=MAX_HEADS), heads
+    if not isinstance(by_layer, dict) or not all(isinstance(own, dict) for own in by_layer.values()):
+        raise hf.error(f"per_layer_config must be an object for each layer's number, got {by_layer!r:.80}")
+    shapes = set()
+    for layer, window in enumerate(windows):
+        own = HFConfig(hf.path, {**hf.values, **(by_layer.get(str(layer)) or {})})
+        shape = tuple(own.require_int(key, most=MAX_HEADS) for key in ("head_dim", "num_key_value_heads"))
+        if window is None:
+            shapes.add(shape)
+        elif shape != (base.head_dim, base.num_kv_heads):
+            raise hf.error("per_layer_config: layers with a window differ: not supported")
+    if len(shapes) != 1:
+        raise hf.error("per_layer_config: layers without a window differ: not supported")
+    ((size, heads),) = shapes
+    return size, heads
+
+
+class Gemma4ForConditionalGeneration(VisionLanguageModel, Gemma4ForCausalLM):
+    """The text part alone."""
+
+    def ignores(self, name: str) -> bool:
+        """See DecoderModel."""
+        return name.removeprefix("model.").startswith(_OTHER_PARTS) or super().ignores(name)

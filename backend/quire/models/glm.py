@@ -1,0 +1,40 @@
+"""GLM-4 of both generations: neighbouring dimensions of half of each head rotate, gate and up are fused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from quire.models.config import DecoderConfig, NormNames
+from quire.models.decoder import DecoderModel
+from quire.models.hf_config import HFConfig
+
+
+class GlmForCausalLM(DecoderModel):
+    """Biases on query, key and value unless switched off (glm-4-9b, "hf" form)."""
+
+    rotates_partly = True
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        hf = hf.with_defaults(partial_rotary_factor=0.5, head_dim=128, rms_norm_eps=1.5625e-7)
+        return dataclasses.replace(
+            super().parse_config(hf, dtype),
+            rope_interleaved=True,
+            qkv_bias=hf.flag("attention_bias", True),
+            fused_gate_up=True,
+        )
+
+
+class Glm4ForCausalLM(GlmForCausalLM):
+    """GLM-4-0414: norms on both sides of a layer's parts."""
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        norms = NormNames(
+            "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+        )
+        return dataclasses.replace(super().parse_config(hf, dtype), norms=norms)

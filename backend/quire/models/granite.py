@@ -1,0 +1,26 @@
+"""Granite 3 and 4 (dense): Llama with factors of embeddings, scores, what layers add, and logits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from quire.models.config import DecoderConfig
+from quire.models.hf_config import HFConfig
+from quire.models.llama import LlamaForCausalLM
+
+
+class GraniteForCausalLM(LlamaForCausalLM):
+    """The factors are those of maximal update parametrisation (Yang et al., 2022, arXiv 2203.03466)."""
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        return dataclasses.replace(
+            super().parse_config(hf, dtype),
+            embedding_scale=hf.number("embedding_multiplier", 1.0),
+            attention_scale=hf.number("attention_multiplier", 1.0),
+            residual_multiplier=hf.number("residual_multiplier", 1.0),
+            logits_divisor=hf.number("logits_scaling", 1.0),
+        )

@@ -1,0 +1,35 @@
+"""Qwen3-VL: a Qwen3 decoder with M-RoPE whose axes take turns, and deepstack: behind the first layers the
+rows of images add to the hidden states what the vision part saw in its middle (arXiv 2406.04334)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from quire.models.config import DecoderConfig
+from quire.models.hf_config import HFConfig
+from quire.models.qwen3 import Qwen3ForCausalLM
+from quire.models.vision_language import VisionLanguageModel
+
+
+class Qwen3VLForConditionalGeneration(VisionLanguageModel, Qwen3ForCausalLM):
+    """A row of an image holds its embedding and a level for each of `deepstack_visual_indexes`."""
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        hf = hf.with_defaults(rope_theta=500_000.0, head_dim=128)
+        # transformers reads no window here.
+        config = super().parse_config(hf.replace(use_sliding_window=False, layer_types=None), dtype)
+        rope = config.rope
+        if rope.mrope_section is None or not rope.mrope_interleaved:
+            raise hf.error("rope parameters have no mrope_section that is interleaved (mrope_interleaved)")
+        vision = hf.get("vision_config", {})
+        indexes = vision.get("deepstack_visual_indexes") if isinstance(vision, dict) else None
+        if not isinstance(indexes, list) or not len(indexes) < config.num_layers:
+            raise hf.error(
+                "vision_config.deepstack_visual_indexes must be a list of fewer than the "
+                f"{config.num_layers} layers, got {indexes!r:.40}"
+            )
+        return dataclasses.replace(config, deepstack_levels=len(indexes))

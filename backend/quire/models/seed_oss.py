@@ -1,0 +1,25 @@
+"""Seed-OSS: Llama with biases on query, key and value."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from quire.models.config import DecoderConfig
+from quire.models.decoder import DecoderModel
+from quire.models.hf_config import HFConfig
+
+
+class SeedOssForCausalLM(DecoderModel):
+    """`attention_out_bias` is a switch of its own."""
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        return dataclasses.replace(
+            super().parse_config(hf.with_defaults(head_dim=128, num_key_value_heads=8), dtype),
+            qkv_bias=hf.flag("attention_bias", True),
+            out_bias=hf.flag("attention_out_bias", False),
+            mlp_bias=hf.flag("mlp_bias", False),
+        )

@@ -1,0 +1,30 @@
+"""SmolLM3: Llama, of whose layers every fourth has no rotary embedding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from quire.models.config import DecoderConfig, layers_without_rope, windows_by_layer_type
+from quire.models.hf_config import HFConfig
+from quire.models.llama import LlamaForCausalLM
+
+
+class SmolLM3ForCausalLM(LlamaForCausalLM):
+    """`no_rope_layers` holds 0 for layers without; a window, if switched on, is that of these layers."""
+
+    @classmethod
+    def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
+        """See DecoderModel."""
+        hf = hf.with_defaults(tie_word_embeddings=True, rope_theta=2_000_000.0)
+        config = super().parse_config(hf, dtype)
+        without = layers_without_rope(hf, config.num_layers)
+        window = hf.get("sliding_window") if hf.flag("use_sliding_window", False) else None
+        windows = tuple(window if layer in without else None for layer in range(config.num_layers))
+        return dataclasses.replace(
+            config,
+            other_rope=config.rope.without_rotation(),
+            other_rope_layers=without,
+            sliding_windows=windows_by_layer_type(hf, config.num_layers, window) or windows,
+        )
