@@ -342,10 +342,11 @@ def _shapes(given: Mapping[str, Any], name: str) -> bool:
 
 
 def defaults_from_generation_config(config: Mapping[str, Any]) -> SamplingParams:
-    """Defaults that a checkpoint's generation_config.json states, by the rules of transformers.
+    """Defaults that a checkpoint's generation_config.json states.
 
-    `do_sample` false or absent means greedy whatever temperature the file carries. EOS ids are not part
-    of the sampling parameters: see `quire.config.ModelConfig`.
+    `do_sample` false or absent means greedy whatever temperature the file carries. Without `top_k` there is
+    no limit, as in vLLM, where transformers takes 50. EOS ids are not part of the sampling parameters: see
+    `quire.config.ModelConfig`.
     """
     given: dict[str, Any] = {}
     if config.get("do_sample"):

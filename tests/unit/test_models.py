@@ -575,8 +575,12 @@ def test_windows_are_in_the_layers_that_transformers_says(
     assert {12, None} == set(expected)
 
 
-_SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3}
-_SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+_SIZES = {"vocab_size": 64, "hidden_size": 1024, "intermediate_size": 32, "num_hidden_layers": 3}
+_SIZES |= {"num_attention_heads": 32, "num_key_value_heads": 2, "max_position_embeddings": 256}
+_REFUSED_WITHOUT = _SIZES.keys() - {"num_key_value_heads"} | {
+    "layer_types", "num_experts", "rope_parameters", "use_sliding_window",
+}  # fmt: skip
+"""Keys without which a file may be refused."""
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _OF_QWEN2 = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 _OF_DOTS = {"n_routed_experts": 4, "num_experts_per_tok": 2}
@@ -638,8 +642,9 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(kind: str, values: di
     name = f"{kind}TextConfig" if kind in ("Gemma3", "Gemma4", "Llama4", "Qwen2VL") else f"{kind}Config"
     architecture = f"{kind}For{'ConditionalGeneration' if kind == 'Qwen2VL' else 'CausalLM'}"
     bare = {**_SIZES, **values}
-    whole = getattr(transformers, name)(**copy.deepcopy(bare)).to_dict()
-    assert "rms_norm_eps" in whole
+
+    def completed(values: dict[str, Any]) -> dict[str, Any]:
+        return dict(getattr(transformers, name)(**copy.deepcopy(values)).to_dict())
 
     def parsed(values: dict[str, Any]) -> tuple[Any, ...]:
         hf = HFConfig(Path("config.json"), {**values, "architectures": [architecture]})
@@ -649,7 +654,20 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(kind: str, values: di
         shown = [(table.tolist(), factor) for table, factor in frequencies]
         return dataclasses.replace(config, rope=None, other_rope=None), shown
 
+    whole = completed(bare)
+    assert "rms_norm_eps" in whole
     assert parsed(bare) == parsed(whole)
+    for key in whole:
+        rest = {other: value for other, value in whole.items() if other != key}
+        try:
+            found = parsed(rest)
+            expected = completed(rest)
+        except CheckpointError:
+            assert key in _REFUSED_WITHOUT | values.keys(), key
+        except ZeroDivisionError:
+            assert (kind, key) == ("Exaone4", "layer_types")  # transformers' own, where windows are null
+        else:
+            assert found == parsed(expected), key
 
 
 @pytest.mark.row("E1")

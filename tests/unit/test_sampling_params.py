@@ -403,6 +403,7 @@ def test_params_survive_the_wire() -> None:
             SamplingParams(repetition_penalty=1.05, no_repeat_ngram_size=3, max_tokens=2048, min_tokens=2),
         ),
         ({"eos_token_id": [2, 7], "pad_token_id": 0, "transformers_version": "5"}, SamplingParams()),
+        ({"do_sample": True}, SamplingParams(temperature=1.0, top_k=0)),  # transformers has 50
         # These were not read: a checkpoint's markers that transformers never lets it say came out.
         (
             {"suppress_tokens": [5, 6], "bad_words_ids": [[7], [8, 9]], "stop_strings": ["END"]},
@@ -424,7 +425,9 @@ def test_generation_config_defaults(config: dict[str, Any], expected: SamplingPa
     )
 
 
-def test_what_generation_config_says_in_vain_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_keys_of_generation_config_are_named_in_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level("WARNING", "quire"):
         defaults_from_generation_config({"num_beams": 4, "epsilon_cutoff": 0.0, "top_h": 0.4})
     assert [record.getMessage() for record in caplog.records] == [

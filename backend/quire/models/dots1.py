@@ -19,7 +19,7 @@ class Dots1ForCausalLM(DecoderModel):
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
-        config = super().parse_config(hf, dtype)
+        config = super().parse_config(hf.with_defaults(num_key_value_heads=32), dtype)
         bias, window = hf.flag("attention_bias", False), hf.values.get("sliding_window", 4096)
         return dataclasses.replace(
             config,

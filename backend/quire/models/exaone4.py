@@ -17,7 +17,7 @@ class Exaone4ForCausalLM(DecoderModel):
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
-        config = super().parse_config(hf.with_defaults(rms_norm_eps=1e-5), dtype)
+        config = super().parse_config(hf.with_defaults(num_key_value_heads=32, rms_norm_eps=1e-5), dtype)
         config = dataclasses.replace(config, norms=OUTPUT_NORMS, qk_norm=True)
         window = hf.values.get("sliding_window", 4096)
         if window is None:

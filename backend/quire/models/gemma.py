@@ -21,7 +21,7 @@ class GemmaForCausalLM(DecoderModel):
         if hf.get("use_bidirectional_attention"):
             raise hf.error("use_bidirectional_attention is not supported: the model generates no text")
         config = super().parse_config(
-            hf.with_defaults(head_dim=256).replace(
+            hf.with_defaults(head_dim=256, num_key_value_heads=16).replace(
                 hidden_act=cls.activation(hf), tie_word_embeddings=hf.flag("tie_word_embeddings", True)
             ),
             dtype,

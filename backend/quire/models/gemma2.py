@@ -18,7 +18,7 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
-        config = super().parse_config(hf, dtype)
+        config = super().parse_config(hf.with_defaults(num_key_value_heads=4), dtype)
         window = hf.get("sliding_window", 4096)
         alternating = tuple(None if layer % 2 else window for layer in range(config.num_layers))
         return dataclasses.replace(

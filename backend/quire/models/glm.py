@@ -19,7 +19,9 @@ class GlmForCausalLM(DecoderModel):
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
-        hf = hf.with_defaults(partial_rotary_factor=0.5, head_dim=128, rms_norm_eps=1.5625e-7)
+        hf = hf.with_defaults(
+            partial_rotary_factor=0.5, head_dim=128, num_key_value_heads=2, rms_norm_eps=1.5625e-7
+        )
         return dataclasses.replace(
             super().parse_config(hf, dtype),
             rope_interleaved=True,

@@ -17,7 +17,7 @@ class MistralForCausalLM(DecoderModel):
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
-        config = super().parse_config(hf, dtype)
+        config = super().parse_config(hf.with_defaults(num_key_value_heads=8), dtype)
         window = hf.values.get("sliding_window", 4096)  # a null switches it off
         windows = windows_by_layer_type(hf, config.num_layers, window)
         return dataclasses.replace(config, sliding_windows=windows or (window,) * config.num_layers)

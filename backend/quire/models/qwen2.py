@@ -38,6 +38,6 @@ class Qwen2ForCausalLM(DecoderModel):
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
-        config = super().parse_config(hf, dtype)
+        config = super().parse_config(hf.with_defaults(num_key_value_heads=32), dtype)
         windows = qwen_windows(hf, config.num_layers)
         return dataclasses.replace(config, qkv_bias=True, sliding_windows=windows)

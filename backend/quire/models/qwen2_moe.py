@@ -22,7 +22,7 @@ class Qwen2MoeForCausalLM(DecoderModel):
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
-        config = super().parse_config(hf, dtype)
+        config = super().parse_config(hf.with_defaults(num_key_value_heads=16), dtype)
         window, stop = qwen_window(hf), hf.get("max_window_layers", 28)
         windows = windows_by_layer_type(hf, config.num_layers, window) or tuple(
             window if layer % 2 == 0 and layer < stop else None for layer in range(config.num_layers)

@@ -16,7 +16,9 @@ class Qwen2VLForConditionalGeneration(VisionLanguageModel, Qwen2ForCausalLM):
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
-        hf = hf.with_defaults(rope_theta=1_000_000.0, rms_norm_eps=1e-5, max_window_layers=80)
+        hf = hf.with_defaults(
+            num_key_value_heads=8, rope_theta=1_000_000.0, rms_norm_eps=1e-5, max_window_layers=80
+        )
         config = super().parse_config(hf, dtype)
         if config.rope.mrope_section is None:
             raise hf.error("rope parameters have no mrope_section")

@@ -18,7 +18,7 @@ class Qwen3ForCausalLM(DecoderModel):
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
-        config = super().parse_config(hf, dtype)
+        config = super().parse_config(hf.with_defaults(head_dim=128, num_key_value_heads=32), dtype)
         bias = hf.flag("attention_bias", False)
         windows = qwen_windows(hf, config.num_layers)
         return dataclasses.replace(

@@ -35,7 +35,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
-        config = super().parse_config(hf, dtype)
+        config = super().parse_config(hf.with_defaults(head_dim=None, num_key_value_heads=4), dtype)
         windows = (qwen_window(hf),) * config.num_layers
         experts = qwen_experts(hf, config.num_layers)
         return dataclasses.replace(config, experts=experts, sliding_windows=windows)

@@ -17,7 +17,7 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
     @classmethod
     def parse_config(cls, hf: HFConfig, dtype: torch.dtype) -> DecoderConfig:
         """See DecoderModel."""
-        hf = hf.with_defaults(tie_word_embeddings=True, rope_theta=2_000_000.0)
+        hf = hf.with_defaults(num_key_value_heads=4, tie_word_embeddings=True, rope_theta=2_000_000.0)
         config = super().parse_config(hf, dtype)
         without = layers_without_rope(hf, config.num_layers)
         window = hf.get("sliding_window") if hf.flag("use_sliding_window", False) else None
