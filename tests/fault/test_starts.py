@@ -1,7 +1,8 @@
-"""Starts of servers: lost stubs hold none up."""
+"""Starts of servers: lost stubs hold none up, and one that does not get ready is reported."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import pytest
 
 from quire.server.lost_stubs import awaited_stubs
 from tests.e2e.conftest import write_model
-from tests.fixtures.server import ServeRepository
+from tests.fixtures.server import ServeRepository, ServerProcess
 
 pytestmark = pytest.mark.server
 
@@ -120,3 +121,20 @@ def test_a_stub_that_dies_before_it_has_answered_does_not_hold_up_the_start(
         model.stub(1)
         model.go()
         assert served.result(WAIT_S).returncode is None
+
+
+def test_a_start_that_does_not_end_is_reported(tmp_path: Path) -> None:
+    model = WaitingModel(tmp_path, "initializing")
+    server = ServerProcess(model.repository, tmp_path, startup_timeout_s=math.inf, report_s=math.inf)
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(server.start)
+        stub = model.stub(0)
+        server.report_s = 0.0
+        until(lambda: server.report or None)
+        server.startup_timeout_s = 0.0
+        with pytest.raises(AssertionError, match="not ready in") as caught:
+            started.result(WAIT_S)
+    shown = str(caught.value)
+    assert f"{stub.pid} sleeping" in shown
+    assert "TritonPythonModel.initialize (" in shown
+    assert "/v2/repository/index: " in shown
