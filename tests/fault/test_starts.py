@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +17,7 @@ import psutil
 import pytest
 
 from quire.server.lost_stubs import awaited_stubs
-from tests.e2e.conftest import write_model
+from tests.e2e.conftest import build_vision_repository, write_model
 from tests.fixtures.server import ServeRepository, ServerProcess
 
 pytestmark = pytest.mark.server
@@ -138,3 +142,32 @@ def test_a_start_that_does_not_end_is_reported(tmp_path: Path) -> None:
     assert f"{stub.pid} sleeping" in shown
     assert "TritonPythonModel.initialize (" in shown
     assert "/v2/repository/index: " in shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_servers_get_ready_beside_each_other_and_other_work(tmp_path: Path) -> None:
+    """Four servers of 14 models each at a time, as often as QUIRE_START_ROUNDS says, on a busy machine.
+
+    Seconds to ready are printed.
+    """
+    repository, names = build_vision_repository(tmp_path)
+    arguments = tuple(f"--load-model={name}" for name in names)
+
+    def seconds(folder: Path) -> float:
+        folder.mkdir()
+        began = time.monotonic()
+        with ServerProcess(repository, folder, arguments, startup_timeout_s=900.0):
+            return time.monotonic() - began
+
+    for number in range(int(os.environ.get("QUIRE_START_ROUNDS", "1"))):
+        loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                folders = [tmp_path / f"{number}-{index}" for index in range(4)]
+                times = list(pool.map(seconds, folders))
+        finally:
+            for loop in loops:
+                loop.kill()
+                loop.wait()
+        print(json.dumps({"round": number, "seconds": [round(took, 1) for took in times]}))
