@@ -286,7 +286,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VisionServer]:
     repository, names = build_vision_repository(root)
     whole = {kind: WholeModel(root / kind) for kind in VISION_KINDS}
     arguments = tuple(f"--load-model={name}" for name in names)
-    with ServerProcess(repository, root, arguments, startup_timeout_s=300.0) as server:
+    with ServerProcess(repository, root, arguments, startup_timeout_s=540.0) as server:
         yield VisionServer(server, whole)
 
 

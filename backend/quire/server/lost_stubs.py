@@ -36,12 +36,10 @@ class LostStubs:
 
     Args:
         server: process id of tritonserver.
-        grace_s: for how long the server has to have waited for a stub.
     """
 
-    def __init__(self, server: int, grace_s: float = GRACE_S) -> None:
+    def __init__(self, server: int) -> None:
         self._server = server
-        self._grace_s = grace_s
         self._looked = -math.inf
         self._names: dict[int, str] = {}
         self._since: dict[int, float] = {}
@@ -60,7 +58,7 @@ class LostStubs:
             waited_for = awaited_stubs(self._server)
             self._names |= waited_for
             self._since = {pid: self._since.get(pid, now) for pid in waited_for}
-        return {pid: self._names[pid] for pid, since in self._since.items() if now - since >= self._grace_s}
+        return {pid: self._names[pid] for pid, since in self._since.items() if now - since >= GRACE_S}
 
     def kill(self, pid: int) -> bool:
         """Ends a lost stub: its model fails to load, or is loaded again. False: it was ended before."""
