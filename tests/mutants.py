@@ -872,6 +872,23 @@ _FRONTEND = (
         ("tests/unit/test_serve.py::test_files_of_a_live_run_are_not_stale",),
     ),
     Mutant(
+        "a start waits for a stub that is taken for dead",
+        "backend/quire/server/serve.py",
+        "            for pid, name in stubs.look().items():\n",
+        "            for pid, name in dict[int, str]().items():\n",
+        ("tests/fault/test_starts.py::test_a_stub_that_is_taken_for_dead_does_not_hold_up_the_start[1]",),
+    ),
+    Mutant(
+        "a stub that dies before its first answer is not missed",
+        "backend/quire/server/lost_stubs.py",
+        "child.status() == psutil.STATUS_ZOMBIE and",
+        "child.status() == psutil.STATUS_IDLE and",
+        (
+            "tests/fault/test_starts.py"
+            "::test_a_stub_that_dies_before_it_has_answered_does_not_hold_up_the_start",
+        ),
+    ),
+    Mutant(
         "not healthy is a success",
         "backend/quire/server/healthcheck.py",
         "        sys.exit(1)\n",

@@ -252,14 +252,15 @@ def tiny(tiny_session: TinyServer) -> TinyServer:
     return tiny_session
 
 
-@pytest.fixture(scope="session")
-def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VisionServer]:
-    root = tmp_path_factory.mktemp("vision")
+def build_vision_repository(root: Path) -> tuple[Path, list[str]]:
+    """A repository under `root` with all that `VisionServer` names, and the models to load.
+
+    The checkpoint of a kind is the folder of that name.
+    """
     options = {"dtype": "float32", "max_model_len": 512, "num_blocks": 512, "num_threads": 1}
-    repository, names, whole = root / "repository", [], {}
+    repository, names = root / "repository", []
     for kind in VISION_KINDS:
         path = make_vision_checkpoint(kind, root / kind)
-        whole[kind] = WholeModel(path)
         build_repository(path, repository, name_prefix=f"{kind}_", placement="path", engine_options=options)
         let_batch(repository / f"{kind}_vision_preprocessor", 4)
         roles = ("vision_chat", "generator", "vision_preprocessor", "vision_encoder")
@@ -276,8 +277,16 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VisionServer]:
         text = pbtxt.ensemble_config(ensemble, before=before, generator=chunked.name, decoupled=True)
         write_model(repository, ensemble, text)
         names += [chunked.name, ensemble]
+    return repository, names
+
+
+@pytest.fixture(scope="session")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VisionServer]:
+    root = tmp_path_factory.mktemp("vision")
+    repository, names = build_vision_repository(root)
+    whole = {kind: WholeModel(root / kind) for kind in VISION_KINDS}
     arguments = tuple(f"--load-model={name}" for name in names)
-    with ServerProcess(repository, root, arguments, startup_timeout_s=300.0) as server:
+    with ServerProcess(repository, root, arguments, startup_timeout_s=540.0) as server:
         yield VisionServer(server, whole)
 
 

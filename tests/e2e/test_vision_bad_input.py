@@ -21,7 +21,7 @@ from tests.e2e.triton_calls import Reply, stream
 from tests.e2e.vision import VisionServer, picture
 from tests.fixtures.server import ServerProcess
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 GOOD = picture(1)
 

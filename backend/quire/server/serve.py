@@ -32,8 +32,9 @@ import psutil
 
 from quire.engine.processes import open_verified_pidfd
 from quire.engine.runtime_directory import RuntimeDirectory
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError, QuireError, UnavailableError
 from quire.server import http_stack, run_files, tritonserver
+from quire.server.lost_stubs import LostStubs
 from quire.server.model_links import link_models
 from quire.server.run_files import RunFiles
 from quire.server.tritonserver import TritonServer
@@ -63,6 +64,9 @@ STOP_GRACE_S = 1.0
 STOP_AGAIN_S = 0.2
 LEFTOVER_GRACE_S = 0.5
 READY_POLL_S = 0.1
+LOAD_RETRIES = (0, 8, 8)
+"""Further attempts at each model, in a start and in those that follow where it has lost a stub. A first start
+has none: what is wrong with a model is said once, and at once."""
 IDLE_S = 3600.0
 """Seconds of a wait for signals where nothing else is to be done."""
 
@@ -158,6 +162,7 @@ def server_arguments(
     ports: tuple[int, int, int],
     shm_prefix: str,
     repositories: Sequence[Path],
+    load_retries: int = 0,
 ) -> list[str]:
     """tritonserver's command line (without the binary); a flag the server does not know is left out.
 
@@ -170,6 +175,7 @@ def server_arguments(
         ports: of HTTP, gRPC and metrics.
         shm_prefix: of the names of regions.
         repositories: to serve, every model in them.
+        load_retries: further attempts at a model that fails to load.
     """
     http_port, grpc_port, metrics_port = ports
     wanted = [
@@ -182,6 +188,7 @@ def server_arguments(
         ("metrics-address", config.address),
         ("metrics-port", str(metrics_port)),
         ("model-control-mode", "none"),
+        ("model-load-retry-count", str(load_retries)),
         ("exit-on-error", "true"),
         ("strict-readiness", "true"),
         ("exit-timeout-secs", str(config.exit_timeout_s)),
@@ -203,11 +210,28 @@ def server_arguments(
     return [*(f"--{flag}={value}" for flag, value in wanted if flag in flags), *config.extra_args]
 
 
-class ServerRun:
-    """One run of tritonserver, from its start to the last trace of it."""
+class StubLostError(UnavailableError):
+    """A start would not have come to an end: tritonserver waits for a stub that does not end."""
 
-    def __init__(self, config: ServeConfig, server: TritonServer, backends: Path) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(
+            f"tritonserver has lost {', '.join(names)} while models were loading: the machine is too busy, "
+            "was paused, or has killed it"
+        )
+
+
+class ServerRun:
+    """One run of tritonserver, from its start to the last trace of it.
+
+    Args:
+        load_retries: how often a model is loaded again that loses its stub (`lost_stubs`), or fails.
+    """
+
+    def __init__(
+        self, config: ServeConfig, server: TritonServer, backends: Path, load_retries: int = 0
+    ) -> None:
         self._config = config
+        self._load_retries = load_retries
         self._server = server
         self._backends = backends
         self._deadline = math.inf  # set by the first stop signal; then everything is killed
@@ -217,7 +241,11 @@ class ServerRun:
         self._began = time.monotonic()
 
     def run(self) -> int:
-        """Serve until stopped or until tritonserver ends; returns the exit status."""
+        """Serve until stopped or until tritonserver ends; returns the exit status.
+
+        Raises:
+            StubLostError: the start has lost a stub, and does not load its model again.
+        """
         config = self._config
         run_files.remove_stale()
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -272,7 +300,7 @@ class ServerRun:
             link_models(repositories, self._config.load_models, chosen)
             repositories = (chosen,)
         arguments = server_arguments(
-            self._config, flags, self._backends, ports, files.shm_prefix, repositories
+            self._config, flags, self._backends, ports, files.shm_prefix, repositories, self._load_retries
         )
         limits = resource.getrlimit(resource.RLIMIT_STACK)
         # These read bodies without taking stack.
@@ -319,11 +347,19 @@ class ServerRun:
 
     def _wait_ready(self, process: subprocess.Popen[bytes], http_port: int) -> bool:
         """True once the server answers that it and all its models are ready; False when it will not be."""
+        stubs = LostStubs(process.pid)
         while not self._stopping:
             if self._handle_signal(process, READY_POLL_S) is not None:
+                # A stub that it takes for dead goes on to use what it has freed.
+                if process.returncode < 0 and stubs.suspects:
+                    raise StubLostError(stubs.suspects)
                 return False
             if not self._stopping and _is_ready(self._probe_address(), http_port):
                 return True
+            for pid, name in stubs.look().items():
+                if not self._load_retries or not stubs.kill(pid):
+                    raise StubLostError([name])
+                click.echo(f"quire: {StubLostError([name])}: it is loaded again", err=True)
         return False
 
     @property
@@ -431,6 +467,18 @@ def _is_ready(address: str, port: int) -> bool:
         connection.close()
 
 
+def _run(config: ServeConfig, server: TritonServer, backends: Path) -> int:
+    """The exit status of a server, which is started again where a start has lost a stub; StubLostError, where
+    the last one has."""
+    *others, last = LOAD_RETRIES
+    for load_retries in others:
+        try:
+            return ServerRun(config, server, backends, load_retries).run()
+        except StubLostError as error:
+            click.echo(f"quire: {error}: everything starts again", err=True)
+    return ServerRun(config, server, backends, last).run()
+
+
 class _Command(click.Command):
     """Takes what stands behind -- as `extra_args`, apart from arguments of its own."""
 
@@ -508,7 +556,7 @@ def serve(**options: Any) -> None:
     try:
         config = ServeConfig(**options)
         server = tritonserver.find(config.tritonserver)
-        status = ServerRun(config, server, tritonserver.backend_directory(server)).run()
+        status = _run(config, server, tritonserver.backend_directory(server))
     except (QuireError, EnsembleError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(status)
