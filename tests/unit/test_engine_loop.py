@@ -463,7 +463,7 @@ def test_an_engine_that_wakes_for_long_and_answers_is_not_taken_for_a_stuck_one(
     """It rested only before a message came that it answered: `watchdog_s` later it was killed."""
     beside_steps(peer)
     waking, go, seen, handle = threading.Event(), threading.Event(), list[str](), peer.loop._handle
-    monkeypatch.setattr(peer.runner, "wake", lambda: (waking.set(), go.wait(WAIT_S)))
+    monkeypatch.setattr(peer.runner, "wake", lambda: (waking.set(), go.wait()))
     monkeypatch.setattr(loop_module, "STEP_WAIT_MS", 1000 * WAIT_S)  # it rests for messages alone
     assert not peer.ask(Sleep()).error
     peer.loop.heartbeat = SimpleNamespace(  # type: ignore[assignment]
@@ -473,8 +473,10 @@ def test_an_engine_that_wakes_for_long_and_answers_is_not_taken_for_a_stuck_one(
     peer.send(Control(Wake(), "wake"))
     assert waking.wait(WAIT_S)
     assert peer.ask(Health()).result["is_asleep"]
-    wait_until(lambda: seen.count("message") == 2 and seen[-1] == "rest", lambda: seen)
-    go.set()
+    try:
+        wait_until(lambda: seen.count("message") == 2 and seen[-1] == "rest", lambda: seen)
+    finally:
+        go.set()
     assert not peer.receive(CommandResult).error
     peer.check_alive()
 
