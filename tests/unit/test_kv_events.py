@@ -36,8 +36,8 @@ class Subscriber:
         *,
         parents: bool = True,
     ) -> None:
-        """`loses`: whether the message of a number gets lost. `parents`: whether the block before a new one is
-        always known."""
+        """`loses`: whether the message of a number gets lost. `parents`: whether the block before a new one
+        is always known."""
         self.blocks: set[int] = set()
         self.tokens: dict[int, list[int]] = {}
         self.num_live = self.num_replayed = 0
