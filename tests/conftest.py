@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from tests.fixtures.waiting import patience
 
 # Tests run tiny shapes, where more threads only fight each other (and other test runs) for the cores. Set
 # before torch is imported, and inherited by the processes that tests start.
@@ -13,3 +18,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What is compiled is kept for the next run; packed weights of tiny models are not for the user's own cache.
 os.environ.setdefault("QUIRE_CACHE_DIR", str(Path.home() / ".cache" / "quire-tests"))
+
+
+@pytest.fixture(autouse=True)
+def _patience() -> Iterator[None]:
+    with patience():
+        yield

@@ -9,7 +9,9 @@ its id on `generator`.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -72,6 +74,14 @@ WORDS = {5: "a", 6: "\ufffd", 7: "é"}
 NAMES = {"STRING": "BYTES"}
 
 
+@contextlib.contextmanager
+def nobody() -> Iterator[str]:
+    """HOST:PORT at which nobody listens, as long as the context lasts."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
+
+
 def model_config(name: str) -> Any:
     """The configuration of one of the fake's models."""
     config = model_config_pb2.ModelConfig(name=name)
@@ -123,6 +133,8 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
         """An endless request has its first token under way."""
         self.ended = threading.Event()
         """An endless request has come to its end."""
+        self.begun: set[str] = set()
+        """Ids of all endless requests so far."""
         self.accept_cancel = True
         self.adapters: dict[str, str] = {}
         """Directories of LoRA adapters by name."""
@@ -327,8 +339,9 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
         event = threading.Event()
         self.running[request.id] = event
         self._events.append(event)
-        if request.model_name != "chat":
-            context.add_callback(event.set)
+        self.begun.add(request.id)
+        if request.model_name != "chat" and not context.add_callback(event.set):
+            event.set()  # the client has left already
         # The engine is not the call: it goes on when gRPC has given up the call of a client that left.
         threading.Thread(target=self._engine, args=(request.id, event), daemon=True).start()
         if first is not None:

@@ -92,7 +92,7 @@ def test_the_page_is_served_without_a_key(server: FakeKServe, tmp_path: Path) ->
     file = tmp_path / "keys.json"
     file.write_text(json.dumps({"alice": entry_of("one")}), "utf-8")
     with gateway(GatewaySettings(server.url, api_keys=file)) as url:
-        assert httpx.get(url).status_code == 200
+        assert httpx.get(url, timeout=WAIT).status_code == 200
         if CHROMIUM is None:
             return
         with Page(url) as page:

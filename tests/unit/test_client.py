@@ -8,11 +8,11 @@ import inspect
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,7 +45,8 @@ from quire_client._io import BlockingIO, run_blocking
 from quire_client._terminal import Waiting, without_controls
 from quire_client.errors import error_from_text
 from quire_client.protocol import KNOWN_INPUTS, ModelSchema, Prompt, assumed_schema, build_request
-from tests.unit.fake_kserve import FakeKServe, read_inputs
+from tests.fixtures.waiting import GROWING_S, wait_until
+from tests.unit.fake_kserve import FakeKServe, nobody, read_inputs
 
 CLIENT_DIR = Path(__file__).parents[2] / "client"
 WAIT = 60.0
@@ -320,8 +321,9 @@ def test_request_ids_are_unguessable_and_can_be_given(server: FakeKServe, client
 
 
 def test_timeout_is_told_to_the_server_too(server: FakeKServe, client: Client) -> None:
-    client.generate("tokens 1", timeout=5)
-    assert 4_000_000 < server.requests[0].parameters["timeout"].int64_param <= 5_000_000
+    client.generate("tokens 1", timeout=5000)
+    left_us = server.requests[0].parameters["timeout"].int64_param
+    assert 4_000_000_000 < left_us <= 5_000_000_000, "but for what was asked of the server before"
 
 
 def test_own_table_agrees_with_the_generator() -> None:
@@ -467,9 +469,9 @@ def test_unknown_model(client: Client) -> None:
 
 
 def test_no_server_is_one_clear_error() -> None:
-    with Client("127.0.0.1:1") as client:
-        assert client.server_ready() is False
-        with pytest.raises(ConnectError, match=r"no connection to 127\.0\.0\.1:1"):
+    with nobody() as url, Client(url) as client:
+        assert client.server_ready(timeout=WAIT) is False
+        with pytest.raises(ConnectError, match=f"no connection to {re.escape(url)}"):
             client.generate("tokens 1")
 
 
@@ -507,10 +509,8 @@ def test_configuration_is_asked_again_after_an_invalid_argument(server: FakeKSer
 @pytest.mark.parametrize("model", ["chat", "generator"])
 @pytest.mark.parametrize("how", ["close", "with", "drop", "exception"])
 def test_leaving_a_stream_cancels_on_the_server(
-    server: FakeKServe, client: Client, model: str, how: str, monkeypatch: pytest.MonkeyPatch
+    server: FakeKServe, client: Client, model: str, how: str
 ) -> None:
-    # On a busy machine a cancellation takes longer than anybody should wait for one.
-    monkeypatch.setattr(conn, "CANCEL_TIMEOUT", WAIT)
     stream: Any = client.stream("endless", model=model)
     request_id = stream.request_id
     assert next(stream).text == "first "
@@ -535,7 +535,7 @@ def test_cancel_from_another_thread_wakes_the_reader(server: FakeKServe, client:
     stream = client.stream("silent")
 
     def cancel() -> None:
-        server.started.wait(WAIT)
+        assert server.started.wait(WAIT)
         stream.cancel()
 
     thread = threading.Thread(target=cancel)
@@ -609,12 +609,15 @@ def test_a_cancel_states_the_tenant_of_its_request(server: FakeKServe, how: str,
 @pytest.mark.parametrize("model", ["chat", "generator"])
 def test_timeout_raises_and_cancels(server: FakeKServe, client: Client, model: str) -> None:
     client.generate("tokens 1", model=model)  # what is asked of the server first takes none of the time
-    stream = client.stream("endless", model=model, timeout=1.5)
-    with pytest.raises(DeadlineExceeded, match=r"did not end within 1\.5 s"):
-        list(stream)
-    assert server.ended.wait(WAIT)
+    for limit_s in GROWING_S:
+        stream = client.stream("endless", model=model, timeout=limit_s)
+        with pytest.raises(DeadlineExceeded, match=f"did not end within {limit_s:g} s"):
+            list(stream)
+        if stream.request_id in server.begun:
+            break
+    wait_until(lambda: stream.request_id not in server.running)
     client.close()
-    assert not server.running
+    assert stream.request_id in server.cancelled_ids
 
 
 def test_cancel_by_id_of_someone_elses_request(server: FakeKServe, client: Client) -> None:
@@ -635,7 +638,7 @@ def test_models(client: Client) -> None:
     assert infos["chat"].kind == "ensemble" and infos["chat"].decoupled is None
     assert infos["generator"].kind == "quire" and infos["generator"].decoupled is True
     assert infos["broken"].ready is False and "config.json" in infos["broken"].reason
-    assert client.server_ready()
+    assert client.server_ready(timeout=WAIT)
 
 
 def test_restricted_protocol_is_told_apart_from_a_busy_server() -> None:
@@ -711,7 +714,7 @@ def test_async_streams_run_together(server: FakeKServe) -> None:
             results = await asyncio.gather(*(client.generate(f"tokens {n + 1}") for n in range(32)))
             assert [c.text async for c in client.stream("tokens 2")] == ["t0 ", "t1 "]
             assert (await client.chat("tokens 1", system="s")).finish_reason == "stop"
-            assert await client.server_ready()
+            assert await client.server_ready(timeout=WAIT)
             assert {m.name for m in await client.models()} == {"chat", "generator", "tokenizer", "broken"}
             return [r.text for r in results]
 
@@ -740,7 +743,7 @@ def test_async_leaving_cancels_on_the_server(server: FakeKServe, model: str, how
                     await anext(stream)
             elif how == "task":
                 task = asyncio.create_task(consume(client))
-                await asyncio.to_thread(server.started.wait, WAIT)
+                assert await asyncio.to_thread(server.started.wait, WAIT)
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
@@ -748,8 +751,11 @@ def test_async_leaving_cancels_on_the_server(server: FakeKServe, model: str, how
                 await consume(client)
                 gc.collect()
             else:
-                with pytest.raises(asyncio.TimeoutError):
-                    await asyncio.wait_for(consume(client), 0.5)
+                for limit_s in GROWING_S:
+                    with pytest.raises(asyncio.TimeoutError):
+                        await asyncio.wait_for(consume(client), limit_s)
+                    if server.started.is_set():
+                        break
 
     asyncio.run(main())
     assert server.ended.wait(WAIT)
@@ -767,8 +773,11 @@ def test_async_errors(server: FakeKServe) -> None:
                 await client.generate("error CANCELLED cancelled by an operator")
             with pytest.raises(ProtocolError):
                 await client.generate("no final 1")
-            with pytest.raises(DeadlineExceeded, match=r"1\.5 s"):
-                await client.generate("endless", timeout=1.5)
+            for limit_s in GROWING_S:
+                with pytest.raises(DeadlineExceeded, match=f"{limit_s:g} s"):
+                    await client.generate("endless", timeout=limit_s)
+                if server.started.is_set():
+                    break
             with pytest.raises(NotFound):
                 await client.generate("tokens 1", model="nope")
             assert await client.cancel("nobody") is False
@@ -797,7 +806,7 @@ def test_async_cancel_from_another_task(server: FakeKServe) -> None:
         async with AsyncClient(server.url) as client:
             stream = client.stream("silent")
             reader = asyncio.create_task(stream.result())
-            await asyncio.to_thread(server.started.wait, WAIT)
+            assert await asyncio.to_thread(server.started.wait, WAIT)
             await stream.cancel()
             with pytest.raises(Cancelled):
                 await reader
@@ -899,8 +908,9 @@ def test_cli_models(server: FakeKServe, capsys: pytest.CaptureFixture[str]) -> N
 def test_cli_errors_are_one_line(server: FakeKServe, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run_cli(capsys, "chat", "error INVALID_ARGUMENT top_p: bad\nvery", "--url", server.url)
     assert (status, err) == (1, "quire-client: INVALID_ARGUMENT: top_p: bad very\n")
-    status, _, err = run_cli(capsys, "chat", "hi", "--url", "127.0.0.1:1")
-    assert status == 1 and len(err.splitlines()) == 1 and "no connection to 127.0.0.1:1" in err
+    with nobody() as url:
+        status, _, err = run_cli(capsys, "chat", "hi", "--url", url)
+    assert status == 1 and len(err.splitlines()) == 1 and f"no connection to {url}" in err
     assert run_cli(capsys, "chat", "hi", "--no-such-option")[0] == 2
     assert run_cli(capsys, "chat", "hi", "--param", "novalue")[0] == 2
 
@@ -1071,7 +1081,7 @@ def test_the_main_thread_is_never_within_grpc(server: FakeKServe, client: Client
         endless = client.stream("endless")
         assert next(endless).text == "first "
         endless.cancel()
-        assert client.server_ready()
+        assert client.server_ready(timeout=WAIT)
         client.close()
     finally:
         sys.setprofile(None)
@@ -1137,9 +1147,8 @@ def test_time_of_a_cancel_is_bounded(server: FakeKServe, client: Client) -> None
     stream = client.stream("silent")
     assert server.started.wait(WAIT)
     server.running[stream.request_id] = threading.Event()  # the cancel is acknowledged, and nothing happens
-    begin = time.monotonic()
-    stream.cancel()
-    assert time.monotonic() - begin < WAIT
+    stream.cancel()  # it returns
+    assert server.cancelled_ids == [stream.request_id] and not server.ended.is_set()
 
 
 def test_a_call_that_ends_as_cancelled_behind_its_deadline_has_exceeded_it() -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import http.server
 import math
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +14,7 @@ from click.testing import CliRunner
 from quire_client._metrics import Interval, Scrape
 from quire_client._top import frame
 from quire_client.cli import cli
+from tests.unit.fake_kserve import nobody
 
 
 def text(scale: float = 1.0, running: int = 3) -> str:
@@ -109,7 +109,8 @@ def test_once_prints_one_frame(served: str) -> None:
 
 
 def test_a_server_that_is_not_there_is_one_line() -> None:
-    done = CliRunner().invoke(cli, ["top", "127.0.0.1:1", "--once"])
+    with nobody() as url:
+        done = CliRunner().invoke(cli, ["top", url, "--once"])
     assert done.exit_code != 0 and "Connection refused" in str(done.exception or done.output)
 
 
@@ -128,7 +129,5 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
     ids=lambda line: line[:50],
 )
 def test_whatever_answers_there_is_a_frame_of_it(line: str) -> None:
-    """A line of a million letters took 40 minutes."""
-    begin = time.process_time()
+    """A line of a million letters took 40 minutes, far more than a test may take."""
     assert "engine e1" in frame(Scrape.parse(f"{text()}{line}\n"), None, "here")
-    assert time.process_time() - begin < 5

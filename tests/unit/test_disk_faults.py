@@ -33,6 +33,7 @@ from tests.unit.test_engine import random_prompts
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 PROMPTS = [prompt + prompt for prompt in random_prompts(12, longest=45, seed=5)]
+LIMIT_S = 120.0
 OPTIONS: dict[str, Any] = {"max_model_len": 128, "num_blocks": 256, "block_size": 8, "num_threads": 1}
 
 
@@ -63,7 +64,7 @@ class Served:
         for _ in range(2):
             assert [output.token_ids for output in self.llm.generate(PROMPTS, GREEDY)] == self.expected
             core.kv.reset()
-            assert core.tiers.flush(30.0)
+            assert core.tiers.flush(LIMIT_S)
         core.scheduler.check_integrity()
         return {key: value - before[key] for key, value in core.tiers.stats().items()}
 
@@ -83,7 +84,7 @@ def on_a_disk(checkpoint: Path, root: Path) -> None:
     disk.mkdir()
 
     def mount(*arguments: str) -> None:
-        subprocess.run(["mount", *arguments, str(disk)], check=True, timeout=20)
+        subprocess.run(["mount", *arguments, str(disk)], check=True, timeout=LIMIT_S)
 
     mount("-t", "tmpfs", "-o", "size=256k", "tmpfs")
     served = Served(checkpoint, disk / "kv")
@@ -112,7 +113,7 @@ def on_a_disk(checkpoint: Path, root: Path) -> None:
     assert served.serve()["disk_saved_blocks"] > 20
     assert served.serve()["disk_loaded_blocks"] > 20
 
-    subprocess.run(["umount", "-l", str(disk)], check=True, timeout=20)
+    subprocess.run(["umount", "-l", str(disk)], check=True, timeout=LIMIT_S)
     disk.chmod(0o500)
     gone = served.serve()
     assert gone["disk_saved_blocks"] + gone["disk_lost_blocks"] > 20, gone
@@ -127,13 +128,14 @@ def on_a_disk(checkpoint: Path, root: Path) -> None:
 def _may_mount() -> bool:
     command = ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=64k tmpfs /mnt"]
     try:
-        return subprocess.run(command, capture_output=True, timeout=20).returncode == 0
+        return subprocess.run(command, capture_output=True, timeout=LIMIT_S).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
 
 
-@pytest.mark.skipif(not _may_mount(), reason="no file system may be mounted here")
 def test_a_disk_that_is_full_read_only_and_gone(checkpoint: Path, tmp_path: Path) -> None:
+    if not _may_mount():
+        pytest.skip("no file system may be mounted here")
     command = ["unshare", "-m", sys.executable, "-m", __name__, str(checkpoint), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-4000:]
@@ -187,7 +189,7 @@ def test_a_save_while_the_directory_is_made_again_does_not_shut_its_own_process_
     row = disk_module.np.zeros((1, 1024), dtype="uint8")
     keys = [number.to_bytes(16, "little") for number in range(8)]
     tier.save(keys[:1], row)
-    assert tier.flush(20.0)
+    assert tier.flush(LIMIT_S)
     try_lock, savers = tier._try_lock, list[threading.Thread]()
 
     def while_another_saves() -> bool:
@@ -201,11 +203,11 @@ def test_a_save_while_the_directory_is_made_again_does_not_shut_its_own_process_
     monkeypatch.setattr(tier, "_try_lock", while_another_saves)
     shutil.rmtree(tmp_path / "kv")
     tier.save(keys[1:2], row)
-    assert tier.flush(20.0)
-    savers[0].join(20.0)
-    assert tier.flush(20.0) and not tier.stats()["read_only"]
+    assert tier.flush(LIMIT_S)
+    savers[0].join(LIMIT_S)
+    assert tier.flush(LIMIT_S) and not tier.stats()["read_only"]
     tier.save(keys[3:4], row)
-    assert tier.flush(20.0) and tier.contains(keys[3])
+    assert tier.flush(LIMIT_S) and tier.contains(keys[3])
     tier.close()
 
 
@@ -232,7 +234,7 @@ def test_where_nothing_can_be_removed_nothing_is_forgotten(
     rows = [disk_module.np.full((1, 1024), number, dtype="uint8") for number in range(12)]
     for key, row in zip(keys[:8], rows, strict=False):
         tier.save([key], row)
-    assert tier.flush(20.0) and tier.stats()["blocks"] == 8
+    assert tier.flush(LIMIT_S) and tier.stats()["blocks"] == 8
     with monkeypatch.context() as patch:
 
         def refused(*_: Any, **__: Any) -> None:
@@ -241,14 +243,14 @@ def test_where_nothing_can_be_removed_nothing_is_forgotten(
         patch.setattr(disk_module, "write_block", refused)
         patch.setattr(Path, "unlink", refused)
         tier.save(keys[8:9], rows[8])
-        assert tier.flush(20.0)
+        assert tier.flush(LIMIT_S)
         assert [tier.contains(key) for key in keys[:9]] == [True] * 8 + [False]
         tier.drop(keys[:4])
-        assert tier.flush(20.0)
+        assert tier.flush(LIMIT_S)
     assert disk_module.write_block is real_write_block
     assert len(list(tmp_path.rglob("*.kv"))) == 8, "nothing was removed"
     tier.save(keys[9:10], rows[9])
-    assert tier.flush(20.0)
+    assert tier.flush(LIMIT_S)
     assert len(list(tmp_path.rglob("*.kv"))) == tier.stats()["blocks"] == 5
     tier.close()
 
@@ -280,7 +282,7 @@ def test_a_block_that_an_unforeseen_error_kept_from_the_disk_is_forgotten(
         # As where the directory was removed and made again by another user.
         patch.setattr(tier, "_holds_lock", lambda: 1 / 0)
         tier.save([first], np.full((1, 4096), 1, np.uint8))
-        assert tier.flush(10.0)
+        assert tier.flush(LIMIT_S)
     tier.save([second], np.full((1, 4096), 2, np.uint8))
     out = np.zeros((1, 4096), np.uint8)
     assert not tier.contains(first) and tier.load([first], out) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 import zmq
 
 from quire.config import EngineConfig
+from quire.engine import loop as loop_module
 from quire.engine.cache_commands import (
     CacheCommand,
     Health,
@@ -57,6 +59,7 @@ from quire.outputs import EngineCoreOutput
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 from tests.fixtures.fake_runner import VOCAB_SIZE, FakeRunner, generate_alone
+from tests.fixtures.waiting import wait_until
 
 WAIT_S = 60.0
 PROMPT = [3, 1, 4, 1, 5]
@@ -69,11 +72,18 @@ class Runner(FakeRunner):
     def __init__(self) -> None:
         super().__init__(256, 4, max_model_len=512)
         self.is_broken = False
-        self.may_go_on = threading.Event()
-        self.may_go_on.set()
+        self._gate, self._num_allowed = threading.Condition(), math.inf
+
+    def allow(self, num_steps: float) -> None:
+        """So many steps end from now on."""
+        with self._gate:
+            self._num_allowed = num_steps
+            self._gate.notify_all()
 
     def execute(self, output: Any) -> Any:
-        assert self.may_go_on.wait(WAIT_S)
+        with self._gate:
+            assert self._gate.wait_for(lambda: self._num_allowed > 0, WAIT_S)
+            self._num_allowed -= 1
         result = super().execute(output)
         if self.is_broken:
             self.was_told_of_failure = True
@@ -82,22 +92,25 @@ class Runner(FakeRunner):
 
 
 class Peer:
-    """A loop that runs in a thread, and a socket that talks to it."""
+    """A loop that runs in a thread, and a socket that talks to it.
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    Within the process a message has arrived when it is sent: the loop has it before its next step.
+    """
+
+    def __init__(self, **options: Any) -> None:
         config = EngineConfig.from_mapping({"model": "fake", "block_size": 4, **options})
         self.runner = Runner()
         self.core = EngineCore(config, RunnerExecutor(self.runner))
         self.context: zmq.Context[Any] = zmq.Context()
         router = self.context.socket(zmq.ROUTER)
-        router.bind(f"ipc://{folder}/engine.ipc")
+        router.bind("inproc://engine")
         self.loop = EngineLoop(self.core, router)
         self.failure: Exception | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
         self.router = router
         self.socket = self.context.socket(zmq.DEALER)
-        self.socket.connect(f"ipc://{folder}/engine.ipc")
+        self.socket.connect("inproc://engine")
         self.send(Hello(os.getpid()))
         self.receive(EngineInfo)
 
@@ -124,9 +137,9 @@ class Peer:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """No step ends in here, so requests sent first are still running when what is sent next is read."""
-        self.runner.may_go_on.clear()
+        self.runner.allow(0)
         yield
-        self.runner.may_go_on.set()
+        self.runner.allow(math.inf)
 
     def final(self, request_id: str) -> tuple[list[int], str, str, str]:
         """All of a request: tokens, finish reason, error and its code."""
@@ -162,10 +175,10 @@ class Peer:
 
 
 @pytest.fixture
-def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
+def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
     # A lone surrogate in a log cannot be sent to the process that reports on tests (pytest-xdist).
     monkeypatch.setattr(logging.getLogger("quire"), "disabled", True)
-    peer = Peer(tmp_path)
+    peer = Peer()
     yield peer
     peer.close()
 
@@ -367,12 +380,13 @@ def test_a_wake_of_an_engine_that_is_awake_waits_for_no_request(peer: Peer) -> N
     with peer.held():
         peer.add("running", SamplingParams(max_tokens=400, ignore_eos=True))
         peer.send(Control(Wake(), "wake"))
-    seen: list[EngineCoreOutput] = []
-    while isinstance(message := peer.receive(CommandResult | Outputs), Outputs):
-        seen += message.outputs
-    assert (message.token, message.error) == ("wake", "")
-    assert not any(output.finish_reason for output in seen), "the request goes on"
-    peer.send(AbortRequests(["running"], "cancelled"))
+        peer.runner.allow(1)
+        seen: list[EngineCoreOutput] = []
+        while isinstance(message := peer.receive(CommandResult | Outputs), Outputs):
+            seen += message.outputs
+        assert (message.token, message.error) == ("wake", "")
+        assert not any(output.finish_reason for output in seen), "the request goes on"
+        peer.send(AbortRequests(["running"], "cancelled"))
     assert peer.final("running")[1] == "cancelled"
     peer.check_alive()
 
@@ -436,10 +450,8 @@ def test_a_profile_whose_time_is_over_in_a_step_is_answered_though_another_is_as
     beside_steps(peer)
     with peer.held():
         peer.add("slow")
-        peer.send(Control(Profile(seconds=0.01), "first"))
-        while peer.core.profile is None:
-            time.sleep(0.001)
-        time.sleep(0.05)  # its time
+        peer.send(Control(Profile(seconds=600), "first"))
+        wait_until(lambda: peer.core.profile).ends_at = 0.0
         peer.send(Control(Profile(seconds=0.01), "second"))
         assert peer.receive(CommandResult).token == "first"
     assert peer.receive(CommandResult).token == "second"
@@ -450,19 +462,21 @@ def test_an_engine_that_wakes_for_long_and_answers_is_not_taken_for_a_stuck_one(
 ) -> None:
     """It rested only before a message came that it answered: `watchdog_s` later it was killed."""
     beside_steps(peer)
-    waking, go, rests = threading.Event(), threading.Event(), threading.Semaphore(0)
-    monkeypatch.setattr(peer.runner, "wake", lambda: (waking.set(), go.wait(WAIT_S)))
+    waking, go, seen, handle = threading.Event(), threading.Event(), list[str](), peer.loop._handle
+    monkeypatch.setattr(peer.runner, "wake", lambda: (waking.set(), go.wait()))
+    monkeypatch.setattr(loop_module, "STEP_WAIT_MS", 1000 * WAIT_S)  # it rests for messages alone
     assert not peer.ask(Sleep()).error
     peer.loop.heartbeat = SimpleNamespace(  # type: ignore[assignment]
-        beat=lambda *_: None, rest=rests.release, is_overdue=False
+        beat=lambda *_: None, rest=lambda: seen.append("rest"), is_overdue=False
     )
+    monkeypatch.setattr(peer.loop, "_handle", lambda *given: (seen.append("message"), handle(*given)))
     peer.send(Control(Wake(), "wake"))
     assert waking.wait(WAIT_S)
-    while rests.acquire(timeout=0.2):
-        pass
     assert peer.ask(Health()).result["is_asleep"]
-    assert rests.acquire(timeout=WAIT_S), "it rests again behind the message"
-    go.set()
+    try:
+        wait_until(lambda: seen.count("message") == 2 and seen[-1] == "rest", lambda: seen)
+    finally:
+        go.set()
     assert not peer.receive(CommandResult).error
     peer.check_alive()
 
@@ -500,11 +514,11 @@ def test_one_that_is_to_sleep_is_healthy_and_lets_none_in_that_it_would_wait_for
 
 @pytest.mark.parametrize("limit", REFUSING)
 def test_an_idle_engine_computes_a_token_for_the_probe_whatever_its_limits(
-    tmp_path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
+    limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The probe was a request of the anonymous tenant: with its quota used up, or a prediction above the
     limit, a sound engine was not healthy, and a liveness probe ended it."""
-    peer = Peer(tmp_path, **REFUSING[limit])
+    peer = Peer(**REFUSING[limit])
     scheduler = peer.core.scheduler
     try:
         peer.add("first")
@@ -517,9 +531,7 @@ def test_an_idle_engine_computes_a_token_for_the_probe_whatever_its_limits(
         tokens_left = scheduler.roster.tenants._find("", limits).tokens
         before = peer.ask(Health()).result
         assert before["has_work"] is False
-        deadline = time.monotonic() + WAIT_S
-        while peer.ask(Health()).result["num_finished_steps"] == before["num_finished_steps"]:
-            assert time.monotonic() < deadline, "no step was done"
+        wait_until(lambda: peer.ask(Health()).result["num_finished_steps"] > before["num_finished_steps"])
         assert scheduler.roster.tenants._find("", limits).tokens == tokens_left, "it was charged to somebody"
     finally:
         peer.close()
@@ -692,7 +704,8 @@ def test_a_broken_scheduler_ends_the_engine_and_none_of_its_requests(
     peer.add("bad")
     peer.thread.join(WAIT_S)
     assert isinstance(peer.failure, ZeroDivisionError)
-    assert not peer.socket.poll(0)
+    while peer.socket.poll(0):
+        assert not isinstance(engine_message_decoder.decode(peer.socket.recv()), Outputs)
 
 
 def test_goodbye_ends_the_loop(peer: Peer) -> None:

@@ -782,26 +782,40 @@ class TestKVTiers:
 
     def test_a_save_under_way_is_not_there_after_a_clear(self, closing: Closing) -> None:
         """Half of its blocks came after the tiers were emptied."""
-        saving, clearing = threading.Event(), threading.Event()
+        saving, clears_or_waits = threading.Event(), threading.Event()
 
         class Slow(HostTier):
             def save(self, keys: Sequence[bytes], data: BlockArray, *, pinned: bool = False) -> None:
                 saving.set()
-                clearing.wait(0.2)  # in vain where the clear waits for us
+                assert clears_or_waits.wait(WAIT_S)
                 super().save(keys, data, pinned=pinned)
 
             def clear(self) -> int:
                 count = super().clear()
-                clearing.set()
+                clears_or_waits.set()
                 return count
 
+        class Lock:
+            def __init__(self) -> None:
+                self._lock = threading.Lock()
+
+            def __enter__(self) -> None:
+                if not self._lock.acquire(blocking=False):
+                    clears_or_waits.set()
+                    self._lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                self._lock.release()
+
         tiers = closing(KVTiers([Slow(8 * BLOCK_BYTES, BLOCK_BYTES)], FakePool()))
+        tiers._saving = Lock()  # type: ignore[assignment]
         early = KVSave(key(2), 2, num_clears=tiers.num_clears)
         with ThreadPoolExecutor(1) as pool:
             done = pool.submit(tiers.save, [KVSave(key(1), 1)])
             assert saving.wait(WAIT_S)
             tiers.clear()
             done.result(WAIT_S)
+        clears_or_waits.set()
         tiers.save([early, KVSave(key(3), 3, pinned=True), KVSave(key(4), 4, num_clears=tiers.num_clears)])
         assert [tiers.contains(key(number)) for number in (1, 2, 3, 4)] == [False, False, True, True]
 

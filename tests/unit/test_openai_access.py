@@ -69,10 +69,10 @@ def test_only_who_has_a_key_is_answered(server: FakeKServe, tmp_path: Path) -> N
             assert (reply.status_code, error["code"]) == (401, "invalid_api_key")
             assert reply.headers["www-authenticate"] == "Bearer"
             assert error["type"] == "authentication_error"
-        assert httpx.get(f"{base}/v1/models").status_code == 401
-        basic = httpx.get(f"{base}/v1/models", headers={"authorization": "Basic one"})
+        assert httpx.get(f"{base}/v1/models", timeout=WAIT).status_code == 401
+        basic = httpx.get(f"{base}/v1/models", headers={"authorization": "Basic one"}, timeout=WAIT)
         assert basic.status_code == 401
-        assert httpx.get(f"{base}/health").status_code == 200
+        assert httpx.get(f"{base}/health", timeout=WAIT).status_code == 200
         assert not server.requests
         assert inputs_of(ask(base, "one", "echo"))["tenant"] == ["alice"]
         assert inputs_of(ask(base, "two", "echo"))["tenant"] == ["team"]
@@ -252,11 +252,11 @@ def test_pages_of_other_origins_may_only_where_it_is_allowed(server: FakeKServe,
     }
 
     def preflight(base: str, **headers: str) -> httpx.Response:
-        return httpx.options(f"{base}/v1/chat/completions", headers={**question, **headers})
+        return httpx.options(f"{base}/v1/chat/completions", headers={**question, **headers}, timeout=WAIT)
 
     with gateway(GatewaySettings(server.url)) as base:
         assert "access-control-allow-origin" not in preflight(base).headers
-        reply = httpx.get(f"{base}/v1/models/chat", headers=question)
+        reply = httpx.get(f"{base}/v1/models/chat", headers=question, timeout=WAIT)
         assert "access-control-allow-origin" not in reply.headers
     settings = GatewaySettings(server.url, api_keys=file, cors_origins=(origin,))
     with gateway(settings) as base:
@@ -264,7 +264,7 @@ def test_pages_of_other_origins_may_only_where_it_is_allowed(server: FakeKServe,
         assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, origin)
         assert "access-control-allow-credentials" not in reply.headers
         assert preflight(base, Origin="https://other.example").status_code == 400
-        refusal = httpx.get(f"{base}/v1/models", headers=question)
+        refusal = httpx.get(f"{base}/v1/models", headers=question, timeout=WAIT)
         assert (refusal.status_code, refusal.headers["access-control-allow-origin"]) == (401, origin)
 
 
@@ -273,23 +273,23 @@ def test_pages_of_other_origins_may_only_where_it_is_allowed(server: FakeKServe,
 
 def figures(base: str) -> dict[str, float]:
     """Samples of /metrics."""
-    lines = httpx.get(f"{base}/metrics").text.splitlines()
+    lines = httpx.get(f"{base}/metrics", timeout=WAIT).text.splitlines()
     samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
     return {name: float(value) for name, _, value in samples}
 
 
 def test_metrics(server: FakeKServe) -> None:
     with gateway(GatewaySettings(server.url)) as base:
-        assert httpx.get(f"{base}/metrics").status_code == 404
+        assert httpx.get(f"{base}/metrics", timeout=WAIT).status_code == 404
     with gateway(GatewaySettings(server.url, metrics=True)) as base:
         ask(base, None, "tokens 4", stream=True)
         ask(base, None, "tokens 2")
         ask(base, None, "tokens 2", temprature=1)
         ask(base, None, "tokens 2", model="no-such")
-        httpx.get(f"{base}/v1/no/such/path")
-        httpx.get(f"{base}/health")
+        httpx.get(f"{base}/v1/no/such/path", timeout=WAIT)
+        httpx.get(f"{base}/health", timeout=WAIT)
         found = figures(base)
-        kind = httpx.get(f"{base}/metrics").headers["content-type"]
+        kind = httpx.get(f"{base}/metrics", timeout=WAIT).headers["content-type"]
     assert kind.startswith("text/plain; version=0.0.4")
     path = 'path="/v1/chat/completions"'
     name = "quire_gateway"
@@ -339,8 +339,8 @@ def test_the_log_has_a_line_for_each_request_and_no_text(server: FakeKServe, tmp
         ask(base, None, "tokens 4", stream=True)
         answer = ask(base, None, "tokens 2").json()
         ask(base, None, "error INVALID_ARGUMENT seed: secret")
-        httpx.get(f"{base}/v1/models/chat?secret")
-        httpx.get(f"{base}/health")
+        httpx.get(f"{base}/v1/models/chat?secret", timeout=WAIT)
+        httpx.get(f"{base}/health", timeout=WAIT)
         lines = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
     assert [(line["method"], line["path"], line["status"]) for line in lines] == [
         ("POST", "/v1/chat/completions", 200),

@@ -1,7 +1,8 @@
-"""Makes Triton's interpreter compute with bfloat16 as devices do.
+"""Makes Triton's interpreter compute as devices do.
 
 Triton 3.7's interpreter cuts the low bits off where a device rounds to nearest even, and multiplies matrices
-of bfloat16 as if their bits were integers.
+of bfloat16 as if their bits were integers. A product of its is NumPy's, so that of a BLAS: on some processors
+a row's sums depend on where in the tile it is.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ def install() -> None:
 
     dot = interpreter.InterpreterBuilder.create_dot
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        if any(one.dtype.scalar.is_int() or one.dtype.primitive_bitwidth == 8 for one in (a, b)):
+            return dot(self, a, b, d, *rest)
         wide = [
-            interpreter.TensorHandle(
-                convert(one.data, tl.bfloat16, tl.float32, None).view(np.float32), tl.float32
-            )
+            convert(one.data, tl.bfloat16, tl.float32, None).view(np.float32)
             if one.dtype.scalar == tl.bfloat16
-            else one
+            else one.data.astype(d.data.dtype)
             for one in (a, b)
         ]
-        return dot(self, *wide, *rest)
+        return interpreter.TensorHandle(np.einsum("...mk,...kn->...mn", *wide) + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
     convert.rounds_to_nearest = True  # type: ignore[attr-defined]
