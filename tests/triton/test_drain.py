@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+import threading
 import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
-from quire.request import FinishReason
-from quire.sampling_params import SamplingParams
-from quire.triton import drain
-from quire.triton.drain import Drain, ServerAnswer
 from tests.fixtures import fake_pb_utils
-from tests.triton.test_choices import WAIT_S, Harness
+
+fake_pb_utils.install()
+
+from quire.request import FinishReason  # noqa: E402
+from quire.sampling_params import SamplingParams  # noqa: E402
+from quire.triton import drain  # noqa: E402
+from quire.triton.drain import Drain, ServerAnswer  # noqa: E402
+from quire.triton.frontend import TritonPythonModel  # noqa: E402
+from tests.fixtures.asking_server import METADATA, MODEL, AskingServer  # noqa: E402
+from tests.triton.test_choices import WAIT_S, Harness, tokens  # noqa: E402
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_the_time_counts_from_the_answer_and_is_over_only_while_the_model_is_to_go() -> None:
@@ -34,69 +49,160 @@ def test_the_time_counts_from_the_answer_and_is_over_only_while_the_model_is_to_
     wanted = False
     assert not drain.is_over(6.5) and drain.is_on
     assert not drain.is_over(11.4) and drain.next_look == 11.5, "the end does not wait for the next question"
+    assert drain.is_over(11.5) and drain.next_look == 12.0, "its thread would spin"
 
 
-def test_a_server_is_asked_only_while_its_first_thread_is_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """24.10 hangs when it is asked while it ends, and its first thread stirs every second then. Here that is
-    a process which does so when it is told to."""
-    asked: list[str] = []
+class Model:
+    """A frontend of a scripted engine, of which a server of 26.03 asks `is_ready`."""
 
-    def is_model_ready(model_name: str, model_version: str) -> bool:
-        asked.append(f"{model_name} {model_version}")
-        if len(asked) == 3:
-            raise RuntimeError("no memory")
-        return len(asked) == 1
+    def __init__(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch, has_is_ready: bool, limit_s: float = 0.2
+    ) -> None:
+        self.harness = Harness(directory)
+        self.model = TritonPythonModel()
+        self.model._responder = self.harness.responder
+        self.server = AskingServer(self.model.is_ready if has_is_ready else None, limit_s)
+        monkeypatch.setattr(fake_pb_utils, "is_model_ready", self.server.is_model_ready)
+        answer = ServerAnswer("generator", "1", os.getpid())
+        answer.start()
+        self.harness.responder.drain = Drain(answer.is_wanted, 0.1)
 
-    monkeypatch.setattr(drain, "STILL_S", 0.2)
-    stir = "import sys, time\nprint(flush=True)\nsys.stdin.read(1)\nwhile True: time.sleep(0.02)"
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", stir], **pipes) as server:
-        assert server.stdout is not None and server.stdout.readline(), "it is still from here on"
-        answer = ServerAnswer(SimpleNamespace(is_model_ready=is_model_ready), "generator", "1", server.pid)
-        assert answer.is_wanted() is None, "nothing is known yet"
-        deadline = time.monotonic() + WAIT_S
-        while (found := answer.is_wanted()) is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert [found, answer.is_wanted(), answer.is_wanted()] == [True, False, None]
-        assert asked == ["generator 1"] * 3
-        monkeypatch.setattr(drain, "STILL_S", WAIT_S)  # it may be given no core for a while
-        assert server.stdin is not None
-        server.stdin.write(b"x")
-        server.stdin.flush()
-        while answer.is_wanted() is not None:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        asked.clear()
-        for _ in range(40):
-            assert answer.is_wanted() is None
-            time.sleep(0.01)
-        server.kill()
-    assert not asked
-    assert answer.is_wanted() is None
+    def begin(self, name: str) -> fake_pb_utils.ResponseSender:
+        sender = self.harness.submit(SamplingParams(), name=name)
+        sender.send_delay = lambda: sender.times.append(time.monotonic())
+        assert self.harness.core.seen.get(timeout=WAIT_S)[:2] == ("add", name)
+        return sender
+
+    def bring(self, name: str, **fields: Any) -> None:
+        output = tokens(0, 10, **fields)
+        output.request_id = name
+        self.harness.core.steps.put([output])
+
+    def close(self) -> None:
+        self.harness.close()
+        self.server.__exit__(None, None, None)
+
+
+@pytest.fixture(params=[True, False], ids=["is_ready", "none"])
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    monkeypatch.setattr(drain, "LOOK_S", 0.02)
+    made = Model(tmp_path, monkeypatch, request.param)
+    yield made
+    made.close()
 
 
 @pytest.mark.row("G10")
-def test_streams_are_ended_when_the_time_is_over_and_new_requests_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(drain, "LOOK_S", 0.02)
-    wanted = True
-    harness = Harness(tmp_path)
-    harness.responder.drain = Drain(lambda: wanted, 0.1)
-    streams = [harness.submit(SamplingParams(n=count), name=f"t-{count}") for count in (1, 2)]
-    for _ in streams:
-        assert harness.core.seen.get(timeout=WAIT_S)[0] == "add"
-    wanted = False
-    deadline = time.monotonic() + WAIT_S
-    while not harness.responder.drain.is_on:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    late = harness.submit(SamplingParams(), name="late")
+def test_a_server_that_asks_the_instance_has_all_its_requests_answered(model: Model) -> None:
+    """From 26.03 on the question whether the model is wanted froze the stub for 5 s, since the server put it
+    to the stub; the answer was no, so each request from the second on was refused, for ever."""
+    polled: list[bool] = []
+    for number in range(20):
+        name = f"t-{number}"
+        sender = model.begin(name)
+        looks = len(model.server.paths)
+        until(lambda looks=looks: len(model.server.paths) >= looks + 2)
+        polled.append(model.server._ask_instance())
+        model.bring(name)
+        model.bring(name, finish_reason="stop")
+        assert sender.final.wait(WAIT_S)
+        errors = [one.error.message() for one in sender.responses if one.error is not None]
+        assert not errors, f"request {number}: {errors}"
+    assert polled == [True] * 20
+    assert model.server.num_frozen == 0
+    assert set(model.server.paths) == {MODEL}, "its readiness is the instance's own"
+
+
+@pytest.mark.row("G10")
+def test_streams_are_ended_when_the_time_is_over_and_new_requests_refused(model: Model) -> None:
+    names = ["t-0", "t-1"]
+    streams = [model.begin(name) for name in names]
+    until(lambda: len(model.server.paths) > 2)
+    assert not model.harness.responder.drain.is_on
+    model.server.is_loaded = False
+    until(lambda: model.harness.responder.drain.is_on)
+    assert not model.model.is_ready()
+    late = model.harness.submit(SamplingParams(), name="late")
     for sender in (late, *streams):
         assert sender.final.wait(WAIT_S)
         error = sender.responses[-1].error
         assert error.code() == fake_pb_utils.TritonError.UNAVAILABLE
         assert "the model is being unloaded" in error.message()
-    aborted = [harness.core.seen.get(timeout=WAIT_S) for _ in streams]
-    assert aborted == [("abort", f"t-{count}", FinishReason.SHUTDOWN) for count in (1, 2)], aborted
-    harness.close()
+    aborted = [model.harness.core.seen.get(timeout=WAIT_S) for _ in streams]
+    assert aborted == [("abort", name, FinishReason.SHUTDOWN) for name in names], aborted
+    # Loaded again, and nothing is open that would have it asked.
+    model.server.is_loaded = True
+    until(lambda: not model.harness.responder.drain.is_on)
+    sender = model.begin("t-2")
+    model.bring("t-2", finish_reason="stop")
+    assert sender.final.wait(WAIT_S) and sender.responses[-1].error is None
+
+
+class Scripted:
+    """An HTTP server of this process whose answers are written down; None: none comes before the end."""
+
+    def __init__(self, *statuses: int | None, body: bytes = METADATA) -> None:
+        self.left, self.ended, made = list(statuses), threading.Event(), self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                status = made.left.pop(0)
+                if status is None:
+                    made.ended.wait(WAIT_S)
+                else:
+                    self.send_response(status)
+                    self.end_headers()
+                    self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        self.ended.set()
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [
+        ((200, 200), [True, True]),
+        ((503,), [None]),  # never said yes: another server's, or one that knows no such name
+        ((403,), [None]),
+        ((200, 503, 503), [True, False]),
+        ((200, 404, 400), [True, False]),
+        ((200, 503, 200), [True, True]),
+        ((200, 503, None), [True, None]),
+        ((200, None), [True, None]),
+        ((200, 403), [True, None]),
+        ((200, 500), [True, None]),
+    ],
+)
+def test_a_no_is_one_that_comes_twice_and_at_once_from_who_said_yes(
+    statuses: tuple[int | None, ...], expected: list[bool | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics, server = Scripted(200, body=b"# HELP\n"), Scripted(*statuses)
+    monkeypatch.setattr(drain, "ANSWER_S", 0.2 if None in statuses else WAIT_S)
+    listeners = [
+        SimpleNamespace(status=psutil.CONN_LISTEN, laddr=laddr)
+        for laddr in (("127.0.0.1", metrics.http.server_port), ("127.0.0.2", server.http.server_port))
+    ]
+    monkeypatch.setattr("psutil.Process.net_connections", lambda self, kind: listeners)
+    answer = ServerAnswer("generator", "1", os.getpid())
+    assert [answer.ask() for _ in expected] == expected
+    assert not server.left and not metrics.left
+    for one in (metrics, server):
+        one.close()
+
+
+def test_without_an_http_port_nothing_is_known_and_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(drain, "SEARCH_S", 0.0)
+    monkeypatch.setattr(drain.logger, "warning", lambda text, *arguments: said.append(text % arguments))
+    monkeypatch.setattr("psutil.Process.net_connections", lambda self, kind: [])
+    answer = ServerAnswer("generator", "1", os.getpid())
+    assert [answer.ask() for _ in range(4)] == [None] * 4
+    (line,) = said
+    assert MODEL in line

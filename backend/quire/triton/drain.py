@@ -6,28 +6,29 @@ limit; but it says so to who asks.
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import logging
-import re
+import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 logger = logging.getLogger("quire")
 
 LOOK_S = 0.5
-"""Time between two questions, which are asked while requests are open: each is a round trip to the server,
-some 150 us."""
-STILL_S = 2.5
-"""A server that has been told to end does something more often than this."""
-_SWITCHES = re.compile(r"^voluntary_ctxt_switches:\s*(\d+)$", re.MULTILINE)
+"""Time between two questions, which are asked while requests are open."""
+ANSWER_S = 2.0
+"""A server that says nothing for so long has not answered."""
+SEARCH_S = 5.0
+"""Time between two searches for the server's HTTP port."""
+_NO = frozenset({400, 404, 503})
 
 
 class Drain:
     """Owned by the responder's thread.
 
     Args:
-        is_wanted: whether Triton would give the model requests; None: not known.
+        is_wanted: whether Triton would give the model requests; None: not known. It must not wait.
         limit_s: how long those that run may go on once it would not.
     """
 
@@ -35,9 +36,6 @@ class Drain:
         self._is_wanted, self._limit_s = is_wanted, limit_s
         self._ends_at: float | None = None
         self.next_look = 0.0
-        self.is_asking = False
-        """Whether the server is being asked; one that has the backend asked in turn (26.03) must be told that
-        it is ready, or its answer says nothing of an unload."""
 
     @property
     def is_on(self) -> bool:
@@ -48,10 +46,7 @@ class Drain:
         """Whether what is open must end now."""
         if now >= self.next_look:
             self.next_look = now + LOOK_S
-            self.is_asking = True
-            wanted = self._is_wanted()
-            self.is_asking = False
-            match wanted:
+            match self._is_wanted():
                 case True:
                     self._ends_at = None
                 case False if self._ends_at is None:
@@ -59,37 +54,84 @@ class Drain:
                     self._ends_at = now + self._limit_s
         if self._ends_at is None:
             return False
-        self.next_look = min(self.next_look, max(self._ends_at, now))
+        if now < self._ends_at:
+            self.next_look = min(self.next_look, self._ends_at)
         return now >= self._ends_at
 
 
-class ServerAnswer:
-    """Whether the server gives a model requests.
+class ServerAnswer(threading.Thread):
+    """Whether the server gives a model requests, which this thread asks at the server's own HTTP port.
 
-    One that ends must not be asked: 24.10 does not answer then, or hangs at its end, and all responses of the
-    stub with it. Its first thread, which waits for signals, comes to life then, and again every second; so it
-    is asked only when that thread has been still for a while.
+    The question is for the model's metadata: a server answers it from its list of models and asks no backend.
+    Whether the model is *ready* must not be asked from here. From 26.03 on the server puts that question to
+    the instance (`is_ready`), and `pb_utils.is_model_ready` keeps the interpreter's lock meanwhile, which the
+    instance needs: all streams stand still for 5 s, and the answer is no.
+
+    A server that ends takes no new connection, so it cannot be asked then.
     """
 
-    def __init__(self, pb_utils: Any, model: str, version: str, server_pid: int) -> None:
-        self._ask = lambda: pb_utils.is_model_ready(model_name=model, model_version=version)
-        self._status = Path(f"/proc/{server_pid}/task/{server_pid}/status")
-        self._switches, self._moved_at = "", 0.0
+    def __init__(self, model: str, version: str, server_pid: int) -> None:
+        super().__init__(name="quire-drain", daemon=True)
+        self._path, self._server_pid = f"/v2/models/{model}/versions/{version}", server_pid
+        self._address: tuple[str, int] | None = None
+        """Where the server has said yes."""
+        self._num_searches, self._next_search = 0, 0.0
+        self._question = threading.Event()
+        self._answer: bool | None = None
 
     def is_wanted(self) -> bool | None:
-        """None: it cannot be asked now, or does not answer."""
+        """What the server answered since the last call, and asks it again. None: nothing."""
+        answer, self._answer = self._answer, None
+        self._question.set()
+        return answer
+
+    def run(self) -> None:
+        while self._question.wait():
+            self._question.clear()
+            self._answer = self.ask()
+
+    def ask(self) -> bool | None:
+        """Asks the server and waits for its answer; None: none came. A no is asked for twice."""
+        answer = self._ask()
+        return self._ask() if answer is False else answer
+
+    def _ask(self) -> bool | None:
+        if self._address is None:
+            return self._search()
+        status, _ = self._get(self._address)
+        return True if status == 200 else False if status in _NO else None
+
+    def _search(self) -> bool | None:
+        """Finds the port of the server's that knows the model; only who has said yes is believed a no."""
+        import psutil
+
         now = time.monotonic()
+        if now < self._next_search:
+            return None
+        self._num_searches, self._next_search = self._num_searches + 1, now + SEARCH_S
+        with contextlib.suppress(psutil.Error):
+            found = psutil.Process(self._server_pid).net_connections("tcp")
+            for address in sorted({one.laddr[:2] for one in found if one.status == psutil.CONN_LISTEN}):
+                status, body = self._get(address)
+                if status == 200 and body.startswith(b"{"):  # the metrics' port has a 200 for everything
+                    self._address = address
+                    return True
+        if self._num_searches == 2:  # a server that starts opens one port after the other
+            logger.warning(
+                "frontend: the server does not answer %s over HTTP: that the model is being unloaded is "
+                "noticed when its last request has ended",
+                self._path,
+            )
+        return None
+
+    def _get(self, address: tuple[str, int]) -> tuple[int, bytes]:
+        """Status and body; status 0: no answer."""
+        connection = http.client.HTTPConnection(*address, timeout=ANSWER_S)
         try:
-            found = _SWITCHES.search(self._status.read_text("utf-8", errors="replace"))
-        except OSError:
-            return None
-        if found is None:
-            return None
-        if found[1] != self._switches:
-            self._switches, self._moved_at = found[1], now
-        if now - self._moved_at < STILL_S:
-            return None
-        try:
-            return bool(self._ask())
-        except Exception:  # full shared memory, for example
-            return None
+            connection.request("GET", self._path)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException, ValueError):  # a name that no URL can have, for example
+            return 0, b""
+        finally:
+            connection.close()

@@ -133,7 +133,7 @@ class TritonPythonModel:
             observers.append(self._traces)
         if os.environ.get("QUIRE_LOG_REQUESTS"):
             observers.append(RequestLog())
-        server = ServerAnswer(pb_utils, args["model_name"], args["model_version"], self._server_pid)
+        server = ServerAnswer(*identity, self._server_pid)
         path = None if tokenizer is None else tokenizer.path
         self._results = ResultCache.of(config.cache, path)
         self._responder = Responder(
@@ -178,6 +178,7 @@ class TritonPythonModel:
         self._board.start()
         if self._vllm_board is not None:
             self._vllm_board.start()
+        server.start()
         self._responder.start()
         self._intake.start()
         name_threads()
@@ -215,8 +216,7 @@ class TritonPythonModel:
         False while the engine is started again or stuck, and while the model is being unloaded.
         """
         served = self._responder
-        is_ready = served.is_alive() and served.engine.is_ready and not served.drain.is_on
-        return is_ready or served.drain.is_asking
+        return served.is_alive() and served.engine.is_ready and not served.drain.is_on
 
     def _publish(self, values: dict[str, float]) -> None:
         self._metrics.update(values, self._responder.engine.info)

@@ -166,7 +166,7 @@ class Responder(threading.Thread):
             self._guard(self.engine.check)
             if self._ending:
                 self._guard(self._retry_ends)
-            if self._open:
+            if self._open or self.drain.is_on:
                 self._guard(self._look_at_drain)
             if self._stopped.is_set() and not self._inbox:
                 break
@@ -203,7 +203,7 @@ class Responder(threading.Thread):
             next_event = min(next_event, self._poll_queue[0][0])
         if self._ending:
             next_event = min(next_event, self._ending[0][0])
-        if self._open:
+        if self._open or self.drain.is_on:
             next_event = min(next_event, self.drain.next_look)
         next_event = min(next_event, self.engine.next_check)
         if next_event == math.inf:
