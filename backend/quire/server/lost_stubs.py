@@ -23,7 +23,10 @@ import psutil
 
 STUB = "triton_python_backend_stub"
 GRACE_S = 10.0
-"""For stubs that end by themselves: they have answered, and the server waits for them, too."""
+"""For stubs that end by themselves: they have answered, and the server waits for them, too. To kill one does
+no harm."""
+KILL_GRACE_S = 1.0
+"""Soon: what a lost stub sends goes to memory that the server has freed, which can end the server."""
 LOOK_S = 1.0
 
 _WAIT4 = {"x86_64": "61", "aarch64": "260"}.get(platform.machine(), "")
@@ -36,10 +39,12 @@ class LostStubs:
 
     Args:
         server: process id of tritonserver.
+        grace_s: for how long it has to have waited for a stub.
     """
 
-    def __init__(self, server: int) -> None:
+    def __init__(self, server: int, grace_s: float) -> None:
         self._server = server
+        self._grace_s = grace_s
         self._looked = -math.inf
         self._names: dict[int, str] = {}
         self._since: dict[int, float] = {}
@@ -58,11 +63,11 @@ class LostStubs:
             waited_for = awaited_stubs(self._server)
             self._names |= waited_for
             self._since = {pid: self._since.get(pid, now) for pid in waited_for}
-        return {pid: self._names[pid] for pid, since in self._since.items() if now - since >= GRACE_S}
+        return {pid: self._names[pid] for pid, since in self._since.items() if now - since >= self._grace_s}
 
     def kill(self, pid: int) -> bool:
         """Ends a lost stub: its model fails to load, or is loaded again. False: it was ended before."""
-        self._since[pid] = time.monotonic()
+        self._since[pid] = time.monotonic() + GRACE_S
         is_first = pid not in self._killed
         if is_first:
             self._killed.add(pid)

@@ -34,7 +34,7 @@ from quire.engine.processes import open_verified_pidfd
 from quire.engine.runtime_directory import RuntimeDirectory
 from quire.errors import ConfigError, QuireError, UnavailableError
 from quire.server import http_stack, run_files, tritonserver
-from quire.server.lost_stubs import LostStubs
+from quire.server.lost_stubs import GRACE_S, KILL_GRACE_S, LostStubs
 from quire.server.model_links import link_models
 from quire.server.run_files import RunFiles
 from quire.server.tritonserver import TritonServer
@@ -347,10 +347,9 @@ class ServerRun:
 
     def _wait_ready(self, process: subprocess.Popen[bytes], http_port: int) -> bool:
         """True once the server answers that it and all its models are ready; False when it will not be."""
-        stubs = LostStubs(process.pid)
+        stubs = LostStubs(process.pid, KILL_GRACE_S if self._load_retries else GRACE_S)
         while not self._stopping:
             if self._handle_signal(process, READY_POLL_S) is not None:
-                # A stub that it takes for dead goes on to use what it has freed.
                 if process.returncode < 0 and stubs.suspects:
                     raise StubLostError(stubs.suspects)
                 return False
