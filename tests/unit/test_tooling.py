@@ -88,6 +88,13 @@ def test_files_that_start_the_server_are_one_group() -> None:
     assert groups.group_of("tests/unit/test_config.py") == "tests/unit/test_config.py"
 
 
+def test_a_test_that_ends_its_process_is_run_once_and_those_after_it_run(pytester: pytest.Pytester) -> None:
+    """It ran nine times, and the other tests of its group, all those of the server, did not."""
+    source = "import os\n\ndef test_ends():\n    os._exit(1)\n\ndef test_after():\n    pass\n"
+    result = run_sample(pytester, "-p", "tests.groups", "-p", "xdist", "-n", "1", source=source)
+    result.assert_outcomes(failed=1, passed=1)
+
+
 def test_a_report_has_every_row_with_the_outcomes_of_its_tests(
     pytester: pytest.Pytester, tmp_path: Path
 ) -> None:
