@@ -39,4 +39,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 self.workqueue.move_to_end(SERVER, last=False)
             super()._assign_work_unit(node)
 
+        def remove_node(self, node: Any) -> str | None:
+            """A test that ended its process is not begun again: it would end the next one, and so on, until
+            xdist gives up and those after it have not run."""
+            units = self.assigned_work[node].values()
+            ended = next(((unit, test) for unit in units for test, done in unit.items() if not done), None)
+            if ended is None:
+                return super().remove_node(node)
+            unit, test = ended
+            unit[test] = True
+            super().remove_node(node)
+            return test
+
     return Groups(config, log)
