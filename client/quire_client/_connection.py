@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Mapping
@@ -27,8 +26,6 @@ DRAIN_TIMEOUT = 0.5
 """Seconds a cancelled stream has for its own end before the call is torn down."""
 LATE_CANCEL_DELAYS = (0.02, 0.1, 0.3)
 """Seconds before each further cancel request, where the first came before the request itself did."""
-ERROR_CODES_SINCE = (2, 70)
-"""First tritonserver version that certainly has the fix `gives_error_codes` speaks of."""
 CONTROL_TIMEOUT = 30.0
 """Seconds for calls about models when the caller gave no timeout."""
 
@@ -58,9 +55,8 @@ class Settings:
             check_timeout(self.timeout)
 
     def metadata(self, *, error_codes: bool = False) -> Metadata:
-        """gRPC metadata of a call. With `triton_grpc_error` an error ends the stream with its status code;
-        without it only a text comes. It would end the other requests of a stream too, so every request
-        has a stream of its own."""
+        """gRPC metadata of a call. With `triton_grpc_error` an error ends the stream with its status code,
+        and may end the server (see `AsyncClient`); without it only a text comes."""
         own = (("triton_grpc_error", "true"),) if error_codes else ()
         return (*((k.lower(), v) for k, v in self.headers.items()), *own)
 
@@ -122,13 +118,3 @@ class Deadline:
         return DeadlineExceeded(
             f"the request did not end within {self.timeout:g} s", request_id=error.request_id
         )
-
-
-def gives_error_codes(metadata: Any) -> bool:
-    """Whether a server (`ServerMetadataResponse`) may be asked for `triton_grpc_error`.
-
-    The feature cannot be tried out: tritonserver 2.51 dies of a segmentation fault at the second or third
-    such error (a use after free, server PR 8708, fixed in release 26.04).
-    """
-    match = re.match(r"(\d+)\.(\d+)", metadata.version)
-    return match is not None and (int(match[1]), int(match[2])) >= ERROR_CODES_SINCE

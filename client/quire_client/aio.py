@@ -118,7 +118,6 @@ class AsyncStream(AsyncIterator[Chunk]):
         prompt, arguments = self._prompt, self._arguments
         self._deadline = deadline = conn.Deadline(self._timeout)
         schema = await self._client._schema(self.model, deadline)
-        await self._client._learn_server(deadline)
         build = functools.partial(build_request, schema, prompt, timeout=deadline.remaining(), **arguments)
         request = await self._io.compute(build) if prompt.is_large else build()
         if self._call is not None or self._over:
@@ -281,8 +280,9 @@ class AsyncClient:
         headers: gRPC metadata of every call (authorization, restricted protocols).
         credentials: TLS; None: plain text.
         channel_options: further gRPC channel arguments.
-        error_codes: ask for the exact status code of errors in streams (`triton_grpc_error`). None: if the
-            server's version is known to survive that; else codes are inferred from the wording.
+        error_codes: ask for the exact status code of errors in streams (`triton_grpc_error`); else codes are
+            inferred from the wording. No known version of tritonserver survives it: such an error loses
+            responses that are still to be written, and then the whole server ends by a signal.
     """
 
     _io_type: type[AsyncioIO] | type[BlockingIO] = AsyncioIO
@@ -295,7 +295,7 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         channel_options: Iterable[tuple[str, Any]] = (),
-        error_codes: bool | None = None,
+        error_codes: bool = False,
     ) -> None:
         self._settings = conn.Settings(url, timeout, dict(headers or {}), credentials, tuple(channel_options))
         self._error_codes = error_codes
@@ -504,7 +504,7 @@ class AsyncClient:
     def _send(
         self, request: Any, timeout: float | None, trace: conn.Metadata = ()
     ) -> AsyncioCall | BlockingCall:
-        metadata = self._settings.metadata(error_codes=bool(self._error_codes)) + trace
+        metadata = self._settings.metadata(error_codes=self._error_codes) + trace
         return self._io.stream(request, timeout=timeout, metadata=metadata)
 
     async def _control(self, method: str, request: Any, deadline: conn.Deadline | None = None) -> Any:
@@ -527,14 +527,6 @@ class AsyncClient:
             if isinstance(error, PermissionDenied) or error.code == "UNIMPLEMENTED":
                 return None
             raise
-
-    async def _learn_server(self, deadline: conn.Deadline) -> None:
-        """Finds out, once, whether streams of this server may ask for error codes."""
-        if self._error_codes is not None:
-            return
-        request = service_pb2.ServerMetadataRequest()
-        answer = await self._control_unless_restricted("ServerMetadata", request, deadline)
-        self._error_codes = answer is not None and conn.gives_error_codes(answer)
 
     async def _schema(self, model: str, deadline: conn.Deadline | None = None) -> ModelSchema:
         schema = self._schemas.get(model)

@@ -135,19 +135,30 @@ _WORDINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), code)
     for pattern, code in (
         (_RETRY_AFTER.pattern, "UNAVAILABLE"),
+        # Those that name a field and are no fault of what was asked.
+        (
+            r"^structured_output: (the process that|was not checked within)|"
+            r"^(lora_name|name): .* is (being unloaded$|in use by \d+ request)",
+            "UNAVAILABLE",
+        ),
+        (r"^name: .* is not the name of an adapter$", "NOT_FOUND"),
         (r"^[a-z_][a-z0-9_.\[\]]*: ", "INVALID_ARGUMENT"),
         (
             r"inference input|unexpected (shape|datatype|inference)|unable to parse|malformed",
             "INVALID_ARGUMENT",
         ),
-        (r"unknown model|not found|no such request|no running request|unknown request", "NOT_FOUND"),
+        (
+            r"unknown model|not found|no request with id|no such request|no running request|unknown request",
+            "NOT_FOUND",
+        ),
         (r"\bcancell?ed\b", "CANCELLED"),
         (r"deadline|timed out|timeout", "DEADLINE_EXCEEDED"),
         (
             r"\bengine (ended|process|died|did not|was not|is (not|asleep|about)|has)|\bfull\b|"
             r"maximum queue size|"
             r"unavailable|no available versions|shutting down|restarting|not ready|not healthy|"
-            r"is being unloaded|the request cannot be read",
+            r"is being unloaded|the request cannot be read|embeddings are (gone|cut off)|"
+            r"waits for their ends|is being recorded|are being carried out|adapters: unload one",
             "UNAVAILABLE",
         ),
     )
@@ -157,7 +168,7 @@ _WORDINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 def error_from_text(text: str) -> QuireClientError:
     """The exception for an error that came as a text in a stream, its code inferred from the wording.
 
-    Exact codes need `triton_grpc_error`, which is unsafe on older servers (see `error_codes` of the clients).
+    Exact codes need `triton_grpc_error`, which may end a server (see `error_codes` of the clients).
     """
     message = _ENSEMBLE_PREFIX.sub("", text)
     marked = _CODE_PREFIX.match(message)

@@ -120,9 +120,8 @@ def read_inputs(request: Any) -> dict[str, Any]:
 class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
     """The server; `url` once entered. Everything a test may want to look at is a public attribute."""
 
-    def __init__(self, *, restricted: bool = False, version: str = "2.71.0") -> None:
+    def __init__(self, *, restricted: bool = False) -> None:
         self.restricted = restricted
-        self.version = version
         self.asked_for_codes = False
         self.requests: list[Any] = []
         self.running: dict[str, threading.Event] = {}
@@ -158,9 +157,6 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def ServerReady(self, request: Any, context: Any) -> Any:
         return service_pb2.ServerReadyResponse(ready=True)
-
-    def ServerMetadata(self, request: Any, context: Any) -> Any:
-        return service_pb2.ServerMetadataResponse(name="triton", version=self.version)
 
     def ModelReady(self, request: Any, context: Any) -> Any:
         return service_pb2.ModelReadyResponse(ready=request.name != "broken")
@@ -210,7 +206,7 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
     def _adapters(self, request: Any, command: dict[str, Any], context: Any) -> Iterator[Any]:
         name = command.get("name", "")
         if command["command"] == "unload_adapter" and name not in self.adapters:
-            yield from self._error(context, "NOT_FOUND", f"no adapter has the name {name}")
+            yield from self._error(context, "NOT_FOUND", f"name: {name!r} is not the name of an adapter")
             return
         if command["command"] == "load_adapter":
             self.adapters[name] = command["path"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,19 @@ def test_dockerfiles_pass_hadolint(file: str) -> None:
     """Debian's packages are not held at versions: the base decides them."""
     done = tool("hadolint", "--ignore", "DL3008", ROOT / "docker" / file)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_official_base_is_one_that_a_header_does_not_end() -> None:
+    """26.06 to 26.08 were named safe, and end by one `Inference-Header-Content-Length`."""
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text("utf-8")
+    image = re.search(r"^ARG TRITON_IMAGE=(\S+:(\d\d\.\d\d)-py3)$", dockerfile, re.MULTILINE)
+    assert image is not None and image[2] >= "26.09"
+    assert f"TRITON_IMAGE={image[1]}" in (ROOT / "docs" / "deployment.md").read_text("utf-8")
+    for name in ("README.md", "SECURITY.md", "docker/README.md", "docker/Dockerfile"):
+        least = re.findall(
+            r"\b(\d\d\.\d\d)\s+or newer|older bases than (\d\d\.\d\d)", (ROOT / name).read_text("utf-8"), re.I
+        )
+        assert least and {"".join(one) for one in least} == {"26.09"}, name
 
 
 def test_shell_scripts_pass_shellcheck() -> None:

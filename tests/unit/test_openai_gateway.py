@@ -911,10 +911,20 @@ def test_image_urls_are_refused_unless_a_host_is_allowed(base: str) -> None:
 )
 def test_errors_have_their_http_status(base: str, code: str, status: int, stream: bool) -> None:
     """Those of a stream too, as long as it has not begun."""
-    error = refused(chat(base, f"error {code} temperature: must be in [0, 100]", stream=stream), status)
+    text = f"error {code} [{code}] temperature: must be in [0, 100]"
+    error = refused(chat(base, text, stream=stream), status)
     assert "must be in [0, 100]" in error["message"]
     assert error["param"] == {400: "temperature", 404: "model"}.get(status)
     assert error["code"] == ("model_not_found" if status == 404 else code.lower())
+
+
+def test_no_client_may_ask_for_error_codes_behind_the_gateway(server: FakeKServe) -> None:
+    """They end tritonserver."""
+    stated = dict.fromkeys(("triton_grpc_error", "Triton-Grpc-Error"), "true")
+    with gateway(GatewaySettings(server.url)) as url:
+        body = chat_body("error INTERNAL bad thing")
+        refused(httpx.post(f"{url}/v1/chat/completions", json=body, headers=stated, timeout=WAIT), 500)
+    assert not server.asked_for_codes
 
 
 @pytest.mark.parametrize("stream", [False, True])

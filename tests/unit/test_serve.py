@@ -33,7 +33,14 @@ from quire.engine.runtime_directory import EngineState, RuntimeDirectory
 from quire.errors import ConfigError
 from quire.server import http_stack, run_files, serve, tritonserver
 from quire.server.model_links import link_models
-from quire.server.serve import FORWARDED_HEADERS, MAX_HTTP_BODY, ServeConfig, bind_port, server_arguments
+from quire.server.serve import (
+    FORWARDED_HEADERS,
+    MAX_HTTP_BODY,
+    ServeConfig,
+    bind_port,
+    server_arguments,
+    stop_times,
+)
 from quire.server.tritonserver import TritonServer
 from quire_kernels.cache import private_directory
 from tests.fixtures.server import ServeRepository, ServerProcess
@@ -444,6 +451,22 @@ def test_arguments_are_safe_by_default_and_leave_out_what_the_server_does_not_kn
     arguments = server_arguments(some, known | {"load-model"}, tmp_path, (1, 2, 3), "quire-x-", chosen)
     assert {f"--model-repository={chosen[0]}", "--model-control-mode=none"} <= set(arguments)
     assert not any(argument.startswith("--load-model") for argument in arguments)
+
+
+@pytest.mark.parametrize(("flag", "expected"), [("trace-config", (3, 2.5)), ("allow-client-shm", (10, 7.0))])
+def test_a_server_has_the_time_that_it_takes_to_unload(
+    flag: str, expected: tuple[int, float], tmp_path: Path
+) -> None:
+    """26.09 waits for unloads in whole seconds: the demo took 5 s and ended with "Exit timeout expired". One
+    of 24.10 must not have the time, as it leaks streams and then waits for them."""
+    known = frozenset({"exit-timeout-secs", flag})
+    config = ServeConfig(repositories=(tmp_path,))
+    assert stop_times(config, known) == expected
+    assert f"--exit-timeout-secs={expected[0]}" in server_arguments(
+        config, known, tmp_path, (1, 2, 3), "quire-x-", ()
+    )
+    stated = ServeConfig(repositories=(tmp_path,), exit_timeout_s=60)
+    assert stop_times(stated, known) == (60, expected[1])
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,11 @@ value would be in the command line, which every user of the machine can read."""
 
 MAX_HTTP_BODY = 64 << 20
 """Bytes of one HTTP request's body that are tested to be answered. Servers from 25.07 on refuse more."""
-# The whole way from SIGTERM to our exit has to stay below 5 s: requests in flight go on until UNLOAD_S before
-# --exit-timeout, then the engines end them and Triton unloads; what is left after the grace is killed.
-DEFAULT_EXIT_TIMEOUT_S = 3
-UNLOAD_S = 2.5
+# The way from SIGTERM to our exit: requests in flight go on until UNLOAD_S before --exit-timeout, then the
+# engines end them and Triton unloads; what is left after the grace is killed. Servers from 26.09 on wait for
+# each unload in whole seconds: eleven models take 4 to 5 s.
+EXIT_TIMEOUT_S, UNLOAD_S = 10, 7.0
+OLD_EXIT_TIMEOUT_S, OLD_UNLOAD_S = 3, 2.5
 STOP_GRACE_S = 1.0
 STOP_AGAIN_S = 0.2
 LEFTOVER_GRACE_S = 0.5
@@ -89,7 +90,8 @@ class ServeConfig:
     grpc_port: int = 8001
     metrics_port: int = 8002
     load_models: tuple[str, ...] = ()
-    exit_timeout_s: int = DEFAULT_EXIT_TIMEOUT_S
+    exit_timeout_s: int | None = None
+    """None: see `stop_times`."""
     forward_headers: str = FORWARDED_HEADERS
     verbose: bool = False
     log_format: str = "plain"
@@ -106,7 +108,7 @@ class ServeConfig:
         for repository in self.repositories:
             if not repository.is_dir():
                 raise ConfigError(f"--model-repository: {repository} is not a directory")
-        if self.exit_timeout_s < 0:
+        if self.exit_timeout_s is not None and self.exit_timeout_s < 0:
             raise ConfigError(f"--exit-timeout: {self.exit_timeout_s} is negative")
         _check_extra_args(self.extra_args)
 
@@ -155,6 +157,13 @@ def bind_port(address: str, port: int, option: str) -> socket.socket:
     return holder
 
 
+def stop_times(config: ServeConfig, flags: frozenset[str]) -> tuple[int, float]:
+    """Exit timeout of a server with these flags, and what of it is for unloading; seconds."""
+    is_old = "allow-client-shm" not in flags  # before 26.04
+    timeout_s, unload_s = (OLD_EXIT_TIMEOUT_S, OLD_UNLOAD_S) if is_old else (EXIT_TIMEOUT_S, UNLOAD_S)
+    return timeout_s if config.exit_timeout_s is None else config.exit_timeout_s, unload_s
+
+
 def server_arguments(
     config: ServeConfig,
     flags: frozenset[str],
@@ -191,7 +200,7 @@ def server_arguments(
         ("model-load-retry-count", str(load_retries)),
         ("exit-on-error", "true"),
         ("strict-readiness", "true"),
-        ("exit-timeout-secs", str(config.exit_timeout_s)),
+        ("exit-timeout-secs", str(stop_times(config, flags)[0])),
         ("http-header-forward-pattern", config.forward_headers),
         ("grpc-header-forward-pattern", config.forward_headers),
         ("allow-client-shm", "false"),
@@ -236,6 +245,7 @@ class ServerRun:
         self._backends = backends
         self._deadline = math.inf  # set by the first stop signal; then everything is killed
         self._drain_until = math.inf  # set with it; then the engines end what is in flight
+        self._stop_times = 0, 0.0
         self._files = RunFiles()
         self._ready_text = ""  # of the ready file, once there is one
         self._began = time.monotonic()
@@ -289,6 +299,7 @@ class ServerRun:
         environment["QUIRE_LOG_FORMAT"] = self._config.log_format
         environment["QUIRE_LOG_REQUESTS"] = "1" if self._config.log_requests else ""
         flags = self._server.flags(self._backends)
+        self._stop_times = stop_times(self._config, flags)
         repositories = self._config.repositories
         if self._config.checkpoint is not None:
             made, options = files.directory / "repository", self._config.engine_options
@@ -337,9 +348,10 @@ class ServerRun:
         if received.si_signo == signal.SIGCHLD:
             return _reap(process)
         if not self._stopping:
-            now, limit = time.monotonic(), self._config.exit_timeout_s
+            now = time.monotonic()
+            limit, unload_s = self._stop_times
             self._deadline = now + limit + STOP_GRACE_S
-            self._drain_until = now + max(0.0, limit - UNLOAD_S)
+            self._drain_until = now + max(0.0, limit - unload_s)
             process.terminate()
         else:
             self._deadline = 0.0  # asked a second time: at once
@@ -519,9 +531,10 @@ class _Command(click.Command):
 @click.option(
     "--exit-timeout",
     "exit_timeout_s",
-    default=DEFAULT_EXIT_TIMEOUT_S,
-    show_default=True,
-    help="Seconds for running requests.",
+    type=int,
+    default=None,
+    show_default=f"{EXIT_TIMEOUT_S}; {OLD_EXIT_TIMEOUT_S} with a server before 26.04",
+    help="Seconds for running requests and unloading.",
 )
 @click.option(
     "--forward-headers",
