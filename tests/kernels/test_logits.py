@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire_kernels import ops
+from tests.fixtures.properties import settings
 from tests.kernels.common import every_implementation, forced
 
 TOP = every_implementation("top_logprobs", [torch.float32])
@@ -32,7 +33,7 @@ def rows_of(seed: int, n: int, size: int, kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "device", "dtype"), TOP)
 @pytest.mark.parametrize("kind", ["model", "ties", "infinite"])
-@settings(max_examples=20, deadline=None, database=None)
+@settings(max_examples=20)
 @given(size=st.sampled_from(SIZES), n=st.integers(1, 5), count=st.integers(0, 20), seed=st.integers(0, 2**31))
 def test_top_logprobs_are_those_of_a_log_softmax(
     name: str, device: str, dtype: torch.dtype, kind: str, size: int, n: int, count: int, seed: int
@@ -93,7 +94,7 @@ def test_what_is_not_finite_gives_nan_and_ids_that_exist(name: str, device: str,
 
 
 @pytest.mark.parametrize(("name", "device", "dtype"), FORBID)
-@settings(max_examples=20, deadline=None, database=None)
+@settings(max_examples=20)
 @given(size=st.sampled_from(SIZES), seed=st.integers(0, 2**31), share=st.sampled_from([0, 0.01, 0.5, 1]))
 def test_what_a_mask_does_not_allow_is_at_minus_infinity(
     name: str, device: str, dtype: torch.dtype, size: int, seed: int, share: float

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quire.core.block_pool import BlockPool
+from tests.fixtures.properties import settings
 
 
 def test_blocks_are_handed_out_in_order_and_reused_in_the_order_of_their_release() -> None:
@@ -187,7 +187,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestPoolMachine.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 @pytest.mark.row("C2", clauses=("allocator",))

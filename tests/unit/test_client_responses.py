@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tritonclient.grpc import InferResult, service_pb2
 from tritonclient.utils import serialize_byte_tensor, triton_to_np_dtype
@@ -22,6 +22,7 @@ from quire_client import AsyncClient, Chunk, Client, ProtocolError, ServerError
 from quire_client._io import AsyncioCall
 from quire_client.protocol import parse_response
 from quire_client.types import Extras, collect
+from tests.fixtures.properties import settings
 from tests.unit.fake_kserve import FakeKServe
 
 WAIT = 60.0
@@ -127,7 +128,7 @@ def chunks_by_tritonclient(response: Any, received_at: float, *, final: bool) ->
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tensors(), st.sampled_from([True, False, None]))
 def test_outputs_are_read_as_tritonclient_reads_them(
     outputs: dict[str, tuple[str, list[Any], list[int]]], final: bool | None
@@ -171,7 +172,7 @@ def _response_with(name: str, datatype: str, shape: list[int], raw: bytes) -> An
     return response
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(damages())
 @example(_response_with("text_output", "BYTES", [1], b"\xff\xff\xff\xffshort"))
 @example(_response_with("text_output", "BYTES", [1], b"\1\0\0"))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import BertTokenizer, PreTrainedTokenizerFast
@@ -17,6 +17,7 @@ from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.stop_matcher import StopAutomaton, StopMatcher
 from quire.outputs import EngineCoreOutput, TokenLogprobs
 from quire.sampling_params import SamplingParams
+from tests.fixtures.properties import settings
 
 REPLACEMENT = "\ufffd"
 CORPUS = [
@@ -238,7 +239,7 @@ def limit_byte_runs(tokenizer: Any, token_ids: list[int]) -> list[int]:
 
 
 @pytest.mark.row("A14")
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(text=st.text(max_size=60), name=st.sampled_from(["byte_level", "llama2"]))
 @example(text="  two spaces first", name="llama2")
 @example(text="�", name="byte_level")
@@ -404,7 +405,7 @@ def test_clean_up_flag_is_ignored_for_bpe_as_in_transformers() -> None:
     assert "".join(stream(IncrementalDetokenizer(tokenizer), token_ids)) == "a , b . c 's"
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(text=st.text(alphabet=" 'ntsverm.,!?xé", max_size=24), end=st.integers(1, 24))
 @example(text="x n ' t", end=3)
 @example(text="x  ' s", end=4)
@@ -444,7 +445,7 @@ STOPS = st.lists(st.text(alphabet="ab 人😀\n", min_size=1, max_size=4), min_s
 
 
 @pytest.mark.row("A13", clauses=("no-leak", "include"))
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400)
 @given(
     text=TEXTS,
     stops=STOPS,

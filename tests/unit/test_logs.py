@@ -164,7 +164,7 @@ def test_a_process_says_why_it_ends_without_texts(kind: str, level: str, lines: 
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=False,
         env={"QUIRE_LOG_FORMAT": kind, "QUIRE_LOG_LEVEL": level, "PYTHONPATH": ":".join(sys.path)},
     )

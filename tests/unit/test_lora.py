@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +23,11 @@ from quire.engine.cache_commands import Adapters, LoadAdapter, Reset, UnloadAdap
 from quire.engine.connection import EngineConnection, connect
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest, CommandResult, Control, Outputs, Stats
+from quire.engine.processes import wait_readable
 from quire.engine.supervisor import EngineSupervisor
 from quire.errors import CheckpointError, InvalidArgumentError, NotFoundError, QuireError, UnavailableError
 from quire.llm import LLM
+from quire.logits_processors import parse_logits_processors
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.worker.adapters import adaptable, slot_bytes
@@ -34,7 +35,9 @@ from tests.fixtures.adapters import ATTENTION, make_adapter, merge
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drive import hf_greedy, hf_logits, hf_model
 from tests.fixtures.graphs import recorded_steps
+from tests.fixtures.pace import PACED, PACED_ENV, paced
 from tests.fixtures.runner_of import runner_of
+from tests.fixtures.waiting import wait_until
 
 MAX_TOKENS = 12
 NAMES = ("", "a", "b", "c")
@@ -220,10 +223,7 @@ def command(core: EngineCore, command: LoadAdapter | UnloadAdapter) -> dict[str,
     """What it comes to, with steps until then."""
     answers: list[dict[str, Any] | QuireError] = []
     core.adapters.begin(command, answers.append)
-    deadline = time.monotonic() + 60
-    while not answers and time.monotonic() < deadline:
-        core.step()
-    return answers[0]
+    return wait_until(lambda: core.step() is not None and answers, poll_s=0.0)[0]
 
 
 @pytest.mark.row("E20", clauses=("unload",))
@@ -472,27 +472,33 @@ def test_events_name_the_adapter(llama: Adapted) -> None:
 
 
 @pytest.mark.row("E20")
-def test_an_engine_that_was_killed_has_its_adapters_again(llama: Adapted, tmp_path: Path) -> None:
+def test_an_engine_that_was_killed_has_its_adapters_again(
+    llama: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that was loaded at run time, too: the stream goes on with the same tokens."""
+    monkeypatch.setenv("PYTHONPATH", PACED_ENV["PYTHONPATH"])
     shutil.copytree(llama.modules["c"], tmp_path / "root" / "late")
     config = EngineConfig.from_mapping(
         {
             "model": str(llama.path), **SETTINGS, "lora_modules": {"a": llama.modules["a"]},
-            "lora_root": str(tmp_path / "root"),
+            "lora_root": str(tmp_path / "root"), **PACED,
         }
     )  # fmt: skip
     supervisor, context = EngineSupervisor(config, os.getpid()), zmq.Context()
     supervisor.directory = tmp_path / "engine"
-    asked = params(max_tokens=200)
+    is_killed = tmp_path / "is killed"  # until then a token takes a while
+    slow = parse_logits_processors("logits_processors", paced(is_killed, 0.1))
+    asked = params(max_tokens=200, logits_processors=slow)
     expected = hf_greedy(llama.models["c"], PROMPTS["c"], 200)
     received: list[Any] = []
 
     def wait(connection: EngineConnection, kind: type, until: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not until():
-            assert time.monotonic() < deadline, received
+        def come() -> bool:
             connection.socket.poll(1000)
             received.extend(one for one in connection.receive() if isinstance(one, kind))
+            return until()
+
+        wait_until(come, lambda: received, poll_s=0.0)
 
     def tokens() -> list[int]:
         return [token for one in received for output in one.outputs for token in output.new_token_ids]
@@ -507,7 +513,8 @@ def test_an_engine_that_was_killed_has_its_adapters_again(llama: Adapted, tmp_pa
         first.send(AddRequest("r", PROMPTS["c"], asked, adapter="late"))
         wait(first, Outputs, lambda: len(tokens()) >= 5)
         os.kill(info.pid, signal.SIGKILL)
-        first.socket.poll(200)
+        is_killed.touch()
+        assert wait_readable(first.pidfd, 60.0)
         received.extend(one for one in first.receive() if isinstance(one, Outputs))
         first.close(goodbye=False)
         known = tokens()

@@ -6,7 +6,7 @@ import random
 from collections import Counter, deque
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config import SchedulerConfig, choices
@@ -24,6 +24,7 @@ from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 from tests.fixtures.fair_queue import counter
+from tests.fixtures.properties import settings
 from tests.unit.test_scheduler_cost import Bytecodes
 
 QUEUE_POLICIES = choices("queue_policy")
@@ -58,7 +59,7 @@ def ids(queue: QueuePolicy, now: float = 0.0) -> list[str]:
     return [request.request_id for request in queue.candidates(now)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("pppra"), st.integers(0, 10**6)), max_size=300))
 def test_a_line_is_a_sorted_list(operations: list[tuple[str, int]]) -> None:
     line, model, count = Line(), {}, 0
@@ -179,7 +180,7 @@ def test_an_aged_request_is_safe_from_newer_urgent_ones() -> None:
     assert not make("fcfs").may_preempt(soon, running)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.integers(-3, 3), st.floats(0, 60)), min_size=3, max_size=3),
     st.sampled_from([0.0, 1.0, 10.0]),

@@ -6,13 +6,14 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config import SchedulerConfig, choices
 from quire.core.policies.reservation import MIN_HISTORY, WINDOW, Predicted, Reservation, make_reservation
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
+from tests.fixtures.properties import settings
 
 KV_RESERVATIONS = choices("kv_reservation")
 
@@ -112,7 +113,7 @@ def simulate(
 
 
 @pytest.mark.row("B8")
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(st.integers(1, 150), st.integers(1, 120), st.one_of(st.none(), st.integers(120, 200))),
@@ -246,7 +247,7 @@ def test_the_predicted_peak_counts_blocks_that_ended_requests_give_back() -> Non
         assert reservation.try_admit(make_request("new", 20, 400)) is fits
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_the_table_of_predicted_is_what_a_simulation_of_its_model_gives(data: st.DataObject) -> None:
     """Blocks free at each time of the grid, computed request by request."""

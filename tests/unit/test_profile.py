@@ -92,7 +92,7 @@ def test_a_file_with_phases_and_rooflines(
             assert phase["bound"] == ("memory" if phase["mbu"] > phase["mfu"] else "compute")
         if kind == "decode":
             least = (work.layer_bytes + work.head_bytes) * len(own) / seconds / 1e9
-            assert phase["gb_s"] > least * 0.98
+            assert phase["gb_s"] > least * 0.98 - 1e-4  # rounded
 
 
 def test_the_next_steps_are_recorded_and_no_more(checkpoint: Path) -> None:

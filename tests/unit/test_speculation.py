@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from tests.fixtures.adapters import make_adapter
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.drafters import make_forgetful, told
 from tests.fixtures.graphs import RecordedOperations, recorded_steps
+from tests.fixtures.waiting import PATIENT_S
 from tests.unit.test_engine import random_prompts
 
 PROMPTS = random_prompts(8, longest=30, seed=3)
@@ -150,28 +153,45 @@ def test_a_step_waits_for_masks_behind_drafts_once(checkpoint: Path, monkeypatch
     params = PARAMS["grammar, seeded"]
     expected = LLM(checkpoint, **OPTIONS).generate(PROMPTS[:1], params)
     llm = LLM(checkpoint, **OPTIONS, num_draft_tokens=6)
-    monkeypatch.setattr(grammar, "MAX_WAIT_S", 1.0)
-    released, masks_behind = threading.Event(), grammar.RowGrammar._masks_behind
-    step, longest = llm.core.step, [0.0]
+    now, waits, released = [100.0], list[float](), threading.Event()
+    step, masks_behind = llm.core.step, grammar.RowGrammar._masks_behind
+    submit, result = grammar.Lane.submit, Future.result
+    hanging: list[Future[Any]] = []
 
     def hangs(self: grammar.RowGrammar, drafts: list[int]) -> Any:
-        released.wait(60)
+        assert released.wait(PATIENT_S)
         return masks_behind(self, drafts)
 
-    def timed() -> Any:
-        begin = time.monotonic()
+    def submitted(self: grammar.Lane, task: Any) -> Future[Any]:
+        future = submit(self, task)
+        if getattr(task, "func", None) is hangs and not released.is_set():
+            hanging.append(future)
+        return future
+
+    def waited(future: Future[Any], timeout: float | None = None) -> Any:
+        if any(future is one for one in hanging):
+            assert timeout is not None
+            waits.append(timeout)
+            now[0] += timeout
+            raise FutureTimeoutError
+        return result(future, timeout)
+
+    def first_hangs() -> Any:
         outputs = step()
-        longest.append(time.monotonic() - begin)
-        if longest[-1] > 0.9:
+        if waits:
+            hanging.clear()
             released.set()
         return outputs
 
+    monkeypatch.setattr(grammar, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(grammar.RowGrammar, "_masks_behind", hangs)
-    monkeypatch.setattr(llm.core, "step", timed)
+    monkeypatch.setattr(grammar.Lane, "submit", submitted)
+    monkeypatch.setattr(Future, "result", waited)
+    monkeypatch.setattr(llm.core, "step", first_hangs)
     with told(known(expected, PROMPTS[:1]), 512):
         found = llm.generate(PROMPTS[:1], params)
     assert found[0].text == expected[0].text
-    assert 0.9 < max(longest) < 6.0, "not the time of each draft"
+    assert len(waits) > 1 and sum(waits) == grammar.MAX_WAIT_S, "not the time of each draft"
 
 
 @pytest.mark.row("E24")

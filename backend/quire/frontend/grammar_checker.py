@@ -98,8 +98,6 @@ class GrammarChecker:
             self._process.stdin.flush()
         answer = self._answer(MAX_WAIT_S)
         if answer is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(0.1)
             code = self._process.returncode
             self._end()
             # Its own limits end it, and by other signals: then alone is it the grammar that is judged.
@@ -116,7 +114,10 @@ class GrammarChecker:
         if not wait_readable(self._process.stdout.fileno(), timeout_s):
             return None
         line = self._process.stdout.readline()
-        return msgspec.json.decode(line, type=str) if line.endswith(b"\n") else None
+        if not line.endswith(b"\n"):
+            self._process.wait()  # its output ends a moment before it has a status
+            return None
+        return msgspec.json.decode(line, type=str)
 
     def _end(self) -> None:
         process, self._process = self._process, None
