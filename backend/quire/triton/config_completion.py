@@ -30,8 +30,8 @@ _OF_OTHERS = frozenset(
         *(vllm_config.METRICS, "ENABLE_VLLM_HEALTH_CHECK"),
     )
 )
-"""Parameters of Triton's Python backend and of vllm_backend; the last one is without effect, as an engine that
-is lost is replaced."""
+"""Parameters of Triton's Python backend and of vllm_backend. The last one has no effect: a lost engine is
+replaced."""
 
 
 def complete(config: Any) -> Any:
