@@ -795,13 +795,6 @@ _FRONTEND = (
         ("tests/triton/test_responder.py::test_a_request_with_long_steps_is_polled_once_per_step",),
     ),
     Mutant(
-        "come again at once",
-        "backend/quire/triton/request_handle.py",
-        "math.ceil(retry_after_s)",
-        "int(retry_after_s)",
-        ("tests/triton/test_choices.py::test_a_refusal_says_when_to_try_again",),
-    ),
-    Mutant(
         "a position one behind the last is accepted",
         "backend/quire/triton/request_parser.py",
         "max(positions) >= info.max_model_len",

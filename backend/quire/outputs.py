@@ -233,8 +233,6 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     error: str | None = None
     error_code: str = ""
     """Name of the Triton status code when `error` is set."""
-    retry_after_s: float | None = None
-    """Seconds until another attempt has a chance, with UNAVAILABLE."""
     index: int = 0
     """Choice, in [0, n). A request has ended when each of its choices has a `finish_reason`; an output
     with `error` ends all of them."""

@@ -28,7 +28,6 @@ from quire.frontend.output_processor import ranked_here  # noqa: E402
 from quire.outputs import EngineCoreOutput, RunnerInfo, TokenLogprobs  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.scheduling_params import SchedulingParams  # noqa: E402
-from quire.triton import request_handle  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_parser import ParsedRequest  # noqa: E402
 from quire_ensemble.tokenizer import Tokenizer  # noqa: E402
@@ -331,12 +330,8 @@ def test_an_error_ends_every_choice_once(harness: Harness) -> None:
 
 
 @pytest.mark.row("B13")
-@pytest.mark.parametrize("has_parameters", [True, False])
-def test_a_refusal_says_when_to_try_again(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, has_parameters: bool
-) -> None:
-    """Responses have parameters from release 25.02 on."""
-    monkeypatch.setattr(request_handle, "_HAS_PARAMETERS", has_parameters)
+def test_a_refusal_says_when_to_try_again(harness: Harness) -> None:
+    """In its message: no version of Triton passes on the parameters of a response with an error."""
     sender = fake_pb_utils.ResponseSender()
     error = UnavailableError("tenant 'a': 100 tokens per minute are used up", retry_after_s=2.25)
     harness.responder.refuse(RequestHandle(sender, "t-9", ""), error)
@@ -344,7 +339,7 @@ def test_a_refusal_says_when_to_try_again(
     (response,) = sender.responses
     assert response.error.code() == fake_pb_utils.TritonError.UNAVAILABLE
     assert response.error.message().endswith("used up; retry after 2.2 s")
-    assert response.parameters == ({"retry_after": 3} if has_parameters else {})
+    assert not response.parameters
 
 
 def test_scheduling_crosses_to_the_engine(harness: Harness) -> None:

@@ -176,6 +176,15 @@ def test_the_model_directory_of_vllm_backend_is_read(tmp_path: Path) -> None:
     first, second = refused.value.problems
     assert "tensor_parallel_size must be 1" in first and "'invalid_attribute' is unknown" in second
 
+    file.write_text(json.dumps({"model": "checkpoint"}))
+    theirs = {
+        "ENABLE_VLLM_HEALTH_CHECK": {"string_value": "true"},
+        "EXECUTION_ENV_PATH": {"string_value": "x"},
+    }
+    assert read_engine_config({"parameters": theirs}, version).model.model == config.model.model
+    with pytest.raises(ConfigError, match="'GPU_DEVICE_IDS' is unknown"):  # it was passed over
+        read_engine_config({"parameters": {**theirs, "GPU_DEVICE_IDS": {"string_value": "1"}}}, version)
+
     def shows(value: str, **arguments: object) -> bool:
         file.write_text(json.dumps(arguments))
         parameters = {"REPORT_CUSTOM_METRICS": {"string_value": value}}

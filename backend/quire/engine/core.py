@@ -550,5 +550,4 @@ def error_output(request_id: str, error: QuireError) -> EngineCoreOutput:
         finish_reason=FinishReason.ERROR.value,
         error=str(error),
         error_code=error.code,
-        retry_after_s=error.retry_after_s,
     )

@@ -24,6 +24,15 @@ from quire_ensemble.errors import HubError
 from quire_ensemble.generator_schema import MAX_PROMPTS, inputs_of, outputs_of
 from quire_ensemble.hub import find_checkpoint
 
+_OF_OTHERS = frozenset(
+    (
+        *("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"),
+        *(vllm_config.METRICS, "ENABLE_VLLM_HEALTH_CHECK"),
+    )
+)
+"""Parameters of Triton's Python backend and of vllm_backend. The last is without effect: an engine that is
+lost is replaced."""
+
 
 def complete(config: Any) -> Any:
     """Declares the generator's tensors on an auto-complete model configuration and returns it.
@@ -91,8 +100,11 @@ def read_engine_values(model_config: Mapping[str, Any], version_directory: Path)
         file, values = theirs, vllm_config.translated(load_config_file(theirs))
     problems: list[str] = []
     for key, parameter in model_config.get("parameters", {}).items():
+        if key in _OF_OTHERS:
+            continue
         if key.isupper():
-            continue  # Triton's own, such as EXECUTION_ENV_PATH
+            problems.append(f"config.pbtxt: parameter {key!r:.80} is unknown")
+            continue
         text = parameter["string_value"]
         if key in values and str(values[key]) != text:
             problems.append(f"{key} is {values[key]!r} in {file} but {text!r} in config.pbtxt: state it once")

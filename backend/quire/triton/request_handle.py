@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,18 +20,6 @@ from quire_ensemble.shared_memory import SMALL_BYTES, ask_for_room
 
 _OBJECT = np.dtype(np.object_)
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-
-
-def _takes_parameters() -> bool:
-    """Whether this server's responses carry parameters (25.02 and later)."""
-    try:
-        pb_utils.InferenceResponse([], parameters={})
-    except TypeError:
-        return False
-    return True
-
-
-_HAS_PARAMETERS = _takes_parameters()
 
 
 _MESSAGE_CHARACTERS = 2000
@@ -226,23 +213,16 @@ class RequestHandle:
             }
         ).encode()
 
-    def send_error(
-        self, message: str, code: str, retry_after_s: float | None = None, *, careful: bool = False
-    ) -> None:
+    def send_error(self, message: str, code: str, *, careful: bool = False) -> None:
         """Ends the request with an error; where this raises, `retry_end` goes on.
 
-        Args:
-            retry_after_s: also sent as the response parameter `retry_after` (whole seconds), where the
-                server has these; the message says it in any case.
+        All that a client is told is in the message: Triton drops parameters and tensors beside an error.
         """
         assert self._sender is not None and not self.is_ending, f"{self.request_id}: sent after FINAL"
         # A message may repeat what a client sent; it must have a UTF-8 form, and a length.
         message = message[:_MESSAGE_CHARACTERS].encode("utf-8", "backslashreplace").decode()
         status = getattr(pb_utils.TritonError, code, pb_utils.TritonError.INTERNAL)
-        options: dict[str, Any] = {"error": pb_utils.TritonError(message, status)}
-        if retry_after_s is not None and _HAS_PARAMETERS:
-            options["parameters"] = {"retry_after": math.ceil(retry_after_s)}
-        self._error = pb_utils.InferenceResponse(**options)
+        self._error = pb_utils.InferenceResponse(error=pb_utils.TritonError(message, status))
         if careful:
             self.retry_end()
         else:

@@ -140,7 +140,7 @@ class Responder(threading.Thread):
 
     def refuse(self, handle: RequestHandle, error: QuireError) -> None:
         """A request that is wrong; ends it."""
-        self._post(lambda: self._fail(handle, str(error), error.code, error.retry_after_s), handle)
+        self._post(lambda: self._fail(handle, str(error), error.code), handle)
 
     def stop(self) -> None:
         """Ends the thread after what is in the inbox; open requests and commands end with UNAVAILABLE."""
@@ -217,7 +217,7 @@ class Responder(threading.Thread):
             for message in self._messages(handle, parsed):
                 self.engine.send(message)
         except QuireError as error:
-            self._fail(handle, str(error), error.code, error.retry_after_s)
+            self._fail(handle, str(error), error.code)
             self._abort_others(handle)
         except Exception as error:
             logger.exception("frontend: a request cannot be handed to the engine", extra=handle.named)
@@ -330,7 +330,7 @@ class Responder(threading.Thread):
         try:
             if output.error is not None:
                 self._tell_end(handle, FinishReason.ERROR)
-                self._fail(handle, output.error, output.error_code, output.retry_after_s)
+                self._fail(handle, output.error, output.error_code)
                 self._abort_others(handle)
                 return []
             if choice.finished:
@@ -510,7 +510,6 @@ class Responder(threading.Thread):
         handle: RequestHandle,
         message: str,
         code: str,
-        retry_after_s: float | None = None,
         *,
         reason: FinishReason = FinishReason.ERROR,
     ) -> None:
@@ -518,7 +517,7 @@ class Responder(threading.Thread):
         self._forget(handle)
         careful = time.monotonic() < self._careful_until
         try:
-            handle.send_error(message, code, retry_after_s, careful=careful)
+            handle.send_error(message, code, careful=careful)
         except Exception as error:
             self._send_failed(handle, error)
         self._report(handle, reason.value, code)
