@@ -30,8 +30,8 @@ _OF_OTHERS = frozenset(
         *(vllm_config.METRICS, "ENABLE_VLLM_HEALTH_CHECK"),
     )
 )
-"""Parameters of Triton's Python backend and of vllm_backend. The last one has no effect: a lost engine is
-replaced."""
+"""Parameters of Triton's Python backend and of vllm_backend. The last is without effect: an engine that is
+lost is replaced."""
 
 
 def complete(config: Any) -> Any:
