@@ -245,8 +245,8 @@ def test_a_file_without_a_tokenizer_has_none(tmp_path: Path) -> None:
 
 
 def test_tokens_cost_a_time_that_grows_with_their_number_alone(tmp_path: Path) -> None:
-    """8 000 tokens of a kind of their own took 11 s, so that these would take longer than a test may; one of a
-    million characters minutes."""
+    """8 000 tokens of a kind of their own took 11 s, so that these would take longer than a test may; one of
+    a million characters minutes."""
     vocab = {token: i for i, token in enumerate(["a", "b", "ab", *(f"<x{i}>" for i in range(60_000))])}
     kinds = [gguf.TokenType.NORMAL] * 3 + [gguf.TokenType.CONTROL] * 60_000
     values = {"tokenizer_model": "gpt2", "tokenizer_pre": "gpt-2", "token_merges": ["a b"], "kinds": kinds}
