@@ -22,6 +22,7 @@ from quire.outputs import RequestOutput
 from quire.worker import model_runner
 from tests.fixtures.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, make_throughput_checkpoint
 from tests.fixtures.runner_of import runner_of
+from tests.fixtures.waiting import PATIENT_S
 
 MAX_TOKENS = 20
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -431,13 +432,13 @@ def test_a_reset_leaves_nothing_in_any_tier(
     core = llm.core
     assert core.tiers is not None
     llm.generate(PROMPTS, GREEDY)
-    assert core.tiers.flush(30.0)
+    assert core.tiers.flush(PATIENT_S)
     names = ("loopback",) if connector else ("host", "disk")
     assert all(core.tiers.stats()[f"{name}_blocks"] > 10 for name in names)
     num_blocks = core.control(Inspect())["num_findable_blocks"]
     held = sum(int(core.tiers.stats()[f"{name}_blocks"]) for name in names)
     assert core.control(Reset()) == {"num_blocks": num_blocks + held}
-    assert core.tiers.flush(30.0)
+    assert core.tiers.flush(PATIENT_S)
     stats = core.control(Inspect())
     assert stats["num_findable_blocks"] == 0 and all(stats["tiers"][f"{name}_blocks"] == 0 for name in names)
     assert not list(tmp_path.rglob("*.kv"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,13 +245,12 @@ def test_a_file_without_a_tokenizer_has_none(tmp_path: Path) -> None:
 
 
 def test_tokens_cost_a_time_that_grows_with_their_number_alone(tmp_path: Path) -> None:
-    """8 000 tokens of a kind of their own took 11 s, one of a million characters minutes."""
-    vocab = {token: i for i, token in enumerate(["a", "b", "ab", *(f"<x{i}>" for i in range(20_000))])}
-    kinds = [gguf.TokenType.NORMAL] * 3 + [gguf.TokenType.CONTROL] * 20_000
+    """8 000 tokens of a kind of their own took 11 s, so that these would take longer than a test may; one of
+    a million characters minutes."""
+    vocab = {token: i for i, token in enumerate(["a", "b", "ab", *(f"<x{i}>" for i in range(60_000))])}
+    kinds = [gguf.TokenType.NORMAL] * 3 + [gguf.TokenType.CONTROL] * 60_000
     values = {"tokenizer_model": "gpt2", "tokenizer_pre": "gpt-2", "token_merges": ["a b"], "kinds": kinds}
-    begin = time.process_time()
     assert Tokenizer(write(tmp_path / "many.gguf", vocab, **values)).encode("ab<x9>") == [2, 12]
-    assert time.process_time() - begin < 15
     scores = {"tokenizer_model": "llama", "token_scores": [0.0] * 3}
     with pytest.raises(TokenizerError, match="have squares of more than 134217728 in total"):
         Tokenizer(write(tmp_path / "long.gguf", {"a": 0, "b": 1, "a" * 10**6: 2}, **scores))

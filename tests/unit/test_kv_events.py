@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,6 +131,19 @@ def publish(publisher: KVEventPublisher, events: KVEventCollector) -> bool:
 
 
 @pytest.fixture
+def subscribe() -> Iterator[Callable[..., Subscriber]]:
+    """Makes subscribers, closed after the test: a context with open sockets would wait for them."""
+    with contextlib.ExitStack() as stack:
+
+        def made(*given: Any, **named: Any) -> Subscriber:
+            subscriber = Subscriber(*given, **named)
+            stack.callback(subscriber.close)
+            return subscriber
+
+        yield made
+
+
+@pytest.fixture
 def publisher() -> Iterator[KVEventPublisher]:
     made = KVEventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", "kv@pod@model", buffer_batches=5000)
     yield made
@@ -185,11 +199,13 @@ def test_events_keep_their_order_and_blocks_of_other_chains_do_not_merge() -> No
     assert cleared is not None and [type(event).__name__ for event in cleared.events] == ["AllBlocksCleared"]
 
 
-def test_a_subscriber_that_loses_messages_knows_every_block(publisher: KVEventPublisher) -> None:
+def test_a_subscriber_that_loses_messages_knows_every_block(
+    publisher: KVEventPublisher, subscribe: Callable[..., Subscriber]
+) -> None:
     """1 000 random operations in a forest of chains; messages get lost."""
     rng = random.Random(5)
     events = KVEventCollector()
-    subscriber = Subscriber(publisher, some)
+    subscriber = subscribe(publisher, some)
     published = subscriber.join(publisher, events)
     parents: dict[bytes, bytes | None] = {}
     numbers = iter(range(10_000))
@@ -220,11 +236,9 @@ def test_a_subscriber_that_loses_messages_knows_every_block(publisher: KVEventPu
     for key in parents:
         assert subscriber.tokens[external_hash(key)] == [int.from_bytes(key[:2], "big"), 7]
     # One that comes late learns everything by replay.
-    late = Subscriber(publisher)
+    late = subscribe(publisher)
     late.follow(published)
     assert late.blocks == subscriber.blocks
-    late.close()
-    subscriber.close()
 
 
 def test_replay_gives_what_is_still_kept() -> None:
@@ -257,11 +271,13 @@ def test_replay_gives_what_is_still_kept() -> None:
     context.destroy(linger=0)
 
 
-def test_close_sends_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_sends_what_is_pending(
+    subscribe: Callable[..., Subscriber], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kv_event_publisher, "LINGER_MS", TIMEOUT_MS)
     publisher = KVEventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", "kv@pod@model")
     events = KVEventCollector()
-    subscriber = Subscriber(publisher)
+    subscriber = subscribe(publisher)
     last = subscriber.join(publisher, events)
     for number in range(50):
         events.block_stored(content_hash(number), None, [1])
@@ -269,7 +285,6 @@ def test_close_sends_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     publisher.close()
     subscriber.follow(last)
     assert len(subscriber.blocks) == 50
-    subscriber.close()
 
 
 def test_an_address_that_is_taken_is_named() -> None:
@@ -293,12 +308,12 @@ def test_an_address_of_this_machine_is_bound_and_another_is_connected_to(tmp_pat
     "options", [{}, {"lookahead": True}, {"policy": "lfu"}], ids=["lru", "lookahead", "lfu"]
 )
 def test_a_subscriber_knows_what_the_engine_has_cached(
-    publisher: KVEventPublisher, options: dict[str, Any]
+    publisher: KVEventPublisher, subscribe: Callable[..., Subscriber], options: dict[str, Any]
 ) -> None:
     """1 000 requests with shared beginnings in a small pool, cancellations and resets; messages get lost."""
     rng = random.Random(17)
     events = KVEventCollector()
-    subscriber = Subscriber(publisher, some, parents=False)
+    subscriber = subscribe(publisher, some, parents=False)
     published, most = subscriber.join(publisher, events), 0
     policy = options.get("policy", "lru")
     engine = FakeEngine(
@@ -332,7 +347,6 @@ def test_a_subscriber_knows_what_the_engine_has_cached(
     assert subscriber.blocks == {external_hash(key) for key in engine.kv.pool.cached_hashes()}
     assert most > 20 and engine.kv.num_cached_tokens > 1000
     assert subscriber.num_live > 50 and subscriber.num_replayed > 30
-    subscriber.close()
 
 
 def test_events_that_leave_the_machine_are_warned_of(

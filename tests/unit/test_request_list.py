@@ -111,7 +111,7 @@ def test_a_request_cancelled_while_its_blocks_are_loaded_gives_them_back(is_plan
     assert listed(engine)["requests"] == []
     if not is_planned:
         engine.runner.execute(plan)
-    done = engine.runner.tiers.poll(5.0) if engine.runner.tiers is not None else []
+    done = engine.runner.tiers.poll() if engine.runner.tiers is not None else []
     engine.scheduler.finish_loads(done)
     engine.scheduler.check_integrity()
     assert engine.kv.num_free_blocks == 16

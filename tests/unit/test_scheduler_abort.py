@@ -192,7 +192,7 @@ def test_a_row_that_cannot_be_taken_in_ends_its_request_alone() -> None:
     result = engine.runner.execute(plan)
     assert len(plan.kv_loads) == 1
     if not result.loads_done:
-        result.loads_done = engine.runner.tiers.poll(5.0) if engine.runner.tiers is not None else []
+        result.loads_done = engine.runner.tiers.poll() if engine.runner.tiers is not None else []
     for row, output in zip(plan.scheduled, result.rows, strict=True):
         if row.request_id in "an":
             output.token_ids = []

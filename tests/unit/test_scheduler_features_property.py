@@ -124,7 +124,7 @@ class World:
             self.fail(plan, str(error))
             return
         if plan.is_empty and self.engine.runner.tiers is not None and not result.loads_done:
-            result.loads_done = self.engine.runner.tiers.poll(5.0)
+            result.loads_done = self.engine.runner.tiers.poll()
         self.steps.append((plan, result))
         self.seen["two in flight"] += len(self.steps) > 1
         self.seen["copies"] += len(plan.block_copies)
@@ -325,9 +325,7 @@ def run(name: str, num_operations: int, seed: int) -> World:
 def test_every_output_is_that_of_the_request_alone(name: str) -> None:
     world = run(name, 5_000, seed=3)
     seen, stats = world.seen, world.scheduler.stats()
-    # Threads that load make each run of these worlds another one, and time outs are rare in some.
-    assert seen["timeout"] or "host_blocks" in WORLDS[name], seen
-    assert seen["stop"] and seen["length"] and seen["copies"], seen
+    assert seen["timeout"] and seen["stop"] and seen["length"] and seen["copies"], seen
     assert seen["cancelled"] and seen["failed steps"] and seen["failed rows"], seen
     assert seen["beam search"], seen
     assert stats.num_cached_tokens > 0

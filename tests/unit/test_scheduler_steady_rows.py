@@ -10,9 +10,6 @@ from quire.core.planner import Planner
 from tests.fixtures.fake_engine import FakeEngine
 from tests.unit.test_scheduler_features_property import LIMITS, WORLDS, World
 
-REPEATABLE = [name for name, options in WORLDS.items() if "host_blocks" not in options]
-"""Where no thread has a say in what happens."""
-
 
 class RecordedWorld(World):
     def __init__(self, seed: int, **options: Any) -> None:
@@ -33,7 +30,7 @@ class RecordedWorld(World):
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
-@pytest.mark.parametrize("name", REPEATABLE)
+@pytest.mark.parametrize("name", WORLDS)
 def test_plans_are_the_same_without_steady_rows(
     name: str, block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

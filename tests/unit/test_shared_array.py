@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -44,16 +45,26 @@ def test_it_is_the_same_memory_and_outlives_the_writer() -> None:
     assert opened[0, 0] == 77 and opened[3, 2] == 11
 
 
+def descriptors() -> list[str]:
+    """What this process's descriptors of memory are of."""
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            links.append(str(path.readlink()))
+    return [link for link in links if link.startswith(("/memfd:", "/dev/shm/"))]
+
+
 def test_nothing_has_a_name_and_no_descriptor_is_left() -> None:
-    folders = (Path("/dev/shm"), Path("/proc/self/fd"))
-    before = [len(list(folder.iterdir())) for folder in folders]
+    before = descriptors()
     for _ in range(3):
         buffer = SharedBuffer(ROWS)
         buffer.descriptor().open()
+        assert all(link.startswith("/memfd:") for link in set(descriptors()) - set(before))
+        assert len(descriptors()) > len(before)
         buffer.close()
         buffer.close()
     SharedBuffer(ROWS)  # dropped, not closed
-    assert [len(list(folder.iterdir())) for folder in folders] == before
+    assert descriptors() == before
 
 
 def test_a_writer_that_is_gone_is_an_error() -> None:
