@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from quire.server import tritonserver
+from tests.fixtures.waiting import wait_until
 from tests.rows import ROOT
 
 TOOLS = ("buildah", "debootstrap", "ip", "unshare", "nsenter", "setpriv")
@@ -260,16 +261,19 @@ class Container:
         (inner,) = psutil.Process(self._outer.pid).children()
         return inner
 
-    def wait_ready(self, where: str = ":8000/v2/health/ready", timeout: float = 180) -> float:
+    def wait_ready(self, where: str = ":8000/v2/health/ready", timeout: float = 600) -> float:
         """Seconds until it called itself ready; `where`: port and path that say so."""
         begin = time.monotonic()
-        while time.monotonic() < begin + timeout:
+
+        def is_ready() -> bool:
             assert self._outer.poll() is None, self.log.read_text("utf-8")[-4000:]
             with contextlib.suppress(OSError, urllib.error.URLError):
-                urllib.request.urlopen(f"http://{self.address}{where}", timeout=3).close()
-                return time.monotonic() - begin
-            time.sleep(0.05)
-        raise AssertionError(self.log.read_text("utf-8")[-4000:])
+                urllib.request.urlopen(f"http://{self.address}{where}", timeout=30).close()
+                return True
+            return False
+
+        wait_until(is_ready, lambda: self.log.read_text("utf-8")[-4000:], timeout_s=timeout, poll_s=0.05)
+        return time.monotonic() - begin
 
     def execute(self, *command: str) -> subprocess.CompletedProcess[str]:
         """A command in the running container, as its user."""
@@ -278,7 +282,7 @@ class Container:
         words = [*spaces, *self._confined.split(), "env", "-i", *env, *command]
         return subprocess.run(words, capture_output=True, text=True, timeout=120)
 
-    def stop(self, signum: int = signal.SIGTERM, timeout: float = 30) -> int:
+    def stop(self, signum: int = signal.SIGTERM, timeout: float = 120) -> int:
         """Exit status after the signal, once nothing of the container is left."""
         if self._outer.poll() is None:
             self.process.send_signal(signum)
@@ -288,11 +292,10 @@ class Container:
         """Kills what runs of it, and waits until it is gone."""
         self._outer.kill()
         self._outer.wait()
-        end = time.monotonic() + 10
-        while (left := self.processes()) and time.monotonic() < end:
-            time.sleep(0.01)
-        self._close_link()
-        assert not left, f"processes {left} outlived their container"
+        try:
+            wait_until(lambda: not self.processes(), lambda: f"{self.processes()} outlived their container")
+        finally:
+            self._close_link()
 
     def processes(self) -> list[int]:
         """Ids of all that run in its network, whoever their parent is."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
 import shutil
-import time
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.docker.images import Container, Image, missing_tools, run
+from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
     bool(missing_tools()), reason=f"not on this machine: {', '.join(missing_tools())}"
 )
 SLEEPERS = ["sh", "-c", "sleep 1000 & setsid sleep 1000 & echo ready; exec sleep 1000"]
-NUMBER = 250
+NUMBER = 100 + os.getpid() % 150
+"""Of a network that another run of these tests beside this one has not."""
 PROCESSES = 4
 """`unshare` and the three that sleep."""
 
@@ -42,8 +45,12 @@ def start(image: Image, folder: Path) -> Container:
     for name in ("models", "cache"):
         (folder / name).mkdir()
     running = Container(image, folder / "models", folder / "cache", NUMBER, folder / "log")
-    while "ready" not in running.log.read_text("utf-8"):
+
+    def is_ready() -> bool:
         assert running._outer.poll() is None, running.log.read_text("utf-8")
+        return "ready" in running.log.read_text("utf-8")
+
+    wait_until(is_ready)
     return running
 
 
@@ -61,7 +68,7 @@ def test_containers_end_with_the_tests_that_started_them(image: Image, tmp_path:
 
     def tests() -> None:
         there.send(start(image, tmp_path).processes())
-        time.sleep(1000)
+        signal.pause()
 
     process = context.Process(target=tests)
     process.start()
@@ -69,7 +76,5 @@ def test_containers_end_with_the_tests_that_started_them(image: Image, tmp_path:
     assert len(started) == PROCESSES
     process.kill()
     process.join()
-    end = time.monotonic() + 10
     run("ip", "netns", "delete", f"quire-test-{NUMBER}")
-    while left := [pid for pid in started if Path(f"/proc/{pid}/root/bin/sleep").exists()]:
-        assert time.monotonic() < end, left
+    wait_until(lambda: not [pid for pid in started if Path(f"/proc/{pid}/root/bin/sleep").exists()])

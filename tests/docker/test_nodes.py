@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from tests.docker.images import Container, Image, container, missing_tools
+from tests.fixtures.waiting import wait_until
 from tests.rows import ROOT
 
 DOCKER = ROOT / "docker"
@@ -43,21 +44,14 @@ def start(cpu: Image, models: Path, tmp_path: Path) -> Iterator[Callable[..., An
 
 
 def read_json(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(url, timeout=10) as reply:
+    with urllib.request.urlopen(url, timeout=60) as reply:
         found: dict[str, Any] = json.loads(reply.read())
     return found
 
 
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def computed_tokens(node: Container) -> float:
     """What the engine of a node has computed, by its metrics."""
-    with urllib.request.urlopen(f"http://{node.address}:8002/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://{node.address}:8002/metrics", timeout=60) as reply:
         lines = reply.read().decode().splitlines()
     (line,) = (line for line in lines if line.startswith("quire_scheduled_tokens_total{"))
     return float(line.split()[-1])
@@ -102,20 +96,20 @@ def test_of_two_nodes_one_is_killed(start: Callable[..., Any]) -> None:
             gateway.wait_ready(":9000/health")
             base = f"http://{gateway.address}:9000"
             servers = [f"{node.address}:8001" for node in (first, second)]
-            until(lambda: read_json(f"{base}/health")["servers"] == dict.fromkeys(servers, True))
+            wait_until(lambda: read_json(f"{base}/health")["servers"] == dict.fromkeys(servers, True))
             client = openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=120)
             alone = [stream(client, prompt) for prompt in PROMPTS]
             begun: list[None] = []
             with ThreadPoolExecutor(len(PROMPTS)) as pool:
                 running = [pool.submit(stream, client, one, lambda: begun.append(None)) for one in PROMPTS]
-                until(lambda: len(begun) == len(PROMPTS))
+                wait_until(lambda: len(begun) == len(PROMPTS))
                 first.process.kill()
                 killed = time.monotonic()
                 texts = [one.result() for one in running]
             lost = [text is None for text in texts]
             assert sum(lost) == len(PROMPTS) // 2
             assert all(text is None or text == other for text, other in zip(texts, alone, strict=True))
-            until(
+            wait_until(
                 lambda: (
                     read_json(f"{base}/health")["servers"] == dict(zip(servers, (False, True), strict=True))
                 )
@@ -124,11 +118,11 @@ def test_of_two_nodes_one_is_killed(start: Callable[..., Any]) -> None:
             assert stream(client, PROMPTS[0]) == alone[0]
         with start(1) as first:
             first.wait_ready()
-            until(lambda: read_json(f"{base}/health")["servers"] == dict.fromkeys(servers, True))
+            wait_until(lambda: read_json(f"{base}/health")["servers"] == dict.fromkeys(servers, True))
             with ThreadPoolExecutor(len(PROMPTS)) as pool:
                 assert list(pool.map(lambda prompt: stream(client, prompt), PROMPTS)) == alone
             # Published twice a second.
-            until(lambda: all(computed_tokens(node) > TOKENS for node in (first, second)))
+            wait_until(lambda: all(computed_tokens(node) > TOKENS for node in (first, second)))
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus (Debian's package)")
@@ -162,9 +156,9 @@ def test_prometheus_reads_what_compose_gives_it(start: Callable[..., Any], tmp_p
                         return None
                     return float(result[0]["value"][1]) if result else None
 
-                until(lambda: value('up{job="quire",service="chat"}') == 1)
-                until(lambda: value('quire:requests_waiting:sum{service="chat"}') == 0)
-                until(lambda: value('quire:kv_use:max{service="chat"}') is not None)
+                wait_until(lambda: value('up{job="quire",service="chat"}') == 1)
+                wait_until(lambda: value('quire:requests_waiting:sum{service="chat"}') == 0)
+                wait_until(lambda: value('quire:kv_use:max{service="chat"}') is not None)
             finally:
                 prometheus.terminate()
 
@@ -182,8 +176,8 @@ def test_a_node_that_is_drained_loses_nothing(start: Callable[..., Any]) -> None
         with start(2) as following:
             following.wait_ready()
             servers = {"10.83.1.2:8001": True, "10.83.2.2:8001": True}
-            until(lambda: read_json(f"http://{gateway.address}:9000/health")["servers"] == servers)
+            wait_until(lambda: read_json(f"http://{gateway.address}:9000/health")["servers"] == servers)
             assert running.stop() == 0
             servers["10.83.1.2:8001"] = False
-            until(lambda: read_json(f"http://{gateway.address}:9000/health")["servers"] == servers)
+            wait_until(lambda: read_json(f"http://{gateway.address}:9000/health")["servers"] == servers)
             assert stream(client, PROMPTS[0]) == before is not None

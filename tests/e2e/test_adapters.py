@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,12 @@ from tests.e2e.conftest import OPTIONS
 from tests.fixtures.adapters import make_adapter
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.pace import PACED, PACED_ENV, paced
+from tests.fixtures.waiting import wait_until
 from tests.unit.test_openai_gateway import gateway
 
 PROMPT = "the quick brown fox jumps over the lazy dog"
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 LONG = 400
-WAIT_S = 60.0
 
 
 @pytest.mark.row("E20", clauses=("load",))
@@ -48,28 +46,29 @@ def test_clients_name_load_and_unload_adapters(tmp_path: Path, serve_repository:
     )
     modules = {"lora_modules": {name: str(path) for name, path in paths.items()}}
     llm = LLM(checkpoint, **{**enabled, **modules})
-    names = ["", *paths]
     outputs = llm.generate([PROMPT] * 3, max_tokens=LONG, adapters=[None, *paths], **GREEDY)
-    expected = {name: output.token_ids for name, output in zip(names, outputs, strict=True)}
+    expected = {name: output.token_ids for name, output in zip(["", *paths], outputs, strict=True)}
     assert len({tuple(ids[:12]) for ids in expected.values()}) == 3
-    server = serve_repository(tmp_path / "models", env=PACED_ENV)
+    names = ("generator", "generator_unary", "chat")
+    server = serve_repository(tmp_path / "models", *(f"--load-model={name}" for name in names), env=PACED_ENV)
     with Client(server.grpc_url) as client:
 
         def tokens(name: str, model: str = "generator") -> list[int]:
             found = client.generate(PROMPT, model=model, max_tokens=12, lora_name=name, **GREEDY)
             return list(found.token_ids)
 
+        def answer() -> dict[str, Any] | None:
+            try:
+                return client.adapters()
+            except Unavailable:  # of an engine that died just now; commands are not repeated
+                return None
+
         def listed() -> list[str]:
-            deadline, pause = time.monotonic() + WAIT_S, threading.Event()
-            while True:
-                try:
-                    return [one["name"] for one in client.adapters()["adapters"]]
-                except Unavailable:  # of an engine that died just now; commands are not repeated
-                    assert time.monotonic() < deadline, "the engine did not come back"
-                    pause.wait(0.05)
+            found = wait_until(answer, "the engine did not come back")
+            return [one["name"] for one in found["adapters"]]  # type: ignore[index]
 
         assert listed() == ["first"]
-        for model_name in ("generator", "generator_unary", "chat"):
+        for model_name in names:
             for name in ("", "first"):
                 assert tokens(name, model_name) == expected[name][:12], (model_name, name)
         with pytest.raises(InvalidArgument, match="lora_name"):
@@ -81,7 +80,7 @@ def test_clients_name_load_and_unload_adapters(tmp_path: Path, serve_repository:
 
         (engine,) = server.running("quire.engine.loop")
         released = tmp_path / "released"
-        asked = {**GREEDY, "lora_name": "second", "logits_processors": paced(released, 0.1)}
+        asked = {**GREEDY, "lora_name": "second", "logits_processors": paced(released, 0.3)}
         with client.stream(PROMPT, model="generator", max_tokens=LONG, **asked) as stream:
             chunks = [next(stream)]
             with pytest.raises(InvalidArgument, match="in use by 1 request"):

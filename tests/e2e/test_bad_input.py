@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,9 @@ from tritonclient.utils import InferenceServerException
 
 from quire import SamplingParams
 from quire_client import Client, InvalidArgument
-from tests.e2e.conftest import ENDLESS, TINY_OPTIONS, TinyServer
+from tests.e2e.conftest import TinyServer
 from tests.e2e.triton_calls import TritonStream, infer, stream, tensor
-from tests.fixtures.pace import PACED, PACED_ENV, paced_input
-from tests.fixtures.server import ServerProcess
+from tests.fixtures.pace import paced_input
 
 pytestmark = pytest.mark.server
 
@@ -63,12 +62,14 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.fixture
-def good(tiny: TinyServer) -> Any:
+def good(tiny: TinyServer, tmp_path: Path) -> Iterator[None]:
     """A stream that runs while the test does, and is checked at its end."""
+    released = tmp_path / "released"
     inputs = {"text_input": GOOD, "stream": True, "max_tokens": 300, "ignore_eos": True}
-    call = TritonStream(tiny.server.grpc_url, "generator", inputs)
+    call = TritonStream(tiny.server.grpc_url, "generator", {**inputs, **paced_input(released, 0.3)})
     call.next()
-    yield call
+    yield
+    released.touch()
     reply = call.read_all()
     params = SamplingParams(max_tokens=300, ignore_eos=True)
     assert reply.text == tiny.llm.generate([GOOD], params)[0].text
@@ -78,7 +79,7 @@ def good(tiny: TinyServer) -> Any:
 @pytest.mark.row("A8", clauses=("naming", "isolation"))
 @pytest.mark.parametrize(("inputs", "parameters", "words"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
 def test_bad_input_is_invalid_argument_and_names_the_field(
-    tiny: TinyServer, good: Any, inputs: dict[str, Any], parameters: dict[str, Any], words: str
+    tiny: TinyServer, good: None, inputs: dict[str, Any], parameters: dict[str, Any], words: str
 ) -> None:
     url = tiny.server.grpc_url
     with pytest.raises(InferenceServerException) as unary:
@@ -92,49 +93,26 @@ def test_bad_input_is_invalid_argument_and_names_the_field(
         raise AssertionError("the stream did not end with an error")
 
 
-def test_our_client_raises_by_kind(tiny: TinyServer, good: Any) -> None:
+def test_our_client_raises_by_kind(tiny: TinyServer, good: None) -> None:
     with Client(tiny.server.grpc_url) as client:
         for model in ("generator", "chat"):
             with pytest.raises(InvalidArgument, match="top_p"):
                 client.generate("hello", model=model, top_p=2.0)
 
 
-def test_a_full_queue_is_unavailable(tiny_checkpoint: Path, tmp_path: Path, serve_repository: Any) -> None:
-    version = tmp_path / "narrow" / "generator" / "1"
-    version.mkdir(parents=True)
-    (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
-    options = {**TINY_OPTIONS, **PACED, "max_num_seqs": 1, "max_waiting_requests": 1}
-    options["model"] = str(tiny_checkpoint)
-    (version / "quire.json").write_text(json.dumps(options))
-    server: ServerProcess = serve_repository(tmp_path / "narrow", env=PACED_ENV)
-    url = server.grpc_url
-    inputs = {"text_input": GOOD, "stream": True, "max_tokens": 50, "ignore_eos": True}
-    endless = {**inputs, "max_tokens": ENDLESS, **paced_input(Path("/never"))}
-    running = TritonStream(url, "generator", endless, request_id="running")
-    running.next()
-    with ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(stream, url, "generator", inputs) for _ in range(8)]
-        ended = [call.result() for call in itertools.islice(as_completed(calls), 7)]
-        assert ["max_waiting_requests 1" in str(reply.error) for reply in ended] == [True] * 7
-        stream(url, "generator", {"cancel": True}, request_id="running")
-        waited = [reply for call in calls if (reply := call.result()).error is None]
-    assert [len(reply.token_ids) for reply in waited] == [50]
-    assert running.read_all().finish_reasons[-1] == "cancelled"
-
-
 @pytest.mark.row("A37", clauses=("fuzz", "alive"))
 @pytest.mark.timeout(600)
-def test_five_hundred_malformed_requests_beside_ten_good_ones(tiny: TinyServer) -> None:
+def test_five_hundred_malformed_requests_beside_ten_good_ones(tiny: TinyServer, tmp_path: Path) -> None:
     rng = random.Random(1)
     pids = {process.pid for process in tiny.server.descendants()}
     prompts = [f"good {i}" for i in range(10)]
     params = SamplingParams(max_tokens=400, ignore_eos=True)
     expected = [output.text for output in tiny.llm.generate(prompts, params)]
-    url = tiny.server.grpc_url
+    url, released = tiny.server.grpc_url, tmp_path / "released"
 
     def good(prompt: str) -> str:
         inputs = {"text_input": prompt, "stream": True, "max_tokens": 400, "ignore_eos": True}
-        return stream(url, "generator", inputs).text
+        return stream(url, "generator", {**inputs, **paced_input(released)}).text
 
     def bad(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
         statuses = []
@@ -173,6 +151,7 @@ def test_five_hundred_malformed_requests_beside_ten_good_ones(tiny: TinyServer) 
         good_ones = [pool.submit(good, prompt) for prompt in prompts]
         bad_ones = [pool.submit(bad, cases[i::2]) for i in range(2)]
         statuses = [status for part in bad_ones for status in part.result()]
+        released.touch()
         assert [one.result() for one in good_ones] == expected
     assert len(statuses) == 500
     assert set(statuses) == {"StatusCode.INVALID_ARGUMENT"}

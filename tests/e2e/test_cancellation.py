@@ -8,33 +8,28 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire_client import Client
-from tests.e2e.conftest import ENDLESS, OPTIONS, write_generator
+from tests.e2e.conftest import ENDLESS, NarrowServer
 from tests.e2e.triton_calls import TritonStream, stream
-from tests.fixtures.pace import PACED, PACED_ENV, paced_input
-from tests.fixtures.server import ROOT, ServerProcess
+from tests.fixtures.pace import paced_input
+from tests.fixtures.server import ROOT
+from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.server
 
-BLOCK_SIZE = 16
-NUM_BLOCKS = 4096
-MAX_MODEL_LEN = 16_384
-STEP_TOKENS = 2
-"""So few that the long prompt takes a step a token beside another request, and that one is paced: half a
-minute at least, in which it can end."""
+BLOCK_SIZE, NUM_BLOCKS = NarrowServer.BLOCK_SIZE, NarrowServer.NUM_BLOCKS
 LONG, SHORT = 12_000, 77
-"""Tokens of the prompt of the request to be cancelled; no other prompt is as long."""
+"""Tokens of the prompt of the request to be cancelled; no other prompt is as long. The long one takes a step
+a token beside another request, and that one is paced: two minutes at least, in which it can end."""
 VICTIM = "victim"
 HOW = ("stream closed", "client killed", "by id")
-WAIT_S = 60.0
 SEND = """
 import json, sys, threading
 from tests.e2e.triton_calls import TritonStream
@@ -50,45 +45,27 @@ class Trace:
         self.records: list[dict[str, Any]] = []
         self._file = path.open("rb")
         self._file.seek(0, 2)
-        self._rest = b""
+        self._rest, self._unread = b"", deque[dict[str, Any]]()
 
     def until(self, condition: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
         """The first record of those not asked for yet that is so."""
-        deadline, pause = time.monotonic() + WAIT_S, threading.Event()
-        while time.monotonic() < deadline:
-            line, end, rest = (self._rest + self._file.read()).partition(b"\n")
-            self._rest = rest if end else line
-            if not end:
-                pause.wait(0.01)
-                continue
-            self.records.append(json.loads(line))
-            if condition(self.records[-1]):
-                return self.records[-1]
-        raise AssertionError(f"never came: {what}")
 
+        def found() -> dict[str, Any] | None:
+            *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+            self._unread += map(json.loads, lines)
+            while self._unread:
+                self.records.append(self._unread.popleft())
+                if condition(self.records[-1]):
+                    return self.records[-1]
+            return None
 
-@pytest.fixture(scope="module")
-def served(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    root = tmp_path_factory.mktemp("cancellation")
-    options = {
-        **OPTIONS,
-        **PACED,
-        "max_model_len": MAX_MODEL_LEN,
-        "num_blocks": NUM_BLOCKS,
-        "max_num_seqs": 2,
-        "max_num_batched_tokens": STEP_TOKENS,
-        "stream_interval": 16,
-        "trace_file": str(root / "trace.jsonl"),
-    }
-    write_generator(root / "repository", "generator", tiny_checkpoint, **options)
-    with ServerProcess(root / "repository", root, env=PACED_ENV) as server:
-        yield server
+        return wait_until(found, what)  # type: ignore[return-value]
 
 
 def inputs(num_prompt_tokens: int, seed: int) -> dict[str, Any]:
     """Endless; prompts of different seeds have no block in common."""
     prompt = [(seed * 7 + i * 11) % 400 + 3 for i in range(num_prompt_tokens)]
-    max_tokens = min(ENDLESS, MAX_MODEL_LEN - num_prompt_tokens)
+    max_tokens = min(ENDLESS, NarrowServer.MAX_MODEL_LEN - num_prompt_tokens)
     return {"input_ids": prompt, "stream": True, "max_tokens": max_tokens, "ignore_eos": True}
 
 
@@ -101,13 +78,13 @@ def leave(call: TritonStream) -> None:
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("phase", ["queued", "prefilling", "decoding"])
 def test_a_cancelled_request_gives_everything_back_at_once(
-    served: ServerProcess, phase: str, how: str
+    narrow: NarrowServer, phase: str, how: str
 ) -> None:
-    url = served.grpc_url
-    trace = Trace(Path(served.ready_file).parent / "trace.jsonl")
+    url = narrow.server.grpc_url
+    trace = Trace(narrow.trace_file)
     # Those beside it keep the engine stepping; two of them take all seats.
     others = [
-        TritonStream(url, "generator", {**inputs(5, seed=index), **paced_input(Path("/never"), 0.003)})
+        TritonStream(url, "generator", {**inputs(5, seed=index), **paced_input()})
         for index in range(2 if phase == "queued" else 1)
     ]
     for call in others:
@@ -127,7 +104,7 @@ def test_a_cancelled_request_gives_everything_back_at_once(
         return any(row[0] == name and row[1] >= num_computed for row in record.get("scheduled", []))
 
     if phase != "queued":
-        computed = length if phase == "decoding" else STEP_TOKENS
+        computed = length if phase == "decoding" else NarrowServer.STEP_TOKENS
         trace.until(lambda record: has_row(record, computed), f"{computed} tokens of it computed")
 
     if how == "stream closed":

@@ -1,27 +1,24 @@
 """Clients as the examples of vllm_backend and TensorRT-LLM write them: names, shapes and types of tensors,
-and how they read what comes back. Three models of one engine answer them."""
+and how they read what comes back. Models of one engine answer them."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
-from tests.e2e.conftest import OPTIONS, write_model
+from tests.e2e.conftest import ENDLESS, TinyServer
 from tests.e2e.test_generate import PROMPT, post
 from tests.e2e.triton_calls import TritonStream, stream
+from tests.fixtures.pace import paced_input
 from tests.fixtures.server import ServerProcess
+from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.server
-
-ENDLESS = 15_000
-BATCHED = 'backend: "quire"\nmax_batch_size: 64\n'
 
 
 class Served:
@@ -32,23 +29,9 @@ class Served:
         return self.llm.generate([prompt], SamplingParams(**params))[0].text
 
 
-@pytest.fixture(scope="module")
-def served(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Models: ours (no dialect), vllm_model, tensorrt_llm; all of one engine, which one process shows."""
-    root = tmp_path_factory.mktemp("dialects")
-    options = {**OPTIONS, "max_model_len": 16_384, "model": str(tiny_checkpoint)}
-    for name, config, further in (
-        ("ours", 'backend: "quire"\n', {}),
-        ("vllm_model", 'backend: "quire"\n', {"dialect": "vllm"}),
-        ("tensorrt_llm", BATCHED, {}),
-    ):
-        version = write_model(root / "repository", name, config)
-        (version / "quire.json").write_text(json.dumps({**options, **further}))
-    server = ServerProcess(root / "repository", root).start()
-    engines = [process for process in server.descendants() if "quire.engine.loop" in process.cmdline()]
-    assert len(engines) == 1
-    yield Served(server, LLM(tiny_checkpoint, **OPTIONS))
-    server.end()
+@pytest.fixture
+def served(tiny: TinyServer) -> Served:
+    return Served(tiny.server, tiny.llm)
 
 
 # vllm_backend: samples/client.py and ci/L0_additional_outputs_vllm.
@@ -334,6 +317,7 @@ def test_stop_with_its_id_ends_a_request(served: Served, how: str) -> None:
         "max_tokens": rows(ENDLESS),
         "stream": flag(True),
         "ignore_eos": flag(True),
+        "logits_processors": texts(paced_input()["logits_processors"]),
     }
     call = TritonStream(served.url, "tensorrt_llm", inputs, request_id="42")
     assert not call.next()
@@ -357,16 +341,10 @@ def test_stop_with_its_id_ends_a_request(served: Served, how: str) -> None:
 @pytest.mark.row("A21")
 def test_a_request_over_http_is_ended_by_its_id(served: Served) -> None:
     """The server does not see that an HTTP client has gone; its id is the way to end what it asked for."""
-    done: list[Any] = []
-    body = {"id": "h-1", "text_input": PROMPT, "max_tokens": ENDLESS, "ignore_eos": True}
+    body = {"id": "h-1", "text_input": PROMPT, "max_tokens": ENDLESS, "ignore_eos": True, **paced_input()}
     url = f"{served.http_url}/v2/models/tensorrt_llm/generate"
-    asking = threading.Thread(target=lambda: done.append(post(url, body)))
-    asking.start()
-    while True:
-        status, _ = post(url, {"id": "h-1", "stop": True})
-        if status == 200:
-            break
-        assert asking.is_alive(), "it ended by itself"
-    asking.join(60)
-    ((status, answer),) = done
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(post, url, body)
+        wait_until(lambda: post(url, {"id": "h-1", "stop": True})[0] == 200 or asking.done())
+        status, answer = asking.result()
     assert status == 200 and json.loads(answer)["finish_reason"] == "cancelled"

@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tritonclient.utils import InferenceServerException
 from quire import SamplingParams
 from tests.e2e.conftest import ENDLESS, TinyServer
 from tests.e2e.triton_calls import Reply, TritonStream, infer, stream
+from tests.fixtures.pace import gated_input, paced_input
 
 pytestmark = pytest.mark.server
 
@@ -46,10 +48,20 @@ def post(url: str, body: dict[str, Any]) -> tuple[int, str]:
         f"http://{url}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=120) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def streamed(url: str, body: dict[str, Any], first_came: Path) -> list[dict[str, Any]]:
+    """The events of an answer whose second token is not computed before the first event is there."""
+    data = json.dumps({**body, **gated_input(first_came)}).encode()
+    request = urllib.request.Request(f"http://{url}", data)
+    with urllib.request.urlopen(request, timeout=120) as response:
+        first = response.readline().decode()
+        first_came.touch()
+        return events(first + response.read().decode())
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -147,6 +159,7 @@ def test_deltas_are_the_whole_text_with_one_final(tiny: TinyServer, model: str, 
 @pytest.mark.row("A2", clauses=("early",))
 def test_the_first_response_comes_before_the_last_token_is_computed(tiny: TinyServer) -> None:
     inputs = {"text_input": PROMPT, "stream": True, "max_tokens": ENDLESS, "ignore_eos": True}
+    inputs |= paced_input()
     call = TritonStream(tiny.server.grpc_url, "generator", inputs, request_id="first-response")
     assert not call.next()
     assert (
@@ -172,9 +185,9 @@ def test_sixteen_streams_do_not_mix(tiny: TinyServer, model: str) -> None:
 @pytest.mark.row("A4", clauses=("generate", "stream"))
 @pytest.mark.parametrize("model", ["generator", "chat"])
 @pytest.mark.parametrize("where", ["top", "parameters"])
-def test_generate_and_generate_stream(tiny: TinyServer, model: str, where: str) -> None:
-    expected = engine_text(tiny, PROMPT, max_tokens=400, ignore_eos=True)
-    options = {"max_tokens": 400, "ignore_eos": True}
+def test_generate_and_generate_stream(tiny: TinyServer, tmp_path: Path, model: str, where: str) -> None:
+    expected = engine_text(tiny, PROMPT, max_tokens=60, ignore_eos=True)
+    options = {"max_tokens": 60, "ignore_eos": True}
     body: dict[str, Any] = {"text_input": PROMPT}
     body |= options if where == "top" else {"parameters": options}
     url = f"{tiny.server.http_url}/v2/models/{model}"
@@ -182,9 +195,7 @@ def test_generate_and_generate_stream(tiny: TinyServer, model: str, where: str) 
     assert status == 200
     assert json.loads(text)["text_output"] == expected
     body |= {"stream": True} if where == "top" else {"parameters": {**options, "stream": True}}
-    status, text = post(f"{url}/generate_stream", body)
-    assert status == 200
-    parts = events(text)
+    parts = streamed(f"{url}/generate_stream", body, tmp_path / "first came")
     assert len(parts) > 1
     assert "".join(part["text_output"] for part in parts) == expected
     assert parts[-1]["finish_reason"] == "length"
@@ -264,7 +275,9 @@ def test_logprobs_come_as_json(tiny: TinyServer) -> None:
 @pytest.mark.row("A13")
 @pytest.mark.row("A15", clauses=("prompt",))
 @pytest.mark.parametrize("model", ["generator", "chat"])
-def test_prompt_logprobs_and_echo_are_those_of_transformers(tiny: TinyServer, model: str) -> None:
+def test_prompt_logprobs_and_echo_are_those_of_transformers(
+    tiny: TinyServer, tmp_path: Path, model: str
+) -> None:
     """Once per request, with its first response; asking for other outputs asks for none."""
     from transformers import AutoModelForCausalLM
 
@@ -286,10 +299,11 @@ def test_prompt_logprobs_and_echo_are_those_of_transformers(tiny: TinyServer, mo
         top = row.topk(2)
         assert list(map(int, entry["top"])) == top.indices.tolist()
         assert list(entry["top"].values()) == pytest.approx(top.values.tolist(), abs=1e-4)
-    # Tokens enough that they do not all come in one response, however busy the machine is.
-    long = {**asked, "max_tokens": 2000, "stream": True, "stream_interval": 1}
-    streamed = stream(tiny.server.grpc_url, model, long)
-    told = [one.as_numpy("prompt_logprobs") for one in streamed.results]
+    first_came = tmp_path / "first came"
+    call = TritonStream(tiny.server.grpc_url, model, {**asked, "stream": True, **gated_input(first_came)})
+    assert not call.next()
+    first_came.touch()
+    told = [one.as_numpy("prompt_logprobs") for one in call.read_all().results]
     assert json.loads(told[0][0]) == [first, *found] and len(told) > 1
     assert all(one is None for one in told[1:])
     named = stream(tiny.server.grpc_url, model, asked, outputs=["text_output"])
@@ -306,15 +320,18 @@ def test_stop_strings_through_the_server(tiny: TinyServer) -> None:
 
 
 @pytest.mark.row("A39", clauses=("ensemble",))
-def test_a_step_behind_the_generator_streams(tiny: TinyServer) -> None:
+def test_a_step_behind_the_generator_streams(tiny: TinyServer, tmp_path: Path) -> None:
     """tokenizer -> generator -> detokenizer, all three steps for every delta."""
-    inputs = {"text_input": PROMPT, "stream": True, "max_tokens": 1000}
-    call = TritonStream(tiny.server.grpc_url, "three_step", inputs)
+    inputs = {"text_input": PROMPT, "stream": True, "max_tokens": 100}
+    first_came = tmp_path / "first came"
+    call = TritonStream(tiny.server.grpc_url, "three_step", inputs, parameters=gated_input(first_came))
+    assert not call.next()
+    first_came.touch()
     reply = call.read_all()
     assert reply.error is None
     assert len(reply.results) > 1
     parts = [[int(i) for i in result.as_numpy("ids")] for result in reply.results]
-    expected = tiny.llm.generate([PROMPT], SamplingParams(max_tokens=1000))[0].token_ids
+    expected = tiny.llm.generate([PROMPT], SamplingParams(max_tokens=100))[0].token_ids
     assert [token_id for part in parts for token_id in part] == expected
     assert tiny.llm.tokenizer is not None
     # Which tokens come together is a matter of time; a character cut between two parts is U+FFFD in each.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from quire_client.errors import Unavailable
 from tests.e2e.conftest import OPTIONS, write_generator
 from tests.e2e.triton_calls import Reply, stream
 from tests.fixtures.server import ServerProcess
+from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.server
 
@@ -26,7 +25,6 @@ PROMPT = [(i * 13) % 400 + 3 for i in range(200)]
 IN_BLOCKS = len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE
 SMALL: dict[str, Any] = {**OPTIONS, "num_blocks": 64}
 """The least that max_model_len allows."""
-WAIT_S = 60.0
 
 
 class Served:
@@ -88,15 +86,15 @@ def kill_engine(server: ServerProcess) -> None:
     """And waits until the next one answers."""
     (engine,) = server.running("quire.engine.loop")
     os.kill(engine.pid, signal.SIGKILL)
-    engine.wait(WAIT_S)
-    deadline, pause = time.monotonic() + WAIT_S, threading.Event()
-    while True:
+    engine.wait()
+
+    def is_back() -> bool:
         try:
-            inspect(server, "disk")
-            return
+            return bool(inspect(server, "disk"))
         except Unavailable:
-            assert time.monotonic() < deadline, "the engine did not come back"
-            pause.wait(0.05)
+            return False
+
+    wait_until(is_back, "the engine did not come back")
 
 
 @pytest.mark.row("C10", clauses=("restart", "checksum"))

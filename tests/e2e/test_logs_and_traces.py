@@ -29,7 +29,7 @@ from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.otlp import OtlpReceiver, Span
 from tests.fixtures.server import ServerProcess
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.server
 
 CANARY = "CANARY77fe"
 PLUGIN = """
@@ -54,7 +54,8 @@ def start(root: Path, receiver: OtlpReceiver) -> ServerProcess:
     (repository / "generator" / "1" / "plugin.py").write_text(PLUGIN)
     (repository / "generator_unary" / "1" / "plugin.py").write_text(PLUGIN)
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_BSP_SCHEDULE_DELAY": "50"}
-    return ServerProcess(repository, root, ("--log-format=json", "--log-requests"), env).start()
+    loaded = (f"--load-model={name}" for name in ("generator", "generator_unary", "chat"))
+    return ServerProcess(repository, root, ("--log-format=json", "--log-requests", *loaded), env).start()
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def gateway(server: ServerProcess, *options: str) -> Iterator[tuple[str, subproc
             yield process.stdout.readline().strip(), process
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(120)
 
 
 def below(spans: list[Span], parent: str) -> dict[str, Span]:
@@ -175,7 +176,7 @@ def requests() -> Iterator[tuple[str, dict[str, Any]]]:
 def post(url: str, body: bytes, **headers: str) -> int:
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=120) as response:
             response.read()
             return int(response.status)
     except urllib.error.HTTPError as error:

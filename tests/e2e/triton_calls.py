@@ -105,7 +105,7 @@ class TritonStream:
         self.reply = Reply()
         self._was_forgotten = False
 
-    def next(self, timeout_s: float = 60.0) -> bool:
+    def next(self, timeout_s: float = 120.0) -> bool:
         """Waits for one response; True when it was the final one or an error."""
         result, error = self._queue.get(timeout=timeout_s)
         if error is not None:

@@ -18,8 +18,6 @@ from tests.fixtures.drive import hf_vision_model
 from tests.fixtures.server import ServerProcess
 
 VISION_KINDS = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-CHUNKED_KINDS = VISION_KINDS[:2]
-"""One of each kind of positions."""
 
 
 def picture(seed: int, size: tuple[int, int] = (64, 48), *, mode: str = "RGB", kind: str = "PNG") -> bytes:
@@ -124,8 +122,7 @@ class WholeModel:
 
 @dataclass
 class VisionServer:
-    """Models `<kind>_generator`, `<kind>_vision_chat` and so on for each kind; for CHUNKED_KINDS
-    `<kind>_chunked_chat` is the same ensemble over a generator that takes 7 tokens a step."""
+    """Models `<kind>_generator`, `<kind>_vision_chat` and so on for each kind."""
 
     server: ServerProcess
     whole: dict[str, WholeModel]

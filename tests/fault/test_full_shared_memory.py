@@ -24,7 +24,7 @@ NUM_TOKENS = 1_400
 LARGE = {"text_input": "hello", "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 64, "n": 3}
 """About 2.4 MB of log-probabilities for each choice: more than a stub's pool has without growing."""
 SMALL = {"text_input": "hello", "stream": True, "max_tokens": 40, "ignore_eos": True}
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 @pytest.fixture
@@ -33,7 +33,8 @@ def server(tmp_path: Path, serve_repository: Any) -> ServerProcess:
     repository = tmp_path / "repository"
     options = {**OPTIONS, "max_model_len": NUM_TOKENS + 200}
     build_repository(checkpoint, repository, placement="path", engine_options=options)
-    started: ServerProcess = serve_repository(repository)
+    loaded = (f"--load-model={name}" for name in ("generator", "generator_unary", "chat"))
+    started: ServerProcess = serve_repository(repository, *loaded)
     return started
 
 

@@ -26,6 +26,7 @@ from tests.fixtures import fake_pb_utils
 from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.fake_runner import FakeRunner, generate_choices_alone, prompt_logprobs_alone
 from tests.fixtures.mortal_engine import EngineDeathError, Frontend
+from tests.fixtures.waiting import wait_until
 
 MAX_MODEL_LEN = 200
 Sender = fake_pb_utils.ResponseSender
@@ -331,8 +332,7 @@ def test_requests_do_not_wait_longer_than_they_may(max_pause_s: float) -> None:
         frontend.step()
         frontend.kill()
         assert sender.final.is_set() or max_pause_s
-        time.sleep(0.11)
-        frontend.turn()
+        wait_until(lambda: frontend.turn() or sender.final.is_set())
         assert sender.responses[-1].error.code() == fake_pb_utils.TritonError.UNAVAILABLE
         assert "max_pause_s" in sender.responses[-1].error.message()
         frontend.replace()

@@ -98,21 +98,17 @@ def test_it_comes_in_one_response_beside_those_that_generate(
     assert got == generate_alone(IDS, params, MAX_MODEL_LEN)[0]
 
 
-def test_cancelled_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for the one place, which is taken for 300 steps, each of which waits for its end."""
+def test_cancelled_before_it_is_there(tmp_path: Path) -> None:
+    """It waits for the one place, which is taken for 300 steps."""
     harness = Harness(tmp_path, max_num_seqs=1)  # noqa: F811
     try:
+        harness.runner.hold_after_token_of = "t-1"
         first = harness.submit([1, 2], SamplingParams(max_tokens=300, ignore_eos=True))
         assert first.first.wait(60)
         sender = submit(harness, 7)
-        execute = harness.runner.execute
-
-        def slowly(output: Any) -> Any:
-            sender.final.wait(0.2)
-            return execute(output)
-
-        monkeypatch.setattr(harness.runner, "execute", slowly)
         harness.cancel("request 7")
+        harness.runner.is_slow = lambda: not sender.final.is_set()
+        harness.runner.gate.set()
         (response,) = data(sender)
         assert texts([response], "finish_reason") == ["cancelled"] and not response.tensors["embedding"].size
     finally:

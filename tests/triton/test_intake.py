@@ -24,7 +24,7 @@ from quire.triton.intake import LONG_BYTES, SHORT_THREADS, Intake  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_parser import RawRequest, RequestParser  # noqa: E402
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 MAX_BYTES = 10 * LONG_BYTES
 INFO = EngineInfo(1, 64, 600, 8, False, 8, 16, 1, "float32", "cpu")
 

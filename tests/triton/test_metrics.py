@@ -32,6 +32,7 @@ from quire.triton.metrics import HISTOGRAMS, EngineMetrics, MetricsBoard, Reques
 from quire.triton.observers import RequestEnded  # noqa: E402
 from quire.triton.vllm_metrics import VllmBackendMetrics, buckets_1_2_5  # noqa: E402
 from tests.fixtures.mortal_engine import Frontend as MortalFrontend  # noqa: E402
+from tests.fixtures.waiting import wait_until  # noqa: E402
 from tests.triton.test_responder import Harness  # noqa: E402
 
 shown = FakeMetricFamily.shown
@@ -340,7 +341,10 @@ def test_streams_are_measured_as_they_are_sent(tmp_path: Path, board: MetricsBoa
     harness.responder._meter = requests
     harness.responder._observers = [requests, harness.ended]
     try:
+        harness.runner.hold_after_token_of = "t-0"
         sender = harness.submit([5, 6, 7], max_tokens=40, ignore_eos=True, stream_interval=3)
+        assert sender.first.wait(WAIT_S)
+        harness.runner.gate.set()
         quiet = harness.submit([5, 6, 8], max_tokens=40, ignore_eos=True, stream=False)
         assert sender.final.wait(WAIT_S) and quiet.final.wait(WAIT_S)
         done = {one.request_id: one for one in harness.ended.wait(2)}
@@ -434,14 +438,10 @@ def test_the_board_sends_by_itself_histograms_too(
     engine = EngineMetrics(board, directory, "generator", "1")
     board.start()
     try:
+        name = 'quire_request_seconds_count{model="generator",version="1"}'
         for count in (1, 2):
             requests.ended(record())
-            name = 'quire_request_seconds_count{model="generator",version="1"}'
-            for _ in range(2000):
-                if shown().get(name) == count:
-                    break
-                board._stopped.wait(0.005)
-            assert shown()[name] == count
+            wait_until(lambda count=count: shown().get(name) == count)
         engine.update(stats(), info())
     finally:
         board.stop(WAIT_S)

@@ -27,7 +27,7 @@ from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_parser import ParsedRequest  # noqa: E402
 from quire.triton.responder import Responder  # noqa: E402
-from tests.triton.test_send_failures import wait_until  # noqa: E402
+from tests.fixtures.waiting import wait_until  # noqa: E402
 
 WAIT_S = 60.0
 OUTPUTS = frozenset({"text_output"})

@@ -27,6 +27,7 @@ from quire.triton import responder  # noqa: E402
 from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_parser import ParsedRequest  # noqa: E402
 from quire_ensemble.shared_memory import SMALL_BYTES  # noqa: E402
+from tests.fixtures.waiting import wait_until  # noqa: E402
 from tests.triton.test_choices import OUTPUTS, WAIT_S, Harness  # noqa: E402
 
 INTERNAL = fake_pb_utils.TritonError.INTERNAL
@@ -76,15 +77,6 @@ def sender_of(fails: Container[int], **options: bool) -> fake_pb_utils.ResponseS
     sender = fake_pb_utils.ResponseSender(fails, **options)
     fake_pb_utils.on_allocation = sender.allocate
     return sender
-
-
-def wait_until(condition: Any) -> None:
-    pause = threading.Event()
-    for _ in range(int(WAIT_S / 0.002)):
-        if condition():
-            return
-        pause.wait(0.002)
-    raise AssertionError("did not happen")
 
 
 def delivered(sender: fake_pb_utils.ResponseSender) -> list[tuple[int, list[int], str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from quire.triton.request_handle import RequestHandle  # noqa: E402
 from quire.triton.request_parser import MAX_PROMPTS, ParsedRequest  # noqa: E402
 from quire_ensemble.tokenizer import Tokenizer  # noqa: E402
 from tests.fixtures.fake_runner import generate_alone  # noqa: E402
+from tests.fixtures.waiting import wait_until  # noqa: E402
 from tests.triton.test_request_parser import parse, text, tokenizer  # noqa: E402, F401
 from tests.triton.test_responder import MAX_MODEL_LEN, OUTPUTS, WAIT_S, Harness, prompts  # noqa: E402
 
@@ -81,7 +81,7 @@ def test_each_prompt_is_answered_as_if_it_were_alone(harness: Harness, stream: b
     assert harness.core.stats().num_free_blocks == 256
 
 
-@pytest.mark.row("A18")
+@pytest.mark.row("A18", clauses=("independent",))
 def test_a_prompt_ends_when_it_has_ended_and_final_comes_with_the_last(harness: Harness) -> None:
     params = [SamplingParams(max_tokens=most, ignore_eos=True) for most in (300, 2, 100, 40)]
     sender = submit(harness, list(zip(prompts(4), params, strict=True)), stream=False)
@@ -98,6 +98,7 @@ def test_a_gone_client_and_a_cancellation_end_every_prompt(harness: Harness) -> 
     assert gone.responses[-1].error.code() == fake_pb_utils.TritonError.CANCELLED
     named = submit(harness, endless, name="mine")
     answer = harness.cancel("mine")
+    harness.runner.is_slow = lambda: not answer.final.is_set()
     harness.runner.gate.set()
     assert answer.final.wait(WAIT_S) and answer.responses[0].error is None
     answers = by_item(named)
@@ -111,8 +112,10 @@ def test_one_refused_prompt_refuses_all(tmp_path: Path) -> None:
     harness = Harness(tmp_path, max_num_seqs=1, max_waiting_requests=3)
     try:
         params = SamplingParams(max_tokens=300, ignore_eos=True)
-        harness.runner.gate.wait = lambda *_: time.sleep(0.01)  # the first runs until the last has come
+        harness.runner.gate.clear()
         sender = submit(harness, [(prompt, params) for prompt in prompts(8)])
+        harness.runner.is_slow = lambda: not sender.final.is_set()  # the first runs until the last has come
+        harness.runner.gate.set()
         assert sender.final.wait(WAIT_S)
         *_, last = sender.responses  # the first prompt may have begun before the last one came
         assert last.error.code() == fake_pb_utils.TritonError.UNAVAILABLE
@@ -125,12 +128,13 @@ def test_one_refused_prompt_refuses_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("held", [0, 20], ids=["as it comes", "merged"])
 def test_cumulative_responses_repeat_what_came_before(harness: Harness, held: int) -> None:
     batch = [(prompt, SamplingParams(max_tokens=40, ignore_eos=True, n=2, seed=3)) for prompt in prompts(3)]
-
-    def send_slowly() -> None:
-        while harness.runner.num_steps < held:
-            pass
-
-    for (item, choice), parts in by_item(submit(harness, batch, cumulative=True, delay=send_slowly)).items():
+    harness.runner.gate.clear()
+    sender = submit(
+        harness, batch, cumulative=True, delay=lambda: wait_until(lambda: harness.runner.num_steps >= held)
+    )
+    harness.runner.is_slow = lambda: len(sender.responses) < (0 if held else 6)  # each has one before its end
+    harness.runner.gate.set()
+    for (item, choice), parts in by_item(sender).items():
         expected, _ = generate_alone(*batch[item], MAX_MODEL_LEN, choice)
         said = [[int(i) for i in part["output_ids"]] for part in parts]
         assert said[-1] == expected and len(said) > 1

@@ -266,7 +266,7 @@ def test_nothing_is_imported_unless_it_is_on(environment: dict[str, str], is_on:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=True,
         env={"PYTHONPATH": ":".join(sys.path), **environment},
     )

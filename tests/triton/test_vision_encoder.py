@@ -1,4 +1,4 @@
-"""The `vision_encoder` model: with stand-in Triton utilities, in a fresh interpreter, and in the server."""
+"""The `vision_encoder` model: with stand-in Triton utilities, and in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -6,28 +6,21 @@ import gc
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-import tritonclient.grpc as grpc
-from tritonclient.utils import InferenceServerException
 
 from quire_ensemble import triton_vision_encoder
-from quire_ensemble.pbtxt import vision_encoder_config
 from quire_ensemble.triton_vision_encoder import NICENESS, EncoderOptions, VisionEncoderModel
 from quire_ensemble.vision_tower import VisionTower, default_num_threads
 from tests.fixtures import fake_pb_utils
 from tests.fixtures.fake_metrics import FakeMetricFamily
-from tests.fixtures.server import ServeRepository
 from tests.fixtures.vision_checkpoints import make_vision_checkpoint
 from tests.unit.test_encoder_cache import check_integrity
 
@@ -395,75 +388,3 @@ assert not heavy, heavy
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert ran.returncode == 0, ran.stderr
-
-
-MODEL_FILE = """
-import locale
-
-locale.setlocale(locale.LC_ALL, "C.UTF-8")
-
-import triton_python_backend_utils as pb_utils
-
-from quire_ensemble.triton_vision_encoder import VisionEncoderModel
-
-
-class TritonPythonModel(VisionEncoderModel):
-    pb_utils = pb_utils
-"""
-
-
-@pytest.mark.row("H11")
-def test_in_the_server_every_image_is_encoded_once(
-    serve_repository: ServeRepository, directory: Path, expected: Callable[..., np.ndarray], tmp_path: Path
-) -> None:
-    home = tmp_path / "repository" / "vision_encoder"
-    (home / "1").mkdir(parents=True)
-    shutil.copytree(directory.parent / "generator" / "1" / "tiny", home / "1" / "tiny")
-    (home / "1" / "model.py").write_text(MODEL_FILE, "utf-8")
-    config = vision_encoder_config("vision_encoder", checkpoint="1/tiny")
-    (home / "config.pbtxt").write_text(config, "utf-8")
-    server = serve_repository(home.parent, "--", "--disable-auto-complete-config")
-
-    def infer(images: Sequence[Image], **changed: np.ndarray) -> np.ndarray:
-        inputs = []
-        for name, array in (tensors(images) | changed).items():
-            kind = {"f": "FP32", "i": "INT32", "O": "BYTES"}[array.dtype.kind]
-            inputs.append(grpc.InferInput(name, list(array.shape), kind))
-            inputs[-1].set_data_from_numpy(array)
-        with grpc.InferenceServerClient(server.grpc_url) as client:
-            return client.infer("vision_encoder", inputs).as_numpy("image_embeds")
-
-    def metrics() -> dict[str, float]:
-        with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
-        found = re.findall(r"^(quire_vision_\w+)\{(.*)\} ([\d.e+]+)$", text, re.MULTILINE)
-        assert {labels.count('instance="vision_encoder_0_0"') for _, labels, _ in found} <= {1}, found
-        return {name.removeprefix("quire_vision_"): float(value) for name, _, value in found}
-
-    images = [Image(n) for n in range(6)]
-    asked = [images[:1], images[1:4], [], images[4:], images[:2], images[5:], images[3:5], []]
-    with ThreadPoolExecutor(len(asked)) as pool:
-        for part, rows in zip(asked, pool.map(infer, asked), strict=True):
-            assert_close(rows, expected(*part))
-    cold = metrics()
-    assert cold["encoder_images_total"] == cold["cache_misses_total"] == len(images)
-    assert cold["cache_hits_total"] == sum(map(len, asked)) - len(images)
-    assert cold["cache_bytes"] == sum(len(expected(image)) for image in images) * HIDDEN * 4
-    assert 1 <= cold["encoder_runs_total"] <= len(images)
-
-    assert_close(infer(images), expected(*images))
-    warm = metrics()
-    assert warm["encoder_runs_total"] == cold["encoder_runs_total"], "an image was encoded again"
-    assert warm["cache_hits_total"] == cold["cache_hits_total"] + len(images)
-
-    with pytest.raises(InferenceServerException, match="has 23 rows, image_grid means 24") as refused:
-        infer(images[:1], pixel_values=tensors(images[:1])["pixel_values"][:, 1:])
-    assert refused.value.status() == "StatusCode.INVALID_ARGUMENT"
-    (stub,) = [p for p in server.descendants() if "triton_python_backend_stub" in p.name()]
-    assert max(thread_niceness(stub.pid)) == os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
-
-
-def thread_niceness(pid: int) -> list[int]:
-    """Niceness of every thread of a process."""
-    stats = [(task / "stat").read_text("utf-8") for task in (Path("/proc") / str(pid) / "task").iterdir()]
-    return [int(stat.rpartition(")")[2].split()[16]) for stat in stats]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 """Every request is answered within this time, however busy the machine is."""
 ACCUSING = frozenset({"INTERNAL", "UNKNOWN", "DATA_LOSS", "DEADLINE_EXCEEDED"})
 """Statuses that no message may cause: what is wrong with a message has a status that says so."""

@@ -85,7 +85,7 @@ class Target:
 
     def _stop_gateway(self) -> None:
         self.gateway.terminate()
-        self.gateway.wait(20)
+        self.gateway.wait(120)
         assert self.gateway.stdout is not None
         self.gateway.stdout.close()
 

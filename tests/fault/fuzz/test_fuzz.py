@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.fault.fuzz.good_streams import GoodStreams
 from tests.fault.fuzz.memory import descriptors, private_mib
 from tests.fault.fuzz.outcome import LIMIT_S
 from tests.fault.fuzz.target import Target
+from tests.fixtures.waiting import wait_until
 
 SEED = 1
 OURS_MIB = 32.0
@@ -113,8 +113,9 @@ def bombard(root: Path, seed: int, count: int) -> None:
     assert not findings, f"{len(findings)} findings:\n" + "\n\n".join(map(str, findings[:20]))
     assert not problems, "\n".join(problems[:20])
     assert rounds >= 8
-    assert len(silent) <= max(1, count / 4_000)
-    assert ends["grpc UNCLOSED"] <= max(1, count / 1_000)
+    # The server's own, see above and `CLOSE_S`: a few more than there are on an average.
+    assert len(silent) <= 2 + count / 4_000
+    assert ends["grpc UNCLOSED"] <= 3 + count / 1_000
     for surface in SURFACES:
         assert ends[f"{surface} OK"] > count / 100, "some messages are right"
 
@@ -136,14 +137,16 @@ def grown(target: Target, memory: dict[str, float], handles: dict[str, int], sen
 
 def leaked(target: Target) -> list[str]:
     """Blocks still in use when all that was sent must have ended and all pins are taken off."""
-    deadline = time.monotonic() + LIMIT_S
-    while True:
+
+    def in_use() -> int:
         command(target, {"command": "unpin", "all": True})
-        in_use = command(target, {"command": "inspect"})["num_blocks_in_use"]
-        if not in_use:
-            return []
-        if time.monotonic() > deadline:
-            return [f"{in_use} blocks are in use"]
+        return command(target, {"command": "inspect"})["num_blocks_in_use"]
+
+    try:
+        wait_until(lambda: not in_use(), lambda: f"{in_use()} blocks are in use", timeout_s=LIMIT_S)
+    except AssertionError as error:
+        return [str(error)]
+    return []
 
 
 def command(target: Target, fields: dict[str, object]) -> dict[str, int]:

@@ -9,7 +9,7 @@ import http.client
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from random import Random
@@ -26,11 +26,10 @@ from quire_ensemble.generator_schema import (
     TENSORRT_LLM_INPUTS,
     TensorSpec,
 )
-from tests.e2e.conftest import OPTIONS, write_model
+from tests.e2e.conftest import TinyServer
 from tests.e2e.triton_calls import infer, stream
 from tests.fault.fuzz.calls import DTYPES
 from tests.fault.fuzz.memory import anonymous_mib
-from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.server import ServerProcess
 
 COUNT = 2_000
@@ -180,23 +179,9 @@ def _plain(array: np.ndarray, *, flat: bool = False) -> Any:
     return values if flat or len(values) != 1 else values[0]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    root = tmp_path_factory.mktemp("malformed")
-    checkpoint = make_checkpoint("llama", root / "llama", max_position_embeddings=OPTIONS["max_model_len"])
-    once = 'backend: "quire"\nmodel_transaction_policy { decoupled: false }\n'
-    for name, config, further in (
-        ("generator", 'backend: "quire"\n', {}),
-        ("generator_unary", once, {}),
-        ("vllm_model", 'backend: "quire"\n', {"dialect": "vllm"}),
-        ("tensorrt_llm", 'backend: "quire"\nmax_batch_size: 64\n', {}),
-        ("tensorrt_llm_unary", once + "max_batch_size: 64\n", {}),
-    ):
-        version = write_model(root / "repository", name, config)
-        (version / "quire.json").write_text(json.dumps({**OPTIONS, "model": str(checkpoint), **further}))
-    server = ServerProcess(root / "repository", root).start()
-    yield Served(server)
-    server.end()
+@pytest.fixture
+def served(tiny: TinyServer) -> Served:
+    return Served(tiny.server)
 
 
 def good_requests(url: str) -> list[Callable[[], Any]]:
@@ -250,7 +235,6 @@ def test_two_thousand_malformed_requests(served: Served) -> None:
 
 
 @pytest.mark.server
-@pytest.mark.timeout(300)
 def test_three_hundred_malformed_requests(served: Served) -> None:
     bombard(served, 300)
 

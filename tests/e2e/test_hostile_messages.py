@@ -5,33 +5,23 @@ from __future__ import annotations
 import json
 import re
 import signal
-import sys
-import time
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from quire.cli import main
-from quire_ensemble.builder import build_repository
-from tests.e2e.conftest import OPTIONS
+from tests.e2e.conftest import ENDLESS, NarrowServer
 from tests.e2e.triton_calls import TritonStream, infer, stream
 from tests.fault.test_engine_death import engines
-from tests.fixtures.checkpoints import make_checkpoint
-from tests.fixtures.pace import PACED, PACED_ENV, paced_input
+from tests.fixtures.pace import paced_input
 from tests.fixtures.server import ServerProcess
+from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.server
 
-MAX_TOKENS = 16_000
 SHORT = {"text_input": "hello", "stream": True, "max_tokens": 8, "ignore_eos": True}
-LONG = {**SHORT, "max_tokens": MAX_TOKENS, **paced_input(Path("/never"))}
-"""Minutes, however fast the machine is."""
-RUNNING, WAITING = 2, 9
-"""What the server computes at a time and keeps in its queue."""
-STRANGERS = ("click", "zmq", "msgspec", "numpy", "psutil", "torch", "transformers", "quire", "quire_ensemble")
+LONG = {**SHORT, "max_tokens": ENDLESS, **paced_input()}
 
 HOSTILE = {
     "nested": '{"command": "inspect", "a": ' + "[" * 984 + "]" * 984 + "}",
@@ -43,31 +33,9 @@ HOSTILE = {
 }
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """`quire serve` in a folder where each of STRANGERS is a module that leaves a note when imported."""
-    root = tmp_path_factory.mktemp("hostile")
-    folder = root / "elsewhere"
-    folder.mkdir()
-    for name in STRANGERS:
-        note = f"import os\nopen(os.path.join({str(root)!r}, 'imported'), 'a').write({name!r} + '\\n')\n"
-        (folder / f"{name}.py").write_text(note)
-    checkpoint = make_checkpoint("llama", root / "llama", max_position_embeddings=MAX_TOKENS + 1000)
-    options = {
-        **OPTIONS,
-        **PACED,
-        "max_model_len": MAX_TOKENS + 1000,
-        "num_blocks": 10_000,
-        "max_num_seqs": RUNNING,
-        "max_waiting_requests": WAITING,
-    }
-    build_repository(checkpoint, root / "repository", placement="path", engine_options=options)
-    served = ServerProcess(root / "repository", root, env=PACED_ENV)
-    # The command itself, not -m, which puts the working directory first by itself.
-    quire = Path(sys.executable).with_name("quire")
-    served._command = ["env", f"--chdir={folder}", str(quire), *served._command[3:]]
-    yield served.start()
-    served.end()
+@pytest.fixture
+def server(narrow: NarrowServer) -> ServerProcess:
+    return narrow.server
 
 
 def health(server: ServerProcess, timeout_s: float = 60) -> tuple[int, str]:
@@ -75,11 +43,11 @@ def health(server: ServerProcess, timeout_s: float = 60) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_nothing_is_imported_from_the_working_directory(server: ServerProcess) -> None:
+def test_nothing_is_imported_from_the_working_directory(narrow: NarrowServer) -> None:
     """The engine was started by -m, which puts the server's working directory first on the import path."""
-    reply = stream(server.grpc_url, "generator", SHORT)
+    reply = stream(narrow.server.grpc_url, "generator", SHORT)
     assert (reply.error, len(reply.token_ids)) == (None, 8)
-    assert not (server.log.parent / "imported").exists(), (server.log.parent / "imported").read_text()
+    assert not narrow.imported.exists(), narrow.imported.read_text()
 
 
 def test_hostile_commands_are_refused_and_disturb_nobody(server: ServerProcess) -> None:
@@ -94,7 +62,7 @@ def test_hostile_commands_are_refused_and_disturb_nobody(server: ServerProcess) 
         assert refused.value.status() == "StatusCode.INVALID_ARGUMENT", name  # type: ignore[attr-defined]
         assert len(str(refused.value)) < 500, name
     answer = stream(server.grpc_url, "generator", {"cache_control": '{"command": "inspect"}'})
-    assert json.loads(answer.text)["num_blocks"] == 10_000
+    assert json.loads(answer.text)["num_blocks"] == NarrowServer.NUM_BLOCKS
     assert stream(server.grpc_url, "generator", SHORT).token_ids == good
     stream(server.grpc_url, "generator", {"cancel": True}, request_id="beside")
     reply = beside.read_all()
@@ -108,16 +76,14 @@ def test_the_probe_tells_a_busy_engine_from_one_that_stands_still(server: Server
     status, said = health(server)
     assert status == 0 and "a token came" in said, said
     (engine,) = engines(server)
-    names = [f"long-{i}" for i in range(RUNNING + WAITING)]
+    names = [f"long-{i}" for i in range(NarrowServer.SEATS + NarrowServer.WAITING)]
     calls = []
     try:
         for name in names:
             calls.append(TritonStream(server.grpc_url, "generator", LONG, request_id=name))
-            if len(calls) <= RUNNING:
+            if len(calls) <= NarrowServer.SEATS:
                 calls[-1].next()
-        deadline = time.monotonic() + 60
-        while _num_waiting(server) < WAITING:
-            assert time.monotonic() < deadline, "not all have arrived"
+        wait_until(lambda: _num_waiting(server) >= NarrowServer.WAITING, "not all have arrived")
         refused = str(stream(server.grpc_url, "generator", SHORT).error)
         assert "max_waiting_requests" in refused
         status, said = health(server)
