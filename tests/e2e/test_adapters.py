@@ -83,7 +83,7 @@ def test_clients_name_load_and_unload_adapters(tmp_path: Path, serve_repository:
         asked = {**GREEDY, "lora_name": "second", "logits_processors": paced(released, 0.3)}
         with client.stream(PROMPT, model="generator", max_tokens=LONG, **asked) as stream:
             chunks = [next(stream)]
-            with pytest.raises(InvalidArgument, match="in use by 1 request"):
+            with pytest.raises(Unavailable, match="in use by 1 request"):
                 client.unload_adapter("second")
             engine.kill()
             released.touch()
