@@ -317,5 +317,5 @@ def test_vllms_series_of_adapters_are_few_and_never_deleted(monkeypatch: pytest.
     assert told("g") == ("", "") and told("fe") == ("e", "")
     assert len(of_info()) == 8 and not FakeMetricFamily.deleted
     board.start()
-    board.stop(timeout_s=30.0)
+    board.stop(timeout_s=120.0)
     assert not any(metric.value for metric in of_info()), "nothing of it is so when the model is gone"

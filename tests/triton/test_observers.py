@@ -24,6 +24,7 @@ from quire.triton.request_log import request_fields  # noqa: E402
 from quire.triton.request_parser import ParsedRequest  # noqa: E402
 from quire.triton.request_traces import attributes_of  # noqa: E402
 from tests.fixtures.frontend import Ended, Frontend  # noqa: E402
+from tests.fixtures.waiting import wait_until  # noqa: E402
 from tests.triton.test_choices import ScriptedCore, tokens  # noqa: E402
 from tests.triton.test_responder import OUTPUTS, Harness  # noqa: E402
 
@@ -177,7 +178,14 @@ def test_a_command(harness: Harness) -> None:
 @pytest.mark.parametrize("fails", [{0}, {1}, {0, 1}])
 def test_a_response_that_is_lost(harness: Harness, fails: set[int]) -> None:
     """The error is told once; with two failures Triton takes no end at all, and the request is given up."""
-    sender = fake_pb_utils.ResponseSender(fails)
+    sender, runner, execute = fake_pb_utils.ResponseSender(fails), harness.runner, harness.runner.execute
+
+    def behind(output: Any) -> Any:
+        """The first two tokens go out one by one: neither is the last."""
+        wait_until(lambda: sender.num_sends >= min(runner.num_steps, 2) or not harness.responder._open)
+        return execute(output)
+
+    runner.execute = behind  # type: ignore[method-assign]
     send(harness, parsed(), sender)
     record = only(harness)
     assert sender.final.is_set() == (len(fails) == 1)
