@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -240,15 +239,15 @@ MAY_SPILL = {"attention.ragged.": 128, "attention.decode.gemma2-9b": 24, "attent
 """Bytes, by the beginning of a name: tiles of prompts were chosen by time, on an H200 with 96 bytes."""
 
 
-def compile_kernels(kernel: str, architectures: Sequence[str] = ARCHITECTURES) -> None:
+def compile_kernels(kernel: str, arch: str) -> None:
     """Compiles the kernels whose name contains this, outside the interpreter, and looks at what came out."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT / "kernels")
     command = [sys.executable, "-m", "quire_kernels.triton_lang.compiler", "--kernel", kernel]
-    command += [f"--arch={arch}" for arch in architectures]
+    command += [f"--arch={arch}"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     results = [json.loads(line) for line in run.stdout.splitlines()]
-    assert {result["arch"] for result in results} == {*architectures}, run.stderr
+    assert {result["arch"] for result in results} == {arch}, run.stderr
     for result in results:
         assert not result["problems"], result
         most = max((size for name, size in MAY_SPILL.items() if result["name"].startswith(name)), default=0)
@@ -256,12 +255,12 @@ def compile_kernels(kernel: str, architectures: Sequence[str] = ARCHITECTURES) -
 
 
 def test_kernels_of_a_model_compile_without_spills() -> None:
-    """For GPUs that are not here: tensor cores where they are needed, and not too much shared memory."""
-    compile_kernels("llama-8b")
+    """For a GPU that is not here: tensor cores where they are needed, and not too much shared memory."""
+    compile_kernels("llama-8b", "sm_90")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("module", ["attention", "cache", "lora"])
-def test_all_kernels_compile_without_spills(arch: str, module: str) -> None:
-    compile_kernels(f"{module}.", [arch])
+@pytest.mark.parametrize("kernels", ["attention.", "cache.", "lora.", "sampling-"])
+def test_all_kernels_compile_without_spills(arch: str, kernels: str) -> None:
+    compile_kernels(kernels, arch)

@@ -102,7 +102,6 @@ import sys
 from pathlib import Path
 from quire_kernels.triton_lang import tuning
 from quire_kernels.triton_lang.tuning import Config, Device, Tuner, kernel_key
-from tests.kernels.test_paged_attention import dense, make_case
 
 def run(config):
     pass

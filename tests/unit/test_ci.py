@@ -181,12 +181,18 @@ def test_a_run_that_is_ended_ends_the_tests_and_says_so(checkout: Checkout) -> N
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM
-    assert "==== .ci/run: ended by a signal after " in output
+    assert "==== .ci/run: ended by SIGTERM after " in output
     assert not made.is_running()
 
 
 def test_a_run_that_passed_ends_in_pytest_s_line_and_is_noted(checkout: Checkout) -> None:
-    tests = "import sys\n\ndef test_has_no_input():\n    assert sys.stdin.read() == ''\n"
+    tests = """
+import signal, sys
+
+def test_has_no_input_and_the_signals_of_a_foreground():
+    assert sys.stdin.read() == ''
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+"""
     (checkout.folder / "test_sample.py").write_text(tests, "utf-8")
     commit = checkout.commit()
     status, lines = checkout.run(PYTEST + " -s", tests)

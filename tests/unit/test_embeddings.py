@@ -24,7 +24,7 @@ from tests.fixtures.drive import hf_model
 from tests.fixtures.graphs import recorded_steps
 from tests.fixtures.runner_of import runner_of
 from tests.unit.test_engine import random_prompts
-from tests.unit.test_oracle_matrix import AHEAD, engine
+from tests.unit.test_oracle_matrix import AHEAD, each_way, engine, starts_processes
 
 FAMILIES = ("llama", "qwen3", "gemma3")
 """Two whose layers are one call; one with windows, computed operator by operator."""
@@ -79,7 +79,10 @@ def models(checkpoints: dict[tuple[str, str], Path]) -> dict[str, Any]:
     return {family: hf_model(checkpoints[family, "none"]) for family in FAMILIES}
 
 
-@pytest.fixture(params=AHEAD)
+POOLED = [("llama", "none"), ("llama", "mean"), ("qwen3", "last"), ("gemma3", "mean")]
+
+
+@pytest.fixture
 def ahead(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     with recorded_steps() if request.param == "recorded" else nullcontext():
         yield AHEAD[request.param]
@@ -97,9 +100,7 @@ def check(model: Any, prompt: list[int], found: bytes, pooling: Pooling, dimensi
     torch.testing.assert_close(vector, expected(model, prompt, pooling, dimensions), atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), [("llama", "none"), ("llama", "mean"), ("qwen3", "last"), ("gemma3", "mean")]
-)
+@each_way("family,kind", POOLED, POOLED[::3])
 def test_equal_to_transformers_chunked_cached_and_beside_others(
     checkpoints: dict[tuple[str, str], Path],
     models: dict[str, Any],
@@ -109,7 +110,7 @@ def test_equal_to_transformers_chunked_cached_and_beside_others(
 ) -> None:
     """Requests that generate leave the prompts in the cache and find them there, and get the same tokens."""
     model, pooling = models[family], KINDS[kind]
-    for budget in (5,) if "worker_process" in ahead else (5, 4096):
+    for budget in (5,) if starts_processes(ahead) else (5, 4096):
         llm = engine(checkpoints[family, kind], max_num_batched_tokens=budget, **ahead)
         alone = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
         sizes = [SIZE, 16, SIZE, 3, SIZE]

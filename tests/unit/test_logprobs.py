@@ -25,7 +25,7 @@ from tests.fixtures.drive import hf_logits, hf_model
 from tests.fixtures.graphs import recorded_steps
 from tests.fixtures.runner_of import runner_of
 from tests.unit.test_engine import random_prompts
-from tests.unit.test_oracle_matrix import AHEAD, engine, small_pool
+from tests.unit.test_oracle_matrix import AHEAD, each_way, engine, small_pool, starts_processes
 
 FAMILIES = ("llama", "qwen3", "gemma3")
 """Two whose layers are one call; one with windows, computed operator by operator."""
@@ -47,7 +47,7 @@ def models(checkpoints: dict[str, Path]) -> dict[str, Any]:
     return {family: hf_model(path) for family, path in checkpoints.items()}
 
 
-@pytest.fixture(params=AHEAD)
+@pytest.fixture
 def ahead(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     with recorded_steps() if request.param == "recorded" else nullcontext():
         yield AHEAD[request.param]
@@ -86,7 +86,7 @@ def check(model: Any, prompt: list[int], output: RequestOutput) -> None:
 
 
 @pytest.mark.row("A15", clauses=("sampled", "paths"))
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way("family", [(family,) for family in FAMILIES], [("gemma3",)])
 def test_equal_to_transformers_chunked_and_with_prefix_hits(
     checkpoints: dict[str, Path], models: dict[str, Any], family: str, ahead: dict[str, Any]
 ) -> None:
@@ -96,7 +96,7 @@ def test_equal_to_transformers_chunked_and_with_prefix_hits(
         max_tokens=5, ignore_eos=True, logprobs=4, prompt_logprobs=3, n=2, temperature=1.0, seed=3
     )
     asks = [ASKS, several] * len(PROMPTS)
-    for budget in (5,) if "worker_process" in ahead else (5, 4096):
+    for budget in (5,) if starts_processes(ahead) else (5, 4096):
         llm = engine(checkpoints[family], max_num_batched_tokens=budget, **ahead)
         expected = [output.token_ids for output in llm.generate(PROMPTS, greedy)]
         outputs = llm.generate([*PROMPTS, *PROMPTS], [*asks[: len(PROMPTS)], *([greedy] * len(PROMPTS))])

@@ -8,7 +8,7 @@ some of them; prompts are much longer than the windows.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -80,14 +80,34 @@ AHEAD: dict[str, dict[str, Any]] = {
     "two ranks": {"tensor_parallel_size": 2},
 }
 """How steps follow each other; "recorded": as CUDA graphs, of torch's operations."""
+
+
+def starts_processes(options: dict[str, Any]) -> bool:
+    """Whether an engine with these options takes seconds to start."""
+    return bool(options.keys() & {"worker_process", "tensor_parallel_size"})
+
+
+def each_way(names: str, cases: Sequence[Any], few: Sequence[Any]) -> pytest.MarkDecorator:
+    """Every way of AHEAD with cases of these names; with a few of them, where it starts processes."""
+    return pytest.mark.parametrize(
+        f"ahead,{names}",
+        [
+            pytest.param(way, *case, id="-".join((way, *case)))
+            for way, options in AHEAD.items()
+            for case in (few if starts_processes(options) else cases)
+        ],
+        indirect=["ahead"],
+    )
+
+
 each_way_and_family = pytest.mark.parametrize(
     ("ahead", "family"),
     [
         pytest.param(way, family, id=f"{way}-{family}")
-        for way in AHEAD
+        for way, options in AHEAD.items()
         for family in FAMILIES
-        # It takes seconds to start, and what goes to it differs by the windows alone: here layers have both.
-        if (way not in ("worker process", "two ranks") or family == "gemma3")
+        # What goes to a process differs by the windows alone: here layers have both.
+        if (not starts_processes(options) or family == "gemma3")
         # Heads of several sizes and keys that layers share, and chunks, as steps that are recorded have them.
         and (way == "recorded" or family not in ("gemma4", "llama4"))
     ],
@@ -121,7 +141,7 @@ def test_cold_cached_chunked(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], family: str, ahead: dict[str, Any]
 ) -> None:
     # A worker takes seconds to start, and does not know how large a step may be.
-    for budget in (7,) if ahead.keys() & {"worker_process", "tensor_parallel_size"} else (7, 64, 4096):
+    for budget in (7,) if starts_processes(ahead) else (7, 64, 4096):
         llm = engine(checkpoints[family], max_num_batched_tokens=budget, **ahead)
         assert ids(llm.generate(PROMPTS, GREEDY)) == expected[family], f"cold, {budget} tokens a step"
         before = llm.core.stats()
