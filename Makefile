@@ -51,7 +51,7 @@ serve: $(SERVING)
 
 # The tests of the real server in one process, all others in the rest.
 test: $(STAMP)
-	$(PYTEST) -m "not slow" -n $(JOBS)
+	$(PYTEST) -m "not slow" -n $(JOBS) --failures .cache/failures.txt
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow
