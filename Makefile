@@ -29,7 +29,7 @@ help:
 	@echo "make bench-peers  the same work for Quire and other engines, installed on first use (hours)"
 	@echo "make bench      measure the served demo         make rows       rows of the features table that have tests"
 	@echo "make constraints  take new versions of all requirements"
-	@echo "make rows ROWS=\"A1 A2\"  run their tests         make status     the status tables from the marks of the tests"
+	@echo "make rows ROWS=\"A1 A2\"  run their tests         make status     the status tables: marks, slow tests on record"
 
 setup: $(STAMP)
 
@@ -53,8 +53,9 @@ serve: $(SERVING)
 test: $(STAMP)
 	$(PYTEST) -m "not slow" -n $(JOBS) --failures .cache/failures.txt
 
+# Outcomes are kept: commit the report, and what `make status` makes of it. TESTS: files, for a part of them.
 test-slow: $(STAMP)
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --report tests/reports/slow.json $(TESTS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

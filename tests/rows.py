@@ -8,7 +8,8 @@ A row of docs/features.json works when each clause of its criterion is named by 
 
 A clause whose text begins with [GPU] is proven only where the test ran on a GPU. A test that names any other
 clause must not be skipped: that is a failure, so that a run without failures proves what the marks say. What
-README.md and docs/status.md say is made from the marks alone (`tests/status.py`); a test compares.
+README.md and docs/status.md say is made from the marks and the report of the slow tests (`tests/status.py`,
+`tests/slow.py`); a test compares.
 
 As a pytest plugin (loaded by the root conftest): checks the marks, selects tests by row (`--rows A1,A2`, or
 `--rows all` for every test with a row) and writes what came out (`--row-report FILE`). As a program, what
@@ -16,7 +17,7 @@ As a pytest plugin (loaded by the root conftest): checks the marks, selects test
 
     python -m tests.rows                 list all rows that have tests
     python -m tests.rows A1 A2           run their tests; status 0 only if all pass and prove every clause
-    python -m tests.rows --status        regenerate the status tables from the marks; runs nothing
+    python -m tests.rows --status        regenerate the status tables; runs nothing
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ class RowResult:
         return [name for name in feature.clauses if name not in proven]
 
     def state(self, feature: Feature) -> str:
-        """works: every clause is proven, and all tests pass. partly: something passes."""
+        """works: every clause is proven, and all tests that ran pass. partly: something passes."""
         outcomes = set(self.outcomes.values())
-        if outcomes == {PASSED} and not self.missing(feature):
+        if outcomes <= {PASSED, NOT_RUN} and not self.missing(feature):
             return "works"
         return "partly" if PASSED in outcomes else "not yet"
 
@@ -99,6 +100,17 @@ def load_report(path: Path) -> dict[str, RowResult]:
 def row_order(row: str) -> tuple[str, int]:
     """Sort key that puts A2 before A10."""
     return row[0], int(row[1:])
+
+
+def outcome_of(report: pytest.TestReport) -> str | None:
+    """Outcome of a case as one of its reports says it; None where that says nothing."""
+    if (SKIPPED, True) in report.user_properties:
+        return SKIPPED
+    if report.failed or (report.when == "call" and hasattr(report, "wasxfail")):
+        return FAILED  # an expected failure proves nothing either
+    if report.skipped:
+        return SKIPPED
+    return PASSED if report.when == "call" else None
 
 
 def function_of(nodeid: str) -> str:
@@ -151,14 +163,20 @@ def read_marks(path: Path, features: Mapping[str, Feature]) -> dict[str, Marks]:
 
 
 def marked_rows() -> dict[str, RowResult]:
-    """What the marks of all test files say if every test passes and there is no GPU."""
-    features = load_features()[1]
+    """What the marks of all test files say if every test of `make test` passes and there is no GPU.
+
+    CI runs those with each change. The slow ones came out as their report says.
+    """
+    from tests import slow
+
+    features, slow_tests, report = load_features()[1], slow.slow_tests(), slow.load()
     rows: dict[str, RowResult] = defaultdict(RowResult)
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for name, marks in read_marks(path, features).items():
             test = f"{path.relative_to(ROOT).as_posix()}::{name}"
             for row, names in marks.items():
-                rows[row].outcomes[test] = PASSED
+                on_record = report[test]["outcome"] if test in report else NOT_RUN
+                rows[row].outcomes[test] = on_record if test in slow_tests else PASSED
                 rows[row].clauses[test] = names
     return rows
 
@@ -214,17 +232,13 @@ class RowPlugin:
         needed = [n for row, names in marks.items() for n in names if not self._features[row].needs_gpu(n)]
         if report.skipped and needed:
             report.outcome = FAILED
+            report.user_properties.append((SKIPPED, True))
             report.longrepr = f"it names clauses of rows, {needed}, and was skipped: {report.longrepr}"
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed or (report.when == "call" and hasattr(report, "wasxfail")):
-            outcome = FAILED  # an expected failure proves nothing either
-        elif report.skipped:
-            outcome = SKIPPED
-        elif report.when == "call":
-            outcome = PASSED
-        else:
+        outcome = outcome_of(report)
+        if outcome is None:
             return
         test = function_of(report.nodeid)
         for name, marks in report.user_properties:
@@ -314,12 +328,12 @@ def main() -> int:
         prog="make rows", description="Rows of the features table and their tests."
     )
     parser.add_argument("rows", nargs="*", help="such as A1 A14")
-    parser.add_argument("--status", action="store_true", help="regenerate the status tables from the marks")
+    parser.add_argument("--status", action="store_true", help="regenerate the status tables")
     arguments = parser.parse_args()
     if arguments.status:
-        from tests.status import write_status
+        from tests import slow, status
 
-        write_status(marked_rows())
+        status.write_status(marked_rows(), slow.load())
         return 0
     rows = [row for argument in arguments.rows for row in re.split(r"[,\s]+", argument) if row]
     return run_rows(rows) if rows else list_rows()

@@ -14,7 +14,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.server import tritonserver
-from tests import groups, rows, status
+from tests import groups, rows, slow, status
 from tests.rows import ROOT, Feature, RowResult, load_features
 
 pytest_plugins = ["pytester"]
@@ -118,7 +118,7 @@ def test_a_report_has_every_row_with_the_outcomes_of_its_tests(
     assert results["A5"].missing(features["A5"]) == ["clients", "frontend"]
 
 
-def test_a_row_works_when_passing_tests_name_all_its_clauses_and_no_test_of_it_does_not_pass() -> None:
+def test_a_row_works_when_passing_tests_name_all_its_clauses_and_none_of_it_failed_or_was_skipped() -> None:
     feature = Feature("A1", "", "M", {"grpc": "", "http": ""})
 
     def state(**tests: tuple[str, list[str]]) -> str:
@@ -132,7 +132,8 @@ def test_a_row_works_when_passing_tests_name_all_its_clauses_and_no_test_of_it_d
     assert state(t=("passed", ["grpc", "http"]), u=("passed", [])) == "works"
     for outcome in ("failed", "skipped", rows.NOT_RUN):
         assert state(t=("passed", ["grpc"]), u=(outcome, ["http"])) == "partly"
-        assert state(t=("passed", ["grpc", "http"]), u=(outcome, [])) == "partly"
+        expected = "works" if outcome == rows.NOT_RUN else "partly"
+        assert state(t=("passed", ["grpc", "http"]), u=(outcome, [])) == expected
         assert state(t=(outcome, ["grpc", "http"])) == "not yet"
 
 
@@ -235,11 +236,11 @@ def test_the_marks_read_from_the_files_are_those_that_pytest_sees(request: pytes
         }
 
 
-def test_the_tables_are_what_the_marks_say() -> None:
+def test_the_tables_are_what_the_marks_and_the_report_of_slow_tests_say() -> None:
     """`make status` writes them."""
     results = rows.marked_rows()
     assert status.README.read_text("utf-8") == status.render_readme(results)
-    assert status.STATUS.read_text("utf-8") == status.render_status(results)
+    assert status.STATUS.read_text("utf-8") == status.render_status(results, slow.load())
 
 
 def test_tables_say_what_the_results_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -247,23 +248,35 @@ def test_tables_say_what_the_results_say(monkeypatch: pytest.MonkeyPatch, tmp_pa
     readme.write_text(f"before\n{status.BEGIN}\nold\n{status.END}\nafter\n", "utf-8")
     monkeypatch.setattr(status, "README", readme)
     monkeypatch.setattr(status, "STATUS", full)
+    features = load_features()[1]
     results = {
         "A1": RowResult({"t": "passed", "u": "passed"}, {"t": WHOLE, "u": []}),
         "A3": RowResult({"t": "passed"}, {"t": ["infer", "perf"]}),
-        "B1": RowResult({"t": "passed"}, {"t": []}),
+        "A4": RowResult({"t": "passed", "s": "passed"}, {"t": [], "s": list(features["A4"].clauses)}),
+        "B1": RowResult({"t": "passed", "n": rows.NOT_RUN}, {"t": [], "n": ["speed"]}),
+        "B2": RowResult({"t": "passed", "f": "failed"}, {"t": list(features["B2"].clauses), "f": []}),
     }
-    status.write_status(results)
-    status.write_status(results)  # a second time changes nothing
+    report = {
+        "s": {"outcome": "passed", "date": "2026-01-02", "commit": 40 * "a"},
+        "f": {"outcome": "failed", "date": "2026-01-02", "commit": 40 * "b"},
+    }
+    status.write_status(results, report)
+    status.write_status(results, report)  # a second time changes nothing
     text = readme.read_text("utf-8")
-    assert text.startswith(f"before\n{status.BEGIN}\nOf the 215 rows of the features table 1 work, ")
-    assert text.endswith(f" and 2 partly: [docs/status.md](docs/status.md).\n{status.END}\nafter\n")
+    assert text.startswith(f"before\n{status.BEGIN}\nOf the 215 rows of the features table 2 work, ")
+    assert text.endswith(f" and 3 partly: [docs/status.md](docs/status.md).\n{status.END}\nafter\n")
     assert "old" not in text
     lines = full.read_text("utf-8").splitlines()
-    features = load_features()[1]
     refusal = features["A3"].clauses["refusal"]
-    assert "| A Request / API surface | 1 | 1 | 42 |" in lines
-    assert "| B Scheduling | 0 | 1 | 23 |" in lines
-    assert "| all | 1 | 2 | 215 |" in lines
+    assert "| A Request / API surface | 2 | 1 | 42 |" in lines
+    assert "| B Scheduling | 0 | 2 | 23 |" in lines
+    assert "| all | 2 | 3 | 215 |" in lines
+    assert (
+        "Of the 2 rows that work 1 do by `make test` alone, 1 lean on slow tests: A4. "
+        "These passed: 1 at aaaaaaaaaaaa on 2026-01-02."
+    ) in lines
+    assert "| B1 | speed | n | not run |" in lines
+    assert "| B2 |  | f | failed |" in lines
     assert f"| A1 | {features['A1'].capability} | works | 2 |  |" in lines
     assert f"| A3 | {features['A3'].capability} | partly | 1 | {refusal} |" in lines
     assert any(line.startswith("| H15 | ") and "| not yet | 0 | speech" in line for line in lines)
