@@ -225,7 +225,7 @@ class StubLostError(UnavailableError):
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(
             f"tritonserver has lost {', '.join(names)} while models were loading: the machine is too busy, "
-            "was paused, or has killed it"
+            "was paused, or has killed it, or it ended by itself, for a reason that is above"
         )
 
 
@@ -365,7 +365,9 @@ class ServerRun:
                 if process.returncode < 0 and stubs.suspects:
                     raise StubLostError(stubs.suspects)
                 return False
-            if not self._stopping and _is_ready(self._probe_address(), http_port):
+            if self._stopping:  # a stub may be lost at the same moment
+                break
+            if _is_ready(self._probe_address(), http_port):
                 return True
             for pid, name in stubs.look().items():
                 if not self._load_retries or not stubs.kill(pid):
