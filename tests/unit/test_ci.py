@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.failures import Failures
 from tests.rows import ROOT
 
 pytest_plugins = ["pytester"]
@@ -160,6 +161,32 @@ def test_a_file_that_cannot_be_imported(checkout: Checkout) -> None:
     place = lines.index("FAILED test_sample.py (collection)")
     assert lines[place + 1] == "    ModuleNotFoundError: No module named 'no_such_module'"
     assert lines[-1].startswith("==== 1 error in ")
+
+
+def test_an_error_that_is_no_utf_8_is_a_failure_as_others_are(checkout: Checkout) -> None:
+    """The plugin failed of it, and with it the run, whose other tests did not come to their turn."""
+    tests = "def test_fails():\n    assert 0, '\\ud800'\n\ndef test_passes():\n    pass\n"
+    status, lines = checkout.run(PYTEST, tests)
+    assert status == 1
+    assert r"    AssertionError: \ud800" in lines
+    assert lines[-1].startswith("==== 1 failed, 1 passed in ")
+
+
+def test_two_runs_may_share_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each moved the other's unfinished file away, and ended by that."""
+    first, second = (Failures(tmp_path / "failures.txt", tmp_path) for _ in range(2))
+    replace = Path.replace
+
+    def between(unfinished: Path, file: Path) -> Path:
+        with monkeypatch.context() as other:
+            other.setattr(Path, "replace", replace)
+            other.setattr(os, "getpid", lambda: 1)
+            second.pytest_runtest_logstart("test_of_the_second")
+        return replace(unfinished, file)
+
+    monkeypatch.setattr(Path, "replace", between)
+    first.pytest_runtest_logstart("test_of_the_first")
+    assert "test_of_the_first" in (tmp_path / "failures.txt").read_text("utf-8")
 
 
 def test_a_run_that_did_not_come_to_pytest(checkout: Checkout) -> None:
