@@ -72,7 +72,7 @@ class Checkout:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
-    folder = tmp_path / "checkout"
+    folder = tmp_path / "check*out"
     (folder / ".ci").mkdir(parents=True)
     (folder / "bin").mkdir()
     shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
@@ -163,6 +163,17 @@ def test_a_file_that_cannot_be_imported(checkout: Checkout) -> None:
     assert lines[-1].startswith("==== 1 error in ")
 
 
+@pytest.mark.parametrize("make", [PYTEST, "exit 0"])
+def test_a_run_without_pytest_s_end_is_none_that_passed(checkout: Checkout, make: str) -> None:
+    """It was noted as one: a test had ended its process with 0, before the others."""
+    tests = "import os\n\ndef test_ends():\n    os._exit(0)\n\ndef test_fails():\n    assert 0\n"
+    (checkout.folder / "test_sample.py").write_text(tests, "utf-8")
+    checkout.commit()
+    status, lines = checkout.run(make, tests)
+    assert (status, checkout.noted()) == (1, [])
+    assert any(line.startswith("==== .ci/run: make ended with status 0 ") for line in lines)
+
+
 def test_an_error_that_is_no_utf_8_is_a_failure_as_others_are(checkout: Checkout) -> None:
     """The plugin failed of it, and with it the run, whose other tests did not come to their turn."""
     tests = "def test_fails():\n    assert 0, '\\ud800'\n\ndef test_passes():\n    pass\n"
@@ -223,10 +234,12 @@ def test_a_run_that_passed_ends_in_pytest_s_line_and_is_noted(checkout: Checkout
 
 
 def test_a_part_of_the_tests_and_a_changed_tree_are_not_noted(checkout: Checkout) -> None:
+    tests = "def test_x():\n    pass\n"
+    (checkout.folder / "test_sample.py").write_text(tests, "utf-8")
     checkout.commit()
-    assert checkout.run("exit 0", PYTEST_ADDOPTS="-k x")[0] == 0
+    assert checkout.run(PYTEST, tests, PYTEST_ADDOPTS="-k x")[0] == 0
     assert checkout.noted() == []
-    assert checkout.run("exit 0", "changed = 1\n")[0] == 0
+    assert checkout.run(PYTEST, tests + "changed = 1\n")[0] == 0
     assert checkout.noted() == []
 
 
