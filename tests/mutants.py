@@ -861,7 +861,7 @@ _FRONTEND = (
     Mutant(
         "metrics listen on every address",
         "backend/quire/server/serve.py",
-        '        ("metrics-address", config.address),\n',
+        '        ("metrics-address", of_http),\n',
         "",
         ("tests/unit/test_serve.py::test_everything_listens_on_the_one_address",),
     ),

@@ -527,13 +527,14 @@ def test_everything_listens_on_the_one_address(tmp_path: Path) -> None:
     """tritonserver's own default for each of the three is all addresses of the machine."""
     services = ("http", "grpc", "metrics")
     known = frozenset(f"{name}-{what}" for name in services for what in ("address", "port"))
-    for address in ("127.0.0.1", "::1"):
+    for address, of_http, of_grpc in (("127.0.0.1",) * 3, ("::1", "ipv6:::1", "[::1]")):
+        expected = {"http": of_http, "grpc": of_grpc, "metrics": of_http}
         config = ServeConfig(repositories=(tmp_path,), address=address)
         arguments = server_arguments(config, known, tmp_path, (1, 2, 3), "quire-x-", ())
         assert arguments == [
             f"--{name}-{what}={value}"
             for port, name in enumerate(services, 1)
-            for what, value in (("address", address), ("port", port))
+            for what, value in (("address", expected[name]), ("port", port))
         ]
 
 

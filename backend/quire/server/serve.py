@@ -187,14 +187,16 @@ def server_arguments(
         load_retries: further attempts at a model that fails to load.
     """
     http_port, grpc_port, metrics_port = ports
+    address = config.address
+    of_http, of_grpc = (f"ipv6:{address}", f"[{address}]") if ":" in address else (address, address)
     wanted = [
         *(("model-repository", str(repository)) for repository in repositories),
         ("backend-directory", str(backends)),
-        ("http-address", config.address),
+        ("http-address", of_http),
         ("http-port", str(http_port)),
-        ("grpc-address", config.address),
+        ("grpc-address", of_grpc),
         ("grpc-port", str(grpc_port)),
-        ("metrics-address", config.address),
+        ("metrics-address", of_http),
         ("metrics-port", str(metrics_port)),
         ("model-control-mode", "none"),
         ("model-load-retry-count", str(load_retries)),
