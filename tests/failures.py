@@ -7,6 +7,7 @@ closing one of pytest, or says that pytest has not ended; then come the tests th
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,8 +87,9 @@ class Failures:
         self._write()
 
     def _write(self) -> None:
-        written = self._file.with_suffix(".new")
-        written.write_text("\n".join(line[:WIDTH] for line in self.lines()) + "\n", "utf-8")
+        written = self._file.with_suffix(f".{os.getpid()}")  # two runs may share the file
+        text = "\n".join(line[:WIDTH] for line in self.lines()) + "\n"
+        written.write_text(text, "utf-8", "backslashreplace")  # file names may be no UTF-8
         written.replace(self._file)  # whoever reads it sees all of it
 
     def lines(self) -> list[str]:

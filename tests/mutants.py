@@ -75,6 +75,14 @@ _SURVIVORS = (  # of a review of 49 planted bugs
         ("tests/unit/test_prefix_cache.py::test_no_two_tenants_and_sessions_have_one_pin",),
     ),
     Mutant(
+        "a refusal looks at all that wait",
+        "backend/quire/core/scheduler.py",
+        "        if not request.num_deaths:\n            self._admission.check(",
+        "        for one in roster.requests.values():\n            assert one is not request\n"
+        "        if not request.num_deaths:\n            self._admission.check(",
+        ("tests/unit/test_overload.py::test_a_refusal_costs_the_same_however_many_wait",),
+    ),
+    Mutant(
         "a cache reset leaves the tiers full",
         "backend/quire/core/scheduler.py",
         "count += self.transfers.tiers.clear()",
@@ -853,7 +861,7 @@ _FRONTEND = (
     Mutant(
         "metrics listen on every address",
         "backend/quire/server/serve.py",
-        '        ("metrics-address", config.address),\n',
+        '        ("metrics-address", of_http),\n',
         "",
         ("tests/unit/test_serve.py::test_everything_listens_on_the_one_address",),
     ),

@@ -197,11 +197,21 @@ def test_a_no_is_one_that_comes_twice_and_at_once_from_who_said_yes(
         one.close()
 
 
-def test_without_an_http_port_nothing_is_known_and_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [None, psutil.AccessDenied(), OSError(24, "Too many open files")])
+def test_without_an_http_port_nothing_is_known_and_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """Without a free descriptor for the search its thread ended, and nothing was noticed any more."""
+
+    def search(*_: object) -> list[Any]:
+        if error is not None:
+            raise error
+        return []
+
     said: list[str] = []
     monkeypatch.setattr(drain, "SEARCH_S", 0.0)
     monkeypatch.setattr(drain.logger, "warning", lambda text, *arguments: said.append(text % arguments))
-    monkeypatch.setattr("psutil.Process.net_connections", lambda self, kind: [])
+    monkeypatch.setattr("psutil.Process.net_connections", search)
     answer = ServerAnswer("generator", "1", os.getpid())
     assert [answer.ask() for _ in range(4)] == [None] * 4
     (line,) = said

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.failures import Failures
 from tests.rows import ROOT
 
 pytest_plugins = ["pytester"]
@@ -71,7 +72,7 @@ class Checkout:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
-    folder = tmp_path / "checkout"
+    folder = tmp_path / "check*out"
     (folder / ".ci").mkdir(parents=True)
     (folder / "bin").mkdir()
     shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
@@ -162,6 +163,43 @@ def test_a_file_that_cannot_be_imported(checkout: Checkout) -> None:
     assert lines[-1].startswith("==== 1 error in ")
 
 
+@pytest.mark.parametrize("make", [PYTEST, "exit 0"])
+def test_a_run_without_pytest_s_end_is_none_that_passed(checkout: Checkout, make: str) -> None:
+    """It was noted as one: a test had ended its process with 0, before the others."""
+    tests = "import os\n\ndef test_ends():\n    os._exit(0)\n\ndef test_fails():\n    assert 0\n"
+    (checkout.folder / "test_sample.py").write_text(tests, "utf-8")
+    checkout.commit()
+    status, lines = checkout.run(make, tests)
+    assert (status, checkout.noted()) == (1, [])
+    assert any(line.startswith("==== .ci/run: make ended with status 0 ") for line in lines)
+
+
+def test_an_error_that_is_no_utf_8_is_a_failure_as_others_are(checkout: Checkout) -> None:
+    """The plugin failed of it, and with it the run, whose other tests did not come to their turn."""
+    tests = "def test_fails():\n    assert 0, '\\ud800'\n\ndef test_passes():\n    pass\n"
+    status, lines = checkout.run(PYTEST, tests)
+    assert status == 1
+    assert r"    AssertionError: \ud800" in lines
+    assert lines[-1].startswith("==== 1 failed, 1 passed in ")
+
+
+def test_two_runs_may_share_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each moved the other's unfinished file away, and ended by that."""
+    first, second = (Failures(tmp_path / "failures.txt", tmp_path) for _ in range(2))
+    replace = Path.replace
+
+    def between(unfinished: Path, file: Path) -> Path:
+        with monkeypatch.context() as other:
+            other.setattr(Path, "replace", replace)
+            other.setattr(os, "getpid", lambda: 1)
+            second.pytest_runtest_logstart("test_of_the_second")
+        return replace(unfinished, file)
+
+    monkeypatch.setattr(Path, "replace", between)
+    first.pytest_runtest_logstart("test_of_the_first")
+    assert "test_of_the_first" in (tmp_path / "failures.txt").read_text("utf-8")
+
+
 def test_a_run_that_did_not_come_to_pytest(checkout: Checkout) -> None:
     """What an earlier run has left says nothing."""
     known = checkout.folder / ".cache" / "failures.txt"
@@ -202,10 +240,12 @@ def test_has_no_input_and_the_signals_of_a_foreground():
 
 
 def test_a_part_of_the_tests_and_a_changed_tree_are_not_noted(checkout: Checkout) -> None:
+    tests = "def test_x():\n    pass\n"
+    (checkout.folder / "test_sample.py").write_text(tests, "utf-8")
     checkout.commit()
-    assert checkout.run("exit 0", PYTEST_ADDOPTS="-k x")[0] == 0
+    assert checkout.run(PYTEST, tests, PYTEST_ADDOPTS="-k x")[0] == 0
     assert checkout.noted() == []
-    assert checkout.run("exit 0", "changed = 1\n")[0] == 0
+    assert checkout.run(PYTEST, tests + "changed = 1\n")[0] == 0
     assert checkout.noted() == []
 
 

@@ -73,8 +73,7 @@ def test_accepted_requests_keep_their_ttft_and_the_rest_are_refused(slo_ms: int,
 class Storm(NamedTuple):
     """What driving the scheduler alone through an overload showed."""
 
-    refusals: list[int]
-    """Bytecodes of each."""
+    num_refused: int
     most_waiting: int
     most_waiting_tokens: int
     most_alive: int
@@ -86,18 +85,16 @@ def storm(seconds: float, **settings: Any) -> Storm:
     scheduler, clock, cost = engine.scheduler, engine.clock, engine.cost
     arrivals = iter(overload(seconds, ttft_deadline=60.0))
     runner = SampledTokens()
-    bytecodes = Bytecodes()
-    refusals, most_waiting, most_tokens, most_alive = [], 0, 0, 0
+    num_refused, most_waiting, most_tokens, most_alive = 0, 0, 0, 0
     coming = next(arrivals, None)
     while coming is not None or scheduler.has_unfinished():
         while coming is not None and coming.at <= clock.now:
             request = make_request(coming)
-            before = bytecodes.count
             try:
-                bytecodes(scheduler.add_request, request)
+                scheduler.add_request(request)
                 runner.add(coming)
             except UnavailableError as error:
-                refusals.append(bytecodes.count - before)
+                num_refused += 1
                 assert error.retry_after_s is not None and error.retry_after_s > 0
             del request
             coming = next(arrivals, None)
@@ -121,7 +118,7 @@ def storm(seconds: float, **settings: Any) -> Storm:
             gc.collect()  # else those in cycles count, until the collector happens to come
             most_alive = max(most_alive, sum(type(one) is Request for one in gc.get_objects()))
     scheduler.check_integrity()
-    return Storm(refusals, most_waiting, most_tokens, most_alive)
+    return Storm(num_refused, most_waiting, most_tokens, most_alive)
 
 
 @pytest.mark.row("B15")
@@ -130,18 +127,38 @@ def storm(seconds: float, **settings: Any) -> Storm:
     [{"max_waiting_requests": 50}, {"max_waiting_tokens": 8000}, {"max_predicted_ttft_ms": 1000}],
     ids=str,
 )
-def test_memory_is_flat_and_a_refusal_takes_no_time(settings: dict[str, int]) -> None:
+def test_memory_is_flat(settings: dict[str, int]) -> None:
     seen = storm(6.0, **settings)
-    assert len(seen.refusals) > 150
-    assert max(seen.refusals) < 3000, "however many wait"
+    assert seen.num_refused > 150
     assert seen.most_waiting <= settings.get("max_waiting_requests", 200)
     assert seen.most_waiting_tokens <= settings.get("max_waiting_tokens", 40_000)
     # Ended requests are remembered with their deadlines until they are the majority, and no longer.
     assert seen.most_alive <= 3 * (seen.most_waiting + 16) + 80
 
 
+@pytest.mark.row("B15")
+@pytest.mark.parametrize("limit", [{"max_waiting_requests": 1}, {"max_waiting_tokens": 100}], ids=str)
+def test_a_refusal_costs_the_same_however_many_wait(limit: dict[str, int]) -> None:
+    """A bound on its bytecodes alone let it look at each of the fifty that waited."""
+
+    def cost(size: int) -> tuple[int, int]:
+        """How many wait when one is refused, and the bytecodes of that."""
+        scheduler = simulator([], **{name: value * size for name, value in limit.items()}).scheduler
+        for coming in overload(60.0, ttft_deadline=6000.0):
+            bytecodes = Bytecodes()
+            try:
+                bytecodes(scheduler.add_request, make_request(coming))
+            except UnavailableError:
+                return scheduler.stats().num_waiting, bytecodes.count
+        raise AssertionError("nothing was refused")
+
+    (few, least), (many, most) = cost(50), cost(500)
+    assert many > 5 * few
+    assert most < least + 2 * (many - few), "it looks at each one"
+
+
 def test_without_a_bound_the_queue_grows() -> None:
     """What the test above would be worth nothing without."""
     seen = storm(6.0)
-    assert not seen.refusals
+    assert not seen.num_refused
     assert seen.most_waiting > 250 and seen.most_alive > 250

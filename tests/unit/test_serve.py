@@ -323,6 +323,20 @@ def test_engines_are_told_to_stop_until_the_server_ends(
     assert len(told) == 3
 
 
+def test_a_stop_holds_where_a_stub_is_lost_at_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything started again, and the signal was forgotten."""
+    lost = SimpleNamespace(look=lambda: {1: "generator_0_0"}, suspects=["generator_0_0"])
+    monkeypatch.setattr(serve, "LostStubs", lambda *_: lost)
+    run = object.__new__(serve.ServerRun)
+    run._deadline, run._load_retries = math.inf, 0
+
+    def stop(*_: object) -> None:
+        run._deadline = 0.0
+
+    monkeypatch.setattr(run, "_handle_signal", stop)
+    assert not run._wait_ready(SimpleNamespace(pid=1, returncode=None), 0)  # type: ignore[arg-type]
+
+
 def test_an_engine_that_has_died_is_not_replaced_while_the_server_ends(tmp_path: Path) -> None:
     (tmp_path / "engine").mkdir(mode=0o700)
     with RuntimeDirectory.locked(tmp_path / "engine") as directory:
@@ -513,13 +527,14 @@ def test_everything_listens_on_the_one_address(tmp_path: Path) -> None:
     """tritonserver's own default for each of the three is all addresses of the machine."""
     services = ("http", "grpc", "metrics")
     known = frozenset(f"{name}-{what}" for name in services for what in ("address", "port"))
-    for address in ("127.0.0.1", "::1"):
+    for address, of_http, of_grpc in (("127.0.0.1",) * 3, ("::1", "ipv6:::1", "[::1]")):
+        expected = {"http": of_http, "grpc": of_grpc, "metrics": of_http}
         config = ServeConfig(repositories=(tmp_path,), address=address)
         arguments = server_arguments(config, known, tmp_path, (1, 2, 3), "quire-x-", ())
         assert arguments == [
             f"--{name}-{what}={value}"
             for port, name in enumerate(services, 1)
-            for what, value in (("address", address), ("port", port))
+            for what, value in (("address", expected[name]), ("port", port))
         ]
 
 

@@ -187,14 +187,16 @@ def server_arguments(
         load_retries: further attempts at a model that fails to load.
     """
     http_port, grpc_port, metrics_port = ports
+    address = config.address
+    of_http, of_grpc = (f"ipv6:{address}", f"[{address}]") if ":" in address else (address, address)
     wanted = [
         *(("model-repository", str(repository)) for repository in repositories),
         ("backend-directory", str(backends)),
-        ("http-address", config.address),
+        ("http-address", of_http),
         ("http-port", str(http_port)),
-        ("grpc-address", config.address),
+        ("grpc-address", of_grpc),
         ("grpc-port", str(grpc_port)),
-        ("metrics-address", config.address),
+        ("metrics-address", of_http),
         ("metrics-port", str(metrics_port)),
         ("model-control-mode", "none"),
         ("model-load-retry-count", str(load_retries)),
@@ -225,7 +227,7 @@ class StubLostError(UnavailableError):
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(
             f"tritonserver has lost {', '.join(names)} while models were loading: the machine is too busy, "
-            "was paused, or has killed it"
+            "was paused, or has killed it, or it ended by itself, for a reason that is above"
         )
 
 
@@ -365,7 +367,9 @@ class ServerRun:
                 if process.returncode < 0 and stubs.suspects:
                     raise StubLostError(stubs.suspects)
                 return False
-            if not self._stopping and _is_ready(self._probe_address(), http_port):
+            if self._stopping:  # a stub may be lost at the same moment
+                break
+            if _is_ready(self._probe_address(), http_port):
                 return True
             for pid, name in stubs.look().items():
                 if not self._load_retries or not stubs.kill(pid):

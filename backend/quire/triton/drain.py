@@ -109,7 +109,7 @@ class ServerAnswer(threading.Thread):
         if now < self._next_search:
             return None
         self._num_searches, self._next_search = self._num_searches + 1, now + SEARCH_S
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, OSError):  # no descriptor is free, for example
             found = psutil.Process(self._server_pid).net_connections("tcp")
             for address in sorted({one.laddr[:2] for one in found if one.status == psutil.CONN_LISTEN}):
                 status, body = self._get(address)
