@@ -126,7 +126,7 @@ def whole(answers: list[dict[str, Any]], *, is_repeated: bool = False) -> dict[A
             elif name in ("output_ids", "num_output_tokens"):
                 choice[name] = choice.get(name, 0 if name != "output_ids" else [])
                 choice[name] += sum(value) if name == "num_output_tokens" else value
-            elif name == "logprobs":
+            elif name in ("logprobs", "prompt_logprobs"):  # these come with the first response
                 choice[name] = [*choice.get(name, []), *json.loads(value[0])]
             elif name == "num_cached_tokens":
                 choice[name] = max(choice.get(name, [0]), value)
