@@ -206,6 +206,7 @@ def test_a_gone_client_frees_its_blocks_in_every_phase(tmp_path: Path, phase: st
         assert sender.responses[-1].error.code() == fake_pb_utils.TritonError.CANCELLED
         expected, _ = generate_alone([9] * 3, SamplingParams(max_tokens=300, ignore_eos=True), MAX_MODEL_LEN)
         assert ids_of(other) == expected, "the other stream must not notice"
+        wait_until(aborts)
         (abort,) = aborts()
         after = [r for r in trace.records if r.get("step", 0) > abort["step"] and "event" not in r]
         gone = abort["request_ids"][0]
