@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,11 @@ def test_each_prompt_is_answered_as_if_it_were_alone(harness: Harness, stream: b
 @pytest.mark.row("A18", clauses=("independent",))
 def test_a_prompt_ends_when_it_has_ended_and_final_comes_with_the_last(harness: Harness) -> None:
     params = [SamplingParams(max_tokens=most, ignore_eos=True) for most in (300, 2, 100, 40)]
-    execute, seen = harness.runner.execute, set[str]()
+    execute, seen, submitted = harness.runner.execute, set[str](), threading.Event()
 
     def behind(output: Any) -> Any:
         """A step begins when all that have ended before have been answered."""
+        submitted.wait()
         running = {row.request_id for row in output.scheduled}
         seen.update(running)
         wait_until(lambda: len(sender.responses) >= len(seen - running))
@@ -95,6 +97,7 @@ def test_a_prompt_ends_when_it_has_ended_and_final_comes_with_the_last(harness: 
 
     harness.runner.execute = behind  # type: ignore[method-assign]
     sender = submit(harness, list(zip(prompts(4), params, strict=True)), stream=False)
+    submitted.set()
     assert sender.final.wait(WAIT_S)
     assert [int(response.tensors["batch_index"][0]) for response in sender.responses] == [1, 3, 2, 0]
 
