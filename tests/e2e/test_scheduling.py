@@ -25,7 +25,7 @@ from tests.e2e.conftest import OPTIONS, AssortedServer, TinyServer
 from tests.e2e.triton_calls import Reply, TritonStream, stream
 from tests.fixtures.pace import PACED, PACED_ENV, paced, paced_input
 from tests.fixtures.server import ServerProcess
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.waiting import GROWING_S, wait_until
 
 pytestmark = pytest.mark.server
 
@@ -281,16 +281,20 @@ def test_expired_requests_end_by_timeout_and_never_run_again(served: TinyServer)
     tenant = {"x-quire-tenant": "one"}
     blocker = TritonStream(url, "generator", running, headers=tenant)
     blocker.next()
-    limits = {"request_priority": marks["ttft"], "ttft_deadline_ms": 1000}
-    by_triton = {**running, "request_priority": marks["triton"]}
-    by_total = {**running, "request_priority": marks["total"], "deadline_ms": 1000}
-    with ThreadPoolExecutor(3) as pool:
-        too_late = pool.submit(stream, url, "generator", {**running, **limits}, headers=tenant)
-        asked = {
-            "triton": pool.submit(stream, url, "chat", by_triton, timeout=1_000_000),
-            "total": pool.submit(stream, url, "chat", by_total),
-        }
-    late, replies = too_late.result(), {name: one.result() for name, one in asked.items()}
+    for limit_s in GROWING_S:
+        limit_ms = int(1000 * limit_s)
+        limits = {"request_priority": marks["ttft"], "ttft_deadline_ms": limit_ms}
+        by_triton = {**running, "request_priority": marks["triton"]}
+        by_total = {**running, "request_priority": marks["total"], "deadline_ms": limit_ms}
+        with ThreadPoolExecutor(3) as pool:
+            too_late = pool.submit(stream, url, "generator", {**running, **limits}, headers=tenant)
+            asked = {
+                "triton": pool.submit(stream, url, "chat", by_triton, timeout=1000 * limit_ms),
+                "total": pool.submit(stream, url, "chat", by_total),
+            }
+        late, replies = too_late.result(), {name: one.result() for name, one in asked.items()}
+        if all(reply.text for reply in replies.values()):  # both had begun when their time was over
+            break
     assert (late.error, late.finish_reasons, late.text) == (None, ["timeout"], "")
     blocker.cancel()
     for reply in replies.values():
