@@ -6,7 +6,9 @@ import json
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from tests.e2e.conftest import OPTIONS
 from tests.e2e.triton_calls import TritonStream, stream
 from tests.fault.test_engine_death import LONG, MAX_TOKENS, WAIT_S, engines, read_all, start_streams
 from tests.fixtures.checkpoints import make_checkpoint
-from tests.fixtures.server import STOP_S, ServerProcess
+from tests.fixtures.server import MODEL_REPOSITORY, STOP_S, ServerProcess
 
 pytestmark = pytest.mark.server
 
@@ -156,6 +158,25 @@ def test_a_plain_server_that_is_told_to_end_waits_for_streams(tmp_path: Path, se
     assert site.server.process is not None
     assert site.server.process.wait(WAIT_S) == 0
     assert site.server.leftovers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.row("G10")
+def test_the_demo_ends_in_time_under_32_streams(serve_repository: Any) -> None:
+    """By SIGTERM, with exit status 0 and one final response for each: none is cut off, and none leaks."""
+    server: ServerProcess = serve_repository(MODEL_REPOSITORY)
+    calls = start_streams(server, 32, {**LONG, "max_tokens": 100_000})
+    took = []
+    with ThreadPoolExecutor(33) as pool:
+        stopping = pool.submit(server.stop)
+        replies = list(pool.map(TritonStream.read_all, calls))
+        took.append(stopping.result())
+    print(f"\nended in {took[0]:.2f} s with {server.returncode}")
+    print(Counter((reply.finish_reasons[-1], str(reply.error)[:70]) for reply in replies))
+    for reply, call in zip(replies, calls, strict=True):
+        assert reply.finals + (reply.error is not None) == 1 and call.extra_responses() == 0
+    assert server.returncode == 0
+    assert server.leftovers() == []
 
 
 @pytest.mark.parametrize("times", [1, 2])
