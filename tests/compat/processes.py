@@ -20,14 +20,9 @@ STUB_S = 10.0
 
 def _kill(site: Site, *words: str) -> float:
     """Kills the server's processes with all of these words in their command lines; the time at which."""
-    found = []
-    for process in psutil.Process(site.options.pid).children(recursive=True):
-        try:
-            line = " ".join(process.cmdline())
-        except psutil.Error:
-            continue
-        if all(word in line for word in words):
-            found.append(process.pid)
+    below = psutil.Process(site.options.pid).children(recursive=True)
+    lines = {process.pid: " ".join(process.as_dict(["cmdline"])["cmdline"] or ()) for process in below}
+    found = [pid for pid, line in lines.items() if all(word in line for word in words)]
     if not found:
         raise NotShown(f"no process below {site.options.pid} has {' and '.join(words)} in its command line")
     for pid in found:
@@ -65,12 +60,12 @@ def stub_killed(site: Site) -> str:
     began = _kill(site, "triton_python_backend_stub", f"/{site.generator}/")
     try:
         site.answer_s()
-    except Exception as error:
-        failed_s, text = time.monotonic() - began, str(error)
+    except Exception:
+        failed_s = time.monotonic() - began
     else:
         raise Failed("a request is answered without a stub")
     if failed_s > STUB_S:
-        raise Failed(f"a request failed after {failed_s:.1f} s only: {text[:100]}")
+        raise Failed(f"a request failed after {failed_s:.1f} s only")
     seen = f"a request fails in {failed_s:.1f} s"
     if site.http(f"/v2/models/{site.generator}/ready")[0] != 200:
         return f"{seen}; the model is not ready"

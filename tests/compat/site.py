@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import time
 import urllib.error
@@ -18,6 +19,7 @@ WAIT_S = 120.0
 PROMPT = "Count from 1 to 500."
 ENDLESS = 1_000_000
 """Tokens of a stream that goes on for as long as the model allows."""
+Answer = tuple[int, bytes]
 
 
 class Failed(Exception):
@@ -68,19 +70,19 @@ class Site:
     def client(self) -> Client:
         return Client(self.grpc_url, timeout=WAIT_S, headers=self._metadata)
 
-    def http(self, path: str, body: bytes | None = None, wait_s: float = WAIT_S) -> tuple[int, bytes]:
+    def http(self, path: str, body: bytes | None = None, wait_s: float = WAIT_S, **headers: str) -> Answer:
         """Status and body of an answer; status 0: none came, and the body says why."""
-        stated = {"Content-Type": "application/json", **self._headers}
+        stated = {"Content-Type": "application/json", **self._headers, **headers}
         request = urllib.request.Request(f"{self.http_url}{path}", body, stated)
         try:
             with urllib.request.urlopen(request, timeout=wait_s) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()
-        except OSError as error:
-            return 0, str(error).encode()
+        except (OSError, http.client.HTTPException) as error:
+            return 0, repr(error).encode()
 
-    def generate(self, fields: dict[str, Any], padding: int = 0) -> tuple[int, bytes]:
+    def generate(self, fields: dict[str, Any], padding: int = 0) -> Answer:
         """HTTP generate, with so many blanks in the body besides."""
         text = json.dumps({"text_input": PROMPT, "max_tokens": 4, "stream": False, **fields})
         return self.http(f"/v2/models/{self.generator}/generate", f"{text[:-1]}{' ' * padding}}}".encode())
@@ -88,9 +90,8 @@ class Site:
     def streams(self, count: int, request_id: str = "", **inputs: Any) -> list[TritonStream]:
         """Streams of the generator, ENDLESS where the inputs do not say otherwise, that have begun."""
         stated = {"text_input": PROMPT, "stream": True, "ignore_eos": True, "max_tokens": ENDLESS, **inputs}
-        calls = [
-            TritonStream(self.grpc_url, self.generator, stated, request_id=request_id) for _ in range(count)
-        ]
+        asked = self.grpc_url, self.generator, stated
+        calls = [TritonStream(*asked, request_id=request_id) for _ in range(count)]
         for call in calls:
             call.next()
         return calls
