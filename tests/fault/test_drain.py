@@ -17,6 +17,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from quire_ensemble.builder import build_repository
+from tests.compat.site import end_of
 from tests.e2e.conftest import OPTIONS
 from tests.e2e.triton_calls import TritonStream, stream
 from tests.fault.test_engine_death import LONG, MAX_TOKENS, WAIT_S, engines, read_all, start_streams
@@ -163,19 +164,17 @@ def test_a_plain_server_that_is_told_to_end_waits_for_streams(tmp_path: Path, se
 @pytest.mark.slow
 @pytest.mark.row("G10")
 def test_the_demo_ends_in_time_under_32_streams(serve_repository: Any) -> None:
-    """By SIGTERM, with exit status 0 and one final response for each: none is cut off, and none leaks."""
+    """By SIGTERM, with one final response for each. Status 0: within `--exit-timeout`; 1 is tritonserver's
+    where it took longer, 137 that `quire serve` has killed it."""
     server: ServerProcess = serve_repository(MODEL_REPOSITORY)
     calls = start_streams(server, 32, {**LONG, "max_tokens": 100_000})
-    took = []
     with ThreadPoolExecutor(33) as pool:
         stopping = pool.submit(server.stop)
-        replies = list(pool.map(TritonStream.read_all, calls))
-        took.append(stopping.result())
-    print(f"\nended in {took[0]:.2f} s with {server.returncode}")
-    print(Counter((reply.finish_reasons[-1], str(reply.error)[:70]) for reply in replies))
-    for reply, call in zip(replies, calls, strict=True):
-        assert reply.finals + (reply.error is not None) == 1 and call.extra_responses() == 0
-    assert server.returncode == 0
+        ends = Counter(pool.map(end_of, calls))
+        took_s = stopping.result()
+    print(f"\nended in {took_s:.2f} s with {server.returncode}: {ends}")
+    assert ends == {"the engine is shutting down": 32}
+    assert server.returncode == 0, f"{server.returncode} after {took_s:.2f} s"
     assert server.leftovers() == []
 
 
