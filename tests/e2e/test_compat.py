@@ -47,6 +47,7 @@ def lines(server: ServerProcess, *options: str, status: int = 0) -> dict[str, st
     return {line[11:].partition(":")[0]: line[:11].strip() for line in rest}
 
 
+@pytest.mark.slow
 def test_each_check_passes(demo_server: ServerProcess) -> None:
     assert lines(demo_server) == {**dict.fromkeys(PASSED, "pass"), "unload": "not shown"}
 
