@@ -326,7 +326,7 @@ class Tokenizer:
             "function": function,
         }  # Mistral's ids have 9 characters
         tool = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": _PROBE},
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "probe0000", "name": "probe", "content": _PROBE},
