@@ -316,10 +316,9 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield say("", "stop", **{name: text})
         else:
             top = {"5": -0.5, "7": -1.5, "6": -1.0}
-            words = {str(i): word for i, word in WORDS.items()}
+            others = {"rank": 1, "top": top, "tokens": {str(i): word for i, word in WORDS.items()}}
             entries = [
-                {"token_id": i, "token": WORDS.get(i), "logprob": -0.5, "top": top, "tokens": words}
-                for i in (5, 6, 7, 8)
+                {"token_id": i, "token": WORDS.get(i), "logprob": -0.5, **others} for i in (5, 6, 7, 8)
             ]
             echoes = inputs.get("exclude_input_in_output") == [False]
             prompt = (

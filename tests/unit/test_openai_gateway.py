@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import itertools
 import json
 import math
 import socket
@@ -373,7 +372,9 @@ def test_fields_of_a_chat_that_are_refused(base: str, extra: dict[str, Any], par
         ({"prompt": None}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt"),
-        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [[1]] * 257}, "prompt"),
         ({"prompt": ["a"] * 1025}, "prompt"),
         ({"prompt": ["a", "b"], "model": "chat"}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt"),
@@ -549,7 +550,9 @@ def test_log_probabilities_of_a_completion_and_of_its_prompt(official: openai.Op
     assert alone is not None
     assert alone.tokens == ["a", "\ufffd", "é", "token_id:8"]
     assert alone.text_offset == [0, 1, 2, 3]
-    assert alone.top_logprobs == [{"a": -0.5}] * 4
+    assert alone.top_logprobs == [{"a": -0.5}, *({"a": -0.5, t: -0.5} for t in alone.tokens[1:])], (
+        "the sampled one is one more"
+    )
     asked["prompt"] = "logprobs é"
     choice = official.completions.create(echo=True, **asked).choices[0]
     assert choice.text == "logprobs éaé" and choice.logprobs is not None
@@ -560,12 +563,12 @@ def test_log_probabilities_of_a_completion_and_of_its_prompt(official: openai.Op
     assert tokens == ["logprobs ", "é", "a", "\ufffd", "é", "token_id:8"], (
         "more than the text, as of a stop string"
     )
-    assert offsets == [0, *itertools.accumulate(map(len, tokens[:-1]))]
+    assert offsets == [0, 9, 10, 11, 11, 12], "where a token is in the text, whatever its own text is"
     parts = [part.choices[0] for part in official.completions.create(echo=True, stream=True, **asked)]
     assert "".join(part.text for part in parts) == choice.text
     columns = [part.logprobs for part in parts if part.logprobs]
     assert [token for column in columns for token in column.tokens or []][:3] == ["logprobs ", "é", "a"]
-    assert [offset for column in columns for offset in column.text_offset or []] == [0, 9, 10, 11, 12, 13]
+    assert [offset for column in columns for offset in column.text_offset or []] == [0, 9, 10, 11, 11, 12]
     assert official.completions.create(model="generator", prompt="logprobs").choices[0].logprobs is None
     echoed = official.completions.create(model="generator", prompt="echo", echo=True).choices[0].text
     assert json.loads(echoed)["exclude_input_in_output"] == [False]

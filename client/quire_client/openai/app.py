@@ -25,6 +25,7 @@ from quire_client.embedding import embed
 from quire_client.errors import NotFound, QuireClientError
 from quire_client.openai.adapters import Adapter, Adapters
 from quire_client.openai.balancer import Balancer
+from quire_client.openai.batch import Batch
 from quire_client.openai.errors import RequestError, error_object, named
 from quire_client.openai.images import ImageFetcher, ImagePolicy
 from quire_client.openai.intake import (
@@ -248,6 +249,9 @@ class _Gateway:
                 parsed.choices_per_prompt,
                 None if top is None else LogprobsFormat(is_chat, top),
                 parsed.echoed,
+                continuous_usage=parsed.continuous_usage,
+                prompt_logprobs=parsed.prompt_logprobs,
+                returns_token_ids=parsed.returns_token_ids,
             )
             del parsed
             hold.close()
@@ -260,14 +264,14 @@ class _Gateway:
 
     async def _start(
         self, client: AsyncClient, parsed: TextRequest, hold: Hold, exchange: Exchange
-    ) -> AsyncStream:
+    ) -> AsyncStream | Batch:
         """Sends the request to its server."""
         schema, adapter = await self.adapters.find(client, parsed.model)
         exchange.model = parsed.model
         if parsed.source not in schema.inputs:
             field = "messages" if parsed.source == "messages" else "prompt"
             raise RequestError(f"{field}: the model {parsed.model!r} has no {parsed.source}", param=field)
-        if parsed.num_prompts > 1 and not schema.inputs["text_input"].is_list:
+        if isinstance(parsed.prompt, list) and not schema.inputs["text_input"].is_list:
             raise RequestError(f"prompt: the model {parsed.model!r} takes one prompt", param="prompt")
         for field, output in _needed(parsed):
             if schema.outputs is not None and output not in schema.outputs:
@@ -278,16 +282,18 @@ class _Gateway:
             beside = {name: value for name, value in parsed.messages.items() if name != "messages"}
             # A list, where it is all, is what models take that know nothing else.
             messages = await hold.work(write_json, {"messages": fetched, **beside} if beside else fetched)
-        request = AsyncStream(
-            client,
-            parsed.prompt,
-            stream=parsed.stream,
-            messages=messages,
-            input_ids=parsed.input_ids,
-            model=schema.name,
-            outputs=_outputs(schema, parsed, counts_tokens=exchange.counts_tokens),
+        asked: dict[str, Any] = {
+            "stream": parsed.stream,
+            "model": schema.name,
+            "outputs": _outputs(schema, parsed, counts_tokens=exchange.counts_tokens),
             **_with_adapter(parsed.sampling, adapter),
-        )
+        }
+        request: AsyncStream | Batch
+        if parsed.input_ids is None:
+            request = AsyncStream(client, parsed.prompt, messages=messages, **asked)
+        else:
+            streams = [AsyncStream(client, None, input_ids=ids, **asked) for ids in parsed.input_ids]
+            request = streams[0] if len(streams) == 1 else Batch(streams)
         exchange.request_id = request.request_id
         await request.start()
         return request
@@ -314,8 +320,10 @@ def _needed(parsed: TextRequest) -> list[tuple[str, str]]:
         ("tools", "tool_calls", parsed.has_tools),
         ("logprobs", "logprobs", parsed.top_logprobs is not None),
         ("logprobs", "prompt_logprobs", parsed.echo and parsed.top_logprobs is not None),
+        ("prompt_logprobs", "prompt_logprobs", parsed.prompt_logprobs is not None),
+        ("return_token_ids", "output_ids", parsed.returns_token_ids),
         ("timing", "timing", parsed.timing),
-        ("prompt", "batch_index", parsed.num_prompts > 1),
+        ("prompt", "batch_index", isinstance(parsed.prompt, list) and len(parsed.prompt) > 1),
     )
     return [(field, output) for field, output, is_wanted in needed if is_wanted]
 
@@ -335,7 +343,7 @@ def _outputs(schema: ModelSchema, parsed: TextRequest, *, counts_tokens: bool) -
     wanted += [output for _, output in _needed(parsed)]
     if any(name in parsed.sampling for name in ("n", "best_of", "beam_width")):
         wanted.append("index")
-    return [name for name in wanted if name in schema.outputs]
+    return [name for name in dict.fromkeys(wanted) if name in schema.outputs]
 
 
 async def _parsed(request: Request, parse: Callable[[Mapping[str, Any]], Parsed], hold: Hold) -> Parsed:
