@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -15,13 +15,17 @@ import triton_python_backend_utils as pb_utils
 
 from quire.frontend.output_processor import RequestProcessor
 from quire.outputs import RequestOutput, TokenLogprobs
+from quire.request import FinishReason
 from quire.triton.request_parser import CHAT_OUTPUTS, UNPARSED, ParsedRequest
+from quire_ensemble.generator_schema import outputs_of
 from quire_ensemble.shared_memory import SMALL_BYTES, ask_for_room
 
 _OBJECT = np.dtype(np.object_)
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
+_PLACES = {spec.name: place for place, spec in enumerate(outputs_of(batched=True))}
+"""Of each output in the order of its declaration."""
 _MESSAGE_CHARACTERS = 2000
 """Most characters of an error's message."""
 
@@ -155,6 +159,13 @@ class RequestHandle:
         self._sender = None
         return pause_s
 
+    def echo_of(self, output: RequestOutput) -> str:
+        """The prompt's text where the response to an output begins with it: each one that repeats those
+        before it, else the choice's first."""
+        echo = self.request_of(output).echo
+        is_first = not echo or self.parsed.cumulative or (output.item, output.index) not in self.last_sent
+        return echo if is_first else ""
+
     def request_of(self, output: RequestOutput) -> ParsedRequest:
         """What is asked of the prompt that an output belongs to."""
         return self.parsed.of_item(output.item)
@@ -164,11 +175,13 @@ class RequestHandle:
         num_bytes = 0
         tensors = []
         parsed = self.request_of(output)
+        if parsed.is_prompt_alone:
+            output = _without_tokens(output)
         arrays = _ARRAYS[parsed.form]
         names = parsed.final_outputs if output.finished else parsed.outputs
         if output.prompt_logprobs is not None:
             names |= {"prompt_logprobs"}
-        for name in names:
+        for name in _in_order(names):
             if name == "finish_reason":
                 none = "None" if parsed.form == "vllm" else ""
                 tensors.append(finish_reason_tensor(output.finish_reason or none))
@@ -250,6 +263,29 @@ def finish_reason_tensor(reason: str) -> Any:
     return pb_utils.Tensor("finish_reason", _bytes(reason.encode()))
 
 
+@lru_cache(maxsize=1024)
+def _in_order(names: frozenset[str]) -> tuple[str, ...]:
+    """Outputs in the order in which they are declared: there are clients that take the first for the text."""
+    return tuple(sorted(names, key=_PLACES.__getitem__))
+
+
+def _without_tokens(output: RequestOutput) -> RequestOutput:
+    """The output of a prompt that was to have no answer."""
+    return replace(
+        output,
+        text="",
+        token_ids=[],
+        num_output_tokens=0,
+        finish_reason=output.finish_reason and FinishReason.LENGTH.value,
+        stop_reason=None,
+        logprobs=None if output.logprobs is None else [],
+        cumulative_logprob=None,
+        reasoning="",
+        tool_calls=[],
+        num_reasoning_tokens=0,
+    )
+
+
 def _bytes(value: bytes) -> Any:
     array = np.empty(1, dtype=_OBJECT)
     array[0] = value
@@ -303,7 +339,7 @@ _Array: TypeAlias = Callable[[RequestOutput, RequestHandle], Any]
 """Makes what an output's tensor holds."""
 
 _QUIRE_ARRAYS: dict[str, _Array] = {
-    "text_output": lambda output, handle: _bytes((handle.request_of(output).echo + output.text).encode()),
+    "text_output": lambda output, handle: _bytes((handle.echo_of(output) + output.text).encode()),
     "output_ids": lambda output, _: np.array(output.token_ids, dtype=np.int32),
     "embedding": lambda output, _: np.frombuffer(output.embedding, np.float32),
     "stop_reason": lambda output, _: _bytes(
