@@ -1073,6 +1073,34 @@ def test_a_connection_that_breaks_takes_its_server_out_at_once(pair: tuple[FakeK
         assert [chat(base, "tokens 1").status_code for _ in range(3)][1:] == [200, 200]
 
 
+def test_a_server_that_is_gone_is_tried_again_each_second() -> None:
+    """gRPC's own times between attempts grow to two minutes, and a server that is back waits for the next: it
+    would make nine attempts in the first 70 s."""
+    attempts = []
+
+    def listen(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                connection, _ = listener.accept()
+                attempts.append(connection)
+                connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=listen, args=(listener,))
+        thread.start()
+        try:
+            with gateway(GatewaySettings(f"127.0.0.1:{listener.getsockname()[1]}")) as url:
+
+                def has_tried() -> bool:
+                    assert httpx.get(f"{url}/health", timeout=WAIT).status_code == 503
+                    return len(attempts) >= 10
+
+                wait_until(has_tried, timeout_s=WAIT)
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(WAIT)
+
+
 def test_sessions_stay_with_their_server(pair: tuple[FakeKServe, FakeKServe]) -> None:
     first, second = pair
     with gateway(GatewaySettings(f"{first.url}, {second.url}")) as base:

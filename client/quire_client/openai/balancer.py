@@ -18,6 +18,13 @@ Started = TypeVar("Started", bound=AsyncStream | Batch)
 PROBE_INTERVAL = 1.0
 """Seconds between two questions to a server whether it is ready."""
 PROBE_TIMEOUT = 2.0
+RECONNECT: tuple[tuple[str, Any], ...] = (
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.min_reconnect_backoff_ms", 2000),
+)
+"""How soon a server that was gone is tried again: gRPC by itself waits for up to two minutes. The last bounds
+one attempt where nothing answers."""
 
 
 class Server:
@@ -25,7 +32,7 @@ class Server:
 
     def __init__(self, url: str, timeout: float | None) -> None:
         self.url = url
-        self.client = AsyncClient(url, timeout=timeout)
+        self.client = AsyncClient(url, timeout=timeout, channel_options=RECONNECT)
         self.is_ready = True
         self._num_starting = 0
         self._streams: weakref.WeakSet[AsyncStream | Batch] = weakref.WeakSet()
