@@ -153,13 +153,19 @@ class ReplyFormat:
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The first object of a choice in a stream: the role of a chat answer."""
-        return self._part(index, {"role": "assistant", "content": ""}, None) if self.is_chat else None
+        if not self.is_chat:
+            return None
+        part = self._part(index, {"role": "assistant", "content": ""}, None)
+        if self.prompt_token_ids and index == 0:
+            part["prompt_token_ids"] = self.prompt_token_ids[0]
+        return part
 
-    def delta(self, chunk: Chunk, num_characters: int) -> dict[str, Any] | None:
+    def delta(self, chunk: Chunk, num_characters: int, *, is_first: bool = False) -> dict[str, Any] | None:
         """What a chunk adds; None: nothing.
 
         Args:
             num_characters: those of the choice's text before it.
+            is_first: whether it is the choice's first.
         """
         content: Any = chunk.text
         if self.is_chat:
@@ -179,6 +185,8 @@ class ReplyFormat:
         part = self._part(self.index_of(chunk), content, None, logprobs)
         if tells_ids:
             part["choices"][0]["token_ids"] = list(chunk.token_ids)
+        if self.prompt_token_ids and not self.is_chat and is_first:
+            part["choices"][0]["prompt_token_ids"] = self.prompt_token_ids[chunk.batch_index]
         return part
 
     def closing(self, index: int, chunk: Chunk | None) -> dict[str, Any]:

@@ -105,6 +105,11 @@ CHAT_FIELDS = _COMMON | {
 }
 COMPLETION_FIELDS = _COMMON | {"prompt", "best_of", "echo"}
 
+_TOKENIZE_FIELDS = frozenset(
+    {"model", "prompt", "messages", "tools", "chat_template_kwargs", "add_generation_prompt"}
+    | {"continue_final_message"}
+)
+
 HEADERS = {
     "x-tenant-id": "tenant",
     "x-quire-tenant": "tenant",
@@ -343,6 +348,34 @@ def parse_completion(body: Mapping[str, Any]) -> TextRequest:
         message = f"prompt: at most {most} prompts are allowed, got {len(several)}"
         raise RequestError(message, param="prompt")
     return replace(request, prompt=several) if is_text else replace(request, input_ids=several)
+
+
+def parse_tokenize(body: Mapping[str, Any]) -> TextRequest:
+    """A body of /tokenize, as vLLM's; raises as `parse_chat`."""
+    messages, prompt = body.get("messages"), body.get("prompt")
+    special = {"add_special_tokens": messages is None}
+    _check_fields(body, _TOKENIZE_FIELDS, {"return_token_strs": False, **special})
+    if (messages is None) == (prompt is None):
+        raise RequestError("prompt: exactly one of prompt and messages must be given", param="prompt")
+    model = _model(body)
+    if messages is None:
+        if not isinstance(prompt, str):
+            raise RequestError("prompt: must be a string", param="prompt")
+        return TextRequest(model, prompt=prompt)
+    if not isinstance(messages, list):
+        raise RequestError("messages: must be a list of messages", param="messages")
+    _check_messages(messages)
+    beside = {name: body[name] for name in MESSAGES_FIELDS if body.get(name) not in _NOTHING}
+    return TextRequest(model, messages={"messages": [_as_template(one) for one in messages], **beside})
+
+
+def parse_detokenize(body: Mapping[str, Any]) -> TextRequest:
+    """A body of /detokenize, as vLLM's; raises as `parse_chat`."""
+    _check_fields(body, frozenset({"model", "tokens"}), {})
+    tokens = body.get("tokens")
+    if not isinstance(tokens, list) or not _is_input(tokens):
+        raise RequestError("tokens: must be a list of token ids that is not empty", param="tokens")
+    return TextRequest(_model(body), input_ids=[tokens])
 
 
 def _add_effort(effort: Any, beside: dict[str, Any]) -> None:

@@ -120,8 +120,8 @@ class EventStream:
                 if counts_tokens:
                     self.exchange.streamed(chunk)
                 index = self.reply.index_of(chunk)
-                length = lengths.get(index, 0)
-                delta = self.reply.delta(chunk, length)
+                length, is_first = lengths.get(index, 0), index not in lengths
+                delta = self.reply.delta(chunk, length, is_first=is_first)
                 lengths[index] = length + len(chunk.text)
                 counts = self.exchange.usage if self.reply.continuous_usage else None
                 if delta is not None:
