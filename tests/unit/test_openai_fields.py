@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,10 @@ import httpx
 import openai
 import pytest
 
+from quire_client.openai import requests
 from quire_client.openai.app import GatewaySettings
 from quire_client.openai.logprobs import places
+from tests.fixtures.server import ROOT
 from tests.fixtures.waiting import wait_until
 from tests.unit.fake_kserve import FakeKServe, read_inputs
 from tests.unit.test_openai_gateway import (
@@ -51,6 +54,24 @@ def messages_of(reply: httpx.Response) -> Any:
     """What the server got as its messages."""
     assert reply.status_code == 200, reply.text
     return json.loads(inputs_of(reply)["messages"][0])
+
+
+# --- the table ---
+
+
+def test_the_readme_tells_what_becomes_of_each_field() -> None:
+    text = (ROOT / "client" / "README.md").read_text("utf-8").partition("### Fields")[2]
+    rows = {
+        kind: set(re.findall(r"`(\w+)`", told)) for kind, told in re.findall(r"\| (.+?) \| (.+) \|", text)
+    }
+    sampling = {*requests.OPENAI_SAMPLING, *requests.QUIRE_SAMPLING}
+    taken = requests.CHAT_FIELDS | requests.COMPLETION_FIELDS
+    assert rows["without effect"] == requests.SERVICE_FIELDS
+    assert rows["done"] == taken - requests.SERVICE_FIELDS - sampling
+    fixed = {**requests._CHAT_FIXED, **requests._COMPLETION_FIXED, **requests._REASONS}
+    beside = {"logit_bias", "beam_width"}
+    assert rows["refused, but for the value that asks for nothing"] - beside == fixed.keys()
+    assert rows["of `stream_options`"] == {*requests._STREAM_OPTIONS}
 
 
 # --- without effect ---
