@@ -16,7 +16,7 @@ fake_pb_utils.install()
 
 from quire.outputs import EngineCoreOutput, RequestOutput, TokenLogprobs  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
-from quire.triton.request_handle import RequestHandle, _vllm_logprobs  # noqa: E402
+from quire.triton.request_handle import RequestHandle, _logprobs, _vllm_logprobs  # noqa: E402
 from quire.triton.request_parser import ParsedRequest  # noqa: E402
 from quire.triton.result_cache import nothing_said  # noqa: E402
 from quire_ensemble.generator_schema import OUTPUTS, outputs_of  # noqa: E402
@@ -173,3 +173,18 @@ def test_log_probabilities_as_vllm_backend_writes_them() -> None:
     ranks = [{token: one["rank"] for token, one in entry.items()} for entry in found]
     assert ranks == [{"5": 1, "7": 2}, {"5": 1, "7": 2, "9": 31}, {"5": 1, "9": 2}]
     assert found[1]["9"] == {"logprob": -4.0, "rank": 31, "decoded_token": "<9>"}
+
+
+def test_parts_of_characters_are_told_with_their_bytes() -> None:
+    class Decoder:
+        def text_of(self, token: int) -> str:
+            return "\ufffd" if token in (7, 8) else "a"
+
+        def bytes_of(self, token: int) -> bytes | None:
+            return {5: b"a", 7: b"\xc3"}.get(token)
+
+    decoder: Any = Decoder()
+    entries = [TokenLogprobs([7, 5, 8], [-0.9, -0.5, -1.0], 2), None, TokenLogprobs([5], [-0.5], 1)]
+    part, none, whole = json.loads(_logprobs(entries, decoder))
+    assert part["bytes"] == {"7": [0xC3]}, "where they are known"
+    assert none is None and "bytes" not in whole

@@ -275,6 +275,20 @@ def test_tokens_with_one_text_and_the_sampled_one(base: str) -> None:
     assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": -0.1, "z": -4.0}]
 
 
+def test_parts_of_characters_have_bytes(base: str) -> None:
+    entry: dict[str, Any] = {"token_id": 1, "token": "\ufffd", "logprob": -0.1, "top": {"1": -0.1, "2": -3.0}}
+    entry |= {"tokens": {"1": "\ufffd", "2": " \ufffd"}, "bytes": {"1": [195], "2": [32, 226, 130]}}
+    rest = {"token_id": 3, "token": "\ufffd", "logprob": -0.2, "top": {}, "bytes": {"3": [169]}}
+    asked = f"raw logprobs {json.dumps([entry, rest])}"
+    (choice,) = chat(base, asked, logprobs=True, top_logprobs=2).json()["choices"]
+    first, second = choice["logprobs"]["content"]
+    assert (first["token"], first["bytes"], second["bytes"]) == ("\ufffd", [195], [169])
+    assert [likely["bytes"] for likely in first["top_logprobs"]] == [[195], [32, 226, 130]]
+    columns = complete(base, asked, logprobs=2).json()["choices"][0]["logprobs"]
+    assert columns["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"], "as OpenAI writes them"
+    assert columns["top_logprobs"][0] == {"bytes:\\xc3": -0.1, "bytes:\\x20\\xe2\\x82": -3.0}
+
+
 def test_a_stream_that_ends_is_no_client_that_left(base: str, tmp_path: Any, server: FakeKServe) -> None:
     log = tmp_path / "access.log"
     with gateway(GatewaySettings(server.url, access_log=log)) as url:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from quire.frontend.detokenizer import REPLACEMENT, TokenDecoder
 from quire.frontend.output_processor import RequestProcessor
 from quire.outputs import RequestOutput, TokenLogprobs
 from quire.request import FinishReason
@@ -74,8 +75,8 @@ class RequestHandle:
     """Time of the first response of each."""
     step_s: float = 0.0
     """Seconds between the last two responses of a choice; 0 before there were two."""
-    text_of: Callable[[int], str] | None = None
-    """Text of a token in log-probabilities; None: there is no tokenizer."""
+    decoder: TokenDecoder | None = None
+    """Tells the texts of tokens in log-probabilities; None: there is no tokenizer."""
     traces: tuple[dict[str, str], dict[str, str]] = field(default_factory=lambda: ({}, {}))
     """See `RequestTraces.context_of`."""
     _error: Any | None = None
@@ -292,9 +293,10 @@ def _bytes(value: bytes) -> Any:
     return array
 
 
-def _logprobs(entries: Sequence[TokenLogprobs | None] | None, text_of: Callable[[int], str] | None) -> bytes:
+def _logprobs(entries: Sequence[TokenLogprobs | None] | None, decoder: TokenDecoder | None) -> bytes:
     """JSON: per token its id, its log-probability and rank, and those of the most likely ones, with the texts
-    of all where there is a tokenizer; null for the first token of a prompt.
+    of all where there is a tokenizer, and the bytes of those that are parts of characters; null for the first
+    token of a prompt.
 
     An answer that is sent whole may hold millions of numbers, and all streams wait while they are written.
     """
@@ -304,15 +306,19 @@ def _logprobs(entries: Sequence[TokenLogprobs | None] | None, text_of: Callable[
             told.append(None)
             continue
         (drawn, *top), (logprob, *logprobs) = entry.token_ids, entry.logprobs
-        one = {
+        one: dict[str, Any] = {
             "token_id": drawn,
             "logprob": logprob,
             "rank": entry.rank,
             "top": dict(zip(top, logprobs, strict=True)),
         }
-        if text_of is not None:
-            one["token"] = text_of(drawn)
-            one["tokens"] = {token: text_of(token) for token in top}
+        if decoder is not None:
+            text, texts = decoder.text_of(drawn), {token: decoder.text_of(token) for token in top}
+            one |= {"token": text, "tokens": texts}
+            parts = [token for token, it in {**texts, drawn: text}.items() if REPLACEMENT in it]
+            known = {token: list(found) for token in parts if (found := decoder.bytes_of(token)) is not None}
+            if known:
+                one["bytes"] = known
         told.append(one)
     return msgspec.json.encode(told)
 
@@ -328,7 +334,11 @@ def _vllm_logprobs(output: RequestOutput, text_of: Callable[[int], str] | None) 
         ranks = (entry.rank or len(entry.token_ids), *range(1, len(entry.token_ids)))
         entries.append(
             {
-                token: {"logprob": logprob, "rank": rank, "decoded_token": text_of(token) if text_of else ""}
+                token: {
+                    "logprob": logprob,
+                    "rank": rank,
+                    "decoded_token": text_of(token) if text_of else "",
+                }
                 for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True)
             }
         )
@@ -353,8 +363,8 @@ _QUIRE_ARRAYS: dict[str, _Array] = {
     "num_reasoning_tokens": lambda output, _: np.array([output.num_reasoning_tokens], dtype=np.uint32),
     "reasoning_output": lambda output, _: _bytes(output.reasoning.encode()),
     "tool_calls": lambda output, _: _bytes(msgspec.json.encode(output.tool_calls)),
-    "logprobs": lambda output, handle: _bytes(_logprobs(output.logprobs, handle.text_of)),
-    "prompt_logprobs": lambda output, handle: _bytes(_logprobs(output.prompt_logprobs, handle.text_of)),
+    "logprobs": lambda output, handle: _bytes(_logprobs(output.logprobs, handle.decoder)),
+    "prompt_logprobs": lambda output, handle: _bytes(_logprobs(output.prompt_logprobs, handle.decoder)),
     "cumulative_logprob": lambda output, _: np.array([output.cumulative_logprob or 0.0], np.float32),
     "timing": lambda output, handle: _bytes(handle.timing(output)),
 }
@@ -365,7 +375,9 @@ _ARRAYS: dict[str, dict[str, _Array]] = {
     "vllm": {
         **_QUIRE_ARRAYS,
         "logprobs": lambda output, handle: _bytes(
-            b"null" if handle.request_of(output).hides_logprobs else _vllm_logprobs(output, handle.text_of)
+            b"null"
+            if handle.request_of(output).hides_logprobs
+            else _vllm_logprobs(output, handle.decoder and handle.decoder.text_of)
         ),
     },
     "batched": {

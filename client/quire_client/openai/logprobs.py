@@ -1,7 +1,8 @@
 """Log-probabilities as OpenAI tells them: by the texts of tokens.
 
 The server's entries are `{"token_id": 5, "token": "a", "logprob": -0.1, "top": {"5": -0.1, "7": -2},
-"tokens": {"5": "a", "7": "b"}}`; null stands for a prompt's first token, before which there is nothing.
+"tokens": {"5": "a", "7": "b"}}`, with `"bytes": {"9": [195]}` of tokens that are parts of characters; null
+stands for a prompt's first token, before which there is nothing.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ class LogprobsFormat:
 
     def _described(self, entry: Any) -> dict[str, Any]:
         top = [_token(*likely) for likely in self._top(entry)]
-        return {**_token(_text(entry), entry["logprob"]), "top_logprobs": top}
+        return {**_token(_text(entry), entry["logprob"], _bytes(entry)), "top_logprobs": top}
 
     def _columns(self, parts: list[tuple[list[Any], str]], start: int) -> dict[str, Any]:
         """The object, of entries and the texts that they are of."""
         tokens: list[str] = []
         offsets: list[int] = []
         for entries, text in parts:
-            known = [_text(entry) for entry in entries if entry is not None]
-            starts = places(known, text)
+            known = [_shown(entry) for entry in entries if entry is not None]
+            starts = places([_text(entry) for entry in entries if entry is not None], text)
             if entries and entries[0] is None:
                 first = starts[0] if starts else len(text)
                 known, starts = [text[:first], *known], [0, *starts]
@@ -80,15 +81,16 @@ class LogprobsFormat:
         """The most likely tokens and the entry's own, which may be one more. Of tokens with one text the
         likeliest is told."""
         told: dict[str, float] = {}
-        for text, value in [*self._top(entry), (_text(entry), entry["logprob"])]:
-            told.setdefault(text, value)
+        for text, value, parts in self._top(entry):
+            told.setdefault(_spelled(text, parts), value)
+        told.setdefault(_shown(entry), entry["logprob"])
         return told
 
-    def _top(self, entry: Any) -> list[tuple[str, float]]:
-        """The most likely tokens, best first."""
+    def _top(self, entry: Any) -> list[tuple[str, float, list[int] | None]]:
+        """The most likely tokens, best first: text, log-probability, and bytes of a part of a character."""
         best = sorted((entry.get("top") or {}).items(), key=lambda item: -item[1])[: self.num_top]
-        texts = entry.get("tokens") or {}
-        return [(texts.get(i, f"token_id:{i}"), value) for i, value in best]
+        texts, parts = entry.get("tokens") or {}, entry.get("bytes") or {}
+        return [(texts.get(i, f"token_id:{i}"), value, parts.get(i)) for i, value in best]
 
 
 def places(tokens: list[str], text: str) -> list[int]:
@@ -157,7 +159,22 @@ def _text(entry: Any) -> str:
     return f"token_id:{entry['token_id']}" if text is None else str(text)
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    """A token's bytes are null where it is a part of a character, whose text is a replacement."""
-    encoded = None if "\ufffd" in text else list(text.encode("utf-8", "replace"))
+def _bytes(entry: Any) -> list[int] | None:
+    """The bytes of a token that is a part of a character, where the server tells them."""
+    found: list[int] | None = (entry.get("bytes") or {}).get(str(entry["token_id"]))
+    return found
+
+
+def _shown(entry: Any) -> str:
+    return _spelled(_text(entry), _bytes(entry))
+
+
+def _spelled(text: str, parts: list[int] | None) -> str:
+    """A token as OpenAI's completions write it: bytes where it is a part of a character."""
+    return text if parts is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in parts)
+
+
+def _token(text: str, logprob: float, parts: list[int] | None) -> dict[str, Any]:
+    """As chats have it; the text of a part of a character is a replacement, and its bytes may be unknown."""
+    encoded = parts if "\ufffd" in text else list(text.encode("utf-8", "replace"))
     return {"token": text, "logprob": logprob, "bytes": encoded}
