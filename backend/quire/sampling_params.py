@@ -226,6 +226,7 @@ def _early_stopping(field: str, value: Any) -> bool | None:
 
 _SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "top_k": integer(-1, INT32_MAX),
+    "top_p": number(0, 1),
     "logit_bias": _logit_bias,
     "bad_words": _strings(MAX_BAD_WORDS),
     "seed": integer(-(2**63), MAX_SEED),
@@ -281,6 +282,8 @@ def parse_sampling_params(
 
     if given.get("top_k") == -1:
         given["top_k"] = 0
+    if given.get("top_p") == 0:
+        given["top_p"] = 1.0  # no nucleus, as others mean it
     if given.get("seed") is not None:
         given["seed"] %= 2**64
     base = defaults or SamplingParams()

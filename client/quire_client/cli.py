@@ -23,7 +23,7 @@ from quire_client._terminal import AnswerWriter, Waiting, without_controls
 from quire_client._top import frame
 from quire_client.client import Client
 from quire_client.errors import QuireClientError
-from quire_client.protocol import GENERATOR_MODEL, conversation
+from quire_client.protocol import CHAT_MODEL, GENERATOR_MODEL, conversation
 from quire_client.types import Choice, Message, Result, Timing, collect
 
 INTERRUPTED = 130
@@ -367,6 +367,13 @@ def profile(file: Path, url: str, model: str, steps: int, seconds: float) -> Non
     metavar="ORIGIN",
     help="Lets pages of this origin use it in a browser; may be repeated. Default: none.",
 )
+@click.option(
+    "--served-model-name",
+    "served",
+    multiple=True,
+    metavar="NAME[=MODEL]",
+    help="What clients call a model (default: chat); may be repeated. Lists it by this name.",
+)
 @click.option("--metrics", is_flag=True, help="Serve /metrics for Prometheus.")
 @click.option(
     "--access-log", type=_PATH, help="Add a line of JSON for each request, without its text; -: stderr."
@@ -380,12 +387,14 @@ def openai_gateway(
     max_image_bytes: int,
     tls_cert: Path | None,
     tls_key: Path | None,
+    served: tuple[str, ...],
     **options: Any,
 ) -> None:
     """Serves the OpenAI API over HTTP, for any client of it. Without --api-keys keep it private."""
     try:
         from quire_client.openai.app import GatewaySettings
         from quire_client.openai.images import ImagePolicy
+        from quire_client.openai.names import Names
         from quire_client.openai.server import Tls, serve
     except ImportError as error:
         raise click.ClickException(f"{error}; install quire-client[openai]") from None
@@ -393,11 +402,15 @@ def openai_gateway(
         images = ImagePolicy(image_hosts, max_image_bytes)
     except ValueError as error:
         raise click.UsageError(f"--allow-image-host: {error}") from None
+    try:
+        names = Names.of(served, CHAT_MODEL)
+    except ValueError as error:
+        raise click.UsageError(f"--served-model-name: {error}") from None
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key go together")
     tls = None if tls_cert is None or tls_key is None else Tls(tls_cert, tls_key)
     try:
-        settings = GatewaySettings(url, timeout, images, **options)
+        settings = GatewaySettings(url, timeout, images, names=names, **options)
         serve(settings, host, port, listening=click.echo, tls=tls)
     except ValueError as error:
         raise click.ClickException(str(error)) from None

@@ -128,6 +128,8 @@ class ModelSchema:
     decoupled: bool | None = None
     steps: tuple[str, ...] = ()
     """Members of an ensemble, first to last; empty for any other model."""
+    is_batched: bool = False
+    """Whether each tensor has a dimension more than its dims say, the batch."""
 
 
 def schema_from_config(response: Any) -> ModelSchema:
@@ -138,7 +140,7 @@ def schema_from_config(response: Any) -> ModelSchema:
     kind = "ensemble" if steps or config.platform == "ensemble" else config.backend
     decoupled = None if steps else config.model_transaction_policy.decoupled
     outputs = frozenset(o.name for o in config.output)
-    return ModelSchema(config.name, inputs, outputs, kind, decoupled, steps)
+    return ModelSchema(config.name, inputs, outputs, kind, decoupled, steps, config.max_batch_size > 0)
 
 
 def schema_from_metadata(metadata: Any) -> ModelSchema:
@@ -300,6 +302,27 @@ def build_cancel(schema: ModelSchema, request_id: str, tenant: str) -> Any:
     _add_sampling(request, schema, {"tenant": tenant or None}, request_id)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     return request
+
+
+def build_tokenize(schema: ModelSchema, name: str, prompt: str | bytes) -> Any:
+    """The `ModelInferRequest` for a prompt's token ids; the prompt is the input `name` of a tokenizer."""
+    request = service_pb2.ModelInferRequest(model_name=schema.name)
+    value = _bytes_array(prompt)
+    _add(request, name, "BYTES", value.reshape(1, 1) if schema.is_batched else value)
+    return request
+
+
+def parse_token_ids(response: Any, name: str) -> list[int] | None:
+    """The integers of an output, None where a response has none of this name.
+
+    Raises:
+        ProtocolError: its data are not what its datatype and shape say.
+    """
+    contents = response.raw_output_contents
+    for i, output in enumerate(response.outputs):
+        if output.name == name:
+            return list(_elements(name, int, output, contents[i] if i < len(contents) else None))
+    return None
 
 
 def cache_answer(text: str) -> dict[str, Any]:

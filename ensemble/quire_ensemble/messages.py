@@ -31,6 +31,7 @@ _OBJECT_KEYS = (
     "messages",
     "tools",
     "add_generation_prompt",
+    "continue_final_message",
     "chat_template_kwargs",
     "tool_choice",
     "parallel_tool_calls",
@@ -47,6 +48,8 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     """Whether the template is to begin an answer."""
+    continue_final_message: bool = False
+    """Whether the answer goes on where the last message ends, which is left open."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tool_choice: str = "auto"
     """auto, none, required, or "function:NAME"."""
@@ -88,15 +91,13 @@ def parse_conversation(
         raise InputError(FIELD, f"unknown key {shown(unknown[0])}; known are {', '.join(_OBJECT_KEYS)}")
     if "messages" not in value:
         raise InputError(FIELD, "the object must have the key 'messages'")
-    prompt = value.get("add_generation_prompt")
-    if prompt is not None and not isinstance(prompt, bool):
-        raise InputError(FIELD, f"add_generation_prompt must be true or false, got {kind(prompt)}")
+    prompt, continues = _flag(value, "add_generation_prompt"), _flag(value, "continue_final_message")
+    if prompt and continues:
+        raise InputError(FIELD, "continue_final_message must not be given beside add_generation_prompt true")
     template_kwargs = value.get("chat_template_kwargs")
     if template_kwargs is not None and not isinstance(template_kwargs, dict):
         raise InputError(FIELD, f"chat_template_kwargs must be an object, got {kind(template_kwargs)}")
-    parallel = value.get("parallel_tool_calls")
-    if parallel is not None and not isinstance(parallel, bool):
-        raise InputError(FIELD, f"parallel_tool_calls must be true or false, got {kind(parallel)}")
+    parallel = _flag(value, "parallel_tool_calls")
     messages = check_messages(value["messages"], allow_images=allow_images)
     tools = check_tools(value.get("tools"))
     return Conversation(
@@ -105,9 +106,18 @@ def parse_conversation(
         tool_choice=check_tool_choice(value.get("tool_choice"), tools or []),
         parallel_tool_calls=parallel is not False,
         response_format=check_response_format(value.get("response_format")),
-        add_generation_prompt=True if prompt is None else prompt,
+        add_generation_prompt=not continues if prompt is None else prompt,
+        continue_final_message=bool(continues),
         template_kwargs=template_kwargs or {},
     )
+
+
+def _flag(value: Mapping[str, Any], name: str) -> bool | None:
+    """The boolean of an object, None where it has none."""
+    flag = value.get(name)
+    if flag is not None and not isinstance(flag, bool):
+        raise InputError(FIELD, f"{name} must be true or false, got {kind(flag)}")
+    return flag
 
 
 def check_messages(value: Any, *, allow_images: bool = False) -> list[dict[str, Any]]:
@@ -274,6 +284,22 @@ def with_call_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool)
         if isinstance(copy.get("tool_calls"), list):
             copy["tool_calls"] = [changed(call) for call in copy["tool_calls"]]
     return copies
+
+
+def without_empty_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of messages in which an empty list of calls is none: templates ask whether there is a list."""
+    return [
+        {key: value for key, value in message.items() if (key, value) != ("tool_calls", [])}
+        for message in messages
+    ]
+
+
+def with_empty_contents(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of messages with an empty text where there is no content, for templates that read it always."""
+    return [
+        {**message, "content": ""} if message.get("content") is None else dict(message)
+        for message in messages
+    ]
 
 
 def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str | None]]:

@@ -7,6 +7,7 @@ ever used.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -242,24 +243,27 @@ class Tokenizer:
         reserved = sorted(names & set(kwargs))
         if reserved:
             raise InputError(chat.FIELD, f"chat_template_kwargs must not set {reserved[0]!r}")
-        messages = conversation.messages
+        messages = chat.without_empty_calls(conversation.messages)
         if self._content_form == "strings":
             messages = chat.join_text_parts(messages)
         elif self._content_form == "parts":
             messages = chat.wrap_strings(messages)
         if any(message.get("tool_calls") for message in messages):
             messages = chat.with_call_arguments(messages, as_text=self._reads_arguments_as_text)
+        given: dict[str, Any] = {
+            "tools": conversation.tools,
+            "add_generation_prompt": conversation.add_generation_prompt,
+            "continue_final_message": conversation.continue_final_message,
+            **kwargs,
+        }
         try:
-            return self._render(
-                messages,
-                max_bytes,
-                tools=conversation.tools,
-                add_generation_prompt=conversation.add_generation_prompt,
-                **kwargs,
-            )
+            return self._render(messages, max_bytes, **given)
         except InputError:
             raise
         except Exception as error:  # a template is a program of the checkpoint: it may raise anything
+            if any(message.get("content") is None for message in messages):
+                with contextlib.suppress(Exception):  # some read the content of calls, which have none
+                    return self._render(chat.with_empty_contents(messages), max_bytes, **given)
             raise InputError(chat.FIELD, f"refused by the chat template: {one_line(error)}") from error
 
     def encode_chat(

@@ -164,7 +164,7 @@ def test_stop_as_a_request_parameter_or_a_flag_cancels_everywhere(tokenizer: Tok
         ({"return_context_logits": [[True]]}, "return_context_logits: is not supported but for False"),
         ({"num_draft_tokens": [[3]]}, "num_draft_tokens: is not supported but for 0, got '3'"),
         ({"request_output_len": [[0]]}, r"request_output_len: must be in \[1"),
-        ({"runtime_top_p": [[2.0]]}, r"runtime_top_p: must be in \(0, 1\]"),
+        ({"runtime_top_p": [[2.0]]}, r"runtime_top_p: must be in \[0, 1\]"),
         ({"end_id": [[600]]}, "end_id: token id 600 is outside"),
         ({"input_lengths": [[5]]}, r"input_lengths: must be in \[1, 4\], got 5"),
         ({"stop_words_list": [[[1, 2], [2, 1]]]}, "stop_words_list: ends of words must ascend"),

@@ -20,6 +20,7 @@ from quire.frontend.output_processor import RequestProcessor
 from quire.sampling_params import SamplingParams
 from quire.scheduling_params import SchedulingParams
 from quire.triton.request_parser import RequestParser
+from quire_ensemble.generator_schema import OUTPUTS
 from quire_ensemble.tokenizer import Tokenizer
 from tests.fixtures.checkpoints import write_tokenizer
 from tests.fixtures.fake_pb_utils import InferenceRequest
@@ -61,14 +62,17 @@ def parse(
     request_id: str = "",
     decoupled: bool = True,
     limits: dict[str, Any] | None = None,
+    declared: frozenset[str] | None = None,
+    defaults: SamplingParams = SamplingParams(),
     **options: Any,
 ) -> Any:
     parser = RequestParser(
         tokenizer,
-        SamplingParams(),
+        defaults,
         lambda: INFO,
         FrontendConfig(**{"max_prompt_bytes": 1000, "max_embeds_bytes": MAX_EMBEDS_BYTES, **(limits or {})}),
         decoupled=decoupled,
+        declared=declared,
     )
     request = InferenceRequest(
         inputs, parameters=json.dumps(parameters or {}), request_id=request_id, **options
@@ -161,9 +165,8 @@ BAD = [
         "temperature",
         "NaN",
     ),
-    ({"input_ids": np.ones(2, np.int32), "top_p": np.array([0.0], np.float32)}, {}, "top_p", "(0, 1]"),
-    ({"input_ids": np.ones(2, np.int32), "top_p": np.array([1.5], np.float32)}, {}, "top_p", "(0, 1]"),
-    ({"input_ids": np.ones(2, np.int32), "max_tokens": np.array([0], np.int32)}, {}, "max_tokens", "[1,"),
+    ({"input_ids": np.ones(2, np.int32), "top_p": np.array([1.5], np.float32)}, {}, "top_p", "[0, 1]"),
+    ({"input_ids": np.ones(2, np.int32), "max_tokens": np.array([-1], np.int32)}, {}, "max_tokens", "[1,"),
     (
         {"input_ids": np.ones(2, np.int32), "max_tokens": np.array([1, 2], np.int32)},
         {},
@@ -241,8 +244,59 @@ def test_echo_is_asked_for_as_in_vllm_backend(tokenizer: Tokenizer) -> None:
     inputs = {"text_input": text("hello"), "exclude_input_in_output": np.array([False])}
     assert parse(tokenizer, inputs).echo == "hello"
     assert parse(tokenizer, {"text_input": text("hello")}).echo == ""
-    with pytest.raises(InvalidArgumentError, match="exclude_input_in_output"):
-        parse(tokenizer, {**inputs, "stream": np.array([True])})
+    assert parse(tokenizer, {**inputs, "stream": np.array([True])}).echo == "hello"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters"),
+    [
+        ({"max_tokens": np.array([0], np.int32)}, {}),
+        ({"max_tokens": np.array([0], np.int32)}, {"max_tokens": 5}),
+        ({"sampling_parameters": text('{"max_tokens": 0}')}, {}),
+        ({}, {"max_new_tokens": "0"}),
+    ],
+)
+def test_without_tokens_the_prompt_is_all(
+    tokenizer: Tokenizer, inputs: dict[str, np.ndarray], parameters: dict[str, Any]
+) -> None:
+    asked = {"text_input": text("hello"), **inputs}
+    parsed = parse(tokenizer, asked, parameters)
+    assert parsed.is_prompt_alone and parsed.params.max_tokens == 1
+    assert parsed.results is not None and len(parsed.results.choices) == 1, "no engine is asked"
+    with_logprobs = parse(tokenizer, {**asked, "prompt_logprobs": np.array([1], np.int32)}, parameters)
+    assert with_logprobs.is_prompt_alone and with_logprobs.results is None
+    some = {**asked, "max_tokens": np.array([3], np.int32)}
+    assert not parse(tokenizer, some, {"max_tokens": 0}).is_prompt_alone
+
+
+def test_a_configuration_may_declare_other_outputs(tokenizer: Tokenizer) -> None:
+    """Who names none gets what there is; what is no output of ours is refused where it is named."""
+    prompt = {"text_input": text("hello")}
+    more = frozenset({*(spec.name for spec in OUTPUTS), "score"})
+    for declared in (more, frozenset({"text_output", "finish_reason"})):
+        parsed = parse(tokenizer, prompt, declared=declared, requested=sorted(declared))
+        assert parsed.params.dimensions == 0 and "embedding" not in parsed.final_outputs
+        assert {"text_output", "finish_reason"} <= parsed.final_outputs <= declared - {"score"}
+    named = frozenset({"text_output", "score"})
+    with pytest.raises(InvalidArgumentError, match=r"^outputs: 'score' is no output"):
+        parse(tokenizer, prompt, declared=more, requested=sorted(named))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters"),
+    [
+        ({"top_p": np.array([0], np.float32)}, {}),
+        ({"sampling_parameters": text('{"top_p": 0.0}')}, {}),
+        ({}, {"top_p": "0"}),
+        ({}, {"runtime_top_p": 0}),
+        ({}, {"sampling_param_top_p": 0}),
+    ],
+)
+def test_top_p_of_0_is_no_nucleus(
+    tokenizer: Tokenizer, inputs: dict[str, np.ndarray], parameters: dict[str, Any]
+) -> None:
+    asked = {"text_input": text("hello"), "temperature": np.array([0.5], np.float32), **inputs}
+    assert parse(tokenizer, asked, parameters, defaults=SamplingParams(top_p=0.5)).params.top_p == 1.0
 
 
 def test_without_a_tokenizer_only_ids_are_taken() -> None:

@@ -95,12 +95,14 @@ def model_config(name: str) -> Any:
             inputs[f"num_{same}"] = inputs.pop(same)
     else:
         config.backend = "python" if name == "tokenizer" else "quire"
+        config.max_batch_size = 8 if name == "tokenizer" else 0
         config.model_transaction_policy.decoupled = name == "generator"
     for tensor, kind in inputs.items():
         is_list = tensor in LISTS and (tensor, name) != ("text_input", "chat")
         dims = [-1] if is_list else [1]
         config.input.add(name=tensor, data_type=f"TYPE_{kind}", dims=dims, optional=True)
-    for tensor, kind in OUTPUTS.items():
+    outputs = {**OUTPUTS, "input_ids": "INT32"} if name == "tokenizer" else OUTPUTS
+    for tensor, kind in outputs.items():
         dims = [-1 if tensor in ("output_ids", "embedding") else 1]
         config.output.add(name=tensor, data_type=f"TYPE_{kind}", dims=dims)
     return config
@@ -194,6 +196,9 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
                 yield from self._cancel(request, _tenant(inputs), context)
                 continue
             self.requests.append(request)
+            if request.model_name == "tokenizer":
+                yield self._tokenized(request, inputs)
+                continue
             if "cache_control" in inputs:
                 command = json.loads(inputs["cache_control"][0])
                 if "adapter" in command["command"]:
@@ -202,6 +207,17 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
                 yield self._response(request, json.dumps({"did": command}), [], "stop", final=True)
                 continue
             yield from self._infer(request, inputs, context)
+
+    def _tokenized(self, request: Any, inputs: dict[str, Any]) -> Any:
+        """Its token ids are the bytes of a prompt. As in Triton, tensors without a batch are refused."""
+        if any(list(tensor.shape) != [1, 1] for tensor in request.inputs):
+            message = "[request id: <id_unknown>] inference request batch-size must be <= 8 for 'tokenizer'"
+            return service_pb2.ModelStreamInferResponse(error_message=message)
+        answer = service_pb2.ModelInferResponse(model_name=request.model_name, id=request.id)
+        ids = np.frombuffer(self._text(inputs).encode(), np.uint8).astype(np.int32)
+        answer.outputs.add(name="input_ids", datatype="INT32", shape=[1, len(ids)])
+        answer.raw_output_contents.append(ids.tobytes())
+        return service_pb2.ModelStreamInferResponse(infer_response=answer)
 
     def _adapters(self, request: Any, command: dict[str, Any], context: Any) -> Iterator[Any]:
         name = command.get("name", "")
@@ -213,7 +229,8 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
         elif command["command"] == "unload_adapter":
             del self.adapters[name]
         listed = [{"name": one, "path": path, "rank": 8, "slot": -1} for one, path in self.adapters.items()]
-        answers = {"adapters": {"max_loras": 4, "adapters": listed}, "unload_adapter": {"name": name}}
+        told = {"max_loras": 4, "max_model_len": 512, "adapters": listed}
+        answers = {"adapters": told, "unload_adapter": {"name": name}}
         answer = answers.get(command["command"], listed[-1] if listed else {})
         yield self._response(request, json.dumps(answer), [], "stop", final=True)
 
@@ -316,10 +333,9 @@ class FakeKServe(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield say("", "stop", **{name: text})
         else:
             top = {"5": -0.5, "7": -1.5, "6": -1.0}
-            words = {str(i): word for i, word in WORDS.items()}
+            others = {"rank": 1, "top": top, "tokens": {str(i): word for i, word in WORDS.items()}}
             entries = [
-                {"token_id": i, "token": WORDS.get(i), "logprob": -0.5, "top": top, "tokens": words}
-                for i in (5, 6, 7, 8)
+                {"token_id": i, "token": WORDS.get(i), "logprob": -0.5, **others} for i in (5, 6, 7, 8)
             ]
             echoes = inputs.get("exclude_input_in_output") == [False]
             prompt = (

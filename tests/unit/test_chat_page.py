@@ -22,6 +22,7 @@ from tests.fixtures.chromium import CHROMIUM, Page
 from tests.unit.fake_kserve import FakeKServe, read_inputs
 from tests.unit.test_openai_gateway import PIXEL, WAIT, gateway
 
+LISTED = "document.querySelector('#model option[value=chat]')"
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 
 
@@ -40,7 +41,7 @@ def base(server: FakeKServe) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def browser(base: str) -> Iterator[Page]:
     with Page(base) as page:
-        page.wait("document.querySelectorAll('#model option').length > 1")
+        page.wait(LISTED)
         yield page
 
 
@@ -97,9 +98,15 @@ def test_the_page_is_served_without_a_key(server: FakeKServe, tmp_path: Path) ->
             return
         with Page(url) as page:
             page.wait("document.activeElement.id === 'key'")
+            page.type("wrong")
+            page.press("Tab")
+            page.wait("document.getElementById('empty').innerText.includes('API key')")
+            page.run("document.getElementById('key').select()")
             page.type("one")
             page.press("Tab")
-            page.wait("document.querySelectorAll('#model option').length > 1")
+            page.wait(LISTED)
+            page.wait("document.getElementById('empty').innerText.includes('Enter sends')")
+            page.messages.clear()  # the browser notes the answers 401
 
 
 @needs_chromium
@@ -243,6 +250,20 @@ def test_errors_are_shown_and_tried_again(page: Page) -> None:
     page.wait(f"{DONE} && document.querySelector('.error')")
     assert page.run("document.querySelectorAll('.answer').length") == 1
     page.messages.clear()  # the browser notes the answers 400
+
+
+@needs_chromium
+def test_a_question_after_a_refused_one(page: Page, server: FakeKServe) -> None:
+    """It is asked by itself: what a model refuses once it would refuse in every conversation."""
+    ask(page, "error INVALID_ARGUMENT seed: no")
+    page.wait("document.querySelector('.note button')")
+    ask(page, "tokens 1")
+    page.wait(f"{DONE} && document.querySelectorAll('.note')[1]?.innerText")
+    assert json.loads(read_inputs(server.requests[-1])["messages"][0]) == [
+        {"role": "user", "content": "tokens 1"}
+    ]
+    assert page.run("document.querySelectorAll('.note button').length") == 0
+    page.messages.clear()  # the browser notes the answer 400
 
 
 @needs_chromium

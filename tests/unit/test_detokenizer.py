@@ -155,6 +155,23 @@ def test_texts_of_single_tokens_add_up(name: str) -> None:
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     assert "".join(map(decoder.text_of, token_ids)).removeprefix(" ") == text.removeprefix(" ")
     assert decoder.text_of(10**6) == "", "beyond the vocabulary"
+    assert decoder.bytes_of(10**6) is None
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama2", "metaspace_fallback"])
+def test_bytes_of_parts_of_characters_add_up(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    decoder = TokenDecoder.of(tokenizer)
+    text = " ".join([*CORPUS, "\U00010348 \u01c6 \u16a0 \U0001f986"])
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    texts = [decoder.text_of(i) for i in token_ids]
+    assert any("\ufffd" in one for one in texts)
+    told = [
+        decoder.bytes_of(i) if "\ufffd" in one else one.encode()
+        for i, one in zip(token_ids, texts, strict=True)
+    ]
+    assert None not in told
+    assert b"".join(one or b"" for one in told).decode().removeprefix(" ") == text.removeprefix(" ")
 
 
 @pytest.mark.row("A14", clauses=("fuzz", "concat", "sentencepiece"))

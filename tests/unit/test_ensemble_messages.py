@@ -27,6 +27,8 @@ def test_a_list_and_an_object_are_accepted() -> None:
     assert conversation.messages == [USER]
     assert conversation.tools == [{"type": "function", "function": {"name": "f"}}]
     assert conversation.add_generation_prompt is False
+    opened = parse_conversation(json.dumps({"messages": [USER], "continue_final_message": True}))
+    assert (opened.continue_final_message, opened.add_generation_prompt) == (True, False)
     assert conversation.template_kwargs == {"thinking": True}
 
 
@@ -87,6 +89,15 @@ def test_content_may_be_parts_or_absent_beside_tool_calls() -> None:
         (
             '{"messages": [{"role": "u", "content": ""}], "add_generation_prompt": 1}',
             "add_generation_prompt must be true",
+        ),
+        (
+            '{"messages": [{"role": "u", "content": ""}], "continue_final_message": "yes"}',
+            "continue_final_message must be true",
+        ),
+        (
+            '{"messages": [{"role": "u", "content": ""}], "continue_final_message": true,'
+            ' "add_generation_prompt": true}',
+            "continue_final_message must not be given beside",
         ),
         (
             '{"messages": [{"role": "u", "content": ""}], "chat_template_kwargs": []}',

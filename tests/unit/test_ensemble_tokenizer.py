@@ -142,6 +142,52 @@ def test_tools_reach_the_prompt(checkpoint: Path, tmp_path: Path) -> None:
     assert TOOLS[0]["function"]["name"] not in render(tokenizer, messages)
 
 
+CALLS = [{"id": "call_1", "type": "function", "function": {"name": "get_number", "arguments": {}}}]
+SAYS_ALL = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
+"""As SmolLM2's: every message has a content."""
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_a_call_without_content_reads_as_one_with_an_empty_one(
+    checkpoint: Path, tmp_path: Path, content: dict[str, Any]
+) -> None:
+    tokenizer = Tokenizer(with_template(checkpoint, tmp_path / "t", SAYS_ALL))
+    call = {"role": "assistant", "tool_calls": CALLS}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "42.69"}
+    assert render(tokenizer, [{**call, **content}, result]) == "<assistant><tool>42.69"
+    asks = SAYS_ALL.replace("m['content']", "(m.content if m.content is defined else 'none')")
+    tokenizer = Tokenizer(with_template(checkpoint, tmp_path / "u", asks))
+    assert render(tokenizer, [{**call, **content}, result]).startswith("<assistant>none"), (
+        "as in transformers"
+    )
+
+
+def test_an_empty_list_of_calls_is_none(checkpoint: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(with_template(checkpoint, tmp_path / "t", TEMPLATES["llama3_tools"]))
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    expected = render(tokenizer, [user, answer, user])
+    assert render(tokenizer, [user, {**answer, "tool_calls": []}, user]) == expected
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_last_message_goes_on(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    path = with_template(checkpoint, tmp_path / "t", TEMPLATES[name])
+    messages = [
+        {"role": "user", "content": "Name three colours."},
+        {"role": "assistant", "content": "The first colour is"},
+    ]
+    asked = {"messages": messages, "continue_final_message": True}
+    tokenizer = Tokenizer(path)
+    try:
+        expected = hf_ids(path, messages, continue_final_message=True)
+    except Exception:  # a template that puts something into an answer
+        with pytest.raises(InputError, match="refused by the chat template"):
+            tokenizer.encode_chat(json.dumps(asked))
+        return
+    assert tokenizer.encode_chat(json.dumps(asked))[0] == expected
+    assert render(tokenizer, asked).endswith("The first colour is")
+
+
 def test_template_kwargs_reach_the_template_and_reserved_ones_do_not(
     checkpoint: Path, tmp_path: Path
 ) -> None:

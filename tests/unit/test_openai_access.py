@@ -358,11 +358,15 @@ def test_the_log_has_a_line_for_each_request_and_no_text(server: FakeKServe, tmp
     assert "tokens 4" not in text and "secret" not in text and "t0" not in text
 
 
-def test_a_client_that_leaves_is_in_the_log(server: FakeKServe, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("prompt", "streams"), [("silent", False), ("endless", True)])
+def test_a_client_that_leaves_is_in_the_log(
+    server: FakeKServe, tmp_path: Path, prompt: str, streams: bool
+) -> None:
     log = tmp_path / "access.log"
     with gateway(GatewaySettings(server.url, access_log=log)) as base:
-        with post_raw(base, chat_body("silent")):
+        with post_raw(base, chat_body(prompt, stream=streams)) as connection:
             assert server.started.wait(WAIT)
+            assert prompt == "silent" or connection.recv(4096), "its head"
         assert server.ended.wait(WAIT)
     (line,) = log.read_text("utf-8").splitlines()
     assert json.loads(line)["status"] == 499

@@ -70,7 +70,7 @@ ACCEPTED: dict[str, list[tuple[Any, Any]]] = {
     "min_tokens": [(0, 0), (7, 7)],
     "temperature": [(0, 0.0), (0.7, 0.7), (100, 100.0), ("7e-1", 0.7)],
     "top_k": [(0, 0), (-1, 0), (1, 1), (INT32, INT32)],
-    "top_p": [(1, 1.0), (1e-9, 1e-9), (0.5, 0.5)],
+    "top_p": [(1, 1.0), (0, 1.0), (1e-9, 1e-9), (0.5, 0.5)],
     "min_p": [(0, 0.0), (1, 1.0), (0.05, 0.05)],
     "typical_p": [(1, 1.0), (0.2, 0.2)],
     "repetition_penalty": [(1, 1.0), (1e-3, 1e-3), (100, 100.0)],
@@ -130,7 +130,7 @@ REFUSED: dict[str, list[Any]] = {
     "min_tokens": [*NOT_INTEGERS, -1, INT32 + 1],
     "temperature": [*NOT_NUMBERS, -0.1, 100.1],
     "top_k": [*NOT_INTEGERS, -2, INT32 + 1],
-    "top_p": [*NOT_NUMBERS, 0, -0.1, 1.1],
+    "top_p": [*NOT_NUMBERS, -0.1, 1.1],
     "min_p": [*NOT_NUMBERS, -0.1, 1.1],
     "typical_p": [*NOT_NUMBERS, 0, -0.1, 1.1],
     "repetition_penalty": [*NOT_NUMBERS, 0, -1, 100.5],
@@ -238,7 +238,7 @@ def test_refused_naming_the_parameter(name: str, raw: Any) -> None:
 
 
 def test_refusal_of_a_range_names_the_limit() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"top_p: must be in \(0, 1\], got 1\.5"):
+    with pytest.raises(InvalidArgumentError, match=r"top_p: must be in \[0, 1\], got 1\.5"):
         parse_sampling_params({"top_p": "1.5"})
     with pytest.raises(InvalidArgumentError, match=r"logprobs: must be in \[0, 64\], got 65"):
         parse_sampling_params({"logprobs": 65})

@@ -356,6 +356,7 @@ class EngineCore:
             case Adapters():
                 return {
                     "max_loras": self.config.adapters.max_loras,
+                    "max_model_len": self.info.max_model_len,
                     "adapters": msgspec.to_builtins(self.adapters.listing()),
                 }
             case Requests():

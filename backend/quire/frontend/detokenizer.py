@@ -22,7 +22,7 @@ import copy
 import re
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from quire.frontend.stop_matcher import StopAutomaton, StopMatcher
@@ -37,6 +37,15 @@ _MAX_BYTE_RUN = 16
 """Byte-fallback tokens held back at most. The one deviation from the whole decode: complete characters of a
 longer run are sent and stay, even if a later byte of the same run is invalid."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@cache
+def _byte_letters() -> dict[str, int]:
+    """The byte by its letter in GPT-2's names of tokens: printable Latin-1 stands for itself, the other bytes
+    have the letters from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class TokenDecoder:
@@ -82,6 +91,7 @@ class TokenDecoder:
         self._texts: dict[int, str] = {}
         """Of single tokens that were asked for."""
         self.byte_fallback = self._has_byte_fallback()
+        self._bytes_of_letters = _byte_letters() if self._is_byte_level() else {}
         self.sentinel = self._find_sentinel() if self.byte_fallback else None
 
     @classmethod
@@ -140,6 +150,20 @@ class TokenDecoder:
         """The byte a byte-fallback token stands for; None for other tokens."""
         match = _BYTE_TOKEN.fullmatch(self._name(token_id) or "") if self.byte_fallback else None
         return None if match is None else int(match[1], 16)
+
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """The bytes of a token whose text is no whole characters; None where they are not known."""
+        if (byte := self.byte_of(token_id)) is not None:
+            return bytes([byte])
+        name = self._name(token_id) if self._bytes_of_letters and token_id not in self._special_ids else None
+        values = [self._bytes_of_letters.get(letter) for letter in name or ""]
+        known = [value for value in values if value is not None]
+        return bytes(known) if known and len(known) == len(values) else None
+
+    def _is_byte_level(self) -> bool:
+        """Whether the names of tokens spell bytes, a letter for each, as GPT-2's do."""
+        ids = [self._id(letter) for letter in "Ã©"]
+        return None not in ids and self.decode([i for i in ids if i is not None]) == "é"
 
     def _has_byte_fallback(self) -> bool:
         ids = [self._id(token) for token in ("<0xE4>", "<0xB8>", "<0xAD>")]

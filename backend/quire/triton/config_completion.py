@@ -68,6 +68,12 @@ def is_batched(model_config: Mapping[str, Any]) -> bool:
     return int(model_config.get("max_batch_size", 0)) > 0
 
 
+def declared_outputs(model_config: Mapping[str, Any]) -> frozenset[str] | None:
+    """Names of the outputs that Triton knows of: a client that names none asks for all of them. None where
+    the configuration has no list."""
+    return frozenset(output["name"] for output in model_config.get("output", ())) or None
+
+
 def num_instances(model_config: Mapping[str, Any]) -> int:
     """How many instances Triton starts of a model: at least one, and `count` of each of its groups."""
     return max(1, sum(group.get("count", 1) for group in model_config.get("instance_group", ())))

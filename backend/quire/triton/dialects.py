@@ -170,7 +170,7 @@ def translate(raw: RawRequest, tokenizer: Any | None, vocab_size: int) -> Transl
         if name in NEUTRAL:
             for value in values[:1]:
                 _check_neutral(name, value)
-        elif name in RENAMED and (RENAMED[name] != "top_p" or values[0]):  # 0: no nucleus
+        elif name in RENAMED:
             found._rename(name, values, tensors)
     if "end_id" in given:
         found.names["stop_token_ids"] = "end_id"

@@ -160,6 +160,7 @@ class TritonPythonModel:
             config.frontend,
             decoupled=config_completion.is_decoupled(model_config),
             batched=config_completion.is_batched(model_config),
+            declared=config_completion.declared_outputs(model_config),
             grammars=self._grammars,
             adapters=config.adapters,
         )

@@ -121,7 +121,7 @@ class Intake:
                 if parsed.cancel:
                     self._hold(handle, parsed)
                 else:
-                    if self._results is not None:
+                    if self._results is not None and parsed.results is None:
                         self._results.look_up(parsed, self._parser.info())
                     self._responder.submit(handle, parsed)
                 del parsed

@@ -5,23 +5,28 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from quire.frontend.detokenizer import REPLACEMENT, TokenDecoder
 from quire.frontend.output_processor import RequestProcessor
 from quire.outputs import RequestOutput, TokenLogprobs
+from quire.request import FinishReason
 from quire.triton.request_parser import CHAT_OUTPUTS, UNPARSED, ParsedRequest
+from quire_ensemble.generator_schema import outputs_of
 from quire_ensemble.shared_memory import SMALL_BYTES, ask_for_room
 
 _OBJECT = np.dtype(np.object_)
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
+_PLACES = {spec.name: place for place, spec in enumerate(outputs_of(batched=True))}
+"""Of each output in the order of its declaration."""
 _MESSAGE_CHARACTERS = 2000
 """Most characters of an error's message."""
 
@@ -70,8 +75,8 @@ class RequestHandle:
     """Time of the first response of each."""
     step_s: float = 0.0
     """Seconds between the last two responses of a choice; 0 before there were two."""
-    text_of: Callable[[int], str] | None = None
-    """Text of a token in log-probabilities; None: there is no tokenizer."""
+    decoder: TokenDecoder | None = None
+    """Tells the texts of tokens in log-probabilities; None: there is no tokenizer."""
     traces: tuple[dict[str, str], dict[str, str]] = field(default_factory=lambda: ({}, {}))
     """See `RequestTraces.context_of`."""
     _error: Any | None = None
@@ -155,6 +160,13 @@ class RequestHandle:
         self._sender = None
         return pause_s
 
+    def echo_of(self, output: RequestOutput) -> str:
+        """The prompt's text where the response to an output begins with it: each one that repeats those
+        before it, else the choice's first."""
+        echo = self.request_of(output).echo
+        is_first = not echo or self.parsed.cumulative or (output.item, output.index) not in self.last_sent
+        return echo if is_first else ""
+
     def request_of(self, output: RequestOutput) -> ParsedRequest:
         """What is asked of the prompt that an output belongs to."""
         return self.parsed.of_item(output.item)
@@ -164,11 +176,13 @@ class RequestHandle:
         num_bytes = 0
         tensors = []
         parsed = self.request_of(output)
+        if parsed.is_prompt_alone:
+            output = _without_tokens(output)
         arrays = _ARRAYS[parsed.form]
         names = parsed.final_outputs if output.finished else parsed.outputs
         if output.prompt_logprobs is not None:
             names |= {"prompt_logprobs"}
-        for name in names:
+        for name in _in_order(names):
             if name == "finish_reason":
                 none = "None" if parsed.form == "vllm" else ""
                 tensors.append(finish_reason_tensor(output.finish_reason or none))
@@ -250,15 +264,39 @@ def finish_reason_tensor(reason: str) -> Any:
     return pb_utils.Tensor("finish_reason", _bytes(reason.encode()))
 
 
+@lru_cache(maxsize=1024)
+def _in_order(names: frozenset[str]) -> tuple[str, ...]:
+    """Outputs in the order in which they are declared: there are clients that take the first for the text."""
+    return tuple(sorted(names, key=_PLACES.__getitem__))
+
+
+def _without_tokens(output: RequestOutput) -> RequestOutput:
+    """The output of a prompt that was to have no answer."""
+    return replace(
+        output,
+        text="",
+        token_ids=[],
+        num_output_tokens=0,
+        finish_reason=output.finish_reason and FinishReason.LENGTH.value,
+        stop_reason=None,
+        logprobs=None if output.logprobs is None else [],
+        cumulative_logprob=None,
+        reasoning="",
+        tool_calls=[],
+        num_reasoning_tokens=0,
+    )
+
+
 def _bytes(value: bytes) -> Any:
     array = np.empty(1, dtype=_OBJECT)
     array[0] = value
     return array
 
 
-def _logprobs(entries: Sequence[TokenLogprobs | None] | None, text_of: Callable[[int], str] | None) -> bytes:
+def _logprobs(entries: Sequence[TokenLogprobs | None] | None, decoder: TokenDecoder | None) -> bytes:
     """JSON: per token its id, its log-probability and rank, and those of the most likely ones, with the texts
-    of all where there is a tokenizer; null for the first token of a prompt.
+    of all where there is a tokenizer, and the bytes of those that are parts of characters; null for the first
+    token of a prompt.
 
     An answer that is sent whole may hold millions of numbers, and all streams wait while they are written.
     """
@@ -268,15 +306,19 @@ def _logprobs(entries: Sequence[TokenLogprobs | None] | None, text_of: Callable[
             told.append(None)
             continue
         (drawn, *top), (logprob, *logprobs) = entry.token_ids, entry.logprobs
-        one = {
+        one: dict[str, Any] = {
             "token_id": drawn,
             "logprob": logprob,
             "rank": entry.rank,
             "top": dict(zip(top, logprobs, strict=True)),
         }
-        if text_of is not None:
-            one["token"] = text_of(drawn)
-            one["tokens"] = {token: text_of(token) for token in top}
+        if decoder is not None:
+            text, texts = decoder.text_of(drawn), {token: decoder.text_of(token) for token in top}
+            one |= {"token": text, "tokens": texts}
+            parts = [token for token, it in {**texts, drawn: text}.items() if REPLACEMENT in it]
+            known = {token: list(found) for token in parts if (found := decoder.bytes_of(token)) is not None}
+            if known:
+                one["bytes"] = known
         told.append(one)
     return msgspec.json.encode(told)
 
@@ -292,7 +334,11 @@ def _vllm_logprobs(output: RequestOutput, text_of: Callable[[int], str] | None) 
         ranks = (entry.rank or len(entry.token_ids), *range(1, len(entry.token_ids)))
         entries.append(
             {
-                token: {"logprob": logprob, "rank": rank, "decoded_token": text_of(token) if text_of else ""}
+                token: {
+                    "logprob": logprob,
+                    "rank": rank,
+                    "decoded_token": text_of(token) if text_of else "",
+                }
                 for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True)
             }
         )
@@ -303,7 +349,7 @@ _Array: TypeAlias = Callable[[RequestOutput, RequestHandle], Any]
 """Makes what an output's tensor holds."""
 
 _QUIRE_ARRAYS: dict[str, _Array] = {
-    "text_output": lambda output, handle: _bytes((handle.request_of(output).echo + output.text).encode()),
+    "text_output": lambda output, handle: _bytes((handle.echo_of(output) + output.text).encode()),
     "output_ids": lambda output, _: np.array(output.token_ids, dtype=np.int32),
     "embedding": lambda output, _: np.frombuffer(output.embedding, np.float32),
     "stop_reason": lambda output, _: _bytes(
@@ -317,8 +363,8 @@ _QUIRE_ARRAYS: dict[str, _Array] = {
     "num_reasoning_tokens": lambda output, _: np.array([output.num_reasoning_tokens], dtype=np.uint32),
     "reasoning_output": lambda output, _: _bytes(output.reasoning.encode()),
     "tool_calls": lambda output, _: _bytes(msgspec.json.encode(output.tool_calls)),
-    "logprobs": lambda output, handle: _bytes(_logprobs(output.logprobs, handle.text_of)),
-    "prompt_logprobs": lambda output, handle: _bytes(_logprobs(output.prompt_logprobs, handle.text_of)),
+    "logprobs": lambda output, handle: _bytes(_logprobs(output.logprobs, handle.decoder)),
+    "prompt_logprobs": lambda output, handle: _bytes(_logprobs(output.prompt_logprobs, handle.decoder)),
     "cumulative_logprob": lambda output, _: np.array([output.cumulative_logprob or 0.0], np.float32),
     "timing": lambda output, handle: _bytes(handle.timing(output)),
 }
@@ -329,7 +375,9 @@ _ARRAYS: dict[str, dict[str, _Array]] = {
     "vllm": {
         **_QUIRE_ARRAYS,
         "logprobs": lambda output, handle: _bytes(
-            b"null" if handle.request_of(output).hides_logprobs else _vllm_logprobs(output, handle.text_of)
+            b"null"
+            if handle.request_of(output).hides_logprobs
+            else _vllm_logprobs(output, handle.decoder and handle.decoder.text_of)
         ),
     },
     "batched": {

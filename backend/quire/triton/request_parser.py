@@ -51,7 +51,7 @@ from quire.sampling_params import (
 from quire.scheduling_params import MAX_NAME_LENGTH, SchedulingParams
 from quire.structured_output import StructuredOutput
 from quire.triton.dialects import Translation, rows, translate
-from quire.triton.result_cache import Recording, Results
+from quire.triton.result_cache import Recording, Results, nothing_said
 from quire.triton.scheduling_fields import (
     ALIASES,
     HEADERS,
@@ -69,7 +69,7 @@ from quire.validation import (
 from quire_ensemble import client_json
 from quire_ensemble.chat_format import FIELD as CHAT_FORMAT
 from quire_ensemble.chat_format import ChatFormat, parse_chat_format
-from quire_ensemble.errors import InputError, in_line
+from quire_ensemble.errors import InputError, in_line, shown
 from quire_ensemble.generator_schema import (
     CONTROL_INPUTS,
     INPUTS,
@@ -217,6 +217,8 @@ class ParsedRequest:
     """The same for prompts 1, 2, ... of a request with several."""
     echo: str = ""
     """Prompt text that precedes the output (exclude_input_in_output=false)."""
+    is_prompt_alone: bool = False
+    """Whether no token is wanted (max_tokens 0): the one that the engine adds is not told."""
     embeds: EmbedsMessage | None = None
     """Points into memory that lives as long as `buffer` is open."""
     buffer: SharedBuffer | DeviceBuffer | None = None
@@ -246,6 +248,7 @@ class RequestParser:
         info: the engine's limits; a callable since a restarted engine may answer differently.
         decoupled: whether the model may stream.
         batched: whether its tensors have a batch dimension.
+        declared: outputs that the model's configuration declares, which may be others than ours; None: ours.
         grammars: checks `structured_output`; None: there is no tokenizer to check it with.
         adapters: whether there are any, and whether clients may load them.
     """
@@ -259,6 +262,7 @@ class RequestParser:
         *,
         decoupled: bool,
         batched: bool = False,
+        declared: frozenset[str] | None = None,
         grammars: GrammarChecker | None = None,
         adapters: AdapterConfig = AdapterConfig(),
     ) -> None:
@@ -268,7 +272,8 @@ class RequestParser:
         self.chat_parsing = ChatParsing.of(tokenizer, config)
         self.batched = batched
         self._form = "batched" if batched else config.dialect
-        self._all_outputs = frozenset(spec.name for spec in outputs_of(batched=batched))
+        self._known_outputs = frozenset(spec.name for spec in outputs_of(batched=batched))
+        self._all_outputs = self._known_outputs if declared is None else declared
         self.defaults = VLLM_DEFAULTS if config.dialect == "vllm" else defaults
         self.info = info
         self.config = config
@@ -436,11 +441,15 @@ class RequestParser:
             typed[name] = [*value, *typed.get(name, [])] if isinstance(value, list) else value
         if self.batched and "beam_width" in typed:
             typed.setdefault("n", typed["beam_width"])  # TensorRT-LLM returns every beam
+        is_prompt_alone = self._form == "quire" and _wants_no_token(typed, from_json, parameters)
         params = self._sampling(typed, from_json, parameters)
         if translation.bad_words_ids:
             ids = params.bad_words_ids + translation.bad_words_ids
             params = msgspec.structs.replace(params, bad_words_ids=ids)
         num_prompts = max(1, len(raw.tensors.get("text_input", ())))
+        unknown = sorted(raw.requested_outputs - self._known_outputs)
+        if unknown and raw.requested_outputs != self._all_outputs:
+            raise InvalidArgumentError("outputs", f"{shown(unknown[0])} is no output of a generator")
         outputs, final_outputs = _outputs(
             raw.requested_outputs, control, params, stream, num_prompts, self.config, self._all_outputs
         )
@@ -475,8 +484,8 @@ class RequestParser:
             )
         excludes = stream or self.config.dialect == "quire"
         echo_wanted = not control.get("exclude_input_in_output", excludes)
-        if echo_wanted and stream:
-            told = VLLM_STREAM_WITH_PROMPT if self.config.dialect == "vllm" else None
+        if echo_wanted and stream and self.config.dialect == "vllm":
+            told = VLLM_STREAM_WITH_PROMPT
             raise InvalidArgumentError("exclude_input_in_output", "must be true when streaming", told)
         interval, interval_ms = self._intervals(control)
         info = self.info()
@@ -498,7 +507,8 @@ class RequestParser:
         check_token_parameters(params, info.vocab_size)
         skips_empty = raw.requested_outputs == self._all_outputs
         if new_answer is not None and skips_empty:
-            outputs, final_outputs = outputs | CHAT_OUTPUTS, final_outputs | CHAT_OUTPUTS
+            beside = CHAT_OUTPUTS & self._all_outputs
+            outputs, final_outputs = outputs | beside, final_outputs | beside
         params, num_best = ranked_here(params)
         embeds = _embeds(raw, len(prompts[0][0]), info)
         stops = StopAutomaton(params.stop) if params.stop else None
@@ -516,6 +526,7 @@ class RequestParser:
                 scheduling=scheduling,
                 arrived_at=raw.arrived_at,
                 echo=self._echo(token_ids, text, params) if echo_wanted else "",
+                is_prompt_alone=is_prompt_alone and not is_embedding,
                 embeds=embeds,
                 buffer=raw.embeds,
                 stops=stops,
@@ -531,6 +542,8 @@ class RequestParser:
             for token_ids, text in prompts
         )
         first.others = others
+        if first.is_prompt_alone and params.prompt_logprobs is None:
+            first.results = nothing_said([params.n] * len(prompts))
         return first
 
     def _echo(self, token_ids: list[int], text: str, params: SamplingParams) -> str:
@@ -730,6 +743,23 @@ def _typed(raw: RawRequest, names: Set[str]) -> dict[str, Any]:
     return typed
 
 
+def _wants_no_token(*sources: dict[str, Any]) -> bool:
+    """Whether `max_tokens` is 0, which becomes 1 in the sources; the first that states it counts.
+
+    The engine knows no request without a token: its first one costs nothing beside the prompt."""
+    stated = [
+        (source, name)
+        for source in sources
+        for name in ("max_tokens", "max_new_tokens")
+        if source.get(name) is not None
+    ]
+    zeros = [str(source[name]).strip() == "0" for source, name in stated]
+    for (source, name), is_zero in zip(stated, zeros, strict=True):
+        if is_zero:
+            source[name] = 1
+    return bool(zeros) and zeros[0]
+
+
 def _with_lists_of_strings(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Request parameters, which carry only scalars, with lists where JSON text spells a list of strings.
 
@@ -859,7 +889,7 @@ def _outputs(
         only = frozenset({"finish_reason", "num_input_tokens", *asked})
         return only, only
     if config.dialect == "vllm":
-        only = frozenset({"text_output", *asked})
+        only = frozenset({"text_output", *asked}) & all_outputs
         return only - _LAST_OUTPUTS, only
     outputs = {"text_output", "output_ids"} | asked - _LAST_OUTPUTS
     if params.logprobs is not None:
@@ -877,7 +907,7 @@ def _outputs(
         final.add("cumulative_logprob")
     if not stream:
         final.add("num_output_tokens")  # of this response, which here is all of them
-    return frozenset(outputs), frozenset(final)
+    return frozenset(outputs) & all_outputs, frozenset(final) & all_outputs
 
 
 def _text(field: str, value: Any) -> Any:

@@ -99,7 +99,7 @@ class Responder(threading.Thread):
     ) -> None:
         super().__init__(name="quire-responder", daemon=True)
         self.tokenizer = tokenizer
-        self._text_of = None if tokenizer is None else TokenDecoder.of(tokenizer).text_of
+        self._decoder = None if tokenizer is None else TokenDecoder.of(tokenizer)
         self.engine = engine
         self.drain = Drain() if drain is None else drain
         self._model, self._observers, self._meter, self._took = model, observers, meter, took
@@ -237,7 +237,7 @@ class Responder(threading.Thread):
             return [Control(parsed.cache_control, handle.request_id)]
         if self.drain.is_on:
             raise UnavailableError(UNLOADING)
-        handle.text_of = self._text_of
+        handle.decoder = self._decoder
         messages: list[FrontendMessage] = []
         for item, prompt in enumerate([parsed, *parsed.others]):
             # The first has the id of the request, so that one prompt is as good as none beside it.

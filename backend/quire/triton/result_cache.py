@@ -208,6 +208,16 @@ def add_request(request_id: str, prompt: ParsedRequest, arrival_time: float) -> 
     )
 
 
+def nothing_said(num_choices: list[int]) -> Results:
+    """What there is to say of prompts whose answers have no token.
+
+    Args:
+        num_choices: of each prompt.
+    """
+    places = [(item, index) for item, count in enumerate(num_choices) for index in range(count)]
+    return Results(VERSION, [ChoiceResult(*place, [], FinishReason.LENGTH.value) for place in places])
+
+
 def replayed(results: Results, request_ids: list[str], parsed: ParsedRequest) -> Iterator[EngineCoreOutput]:
     """Results as an engine would say them: where the request streams its first tokens alone, then as many at
     a time as it states, else all.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from quire_client.embedding import embed
 from quire_client.errors import NotFound, QuireClientError
 from quire_client.openai.adapters import Adapter, Adapters
 from quire_client.openai.balancer import Balancer
+from quire_client.openai.batch import Batch
 from quire_client.openai.errors import RequestError, error_object, named
 from quire_client.openai.images import ImageFetcher, ImagePolicy
 from quire_client.openai.intake import (
@@ -39,6 +41,7 @@ from quire_client.openai.intake import (
 from quire_client.openai.keys import check_admin
 from quire_client.openai.logprobs import LogprobsFormat
 from quire_client.openai.metrics import CONTENT_TYPE
+from quire_client.openai.names import Names, part_that
 from quire_client.openai.observer import (
     Exchange,
     Observer,
@@ -54,13 +57,18 @@ from quire_client.openai.requests import (
     TextRequest,
     parse_chat,
     parse_completion,
+    parse_detokenize,
     parse_embedding,
+    parse_tokenize,
 )
 from quire_client.openai.stream import EventStream, Exchanges
+from quire_client.openai.tokens import max_model_len, text_of, token_ids
 from quire_client.protocol import ModelSchema
 
 Parsed = TypeVar("Parsed", TextRequest, EmbeddingRequest)
 PROMPTS = ("messages", "text_input")
+DESCRIBED_S = 5.0
+"""Seconds that a model has to tell its length."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,8 @@ class GatewaySettings:
     api_keys: file of keys, see `keys`; None: nobody is asked for one.
     metrics: serve /metrics.
     access_log: file to which a line of JSON is added for each request; `-`: stderr.
-    cors_origins: origins whose pages may use the gateway in a browser; "*": any."""
+    cors_origins: origins whose pages may use the gateway in a browser; "*": any.
+    names: what clients call the models."""
 
     url: str = conn.DEFAULT_URL
     timeout: float | None = None
@@ -79,6 +88,7 @@ class GatewaySettings:
     metrics: bool = False
     access_log: Path | None = None
     cors_origins: tuple[str, ...] = ()
+    names: Names = field(default_factory=Names)
 
     @property
     def urls(self) -> list[str]:
@@ -97,7 +107,7 @@ def create_app(
         ValueError: the file of keys is wrong, or the log cannot be written.
     """
     observer = Observer(settings.api_keys, metrics=settings.metrics, log=settings.access_log)
-    gateway = _Gateway(observer)
+    gateway = _Gateway(observer, settings.names)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -118,6 +128,8 @@ def create_app(
         Route("/v1/chat/completions", partial(gateway.answer, parse=parse_chat), methods=["POST"]),
         Route("/v1/completions", partial(gateway.answer, parse=parse_completion), methods=["POST"]),
         Route("/v1/embeddings", gateway.embeddings, methods=["POST"]),
+        Route("/tokenize", gateway.tokenize, methods=["POST"]),
+        Route("/detokenize", gateway.detokenize, methods=["POST"]),
         Route("/v1/load_lora_adapter", partial(gateway.change_adapters, load=True), methods=["POST"]),
         Route("/v1/unload_lora_adapter", partial(gateway.change_adapters, load=False), methods=["POST"]),
     ]
@@ -147,8 +159,9 @@ class _Gateway:
     balancer: Balancer
     fetcher: ImageFetcher
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer, names: Names) -> None:
         self.exchanges = Exchanges()
+        self._names = names
         self._observer = observer
         self.intake = Intake()
         self.adapters = Adapters()
@@ -170,19 +183,81 @@ class _Gateway:
         """The ready models that take text or messages and answer with text, and their LoRA adapters."""
         data = {}
         client = self.balancer.pick().client
-        for info in await client.models():
-            if info.ready and _is_text_model(schema := await client._schema(info.name)):
-                data[info.name] = self._model(info.name, schema)
+        ready = [info.name for info in await client.models() if info.ready]
+        schemas = {name: await client._schema(name) for name in ready}
+        for name, model in self._names.listed(schemas).items():
+            if _is_text_model(schemas[model]):
+                data[name] = await self._model(client, name, schemas[model])
         for name, adapter in (await self.adapters.of(client)).items():
-            data[name] = self._model(name, await client._schema(adapter.parent), adapter)
+            data[name] = await self._model(client, name, await client._schema(adapter.parent), adapter)
         return JSONResponse({"object": "list", "data": list(data.values())})
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        schema, adapter = await self.adapters.find(self.balancer.pick().client, name)
+        name, client = request.path_params["name"], self.balancer.pick().client
+        schema, adapter = await self._find(client, name)
         if not _is_text_model(schema):
             raise NotFound(f"the model {name!r} does not generate text")
-        return JSONResponse(self._model(name, schema, adapter))
+        return JSONResponse(await self._model(client, name, schema, adapter))
+
+    async def _find(self, client: AsyncClient, name: str) -> tuple[ModelSchema, Adapter | None]:
+        """As `Adapters.find`, of what a client calls a model."""
+        return await self.adapters.find(client, self._names.model_of(name))
+
+    async def tokenize(self, request: Request) -> Any:
+        return await self._told(request, parse_tokenize, self._tokenize)
+
+    async def detokenize(self, request: Request) -> Any:
+        return await self._told(request, parse_detokenize, self._detokenize)
+
+    async def _told(
+        self,
+        request: Request,
+        parse: Callable[[Mapping[str, Any]], TextRequest],
+        tell: Callable[[AsyncClient, TextRequest, ModelSchema, Hold], Awaitable[dict[str, Any]]],
+    ) -> Any:
+        """The answer to a request that generates nothing."""
+        exchange = exchange_of(request.scope)
+
+        async def work(hold: Hold, parsed: TextRequest) -> Response:
+            server = self.balancer.pick(parsed.sampling)
+            with server.watched(), server.counted():
+                schema, _ = await self._find(server.client, parsed.model)
+                exchange.model = parsed.model
+                return JSONResponse(await tell(server.client, parsed, schema, hold))
+
+        with self.intake.open() as hold:
+            parsed = await _parsed(request, parse, hold)
+            return await self.exchanges.run(request.receive, work(hold, parsed))
+
+    async def _tokenize(
+        self, client: AsyncClient, parsed: TextRequest, schema: ModelSchema, hold: Hold
+    ) -> dict[str, Any]:
+        (ids,) = await self._prompt_ids(client, parsed, schema, hold)
+        generator = await part_that(client, schema, lambda part: "cache_control" in part.inputs)
+        longest = await max_model_len(client, generator, DESCRIBED_S)
+        return {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": None}
+
+    async def _detokenize(
+        self, client: AsyncClient, parsed: TextRequest, schema: ModelSchema, hold: Hold
+    ) -> dict[str, Any]:
+        assert parsed.input_ids is not None
+        generator = await part_that(client, schema, lambda part: "input_ids" in part.inputs)
+        with named({"input_ids": "tokens", "prompt": "tokens"}):
+            text = await text_of(client, generator, parsed.input_ids[0], **parsed.sampling)
+        return {"prompt": text}
+
+    async def _prompt_ids(
+        self, client: AsyncClient, parsed: TextRequest, schema: ModelSchema, hold: Hold
+    ) -> list[list[int]]:
+        """Token ids of each prompt of a request; raises as `token_ids`."""
+        if parsed.input_ids is not None:
+            return parsed.input_ids
+        timeout = client._settings.timeout
+        if parsed.messages is not None:
+            messages = await self._messages(parsed.messages, hold)
+            return [await token_ids(client, schema, None, messages, timeout)]
+        texts = [parsed.prompt] if isinstance(parsed.prompt, str) else parsed.prompt or []
+        return await asyncio.gather(*(token_ids(client, schema, text, None, timeout) for text in texts))
 
     async def change_adapters(self, request: Request, *, load: bool) -> Response:
         """vLLM's routes to load and unload LoRA adapters, for administrators."""
@@ -192,7 +267,13 @@ class _Gateway:
             change = self.adapters.load if load else self.adapters.unload
             return PlainTextResponse(await change([s.client for s in self.balancer.servers], body))
 
-    def _model(self, name: str, schema: ModelSchema, adapter: Adapter | None = None) -> dict[str, Any]:
+    async def _model(
+        self, client: AsyncClient, name: str, schema: ModelSchema, adapter: Adapter | None = None
+    ) -> dict[str, Any]:
+        parts = [schema, *[await client._schema(step) for step in schema.steps]]
+        inputs = {name for part in parts if _is_text_model(part) for name in part.inputs}
+        inputs |= schema.inputs.keys()
+        generator = await part_that(client, schema, lambda part: "cache_control" in part.inputs)
         able = (
             ("chat", "messages"),
             ("completions", "text_input"),
@@ -204,7 +285,8 @@ class _Gateway:
             "object": "model",
             "created": self._created,
             "owned_by": "quire",
-            "capabilities": [word for word, name in able if name in schema.inputs],
+            "max_model_len": await max_model_len(client, generator, DESCRIBED_S),
+            "capabilities": [word for word, name in able if name in inputs],
             **({} if adapter is None else {"root": adapter.root, "parent": adapter.parent}),
         }
 
@@ -224,7 +306,8 @@ class _Gateway:
         server, model = self.balancer.pick(parsed.sampling), parsed.model
         with server.watched(), server.counted():
             client = server.client
-            schema, adapter = await self.adapters.find(client, model)
+            schema, adapter = await self._find(client, model)
+            schema = await part_that(client, schema, lambda part: "return_embedding" in part.inputs)
             exchange.model = model
             timeout, chosen = client._settings.timeout, _with_adapter(parsed.sampling, adapter)
             stated: dict[str, Any] = {"model": schema.name, "timeout": timeout, **chosen}
@@ -239,6 +322,10 @@ class _Gateway:
         is_chat, top = parsed.messages is not None, parsed.top_logprobs
         server = self.balancer.pick(parsed.sampling)
         with server.watched(), named(parsed.names):
+            prompt_ids: list[list[int]] = []
+            if parsed.returns_token_ids:
+                schema, _ = await self._find(server.client, parsed.model)
+                prompt_ids = await self._prompt_ids(server.client, parsed, schema, hold)
             request = await server.start(self._start(server.client, parsed, hold, exchange))
             reply = ReplyFormat(
                 request.request_id,
@@ -248,6 +335,10 @@ class _Gateway:
                 parsed.choices_per_prompt,
                 None if top is None else LogprobsFormat(is_chat, top),
                 parsed.echoed,
+                continuous_usage=parsed.continuous_usage,
+                prompt_logprobs=parsed.prompt_logprobs,
+                returns_token_ids=parsed.returns_token_ids,
+                prompt_token_ids=tuple(prompt_ids),
             )
             del parsed
             hold.close()
@@ -260,37 +351,48 @@ class _Gateway:
 
     async def _start(
         self, client: AsyncClient, parsed: TextRequest, hold: Hold, exchange: Exchange
-    ) -> AsyncStream:
+    ) -> AsyncStream | Batch:
         """Sends the request to its server."""
-        schema, adapter = await self.adapters.find(client, parsed.model)
+        schema, adapter = await self._find(client, parsed.model)
+        schema = await part_that(client, schema, partial(_takes, parsed))
         exchange.model = parsed.model
         if parsed.source not in schema.inputs:
             field = "messages" if parsed.source == "messages" else "prompt"
             raise RequestError(f"{field}: the model {parsed.model!r} has no {parsed.source}", param=field)
-        if parsed.num_prompts > 1 and not schema.inputs["text_input"].is_list:
+        if isinstance(parsed.prompt, list) and not schema.inputs["text_input"].is_list:
             raise RequestError(f"prompt: the model {parsed.model!r} takes one prompt", param="prompt")
         for field, output in _needed(parsed):
             if schema.outputs is not None and output not in schema.outputs:
                 raise RequestError(f"{field}: the model {parsed.model!r} has no {output}", param=field)
-        messages: Any = None
-        if parsed.messages is not None:
-            fetched = await self.fetcher.with_images(parsed.messages["messages"], hold)
-            beside = {name: value for name, value in parsed.messages.items() if name != "messages"}
-            # A list, where it is all, is what models take that know nothing else.
-            messages = await hold.work(write_json, {"messages": fetched, **beside} if beside else fetched)
-        request = AsyncStream(
-            client,
-            parsed.prompt,
-            stream=parsed.stream,
-            messages=messages,
-            input_ids=parsed.input_ids,
-            model=schema.name,
-            outputs=_outputs(schema, parsed, counts_tokens=exchange.counts_tokens),
+        messages: Any = None if parsed.messages is None else await self._messages(parsed.messages, hold)
+        asked: dict[str, Any] = {
+            "stream": parsed.stream,
+            "model": schema.name,
+            "outputs": _outputs(schema, parsed, counts_tokens=exchange.counts_tokens),
             **_with_adapter(parsed.sampling, adapter),
-        )
+        }
+        request: AsyncStream | Batch
+        if parsed.input_ids is None:
+            request = AsyncStream(client, parsed.prompt, messages=messages, **asked)
+        else:
+            streams = [AsyncStream(client, None, input_ids=ids, **asked) for ids in parsed.input_ids]
+            request = streams[0] if len(streams) == 1 else Batch(streams)
         exchange.request_id = request.request_id
         await request.start()
         return request
+
+    async def _messages(self, stated: Mapping[str, Any], hold: Hold) -> bytes:
+        """Messages, and what stands beside them, as the server takes them."""
+        fetched = await self.fetcher.with_images(stated["messages"], hold)
+        beside = {name: value for name, value in stated.items() if name != "messages"}
+        # A list, where it is all, is what models take that know nothing else.
+        return await hold.work(write_json, {"messages": fetched, **beside} if beside else fetched)
+
+
+def _takes(parsed: TextRequest, schema: ModelSchema) -> bool:
+    """Whether a model takes what the prompt comes as."""
+    tensor = schema.inputs.get(parsed.source)
+    return tensor is not None and (tensor.is_list or not isinstance(parsed.prompt, list))
 
 
 def _with_adapter(sampling: Mapping[str, Any], adapter: Adapter | None) -> dict[str, Any]:
@@ -314,8 +416,10 @@ def _needed(parsed: TextRequest) -> list[tuple[str, str]]:
         ("tools", "tool_calls", parsed.has_tools),
         ("logprobs", "logprobs", parsed.top_logprobs is not None),
         ("logprobs", "prompt_logprobs", parsed.echo and parsed.top_logprobs is not None),
+        ("prompt_logprobs", "prompt_logprobs", parsed.prompt_logprobs is not None),
+        ("return_token_ids", "output_ids", parsed.returns_token_ids),
         ("timing", "timing", parsed.timing),
-        ("prompt", "batch_index", parsed.num_prompts > 1),
+        ("prompt", "batch_index", isinstance(parsed.prompt, list) and len(parsed.prompt) > 1),
     )
     return [(field, output) for field, output, is_wanted in needed if is_wanted]
 
@@ -335,7 +439,7 @@ def _outputs(schema: ModelSchema, parsed: TextRequest, *, counts_tokens: bool) -
     wanted += [output for _, output in _needed(parsed)]
     if any(name in parsed.sampling for name in ("n", "best_of", "beam_width")):
         wanted.append("index")
-    return [name for name in wanted if name in schema.outputs]
+    return [name for name in dict.fromkeys(wanted) if name in schema.outputs]
 
 
 async def _parsed(request: Request, parse: Callable[[Mapping[str, Any]], Parsed], hold: Hold) -> Parsed:

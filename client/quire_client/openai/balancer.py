@@ -7,14 +7,24 @@ import contextlib
 import hashlib
 import weakref
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from quire_client.aio import AsyncClient, AsyncStream
 from quire_client.errors import ConnectError
+from quire_client.openai.batch import Batch
+
+Started = TypeVar("Started", bound=AsyncStream | Batch)
 
 PROBE_INTERVAL = 1.0
 """Seconds between two questions to a server whether it is ready."""
 PROBE_TIMEOUT = 2.0
+RECONNECT: tuple[tuple[str, Any], ...] = (
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.min_reconnect_backoff_ms", 2000),
+)
+"""How soon a server that was gone is tried again: gRPC by itself waits for up to two minutes. The last bounds
+one attempt where nothing answers."""
 
 
 class Server:
@@ -22,17 +32,17 @@ class Server:
 
     def __init__(self, url: str, timeout: float | None) -> None:
         self.url = url
-        self.client = AsyncClient(url, timeout=timeout)
+        self.client = AsyncClient(url, timeout=timeout, channel_options=RECONNECT)
         self.is_ready = True
         self._num_starting = 0
-        self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[AsyncStream | Batch] = weakref.WeakSet()
 
     @property
     def num_open(self) -> int:
         """Requests that it was given and that are not over."""
         return self._num_starting + sum(not stream.done for stream in self._streams)
 
-    async def start(self, starting: Awaitable[AsyncStream]) -> AsyncStream:
+    async def start(self, starting: Awaitable[Started]) -> Started:
         """A request of this server, counted from now on."""
         with self.counted():
             stream = await starting

@@ -23,7 +23,9 @@ from quire_client.types import Chunk, Embeddings, Result
 
 GONE = 499
 """Status, in the log and in metrics, of a request whose client left before its answer was there."""
-_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models")
+_BESIDE = ("/tokenize", "/detokenize")
+"""What is not below /v1/, as with vLLM, and needs a key as well."""
+_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", *_BESIDE)
 TRACE_HEADERS = ("traceparent", "tracestate")
 """Passed on to the server as they are, if gRPC can carry them."""
 _PASSED_ON = re.compile(r"[ -~]{1,512}")
@@ -188,14 +190,15 @@ class Observer:
 
 
 class ObserverMiddleware:
-    """ASGI: what is below /v1/ is observed, and needs a key where there are keys."""
+    """ASGI: what is below /v1/ is observed, and needs a key where there are keys; so are vLLM's two paths for
+    tokens."""
 
     def __init__(self, app: Any, observer: Observer) -> None:
         self._app = app
         self._observer = observer
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+        if scope["type"] != "http" or not scope["path"].startswith(("/v1/", *_BESIDE)):
             await self._app(scope, receive, send)
             return
         exchange = self._observer.begin(scope)

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_client.openai.logprobs import LogprobsFormat
+from quire_client.openai.logprobs import LogprobsFormat, prompt_entries
 from quire_client.types import Choice, Chunk, Embeddings, Result
 
 
@@ -73,6 +73,12 @@ class ReplyFormat:
     """None: not asked for."""
     echoed: tuple[int, ...] = ()
     """Characters of each prompt, where they are texts that the answers begin with."""
+    continuous_usage: bool = False
+    prompt_logprobs: int | None = None
+    """As of `TextRequest`, with the following."""
+    returns_token_ids: bool = False
+    prompt_token_ids: tuple[list[int], ...] = ()
+    """Of each prompt, where they are known and asked for."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time, seconds."""
 
@@ -102,7 +108,20 @@ class ReplyFormat:
             result.num_reasoning_tokens,
         )
         choices = [self._choice(choice, result) for choice in result.choices]
-        return {**self._head(streams=False), "choices": choices, "usage": counts}
+        whole = {**self._head(streams=False), "choices": choices, "usage": counts}
+        if self.is_chat:
+            whole |= self._of_prompt(0, result)
+        return whole
+
+    def _of_prompt(self, number: int, result: Result) -> dict[str, Any]:
+        """What vLLM tells of a prompt, where it is asked for: of a chat beside the choices, else in them."""
+        told: dict[str, Any] = {}
+        if self.prompt_logprobs is not None:
+            found = result.prompt_logprobs[number] if number < len(result.prompt_logprobs) else None
+            told["prompt_logprobs"] = prompt_entries(found, self.prompt_logprobs)
+        if number < len(self.prompt_token_ids):
+            told["prompt_token_ids"] = self.prompt_token_ids[number]
+        return told
 
     def _choice(self, choice: Choice, result: Result) -> dict[str, Any]:
         logprobs = None
@@ -122,6 +141,9 @@ class ReplyFormat:
             whole["message"] = message
         else:
             whole["text"] = choice.text
+            whole |= self._of_prompt(choice.batch_index, result)
+        if self.returns_token_ids:
+            whole["token_ids"] = list(choice.token_ids)
         whole["finish_reason"] = finish_reason(choice.finish_reason)
         if choice.stop_reason:
             whole["stop_reason"] = choice.stop_reason
@@ -131,13 +153,19 @@ class ReplyFormat:
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The first object of a choice in a stream: the role of a chat answer."""
-        return self._part(index, {"role": "assistant", "content": ""}, None) if self.is_chat else None
+        if not self.is_chat:
+            return None
+        part = self._part(index, {"role": "assistant", "content": ""}, None)
+        if self.prompt_token_ids and index == 0:
+            part["prompt_token_ids"] = self.prompt_token_ids[0]
+        return part
 
-    def delta(self, chunk: Chunk, num_characters: int) -> dict[str, Any] | None:
+    def delta(self, chunk: Chunk, num_characters: int, *, is_first: bool = False) -> dict[str, Any] | None:
         """What a chunk adds; None: nothing.
 
         Args:
             num_characters: those of the choice's text before it.
+            is_first: whether it is the choice's first.
         """
         content: Any = chunk.text
         if self.is_chat:
@@ -151,9 +179,15 @@ class ReplyFormat:
             logprobs = self.logprobs.of(
                 (chunk.logprobs or [],), chunk.prompt_logprobs, chunk.text, num_characters
             )
-        if not content and logprobs is None:
+        tells_ids = self.returns_token_ids and bool(chunk.token_ids)
+        if not content and logprobs is None and not tells_ids:
             return None
-        return self._part(self.index_of(chunk), content, None, logprobs)
+        part = self._part(self.index_of(chunk), content, None, logprobs)
+        if tells_ids:
+            part["choices"][0]["token_ids"] = list(chunk.token_ids)
+        if self.prompt_token_ids and not self.is_chat and is_first:
+            part["choices"][0]["prompt_token_ids"] = self.prompt_token_ids[chunk.batch_index]
+        return part
 
     def closing(self, index: int, chunk: Chunk | None) -> dict[str, Any]:
         """The object with the choice's finish reason, that of its last chunk; no text."""

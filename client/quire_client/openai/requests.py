@@ -77,12 +77,15 @@ SERVICE_FIELDS = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "verbosity",
+        "prediction",
     }
 )
-"""Fields for OpenAI's own service, which change no answer; they are taken and not looked at."""
+"""Fields for OpenAI's own service, and hints that no answer has to follow: taken and not looked at."""
 EMBEDDING_FIELDS = SERVICE_FIELDS | {"model", "input", "encoding_format", "dimensions", *EMBEDDING_SCHEDULING}
 _COMMON = SERVICE_FIELDS | {
     *("model", "stream", "stream_options", "max_tokens", "logprobs", "response_format", "timing"),
+    *("prompt_logprobs", "return_token_ids"),
     *OPENAI_SAMPLING,
     *QUIRE_SAMPLING,
 }
@@ -93,10 +96,19 @@ MESSAGES_FIELDS = (
     "response_format",
     "chat_template_kwargs",
     "add_generation_prompt",
+    "continue_final_message",
 )
 """Fields that go to the chat template with the messages."""
-CHAT_FIELDS = _COMMON | {"messages", "max_completion_tokens", "top_logprobs", *MESSAGES_FIELDS}
+CHAT_FIELDS = _COMMON | {
+    *("messages", "max_completion_tokens", "top_logprobs", "reasoning_effort"),
+    *MESSAGES_FIELDS,
+}
 COMPLETION_FIELDS = _COMMON | {"prompt", "best_of", "echo"}
+
+_TOKENIZE_FIELDS = frozenset(
+    {"model", "prompt", "messages", "tools", "chat_template_kwargs", "add_generation_prompt"}
+    | {"continue_final_message"}
+)
 
 HEADERS = {
     "x-tenant-id": "tenant",
@@ -106,14 +118,33 @@ HEADERS = {
 }
 """Headers that state a parameter where the body does not; of two for one parameter the later counts."""
 
-# Fields of OpenAI for which there is one value only: that which changes nothing.
+# Fields of OpenAI and vLLM for which there is one value only: that which changes nothing.
+_FIXED: dict[str, Any] = {
+    "spaces_between_special_tokens": True,
+    "return_tokens_as_token_ids": False,
+    "use_beam_search": False,
+    "allowed_token_ids": [],
+}
 _CHAT_FIXED: dict[str, Any] = {
+    **_FIXED,
+    "echo": False,
+    "include_reasoning": True,
+    "add_special_tokens": False,
     "modalities": ["text"],
     "audio": None,
     "functions": [],
     "function_call": "none",
 }
-_COMPLETION_FIXED: dict[str, Any] = {"suffix": ""}
+_COMPLETION_FIXED: dict[str, Any] = {**_FIXED, "suffix": "", "add_special_tokens": True}
+_REASONS: dict[str, str] = {
+    "truncate_prompt_tokens": "cut the prompt before; one that is too long is refused, with the limit",
+    "chat_template": "it is the checkpoint's; chat_template_kwargs set its variables",
+    "allowed_token_ids": "logit_bias and structured_outputs say which tokens may follow",
+    "use_beam_search": "beam_width above 1 asks for beams",
+}
+"""Why a field is refused, or what to say in its place."""
+_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+"""The last changes nothing: no answer here is padded against who counts its bytes."""
 
 _COMPLETION_NAMES = {
     "text_input": "prompt",
@@ -121,12 +152,15 @@ _COMPLETION_NAMES = {
     "exclude_input_in_output": "echo",
     "prompt_logprobs": "logprobs",
 }
+_OWN_PROMPT_LOGPROBS = {**_COMPLETION_NAMES, "prompt_logprobs": "prompt_logprobs"}
 MAX_CHOICES = 1024
 """More than any server takes."""
 MAX_MESSAGES = 4096
 """Messages of one conversation, and parts of all their contents; the server's own limit of messages."""
 MAX_IMAGES = 16
 """Images of one conversation; the server's own limit."""
+MAX_EFFORT = 32
+"""Characters of `reasoning_effort`."""
 MAX_INPUTS = 2048
 """Inputs of one request for embeddings, as OpenAI's."""
 MAX_MODEL_LENGTH = 256
@@ -138,6 +172,8 @@ MAX_TOP_LOGPROBS = 20
 _ANSWER_FIELDS = frozenset({"refusal", "audio", "annotations", "function_call"})
 MAX_PROMPTS = 1024
 """Prompts of one request; more than any server takes."""
+MAX_TOKEN_LISTS = 256
+"""Prompts of token ids in one request: each of them is a request to the server."""
 
 
 @dataclass(frozen=True)
@@ -145,17 +181,24 @@ class TextRequest:
     """One request for text; exactly one of `messages`, `prompt`, `input_ids` is not None."""
 
     model: str
-    stream: bool
-    include_usage: bool
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    """Each part of a stream has the counts so far."""
     sampling: dict[str, Any] = field(default_factory=dict)
     messages: dict[str, Any] | None = None
     """`messages`, and those of MESSAGES_FIELDS that are stated."""
     prompt: str | list[str] | None = None
-    input_ids: list[int] | None = None
+    input_ids: list[list[int]] | None = None
+    """Of each prompt."""
     top_logprobs: int | None = None
     """Log-probabilities to tell of each token beside its own; None: no log-probabilities."""
     echo: bool = False
     """The answer begins with the prompt."""
+    prompt_logprobs: int | None = None
+    """Likely tokens to tell of each position of the prompt, in vLLM's form; None: not asked for."""
+    returns_token_ids: bool = False
+    """The answer tells the token ids of prompt and text."""
     timing: bool = False
     """The answer says how long its parts took."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -176,6 +219,8 @@ class TextRequest:
 
     @property
     def num_prompts(self) -> int:
+        if self.input_ids is not None:
+            return len(self.input_ids)
         return len(self.prompt) if isinstance(self.prompt, list) else 1
 
     @property
@@ -250,9 +295,10 @@ def parse_chat(body: Mapping[str, Any]) -> TextRequest:
         raise RequestError("top_logprobs: only with logprobs true", param="top_logprobs")
     top = _top_logprobs("top_logprobs", count or 0, sampling) if wants else None
     beside = {name: body[name] for name in MESSAGES_FIELDS if body.get(name) not in _NOTHING}
+    _add_effort(body.get("reasoning_effort"), beside)
     asked = {"messages": [_as_template(message) for message in messages], **beside}
     return TextRequest(
-        *_common(body),
+        **_common(body, sampling),
         sampling=sampling,
         messages=asked,
         top_logprobs=top,
@@ -262,8 +308,8 @@ def parse_chat(body: Mapping[str, Any]) -> TextRequest:
 
 
 def parse_completion(body: Mapping[str, Any]) -> TextRequest:
-    """A body of /v1/completions; raises as `parse_chat`. The prompt is one text or several, or one list of
-    token ids, possibly in a list."""
+    """A body of /v1/completions; raises as `parse_chat`. The prompt is a text, a list of token ids, or a list
+    of either."""
     _check_fields(body, COMPLETION_FIELDS, _COMPLETION_FIXED)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not _is_token(prompt[0]):
@@ -281,23 +327,69 @@ def parse_completion(body: Mapping[str, Any]) -> TextRequest:
         if top is not None:
             sampling["prompt_logprobs"] = top
     request = TextRequest(
-        *_common(body),
+        **_common(body, sampling),
         sampling=sampling,
         top_logprobs=top,
         echo=echo,
         timing=_timing(body, sampling),
-        names=_COMPLETION_NAMES,
+        names=_COMPLETION_NAMES if body.get("prompt_logprobs") is None else _OWN_PROMPT_LOGPROBS,
     )
     if isinstance(prompt, str):
         return replace(request, prompt=prompt)
     if isinstance(prompt, list) and prompt and all(map(_is_token, prompt)):
-        return replace(request, input_ids=prompt)
-    if isinstance(prompt, list) and prompt and all(isinstance(text, str) for text in prompt):
-        if len(prompt) > MAX_PROMPTS:
-            message = f"prompt: at most {MAX_PROMPTS} prompts are allowed, got {len(prompt)}"
-            raise RequestError(message, param="prompt")
-        return replace(request, prompt=prompt)
-    raise RequestError("prompt: must be one string or several, or one list of token ids", param="prompt")
+        return replace(request, input_ids=[prompt])
+    several: list[Any] = prompt if isinstance(prompt, list) else []
+    is_text = bool(several) and all(isinstance(one, str) for one in several)
+    if not is_text and not (several and all(isinstance(one, list) and _is_input(one) for one in several)):
+        kinds = "a string, a list of token ids, or a list of either, none of them empty"
+        raise RequestError(f"prompt: must be {kinds}", param="prompt")
+    most = MAX_PROMPTS if is_text else MAX_TOKEN_LISTS
+    if len(several) > most:
+        message = f"prompt: at most {most} prompts are allowed, got {len(several)}"
+        raise RequestError(message, param="prompt")
+    return replace(request, prompt=several) if is_text else replace(request, input_ids=several)
+
+
+def parse_tokenize(body: Mapping[str, Any]) -> TextRequest:
+    """A body of /tokenize, as vLLM's; raises as `parse_chat`."""
+    messages, prompt = body.get("messages"), body.get("prompt")
+    special = {"add_special_tokens": messages is None}
+    _check_fields(body, _TOKENIZE_FIELDS, {"return_token_strs": False, **special})
+    if (messages is None) == (prompt is None):
+        raise RequestError("prompt: exactly one of prompt and messages must be given", param="prompt")
+    model = _model(body)
+    if messages is None:
+        if not isinstance(prompt, str):
+            raise RequestError("prompt: must be a string", param="prompt")
+        return TextRequest(model, prompt=prompt)
+    if not isinstance(messages, list):
+        raise RequestError("messages: must be a list of messages", param="messages")
+    _check_messages(messages)
+    beside = {name: body[name] for name in MESSAGES_FIELDS if body.get(name) not in _NOTHING}
+    return TextRequest(model, messages={"messages": [_as_template(one) for one in messages], **beside})
+
+
+def parse_detokenize(body: Mapping[str, Any]) -> TextRequest:
+    """A body of /detokenize, as vLLM's; raises as `parse_chat`."""
+    _check_fields(body, frozenset({"model", "tokens"}), {})
+    tokens = body.get("tokens")
+    if not isinstance(tokens, list) or not _is_input(tokens):
+        raise RequestError("tokens: must be a list of token ids that is not empty", param="tokens")
+    return TextRequest(_model(body), input_ids=[tokens])
+
+
+def _add_effort(effort: Any, beside: dict[str, Any]) -> None:
+    """Hands `reasoning_effort` to the chat template, the one place that may know it."""
+    if effort is None:
+        return
+    if not isinstance(effort, str) or not 0 < len(effort) <= MAX_EFFORT:
+        raise RequestError(
+            "reasoning_effort: must be a word, as low, medium or high", param="reasoning_effort"
+        )
+    kwargs = beside.get("chat_template_kwargs", {})
+    if not isinstance(kwargs, dict):
+        raise RequestError("chat_template_kwargs: must be an object", param="chat_template_kwargs")
+    beside["chat_template_kwargs"] = {"reasoning_effort": effort, **kwargs}
 
 
 def _timing(body: Mapping[str, Any], sampling: dict[str, Any]) -> bool:
@@ -328,7 +420,18 @@ def _as_template(message: Any) -> Any:
     }
     if kept.get("role") == "developer":
         kept["role"] = "system"
+    if kept.get("tool_calls") == []:
+        del kept["tool_calls"]
+    if isinstance(kept.get("content"), list):
+        kept["content"] = [_as_text(part) for part in kept["content"]]
     return kept
+
+
+def _as_text(part: Any) -> Any:
+    """A refusal among the parts of an answer as what it is to a template: text."""
+    if isinstance(part, dict) and part.get("type") == "refusal" and isinstance(part.get("refusal"), str):
+        return {"type": "text", "text": part["refusal"]}
+    return part
 
 
 def _check_messages(messages: list[Any]) -> None:
@@ -352,13 +455,15 @@ def _is_token(value: Any) -> bool:
 
 def _check_fields(body: Mapping[str, Any], known: frozenset[str], fixed: Mapping[str, Any]) -> None:
     for name, value in body.items():
-        if name in known:
+        if name in known or value is None:
             continue
+        reason = f": {_REASONS[name]}" if name in _REASONS else ""
         if name not in fixed:
-            raise RequestError(f"{name[:80]}: unknown field", param=name[:80])
-        if value is not None and not _same(value, fixed[name]):
+            told = f"not supported{reason}" if reason else "unknown field"
+            raise RequestError(f"{name[:80]}: {told}", param=name[:80])
+        if not _same(value, fixed[name]):
             only = json.dumps(fixed[name])
-            raise RequestError(f"{name}: not supported, other than {only} or null", param=name)
+            raise RequestError(f"{name}: not supported, other than {only} or null{reason}", param=name)
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -366,22 +471,45 @@ def _same(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _common(body: Mapping[str, Any]) -> tuple[str, bool, bool]:
-    """Model, stream, include_usage."""
-    model = _model(body)
+def _common(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a `TextRequest` that both kinds of bodies state alike; adds to `sampling` what they need."""
     stream = _boolean("stream", body.get("stream"))
-    options = body.get("stream_options")
+    usage, continuous = _stream_options(body.get("stream_options"), stream)
+    count = body.get("prompt_logprobs")
+    if count is not None:
+        if not _is_token(count) or not 0 <= count <= MAX_TOP_LOGPROBS:
+            message = f"prompt_logprobs: must be an integer in [0, {MAX_TOP_LOGPROBS}]"
+            raise RequestError(message, param="prompt_logprobs")
+        if stream:
+            raise RequestError("prompt_logprobs: only without stream", param="prompt_logprobs")
+        sampling["prompt_logprobs"] = max(count, sampling.get("prompt_logprobs", 0))
+    return {
+        "model": _model(body),
+        "stream": stream,
+        "include_usage": usage,
+        "continuous_usage": continuous,
+        "prompt_logprobs": count,
+        "returns_token_ids": _boolean("return_token_ids", body.get("return_token_ids")),
+    }
+
+
+def _stream_options(options: Any, stream: bool) -> tuple[bool, bool]:
+    """Whether the counts of tokens come at the end, and with each part too."""
     if options is None:
-        return model, stream, False
+        return False, False
     if not isinstance(options, dict):
         raise RequestError("stream_options: must be an object", param="stream_options")
     if not stream:
         raise RequestError("stream_options: only with stream true", param="stream_options")
-    for name in options:
-        if name != "include_usage":
-            path = f"stream_options.{name[:80]}"
+    for name, value in options.items():
+        path = f"stream_options.{name[:80]}"
+        if value is None:
+            continue
+        if name not in _STREAM_OPTIONS:
             raise RequestError(f"{path}: unknown field", param=path)
-    return model, stream, _boolean("stream_options.include_usage", options.get("include_usage"))
+        _boolean(path, value)
+    usage = bool(options.get("include_usage"))
+    return usage, usage and bool(options.get("continuous_usage_stats"))
 
 
 def _model(body: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from starlette.requests import ClientDisconnect
 
 from quire_client.aio import AsyncStream
 from quire_client.errors import QuireClientError
+from quire_client.openai.batch import Batch
 from quire_client.openai.errors import describe
-from quire_client.openai.observer import Exchange
+from quire_client.openai.observer import GONE, Exchange
 from quire_client.openai.replies import ReplyFormat
 from quire_client.types import Chunk
 
@@ -84,7 +84,7 @@ class EventStream:
     """
 
     exchanges: Exchanges
-    stream: AsyncStream
+    stream: AsyncStream | Batch
     first: Chunk | None
     """Taken off the stream already."""
     reply: ReplyFormat
@@ -92,14 +92,19 @@ class EventStream:
     exchange: Exchange
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        with contextlib.suppress(ClientDisconnect):
-            await self.exchanges.run(receive, self._send(send))
+        sent = asyncio.Event()
+        try:
+            await self.exchanges.run(receive, self._send(send, sent))
+        except ClientDisconnect:
+            if not sent.is_set():  # behind its end an answer's connection counts as left, too
+                self.exchange.status = GONE
 
-    async def _send(self, send: Any) -> None:
+    async def _send(self, send: Any, sent: asyncio.Event) -> None:
         async with self.stream:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             async for event in self._events():
                 await send({"type": "http.response.body", "body": event, "more_body": True})
+            sent.set()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
@@ -115,14 +120,15 @@ class EventStream:
                 if counts_tokens:
                     self.exchange.streamed(chunk)
                 index = self.reply.index_of(chunk)
-                length = lengths.get(index, 0)
-                delta = self.reply.delta(chunk, length)
+                length, is_first = lengths.get(index, 0), index not in lengths
+                delta = self.reply.delta(chunk, length, is_first=is_first)
                 lengths[index] = length + len(chunk.text)
+                counts = self.exchange.usage if self.reply.continuous_usage else None
                 if delta is not None:
-                    yield _event(delta)
+                    yield _event(_with_usage(delta, counts))
                 if chunk.finish_reason:
                     open_choices.discard(index)
-                    yield _event(self.reply.closing(index, chunk))
+                    yield _event(_with_usage(self.reply.closing(index, chunk), counts))
         except QuireClientError as error:
             yield _event(describe(error)[1])
             return
@@ -137,6 +143,10 @@ class EventStream:
             yield self.first
         async for chunk in self.stream:
             yield chunk
+
+
+def _with_usage(part: dict[str, Any], counts: dict[str, Any] | None) -> dict[str, Any]:
+    return part if counts is None else {**part, "usage": counts}
 
 
 def _event(value: dict[str, Any]) -> bytes:

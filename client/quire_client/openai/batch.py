@@ -1,0 +1,90 @@
+"""`Batch`: several prompts of token ids as one request, where the server takes one of them at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+
+from quire_client.aio import AsyncStream
+from quire_client.types import Chunk, Result, collect
+
+AHEAD = 4
+"""Chunks that a stream may be ahead of who reads them all."""
+
+
+class Batch(AsyncIterator[Chunk]):
+    """Running requests of one model as one; a chunk's `batch_index` is the number of its request.
+
+    Each is sent by `start`. One that fails ends all.
+    """
+
+    def __init__(self, streams: Sequence[AsyncStream]) -> None:
+        self.request_id = streams[0].request_id
+        """That of the first."""
+        self._streams = streams
+        self._chunks: asyncio.Queue[Chunk | BaseException | None] = asyncio.Queue(AHEAD * len(streams))
+        self._readers: list[asyncio.Task[None]] = []
+        self._num_open = len(streams)
+
+    async def start(self) -> None:
+        """Sends the requests; raises as `AsyncStream.start`."""
+        try:
+            for stream in self._streams:
+                await stream.start()
+        except BaseException:
+            await self.aclose()
+            raise
+        self._readers = [
+            asyncio.create_task(self._read(number, stream)) for number, stream in enumerate(self._streams)
+        ]
+
+    async def _read(self, number: int, stream: AsyncStream) -> None:
+        try:
+            async for chunk in stream:
+                extras = dataclasses.replace(chunk.extras, batch_index=number)
+                await self._chunks.put(dataclasses.replace(chunk, extras=extras))
+        except Exception as error:
+            await self._chunks.put(error)
+        else:
+            await self._chunks.put(None)
+
+    @property
+    def done(self) -> bool:
+        return all(stream.done for stream in self._streams)
+
+    def __aiter__(self) -> Batch:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        try:
+            while self._num_open:
+                item = await self._chunks.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is not None:
+                    return item
+                self._num_open -= 1
+        except BaseException:
+            await self.aclose()
+            raise
+        raise StopAsyncIteration
+
+    async def result(self) -> Result:
+        """Reads all to their ends."""
+        chunks = [chunk async for chunk in self]
+        return collect(self.request_id, self._streams[0].model, self._streams[0].started_at, chunks)
+
+    async def aclose(self) -> None:
+        """Ends those that are not over; returns when the server knows."""
+        for reader in self._readers:
+            reader.cancel()
+        if self._readers:
+            await asyncio.wait(self._readers)
+        await asyncio.gather(*(stream.cancel() for stream in self._streams))
+
+    async def __aenter__(self) -> Batch:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
