@@ -61,17 +61,18 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.fixture(scope="module")
-def good(tiny: TinyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def good(tiny_session: TinyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A stream that runs beside all bad requests, and is checked at its end."""
+    tiny_session.revive()
     released = tmp_path_factory.mktemp("good") / "released"
     inputs = {"text_input": GOOD, "stream": True, "max_tokens": 600, "ignore_eos": True}
-    call = TritonStream(tiny.server.grpc_url, "generator", {**inputs, **paced_input(released, 0.3)})
+    call = TritonStream(tiny_session.server.grpc_url, "generator", {**inputs, **paced_input(released, 0.3)})
     call.next()
     yield
     released.touch()
     reply = call.read_all()
     params = SamplingParams(max_tokens=600, ignore_eos=True)
-    assert reply.text == tiny.llm.generate([GOOD], params)[0].text
+    assert reply.text == tiny_session.llm.generate([GOOD], params)[0].text
     assert reply.finals == 1
 
 
