@@ -26,6 +26,7 @@ _VALUES = ("const", "enum", "default", "examples", "required")
 """Keys whose values are no schemas."""
 _TYPES = frozenset(("null", "boolean", "number", "string", "array", "object"))
 """Integers are numbers."""
+_UNKNOWN = object()
 _TYPE_OF = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string"}
 
 
@@ -33,15 +34,21 @@ def for_llguidance(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema as llguidance is to read it; what holds for it holds for the client's.
 
     Raises:
-        InvalidArgumentError: a constant is a number that is no double; names it.
+        InvalidArgumentError: a constant is a number that is no double, which it names; or schemas lie too
+            deep in each other.
     """
-    return _Rewriting(schema).schema(schema)
+    try:
+        return _Rewriting(schema).schema(schema)
+    except RecursionError:
+        raise InvalidArgumentError("structured_output", "json: is nested too deeply") from None
 
 
 class _Rewriting:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._steps = 0
+        self._listed: dict[int, Any] = {}
+        """Of `_constants`, by the id of an `enum`."""
 
     def schema(self, value: Any) -> Any:
         """A schema, or a list of schemas, or what stands in the place of one."""
@@ -75,16 +82,19 @@ class _Rewriting:
         if len(branches) > _MAX_BRANCHES:
             return False
         pairs = ((one, other) for at, one in enumerate(branches) for other in branches[:at])
-        return all(self._disjoint(one, other) for one, other in pairs)
+        try:
+            return all(self._disjoint(one, other) for one, other in pairs)
+        except RecursionError:  # references that go round in circles
+            return False
 
     def _disjoint(self, one: Any, other: Any) -> bool:
         """Whether no value is of both schemas; False where this is not clear."""
         one, other = self._resolved(one), self._resolved(other)
         if not isinstance(one, Mapping) or not isinstance(other, Mapping) or self._steps > _MAX_STEPS:
             return False
-        values, others = _constants(one), _constants(other)
+        values, others = self._constants(one), self._constants(other)
         if values is not None and others is not None:
-            return not any(first == second for first in values for second in others)
+            return values.isdisjoint(others)
         types = self._types(one) & self._types(other)
         if types != {"object"}:
             return not types
@@ -106,7 +116,7 @@ class _Rewriting:
         if (stated := schema.get("type")) is not None:
             names = stated if isinstance(stated, list) else [stated]
             types &= frozenset("number" if name == "integer" else str(name) for name in names)
-        if (values := _constants(schema)) is not None:
+        if (values := self._constants(schema)) is not None:
             types &= frozenset(_TYPE_OF[type(value)] for value, _ in values)
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
@@ -114,6 +124,19 @@ class _Rewriting:
         for one in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
             types &= self._types(one)
         return types
+
+    def _constants(self, schema: Mapping[str, Any]) -> frozenset[tuple[Any, bool]] | None:
+        """The values that a schema lists, each beside whether it is true or false (Python's 1 and 0).
+        None: it lists none, or lists and objects among them."""
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if not isinstance(values, list):
+            return None
+        if (found := self._listed.get(id(values), _UNKNOWN)) is _UNKNOWN:
+            is_plain = all(isinstance(one, str | int | float | None) for one in values)
+            found = frozenset((one, isinstance(one, bool)) for one in values) if is_plain else None
+            if "const" not in schema:  # the list lives as long as the client's schema
+                self._listed[id(values)] = found
+        return found
 
     def _resolved(self, schema: Any) -> Any:
         """The schema that a reference means, with what stands beside it: it may allow more than both do.
@@ -132,15 +155,6 @@ class _Rewriting:
             schema = {**target, **{key: value for key, value in schema.items() if key != "$ref"}}
         self._steps += 1
         return schema
-
-
-def _constants(schema: Mapping[str, Any]) -> list[tuple[Any, bool]] | None:
-    """The values that a schema lists, each beside whether it is true or false (Python's 1 and 0).
-    None: it lists none, or lists and objects among them."""
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(values, list) or not all(isinstance(one, str | int | float | None) for one in values):
-        return None
-    return [(one, isinstance(one, bool)) for one in values]
 
 
 def _check_constant(key: str, value: Any) -> None:

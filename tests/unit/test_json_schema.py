@@ -12,6 +12,7 @@ import pytest
 
 from quire.errors import InvalidArgumentError
 from quire.grammar import Vocabulary
+from quire.json_schema import for_llguidance
 from quire.structured_output import parse_structured_output
 from tests.fixtures.checkpoints import EOS_TOKEN_IDS, VOCAB_SIZE, write_tokenizer
 
@@ -198,3 +199,21 @@ def test_schemas_of_a_one_of_that_may_both_hold_are_refused(
 ) -> None:
     with pytest.raises(InvalidArgumentError, match="oneOf: its schemas are not known to exclude each other"):
         taken(vocabulary, {"oneOf": branches, "$defs": DEFINED}, [])
+
+
+def test_references_in_circles_and_deep_schemas_end_in_a_refusal() -> None:
+    """Both ended in a RecursionError."""
+    names = [f"d{number}" for number in range(60)]
+    circles = {
+        "$defs": {
+            name: {"oneOf": [{"$ref": f"#/$defs/{names[(at + step) % 60]}"} for step in (1, 7)]}
+            for at, name in enumerate(names)
+        },
+        "oneOf": [{"$ref": f"#/$defs/{name}"} for name in names],
+    }
+    assert "oneOf" in for_llguidance(circles), "left to llguidance, which refuses it"
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"items": deep}
+    with pytest.raises(InvalidArgumentError, match="structured_output: json: is nested too deeply"):
+        for_llguidance(deep)
