@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from quire_ensemble import logs
-from quire_ensemble.checkpoint_files import check_directory
+from quire_ensemble.checkpoint_files import check_directory, without_links
 from quire_ensemble.errors import EnsembleError, InputError, ParameterError, one_line, shown
 
 _log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def checkpoint_path(parameters: Mapping[str, str], model_directory: Path) -> Pat
     if not stated:
         file = model_directory / "config.pbtxt"
         raise ParameterError(f"{file}: parameter 'checkpoint' must name the checkpoint directory")
-    return (model_directory / stated).resolve()
+    return without_links(model_directory / stated)
 
 
 def integer_parameters(parameters: Mapping[str, str], names: Iterable[str]) -> dict[str, int]:

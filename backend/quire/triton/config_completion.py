@@ -20,6 +20,7 @@ from quire.errors import CheckpointError, ConfigError
 from quire.loader.info import gguf_file
 from quire.logits_processors import resolved
 from quire.triton import vllm_config
+from quire_ensemble.checkpoint_files import without_links
 from quire_ensemble.errors import HubError
 from quire_ensemble.generator_schema import MAX_PROMPTS, inputs_of, outputs_of
 from quire_ensemble.hub import find_checkpoint
@@ -159,6 +160,12 @@ def shows_vllm_metrics(model_config: Mapping[str, Any], version_directory: Path)
 
 def _checkpoint(named: str, version_directory: Path) -> Path:
     if named:
+        try:
+            os.fsencode(named)
+        except UnicodeEncodeError:
+            raise CheckpointError(
+                f"model {named!r}: Triton's Python opens paths of ASCII letters alone: name a link to it"
+            ) from None
         for base in (version_directory, version_directory.parent):
             path = base / Path(named).expanduser()
             if path.exists():
@@ -171,7 +178,7 @@ def _checkpoint(named: str, version_directory: Path) -> Path:
         raise CheckpointError(f"model {named!r}: no such directory or file (relative to {version_directory})")
     for path in (version_directory, version_directory.parent):
         if (path / "config.json").exists():
-            return path.resolve()
+            return without_links(path)
         if (file := gguf_file(path)) is not None:
             return _resolved(file)
     raise CheckpointError(
@@ -183,7 +190,7 @@ def _checkpoint(named: str, version_directory: Path) -> Path:
 def _resolved(path: Path) -> Path:
     """One path for all that name a checkpoint. A file keeps its name: a link's says that it is a .gguf file,
     and of which parts; what it leads to may not."""
-    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
+    return without_links(path) if path.is_dir() else without_links(path.parent) / path.name
 
 
 def visible_device(args: Mapping[str, str]) -> dict[str, str]:
