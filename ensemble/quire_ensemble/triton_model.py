@@ -117,13 +117,18 @@ def checkpoint_path(parameters: Mapping[str, str], model_directory: Path) -> Pat
     """Directory named by the parameter `checkpoint`; relative paths start at the model's directory.
 
     Raises:
-        ParameterError: the parameter is missing.
+        ParameterError: the parameter is missing, or this process opens no such path.
     """
     stated = parameters.get("checkpoint")
     if not stated:
         file = model_directory / "config.pbtxt"
         raise ParameterError(f"{file}: parameter 'checkpoint' must name the checkpoint directory")
-    return without_links(model_directory / stated)
+    try:
+        return without_links(model_directory / stated)
+    except UnicodeEncodeError:
+        raise ParameterError(
+            f"checkpoint {stated!r}: Triton's Python opens paths of ASCII letters alone: name a link to it"
+        ) from None
 
 
 def integer_parameters(parameters: Mapping[str, str], names: Iterable[str]) -> dict[str, int]:

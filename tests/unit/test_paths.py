@@ -15,25 +15,45 @@ _AS_A_STUB = """
 import sys
 from pathlib import Path
 from quire.errors import CheckpointError
-from quire.triton.config_completion import _checkpoint
+from quire.triton.config_completion import _checkpoint, _find_adapters
+from quire_ensemble.errors import ParameterError
+from quire_ensemble.triton_model import checkpoint_path
 
 assert sys.getfilesystemencoding() == "ascii"
-named = sys.stdin.buffer.read().decode("utf-8")
-try:
-    print(ascii(str(_checkpoint(named, Path("/")))))
-except CheckpointError as error:
-    print(ascii(str(error)))
+named, root = sys.stdin.buffer.read().decode("utf-8"), Path("/")
+
+def root_of_adapters():
+    values = {"lora_root": named}
+    _find_adapters(values, root)
+    return values["lora_root"]
+
+def adapter():
+    values = {"lora_modules": {"a": named}}
+    _find_adapters(values, root)
+    return values["lora_modules"]["a"]
+
+for find in (
+    lambda: _checkpoint(named, root),
+    lambda: checkpoint_path({"checkpoint": named}, root),
+    root_of_adapters,
+    adapter,
+):
+    try:
+        print(ascii(str(find())))
+    except (CheckpointError, ParameterError) as error:
+        print(ascii(str(error)))
 """
 
 
-def as_a_stub(named: Path) -> str:
-    """What becomes of a model's path in a process whose file names are ASCII; the path, or the complaint."""
+def as_a_stub(named: Path) -> list[str]:
+    """What becomes of a path in a process whose file names are ASCII, as that of a model, a tokenizer model's
+    checkpoint, `lora_root` and an adapter: the path, or the complaint."""
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     command = [sys.executable, "-c", _AS_A_STUB]
     done = subprocess.run(
         command, env=environment, input=str(named).encode(), capture_output=True, check=True
     )
-    return done.stdout.decode("ascii").strip().strip("'\"")
+    return [line.strip("'\"") for line in done.stdout.decode("ascii").splitlines()]
 
 
 def test_a_stub_takes_a_link_to_such_a_path_and_says_why_not_the_path_itself(tmp_path: Path) -> None:
@@ -42,8 +62,11 @@ def test_a_stub_takes_a_link_to_such_a_path_and_says_why_not_the_path_itself(tmp
     place, link = tmp_path / "é", tmp_path / "link"
     place.mkdir()
     link.symlink_to(place)
-    assert as_a_stub(link) == str(link)
-    assert "Triton's Python opens paths of ASCII letters alone: name a link to it" in as_a_stub(place)
+    assert as_a_stub(link) == [str(link)] * 4
+    complaints = as_a_stub(place)
+    says = "Triton's Python opens paths of ASCII letters alone: name a link to it"
+    assert all(says in one for one in complaints)
+    assert [one.split()[0] for one in complaints] == ["model", "checkpoint", "lora_root", "lora_modules"]
     assert without_links(link) == place, "where names are UTF-8"
 
 

@@ -116,7 +116,8 @@ def read_engine_values(model_config: Mapping[str, Any], version_directory: Path)
     _find_adapters(values, version_directory)
     for key in ("tokenizer", "draft_model"):
         if isinstance(named := values.get(key), str) and named:
-            values[key] = str((version_directory / named).resolve())
+            _check_letters(key, named)
+            values[key] = str(without_links(version_directory / named))
     return values
 
 
@@ -144,12 +145,23 @@ def _find_adapters(values: dict[str, Any], version_directory: Path) -> None:
                 for name, path in modules.items()
             }
     if isinstance(root := values.get("lora_root"), str) and root:
-        values["lora_root"] = str((version_directory / root).resolve())
+        _check_letters("lora_root", root)
+        values["lora_root"] = str(without_links(version_directory / root))
 
 
 def _beside(path: str, version_directory: Path) -> Path:
-    found = (version_directory / path).resolve()
-    return found if found.exists() else Path(path).resolve()
+    _check_letters("lora_modules", path)
+    found = without_links(version_directory / path)
+    return found if found.exists() else without_links(Path(path))
+
+
+def _check_letters(key: str, named: str) -> None:
+    try:
+        os.fsencode(named)
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"{key} {named!r}: Triton's Python opens paths of ASCII letters alone: name a link to it"
+        ) from None
 
 
 def shows_vllm_metrics(model_config: Mapping[str, Any], version_directory: Path) -> bool:
@@ -160,12 +172,7 @@ def shows_vllm_metrics(model_config: Mapping[str, Any], version_directory: Path)
 
 def _checkpoint(named: str, version_directory: Path) -> Path:
     if named:
-        try:
-            os.fsencode(named)
-        except UnicodeEncodeError:
-            raise CheckpointError(
-                f"model {named!r}: Triton's Python opens paths of ASCII letters alone: name a link to it"
-            ) from None
+        _check_letters("model", named)
         for base in (version_directory, version_directory.parent):
             path = base / Path(named).expanduser()
             if path.exists():
