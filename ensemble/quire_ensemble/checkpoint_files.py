@@ -33,3 +33,30 @@ def check_directory(directory: Path, fail: Callable[[str], Exception]) -> None:
             raise fail(f"{directory}: {shown(file.name)} is neither a file nor a directory")
         if file.suffix in _TEXTS and found.st_size > MAX_TEXT:
             raise fail(f"{directory}: {shown(file.name)} is longer than {MAX_TEXT} bytes")
+
+
+def without_links(path: Path) -> Path:
+    """The path without links. With them where it has letters that are none of this process's file system
+    encoding: a stub of Triton, whose is ASCII, opens such a path by a link alone."""
+    found = path.resolve()
+    try:
+        str(found).encode("utf-8")  # such letters are lone surrogates
+    except UnicodeEncodeError:
+        return path.absolute()
+    return found
+
+
+def with_ascii_name(path: Path, link: Path) -> Path:
+    """A checkpoint's path, if it is of ASCII letters alone, else `link`, made to lead there: a .gguf file
+    keeps its suffix, and its name where it can, as names tell the parts of a split one."""
+    path = path.absolute()
+    if str(path).isascii() or not path.exists():
+        return path
+    if path.is_file() and path.name.isascii():
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.parent)
+        return link / path.name
+    link = link.with_suffix(path.suffix if path.is_file() else "")
+    link.unlink(missing_ok=True)
+    link.symlink_to(path)
+    return link

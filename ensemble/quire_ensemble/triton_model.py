@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from quire_ensemble import logs
-from quire_ensemble.checkpoint_files import check_directory
+from quire_ensemble.checkpoint_files import check_directory, without_links
 from quire_ensemble.errors import EnsembleError, InputError, ParameterError, one_line, shown
 
 _log = logging.getLogger(__name__)
@@ -117,13 +117,18 @@ def checkpoint_path(parameters: Mapping[str, str], model_directory: Path) -> Pat
     """Directory named by the parameter `checkpoint`; relative paths start at the model's directory.
 
     Raises:
-        ParameterError: the parameter is missing.
+        ParameterError: the parameter is missing, or this process opens no such path.
     """
     stated = parameters.get("checkpoint")
     if not stated:
         file = model_directory / "config.pbtxt"
         raise ParameterError(f"{file}: parameter 'checkpoint' must name the checkpoint directory")
-    return (model_directory / stated).resolve()
+    try:
+        return without_links(model_directory / stated)
+    except UnicodeEncodeError:
+        raise ParameterError(
+            f"checkpoint {stated!r}: Triton's Python opens paths of ASCII letters alone: name a link to it"
+        ) from None
 
 
 def integer_parameters(parameters: Mapping[str, str], names: Iterable[str]) -> dict[str, int]:

@@ -15,7 +15,10 @@ TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}"
 
 
 def test_a_gguf_file_is_served_with_its_tokenizer_and_template(tmp_path: Path, serve_repository: Any) -> None:
-    file = write_gguf(make_checkpoint("llama", tmp_path / "hf"), tmp_path / "tiny.gguf", "Q8_0", TEMPLATE)
+    """Its path has letters outside ASCII, in which Triton's Python opens no file: it was not found."""
+    (tmp_path / "é 1").mkdir()
+    file = tmp_path / "é 1" / "modèle.gguf"
+    write_gguf(make_checkpoint("llama", tmp_path / "hf"), file, "Q8_0", TEMPLATE)
     asked: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
     options = {"max_model_len": 512, "num_blocks": 64, "dtype": "float32", "result_cache_memory": 2**20}
     expected = LLM(file, **options).generate(["<s>hello"], **asked)[0]

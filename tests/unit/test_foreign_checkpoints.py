@@ -474,3 +474,15 @@ def test_what_a_plan_says_of_weights_is_what_they_take(name: str, make: Make) ->
     config = ModelConfig(model=str(path), dtype="bfloat16")
     planned = empty_model(config, torch.device("meta")).model.packed_bytes("cpu")
     assert planned == pytest.approx(load_model(config, CPU).weight_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["NF4", "NF4 nested"])
+def test_blocks_of_bitsandbytes_go_on_in_the_next_row(name: str, tmp_path: Path) -> None:
+    """They are of 64 weights wherever rows end: checkpoints whose rows are no multiple of it were refused."""
+    # Heads of 24; the last block of each matrix is shorter, or starts in the middle of a row.
+    sizes = {"hidden_size": 72, "intermediate_size": 90, "num_attention_heads": 3, "num_key_value_heads": 1}
+    plain = make_checkpoint("llama", tmp_path / "plain", tokenizer=False, **sizes)
+    path, means = make_foreign(plain, tmp_path / "foreign", MAKERS[name])
+    model = build_model("llama", **sizes)
+    model.load_state_dict(means, strict=False)
+    torch.testing.assert_close(logits(path), hf_logits(model, IDS), atol=1e-3, rtol=0.0)

@@ -40,6 +40,7 @@ from quire.server.run_files import RunFiles
 from quire.server.tritonserver import TritonServer
 from quire.triton.scheduling_fields import HEADERS, TRACE_HEADERS
 from quire_ensemble.builder import build_repository
+from quire_ensemble.checkpoint_files import with_ascii_name
 from quire_ensemble.cli import parse_option
 from quire_ensemble.errors import EnsembleError
 from quire_ensemble.hub import find_checkpoint
@@ -306,7 +307,10 @@ class ServerRun:
         repositories = self._config.repositories
         if self._config.checkpoint is not None:
             made, options = files.directory / "repository", self._config.engine_options
-            checkpoint = find_checkpoint(self._config.checkpoint)
+            # The stubs open no others.
+            checkpoint = with_ascii_name(
+                find_checkpoint(self._config.checkpoint), files.directory / "checkpoint"
+            )
             build_repository(checkpoint, made, placement="path", engine_options=options)
             repositories = (*repositories, made)
         if self._config.load_models:

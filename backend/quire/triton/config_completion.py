@@ -20,6 +20,7 @@ from quire.errors import CheckpointError, ConfigError
 from quire.loader.info import gguf_file
 from quire.logits_processors import resolved
 from quire.triton import vllm_config
+from quire_ensemble.checkpoint_files import without_links
 from quire_ensemble.errors import HubError
 from quire_ensemble.generator_schema import MAX_PROMPTS, inputs_of, outputs_of
 from quire_ensemble.hub import find_checkpoint
@@ -121,7 +122,8 @@ def read_engine_values(model_config: Mapping[str, Any], version_directory: Path)
     _find_adapters(values, version_directory)
     for key in ("tokenizer", "draft_model"):
         if isinstance(named := values.get(key), str) and named:
-            values[key] = str((version_directory / named).resolve())
+            _check_letters(key, named)
+            values[key] = str(without_links(version_directory / named))
     return values
 
 
@@ -149,12 +151,23 @@ def _find_adapters(values: dict[str, Any], version_directory: Path) -> None:
                 for name, path in modules.items()
             }
     if isinstance(root := values.get("lora_root"), str) and root:
-        values["lora_root"] = str((version_directory / root).resolve())
+        _check_letters("lora_root", root)
+        values["lora_root"] = str(without_links(version_directory / root))
 
 
 def _beside(path: str, version_directory: Path) -> Path:
-    found = (version_directory / path).resolve()
-    return found if found.exists() else Path(path).resolve()
+    _check_letters("lora_modules", path)
+    found = without_links(version_directory / path)
+    return found if found.exists() else without_links(Path(path))
+
+
+def _check_letters(key: str, named: str) -> None:
+    try:
+        os.fsencode(named)
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"{key} {named!r}: Triton's Python opens paths of ASCII letters alone: name a link to it"
+        ) from None
 
 
 def shows_vllm_metrics(model_config: Mapping[str, Any], version_directory: Path) -> bool:
@@ -165,6 +178,7 @@ def shows_vllm_metrics(model_config: Mapping[str, Any], version_directory: Path)
 
 def _checkpoint(named: str, version_directory: Path) -> Path:
     if named:
+        _check_letters("model", named)
         for base in (version_directory, version_directory.parent):
             path = base / Path(named).expanduser()
             if path.exists():
@@ -177,7 +191,7 @@ def _checkpoint(named: str, version_directory: Path) -> Path:
         raise CheckpointError(f"model {named!r}: no such directory or file (relative to {version_directory})")
     for path in (version_directory, version_directory.parent):
         if (path / "config.json").exists():
-            return path.resolve()
+            return without_links(path)
         if (file := gguf_file(path)) is not None:
             return _resolved(file)
     raise CheckpointError(
@@ -189,7 +203,7 @@ def _checkpoint(named: str, version_directory: Path) -> Path:
 def _resolved(path: Path) -> Path:
     """One path for all that name a checkpoint. A file keeps its name: a link's says that it is a .gguf file,
     and of which parts; what it leads to may not."""
-    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
+    return without_links(path) if path.is_dir() else without_links(path.parent) / path.name
 
 
 def visible_device(args: Mapping[str, str]) -> dict[str, str]:

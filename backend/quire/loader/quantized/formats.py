@@ -318,7 +318,8 @@ class FP4:
 
 @dataclass(frozen=True)
 class BNB4:
-    """bitsandbytes' NF4 and FP4: places in a table of sixteen numbers, and a scale for BNB_BLOCK of them."""
+    """bitsandbytes' NF4 and FP4: places in a table of sixteen numbers, and a scale for BNB_BLOCK of them, row
+    behind row: a block may go on in the next one, and the last may be shorter."""
 
     devices: ClassVar[tuple[str, ...]] = ()
     kind: str
@@ -332,9 +333,9 @@ class BNB4:
 
     def slots(self, out_features: int, in_features: int) -> Iterator[Slot]:
         """See Format."""
-        _whole(in_features, BNB_BLOCK, "in_features")
-        blocks = out_features * in_features // BNB_BLOCK
-        yield Slot("weight", (out_features * in_features // 2,), torch.uint8, 0)
+        size = out_features * in_features
+        blocks = -(-size // BNB_BLOCK)
+        yield Slot("weight", (-(-size // 2),), torch.uint8, 0)
         yield Slot("weight.absmax", (blocks,), torch.uint8 if self.is_nested else torch.float32, 0)
         yield Slot("weight.quant_map", (16,), torch.float32)
         yield Slot(self._state, (4,), torch.float64)
@@ -346,13 +347,14 @@ class BNB4:
         """See Format."""
         num_rows, num_columns, block, offset = tensors[self._state].tolist()
         codes, scales = tensors["weight"], tensors["weight.absmax"]
-        if block != BNB_BLOCK or num_rows * num_columns != 2 * len(codes):
+        size = int(num_rows * num_columns)
+        if block != BNB_BLOCK or -(-size // 2) != len(codes):
             raise ValueError(f"blocks of {block:.0f} in {num_rows:.0f} x {num_columns:.0f} weights")
         if self.is_nested:
             outer = tensors["weight.nested_absmax"].repeat_interleave(BNB_NESTED_BLOCK)[: len(scales)]
             scales = tensors["weight.nested_quant_map"][scales.long()] * outer + torch.tensor(offset).float()
-        places = torch.stack((codes >> 4, codes & 15), 1).view(-1, BNB_BLOCK)
-        wide = tensors["weight.quant_map"][places.long()] * scales.unsqueeze(1)
+        places = torch.stack((codes >> 4, codes & 15), 1).flatten()[:size]
+        wide = tensors["weight.quant_map"][places.long()] * scales.repeat_interleave(BNB_BLOCK)[:size]
         return Decoded(wide.view(int(num_rows), int(num_columns)))
 
 
