@@ -377,7 +377,7 @@ _ARRAYS: dict[str, dict[str, _Array]] = {
         "logprobs": lambda output, handle: _bytes(
             b"null"
             if handle.request_of(output).hides_logprobs
-            else _vllm_logprobs(output, handle.decoder and handle.decoder.text_of)
+            else _vllm_logprobs(output, handle.decoder.text_of if handle.decoder else None)
         ),
     },
     "batched": {
