@@ -49,7 +49,9 @@ $(STAMP): $(SERVING)
 serve: $(SERVING)
 	$(VENV)/bin/quire serve --model-repository model_repository
 
-# The tests of the real server in one process, all others in the rest.
+# The tests of the real server in one process, all others in the rest. Bytecode is kept, whatever the
+# environment says: each of some hundred processes would compile the same modules.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)
 	$(PYTEST) -m "not slow" -n $(JOBS) --failures .cache/failures.txt
 

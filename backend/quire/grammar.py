@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import InvalidArgumentError
+from quire.json_schema import for_llguidance
 from quire.structured_output import StructuredOutput
 from quire_ensemble.errors import kind, one_line
 from quire_ensemble.tokenizer import tokenizer_json
@@ -116,6 +117,8 @@ class Vocabulary:
 
 def reason_of(matcher: LLMatcher) -> str:
     """What a matcher has failed with, on one line."""
+    if "coerce_one_of" in matcher.get_error():
+        return "oneOf: its schemas are not known to exclude each other; anyOf allows any of them"
     return " ".join(matcher.get_error().split("<backtrace>")[0].split())[:300]
 
 
@@ -166,7 +169,7 @@ def _inner(structured: StructuredOutput, vocabulary: Vocabulary) -> dict[str, An
 
 def _schema(schema: dict[str, Any]) -> dict[str, Any]:
     """With our options in the place of any that a client may have written."""
-    return {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+    return {**for_llguidance(schema), "x-guidance": {"whitespace_pattern": _WHITESPACE}}
 
 
 def _regex(pattern: str) -> str:

@@ -135,7 +135,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 _UNUSED_DEFAULTS = (
     "num_beams", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens",
     "exponential_decay_length_penalty", "epsilon_cutoff", "eta_cutoff", "top_h", "penalty_alpha",
-    "encoder_repetition_penalty", "guidance_scale", "watermarking_config",
+    "encoder_repetition_penalty", "guidance_scale", "watermarking_config", "min_length", "max_length",
+    "max_time", "num_beam_groups", "diversity_penalty", "constraints", "force_words_ids", "dola_layers",
+    "forced_decoder_ids", "token_healing",
 )  # fmt: skip
 """Keys of generation_config.json with which transformers chooses other tokens."""
 

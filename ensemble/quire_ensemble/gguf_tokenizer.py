@@ -116,7 +116,12 @@ def _read(opened: GGUFFile) -> tuple[Any, dict[str, str], str | None]:
 def _byte_level(file: Path, values: dict[str, Any]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    name = values.get("pre", "default")
+    name = values.get("pre")
+    if name is None:  # files of before May 2024: llama.cpp warns, and takes GPT-2's rule
+        raise TokenizerError(
+            f"{file}: names no tokenizer.ggml.pre, the rule by which texts are cut, and another would give "
+            "wrong tokens: state it (gguf-new-metadata --pre-tokenizer), or name a tokenizer's directory"
+        )
     rule = _RULES.get(name)
     if rule is None:
         known = ", ".join(sorted(_RULES))

@@ -252,6 +252,40 @@ def wrap_strings(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return _with_contents(messages, str, lambda text: [{"type": "text", "text": text}])
 
 
+def with_call_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool) -> list[dict[str, Any]]:
+    """Copies of checked messages in which the arguments of earlier calls are what a template reads.
+
+    Clients of OpenAI's interface send them as JSON text, most templates write the JSON of an object. A text
+    that holds no JSON object stays one; an empty one means no arguments.
+
+    Args:
+        as_text: whether the template reads JSON text.
+    """
+
+    def change(arguments: Any) -> Any:
+        if as_text:
+            return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+        if not isinstance(arguments, str):
+            return arguments
+        try:
+            value = parse_json(FIELD, arguments.strip() or "{}", max_bytes=MAX_BYTES)
+        except InputError:
+            return arguments
+        return value if isinstance(value, dict) else arguments
+
+    def changed(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or "arguments" not in function:
+            return call
+        return {**call, "function": {**function, "arguments": change(function["arguments"])}}
+
+    copies = [dict(message) for message in messages]
+    for copy in copies:
+        if isinstance(copy.get("tool_calls"), list):
+            copy["tool_calls"] = [changed(call) for call in copy["tool_calls"]]
+    return copies
+
+
 def without_empty_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Copies of messages in which an empty list of calls is none: templates ask whether there is a list."""
     return [

@@ -42,7 +42,7 @@ _CHARACTERS_PER_TOKEN = 4
 _PIECE = 2**16
 """Characters of a longer text that are tokenized at a time, to see whether it can fit."""
 
-_PROBE = "part-probe"
+_PROBE, _ARGUMENT = "part-probe", "argument-probe"
 
 
 def forbid_torch() -> None:
@@ -98,6 +98,7 @@ class Tokenizer:
         try:
             with limited_memory():
                 self.encode_chat('[{"role": "user", "content": "warm-up"}]')
+                _ = self._reads_arguments_as_text
         except InputError as error:  # a template may want other messages; there may be none
             if isinstance(error.__cause__, MemoryError | TimeoutError):
                 raise TokenizerError(f"{self.path}: {error.reason}") from None
@@ -247,6 +248,8 @@ class Tokenizer:
             messages = chat.join_text_parts(messages)
         elif self._content_form == "parts":
             messages = chat.wrap_strings(messages)
+        if any(message.get("tool_calls") for message in messages):
+            messages = chat.with_call_arguments(messages, as_text=self._reads_arguments_as_text)
         given: dict[str, Any] = {
             "tools": conversation.tools,
             "add_generation_prompt": conversation.add_generation_prompt,
@@ -305,10 +308,44 @@ class Tokenizer:
             return "strings"
         return "any" if _PROBE in (self._try_render(_PROBE) or "") else "parts"
 
+    @functools.cached_property
+    def _reads_arguments_as_text(self) -> bool:
+        """Whether the template writes the arguments of an earlier call as they are, so that they have to be
+        JSON text: of an object it writes Python's form or nothing, or it raises."""
+        arguments = {_ARGUMENT: _ARGUMENT}
+
+        def is_written(text: str | None) -> bool:
+            return text is not None and _ARGUMENT in text and repr(arguments) not in text
+
+        if is_written(self._try_render_call(arguments)):
+            return False
+        return is_written(self._try_render_call(json.dumps(arguments)))
+
+    def _try_render_call(self, arguments: Any) -> str | None:
+        """Messages with a call and its result; None where the template cannot read them."""
+        function = {"name": "probe", "arguments": arguments}
+        call = {
+            "id": "probe0000",
+            "type": "function",
+            "function": function,
+        }  # Mistral's ids have 9 characters
+        tool = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": _PROBE},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "probe0000", "name": "probe", "content": _PROBE},
+        ]
+        if self._content_form == "parts":
+            messages = chat.wrap_strings(messages)
+        return self._try_render_all(messages, tools=[{"type": "function", "function": tool}])
+
     def _try_render(self, content: Any) -> str | None:
         """A user's message of this content; None where the template cannot read it."""
+        return self._try_render_all([{"role": "user", "content": content}])
+
+    def _try_render_all(self, messages: list[dict[str, Any]], **kwargs: Any) -> str | None:
         try:
-            return self._render([{"role": "user", "content": content}])
+            return self._render(messages, **kwargs)
         except Exception:  # a template is a program: it may raise anything
             return None
 

@@ -6,7 +6,9 @@ import json
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,12 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from quire_ensemble.builder import build_repository
+from tests.compat.site import end_of
 from tests.e2e.conftest import OPTIONS
 from tests.e2e.triton_calls import TritonStream, stream
 from tests.fault.test_engine_death import LONG, MAX_TOKENS, WAIT_S, engines, read_all, start_streams
 from tests.fixtures.checkpoints import make_checkpoint
-from tests.fixtures.server import STOP_S, ServerProcess
+from tests.fixtures.server import MODEL_REPOSITORY, STOP_S, ServerProcess
 
 pytestmark = pytest.mark.server
 
@@ -156,6 +159,23 @@ def test_a_plain_server_that_is_told_to_end_waits_for_streams(tmp_path: Path, se
     assert site.server.process is not None
     assert site.server.process.wait(WAIT_S) == 0
     assert site.server.leftovers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.row("G10")
+def test_the_demo_ends_in_time_under_32_streams(serve_repository: Any) -> None:
+    """By SIGTERM, with one final response for each. Status 0: within `--exit-timeout`; 1 is tritonserver's
+    where it took longer, 137 that `quire serve` has killed it."""
+    server: ServerProcess = serve_repository(MODEL_REPOSITORY)
+    calls = start_streams(server, 32, {**LONG, "max_tokens": 100_000})
+    with ThreadPoolExecutor(33) as pool:
+        stopping = pool.submit(server.stop)
+        ends = Counter(pool.map(end_of, calls))
+        took_s = stopping.result()
+    print(f"\nended in {took_s:.2f} s with {server.returncode}: {ends}")
+    assert ends == {"the engine is shutting down": 32}
+    assert server.returncode == 0, f"{server.returncode} after {took_s:.2f} s"
+    assert server.leftovers() == []
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -222,7 +222,7 @@ def test_single_tokens_over_contexts_up_to_4k(
     """At, before and behind the ends of splits and of the quarters that they are read in."""
     lengths = [1, 3, 4, 5, 63, 255, 256, 257, 511, 769, 1023, 2048, 3001, 4095, 4096]
     if is_interpreted(name, device):
-        lengths = [1, 63, 64, 65, 127, 128, 129, 257, 769, 2048]
+        lengths = [1, 63, 64, 65, 129, 769]
     case = same_case(
         tuple((1, length) for length in lengths),
         num_kv_heads=1,
@@ -327,7 +327,7 @@ def test_half_precision_in_whole_tiles(
     )
     with forced("paged_attention", name):
         check(case)
-        for window in (9, 256) if is_interpreted(name, device) else (1, 9, 31, 256, 261):
+        for window in (256,) if is_interpreted(name, device) else (1, 9, 31, 256, 261):
             check(case, sliding_window=window)
 
 
@@ -363,6 +363,8 @@ def test_sinks_take_their_share_of_the_weights(
 ) -> None:
     """Decoding in one split and several, chunks of prompts; sinks below, among and far above the scores."""
     lengths = ((1, 1), (1, 33), (1, 900), (3, 270), (40, 300), (600, 600))
+    if is_interpreted(name, device):
+        lengths = ((1, 1), (1, 300), (3, 70), (70, 140))
     case = same_case(
         lengths,
         groups=groups,

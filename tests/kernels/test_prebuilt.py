@@ -154,7 +154,8 @@ def test_changed_sources_are_compiled(wheel: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_other_flags_are_compiled(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-ffast-math"))
+    # None that changes the process: a library linked by -ffast-math makes its subnormal numbers zero.
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-fno-exceptions"))
     assert answer(compiler.load("any")) == 42
     assert compiler.library_name("any") not in [path.name for path in wheel.iterdir()]
 

@@ -144,13 +144,17 @@ def test_reference_and_sampler_draw_what_is_defined(kind: str) -> None:
 
 @pytest.mark.row("D10", clauses=("filters",))
 @pytest.mark.row("D4", clauses=("sampling",))
-@pytest.mark.parametrize(("name", "device"), OTHERS)
 @pytest.mark.parametrize(
-    ("kind", "vocab_size"),
-    [*itertools.product(KINDS, [1000]), ("random", 9000), ("flat", 9000), ("random", 1)],
+    ("name", "device", "drawn"),
+    with_cases(
+        OTHERS,
+        [("random", 9000), *itertools.product(KINDS, [1000]), ("flat", 9000), ("random", 1)],
+        interpreted=3,
+    ),
 )
-def test_tokens_are_those_defined(name: str, device: str, kind: str, vocab_size: int) -> None:
+def test_tokens_are_those_defined(name: str, device: str, drawn: tuple[str, int]) -> None:
     """All of them: where float32 rounding decides is rarer than one draw in 10,000."""
+    kind, vocab_size = drawn
     count = len(FILTERS) * (1 if is_interpreted(name, device) else 50)
     logits = draw_logits(kind, count, vocab_size)
     for first in (0, 2**40):

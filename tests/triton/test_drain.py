@@ -56,7 +56,12 @@ class Model:
     """A frontend of a scripted engine, of which a server of 26.03 asks `is_ready`."""
 
     def __init__(
-        self, directory: Path, monkeypatch: pytest.MonkeyPatch, has_is_ready: bool, limit_s: float = 0.2
+        self,
+        directory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        has_is_ready: bool,
+        limit_s: float = 0.2,
+        drain_s: float = 0.1,
     ) -> None:
         self.harness = Harness(directory)
         self.model = TritonPythonModel()
@@ -65,7 +70,7 @@ class Model:
         monkeypatch.setattr(fake_pb_utils, "is_model_ready", self.server.is_model_ready)
         answer = ServerAnswer("generator", "1", os.getpid())
         answer.start()
-        self.harness.responder.drain = Drain(answer.is_wanted, 0.1)
+        self.harness.responder.drain = Drain(answer.is_wanted, drain_s)
 
     def begin(self, name: str) -> fake_pb_utils.ResponseSender:
         sender = self.harness.submit(SamplingParams(), name=name)
@@ -135,6 +140,110 @@ def test_streams_are_ended_when_the_time_is_over_and_new_requests_refused(model:
     sender = model.begin("t-2")
     model.bring("t-2", finish_reason="stop")
     assert sender.final.wait(WAIT_S) and sender.responses[-1].error is None
+
+
+class Engine(threading.Thread):
+    """Brings a token of each stream every TOKEN_S."""
+
+    TOKEN_S = 0.05
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(daemon=True)
+        self._model, self._lock, self._over = model, threading.Lock(), threading.Event()
+        self._left: dict[str, int] = {}
+
+    def begin(self, name: str, num_tokens: int) -> fake_pb_utils.ResponseSender:
+        sender = self._model.begin(name)
+        with self._lock:
+            self._left[name] = num_tokens
+        return sender
+
+    def run(self) -> None:
+        next_step = time.monotonic()
+        while not self._over.wait(max(0.0, next_step - time.monotonic())):
+            next_step += self.TOKEN_S
+            with self._lock:
+                outputs = []
+                for name in self._left:
+                    self._left[name] -= 1
+                    output = tokens(0, 10, finish_reason=None if self._left[name] else "stop")
+                    output.request_id = name
+                    outputs.append(output)
+                self._left = {name: left for name, left in self._left.items() if left}
+            self._model.harness.core.steps.put(outputs)
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join(WAIT_S)
+
+
+class Poll(threading.Thread):
+    """Asks twice a second whether the model is ready, as an orchestrator does."""
+
+    def __init__(self, server: AskingServer) -> None:
+        super().__init__(daemon=True)
+        self._server, self._over = server, threading.Event()
+        self.answers: list[bool] = []
+
+    def run(self) -> None:
+        while not self._over.wait(0.5):
+            self.answers.append(self._server._ask_instance())
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join(WAIT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.row("G10")
+@pytest.mark.parametrize("has_is_ready", [True, False], ids=["is_ready", "none"])
+def test_a_minute_of_streams_on_a_server_that_asks_the_instance(
+    has_is_ready: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the limits of the server and of ours: tokens stood still for 5 s, and the model was not ready from
+    2.5 s behind the first request on."""
+    num_requests, every_s, drain_s = 20, 3.0, 3.0
+    model = Model(tmp_path, monkeypatch, has_is_ready, limit_s=5.0, drain_s=drain_s)
+    engine, poll = Engine(model), Poll(model.server)
+    engine.start()
+    poll.start()
+    began = time.monotonic()
+    senders = []
+    for number in range(num_requests):
+        time.sleep(max(0.0, began + number * every_s - time.monotonic()))
+        senders.append(engine.begin(f"t-{number}", 100))  # 5 s: one or two run at any time
+    for sender in senders:
+        assert sender.final.wait(WAIT_S)
+    poll.stop()
+    took_s = time.monotonic() - began
+    errors = [str(one.error) for sender in senders for one in sender.responses if one.error is not None]
+    assert not errors
+    assert all(len(sender.times) >= 100 for sender in senders), "one response a token"
+    gaps = [b - a for sender in senders for a, b in zip(sender.times, sender.times[1:], strict=False)]
+    print(f"\n{len(gaps)} gaps in {took_s:.1f} s, largest {max(gaps):.3f} s; {len(poll.answers)} polls")
+    assert took_s >= 60 and len(poll.answers) > 60 and all(poll.answers)
+    assert model.server.num_frozen == 0
+    assert max(gaps) <= 0.3
+
+    # Unloaded: what ends in time ends as it would, the rest by what the drain says.
+    soon, late = engine.begin("soon", 40), engine.begin("late", 10_000)
+    assert late.first.wait(WAIT_S)
+    time.sleep(1.0)  # it has asked, and was told that the model is wanted
+    model.server.is_loaded = False
+    began = time.monotonic()
+    until(lambda: model.harness.responder.drain.is_on)
+    seen_s = time.monotonic() - began
+    refused = model.harness.submit(SamplingParams(), name="refused")
+    for sender in (refused, soon, late):
+        assert sender.final.wait(WAIT_S)
+    drained_s = time.monotonic() - began
+    engine.stop()
+    print(f"unload seen after {seen_s:.2f} s, drained after {drained_s:.2f} s")
+    assert seen_s <= 1.5 and drain_s <= drained_s <= drain_s + 3
+    assert soon.responses[-1].error is None
+    for sender in (refused, late):
+        assert "the model is being unloaded" in sender.responses[-1].error.message()
+    model.close()
 
 
 class Scripted:

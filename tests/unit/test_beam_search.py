@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tests.fixtures.checkpoints import make_checkpoint
 from tests.fixtures.fake_engine import FakeEngine
 from tests.fixtures.fake_runner import generate_ranked_alone
 
+Beams = list[tuple[list[int], float]]
+"""Token ids and score of each sequence, the best first."""
 PROMPT = list(range(10, 24))  # three and a half blocks of four
 HYBRID = (KVGroup(None, (2,)), KVGroup(9, (0,)), KVGroup(9, (1,)))
 
@@ -260,9 +263,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def beams_of_transformers(
-    model: LlamaForCausalLM, prompt: list[int], params: SamplingParams
-) -> list[tuple[list[int], float]]:
+@pytest.fixture(scope="module")
+def beams_of_transformers(checkpoint: Path) -> Callable[[list[int], SamplingParams], Beams]:
+    """Searches with transformers; a search is made once, for all options of engines."""
+    model, made = LlamaForCausalLM.from_pretrained(checkpoint).eval(), dict[str, Beams]()
+
+    def search(prompt: list[int], params: SamplingParams) -> Beams:
+        key = f"{prompt} {params}"
+        if key not in made:
+            made[key] = _search(model, prompt, params)
+        return made[key]
+
+    return search
+
+
+def _search(model: LlamaForCausalLM, prompt: list[int], params: SamplingParams) -> Beams:
     early_stopping = "never" if params.early_stopping is None else params.early_stopping
     result = model.generate(
         torch.tensor([prompt]),
@@ -305,8 +320,11 @@ def run(core: EngineCore) -> dict[str, list[EngineCoreOutput]]:
     ],
     ids=["roomy", "lookahead, chunks, few seats", "preempted"],
 )
-def test_sequences_and_scores_are_those_of_transformers(checkpoint: Path, options: dict[str, Any]) -> None:
-    model = LlamaForCausalLM.from_pretrained(checkpoint).eval()
+def test_sequences_and_scores_are_those_of_transformers(
+    checkpoint: Path,
+    beams_of_transformers: Callable[[list[int], SamplingParams], Beams],
+    options: dict[str, Any],
+) -> None:
     requests: dict[str, tuple[list[int], SamplingParams]] = {}
     for prompt in PROMPTS:
         for width in WIDTHS:
@@ -343,7 +361,7 @@ def test_sequences_and_scores_are_those_of_transformers(checkpoint: Path, option
         assert core.scheduler.roster.num_preemptions > 0
     reasons = set()
     for name, (prompt, params) in requests.items():
-        expected = beams_of_transformers(model, prompt, params)
+        expected = beams_of_transformers(prompt, params)
         assert [output.index for output in outputs[name]] == list(range(params.n)), (name, params)
         for output, (sequence, score) in zip(outputs[name], expected, strict=True):
             assert output.new_token_ids == sequence, (name, params, output.index)

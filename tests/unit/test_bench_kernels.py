@@ -14,6 +14,7 @@ from benchmarks.kernels import Case
 from benchmarks.peers.checkpoints import SHAPES
 from benchmarks.peers.limits import Roofline
 from quire_kernels import registry
+from quire_kernels.triton_lang import operators
 
 
 @pytest.mark.row("D27", clauses=("report",))
@@ -23,6 +24,7 @@ def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_flushing", {})
     limits = {"read_gb_s": {"1": 10.0, "2": 20.0}, "matrix_gflop_s": 500.0}
     monkeypatch.setattr(kernels.roofline, "measure", lambda: limits)
+    monkeypatch.setattr(operators, "is_interpreted", lambda: False)  # takes most of the time, and is no case
     monkeypatch.setattr(kernels.report, "output_directory", lambda: tmp_path)
     options = ["--shape", "tiny", "--turns", "1", "--threads", str(torch.get_num_threads())]
     done = CliRunner().invoke(kernels.main, options, catch_exceptions=False)
@@ -76,8 +78,9 @@ def test_points_of_growth() -> None:
     assert line in growth.table([point], 2**30 / 0.04 / 1e9)
 
 
-def test_all_requests_of_a_point_decode_in_every_timed_step() -> None:
+def test_all_requests_of_a_point_decode_in_every_timed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that begin first once ended before the last prompt was computed: few were left to be timed."""
+    monkeypatch.setattr(growth, "BUDGET", 256)
     steps, prompt = 3, 3 * growth.BUDGET
     with growth.engine(SHAPES["tiny"], device="cpu", **growth.room([(4, prompt)], steps)) as core:
         point = growth.measure(core, growth.Stopwatch(core), 4, prompt, steps)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,18 @@ def planned(path: Path, quantization: str | None = None) -> float:
     return sizes[0] / sizes[1]
 
 
+@functools.cache
+def plain_logits(family: str) -> torch.Tensor:
+    """Those of transformers for IDS, of the family's plain weights."""
+    return hf_logits(build_model(family), IDS)
+
+
+def some_of(families: Sequence[str], name: str, names: Iterable[str]) -> tuple[str, ...]:
+    """The first family and another one, whose turn it is at this one of the names."""
+    first, *others = families
+    return first, others[list(names).index(name) % len(others)]
+
+
 def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Of half of the tokens at most: one that chooses another expert, by a hair, is far off alone."""
     return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).median())
@@ -188,7 +201,7 @@ def test_plain_weights_become_what_is_said(name: str, plain: Callable[..., Path]
     quantization = None if name == "unset" else name
     on_cpu, on_gpu = PLAIN[name]
     for family in (*TEXT_FAMILIES, *MOE_FAMILIES, *MLA_FAMILIES):
-        theirs = hf_logits(build_model(family), IDS)
+        theirs = plain_logits(family)
         for dtype in ("float32", "bfloat16"):
             driver = Driver.load(plain(family), dtype=dtype, quantization=quantization)
             assert kept(driver) == on_cpu, (family, dtype)
@@ -209,12 +222,13 @@ def test_the_formats_of_others_are_those_there_are() -> None:
     }
 
 
+@pytest.mark.parametrize("are_all", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["two", "all"])
 @pytest.mark.parametrize("name", FOREIGN)
 def test_formats_of_others_load_with_every_family(
-    name: str, plain: Callable[..., Path], tmp_path: Path
+    name: str, are_all: bool, plain: Callable[..., Path], tmp_path: Path
 ) -> None:
     _, on_cpu, on_gpu = FOREIGN[name]
-    for family in TEXT_FAMILIES:
+    for family in TEXT_FAMILIES if are_all else some_of(TEXT_FAMILIES, name, FOREIGN):
         path, means = make_foreign(plain(family), tmp_path / family, MAKERS[name])
         driver = Driver.load(path, dtype="float32")
         assert kept(driver) == on_cpu, family
@@ -269,9 +283,10 @@ def test_the_types_of_gguf_are_those_there_are() -> None:
     assert GGUF.keys() == {kind.name for kind in GGMLQuantizationType} - others
 
 
+@pytest.mark.parametrize("are_all", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["two", "all"])
 @pytest.mark.parametrize("kind", GGUF)
 def test_types_of_gguf_load_with_every_family(
-    kind: str, plain: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, are_all: bool, plain: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Types that nothing here can write hold zeros, so that of these only the way is tested."""
     of_file = GGMLQuantizationType[kind]
@@ -288,7 +303,8 @@ def test_types_of_gguf_load_with_every_family(
     on_cpu, on_gpu = GGUF[kind]
     # Of experts, which are many, some types: those that the family's line names.
     of_experts = [family for family in MOE_FAMILIES if kind in cell(plain(family), 2).split(", ")]
-    for family in (*OF_GGUF, *of_experts):
+    of_text = OF_GGUF if are_all else some_of(OF_GGUF, kind, GGUF)
+    for family in (*of_text, *of_experts):
         sizes = SIZES if family in OF_GGUF else SIZES_OF_EXPERTS[family]
         file = gguf_files.write_gguf(plain(family, **sizes), tmp_path / f"{family}.gguf", kind)
         if on_cpu == on_gpu == "refused":

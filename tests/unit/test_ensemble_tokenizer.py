@@ -81,6 +81,54 @@ def test_messages_equal_apply_chat_template(name: str, checkpoint: Path, tmp_pat
     assert compared > 100
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in TEMPLATES if any(tools for _, tools in CONVERSATIONS[name])]
+)
+def test_arguments_of_earlier_calls_may_be_json_text(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    """As OpenAI's clients send them: templates that write the JSON of an object wrote it twice, as a string
+    with quotes within quotes (or raised, where they go through the object's items)."""
+    path = with_template(checkpoint, tmp_path / "t", TEMPLATES[name])
+    tokenizer, compared = Tokenizer(path), 0
+    for messages, tools in CONVERSATIONS[name]:
+        sent: list[dict[str, Any]] = json.loads(json.dumps(messages))
+        for call in (call for message in sent for call in message.get("tool_calls", [])):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+            compared += 1
+        whole = json.dumps({"messages": sent, "tools": tools})
+        expected = hf_ids(path, messages, tools=tools, add_generation_prompt=True)
+        assert tokenizer.encode_chat(whole)[0] == expected
+    assert compared
+
+
+_CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ WRITTEN }};{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("c.function.name + c.function.arguments", ['f{"a":  1}', 'f{"a": 1}', "f", "f{oops", "f[1]"]),
+        ("c.function.arguments", ['{"a":  1}', '{"a": 1}', "", "{oops", "[1]"]),
+        ("'' ~ c.function.arguments", ['{"a":  1}', '{"a": 1}', "", "{oops", "[1]"]),
+        (
+            "c.function.arguments if c.function.arguments is string else ''",
+            ['{"a":  1}', '{"a": 1}', "", "{oops", "[1]"],
+        ),
+        ("c.function.arguments | tojson", ['{"a": 1}', '{"a": 1}', "{}", '"{oops"', '"[1]"']),
+        ("c.function.arguments.a or 'none'", ["1", "1", "none", "none", "none"]),
+    ],
+)
+def test_arguments_reach_a_template_as_it_reads_them(
+    written: str, expected: list[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    """A template that appends JSON text gets that, as the client wrote it; the others get an object. What is
+    no object stays as it came, and an empty text is no arguments."""
+    tokenizer = Tokenizer(with_template(checkpoint, tmp_path / "t", _CALLS.replace("WRITTEN", written)))
+    arguments: list[Any] = ['{"a":  1}', {"a": 1}, "", "{oops", "[1]"]
+    calls = [{"type": "function", "function": {"name": "f", "arguments": one}} for one in arguments]
+    text = render(tokenizer, [{"role": "assistant", "tool_calls": calls}])
+    assert text == "".join(f"{one};" for one in expected)
+
+
 def test_there_are_ten_templates_and_some_use_tools() -> None:
     assert len(TEMPLATES) >= 10
     assert sum(any(tools for _, tools in CONVERSATIONS[name]) for name in TEMPLATES) >= 10

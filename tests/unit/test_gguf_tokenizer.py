@@ -218,6 +218,8 @@ def test_a_template_is_that_of_the_file(trained: Any, tmp_path: Path) -> None:
     ("values", "complaint"),
     [
         ({"tokenizer_model": "gpt2", "tokenizer_pre": "unheard-of"}, "'unheard-of' is not supported"),
+        # Texts were cut by GPT-2's rule, whatever the model's is: "\n\n" became two tokens, for Llama 3 too.
+        ({"tokenizer_model": "gpt2", "token_merges": ["a b"]}, "names no tokenizer.ggml.pre, the rule"),
         ({"tokenizer_model": "t5"}, "tokenizer.ggml.model 't5' is not supported; supported: gpt2, llama"),
         (
             {"tokenizer_model": "gpt2", "tokenizer_pre": "qwen2", "token_merges": ["no-pair"]},
@@ -266,6 +268,7 @@ def test_ids_of_no_token_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "negative.gguf"
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(["a", "b", "ab"])
     writer.add_token_merges(["a b"])
     writer.add_int32("tokenizer.ggml.eos_token_id", -1)

@@ -167,7 +167,7 @@ def test_gguf_linear_rope_tokens_and_dtype(tmp_path: Path) -> None:
     loaded = load(file)
     assert loaded.config.dtype == torch.bfloat16, "auto is the type of the file's matrices"
     assert loaded.config.tie_word_embeddings
-    assert loaded.eos_token_ids == {2, 4}
+    assert loaded.eos_token_ids == {0, 2, 4}, "<|endoftext|>, </s> and <|im_end|>"
     assert loaded.config.rope.parameters["factor"] == 4.0
     hf, _ = read_configs(file)
     assert (hf.get("vocab_size"), hf.get("max_position_embeddings")) == (512, 2048)
@@ -197,7 +197,8 @@ def gguf_head(file: Path, **values: Any) -> Path:
         if isinstance(value, list):
             writer.add_array(key, value)
         else:
-            (writer.add_string if isinstance(value, str) else writer.add_float32)(key, value)
+            adders = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+            adders[type(value)](key, value)
     writer.add_tensor("token_embd.weight", np.zeros((8, 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -232,11 +233,26 @@ def test_gguf_rotation_that_is_not_ours_is_refused(
         read_configs(gguf_head(tmp_path / "model.gguf", **values))
 
 
-def test_gguf_turns_end_where_the_file_does_not_say_so(tmp_path: Path) -> None:
-    """The first files of Llama 3 Instruct name <|end_of_text|> alone: answers went on behind <|eot_id|>."""
-    tokens = ["a", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "b"]
-    hf, _ = read_configs(gguf_head(tmp_path / "model.gguf", tokenizer__ggml__tokens=tokens))
-    assert hf.get("eos_token_id") == [2, 3]
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (["a", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "b"], {0, 1, 2, 3}),  # Llama 3
+        (["a", "<|endoftext|>", "<|im_start|>", "<|im_end|>"], {0, 1, 3}),  # Qwen, SmolLM
+        (["a", "<eos>", "<start_of_turn>", "<end_of_turn>"], {0, 3}),  # Gemma
+        (["a", "<s>", "</s>"], {0, 2}),  # Llama 2, Mistral
+        (["a", "<|user|>", "<|end|>", "<|endoftext|>"], {0, 2, 3}),  # Phi
+        (["a", "<｜User｜>", "<｜end▁of▁sentence｜>"], {0, 2}),  # DeepSeek's distillates
+        (["a", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"], {0, 2, 3, 4}),  # gpt-oss
+    ],
+)
+def test_gguf_turns_end_where_the_file_does_not_say_so(
+    tokens: list[str], expected: set[int], tmp_path: Path
+) -> None:
+    """Files of chat models name one end alone, often their base model's: answers went on behind the end of
+    the turn, with the next question."""
+    head = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__eos_token_id": 0}
+    hf, _ = read_configs(gguf_head(tmp_path / "model.gguf", **head))
+    assert set(hf.get("eos_token_id")) == expected
 
 
 @pytest.mark.row("G16")
@@ -262,6 +278,65 @@ def test_eos_comes_from_generation_config_first(copy: Path) -> None:
     (copy / "generation_config.json").unlink()
     assert load(copy).eos_token_ids == {2}
     assert read_configs(copy)[1] == {}
+
+
+def set_json(file: Path, **values: Any) -> None:
+    """Other values of keys of a JSON file; None takes a key away."""
+    whole = {**json.loads(file.read_text()), **values}
+    file.write_text(json.dumps({key: value for key, value in whole.items() if value is not None}))
+
+
+@pytest.mark.parametrize("form", ["tokenizer.json", "added_tokens_decoder", "special_tokens_map.json"])
+def test_eos_that_the_tokenizer_alone_knows(form: str, copy: Path) -> None:
+    """A chat model is published with its base's config.json, and a tokenizer that ends turns with <|im_end|>:
+    answers went on behind it."""
+    (copy / "generation_config.json").unlink()
+    set_json(copy / "config.json", eos_token_id=0)
+    tokenizer = copy / "tokenizer_config.json"
+    set_json(tokenizer, eos_token="<|im_end|>")
+    if form == "added_tokens_decoder":  # of transformers 4, where tokens may be objects
+        decoder = {"0": {"content": "<|endoftext|>"}, "4": {"content": "<|im_end|>"}}
+        set_json(
+            tokenizer, added_tokens_decoder=decoder, eos_token={"content": "<|im_end|>", "lstrip": False}
+        )
+        (copy / "tokenizer.json").unlink()
+    elif form == "special_tokens_map.json":
+        set_json(tokenizer, eos_token=None)
+        (copy / form).write_text('{"eos_token": "<|im_end|>"}')
+    assert load(copy).eos_token_ids == {0, 4}
+    set_json(copy / "config.json", eos_token_id=None)
+    assert load(copy).eos_token_ids == {4}
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("llama", {2}), ("gemma2", {1}), ("qwen2", set())])
+def test_eos_that_nothing_names_is_the_default_of_transformers(
+    kind: str, expected: set[int], tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+
+    path = make_checkpoint(kind, tmp_path / "hf", tokenizer=False)
+    (path / "generation_config.json").unlink()
+    set_json(path / "config.json", eos_token_id=None)
+    assert AutoConfig.from_pretrained(path).eos_token_id == next(iter(expected), None)
+    assert load(path).eos_token_ids == expected
+    whole = {**json.loads((path / "config.json").read_text()), "eos_token_id": None}
+    (path / "config.json").write_text(json.dumps(whole))
+    assert load(path).eos_token_ids == set(), "null means none"
+
+
+def test_eos_beyond_the_vocabulary_ends_nothing(copy: Path) -> None:
+    """Such ids were masked in logits that do not have them, where a request has min_tokens."""
+    set_json(copy / "generation_config.json", eos_token_id=[2, 512, 10_000])
+    assert load(copy).eos_token_ids == {2}
+
+
+@pytest.mark.parametrize(
+    "text", ['{"eos_token": 5}', '{"eos_token": {"a": 1}}', "[]", '{"eos_token": "</s>"}']
+)
+def test_a_tokenizer_that_cannot_be_read_is_named(text: str, copy: Path) -> None:
+    (copy / "tokenizer_config.json").write_text(text)
+    (copy / "tokenizer.json").write_text('{"added_tokens": {}}')
+    assert str(copy) in complaint(copy)
 
 
 @pytest.mark.parametrize("asked", ["float32", "bfloat16", "float16"])

@@ -30,8 +30,12 @@ _UNSUPPORTED_SCALING = {
     "yarn_log_multiplier": 0,
 }
 """Ends of keys of rotary scaling, and the values with which they change nothing."""
-_TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>")
-"""Names of tokens that end a generation where a file does not say so: llama.cpp knows them by these."""
+_ENDS = frozenset((
+    "</s>", "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "[EOS]", "<|eot_id|>", "<|eom_id|>",
+    "<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]",
+    "<|return|>", "<|call|>",
+))  # fmt: skip
+"""Names of tokens that end a generation, whatever a file says: llama.cpp knows them by these."""
 
 _TYPE_TO_DTYPE = {
     GGMLQuantizationType.F32: "float32",
@@ -157,8 +161,9 @@ def _rope(opened: GGUFFile, arch: str) -> dict[str, Any]:
 def _eos(opened: GGUFFile) -> list[int]:
     ids = [opened.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens = opened.metadata.get("tokenizer.ggml.tokens")
-    # A call ends a generation of gpt-oss too; the files leave that to who reads them.
-    calls = ("<|call|>",) if opened.metadata["general.architecture"] == "gpt-oss" else ()
     if isinstance(tokens, list):
-        ids += [tokens.index(name) for name in (*_TURN_ENDS, *calls) if name in tokens]
-    return [token_id for token_id in ids if token_id is not None]
+        named = {one: at for at, one in enumerate(tokens) if isinstance(one, str) and one in _ENDS}
+        if {"<|return|>", "<|call|>"} <= named.keys():
+            named.pop("<|end|>", None)  # gpt-oss' messages end so, of which an answer has several
+        ids += named.values()
+    return [token_id for token_id in dict.fromkeys(ids) if token_id is not None]

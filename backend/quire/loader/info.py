@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from quire.errors import CheckpointError
-from quire.models.hf_config import HFConfig, read_json
+from quire.models.hf_config import MAX_SIZE, HFConfig, as_token_ids, read_json
 from quire_ensemble.checkpoint_files import check_directory
+from quire_ensemble.errors import one_line
 from quire_ensemble.gguf_file import GGUFError, find_gguf, part_names
 
 
@@ -36,6 +38,55 @@ def read_configs(path: str | Path) -> tuple[HFConfig, dict[str, Any]]:
         raise CheckpointError(f"{path}: neither a checkpoint directory nor a .gguf file")
     generation = path / "generation_config.json"
     return hf, read_json(generation) if generation.exists() else {}
+
+
+def end_token_ids(hf: HFConfig, generation: dict[str, Any]) -> frozenset[int]:
+    """What ends sequences of a checkpoint: the ids of its generation_config.json, if any, else those of its
+    config.json, and EOS of its tokenizer. Where none is named it is the default of transformers' class.
+
+    Args:
+        hf: of `read_configs`.
+        generation: of the same.
+
+    Raises:
+        CheckpointError: the tokenizer's files are broken.
+        ValueError: a file names what are no ids.
+    """
+    ends = as_token_ids(generation.get("eos_token_id")) or as_token_ids(hf.get("eos_token_id"))
+    if hf.gguf is None:
+        # Chat models are published with the configuration of their base, and a tokenizer that ends turns.
+        ends |= as_token_ids(_tokenizer_eos(hf.path.parent))
+        if not ends and "eos_token_id" not in hf.values:
+            ends = as_token_ids(_default_eos(hf.get("model_type")))
+    return frozenset(one for one in ends if one < hf.get("vocab_size", MAX_SIZE))
+
+
+def _tokenizer_eos(directory: Path) -> Any:
+    """The id of a tokenizer's `eos_token`; None: there is none, or it is no added token."""
+    files = [directory / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
+    configs = [read_json(file) for file in files if file.exists()]
+    named = [config["eos_token"] for config in configs if config.get("eos_token")]
+    whole = directory / "tokenizer.json"
+    if not named:
+        return None
+    try:
+        token = named[0]["content"] if isinstance(named[0], dict) else named[0]
+        added = [(one["content"], int(at)) for at, one in configs[0].get("added_tokens_decoder", {}).items()]
+        if not added and whole.exists():
+            text = whole.read_text(encoding="utf-8")
+            begin = text.index("[", text.index('"added_tokens"'))
+            # They stand at the beginning; behind them are megabytes.
+            added = [(one["content"], one["id"]) for one in json.JSONDecoder().raw_decode(text, begin)[0]]
+    except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{directory}: its tokenizer cannot be read: {one_line(error)}") from None
+    return dict(added).get(token)
+
+
+def _default_eos(model_type: Any) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    return CONFIG_MAPPING[model_type]().to_dict().get("eos_token_id") if known else None
 
 
 _CHECKPOINT_SUFFIXES = frozenset((".json", ".safetensors", ".gguf", ".bin", ".pt", ".model", ".jinja"))

@@ -20,13 +20,13 @@ from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear, Weight
 from quire.layers.scheme import SCHEMES
 from quire.loader.files import Wanted, WeightFiles, find_weights, read_ahead
-from quire.loader.info import checkpoint_state, read_configs
+from quire.loader.info import checkpoint_state, end_token_ids, read_configs
 from quire.loader.packed_cache import Keeping, PackedCache, PackedEntry
 from quire.loader.quantized.rules import read_rules
 from quire.loader.quantized.scheme import ForeignScheme
 from quire.models.config import DTYPES, DecoderConfig
 from quire.models.decoder import DecoderModel
-from quire.models.hf_config import MAX_SIZE, HFConfig, as_token_ids
+from quire.models.hf_config import MAX_SIZE, HFConfig
 from quire.models.registry import model_class, with_head
 from quire_ensemble.errors import one_line
 from quire_ensemble.weight_files import NamedTensor
@@ -48,7 +48,7 @@ class LoadedModel:
     model: DecoderModel
     config: DecoderConfig
     eos_token_ids: frozenset[int]
-    """End tokens that generation_config.json names, if any, else those of config.json."""
+    """Of `end_token_ids`."""
     weight_bytes: int
     weights_digest: str = ""
     """`digest_weights`, if it was asked for."""
@@ -177,7 +177,7 @@ def empty_model(
         check(parsed)
     with understood(hf):
         model = kind(parsed, config.max_model_len or parsed.max_position_embeddings, device).eval()
-        ends = as_token_ids(generation.get("eos_token_id")) or as_token_ids(hf.get("eos_token_id"))
+        ends = end_token_ids(hf, generation)
     return EmptyModel(model, files, ends)
 
 

@@ -377,7 +377,7 @@ _ARRAYS: dict[str, dict[str, _Array]] = {
         "logprobs": lambda output, handle: _bytes(
             b"null"
             if handle.request_of(output).hides_logprobs
-            else _vllm_logprobs(output, handle.decoder.text_of if handle.decoder else None)
+            else _vllm_logprobs(output, None if handle.decoder is None else handle.decoder.text_of)
         ),
     },
     "batched": {

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kv_tiers import BlockAccess, KVTiers
-from quire.loader.info import read_configs
-from quire.models.hf_config import as_token_ids
+from quire.loader.info import end_token_ids, read_configs
 from quire.models.kv_groups import KVGroup
 from quire.outputs import NOTHING, ModelRunnerOutput, RowOutput, RunnerInfo, ScheduledRequest, SchedulerOutput
 
@@ -43,7 +42,7 @@ class FakeDevice:
     ) -> None:
         hf, generation = read_configs(config.model.model)
         vocab_size = int(hf.get("vocab_size"))
-        eos = as_token_ids(generation.get("eos_token_id")) or as_token_ids(hf.get("eos_token_id"))
+        eos = end_token_ids(hf, generation)
         max_model_len = config.model.max_model_len or int(hf.get("max_position_embeddings"))
         blocks_per_sequence = -(-max_model_len // config.cache.block_size)
         self.kv_cache: BlockAccess = _NoBlocks()

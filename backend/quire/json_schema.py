@@ -1,0 +1,204 @@
+"""A client's JSON schema in the form in which llguidance means the same by it, or a refusal.
+
+llguidance takes numbers for doubles, and rounds what is none: here bounds move to the next double within,
+and constants are refused. Of two bounds less than 1 apart it lets the one nearer to 0 through where that is
+whole and excluded. And it refuses a `oneOf` whose schemas exclude each other in ways that it does not see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from quire.errors import InvalidArgumentError
+
+_MAX_BRANCHES = 64
+"""Of a `oneOf` that is looked into."""
+_MAX_STEPS = 10_000
+"""Schemas that are looked at to see what excludes what: references may go round in circles."""
+_LARGEST = 2.0**63 - 1024
+"""The largest bound that llguidance keeps: for the least number of 64 bits it has no regular expression."""
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keys whose values are schemas by name."""
+_VALUES = ("const", "enum", "default", "examples", "required")
+"""Keys whose values are no schemas."""
+_TYPES = frozenset(("null", "boolean", "number", "string", "array", "object"))
+"""Integers are numbers."""
+_TYPE_OF = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string"}
+
+
+def for_llguidance(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema as llguidance is to read it; what holds for it holds for the client's.
+
+    Raises:
+        InvalidArgumentError: a constant is a number that is no double; names it.
+    """
+    return _Rewriting(schema).schema(schema)
+
+
+class _Rewriting:
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._steps = 0
+
+    def schema(self, value: Any) -> Any:
+        """A schema, or a list of schemas, or what stands in the place of one."""
+        if isinstance(value, list):
+            return [self.schema(one) for one in value]
+        if not isinstance(value, Mapping):
+            return value
+        found: dict[str, Any] = {}
+        for key, one in value.items():
+            if key in ("const", "enum"):
+                _check_constant(key, one)
+            if key in _VALUES:
+                found[key] = one
+            elif key in _NAMED and isinstance(one, Mapping):
+                found[key] = {name: self.schema(each) for name, each in one.items()}
+            else:
+                found[key] = self.schema(one)
+        _bound(found, "exclusiveMinimum", "minimum", 1)
+        _bound(found, "exclusiveMaximum", "maximum", -1)
+        _part_bounds(found)
+        branches = found.get("oneOf")
+        if isinstance(branches, list) and self._exclude_each_other(value["oneOf"]):
+            del found["oneOf"]
+            if "anyOf" in found:
+                found["allOf"] = [*found.get("allOf", ()), {"anyOf": branches}]
+            else:
+                found["anyOf"] = branches
+        return found
+
+    def _exclude_each_other(self, branches: list[Any]) -> bool:
+        if len(branches) > _MAX_BRANCHES:
+            return False
+        pairs = ((one, other) for at, one in enumerate(branches) for other in branches[:at])
+        return all(self._disjoint(one, other) for one, other in pairs)
+
+    def _disjoint(self, one: Any, other: Any) -> bool:
+        """Whether no value is of both schemas; False where this is not clear."""
+        one, other = self._resolved(one), self._resolved(other)
+        if not isinstance(one, Mapping) or not isinstance(other, Mapping) or self._steps > _MAX_STEPS:
+            return False
+        values, others = _constants(one), _constants(other)
+        if values is not None and others is not None:
+            return not any(first == second for first in values for second in others)
+        types = self._types(one) & self._types(other)
+        if types != {"object"}:
+            return not types
+        needed = [set(each["required"]) for each in (one, other) if isinstance(each.get("required"), list)]
+        properties = [
+            each["properties"] for each in (one, other) if isinstance(each.get("properties"), Mapping)
+        ]
+        if len(needed) < 2 or len(properties) < 2:
+            return False
+        shared = needed[0] & needed[1] & properties[0].keys() & properties[1].keys()
+        return any(self._disjoint(properties[0][name], properties[1][name]) for name in shared)
+
+    def _types(self, schema: Any) -> frozenset[str]:
+        """Types that a schema's values may have: these, or fewer."""
+        schema = self._resolved(schema)
+        if not isinstance(schema, Mapping) or self._steps > _MAX_STEPS:
+            return _TYPES
+        types = _TYPES
+        if (stated := schema.get("type")) is not None:
+            names = stated if isinstance(stated, list) else [stated]
+            types &= frozenset("number" if name == "integer" else str(name) for name in names)
+        if (values := _constants(schema)) is not None:
+            types &= frozenset(_TYPE_OF[type(value)] for value, _ in values)
+        for key in ("anyOf", "oneOf"):
+            if isinstance(schema.get(key), list):
+                types &= frozenset[str]().union(*(self._types(one) for one in schema[key]))
+        for one in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+            types &= self._types(one)
+        return types
+
+    def _resolved(self, schema: Any) -> Any:
+        """The schema that a reference means, with what stands beside it: it may allow more than both do.
+        None: what the reference means is not known."""
+        while isinstance(schema, Mapping) and "$ref" in schema and self._steps <= _MAX_STEPS:
+            self._steps += 1
+            target: Any = self._root
+            start, *parts = str(schema["$ref"]).split("/")
+            if start != "#":
+                return None
+            for part in parts:
+                name = unquote(part).replace("~1", "/").replace("~0", "~")
+                target = target.get(name) if isinstance(target, Mapping) else None
+            if not isinstance(target, Mapping):
+                return None
+            schema = {**target, **{key: value for key, value in schema.items() if key != "$ref"}}
+        self._steps += 1
+        return schema
+
+
+def _constants(schema: Mapping[str, Any]) -> list[tuple[Any, bool]] | None:
+    """The values that a schema lists, each beside whether it is true or false (Python's 1 and 0).
+    None: it lists none, or lists and objects among them."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or not all(isinstance(one, str | int | float | None) for one in values):
+        return None
+    return [(one, isinstance(one, bool)) for one in values]
+
+
+def _check_constant(key: str, value: Any) -> None:
+    if isinstance(value, list):
+        for one in value:
+            _check_constant(key, one)
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            _check_constant(key, one)
+    elif isinstance(value, int) and not isinstance(value, bool) and _double(value) != value:
+        shown = str(value) if abs(value) < 10**40 else "a number of more than 40 digits"
+        raise InvalidArgumentError(
+            "structured_output", f"{key}: {shown} is not a double, and would be written as another number"
+        )
+
+
+def _double(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _numbers(schema: Mapping[str, Any], *keys: str) -> list[float]:
+    found = (schema.get(key) for key in keys)
+    return [one for one in found if isinstance(one, int | float) and not isinstance(one, bool)]
+
+
+def _bound(schema: dict[str, Any], exclusive: str, inclusive: str, inwards: int) -> None:
+    """Moves a bound of a size in which not every whole number is a double to a double within."""
+    for key in (exclusive, inclusive):
+        for value in _numbers(schema, key):
+            if abs(value) < 2**53:
+                continue
+            moved = _double(value)
+            is_outside = moved < value if inwards > 0 else moved > value  # exact, as no difference would be
+            if is_outside or (key == exclusive and moved == value):
+                moved = math.nextafter(moved, inwards * math.inf)
+            if moved * inwards > _LARGEST:
+                raise InvalidArgumentError("structured_output", f"{key}: is beyond {inwards * _LARGEST:.0f}")
+            moved = inwards * max(moved * inwards, -_LARGEST)
+            del schema[key]
+            _tighten(schema, inclusive, int(moved), inwards)
+
+
+def _tighten(schema: dict[str, Any], key: str, bound: float, inwards: int) -> None:
+    schema[key] = (max if inwards > 0 else min)([bound, *_numbers(schema, key)])
+
+
+def _part_bounds(schema: dict[str, Any]) -> None:
+    """Moves a whole excluded bound a little inwards: of two less than 1 apart the one nearer to 0."""
+    low = _numbers(schema, "exclusiveMinimum", "minimum")
+    high = _numbers(schema, "exclusiveMaximum", "maximum")
+    if not low or not high or min(high) - max(low) >= 1:
+        return
+    for key, inclusive, inwards in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
+        for value in _numbers(schema, key):
+            if value == int(value) and value * inwards >= 0:
+                step = 10.0 ** (len(str(abs(int(value)))) - 15)  # llguidance tells some 15 digits apart
+                del schema[key]
+                _tighten(schema, inclusive, value + inwards * step, inwards)
