@@ -426,7 +426,8 @@ class AsyncClient:
         return await self.cache_control({"command": "wake"}, **arguments)
 
     async def adapters(self, **arguments: Any) -> dict[str, Any]:
-        """The LoRA adapters (`adapters`: of each its name, path, rank, slot and use) and `max_loras`.
+        """The LoRA adapters (`adapters`: of each its name, path, rank, slot and use), `max_loras` and, of the
+        model, `max_model_len`.
 
         Arguments as of `cache_control`.
         """

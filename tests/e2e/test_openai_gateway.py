@@ -202,6 +202,41 @@ def test_several_prompts_in_one_request(client: openai.OpenAI) -> None:
     assert [(choice.index, choice.text) for choice in both.choices] == list(enumerate(alone))
 
 
+def test_what_real_clients_send(client: openai.OpenAI) -> None:
+    """Of the demo model each answer is known: the ways to ask for it agree."""
+    prompt: Any = "What is 12"
+    asked: Any = {"model": "generator", "max_tokens": 4, "temperature": 0}
+    whole = client.completions.create(prompt=prompt, logprobs=1, echo=True, **asked).choices[0]
+    assert whole.logprobs is not None
+    parts = list(client.completions.create(prompt=prompt, echo=True, stream=True, **asked))
+    assert parts[0].choices[0].text.startswith(prompt)
+    assert "".join(part.choices[0].text for part in parts) == whole.text
+
+    told = client.post("/../tokenize", body={"model": "chat", "prompt": prompt}, cast_to=object)
+    ids: Any = told["tokens"]  # type: ignore[index]
+    back = client.post("/../detokenize", body={"model": "chat", "tokens": ids}, cast_to=object)
+    assert back["prompt"].endswith(prompt)  # type: ignore[index]
+
+    # lm-eval: the log-probabilities of two prompts as token ids, without an answer.
+    scored = client.completions.create(
+        **{**asked, "model": "chat", "max_tokens": 0}, prompt=[ids, ids[:-1]], echo=True, logprobs=1
+    )
+    assert [choice.text for choice in scored.choices] == [prompt, prompt[: len(scored.choices[1].text)]]
+    assert scored.usage is not None and scored.usage.completion_tokens == 0
+    for choice, length in zip(scored.choices, (len(ids), len(ids) - 1), strict=True):
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+        assert choice.logprobs.token_logprobs[0] is None
+        expected = (whole.logprobs.token_logprobs or [])[1:length]
+        assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+
+    begun = [*QUESTION, {"role": "assistant", "content": "12 + 7"}]
+    going_on: Any = {"continue_final_message": True, "add_generation_prompt": False, "top_p": 0}
+    answer = client.chat.completions.create(
+        model="chat", messages=begun, temperature=0, reasoning_effort="low", extra_body=going_on
+    )
+    assert answer.choices[0].message.content == ANSWER.removeprefix("12 + 7")
+
+
 @pytest.mark.row("A28", clauses=("format",))
 def test_response_format(client: openai.OpenAI) -> None:
     """The demo model knows no JSON: what it may say is all by the grammar."""

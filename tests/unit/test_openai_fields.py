@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -14,13 +15,16 @@ import pytest
 from quire_client.openai import requests
 from quire_client.openai.app import GatewaySettings
 from quire_client.openai.logprobs import places
+from quire_client.openai.observer import Exchange, Observer
+from quire_client.openai.replies import ReplyFormat
+from quire_client.openai.stream import EventStream, Exchanges
+from quire_client.types import Chunk
 from tests.fixtures.server import ROOT
 from tests.fixtures.waiting import wait_until
 from tests.unit.fake_kserve import FakeKServe, read_inputs
 from tests.unit.test_openai_gateway import (
     WAIT,
     chat,
-    chat_body,
     complete,
     events,
     gateway,
@@ -207,6 +211,14 @@ def test_of_prompts_of_token_ids_one_fails(base: str, server: FakeKServe, monkey
     assert len(server.begun) <= begun + 2
 
 
+def test_a_prompt_that_cannot_be_sent_ends_those_before_it(
+    base: str, server: FakeKServe, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(FakeKServe, "_text", staticmethod(lambda inputs: "endless"))
+    assert refused(complete(base, [[2], [2**40]]))["param"] == "prompt"
+    wait_until(lambda: not server.running)
+
+
 def test_a_client_of_several_prompts_of_token_ids_leaves(
     base: str, server: FakeKServe, monkeypatch: Any
 ) -> None:
@@ -289,12 +301,32 @@ def test_parts_of_characters_have_bytes(base: str) -> None:
     assert columns["top_logprobs"][0] == {"bytes:\\xc3": -0.1, "bytes:\\x20\\xe2\\x82": -3.0}
 
 
-def test_a_stream_that_ends_is_no_client_that_left(base: str, tmp_path: Any, server: FakeKServe) -> None:
-    log = tmp_path / "access.log"
-    with gateway(GatewaySettings(server.url, access_log=log)) as url:
-        for _ in range(5):
-            with httpx.stream(
-                "POST", f"{url}/v1/chat/completions", json=chat_body("tokens 1", stream=True)
-            ) as r:
-                assert r.read().endswith(b"[DONE]\n\n")
-    assert [json.loads(line)["status"] for line in log.read_text("utf-8").splitlines()] == [200] * 5
+def test_a_stream_that_ends_is_no_client_that_left() -> None:
+    """A server tells an application behind its last piece that the connection has gone."""
+    gone = asyncio.Event()
+
+    class Ended:
+        """A stream that has no more chunks."""
+
+        async def __aenter__(self) -> None: ...
+        async def __aexit__(self, *_: object) -> None: ...
+        def __aiter__(self) -> Ended:
+            return self
+
+        async def __anext__(self) -> Chunk:
+            raise StopAsyncIteration
+
+    async def send(message: dict[str, Any]) -> None:
+        if not message.get("more_body", True):
+            gone.set()
+            await asyncio.sleep(3600)  # until it is cancelled
+
+    async def receive() -> dict[str, Any]:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    exchange = Exchange("POST", "/v1/completions", "", Observer(None, metrics=False, log=None), status=200)
+    stream: Any = Ended()
+    answer = EventStream(Exchanges(), stream, None, ReplyFormat("id", "m", is_chat=False), 1, exchange)
+    asyncio.run(answer({}, receive, send))
+    assert exchange.status == 200
