@@ -68,11 +68,16 @@ def test_bounds_of_numbers_hold(low: float | None, vocabulary: Vocabulary) -> No
         assert {text for text in right if text.strip("-0.") and not text.endswith(".0")} <= set(found), schema
 
 
+_DRAFT = jsonschema.Draft202012Validator
+EXACT = jsonschema.validators.extend(
+    _DRAFT,
+    type_checker=_DRAFT.TYPE_CHECKER.redefine("number", lambda _, one: isinstance(one, Decimal | int | float)),
+)
+"""Knows decimal numbers."""
+
+
 def is_valid(value: Any, schema: dict[str, Any]) -> bool:
-    kind = jsonschema.Draft202012Validator
-    of_decimals = kind.TYPE_CHECKER.redefine("number", lambda _, one: isinstance(one, Decimal | int | float))
-    exact = json.loads(json.dumps(schema), parse_float=Decimal)
-    return bool(jsonschema.validators.extend(kind, type_checker=of_decimals)(exact).is_valid(value))
+    return bool(EXACT(json.loads(json.dumps(schema), parse_float=Decimal)).is_valid(value))
 
 
 BIG = 2**53
