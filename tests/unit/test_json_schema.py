@@ -71,7 +71,9 @@ def test_bounds_of_numbers_hold(low: float | None, vocabulary: Vocabulary) -> No
 _DRAFT = jsonschema.Draft202012Validator
 EXACT = jsonschema.validators.extend(
     _DRAFT,
-    type_checker=_DRAFT.TYPE_CHECKER.redefine("number", lambda _, one: isinstance(one, Decimal | int | float)),
+    type_checker=_DRAFT.TYPE_CHECKER.redefine(
+        "number", lambda _, one: isinstance(one, Decimal | int | float)
+    ),
 )
 """Knows decimal numbers."""
 
