@@ -673,7 +673,7 @@ _MODELS = (
     ),
     Mutant(
         "the generation configuration's ends are ignored",
-        "backend/quire/loader/load.py",
+        "backend/quire/loader/info.py",
         'as_token_ids(generation.get("eos_token_id")) or as_token_ids(hf.get("eos_token_id"))',
         'as_token_ids(hf.get("eos_token_id"))',
         ("tests/unit/test_loader.py::test_eos_comes_from_generation_config_first",),
