@@ -60,46 +60,6 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def good(tiny_session: TinyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A stream that runs beside all bad requests, and is checked at its end."""
-    tiny_session.revive()
-    released = tmp_path_factory.mktemp("good") / "released"
-    inputs = {"text_input": GOOD, "stream": True, "max_tokens": 600, "ignore_eos": True}
-    call = TritonStream(tiny_session.server.grpc_url, "generator", {**inputs, **paced_input(released, 0.3)})
-    call.next()
-    yield
-    released.touch()
-    reply = call.read_all()
-    params = SamplingParams(max_tokens=600, ignore_eos=True)
-    assert reply.text == tiny_session.llm.generate([GOOD], params)[0].text
-    assert reply.finals == 1
-
-
-@pytest.mark.row("A8", clauses=("naming", "isolation"))
-@pytest.mark.parametrize(("inputs", "parameters", "words"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
-def test_bad_input_is_invalid_argument_and_names_the_field(
-    tiny: TinyServer, good: None, inputs: dict[str, Any], parameters: dict[str, Any], words: str
-) -> None:
-    url = tiny.server.grpc_url
-    with pytest.raises(InferenceServerException) as unary:
-        infer(url, "generator_unary", inputs, parameters=parameters)
-    assert unary.value.status() == "StatusCode.INVALID_ARGUMENT"
-    assert words in unary.value.message()
-    reply = stream(url, "generator", {**inputs, "stream": True}, parameters=parameters)
-    if reply.error is not None:
-        assert words in str(reply.error)
-    else:
-        raise AssertionError("the stream did not end with an error")
-
-
-def test_our_client_raises_by_kind(tiny: TinyServer, good: None) -> None:
-    with Client(tiny.server.grpc_url) as client:
-        for model in ("generator", "chat"):
-            with pytest.raises(InvalidArgument, match="top_p"):
-                client.generate("hello", model=model, top_p=2.0)
-
-
 @pytest.mark.row("A37", clauses=("fuzz", "alive"))
 @pytest.mark.timeout(600)
 def test_five_hundred_malformed_requests_beside_ten_good_ones(tiny: TinyServer, tmp_path: Path) -> None:
@@ -175,3 +135,44 @@ def test_texts_that_are_no_utf8_and_far_too_long_ones_are_refused(tiny: TinyServ
         reply = stream(tiny.server.grpc_url, model, {"text_input": long.decode()})
         assert "tokens can hold" in str(reply.error)
         assert stream(tiny.server.grpc_url, model, {"text_input": "hi", "max_tokens": 4}).error is None
+
+
+@pytest.fixture(scope="module")
+def good(tiny_session: TinyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A stream that runs beside all bad requests, and is checked at its end. Tests without it stand above: it
+    holds up each step of the engine."""
+    tiny_session.revive()
+    released = tmp_path_factory.mktemp("good") / "released"
+    inputs = {"text_input": GOOD, "stream": True, "max_tokens": 600, "ignore_eos": True}
+    call = TritonStream(tiny_session.server.grpc_url, "generator", {**inputs, **paced_input(released, 0.3)})
+    call.next()
+    yield
+    released.touch()
+    reply = call.read_all()
+    params = SamplingParams(max_tokens=600, ignore_eos=True)
+    assert reply.text == tiny_session.llm.generate([GOOD], params)[0].text
+    assert reply.finals == 1
+
+
+@pytest.mark.row("A8", clauses=("naming", "isolation"))
+@pytest.mark.parametrize(("inputs", "parameters", "words"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_bad_input_is_invalid_argument_and_names_the_field(
+    tiny: TinyServer, good: None, inputs: dict[str, Any], parameters: dict[str, Any], words: str
+) -> None:
+    url = tiny.server.grpc_url
+    with pytest.raises(InferenceServerException) as unary:
+        infer(url, "generator_unary", inputs, parameters=parameters)
+    assert unary.value.status() == "StatusCode.INVALID_ARGUMENT"
+    assert words in unary.value.message()
+    reply = stream(url, "generator", {**inputs, "stream": True}, parameters=parameters)
+    if reply.error is not None:
+        assert words in str(reply.error)
+    else:
+        raise AssertionError("the stream did not end with an error")
+
+
+def test_our_client_raises_by_kind(tiny: TinyServer, good: None) -> None:
+    with Client(tiny.server.grpc_url) as client:
+        for model in ("generator", "chat"):
+            with pytest.raises(InvalidArgument, match="top_p"):
+                client.generate("hello", model=model, top_p=2.0)
