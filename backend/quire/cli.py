@@ -41,7 +41,7 @@ class LazyGroup(click.Group):
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "tritonclient":
                 raise
-            text = "this command needs tritonclient: pip install 'quire[client]'"
+            text = "this command needs tritonclient: pip install 'tritonclient[grpc]'"
             raise click.ClickException(text) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -397,7 +397,8 @@ def openai_gateway(
         from quire_client.openai.names import Names
         from quire_client.openai.server import Tls, serve
     except ImportError as error:
-        raise click.ClickException(f"{error}; install quire-client[openai]") from None
+        packages = "starlette uvicorn httpx prometheus-client"
+        raise click.ClickException(f"{error}: pip install {packages}") from None
     try:
         images = ImagePolicy(image_hosts, max_image_bytes)
     except ValueError as error:

@@ -234,7 +234,7 @@ def test_without_the_package_it_is_no_candidate(
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert not capable()
     assert operators.why_unavailable() == (
-        "flashinfer-python is not installed (pip install 'quire[flashinfer]')"
+        "flashinfer-python is not installed (pip install flashinfer-python==0.7.2.post1)"
     )
     assert not caplog.records, "nothing is wrong with a machine that has not installed it"
 

@@ -1550,7 +1550,7 @@ def test_the_command_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "quire_client.openai.server", None)
     result = CliRunner().invoke(cli, ["openai"])
     assert result.exit_code == 1
-    assert "quire-client[openai]" in result.output
+    assert "pip install starlette uvicorn httpx prometheus-client" in result.output
 
 
 def test_the_command_at_a_taken_port_and_with_a_bad_url() -> None:

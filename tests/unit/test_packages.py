@@ -41,11 +41,11 @@ def test_a_wheel_brings_kernels_that_need_no_compiler(tmp_path: Path) -> None:
     run("git", "clone", "--quiet", str(ROOT), str(source))
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path), str(source))
     (wheel,) = tmp_path.glob("*.whl")
-    assert re.fullmatch(r"quire-[\d.]+-py3-none-manylinux_2_\d+_x86_64.whl", wheel.name)
+    assert re.fullmatch(r"quire_triton-[\d.]+-py3-none-manylinux_2_\d+_x86_64.whl", wheel.name)
     with zipfile.ZipFile(wheel) as file:
         file.extractall(unpacked)
         names = file.namelist()
-    tops = {"quire", "quire_kernels", "quire_ensemble"}
+    tops = {"quire", "quire_kernels", "quire_ensemble", "quire_triton"}  # the last is the metadata's
     assert {name.partition("/")[0].partition("-")[0] for name in names} <= tops
     libraries = {name.rpartition("/")[2].split("-")[1] for name in names if name.endswith(".so")}
     assert libraries == {"amx", "avx512_bf16", "avx512", "avx2"}
@@ -67,7 +67,7 @@ def test_the_client_is_a_package_alone(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(ROOT / "client", source, ignore=shutil.ignore_patterns("build", "*.egg-info"))
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path), str(source))
-    (wheel,) = tmp_path.glob("quire_client-*-py3-none-any.whl")
+    (wheel,) = tmp_path.glob("quire_triton_client-*-py3-none-any.whl")
     unpacked = tmp_path / "unpacked"
     with zipfile.ZipFile(wheel) as file:
         file.extractall(unpacked)
@@ -142,4 +142,14 @@ def test_a_command_that_needs_the_client_library_says_what_brings_it(monkeypatch
     monkeypatch.setitem(sys.modules, "tritonclient", None)
     result = CliRunner().invoke(main, ["healthcheck"])
     assert result.exit_code == 1
-    assert result.output == "Error: this command needs tritonclient: pip install 'quire[client]'\n"
+    assert result.output == "Error: this command needs tritonclient: pip install 'tritonclient[grpc]'\n"
+
+
+def test_no_text_names_packages_of_others() -> None:
+    """PyPI's `quire` and `quire-client` are packages of others: our advice would run their code."""
+    names = run("git", "ls-files", cwd=ROOT).split()
+    texts = {name: ROOT / name for name in names if name.endswith((".py", ".md", ".toml", ".txt", ".yaml"))}
+    assert len(texts) > 500
+    advice = re.compile(r"\bquire(-client)?\[|pip install[^\n`]* ['\"]?quire(-client)?(?![-\w/.])")
+    found = [name for name, path in texts.items() if advice.search(path.read_text("utf-8"))]
+    assert found == []

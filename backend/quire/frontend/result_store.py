@@ -87,7 +87,7 @@ class RedisStore:
         try:
             import redis
         except ModuleNotFoundError:
-            raise ConfigError("result_cache_url needs redis-py: pip install 'quire[redis]'") from None
+            raise ConfigError("result_cache_url needs redis-py: pip install redis") from None
         self._ttl_ms, self._max_bytes = int(ttl_s * 1000), max_bytes
         timeouts = {"socket_timeout": LOOKUP_S, "socket_connect_timeout": LOOKUP_S}
         try:

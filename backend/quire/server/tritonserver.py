@@ -100,7 +100,7 @@ def find(explicit: str | None = None) -> TritonServer:
             return _from_binary(binary)
     raise ConfigError(
         "no tritonserver found: not in /opt/tritonserver, not on PATH, and the wheel is not installed "
-        "(pip install 'quire[server]')"
+        "(pip install nvidia-pytriton==0.7.0 'numpy<2')"
     )
 
 

@@ -118,7 +118,7 @@ def _png(bars: list[Bar], path: Path, *, by_step: bool) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise QuireError("plots as .png need matplotlib: pip install 'quire[plot]'") from None
+        raise QuireError("plots as .png need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -18,6 +18,7 @@ from quire.triton.scheduling_fields import TRACE_HEADERS
 
 logger = logging.getLogger("quire")
 
+_PACKAGES = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 MAX_CONTEXT = 512
 """Characters of a header, as many as W3C has everybody pass on: the SDK takes n^2 of time for n blanks."""
@@ -67,7 +68,7 @@ class RequestTraces:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
-            logger.warning("no traces: %s: pip install 'quire[otel]'", error.name)
+            logger.warning("no traces: %s is not installed (pip install %s)", error.name, _PACKAGES)
             return None
         return cls(BatchSpanProcessor(OTLPSpanExporter()))
 

@@ -34,7 +34,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 def why_unavailable() -> str | None:
     """What keeps FlashInfer from being used on this machine; None: nothing. Imports it, once."""
     if importlib.util.find_spec(MODULE) is None:
-        return "flashinfer-python is not installed (pip install 'quire[flashinfer]')"
+        return "flashinfer-python is not installed (pip install flashinfer-python==0.7.2.post1)"
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < CAPABILITY:
         return f"it needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]}"
     try:
