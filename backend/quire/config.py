@@ -123,9 +123,10 @@ class CacheConfig:
     """Fraction of the device's memory for weights, workspace and the pool together; on cuda only."""
     enable_prefix_caching: bool = True
     """Whether requests that begin alike share blocks, also with those that have ended."""
-    cpu_memory_utilization: _Share = 0.25
-    """Fraction of the memory free after loading, in the machine and in its control groups, that on cpu the
-    pool may take at most; it takes no more than `max_num_seqs` sequences of `max_model_len` need."""
+    cpu_memory_utilization: _Share | None = None
+    """Fraction of the memory free after loading, in the machine and in its control groups, for the pool on
+    cpu. It is never larger than `max_num_seqs` sequences of `max_model_len` need. Unset: 2 GiB, or one such
+    sequence where that is more, but at most a quarter of the free memory."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """auto: the computation's type, which is all that latent attention can have; int8, fp8 (e4m3): with one
     scale per token and head."""

@@ -188,6 +188,25 @@ def test_the_pool_must_hold_the_blocks_of_all_groups(cache: CacheConfig, num_blo
             count(num_blocks + 1)
 
 
+@pytest.mark.parametrize(
+    ("share", "max_model_len", "num_blocks"),
+    [(None, 1, 128), (None, 300, 300), (0.5, 1, 2048), (0.25, 1, 1024)],
+)
+def test_the_pool_on_a_cpu_is_modest_unless_a_share_is_stated(
+    share: float | None, max_model_len: int, num_blocks: int
+) -> None:
+    """2 GiB, or one sequence where that is more; blocks of 16 MiB of a host with 64 GiB."""
+    found = num_blocks_for(
+        CacheConfig(cpu_memory_utilization=share),
+        SchedulerConfig(max_num_seqs=100_000),
+        bytes_per_block=2**24,
+        blocks_per_sequence=max_model_len,
+        max_model_len=max_model_len,
+        memory=DeviceMemory(64 * 2**30),
+    )
+    assert found == num_blocks
+
+
 @pytest.mark.row("C13", clauses=("int8",))
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize(("dtype", "factor"), [("float16", 1.9), ("bfloat16", 1.9), ("float32", 3.7)])

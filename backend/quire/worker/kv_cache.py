@@ -7,6 +7,7 @@ lies inside is said by the model's KV spec.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,13 @@ from quire_kernels.cuda.copy import copy_batch
 from quire_kernels.host_memory import aligned_bytes, shared_bytes
 from quire_kernels.machine import available_memory
 from quire_kernels.quantized_kv import KVLayer
+
+logger = logging.getLogger("quire")
+
+DEFAULT_CPU_SHARE = 0.25
+"""Most of a host's free memory for a pool whose size nobody stated."""
+DEFAULT_CPU_BYTES = 2 * 2**30
+"""Bytes of such a pool, unless one sequence needs more: the host has other work."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,8 @@ def num_blocks_for(
 
     `num_blocks`, else `kv_cache_memory`, else on cuda what `gpu_memory_utilization` leaves after the weights,
     else on cpu what `max_num_seqs` sequences of `max_model_len` need, capped by `cpu_memory_utilization`
-    of the memory now available.
+    of the memory now available. Where that is not stated either, `DEFAULT_CPU_BYTES` is a cap too, unless one
+    sequence needs more.
 
     Args:
         blocks_per_sequence: what one sequence of `max_model_len` needs at most, over all KV groups.
@@ -76,9 +85,13 @@ def num_blocks_for(
         num_blocks = max(available, 0) // bytes_per_block
         source = f"gpu_memory_utilization={cache.gpu_memory_utilization}"
     else:
-        available = int(memory.free * cache.cpu_memory_utilization)
-        num_blocks = min(available // bytes_per_block, blocks_per_sequence * scheduler.max_num_seqs)
-        source = f"cpu_memory_utilization={cache.cpu_memory_utilization}"
+        share = cache.cpu_memory_utilization or DEFAULT_CPU_SHARE
+        num_blocks = min(
+            int(memory.free * share) // bytes_per_block, blocks_per_sequence * scheduler.max_num_seqs
+        )
+        if cache.cpu_memory_utilization is None:
+            num_blocks = min(num_blocks, max(DEFAULT_CPU_BYTES // bytes_per_block, blocks_per_sequence))
+        source = f"cpu_memory_utilization={share}"
     if num_blocks < blocks_per_sequence:
         raise ConfigError(
             f"{source} gives a KV cache of {num_blocks} blocks "
@@ -189,6 +202,7 @@ class KVCache:
         self.block_size = block_size
         self.block_bytes = layers_per_group * spec.layer_bytes(block_size)
         size = num_blocks * self.block_bytes
+        logger.info("allocating a KV cache of %.1f MiB (kv_cache_memory changes it)", size / 2**20)
         self.fd: int | None = None
         try:
             if device.type != "cpu":
