@@ -42,7 +42,11 @@ _CHARACTERS_PER_TOKEN = 4
 _PIECE = 2**16
 """Characters of a longer text that are tokenized at a time, to see whether it can fit."""
 
-_PROBE, _ARGUMENT = "part-probe", "argument-probe"
+_PROBE, _ARGUMENT, _TOOL = "part-probe", "argument-probe", "tool-probe"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": _TOOL, "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def forbid_torch() -> None:
@@ -230,12 +234,17 @@ class Tokenizer:
             max_bytes: longest text that the template may make.
 
         Raises:
-            InputError: the checkpoint has no chat template, the template refused the messages or wrote too
-                much, or `chat_template_kwargs` name what is not a client's to set.
+            InputError: the checkpoint has no chat template, the template has no place for the tools, refused
+                the messages or wrote too much, or `chat_template_kwargs` name what is not a client's to set.
         """
         if not self.hf.chat_template:
             raise InputError(
                 chat.FIELD, "the checkpoint has no chat template; send text_input or input_ids instead"
+            )
+        if conversation.tools and conversation.tool_choice == "auto" and not self._shows_tools:
+            raise InputError(
+                chat.FIELD,
+                "the checkpoint's chat template has no place for tools: the model would not see them",
             )
         kwargs = conversation.template_kwargs
         # Templates write special tokens with every message: a long text for one would be there 4 096 times.
@@ -323,25 +332,30 @@ class Tokenizer:
 
     def _try_render_call(self, arguments: Any) -> str | None:
         """Messages with a call and its result; None where the template cannot read them."""
-        function = {"name": "probe", "arguments": arguments}
+        function = {"name": _TOOL, "arguments": arguments}
         call = {
             "id": "probe0000",
             "type": "function",
             "function": function,
         }  # Mistral's ids have 9 characters
-        tool = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
         messages: list[dict[str, Any]] = [
             {"role": "user", "content": _PROBE},
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "probe0000", "name": "probe", "content": _PROBE},
+            {"role": "tool", "tool_call_id": "probe0000", "name": _TOOL, "content": _PROBE},
         ]
         if self._content_form == "parts":
             messages = chat.wrap_strings(messages)
-        return self._try_render_all(messages, tools=[{"type": "function", "function": tool}])
+        return self._try_render_all(messages, tools=[_PROBE_TOOL])
 
-    def _try_render(self, content: Any) -> str | None:
+    @functools.cached_property
+    def _shows_tools(self) -> bool:
+        """Whether the template writes the name of a tool, or cannot read the messages of this probe."""
+        text = self._try_render("hi", tools=[_PROBE_TOOL])
+        return text is None or _TOOL in text
+
+    def _try_render(self, content: Any, **kwargs: Any) -> str | None:
         """A user's message of this content; None where the template cannot read it."""
-        return self._try_render_all([{"role": "user", "content": content}])
+        return self._try_render_all([{"role": "user", "content": content}], **kwargs)
 
     def _try_render_all(self, messages: list[dict[str, Any]], **kwargs: Any) -> str | None:
         try:

@@ -387,6 +387,7 @@ class AssortedServer:
 
 
 _THINKING = (
+    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n<think>\n{# </think> <tool_call> #}"
 )

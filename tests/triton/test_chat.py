@@ -26,6 +26,7 @@ from tests.fixtures.checkpoints import write_tokenizer  # noqa: E402
 from tests.triton.test_request_parser import parse, text  # noqa: E402
 
 TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     "{# writes </think> and <tool_call> #}"

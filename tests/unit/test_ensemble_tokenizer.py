@@ -142,6 +142,18 @@ def test_tools_reach_the_prompt(checkpoint: Path, tmp_path: Path) -> None:
     assert TOOLS[0]["function"]["name"] not in render(tokenizer, messages)
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_tools_that_a_template_does_not_show_are_refused(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(with_template(checkpoint, tmp_path / "t", TEMPLATES[name]))
+    asked = {"messages": [{"role": "user", "content": "weather?"}], "tools": TOOLS}
+    render(tokenizer, {**asked, "tool_choice": "none"})
+    if "tools" in TEMPLATES[name]:
+        assert TOOLS[0]["function"]["name"] in render(tokenizer, asked)
+    else:
+        with pytest.raises(InputError, match="chat template has no place for tools: the model would not see"):
+            render(tokenizer, asked)
+
+
 CALLS = [{"id": "call_1", "type": "function", "function": {"name": "get_number", "arguments": {}}}]
 SAYS_ALL = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
 """As SmolLM2's: every message has a content."""

@@ -56,10 +56,11 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(path, dtype="float32", max_model_len=1024, num_blocks=400, num_threads=1)
 
 
-def use(llm: LLM, signs: str, ending: str = "", reasoning: str = "auto") -> None:
+def use(llm: LLM, signs: str, ending: str = "", reasoning: str = "auto", tools: str = "auto") -> None:
     assert llm.tokenizer is not None
     llm.tokenizer.hf.chat_template = template(signs, ending)
-    llm._chat_parsing = ChatParsing(llm.tokenizer.hf, "auto", reasoning)
+    llm.tokenizer.__dict__["_shows_tools"] = True  # to random weights they would say nothing
+    llm._chat_parsing = ChatParsing(llm.tokenizer.hf, tools, reasoning)
 
 
 def ask(llm: LLM, seed: int, more: dict[str, Any], **sampling: Any) -> RequestOutput:
@@ -177,22 +178,34 @@ def test_reasoning_comes_before_what_is_forced(ending: str, budget: int | None, 
 
 
 @pytest.mark.parametrize(
-    ("signs", "more", "reason"),
+    ("tools", "more", "reason"),
     [
-        ("", {"tool_choice": "required"}, "tool_choice needs a model whose tool_parser is not none"),
+        ("none", {"tool_choice": "required"}, "tool_choice needs a model whose tool_parser is not none"),
         (
-            "<tool_call>",
+            "hermes",
             {"tool_choice": "required", "response_format": {"type": "json_object"}},
             "tool_choice must not force calls beside a grammar",
         ),
     ],
 )
-def test_what_cannot_be_forced_is_refused(signs: str, more: dict[str, Any], reason: str, llm: LLM) -> None:
-    use(llm, signs)
+def test_what_cannot_be_forced_is_refused(tools: str, more: dict[str, Any], reason: str, llm: LLM) -> None:
+    use(llm, "", tools=tools)
     with pytest.raises(InvalidArgumentError, match=f"messages: {reason}"):
         ask(llm, 1, more)
     with pytest.raises(InvalidArgumentError, match="response_format must not be given beside a grammar"):
         ask(llm, 1, {"response_format": {"type": "json_object"}}, structured_output={"regex": "a"})
+
+
+def test_tools_of_an_unknown_format_are_refused(llm: LLM) -> None:
+    """Unless the configuration says that calls stay in the text, or the request wants none."""
+    use(llm, "")
+    reason = "messages: tools: the chat template does not show how the model writes calls; set tool_parser"
+    for choice in ("auto", "required"):
+        with pytest.raises(InvalidArgumentError, match=reason):
+            ask(llm, 1, {"tool_choice": choice})
+    assert not ask(llm, 1, {"tool_choice": "none"}).tool_calls
+    use(llm, "", tools="none")
+    assert not ask(llm, 1, {}).tool_calls
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -114,6 +114,7 @@ class ChatParsing:
         self._tokenizer, self._template = tokenizer, (template := _template(tokenizer))
         self.tools = {"auto": _tools_of(template), "none": ""}.get(tool_parser, tool_parser)
         """Name of the tool format; empty: none."""
+        self._is_unknown = tool_parser == "auto" and not self.tools
         self.reasoning = {"auto": _reasoning_of(template), "none": ""}.get(reasoning_parser, reasoning_parser)
         markers = set(TOOL_FORMATS[self.tools].markers) if self.tools else set()
         if self.reasoning == "harmony":
@@ -179,6 +180,12 @@ class ChatParsing:
         Raises:
             InvalidArgumentError: two of them at once, or the model's way of writing calls is not known.
         """
+        if chat.tools and self._is_unknown:
+            raise InvalidArgumentError(
+                "messages",
+                "tools: the chat template does not show how the model writes calls; set tool_parser to one "
+                f"of {', '.join(TOOL_FORMATS)}, or to none, which leaves calls in the text",
+            )
         stated = params.structured_output
         if chat.response_format is not None and (
             found := parse_structured_output("response_format", chat.response_format)
