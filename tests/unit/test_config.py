@@ -158,7 +158,9 @@ def test_config_file(tmp_path: Path) -> None:
         load_config_file(path)
 
 
-def test_the_model_directory_of_vllm_backend_is_read(tmp_path: Path) -> None:
+def test_the_model_directory_of_vllm_backend_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     version = tmp_path / "1"
     (version / "checkpoint").mkdir(parents=True)
     file = version / "model.json"
@@ -167,14 +169,27 @@ def test_the_model_directory_of_vllm_backend_is_read(tmp_path: Path) -> None:
         file.write_text(json.dumps({"model": "checkpoint", **arguments}))
         return read_engine_config({"parameters": {"num_blocks": {"string_value": "7"}}}, version)
 
-    config = read(dtype="half", enforce_eager=True, tensor_parallel_size=1, swap_space=4, max_model_len=64)
+    arguments = {"trust_remote_code": True, "swap_space": 4, "seed": None, "tensor_parallel_size": 2}
+    config = read(dtype="half", enforce_eager=True, max_model_len=64, **arguments)
+    assert [record.getMessage() for record in caplog.records] == [
+        "model.json: without effect here: trust_remote_code, swap_space"
+    ]
+    assert config.model.tensor_parallel_size == 2
     assert config.frontend.dialect == "vllm" and config.cache.num_blocks == 7
     assert (config.model.dtype, config.model.max_model_len) == ("float16", 64)
     assert config.model.model == str(version / "checkpoint")
     with pytest.raises(ConfigError) as refused:
-        read(tensor_parallel_size=2, invalid_attribute=True)
+        read(pipeline_parallel_size=2, invalid_attribute=True)
     first, second = refused.value.problems
-    assert "tensor_parallel_size must be 1" in first and "'invalid_attribute' is unknown" in second
+    assert "pipeline_parallel_size must be 1" in first and "'invalid_attribute' is unknown" in second
+
+    hf = version / "checkpoint" / "config.json"
+    hf.write_text("{}")
+    with pytest.raises(ConfigError, match=r"quantization 'fp8': the checkpoint's weights are not"):
+        read(quantization="fp8")
+    hf.write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    assert read(quantization="fp8").model.quantization is None
+    hf.unlink()
 
     file.write_text(json.dumps({"model": "checkpoint"}))
     theirs = {

@@ -100,11 +100,14 @@ def read_engine_config(model_config: Mapping[str, Any], version_directory: Path)
 def read_engine_values(model_config: Mapping[str, Any], version_directory: Path) -> dict[str, Any]:
     """The keys that `read_engine_config` checks, with the places of checkpoints and their tokenizer."""
     values: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
     file = version_directory / "quire.json"
     if file.exists():
         values = load_config_file(file)
-    elif (theirs := version_directory / vllm_config.FILE).exists():
-        file, values = theirs, vllm_config.translated(load_config_file(theirs))
+    elif (version_directory / vllm_config.FILE).exists():
+        file = version_directory / vllm_config.FILE
+        theirs = load_config_file(file)
+        values = vllm_config.translated(theirs)
     problems: list[str] = []
     for key, parameter in model_config.get("parameters", {}).items():
         if key in _OF_OTHERS:
@@ -118,7 +121,10 @@ def read_engine_values(model_config: Mapping[str, Any], version_directory: Path)
         values[key] = text
     if problems:
         raise ConfigError(*problems)
-    values["model"] = str(_checkpoint(str(values.get("model", "")), version_directory))
+    checkpoint = _checkpoint(str(values.get("model", "")), version_directory)
+    if "quantization" not in values:
+        vllm_config.check_quantization(theirs.get("quantization"), checkpoint)
+    values["model"] = str(checkpoint)
     _find_adapters(values, version_directory)
     for key in ("tokenizer", "draft_model"):
         if isinstance(named := values.get(key), str) and named:

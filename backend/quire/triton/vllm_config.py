@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from quire.config import load_config_file
 from quire.errors import ConfigError
 from quire_ensemble.errors import shown
+
+logger = logging.getLogger("quire")
 
 FILE = "model.json"
 ADAPTERS = "multi_lora.json"
@@ -21,7 +26,7 @@ _SAME = frozenset(
     (
         *("model", "tokenizer", "dtype", "load_format", "max_model_len", "seed", "enforce_eager"),
         *("block_size", "gpu_memory_utilization", "kv_cache_dtype", "enable_prefix_caching"),
-        *("max_num_seqs", "max_num_batched_tokens", "async_scheduling"),
+        *("max_num_seqs", "max_num_batched_tokens", "async_scheduling", "tensor_parallel_size"),
         *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
     )
 )
@@ -32,31 +37,33 @@ _VALUES = {
     ("kv_cache_dtype", "fp8_e4m3"): "fp8",
     ("load_format", "pt"): "bin",
 }
-_ONE = frozenset({"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"})
+_ONE = frozenset({"pipeline_parallel_size", "data_parallel_size"})
 """Only 1 is possible."""
 _WITHOUT_EFFECT = frozenset(
     (
         *("disable_log_requests", "enable_log_requests", "disable_log_stats", "max_log_len"),
         *("distributed_executor_backend", "worker_use_ray", "disable_custom_all_reduce", "swap_space"),
-        *("trust_remote_code", "tokenizer_mode", "download_dir", "quantization", "served_model_name"),
+        *("trust_remote_code", "tokenizer_mode", "download_dir", "served_model_name"),
         *("enable_chunked_prefill", "max_seq_len_to_capture", "guided_decoding_backend"),
     )
 )
-"""About how vLLM does what is done here in another way, or what the checkpoint says (`quantization`)."""
+"""About how vLLM does what is done here in another way. A log line names those that a file states."""
 
 
 def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Our configuration of vLLM's engine arguments, in vllm_backend's dialect.
+    """Our configuration of vLLM's engine arguments, in vllm_backend's dialect, without `quantization`.
 
     Raises:
         ConfigError: has a line for each argument that has no meaning here.
     """
     values: dict[str, Any] = {"dialect": "vllm"}
-    problems = []
+    problems, unused = [], []
     for name, value in arguments.items():
-        if name in _WITHOUT_EFFECT or value is None:
+        if value is None or name == "quantization":
             continue
-        if name in _ONE:
+        if name in _WITHOUT_EFFECT:
+            unused.append(name)
+        elif name in _ONE:
             if value != 1:
                 problems.append(f"{FILE}: {name} must be 1, got {shown(value)}")
         elif name in _SAME or name in _RENAMED:
@@ -66,7 +73,26 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
             problems.append(f"{FILE}: engine argument {name!r:.80} is unknown")
     if problems:
         raise ConfigError(*problems)
+    if unused:
+        logger.warning("%s: without effect here: %s", FILE, ", ".join(unused))
     return values
+
+
+def check_quantization(method: Any, checkpoint: Path) -> None:
+    """Accepts vLLM's `quantization` where the checkpoint has quantised weights: their kind is in its files.
+
+    Raises:
+        ConfigError: the checkpoint's weights are not quantised, so that vLLM would do it at load.
+    """
+    config = checkpoint / "config.json"
+    if method is None or not config.exists():  # a GGUF file
+        return
+    names = ("quantization_config", "compression_config")
+    if not any(load_config_file(config).get(name) for name in names):
+        raise ConfigError(
+            f"{FILE}: quantization {shown(method)}: the checkpoint's weights are not quantised; the "
+            "parameter `quantization` of config.pbtxt does it at load (int8, int4, fp8 and more)"
+        )
 
 
 def shows_metrics(model_config: Mapping[str, Any], arguments: Callable[[], Mapping[str, Any]]) -> bool:
