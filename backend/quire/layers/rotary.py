@@ -27,6 +27,8 @@ from quire.converters import INT32_MAX
 from quire.models.hf_config import HFConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
+MIN_NUMBER = 1e-6
+"""Least theta or factor of a scaling: angles of less have no numbers."""
 NO_ROPE = "none"
 """Type for layers without rotary embedding, which no file names: nothing turns."""
 _ALIASES = {"su": "longrope", "mrope": "default"}
@@ -94,8 +96,9 @@ class RopeConfig:
         numbers[length] = original
         for key, value in {"rope_theta": theta, **numbers}.items():
             most = sys.float_info.max if key == "rope_theta" else INT32_MAX
-            if value is not None and (type(value) not in (int, float) or not 0 < value <= most):
-                raise hf.error(f"rope parameter {key} must be a positive number, got {value!r:.40}")
+            if value is not None and (type(value) not in (int, float) or not MIN_NUMBER <= value <= most):
+                least = f"(at least {MIN_NUMBER})"
+                raise hf.error(f"rope parameter {key} must be a positive number, got {value!r:.40} {least}")
         rotary_dim = int(head_dim * (1.0 if partial is None else partial))
         if rope_type == "proportional":
             rope = {**rope, "num_turning": rotary_dim // 2}

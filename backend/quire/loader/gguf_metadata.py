@@ -159,7 +159,11 @@ def _rope(opened: GGUFFile, arch: str) -> dict[str, Any]:
 
 
 def _eos(opened: GGUFFile) -> list[int]:
-    ids = [opened.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    ids = [opened.metadata.get(key) for key in keys]
+    for key, token_id in zip(keys, ids, strict=True):
+        if token_id is not None and type(token_id) is not int:
+            raise CheckpointError(f"{opened.path}: {key} must be a whole number, got {token_id!r:.40}")
     tokens = opened.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list):
         named = {one: at for at, one in enumerate(tokens) if isinstance(one, str) and one in _ENDS}

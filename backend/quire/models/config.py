@@ -28,6 +28,8 @@ ACTIVATIONS = {
 """Names of the operators' activations by those of config.json."""
 MAX_LAYERS = 4096
 MAX_EXPERTS = 4096
+MAX_SOFTCAP = 10_000
+"""Largest cap of attention's scores: fast kernels' tanh times it has an error that counts; files have 50."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +310,8 @@ class DecoderConfig:
             value = getattr(self, name)
             if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
                 raise ValueError(f"{name} of {value!r:.40} is no positive number")
+        if (self.attention_softcap or 0) > MAX_SOFTCAP:
+            raise ValueError(f"attention_softcap of {self.attention_softcap} is more than {MAX_SOFTCAP}")
 
     def of_rank(self, ranks: Ranks) -> DecoderConfig:
         """A rank's part: of each layer its share of the heads and of the inner features.
