@@ -14,7 +14,6 @@ from benchmarks.kernels import Case
 from benchmarks.peers.checkpoints import SHAPES
 from benchmarks.peers.limits import Roofline
 from quire_kernels import registry
-from quire_kernels.triton_lang import operators
 
 
 @pytest.mark.row("D27", clauses=("report",))
@@ -24,7 +23,12 @@ def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_flushing", {})
     limits = {"read_gb_s": {"1": 10.0, "2": 20.0}, "matrix_gflop_s": 500.0}
     monkeypatch.setattr(kernels.roofline, "measure", lambda: limits)
-    monkeypatch.setattr(operators, "is_interpreted", lambda: False)  # takes most of the time, and is no case
+    every = registry.implementations
+
+    def without_interpreter(operator: str) -> list[registry.Implementation]:
+        return [one for one in every(operator) if one.name != "triton"]  # it takes most of the time
+
+    monkeypatch.setattr(registry, "implementations", without_interpreter)
     monkeypatch.setattr(kernels.report, "output_directory", lambda: tmp_path)
     options = ["--shape", "tiny", "--turns", "1", "--threads", str(torch.get_num_threads())]
     done = CliRunner().invoke(kernels.main, options, catch_exceptions=False)
