@@ -1116,8 +1116,102 @@ _CHAT = (
     ),
 )
 
+_OFF_THE_PATHS = (  # of a review of 39 planted bugs: units, orders, resets, first samples, ties
+    Mutant(
+        "an adapter's new path is not kept",
+        "backend/quire/engine/adapters.py",
+        """                old.path = str(path)
+                self.on_change(self.saved())""",
+        "                old.path = str(path)",
+        ("tests/unit/test_lora.py::test_the_same_content_at_another_path_is_read_there_by_the_next_engine",),
+    ),
+    Mutant(
+        "adapters' weights leave the host first in, first out",
+        "backend/quire/engine/adapters.py",
+        "self._weights.move_to_end(adapter)",
+        "pass",
+        ("tests/unit/test_lora.py::test_weights_in_host_memory_that_were_just_used_stay",),
+    ),
+    Mutant(
+        "past time counts at a key's new rate",
+        "client/quire_client/openai/keys.py",
+        """        self._refill()
+        self._rate, self._most""",
+        "        self._rate, self._most",
+        ("tests/unit/test_openai_access.py::test_a_debt_is_paid_at_the_rate_of_its_time",),
+    ),
+    Mutant(
+        "each token of a chunk waited for all",
+        "client/quire_client/openai/observer.py",
+        "between.observe((now - last) / count)",
+        "between.observe(now - last)",
+        ("tests/unit/test_openai_access.py::test_a_chunk_of_several_tokens_is_as_many_gaps",),
+    ),
+    Mutant(
+        "a hit in Redis is not kept in memory",
+        "backend/quire/triton/result_cache.py",
+        "self._memory.put(key, data)",
+        "pass",
+        ("tests/triton/test_result_cache.py::test_what_a_redis_had_is_in_memory_from_then_on",),
+    ),
+    Mutant(
+        "the first step came after an endless one",
+        "backend/quire/triton/pacing.py",
+        "min(now - self._last_step, MAX_PERIOD_S)",
+        "(now - self._last_step)",
+        ("tests/triton/test_pacing.py::test_a_pause_counts_as_a_tenth_of_a_second",),
+    ),
+    Mutant(
+        "a call in the analysis channel is reasoning",
+        "backend/quire/frontend/chat/tool_formats.py",
+        """            self.is_reasoning = False
+            self.sink.begin_call(recipient[1])""",
+        "            self.sink.begin_call(recipient[1])",
+        ("tests/unit/test_chat_parsers.py::test_a_call_in_the_analysis_channel_is_no_reasoning",),
+    ),
+    Mutant(
+        "values of a call share the limit",
+        "backend/quire/frontend/chat/tool_formats.py",
+        "self._value, self._num_held = [], 0",
+        "self._value = []",
+        ("tests/unit/test_chat_parsers.py::test_each_value_of_a_call_has_the_limit_for_itself",),
+    ),
+    Mutant(
+        "a list's opening is written again behind its calls",
+        "backend/quire/frontend/chat/tool_formats.py",
+        'self._at += char in ",]"\n        self._opened = ""',
+        'self._at += char in ",]"',
+        ("tests/unit/test_chat_parsers.py::test_a_comma_and_no_call_behind_it_are_content",),
+    ),
+    Mutant(
+        "a router's logits are rounded",
+        "backend/quire/layers/moe.py",
+        "logits = self.packed(x, torch.float32)",
+        "logits = self.packed(x, torch.float32).to(x.dtype).float()",
+        ("tests/unit/test_moe.py::test_a_router_in_bf16_decides_by_float32_logits",),
+    ),
+    Mutant(
+        "GPTQ's zeros do not wrap round",
+        "backend/quire/loader/quantized/formats.py",
+        "zeros = zeros + self.zero_offset & (1 << self.bits) - 1",
+        "zeros = zeros + self.zero_offset",
+        ("tests/unit/test_quantized_formats.py::test_a_gptq_zero_of_all_ones_is_zero",),
+    ),
+    Mutant(
+        "a slot is lost where two threads save one block",
+        "backend/quire/kv_tiers/host.py",
+        """                self._free.append(slot)
+                if pinned and key""",
+        "                if pinned and key",
+        (
+            "tests/unit/test_kv_tiers.py::TestHostTier::test_a_block_that_two_threads_save_at_once_takes_one_slot",
+        ),
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *_SURVIVORS,
+    *_OFF_THE_PATHS,
     *_POOL,
     *_SCHEDULER,
     *_TIERS,

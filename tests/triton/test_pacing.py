@@ -21,6 +21,7 @@ from quire.sampling_params import SamplingParams  # noqa: E402
 from quire.triton.pacing import (  # noqa: E402
     CPU_SHARE,
     MAX_INTERVAL_S,
+    MAX_PERIOD_S,
     PATH_FACTOR,
     SEND_SHARE,
     Pace,
@@ -92,6 +93,16 @@ def test_half_a_step_counts_as_due() -> None:
     assert pace.period_s == close(0.02)
     assert pace.interval_s(300) == close(before - 0.01)
     assert pace.interval_s(2) == 0.0
+
+
+def test_a_pause_counts_as_a_tenth_of_a_second() -> None:
+    """The first step of a process comes after an endless one: streams went without a pace for minutes."""
+    pace = charged(Pace(0, 2), 1e-4, 0.0)
+    before = pace.interval_s(300)
+    for now in (1e6, 2e6):
+        pace.step(now)
+    assert 0 < pace.period_s <= 2 * 0.02 * MAX_PERIOD_S
+    assert pace.interval_s(300) == close(before - pace.period_s / 2)
 
 
 @pytest.fixture

@@ -426,6 +426,17 @@ def test_an_engine_with_other_weights_is_another(harness: Harness) -> None:
 
 
 @pytest.mark.row("G22")
+def test_what_a_redis_had_is_in_memory_from_then_on() -> None:
+    cache, info = ResultCache(CONFIG), make_info()
+    entry = msgspec.msgpack.encode(Results(result_cache.VERSION, [ChoiceResult(0, 0, [1, 2, 3], "stop")]))
+    for answers in ([entry], [None]):  # it is away the second time
+        cache._redis = SimpleNamespace(get=lambda key, answers=answers: answers.pop())  # type: ignore[assignment]
+        parsed = ParsedRequest(PROMPT, GREEDY, "", ALL, ALL)
+        cache.look_up(parsed, info)
+        assert parsed.results is not None and parsed.results.choices[0].token_ids == [1, 2, 3]
+
+
+@pytest.mark.row("G22")
 def test_entries_that_no_engine_can_have_made_are_not_found() -> None:
     """What a Redis holds may be anybody's: of another version, for other choices, ids outside the vocabulary,
     other types, or noise. None is replayed, and none raises."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from quire.config import choices
+from quire.frontend.chat import tool_formats
 from quire.frontend.chat.formats import REASONING_FORMATS, TOOL_FORMATS, Answer, ChatParsing
 from quire.frontend.chat.json_reader import JsonReader
 from quire.frontend.chat.machine import Markers
@@ -125,6 +126,40 @@ def test_pieces_come_as_the_text_comes(name: str) -> None:
     deltas = answer.take()[2]
     assert deltas[0]["function"]["name"] == "get_weather"
     assert "am" in "".join(delta["function"]["arguments"] for delta in deltas)
+
+
+def test_a_call_in_the_analysis_channel_is_no_reasoning(tokenizers: dict[str, Any]) -> None:
+    """gpt-oss writes calls of built-in tools there; its arguments were counted as reasoning tokens."""
+    call = " to=functions.get_weather <|constrain|>json<|message|>" + '{"city": "Rome"}<|call|>'
+    tokenizer, counts = tokenizers["harmony"], []
+    for channel in ("commentary", "analysis"):
+        text = f"<|channel|>analysis<|message|>hm, well<|end|><|start|>assistant<|channel|>{channel}{call}"
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        found, last = processed(tokenizer, ids, [1], ChatFormat(tools=TOOLS))
+        assert found.calls == (("get_weather", '{"city": "Rome"}'),) and found.reasoning == "hm, well"
+        counts.append(last.num_reasoning_tokens)
+    assert counts[0] == counts[1] > 0
+
+
+def test_each_value_of_a_call_has_the_limit_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_formats, "MAX_HELD", 10)
+
+    def arguments(days: str, where: str) -> list[Any]:
+        pairs = "".join(
+            f"\n<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>"
+            for name, value in (("days", days), ("where", where))
+        )
+        found = parsed(parser("glm"), [f"<tool_call>get_weather{pairs}\n</tool_call>"])
+        return [json.loads(arguments) for _, arguments in found.calls if found.is_complete]
+
+    assert arguments("1234567", '{"a": 1}') == [{"days": 1234567, "where": {"a": 1}}]
+    assert arguments("1234567", '{"a": 12345}') == []
+
+
+def test_a_comma_and_no_call_behind_it_are_content() -> None:
+    call = '[TOOL_CALLS][{"name": "now", "arguments": {}}'
+    found = parsed(parser("mistral"), [f"{call}, and more"])
+    assert (found.calls, found.content) == ((("now", "{}"),), "and more")
 
 
 def test_arguments_without_a_utf8_form_are_no_call() -> None:

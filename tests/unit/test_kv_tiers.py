@@ -307,6 +307,24 @@ class TestHostTier:
         assert tier.stats()["dropped_blocks"] == 2
         assert load(tier, [1, 2]) == 2
 
+    def test_a_block_that_two_threads_save_at_once_takes_one_slot(self) -> None:
+        tier = HostTier(3 * BLOCK_BYTES, BLOCK_BYTES)
+        arena = tier._arena
+
+        class Beaten:
+            """The other thread is through while this one copies."""
+
+            def __setitem__(self, slot: int, row: BlockArray) -> None:
+                tier._arena = arena
+                save(tier, [1])
+                arena[slot] = row
+
+        tier._arena = Beaten()  # type: ignore[assignment]
+        save(tier, [1])
+        save(tier, [2, 3])
+        assert load(tier, [1, 2, 3]) == 3
+        assert tier.stats()["evicted_blocks"] == tier.stats()["dropped_blocks"] == 0
+
     def test_a_cached_block_can_be_pinned(self) -> None:
         tier = HostTier(2 * BLOCK_BYTES, BLOCK_BYTES)
         save(tier, [1, 2])

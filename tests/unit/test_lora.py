@@ -429,6 +429,40 @@ def test_an_engine_misses_what_has_changed_since_another_died(llama: Adapted, tm
         core.add_request("r", PROMPTS["a"], params(), adapter="a", adapter_digest="00" * 16, num_deaths=1)
 
 
+def loaded(registry: AdapterRegistry, name: str, path: str) -> dict[str, Any]:
+    answers: list[Any] = []
+    registry.begin(LoadAdapter(name, path), answers.append)
+    wait_until(lambda: registry.has_news)
+    assert registry.poll() == [] and not isinstance(answers[0], QuireError)
+    return dict(answers[0])
+
+
+def test_the_same_content_at_another_path_is_read_there_by_the_next_engine(
+    llama: Adapted, tmp_path: Path
+) -> None:
+    for name in ("before", "after"):
+        shutil.copytree(llama.modules["a"], tmp_path / name)
+    config, info = AdapterConfig(enable_lora=True, lora_root=str(tmp_path)), start(llama).core.info
+    registry, kept = AdapterRegistry(config, info), []
+    registry.on_change = kept.append
+    assert loaded(registry, "x", "before")["path"] == str(tmp_path / "before")
+    assert loaded(registry, "x", "after")["path"] == str(tmp_path / "after")
+    shutil.rmtree(tmp_path / "before")
+    assert AdapterRegistry(config, info, kept[-1]).get("x").path == str(tmp_path / "after")
+
+
+def test_weights_in_host_memory_that_were_just_used_stay(llama: Adapted, tmp_path: Path) -> None:
+    for name in "abc":
+        shutil.copytree(llama.modules[name], tmp_path / name)
+    config = AdapterConfig(enable_lora=True, lora_root=str(tmp_path), max_loras=1, max_cpu_loras=2)
+    registry = AdapterRegistry(config, start(llama).core.info)
+    for name in "ab":
+        loaded(registry, name, name)
+    assert registry._find_weights(registry.get("a")) is not None
+    loaded(registry, "c", "c")
+    assert [one.name for one in registry._weights] == ["a", "c"]
+
+
 @pytest.mark.row("E19")
 def test_after_a_sleep(llama: Adapted) -> None:
     llm = start(llama)

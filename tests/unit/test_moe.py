@@ -306,6 +306,18 @@ def test_values_that_cannot_be_right(
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
+def test_a_router_in_bf16_decides_by_float32_logits(tmp_path: Path) -> None:
+    """Rounded to eight bits two experts' logits are often the same, and the first one wins."""
+    path = make_checkpoint("mixtral", tmp_path, dtype="bfloat16", tokenizer=False)
+    router = next(
+        one for one in Driver.load(path, dtype="bfloat16").model.modules() if isinstance(one, Router)
+    )
+    x = inputs(4000, torch.bfloat16)
+    weight = load_file(path / "model.safetensors")["model.layers.0.block_sparse_moe.gate.weight"]
+    chosen = (x.double() @ weight.double().T).topk(2).indices
+    assert torch.equal(router(x).experts.long().sort().values, chosen.sort().values)
+
+
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_the_numbers_of_weights(family: str, checkpoints: dict[str, Path]) -> None:
     """Of all, which bound what a file may claim, and of those that a step of one token reads."""

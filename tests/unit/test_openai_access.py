@@ -20,6 +20,8 @@ import yaml
 from click.testing import CliRunner
 
 from quire_client.cli import cli
+from quire_client.openai import keys as keys_module
+from quire_client.openai import observer as observer_module
 from quire_client.openai.app import GatewaySettings
 from quire_client.openai.errors import RequestError
 from quire_client.openai.keys import Budget, KeyRing, entry_of
@@ -307,6 +309,33 @@ def test_metrics(server: FakeKServe) -> None:
     assert found[f"{name}_inter_token_seconds_count{model}"] == 3
     assert found[f"{name}_request_seconds_count{{{path}}}"] == 4
     assert "no-such" not in str(found), "no label is a client's to make up"
+
+
+def test_a_debt_is_paid_at_the_rate_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(keys_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    budget = Budget(60)
+    budget.take(120)
+    assert budget.retry_after == 61
+    now[0] += 30
+    budget.set_rate(600)
+    assert budget.retry_after == 4, "30 tokens are owed still, and 10 a second come now"
+    now[0] += 3.5
+    assert budget.retry_after == 0
+
+
+def test_a_chunk_of_several_tokens_is_as_many_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    observer = Observer(None, metrics=True, log=None)
+    exchange = Exchange("POST", "/v1/completions", "", observer, model="m", began=0.0)
+    for now, token_ids in ((1.0, (5,)), (3.0, (6, 7, 8, 9))):
+        clock = SimpleNamespace(monotonic=lambda now=now: now)
+        monkeypatch.setattr(observer_module, "time", clock)
+        exchange.streamed(Chunk("a", token_ids))
+    assert observer.metrics is not None
+    text = observer.metrics.text().decode()
+    assert 'quire_gateway_inter_token_seconds_count{model="m"} 4.0' in text
+    assert 'quire_gateway_inter_token_seconds_sum{model="m"} 2.0' in text
+    assert 'quire_gateway_time_to_first_token_seconds_sum{model="m"} 1.0' in text
 
 
 def test_the_tokens_of_all_prompts_of_a_stream_are_counted(tmp_path: Path) -> None:
