@@ -261,8 +261,11 @@ class Files:
             place = tuple(theirs.split("."))
             if place[-1] in stated(values, place)[0]:
                 kind, value = ("value", change.value) if change.kind == "value" else ("drop", None)
+                # As llama.cpp: a factor without a type is linear scaling's, and one of 0 is none.
                 if theirs.endswith("rope_type") and kind == "drop":
-                    kind, value = "value", "linear"  # llama.cpp's default beside a factor
+                    kind, value = "value", "linear"
+                elif theirs.endswith("factor") and kind == "value":
+                    value = value or 1.0
                 values = changed(values, Change(change.family, "config.json", place, kind, value))
         (target / "config.json").write_text(json.dumps(values))
         return file

@@ -49,6 +49,18 @@ def test_sixty_changed_files(files: Files) -> None:
     assert seen["equal"] >= 20 and seen["refused"] + seen["strict"] >= 10
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        Change("gpt_oss", "config.json", ("rope_parameters",), "value", {}),
+        Change("llama", "header", ("llama.rope.scaling.factor",), "value", 0.0),
+    ],
+    ids=str,
+)
+def test_what_gave_other_tokens(change: Change, files: Files) -> None:
+    assert outcome(files, change) == ("equal", "")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_five_thousand_changed_files(files: Files) -> None:

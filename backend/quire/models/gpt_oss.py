@@ -62,7 +62,7 @@ class GptOssForCausalLM(DecoderModel):
             if hf.number(key, known) != known:
                 raise hf.error(f"{key} {hf.get(key)!r:.40} is not supported; supported: {known}")
         hf = hf.with_defaults(head_dim=64, num_key_value_heads=8, rope_theta=150_000.0, rms_norm_eps=1e-5)
-        if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
+        if hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
             hf = hf.replace(rope_parameters={**_ROPE, "rope_theta": hf.get("rope_theta")})
         config = super().parse_config(hf, dtype)
         window = hf.require_int("sliding_window", 128)
