@@ -264,8 +264,8 @@ class Files:
                 # As llama.cpp: a factor without a type is linear scaling's, and one of 0 is none.
                 if theirs.endswith("rope_type") and kind == "drop":
                     kind, value = "value", "linear"
-                elif theirs.endswith("factor") and kind == "value":
-                    value = value or 1.0
+                elif theirs.endswith("factor"):
+                    kind, value = "value", value or 1.0
                 values = changed(values, Change(change.family, "config.json", place, kind, value))
         (target / "config.json").write_text(json.dumps(values))
         return file

@@ -142,7 +142,7 @@ def _rope(opened: GGUFFile, arch: str) -> dict[str, Any]:
         rope |= {
             **{key: value for key, value in betas.items() if value is not None},
             "rope_type": scaling,
-            "factor": factor,
+            "factor": factor or 1.0,  # as llama.cpp; transformers would divide the lengths
             "original_max_position_embeddings": stated(f"{prefix}scaling.original_context_length"),
             "truncate": arch != "gpt-oss",  # whose files do not say that its checkpoints have it so
         }
