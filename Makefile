@@ -85,6 +85,7 @@ constraints: $(STAMP)
 		- pyproject.toml client/pyproject.toml
 
 status: $(STAMP)
+	@$(PY) -m tests.keys_page > docs/keys.md
 	@$(PY) -m tests.rows --status
 
 clean:

@@ -12,6 +12,8 @@ from quire.config import EngineConfig, TenantLimits, load_config_file
 from quire.converters import unless_none
 from quire.errors import ConfigError
 from quire.triton.config_completion import read_engine_config, shows_vllm_metrics
+from tests import keys_page
+from tests.rows import ROOT
 
 
 def test_values_may_be_text_as_in_triton_parameters() -> None:
@@ -156,6 +158,10 @@ def test_config_file(tmp_path: Path) -> None:
     path.write_text("[1]")
     with pytest.raises(ConfigError, match="JSON object"):
         load_config_file(path)
+
+
+def test_the_page_of_keys_is_of_this_code() -> None:
+    assert (ROOT / "docs" / "keys.md").read_text("utf-8") == keys_page.page(), "make status"
 
 
 def test_the_model_directory_of_vllm_backend_is_read(
