@@ -18,6 +18,7 @@ from typing import Any
 import click
 from click.shell_completion import get_completion_class
 
+from quire_client import __version__
 from quire_client._metrics import Scrape
 from quire_client._terminal import AnswerWriter, Waiting, without_controls
 from quire_client._top import frame
@@ -76,6 +77,7 @@ def _url_option(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="quire-client")
 def cli() -> None:
     """Talks to a Quire server over gRPC."""
 

@@ -6,6 +6,7 @@ model writes them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,8 @@ from quire_ensemble.chat_format import ChatFormat
 if TYPE_CHECKING:
     from quire.config import FrontendConfig
     from quire_ensemble.tokenizer import Tokenizer
+
+logger = logging.getLogger("quire")
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,11 @@ class ChatParsing:
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, config: FrontendConfig) -> ChatParsing | None:
         """As a model's configuration has it; None where there is no tokenizer."""
-        return None if tokenizer is None else cls(tokenizer.hf, config.tool_parser, config.reasoning_parser)
+        if tokenizer is None:
+            return None
+        found = cls(tokenizer.hf, config.tool_parser, config.reasoning_parser)
+        logger.info("tool_parser: %s, reasoning_parser: %s", found.tools or "none", found.reasoning or "none")
+        return found
 
     def wants(self, chat: ChatFormat) -> bool:
         """Whether an answer to such messages is to be parsed at all."""
