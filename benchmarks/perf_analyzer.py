@@ -1,5 +1,7 @@
 """perf_analyzer against a running server: finds the binary, runs it, computes from its raw export.
 
+`python -m benchmarks.perf_analyzer` is perf_analyzer itself, with its arguments, and finds its libraries.
+
 What it prints for streams is not used: its latency is that of the whole request under the name of the first
 response. The export holds the send time and every response time of every request, which is all we need.
 """
@@ -223,3 +225,17 @@ def matrix(
             progress(f"{row.load} {model}: {run_now.get('tokens_per_s', 0):.0f} tokens/s")
             rows.append(row)
     return rows
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Becomes perf_analyzer.
+
+    Raises:
+        PerfAnalyzerError: it is not installed.
+    """
+    binary = str(find_binary())
+    os.execve(binary, [binary, *arguments], {**os.environ, "LD_LIBRARY_PATH": library_path()})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

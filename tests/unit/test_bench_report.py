@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from benchmarks import history, load, machine, perf_analyzer, report
 from benchmarks.perf_analyzer import parse_export
 from benchmarks.report import SLO, RequestRecord, Row, percentile, summarize
+from tests.rows import ROOT
 from tests.unit.fake_kserve import FakeKServe, read_inputs
 
 MS = 1_000_000
@@ -150,6 +153,13 @@ def test_perf_analyzer_binary_runs_here(tmp_path: Path) -> None:
     assert "Perf Analyzer" in words
     assert {p.name for p in tmp_path.iterdir()} == set(perf_analyzer.NEEDED_LIBRARIES)
     assert perf_analyzer.library_path(tmp_path) == libraries  # existing links are fine
+
+
+def test_perf_analyzer_starts_by_hand() -> None:
+    """The binary of the wheel itself does not: the loader finds no libb64.so.0d."""
+    command = [sys.executable, "-m", "benchmarks.perf_analyzer", "--version"]
+    done = subprocess.run(command, cwd=ROOT, check=True, stderr=subprocess.PIPE, text=True)
+    assert "Perf Analyzer" in done.stderr
 
 
 def test_links_follow_a_reinstalled_wheel(tmp_path: Path) -> None:
