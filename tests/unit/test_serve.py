@@ -371,6 +371,39 @@ def test_a_second_signal_stops_at_once(serve_repository: ServeRepository, tmp_pa
     assert server.leftovers() == []
 
 
+def test_a_checkpoint_that_is_being_fetched_is_given_up_by_a_signal(tmp_path: Path) -> None:
+    """It was fetched to its end, for minutes, before any signal but SIGKILL did anything."""
+    asked, temporary = socket.create_server(("127.0.0.1", 0)), tmp_path / "tmp"
+    temporary.mkdir()
+    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{asked.getsockname()[1]}", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "quire.cli", "serve", "owner/name", "--http-port=0", "--grpc-port=0"]
+    environment = {**os.environ, "NO_PROXY": "*", "HF_HUB_OFFLINE": "0", "TMPDIR": str(temporary), **hub}
+    with asked, subprocess.Popen([*command, "--metrics-port=0"], env=environment) as process:
+        asked.settimeout(STOP_LIMIT_S)
+        with asked.accept()[0]:
+            assert list(temporary.glob("quire-run-*"))
+            process.terminate()
+            try:
+                assert process.wait(STOP_LIMIT_S) == 128 + signal.SIGTERM
+            finally:
+                process.kill()
+    assert not list(temporary.glob("quire-run-*"))
+
+
+def test_nohup_keeps_its_word(serve_repository: ServeRepository, tmp_path: Path) -> None:
+    """A signal that is ignored was waited for all the same: the end of a terminal ended the server."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        server = serve_repository(write_model(tmp_path / "repository", "identity", IDENTITY))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    os.kill(server.pid, signal.SIGHUP)
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        client.infer("identity", [text_input("x")])
+    os.kill(server.pid, signal.SIGINT)
+    assert server.process is not None and server.process.wait(STOP_LIMIT_S) == 0
+
+
 def test_when_tritonserver_dies_serve_ends_with_its_status_and_cleans_up(
     serve_repository: ServeRepository, tmp_path: Path
 ) -> None:

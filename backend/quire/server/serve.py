@@ -262,7 +262,11 @@ class ServerRun:
         """
         config = self._config
         run_files.remove_stale()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        # One that is blocked reaches us although it is ignored, which nohup wants it to be.
+        is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        caught = _SIGNALS - {signal.SIGHUP} if is_kept else _SIGNALS
+        for number in caught - {signal.SIGCHLD}:
+            signal.signal(number, self._leave)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         wanted = (
             (config.http_port, "--http-port"),
@@ -275,7 +279,10 @@ class ServerRun:
                 holders.append(bind_port(config.address, port, option))
             http_port, grpc_port, metrics_port = (holder.getsockname()[1] for holder in holders)
             ports = (http_port, grpc_port, metrics_port)
-            process = self._start(ports)
+            repositories = self._repositories()
+            # Not before: a checkpoint may be fetched for minutes, which a signal has to end.
+            signal.pthread_sigmask(signal.SIG_BLOCK, caught)
+            process = self._start(ports, repositories)
             if self._wait_ready(process, http_port):
                 self._announce(ports)
             elif process.returncode is not None:
@@ -296,15 +303,14 @@ class ServerRun:
         if path is not None and path.is_file() and path.read_text("utf-8") == self._ready_text:
             path.unlink()
 
-    def _start(self, ports: tuple[int, int, int]) -> subprocess.Popen[bytes]:
-        files = self._files
-        environment = self._server.environment()
-        environment["QUIRE_RUNTIME_DIR"] = str(files.directory)
-        environment["QUIRE_LOG_FORMAT"] = self._config.log_format
-        environment["QUIRE_LOG_REQUESTS"] = "1" if self._config.log_requests else ""
-        flags = self._server.flags(self._backends)
-        self._stop_times = stop_times(self._config, flags)
-        repositories = self._config.repositories
+    def _leave(self, number: int, _: object) -> None:
+        """Handles a signal before there is a server. An exception would wait for the threads of a download."""
+        self._files.remove()
+        os._exit(128 + number)
+
+    def _repositories(self) -> tuple[Path, ...]:
+        """What is served; a checkpoint is fetched, and its repository written."""
+        files, repositories = self._files, self._config.repositories
         if self._config.checkpoint is not None:
             made, options = files.directory / "repository", self._config.engine_options
             # The stubs open no others.
@@ -317,6 +323,16 @@ class ServerRun:
             chosen = files.directory / "models"
             link_models(repositories, self._config.load_models, chosen)
             repositories = (chosen,)
+        return repositories
+
+    def _start(self, ports: tuple[int, int, int], repositories: Sequence[Path]) -> subprocess.Popen[bytes]:
+        files = self._files
+        environment = self._server.environment()
+        environment["QUIRE_RUNTIME_DIR"] = str(files.directory)
+        environment["QUIRE_LOG_FORMAT"] = self._config.log_format
+        environment["QUIRE_LOG_REQUESTS"] = "1" if self._config.log_requests else ""
+        flags = self._server.flags(self._backends)
+        self._stop_times = stop_times(self._config, flags)
         arguments = server_arguments(
             self._config, flags, self._backends, ports, files.shm_prefix, repositories, self._load_retries
         )
