@@ -14,9 +14,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -476,6 +478,29 @@ def test_a_held_port_is_given_to_the_server_and_to_nobody_else() -> None:
     holder.close()
 
 
+@pytest.mark.parametrize("status", [200, 403, 503])
+def test_a_server_is_ready_when_it_has_said_so_itself(status: int) -> None:
+    """Of two that were started for the same ports the one that found them taken said "ready", as the other
+    answered. A 403 is of who restricts `health`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http_server:
+        threading.Thread(target=http_server.serve_forever, args=(0.05,), daemon=True).start()
+        with subprocess.Popen(["sleep", "600"]) as other:
+            asked = [serve._is_ready(pid, *http_server.server_address) for pid in (os.getpid(), other.pid)]
+            other.kill()
+        asked.append(serve._is_ready(other.pid, *http_server.server_address))
+        http_server.shutdown()
+    assert asked == [status != 503, False, False]
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -485,6 +510,10 @@ def test_a_held_port_is_given_to_the_server_and_to_nobody_else() -> None:
         (["--model-repository=/tmp", "--option=dtype=float32"], "--option is about a checkpoint"),
         (["a", "--option=dtype"], "'dtype' must have the form KEY=VALUE"),
         (["a", "--", "--model-control-mode=explicit"], "lets every client load models"),
+        (["a", "--", "--allow-http=false"], "whether the server is ready"),
+        (["a", "--", "--allow-http", "0"], "whether the server is ready"),
+        (["a", "--", "--http-port=9000"], "stands before --"),
+        (["a", "--", "--grpc-addr", "0.0.0.0"], "stands before --"),
     ],
 )
 def test_what_is_to_be_served_must_be_said(arguments: list[str], complaint: str) -> None:
