@@ -55,9 +55,7 @@ class Site:
         try:
             self.version = tuple(int(part) for part in json.loads(body)["version"].split(".")[:2])
         except (ValueError, KeyError, TypeError):
-            raise Failed(
-                f"{self.http_url}/v2 is answered {status} {body[:200]!r}: no Triton is there"
-            ) from None
+            raise Failed(f"{self.http_url}/v2 is answered {status} {body[:200]!r}") from None
         try:
             with self.client() as client:
                 models = {model.name: model for model in client.models() if model.ready}
@@ -70,8 +68,9 @@ class Site:
         self.ensemble = options.ensemble or _one_of(joined, "chat")
         self.unary = _one_of(single, "generator_unary")
         self.bls = "bls" if "bls" in models else ""
-        if not self.generator:
-            raise Failed(f"no model of the backend quire that streams is ready; ready are {sorted(models)}")
+        if self.generator not in models:
+            wanted = options.model or "a model of the backend quire that streams"
+            raise Failed(f"{wanted} is not ready; ready are {sorted(models)}")
 
     def client(self) -> Client:
         return Client(self.grpc_url, timeout=WAIT_S, headers=self._metadata)

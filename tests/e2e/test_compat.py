@@ -126,3 +126,14 @@ def test_without_a_server_it_is_one_line(
     assert compat.main() == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("FAIL       server: ")
+
+
+def test_it_ends_although_a_failed_check_has_left_a_stream_open() -> None:
+    """The thread of the stream was waited for, for ever, behind the last line."""
+    program = (
+        "import runpy, sys, threading\nthreading.Thread(target=threading.Event().wait).start()\n"
+        "sys.argv = ['compat', 'grpc://localhost:1', 'http://localhost:1']\n"
+        "runpy.run_module('tests.compat', run_name='__main__')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60)
+    assert run.returncode == 1 and run.stdout.startswith(b"FAIL       server: ")
