@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from quire_client import Client
+from quire_client import Client, QuireClientError
 from tests.e2e.triton_calls import TritonStream
 
 WAIT_S = 120.0
@@ -52,11 +52,15 @@ class Site:
         self._headers = {key: value} if key else {}
         self._metadata = {f"triton-grpc-protocol-{key}": value} if key else {}
         status, body = self.http("/v2")
-        if status != 200:
-            raise Failed(f"{self.http_url}/v2 is answered {status} {body[:200]!r}")
-        self.version = tuple(int(part) for part in json.loads(body)["version"].split(".")[:2])
-        with self.client() as client:
-            models = {model.name: model for model in client.models() if model.ready}
+        try:
+            self.version = tuple(int(part) for part in json.loads(body)["version"].split(".")[:2])
+        except (ValueError, KeyError, TypeError):
+            raise Failed(f"{self.http_url}/v2 is answered {status} {body[:200]!r}") from None
+        try:
+            with self.client() as client:
+                models = {model.name: model for model in client.models() if model.ready}
+        except QuireClientError as error:
+            raise Failed(f"grpc://{self.grpc_url}: {error}") from error
         streaming = [name for name, model in models.items() if model.kind == "quire" and model.decoupled]
         joined = [name for name, model in models.items() if model.kind == "ensemble" and "vision" not in name]
         single = [name for name, model in models.items() if model.decoupled is False]
@@ -64,8 +68,9 @@ class Site:
         self.ensemble = options.ensemble or _one_of(joined, "chat")
         self.unary = _one_of(single, "generator_unary")
         self.bls = "bls" if "bls" in models else ""
-        if not self.generator:
-            raise Failed(f"no model of the backend quire that streams is ready; ready are {sorted(models)}")
+        if self.generator not in models:
+            wanted = options.model or "a model of the backend quire that streams"
+            raise Failed(f"{wanted} is not ready; ready are {sorted(models)}")
 
     def client(self) -> Client:
         return Client(self.grpc_url, timeout=WAIT_S, headers=self._metadata)

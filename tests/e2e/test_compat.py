@@ -11,7 +11,7 @@ import pytest
 
 import tests.compat.__main__ as compat
 from tests.compat import checks
-from tests.compat.site import Failed, Known, NotShown
+from tests.compat.site import Failed, Known, NotShown, Site
 from tests.fixtures.server import MODEL_REPOSITORY, ROOT, ServeRepository, ServerProcess
 
 PASSED = (
@@ -111,7 +111,29 @@ def test_a_fault_is_a_line_and_the_exit_status(
     ]
 
 
-def test_without_a_server_it_is_one_line() -> None:
-    command = [sys.executable, "-m", "tests.compat", "grpc://localhost:1", "http://localhost:1"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert run.returncode == 1 and run.stdout.startswith("FAIL       server: ") and not run.stderr
+@pytest.mark.parametrize(
+    "body",
+    [None, b"<html>", b"{}", b"[]", b'{"version": "dev"}', b'{"version": "2.73.0"}'],
+    ids=["nobody", "page", "no-version", "list", "word", "no-grpc"],
+)
+def test_without_a_server_it_is_one_line(
+    body: bytes | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is no Triton, or has no gRPC there, ended it by a traceback."""
+    if body is not None:
+        monkeypatch.setattr(Site, "http", lambda *_: (200, body))
+    monkeypatch.setattr(sys, "argv", ["compat", "grpc://localhost:1", "http://localhost:1"])
+    assert compat.main() == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("FAIL       server: ")
+
+
+def test_it_ends_although_a_failed_check_has_left_a_stream_open() -> None:
+    """The thread of the stream was waited for, for ever, behind the last line."""
+    program = (
+        "import runpy, sys, threading\nthreading.Thread(target=threading.Event().wait).start()\n"
+        "sys.argv = ['compat', 'grpc://localhost:1', 'http://localhost:1']\n"
+        "runpy.run_module('tests.compat', run_name='__main__')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60)
+    assert run.returncode == 1 and run.stdout.startswith(b"FAIL       server: ")

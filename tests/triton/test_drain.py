@@ -68,9 +68,9 @@ class Model:
         self.model._responder = self.harness.responder
         self.server = AskingServer(self.model.is_ready if has_is_ready else None, limit_s)
         monkeypatch.setattr(fake_pb_utils, "is_model_ready", self.server.is_model_ready)
-        answer = ServerAnswer("generator", "1", os.getpid())
-        answer.start()
-        self.harness.responder.drain = Drain(answer.is_wanted, drain_s)
+        self.answer = ServerAnswer("generator", "1", os.getpid())
+        self.answer.start()
+        self.harness.responder.drain = Drain(self.answer.is_wanted, drain_s)
 
     def begin(self, name: str) -> fake_pb_utils.ResponseSender:
         sender = self.harness.submit(SamplingParams(), name=name)
@@ -140,6 +140,17 @@ def test_streams_are_ended_when_the_time_is_over_and_new_requests_refused(model:
     sender = model.begin("t-2")
     model.bring("t-2", finish_reason="stop")
     assert sender.final.wait(WAIT_S) and sender.responses[-1].error is None
+
+
+@pytest.mark.row("G10")
+def test_a_model_that_goes_during_its_first_request_has_been_looked_for(model: Model) -> None:
+    """The server was looked for when a request was open, and what had gone by then was never found: the
+    request went on to its end, and the unload with it."""
+    until(lambda: model.answer._address)
+    model.server.is_loaded = False
+    sender = model.begin("t-0")
+    assert sender.final.wait(WAIT_S)
+    assert "the model is being unloaded" in sender.responses[-1].error.message()
 
 
 class Engine(threading.Thread):

@@ -14,9 +14,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -371,6 +373,39 @@ def test_a_second_signal_stops_at_once(serve_repository: ServeRepository, tmp_pa
     assert server.leftovers() == []
 
 
+def test_a_checkpoint_that_is_being_fetched_is_given_up_by_a_signal(tmp_path: Path) -> None:
+    """It was fetched to its end, for minutes, before any signal but SIGKILL did anything."""
+    asked, temporary = socket.create_server(("127.0.0.1", 0)), tmp_path / "tmp"
+    temporary.mkdir()
+    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{asked.getsockname()[1]}", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "quire.cli", "serve", "owner/name", "--http-port=0", "--grpc-port=0"]
+    environment = {**os.environ, "NO_PROXY": "*", "HF_HUB_OFFLINE": "0", "TMPDIR": str(temporary), **hub}
+    with asked, subprocess.Popen([*command, "--metrics-port=0"], env=environment) as process:
+        asked.settimeout(STOP_LIMIT_S)
+        with asked.accept()[0]:
+            assert list(temporary.glob("quire-run-*"))
+            process.terminate()
+            try:
+                assert process.wait(STOP_LIMIT_S) == 128 + signal.SIGTERM
+            finally:
+                process.kill()
+    assert not list(temporary.glob("quire-run-*"))
+
+
+def test_nohup_keeps_its_word(serve_repository: ServeRepository, tmp_path: Path) -> None:
+    """A signal that is ignored was waited for all the same: the end of a terminal ended the server."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        server = serve_repository(write_model(tmp_path / "repository", "identity", IDENTITY))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    os.kill(server.pid, signal.SIGHUP)
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        client.infer("identity", [text_input("x")])
+    os.kill(server.pid, signal.SIGINT)
+    assert server.process is not None and server.process.wait(STOP_LIMIT_S) == 0
+
+
 def test_when_tritonserver_dies_serve_ends_with_its_status_and_cleans_up(
     serve_repository: ServeRepository, tmp_path: Path
 ) -> None:
@@ -443,6 +478,29 @@ def test_a_held_port_is_given_to_the_server_and_to_nobody_else() -> None:
     holder.close()
 
 
+@pytest.mark.parametrize("status", [200, 403, 503])
+def test_a_server_is_ready_when_it_has_said_so_itself(status: int) -> None:
+    """Of two that were started for the same ports the one that found them taken said "ready", as the other
+    answered. A 403 is of who restricts `health`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http_server:
+        threading.Thread(target=http_server.serve_forever, args=(0.05,), daemon=True).start()
+        with subprocess.Popen(["sleep", "600"]) as other:
+            asked = [serve._is_ready(pid, *http_server.server_address) for pid in (os.getpid(), other.pid)]
+            other.kill()
+        asked.append(serve._is_ready(other.pid, *http_server.server_address))
+        http_server.shutdown()
+    assert asked == [status != 503, False, False]
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -452,6 +510,10 @@ def test_a_held_port_is_given_to_the_server_and_to_nobody_else() -> None:
         (["--model-repository=/tmp", "--option=dtype=float32"], "--option is about a checkpoint"),
         (["a", "--option=dtype"], "'dtype' must have the form KEY=VALUE"),
         (["a", "--", "--model-control-mode=explicit"], "lets every client load models"),
+        (["a", "--", "--allow-http=false"], "whether the server is ready"),
+        (["a", "--", "--allow-http", "0"], "whether the server is ready"),
+        (["a", "--", "--http-port=9000"], "stands before --"),
+        (["a", "--", "--grpc-addr", "0.0.0.0"], "stands before --"),
     ],
 )
 def test_what_is_to_be_served_must_be_said(arguments: list[str], complaint: str) -> None:

@@ -75,6 +75,7 @@ IDLE_S = 3600.0
 
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 PORT = click.IntRange(0, 65535)
+_LISTENING = tuple(f"--{name}-{what}" for name in ("http", "grpc", "metrics") for what in ("port", "address"))
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -116,7 +117,8 @@ class ServeConfig:
 
 
 def _check_extra_args(extra_args: Sequence[str]) -> None:
-    """Raises ConfigError where the arguments would let every client load code into the server."""
+    """Raises ConfigError where the arguments would let every client load code into the server, or hide
+    whether it is ready."""
 
     def values(flag: str) -> list[str]:
         # As getopt_long takes them: shortened, and with the value behind = or as the next word.
@@ -127,6 +129,10 @@ def _check_extra_args(extra_args: Sequence[str]) -> None:
                 found.append(value if equals else "".join(extra_args[index + 1 : index + 2]))
         return found
 
+    if {*values("--allow-http")} - {"true", "1"}:
+        raise ConfigError("--allow-http=false: over HTTP it is asked whether the server is ready")
+    if own := [flag for flag in _LISTENING if values(flag)]:
+        raise ConfigError(f"{own[0]}: what it is for stands before --: --http-port, --address and the like")
     is_closed = all(
         any("model-repository" in value.partition(":")[0].split(",") for value in values(flag))
         for flag in ("--http-restricted-api", "--grpc-restricted-protocol")
@@ -262,7 +268,11 @@ class ServerRun:
         """
         config = self._config
         run_files.remove_stale()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        # One that is blocked reaches us although it is ignored, which nohup wants it to be.
+        is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        caught = _SIGNALS - {signal.SIGHUP} if is_kept else _SIGNALS
+        for number in caught - {signal.SIGCHLD}:
+            signal.signal(number, self._leave)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         wanted = (
             (config.http_port, "--http-port"),
@@ -275,7 +285,10 @@ class ServerRun:
                 holders.append(bind_port(config.address, port, option))
             http_port, grpc_port, metrics_port = (holder.getsockname()[1] for holder in holders)
             ports = (http_port, grpc_port, metrics_port)
-            process = self._start(ports)
+            repositories = self._repositories()
+            # Not before: a checkpoint may be fetched for minutes, which a signal has to end.
+            signal.pthread_sigmask(signal.SIG_BLOCK, caught)
+            process = self._start(ports, repositories)
             if self._wait_ready(process, http_port):
                 self._announce(ports)
             elif process.returncode is not None:
@@ -296,15 +309,14 @@ class ServerRun:
         if path is not None and path.is_file() and path.read_text("utf-8") == self._ready_text:
             path.unlink()
 
-    def _start(self, ports: tuple[int, int, int]) -> subprocess.Popen[bytes]:
-        files = self._files
-        environment = self._server.environment()
-        environment["QUIRE_RUNTIME_DIR"] = str(files.directory)
-        environment["QUIRE_LOG_FORMAT"] = self._config.log_format
-        environment["QUIRE_LOG_REQUESTS"] = "1" if self._config.log_requests else ""
-        flags = self._server.flags(self._backends)
-        self._stop_times = stop_times(self._config, flags)
-        repositories = self._config.repositories
+    def _leave(self, number: int, _: object) -> None:
+        """Handles a signal before there is a server. An exception would wait for a download's threads."""
+        self._files.remove()
+        os._exit(128 + number)
+
+    def _repositories(self) -> tuple[Path, ...]:
+        """What is served; a checkpoint is fetched, and its repository written."""
+        files, repositories = self._files, self._config.repositories
         if self._config.checkpoint is not None:
             made, options = files.directory / "repository", self._config.engine_options
             # The stubs open no others.
@@ -317,6 +329,16 @@ class ServerRun:
             chosen = files.directory / "models"
             link_models(repositories, self._config.load_models, chosen)
             repositories = (chosen,)
+        return repositories
+
+    def _start(self, ports: tuple[int, int, int], repositories: Sequence[Path]) -> subprocess.Popen[bytes]:
+        files = self._files
+        environment = self._server.environment()
+        environment["QUIRE_RUNTIME_DIR"] = str(files.directory)
+        environment["QUIRE_LOG_FORMAT"] = self._config.log_format
+        environment["QUIRE_LOG_REQUESTS"] = "1" if self._config.log_requests else ""
+        flags = self._server.flags(self._backends)
+        self._stop_times = stop_times(self._config, flags)
         arguments = server_arguments(
             self._config, flags, self._backends, ports, files.shm_prefix, repositories, self._load_retries
         )
@@ -374,7 +396,7 @@ class ServerRun:
                 return False
             if self._stopping:  # a stub may be lost at the same moment
                 break
-            if _is_ready(self._probe_address(), http_port):
+            if _is_ready(process.pid, self._probe_address(), http_port):
                 return True
             for pid, name in stubs.look().items():
                 if not self._load_retries or not stubs.kill(pid):
@@ -476,12 +498,19 @@ def _in_child(parent: int, stack: tuple[int, int]) -> Callable[[], None]:
     return prepare
 
 
-def _is_ready(address: str, port: int) -> bool:
+def _is_ready(server: int, address: str, port: int) -> bool:
+    """Whether the process `server` answers there that it is ready, and no other that has the port."""
     connection = http.client.HTTPConnection(address, port, timeout=2)
     try:
         connection.request("GET", "/v2/health/ready")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
+        # One that restricts `health` has opened its port, which it does when all models are loaded.
+        if connection.getresponse().status not in (200, 403):
+            return False
+        listening = psutil.Process(server).net_connections("tcp")
+        return any(one.status == psutil.CONN_LISTEN and one.laddr[1] == port for one in listening)
+    except psutil.AccessDenied:  # a binary with capabilities, for example: the system does not say
+        return True
+    except (OSError, http.client.HTTPException, psutil.NoSuchProcess):
         return False
     finally:
         connection.close()

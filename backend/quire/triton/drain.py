@@ -19,8 +19,8 @@ LOOK_S = 0.5
 """Time between two questions, which are asked while requests are open."""
 ANSWER_S = 2.0
 """A server that says nothing for so long has not answered."""
-SEARCH_S = 5.0
-"""Time between two searches for the server's HTTP port."""
+SEARCH_S, MAX_SEARCH_S = 0.1, 5.0
+"""Time between the first two searches for the server's HTTP port, which doubles with each, and its limit."""
 _NO = frozenset({400, 404, 503})
 
 
@@ -75,7 +75,10 @@ class ServerAnswer(threading.Thread):
         self._path, self._server_pid = f"/v2/models/{model}/versions/{version}", server_pid
         self._address: tuple[str, int] | None = None
         """Where the server has said yes."""
-        self._num_searches, self._next_search = 0, 0.0
+        self._pause_s, self._next_search = SEARCH_S, 0.0
+        """Of searches: what is behind the next one, and when that is due."""
+        self._num_vain = 0
+        """Questions for whose answer nobody was found."""
         self._question = threading.Event()
         self._answer: bool | None = None
 
@@ -86,9 +89,14 @@ class ServerAnswer(threading.Thread):
         return answer
 
     def run(self) -> None:
-        while self._question.wait():
-            self._question.clear()
-            self._answer = self.ask()
+        while True:
+            # The model may be unloaded during its first request: who tells of it is found before that.
+            is_found = self._address is not None
+            if self._question.wait(None if is_found else max(0.0, self._next_search - time.monotonic())):
+                self._question.clear()
+                self._answer = self.ask()
+            else:
+                self._search()
 
     def ask(self) -> bool | None:
         """Asks the server and waits for its answer; None: none came. A no is asked for twice."""
@@ -96,19 +104,28 @@ class ServerAnswer(threading.Thread):
         return self._ask() if answer is False else answer
 
     def _ask(self) -> bool | None:
-        if self._address is None:
-            return self._search()
-        status, _ = self._get(self._address)
-        return True if status == 200 else False if status in _NO else None
+        if self._address is not None:
+            status, _ = self._get(self._address)
+            return True if status == 200 else False if status in _NO else None
+        if time.monotonic() < self._next_search:
+            return None
+        if self._search():
+            return True
+        self._num_vain += 1
+        if self._num_vain == 2:  # a server that starts opens one port after the other
+            logger.warning(
+                "frontend: the server does not answer %s over HTTP: that the model is being unloaded is "
+                "noticed when its last request has ended",
+                self._path,
+            )
+        return None
 
-    def _search(self) -> bool | None:
+    def _search(self) -> bool:
         """Finds the port of the server's that knows the model; only who has said yes is believed a no."""
         import psutil
 
-        now = time.monotonic()
-        if now < self._next_search:
-            return None
-        self._num_searches, self._next_search = self._num_searches + 1, now + SEARCH_S
+        self._next_search = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, MAX_SEARCH_S)
         with contextlib.suppress(psutil.Error, OSError):  # no descriptor is free, for example
             found = psutil.Process(self._server_pid).net_connections("tcp")
             for address in sorted({one.laddr[:2] for one in found if one.status == psutil.CONN_LISTEN}):
@@ -116,13 +133,7 @@ class ServerAnswer(threading.Thread):
                 if status == 200 and body.startswith(b"{"):  # the metrics' port has a 200 for everything
                     self._address = address
                     return True
-        if self._num_searches == 2:  # a server that starts opens one port after the other
-            logger.warning(
-                "frontend: the server does not answer %s over HTTP: that the model is being unloaded is "
-                "noticed when its last request has ended",
-                self._path,
-            )
-        return None
+        return False
 
     def _get(self, address: tuple[str, int]) -> tuple[int, bytes]:
         """Status and body; status 0: no answer."""
