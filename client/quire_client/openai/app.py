@@ -181,16 +181,19 @@ class _Gateway:
 
     async def models(self, request: Request) -> Response:
         """The ready models that take text or messages and answer with text, and their LoRA adapters."""
-        data = {}
         client = self.balancer.pick().client
         ready = [info.name for info in await client.models() if info.ready]
         schemas = {name: await client._schema(name) for name in ready}
-        for name, model in self._names.listed(schemas).items():
-            if _is_text_model(schemas[model]):
-                data[name] = await self._model(client, name, schemas[model])
+        listed: dict[str, tuple[ModelSchema, Adapter | None]] = {
+            name: (schemas[model], None)
+            for name, model in self._names.listed(schemas).items()
+            if _is_text_model(schemas[model])
+        }
         for name, adapter in (await self.adapters.of(client)).items():
-            data[name] = await self._model(client, name, await client._schema(adapter.parent), adapter)
-        return JSONResponse({"object": "list", "data": list(data.values())})
+            listed[name] = await client._schema(adapter.parent), adapter
+        # At once, as each waits for its engine.
+        data = await asyncio.gather(*(self._model(client, name, *one) for name, one in listed.items()))
+        return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         name, client = request.path_params["name"], self.balancer.pick().client

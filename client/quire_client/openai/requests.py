@@ -420,8 +420,6 @@ def _as_template(message: Any) -> Any:
     }
     if kept.get("role") == "developer":
         kept["role"] = "system"
-    if kept.get("tool_calls") == []:
-        del kept["tool_calls"]
     if isinstance(kept.get("content"), list):
         kept["content"] = [_as_text(part) for part in kept["content"]]
     return kept
