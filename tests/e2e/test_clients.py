@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -180,9 +181,12 @@ def test_aiperf_measures_the_gateway(server: ServerProcess, tmp_path: Path) -> N
         url = str(client.base_url).removesuffix("/v1/")
         command = [programs / "aiperf", "profile", "--url", url, "--model", "chat", "--endpoint-type", "chat"]
         command += ["--streaming", "--tokenizer", DEMO, "--request-count", "10", "--concurrency", "2"]
+        command += ["--extra-inputs", "ignore_eos:true"]
         command += ["--isl", "20", "--osl", "10", "--ui", "none", "--artifact-dir", tmp_path / "figures"]
         environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        with tempfile.TemporaryDirectory() as leftovers:  # of a short name, for its sockets
+            environment["TMPDIR"] = leftovers
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads((tmp_path / "figures" / "profile_export_aiperf.json").read_text("utf-8"))
     assert (figures["request_count"]["avg"], figures["error_summary"]) == (10, [])
