@@ -25,6 +25,10 @@ def main() -> int:
     parser.add_argument("--kill-stub", action="store_true", help="with --pid: kills a stub instead")
     parser.add_argument("--exit-timeout", type=float, default=12.0, help="seconds from SIGTERM to the end")
     options = parser.parse_args()
+    if options.kill_stub and options.pid is None:
+        parser.error("--kill-stub: it needs --pid")
+    if options.key and "=" not in options.key:
+        parser.error(f"--key: {options.key!r} is not NAME=VALUE")
     checks = [*CHECKS]
     if options.pid is not None:
         from tests.compat.processes import engine_killed, sigterm, stub_killed

@@ -137,3 +137,13 @@ def test_it_ends_although_a_failed_check_has_left_a_stream_open() -> None:
     )
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60)
     assert run.returncode == 1 and run.stdout.startswith(b"FAIL       server: ")
+
+
+@pytest.mark.parametrize("option", ["--kill-stub", "--key=control"])
+def test_an_option_that_would_do_nothing_is_refused(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["compat", "grpc://localhost:1", "http://localhost:1", option])
+    with pytest.raises(SystemExit, match="2"):
+        compat.main()
+    assert option.partition("=")[0] in capsys.readouterr().err.splitlines()[-1]

@@ -21,6 +21,8 @@ ANSWER_S = 2.0
 """A server that says nothing for so long has not answered."""
 SEARCH_S, MAX_SEARCH_S = 0.1, 5.0
 """Time between the first two searches for the server's HTTP port, which doubles with each, and its limit."""
+MAX_VAIN = 10
+"""Questions without a port to ask at, behind which it is said. A server that starts opens them in turn."""
 _NO = frozenset({400, 404, 503})
 
 
@@ -78,7 +80,7 @@ class ServerAnswer(threading.Thread):
         self._pause_s, self._next_search = SEARCH_S, 0.0
         """Of searches: what is behind the next one, and when that is due."""
         self._num_vain = 0
-        """Questions for whose answer nobody was found."""
+        """Questions without a port to ask at."""
         self._question = threading.Event()
         self._answer: bool | None = None
 
@@ -107,12 +109,10 @@ class ServerAnswer(threading.Thread):
         if self._address is not None:
             status, _ = self._get(self._address)
             return True if status == 200 else False if status in _NO else None
-        if time.monotonic() < self._next_search:
-            return None
-        if self._search():
+        if time.monotonic() >= self._next_search and self._search():
             return True
         self._num_vain += 1
-        if self._num_vain == 2:  # a server that starts opens one port after the other
+        if self._num_vain == MAX_VAIN:
             logger.warning(
                 "frontend: the server does not answer %s over HTTP: that the model is being unloaded is "
                 "noticed when its last request has ended",
