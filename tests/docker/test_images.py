@@ -54,7 +54,7 @@ def test_the_bill_of_materials_lists_what_is_installed(image: Image) -> None:
         "for one in importlib.metadata.distributions(): print(one.name.lower(), one.version)\n"
     )
     installed = {tuple(line.split()) for line in image.python(code).splitlines()}
-    assert listed >= installed and ("quire", "0.1.0") in listed
+    assert listed >= installed and ("quire-triton", "0.1.0") in listed
     if image.name == "cpu":
         assert listed == installed
 
