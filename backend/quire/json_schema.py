@@ -2,7 +2,8 @@
 
 llguidance takes numbers for doubles, and rounds what is none: here bounds move to the next double within,
 and constants are refused. Of two bounds less than 1 apart it lets the one nearer to 0 through where that is
-whole and excluded. And it refuses a `oneOf` whose schemas exclude each other in ways that it does not see.
+whole and excluded, so such a bound moves, too. And it refuses a `oneOf` whose schemas exclude each other in
+ways that it does not see.
 """
 
 from __future__ import annotations
@@ -205,11 +206,10 @@ def _tighten(schema: dict[str, Any], key: str, bound: float, inwards: int) -> No
 
 
 def _part_bounds(schema: dict[str, Any]) -> None:
-    """Moves a whole excluded bound a little inwards: of two less than 1 apart the one nearer to 0."""
-    low = _numbers(schema, "exclusiveMinimum", "minimum")
-    high = _numbers(schema, "exclusiveMaximum", "maximum")
-    if not low or not high or min(high) - max(low) >= 1:
-        return
+    """Moves a whole excluded bound a little inwards if it is nearer to 0 than what it excludes.
+
+    Whether the other bound is less than 1 away is not asked: it may stand in another schema, by `allOf`.
+    """
     for key, inclusive, inwards in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
         for value in _numbers(schema, key):
             if value == int(value) and value * inwards >= 0:

@@ -63,6 +63,9 @@ def test_bounds_of_numbers_hold(low: float | None, vocabulary: Vocabulary) -> No
         schema = {"type": "number", **{key: value for key, value in bounds.items() if value is not None}}
         right = [text for text in NUMBERS if is_valid(Decimal(text), schema)]
         found = taken(vocabulary, schema, NUMBERS)
+        if len(schema) == 3:
+            apart = {"type": "number", "allOf": [{low_key: low}, {high_key: high}]}
+            assert taken(vocabulary, apart, NUMBERS) == found
         assert set(found) <= set(right), schema
         # How a zero or a trailing one is written is llguidance's to choose.
         assert {text for text in right if text.strip("-0.") and not text.endswith(".0")} <= set(found), schema
@@ -198,6 +201,7 @@ def test_schemas_of_a_one_of_that_exclude_each_other(
         [ref("cat"), {"type": "object", "properties": {"kind": {"const": "dog"}}}],
         [ref("cat"), animal("cat")],
         [ref("round"), {"type": "null"}],
+        [{"enum": [[1], {"a": 1}]}, {"const": [2]}],
         [{"type": "null"}] * 70,
     ],
 )
