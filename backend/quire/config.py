@@ -466,6 +466,10 @@ def _described(kind: Any) -> str:
     return words
 
 
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+"""Keys of config.json that say how the weights are quantised; the first one with a value counts."""
+
+
 def load_config_file(path: Path) -> dict[str, Any]:
     """Reads a quire.json.
 

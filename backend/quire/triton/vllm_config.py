@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.config import load_config_file
+from quire.config import QUANTIZATION_KEYS, load_config_file
 from quire.errors import ConfigError
 from quire_ensemble.errors import shown
 
@@ -87,8 +87,7 @@ def check_quantization(method: Any, checkpoint: Path) -> None:
     config = checkpoint / "config.json"
     if method is None or not config.exists():  # a GGUF file
         return
-    names = ("quantization_config", "compression_config")
-    if not any(load_config_file(config).get(name) for name in names):
+    if not any(load_config_file(config).get(key) for key in QUANTIZATION_KEYS):
         raise ConfigError(
             f"{FILE}: quantization {shown(method)}: the checkpoint's weights are not quantised; the "
             "parameter `quantization` of config.pbtxt does it at load (int8, int4, fp8 and more)"

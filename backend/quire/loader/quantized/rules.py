@@ -10,6 +10,7 @@ from typing import Any
 import regex
 import torch
 
+from quire.config import QUANTIZATION_KEYS
 from quire.loader.quantized.formats import (
     AWQ,
     BNB4,
@@ -61,8 +62,8 @@ def read_rules(hf: HFConfig) -> Rules | None:
     Raises:
         CheckpointError: a method or layout that is not supported, in one line that names it.
     """
-    values = hf.get("quantization_config") or hf.get("compression_config")
-    if not values:
+    values = next(filter(None, map(hf.get, QUANTIZATION_KEYS)), None)
+    if values is None:
         return None
     method = values.get("quant_method", "compressed-tensors" if "config_groups" in values else "unknown")
     if method not in _METHODS:
