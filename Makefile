@@ -24,6 +24,7 @@ LINTED := backend kernels ensemble client demo tests benchmarks
 
 help:
 	@echo "make serve      install into $(VENV) where needed, then serve model_repository/ on 127.0.0.1"
+	@echo "           other ports: make serve ARGS=\"--http-port 8080 --openai-port 0\" (quire serve --help names all)"
 	@echo "make test       all tests but the long ones     make test-slow  the long ones"
 	@echo "make lint       ruff and mypy                   make format     let ruff rewrite"
 	@echo "make bench-peers  the same work for Quire and other engines, installed on first use (hours)"
@@ -47,7 +48,7 @@ $(STAMP): $(SERVING)
 	@touch $@
 
 serve: $(SERVING)
-	$(VENV)/bin/quire serve --model-repository model_repository
+	$(VENV)/bin/quire serve --model-repository model_repository --openai-port 9000 $(ARGS)
 
 # The tests of the real server in one process, all others in the rest. Bytecode is kept, whatever the
 # environment says: each of some hundred processes would compile the same modules.

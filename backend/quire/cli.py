@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 import click
+from click.shell_completion import get_completion_class
 
 from quire import __version__
 
@@ -55,6 +56,15 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="quire")
 def main() -> None:
     """Quire: text generation on NVIDIA Triton Inference Server."""
+
+
+@main.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion of this command for a shell; in bash: eval "$(quire completion bash)"."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(main, {}, "quire", "_QUIRE_COMPLETE").source())
 
 
 @main.group()

@@ -19,7 +19,7 @@ def pages() -> list[Path]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of all headings, as GitHub makes them."""
+    """The anchors of a page's headings, as GitHub makes them."""
     headings = _HEADING.findall(_CODE.sub("", page.read_text("utf-8")))
     shown = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in shown}

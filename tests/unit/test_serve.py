@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import fcntl
 import http.client
+import importlib.util
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -406,6 +408,44 @@ def test_nohup_keeps_its_word(serve_repository: ServeRepository, tmp_path: Path)
     assert server.process is not None and server.process.wait(STOP_LIMIT_S) == 0
 
 
+def test_the_gateway_beside_the_server_starts_again_and_ends_with_it(
+    serve_repository: ServeRepository, tmp_path: Path
+) -> None:
+    repository = write_model(tmp_path / "repository", "identity", IDENTITY)
+    server = serve_repository(repository, "--openai-port=0")
+    base = f"http://{json.loads(server.ready_file.read_text('utf-8'))['openai']}"
+
+    def is_healthy() -> bool:
+        try:
+            return httpx.get(f"{base}/health", timeout=STOP_LIMIT_S).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    assert is_healthy(), "when the server says that it is ready"
+    assert "OpenAI API" in server.log.read_text("utf-8")
+    (gateway,) = server.running("quire_client.cli")
+    gateway.kill()
+    gateway.wait()
+    wait_until(is_healthy)
+    (gateway,) = server.running("quire_client.cli")
+    server.stop()
+    assert server.returncode == 0 and server.leftovers() == []
+    assert not gateway.is_running()
+
+
+def test_a_gateway_that_cannot_start_ends_the_server(
+    serve_repository: ServeRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = write_model(tmp_path / "repository", "identity", IDENTITY)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "uvicorn.py").write_text("1 / 0", "utf-8")
+    with pytest.raises(AssertionError, match=r"(?s)with status 1:.*--openai-port: the gateway does not start"):
+        serve_repository(repository, "--openai-port=0", env={"PYTHONPATH": str(tmp_path / "broken")})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    told = CliRunner().invoke(main, ["serve", "--model-repository", str(repository), "--openai-port", "0"])
+    assert "needs the gateway: pip install 'quire-triton-client[openai]'" in told.output
+
+
 def test_when_tritonserver_dies_serve_ends_with_its_status_and_cleans_up(
     serve_repository: ServeRepository, tmp_path: Path
 ) -> None:
@@ -512,8 +552,8 @@ def test_a_server_is_ready_when_it_has_said_so_itself(status: int) -> None:
         (["a", "--", "--model-control-mode=explicit"], "lets every client load models"),
         (["a", "--", "--allow-http=false"], "whether the server is ready"),
         (["a", "--", "--allow-http", "0"], "whether the server is ready"),
-        (["a", "--", "--http-port=9000"], "stands before --"),
-        (["a", "--", "--grpc-addr", "0.0.0.0"], "stands before --"),
+        (["a", "--", "--http-port=9000"], "--http-port: give --http-port before --"),
+        (["a", "--", "--grpc-addr", "0.0.0.0"], "--grpc-address: give --address before --"),
     ],
 )
 def test_what_is_to_be_served_must_be_said(arguments: list[str], complaint: str) -> None:
@@ -805,6 +845,21 @@ def test_help_imports_neither_torch_nor_the_client(tmp_path: Path) -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_options_of_commands_that_are_imported_late(shell: str) -> None:
+    told = CliRunner().invoke(main, ["completion", shell])
+    assert told.exit_code == 0 and f"_QUIRE_COMPLETE={shell}_complete" in told.output
+    words = {"COMP_WORDS": "quire serve --openai", "COMP_CWORD": "--openai" if shell == "fish" else "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from quire.cli import main; main(prog_name='quire')"],
+        env={**os.environ, **words, "_QUIRE_COMPLETE": f"{shell}_complete"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "--openai-port" in done.stdout, done.stderr
 
 
 def test_healthcheck_asks_a_served_model_for_a_token(demo_server: ServerProcess) -> None:

@@ -34,6 +34,7 @@ from quire.engine.processes import open_verified_pidfd
 from quire.engine.runtime_directory import RuntimeDirectory
 from quire.errors import ConfigError, QuireError, UnavailableError
 from quire.server import http_stack, run_files, tritonserver
+from quire.server.gateway import Gateway, check_installed
 from quire.server.lost_stubs import GRACE_S, KILL_GRACE_S, LostStubs
 from quire.server.model_links import link_models
 from quire.server.run_files import RunFiles
@@ -92,6 +93,8 @@ class ServeConfig:
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
+    openai_port: int | None = None
+    """None: no gateway."""
     load_models: tuple[str, ...] = ()
     exit_timeout_s: int | None = None
     """None: see `stop_times`."""
@@ -113,6 +116,8 @@ class ServeConfig:
                 raise ConfigError(f"--model-repository: {repository} is not a directory")
         if self.exit_timeout_s is not None and self.exit_timeout_s < 0:
             raise ConfigError(f"--exit-timeout: {self.exit_timeout_s} is negative")
+        if self.openai_port is not None:
+            check_installed()
         _check_extra_args(self.extra_args)
 
 
@@ -132,7 +137,8 @@ def _check_extra_args(extra_args: Sequence[str]) -> None:
     if {*values("--allow-http")} - {"true", "1"}:
         raise ConfigError("--allow-http=false: over HTTP it is asked whether the server is ready")
     if own := [flag for flag in _LISTENING if values(flag)]:
-        raise ConfigError(f"{own[0]}: what it is for stands before --: --http-port, --address and the like")
+        option = own[0] if own[0].endswith("port") else "--address"
+        raise ConfigError(f"{own[0]}: give {option} before --: quire serve listens where it says")
     is_closed = all(
         any("model-repository" in value.partition(":")[0].split(",") for value in values(flag))
         for flag in ("--http-restricted-api", "--grpc-restricted-protocol")
@@ -256,6 +262,7 @@ class ServerRun:
         self._deadline = math.inf  # set by the first stop signal; then everything is killed
         self._drain_until = math.inf  # set with it; then the engines end what is in flight
         self._stop_times = 0, 0.0
+        self._gateway: Gateway | None = None
         self._files = RunFiles()
         self._ready_text = ""  # of the ready file, once there is one
         self._began = time.monotonic()
@@ -265,6 +272,7 @@ class ServerRun:
 
         Raises:
             StubLostError: the start has lost a stub, and does not load its model again.
+            UnavailableError: the OpenAI gateway ended before the server was ready.
         """
         config = self._config
         run_files.remove_stale()
@@ -274,23 +282,28 @@ class ServerRun:
         for number in caught - {signal.SIGCHLD}:
             signal.signal(number, self._leave)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        wanted = (
+        wanted = [
             (config.http_port, "--http-port"),
             (config.grpc_port, "--grpc-port"),
             (config.metrics_port, "--metrics-port"),
-        )
+        ]
+        if config.openai_port is not None:
+            wanted.append((config.openai_port, "--openai-port"))
         holders: list[socket.socket] = []
         try:
             for port, option in wanted:
                 holders.append(bind_port(config.address, port, option))
-            http_port, grpc_port, metrics_port = (holder.getsockname()[1] for holder in holders)
+            http_port, grpc_port, metrics_port, *others = (holder.getsockname()[1] for holder in holders)
             ports = (http_port, grpc_port, metrics_port)
             repositories = self._repositories()
             # Not before: a checkpoint may be fetched for minutes, which a signal has to end.
             signal.pthread_sigmask(signal.SIG_BLOCK, caught)
             process = self._start(ports, repositories)
+            for port in others:
+                prepare = _in_child(os.getpid(), resource.getrlimit(resource.RLIMIT_STACK))
+                self._gateway = Gateway(config.address, port, self._url(grpc_port), prepare)
             if self._wait_ready(process, http_port):
-                self._announce(ports)
+                self._announce((*ports, *others))
             elif process.returncode is not None:
                 click.echo("quire: tritonserver ended before it was ready; its reasons are above", err=True)
             while (status := self._handle_signal(process, IDLE_S)) is None:
@@ -370,18 +383,24 @@ class ServerRun:
         if now >= self._deadline:
             process.kill()
             return process.wait()
-        next_s = min(self._drain_until, self._deadline) - now
+        due = math.inf if self._gateway is None else self._gateway.due
+        if self._gateway is not None and now >= due:
+            self._gateway.start()
+            due = math.inf
+        next_s = min(self._drain_until, self._deadline, due) - now
         received = signal.sigtimedwait(_SIGNALS, min(timeout_s, next_s))
         if received is None:
             return None
         if received.si_signo == signal.SIGCHLD:
-            return _reap(process)
+            return _reap(process, self._gateway)
         if not self._stopping:
             now = time.monotonic()
             limit, unload_s = self._stop_times
             self._deadline = now + limit + STOP_GRACE_S
             self._drain_until = now + max(0.0, limit - unload_s)
             process.terminate()
+            if self._gateway is not None:
+                self._gateway.terminate()
         else:
             self._deadline = 0.0  # asked a second time: at once
         return None
@@ -396,7 +415,11 @@ class ServerRun:
                 return False
             if self._stopping:  # a stub may be lost at the same moment
                 break
-            if _is_ready(process.pid, self._probe_address(), http_port):
+            if self._gateway is not None and self._gateway.due < math.inf:
+                raise UnavailableError("--openai-port: the gateway does not start")
+            if _is_ready(process.pid, self._probe_address(), http_port) and (
+                self._gateway is None or self._gateway.listens(self._probe_address())
+            ):
                 return True
             for pid, name in stubs.look().items():
                 if not self._load_retries or not stubs.kill(pid):
@@ -411,14 +434,20 @@ class ServerRun:
     def _probe_address(self) -> str:
         return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self._config.address, self._config.address)
 
-    def _announce(self, ports: tuple[int, int, int]) -> None:
+    def _url(self, port: int) -> str:
         host = self._probe_address()
-        host = f"[{host}]" if ":" in host else host
-        urls = {name: f"{host}:{port}" for name, port in zip(("http", "grpc", "metrics"), ports, strict=True)}
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def _announce(self, ports: Sequence[int]) -> None:
+        """Says where the server is. The port of the gateway is the last one, where there is one."""
+        names = ("http", "grpc", "metrics", "openai")
+        urls = {name: self._url(port) for name, port in zip(names, ports, strict=False)}
         click.echo(
             f"quire: ready after {time.monotonic() - self._began:.1f} s: http://{urls['http']}  "
             f"grpc {urls['grpc']}  http://{urls['metrics']}/metrics  (Ctrl-C stops it)"
         )
+        if "openai" in urls:
+            click.echo(f"quire: chat page http://{urls['openai']}/  OpenAI API http://{urls['openai']}/v1")
         sys.stdout.flush()
         if (path := self._config.ready_file) is not None:
             document = {**urls, "pid": os.getpid(), "shm_prefix": self._files.shm_prefix}
@@ -431,12 +460,15 @@ class ServerRun:
             Path(unfinished).replace(path)
 
 
-def _reap(process: subprocess.Popen[bytes]) -> int | None:
+def _reap(process: subprocess.Popen[bytes], beside: Gateway | None) -> int | None:
     """Reap every ended child, adopted ones too; the server's status when it is among them."""
     while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
         if ended.si_pid == process.pid:
             return process.wait()
-        os.waitpid(ended.si_pid, 0)
+        if beside is not None and ended.si_pid == beside.pid:
+            beside.reap()
+        else:
+            os.waitpid(ended.si_pid, 0)
     return None
 
 
@@ -558,7 +590,12 @@ class _Command(click.Command):
 @click.option("--http-port", default=8000, show_default=True, type=PORT, help="0 takes a free port.")
 @click.option("--grpc-port", default=8001, show_default=True, type=PORT, help="0 takes a free port.")
 @click.option("--metrics-port", default=8002, show_default=True, type=PORT, help="0 takes a free port.")
-@click.option("--address", default=LOOPBACK, show_default=True, help="Address all three listen on.")
+@click.option(
+    "--openai-port",
+    type=PORT,
+    help="Serve OpenAI's API and a chat page there too, without keys; 0 takes a free port. Default: no.",
+)
+@click.option("--address", default=LOOPBACK, show_default=True, help="Address all of them listen on.")
 @click.option(
     "--load-model",
     "load_models",

@@ -1,0 +1,82 @@
+"""The OpenAI gateway that `quire serve` runs beside tritonserver."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import click
+
+from quire.errors import ConfigError
+
+RESTART_S = 1.0
+"""Least time from one start of the gateway to the next."""
+
+
+def check_installed() -> None:
+    """Raises ConfigError where the gateway's packages are missing."""
+    if any(importlib.util.find_spec(name) is None for name in ("quire_client", "uvicorn", "starlette")):
+        raise ConfigError("--openai-port: needs the gateway: pip install 'quire-triton-client[openai]'")
+
+
+class Gateway:
+    """`quire-client openai` as a child process. Where it ends while the server serves, it starts again.
+
+    Args:
+        address: it listens at.
+        port: it listens at; held for it (`bind_port`).
+        grpc_url: the server's gRPC address.
+        prepare: runs in the child before the gateway.
+    """
+
+    def __init__(self, address: str, port: int, grpc_url: str, prepare: Callable[[], None]) -> None:
+        self._address, self._port = address, port
+        command = [sys.executable, "-m", "quire_client.cli", "openai", "--url", grpc_url]
+        self._command = [*command, "--host", address, "--port", str(port)]
+        self._prepare = prepare
+        self._started_at = -math.inf
+        self._is_ending = False
+        self.due = math.inf
+        """Time (monotonic) of the next start; infinite while the process runs."""
+        self.start()
+
+    def start(self) -> None:
+        """Starts the process. What it prints is an address that may be another one outside a container."""
+        self._started_at, self.due = time.monotonic(), math.inf
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=self._prepare,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def listens(self, probe_address: str) -> bool:
+        """Whether connections are accepted."""
+        try:
+            socket.create_connection((probe_address, self._port), timeout=2.0).close()
+        except OSError:
+            return False
+        return True
+
+    def reap(self) -> None:
+        """Takes the status of a process that has ended, and plans the next start."""
+        status = self._process.wait()
+        if self._is_ending:
+            return
+        click.echo(f"quire: the OpenAI gateway ended with status {status}; its reasons are above", err=True)
+        self.due = max(time.monotonic(), self._started_at + RESTART_S)
+
+    def terminate(self) -> None:
+        """Asks the process to end with the answers under way; no other one is started."""
+        self._is_ending, self.due = True, math.inf
+        self._process.terminate()
