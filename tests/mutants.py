@@ -6,6 +6,7 @@ Where the code moves on, its mutant goes with it: a planted bug is about a rule,
 
 from __future__ import annotations
 
+from tests.drawn_mutants import DRAWN
 from tests.mutations import Mutant
 
 _SURVIVORS = (  # of a review of 49 planted bugs
@@ -1212,6 +1213,7 @@ _OFF_THE_PATHS = (  # of a review of 39 planted bugs: units, orders, resets, fir
 MUTANTS: tuple[Mutant, ...] = (
     *_SURVIVORS,
     *_OFF_THE_PATHS,
+    *DRAWN,
     *_POOL,
     *_SCHEDULER,
     *_TIERS,

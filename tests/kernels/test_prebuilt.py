@@ -79,6 +79,19 @@ def test_a_processor_gets_no_instruction_that_it_lacks(
         assert all(missing not in flags_up_to(name) for name in left)
 
 
+def test_the_environment_names_an_instruction_set_that_the_processor_has(
+    chosen: Callable[[frozenset[str]], tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = flags_up_to("avx2")
+    for asked, expected in (("avx2", ("avx2",)), ("none", ())):
+        monkeypatch.setenv(compiler.ENVIRONMENT_ISA, asked)
+        assert chosen(flags) == expected
+    for asked in ("avx512", "sse9"):
+        monkeypatch.setenv(compiler.ENVIRONMENT_ISA, asked)
+        with pytest.raises(compiler.BuildError, match=f"QUIRE_CPU_ISA={asked}: this machine has avx2"):
+            chosen(flags)
+
+
 @pytest.mark.parametrize("isa", compiler.ISAS)
 def test_what_the_compiler_may_use_is_asked_of_the_processor(isa: str) -> None:
     """The AVX2 library was compiled for all of x86-64-v3, and chosen without a look at LZCNT: a processor

@@ -270,7 +270,12 @@ def test_metrics_tell_what_is_loaded_and_of_use(monkeypatch: pytest.MonkeyPatch,
     assert found['quire_adapter_hits_total{adapter="a"}'] == 2
     assert found['quire_adapter_loads_total{adapter="a"}'] == 1
     labels = 'max_lora="2",running_lora_adapters="a",waiting_lora_adapters="b"'
-    assert found[f"vllm:lora_requests_info{{{labels}}}"] > 1e9
+    began = found[f"vllm:lora_requests_info{{{labels}}}"]
+    assert began > 1e9
+    assert FakeMetricFamily.kinds["quire_adapter_loaded"] == FakeMetricFamily.GAUGE
+    assert FakeMetricFamily.kinds["quire_adapter_hits_total"] == FakeMetricFamily.COUNTER
+    again = shown(status("a", slot=0, num_running=3, num_hits=2, num_loads=1), status("b", num_waiting=1))
+    assert again[f"vllm:lora_requests_info{{{labels}}}"] == began, "nothing has changed"
     found = shown(status("a", slot=0, num_hits=5, num_loads=1), evictions=4)
     assert found['quire_adapter_loaded{adapter="b"}'] == 0
     assert found['quire_adapter_hits_total{adapter="a"}'] == 5

@@ -120,6 +120,20 @@ def test_tensorrt_llms_names_mean_what_they_mean_there(
 
 
 @pytest.mark.row("A6")
+@pytest.mark.parametrize(("value", "expected"), [(-1, ()), (0, (0,)), (42, (42,)), (None, None)])
+def test_the_end_as_a_request_parameter(
+    tokenizer: Tokenizer,  # noqa: F811
+    value: int | None,
+    expected: tuple[int, ...] | None,
+) -> None:
+    params = batch(tokenizer, IDS, {"end_id": value}).params
+    if expected is None:
+        assert not params.ignore_eos
+    else:
+        assert params.ignore_eos and params.stop_token_ids == expected
+
+
+@pytest.mark.row("A6")
 def test_words_of_several_tokens_and_their_bias(tokenizer: Tokenizer) -> None:  # noqa: F811
     ids = tokenizer.hf.encode("hello there", add_special_tokens=False)
     assert len(ids) > 1

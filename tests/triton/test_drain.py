@@ -97,7 +97,6 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
 
 
 @pytest.mark.row("G10")
-@pytest.mark.row("G34", clauses=("asked",))
 def test_a_server_that_asks_the_instance_has_all_its_requests_answered(model: Model) -> None:
     """From 26.03 on the question whether the model is wanted froze the stub for 5 s, since the server put it
     to the stub; the answer was no, so each request from the second on was refused, for ever."""

@@ -287,3 +287,26 @@ def test_a_stream_without_news_is_sent_what_waits_when_its_time_comes(harness: H
     harness.core.steps.put([EngineCoreOutput("x", [LETTER], "length")])
     assert sender.final.wait(WAIT_S)
     assert answers(sender)[0]["ids"] == [LETTER] * 3
+
+
+def test_a_pass_is_charged_for_each_response_of_it(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty streams whose time has come at once: what one response costs is a share of the pass."""
+    charges: list[int] = []
+    pace = harness.responder._pace
+    charge = pace.charge
+
+    def counted(num_responses: int, *seconds: float) -> None:
+        charges.append(num_responses)
+        charge(num_responses, *seconds)
+
+    senders = [fake_pb_utils.ResponseSender() for _ in range(20)]
+    for number, sender in enumerate(senders):
+        name = str(number)
+        parsed = ParsedRequest([1], SamplingParams(max_tokens=2), name, OUTPUTS, OUTPUTS, stream=True)
+        harness.responder.submit(RequestHandle(sender, name, name), parsed)
+        assert harness.core.seen.get(timeout=WAIT_S)[0] == "add"
+    monkeypatch.setattr(pace, "charge", counted)
+    harness.core.steps.put([EngineCoreOutput(str(number), [LETTER], "length") for number in range(20)])
+    for sender in senders:
+        assert sender.final.wait(WAIT_S)
+    assert sum(charges) == 20

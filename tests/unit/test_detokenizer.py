@@ -692,3 +692,11 @@ def test_a_stop_string_ends_the_same_tokens_however_they_come(hides_last: bool) 
     assert [(one.text, one.stop_reason) for one in told] == [("a", "\n")] * 3
     assert told[0].token_ids == told[1].token_ids == told[2].token_ids == ids[:4]
     assert told[0] == told[1] == told[2]
+
+
+def test_counts_of_drafts_are_of_the_whole_request() -> None:
+    """Each output tells them so; they are no sums of what each of them tells."""
+    processor = OutputProcessor("r", 1, SamplingParams(), byte_level())
+    for tried, right in ((4, 1), (8, 3)):
+        processor.process(EngineCoreOutput("r", [5], num_draft_tokens=tried, num_accepted_drafts=right))
+    assert (processor.num_draft_tokens, processor.num_accepted_drafts) == (8, 3)

@@ -14,6 +14,7 @@ from unittest import mock
 import jsonschema
 import numpy as np
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
@@ -23,6 +24,7 @@ from quire.engine.core import EngineCore
 from quire.engine.executor import RunnerExecutor
 from quire.engine.supervisor import EngineSupervisor
 from quire.errors import CheckpointError, ConfigError
+from quire.models.decoder import DecoderModel
 from quire.outputs import ScheduledRequest
 from quire.plan.capacity import predict
 from quire.plan.checks import read
@@ -374,3 +376,31 @@ def test_200_of_200_grammars_by_either_kind_of_drafts(checkpoint: Path) -> None:
             found = llm.generate(prompts, params)
         assert [one.text for one in found] == [one.text for one in expected]
         assert llm.core.scheduler.num_accepted_drafts > 200
+
+
+def test_operators_of_a_draft_that_is_not_one_call_save_nothing_for_gradients(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without inference_mode each of them asks autograd first: a share of the time of a small draft."""
+    fuse, seen = DecoderModel._fuse, list[bool]()
+    forward = DecoderModel.forward
+
+    def watched(self: DecoderModel, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_fused:
+            seen.append(torch.is_inference_mode_enabled())
+        return forward(self, *args, **kwargs)
+
+    made: list[DecoderModel] = []
+
+    def first_alone(self: DecoderModel) -> Any:
+        made.append(self)
+        return fuse(self) if self is made[0] else None
+
+    monkeypatch.setattr(DecoderModel, "_fuse", first_alone)
+    monkeypatch.setattr(DecoderModel, "forward", watched)
+    llm = LLM(checkpoint, **OPTIONS, num_draft_tokens=4, draft_model=str(checkpoint))
+    runner = cast(ModelRunner, cast(RunnerExecutor, llm.core.executor).runner)
+    assert runner.model.is_fused and runner.draft is not None and not runner.draft.model.is_fused
+    with eager():
+        llm.generate(PROMPTS[:2], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert seen and all(seen)

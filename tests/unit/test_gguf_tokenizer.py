@@ -277,3 +277,20 @@ def test_ids_of_no_token_are_refused(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(TokenizerError, match="eos_token_id -1 is none of 3 tokens"):
         Tokenizer(file)
+
+
+def test_of_equal_tokens_the_last_one_counts(tmp_path: Path) -> None:
+    """As in llama.cpp, whose table of tokens is filled in their order."""
+    file = tmp_path / "equal.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "\u2581", "a", "\u2581a", "\u2581a"])
+    writer.add_token_scores([0.0, -1.0, -2.0, -3.0, -3.0])
+    kind = gguf.TokenType
+    writer.add_token_types([kind.UNKNOWN, *[kind.NORMAL] * 4])
+    writer.add_unk_token_id(0)
+    writer.add_add_bos_token(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert Tokenizer(file).encode("a") == [4]

@@ -444,6 +444,16 @@ def checker(checkpoint: Path) -> Any:
     checker.close()
 
 
+def test_grammars_in_use_are_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many as are remembered, the one that was asked for longest ago is forgotten."""
+    checker, asked = GrammarChecker("unused", VOCAB_SIZE), list[str]()
+    monkeypatch.setattr(grammar_checker, "MAX_VERDICTS", 2)
+    monkeypatch.setattr(checker, "_ask", lambda structured: asked.append(structured.regex) or "")
+    for pattern in ("a", "b", "a", "c", "a", "b"):
+        checker.check(StructuredOutput(regex=pattern))
+    assert asked == ["a", "b", "c", "b"]
+
+
 def test_hostile_grammars_are_bounded(checker: GrammarChecker) -> None:
     """An intersection of 30 patterns takes 2**30 of time and memory, and llguidance has no limit for it. What
     tries it is a process, which its own limits end, and the next grammar finds another."""

@@ -120,8 +120,9 @@ class TestConformance:
         assert store.flush(WAIT_S)
         assert load(store, [2, 1, 3]) == 3
         assert all(store.contains(key(number)) for number in (1, 2, 3))
-        assert store.stats()["blocks"] == 3
-        assert store.stats()["bytes"] >= 3 * BLOCK_BYTES
+        stats = store.stats()
+        assert stats["blocks"] == stats["saved_blocks"] == 3
+        assert stats["bytes"] >= 3 * BLOCK_BYTES
 
     def test_missing_block(self, build: Build) -> None:
         store = build()
@@ -534,19 +535,22 @@ class TestKVTiers:
         assert tiers.stats()["disk_loaded_blocks"] == loaded
 
     @pytest.mark.row("C9", clauses=("prefetch",))
+    @pytest.mark.parametrize("num_rows", [2, 64])
     def test_prefetch_brings_blocks_from_disk_into_host_memory(
-        self, closing: Closing, tmp_path: Path
+        self, num_rows: int, closing: Closing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
+        """All of them, in chunks of a buffer's size."""
+        monkeypatch.setattr(tiers_module, "CHUNK_BYTES", num_rows * BLOCK_BYTES)
         pool = FakePool()
         host, disk = HostTier(8 * BLOCK_BYTES, BLOCK_BYTES), disk_tier(tmp_path)
-        save(disk, [1, 2, 4])
+        save(disk, [1, 2, 4, 5, 6])
         tiers = closing(KVTiers([host, disk], pool))
-        tiers.prefetch([key(n) for n in (1, 2, 3, 4)])
+        tiers.prefetch([key(n) for n in range(1, 7)])
         assert tiers.flush(WAIT_S)
-        assert [host.contains(key(n)) for n in (1, 2, 3, 4)] == [True, True, False, True]
-        assert tiers.stats()["prefetched_blocks"] == 3
+        assert [n for n in range(1, 7) if host.contains(key(n))] == [1, 2, 4, 5, 6]
+        assert tiers.stats()["prefetched_blocks"] == 5
         assert restore(tiers, pool, [1, 2]) == 2
-        assert tiers.stats()["disk_loaded_blocks"] == 3
+        assert tiers.stats()["disk_loaded_blocks"] == 5
 
     def test_prefetches_are_bounded(self, closing: Closing, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tiers_module, "MAX_PREFETCHES", 2)
@@ -772,10 +776,12 @@ class TestKVTiers:
         tiers.save([KVSave(key(n), n) for n in (8, 9)])
         assert restore(tiers, pool, [0, 1]) == 2
 
+    @pytest.mark.parametrize("chunk_bytes", [3 * BLOCK_BYTES, BLOCK_BYTES // 2])
     def test_more_blocks_than_a_buffer_holds(
-        self, closing: Closing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        self, chunk_bytes: int, closing: Closing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        monkeypatch.setattr(tiers_module, "CHUNK_BYTES", 3 * BLOCK_BYTES)
+        """And a block that is larger than it was to be."""
+        monkeypatch.setattr(tiers_module, "CHUNK_BYTES", chunk_bytes)
         pool = FakePool()
         tiers = closing(KVTiers([HostTier(8 * BLOCK_BYTES, BLOCK_BYTES), disk_tier(tmp_path)], pool))
         tiers.save([KVSave(key(n), n, pinned=n % 5 == 0) for n in range(20)])

@@ -93,7 +93,8 @@ def test_the_file_is_read_again_when_it_changes(
         write(file, alice=entry_of("other"), bob=entry_of("two"))
         assert [ask(base, key).status_code for key in ("one", "other", "two")] == [401, 200, 200]
         file.write_text("{", "utf-8")
-        assert ask(base, "two").status_code == 200, "as it was"
+        for _ in range(3):  # it is read once
+            assert ask(base, "two").status_code == 200, "as it was"
         file.unlink()
         assert ask(base, "two").status_code == 200
         assert capsys.readouterr().err.count("the API keys stay as they were") == 2

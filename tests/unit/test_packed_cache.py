@@ -259,6 +259,20 @@ def test_links_to_the_same_files_under_other_names_are_another_checkpoint(
     assert weights(load(tmp_path / "b", **W8A8)) == expected and len(entries(directory)) == 2
 
 
+def test_a_link_that_another_link_names_is_part_of_what_a_file_is(copy: Path, tmp_path: Path) -> None:
+    """Put back as it was after another time, it may have led elsewhere meanwhile."""
+    for place in ("outer", "inner"):
+        (tmp_path / place).mkdir()
+    inner = tmp_path / "inner" / "checkpoint"
+    inner.symlink_to(copy)
+    (tmp_path / "outer" / "checkpoint").symlink_to(inner)
+    before = identity.FileIdentity.of(str(tmp_path / "outer" / "checkpoint"))
+    assert before.files and before == identity.FileIdentity.of(str(tmp_path / "outer" / "checkpoint"))
+    (tmp_path / "inner" / "new").symlink_to(copy)
+    (tmp_path / "inner" / "new").rename(inner)
+    assert identity.FileIdentity.of(str(tmp_path / "outer" / "checkpoint")) != before
+
+
 @pytest.mark.parametrize("of", ["_code_digest", "_version"])
 def test_code_that_reads_files_tells_entries_apart(
     of: str, llama: Path, directory: Path, monkeypatch: pytest.MonkeyPatch

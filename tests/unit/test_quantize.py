@@ -385,3 +385,10 @@ def test_windows_cover_a_text_and_begin_as_the_tokenizer_begins() -> None:
     assert cut(5, 3, 100, has_bos=True) == [[9, 0, 1], [9, 2, 3]]
     assert cut(2, 4, 100) == [[0, 1]] and cut(0, 4, 100) == []
     assert cut(80, 10, 30) == [list(range(at, at + 10)) for at in (0, 20, 50)]
+
+
+def test_a_server_of_another_user_can_read_what_is_written(tmp_path: Path) -> None:
+    """The directory that temporary files get is its maker's alone."""
+    with directory.new_directory(tmp_path / "new") as made:
+        (made / "config.json").write_text("{}")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o755

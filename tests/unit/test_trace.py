@@ -80,6 +80,28 @@ def test_a_finished_request_tells_the_content_of_its_output() -> None:
     assert replayed(engine).difference is None
 
 
+def test_a_plan_of_nothing_is_no_step_of_the_trace() -> None:
+    """What came before it belongs to the next step, as one that nothing was under way before."""
+    engine = traced_engine()
+    assert not engine.scheduler.schedule().scheduled
+    engine.add("a", 4, 1)
+    engine.run()
+    records = trace_of(engine).records
+    assert [[row[0] for row in record["scheduled"]] for record in records] == [["a"]]
+    (arrival,) = records[0]["arrivals"]
+    assert arrival["id"] == "a" and "in_flight" not in arrival
+    assert replayed(engine).difference is None
+
+
+def test_a_step_tells_how_many_run_and_how_many_wait() -> None:
+    engine = traced_engine(max_num_seqs=2)
+    for name in "abc":
+        engine.add(name, 4, 3)
+    engine.step()
+    record = trace_of(engine).records[0]
+    assert (record["num_running"], record["num_waiting"]) == (2, 1)
+
+
 def test_ends_from_outside_are_told_apart() -> None:
     engine = traced_engine(step_s=1.0)
     engine.add("late", 4, 50, scheduling=SchedulingParams(deadline=3.0))

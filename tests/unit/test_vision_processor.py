@@ -29,6 +29,7 @@ from quire_ensemble.messages import parse_conversation
 from quire_ensemble.mrope import mrope_positions
 from quire_ensemble.tokenizer import Tokenizer
 from quire_ensemble.vision import VisionProcessor, VisionPrompt
+from quire_ensemble.vision_config import AnyresConfig
 from tests.fixtures.vision_checkpoints import (
     QWEN_KINDS,
     VISION_KINDS,
@@ -640,6 +641,24 @@ def test_what_the_fixtures_say_depends_on_the_image(
         answers.append(out[0, ids.shape[1] :].tolist())
     assert len({tuple(answer) for answer in answers}) == 3
     assert min(len(set(answer)) for answer in answers) >= 4
+
+
+@pytest.mark.parametrize(("kind", "alone"), [("llava_next", False), ("llava_onevision", True)])
+def test_an_image_has_the_tiles_of_its_size(
+    kind: str, alone: bool, processors: dict[str, VisionProcessor]
+) -> None:
+    """Of the whole image and of its parts; LLaVA-OneVision may have the whole one alone."""
+    config = processors[kind].config
+    assert isinstance(config, AnyresConfig)
+    down, across = config.tiles(90, 40)
+    assert down * across > 1
+    config.check_image(1 + down * across, 90, 40)
+    wrong = {0, down * across, 2 + down * across, *([] if alone else [1])}
+    if alone:
+        config.check_image(1, 90, 40)
+    for count in wrong:
+        with pytest.raises(InputError, match=f"an image of 90 x 40 pixels has .* tiles, got {count}"):
+            config.check_image(count, 90, 40)
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)
