@@ -439,7 +439,7 @@ def test_a_gateway_that_cannot_start_ends_the_server(
     repository = write_model(tmp_path / "repository", "identity", IDENTITY)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "uvicorn.py").write_text("1 / 0", "utf-8")
-    with pytest.raises(AssertionError, match=r"(?s)with status 1:.*--openai-port: the gateway does not start"):
+    with pytest.raises(AssertionError, match=r"(?s)status 1:.*--openai-port: the gateway does not start"):
         serve_repository(repository, "--openai-port=0", env={"PYTHONPATH": str(tmp_path / "broken")})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     told = CliRunner().invoke(main, ["serve", "--model-repository", str(repository), "--openai-port", "0"])
