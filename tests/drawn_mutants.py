@@ -1,7 +1,7 @@
 """Planted bugs at places that were drawn by lot over all files: see tests/mutations.py.
 
-The places were drawn with the seed 20261128 before anybody looked which tests are beside them. 44 of 62 were
-caught by the tests of that day; the others got theirs.
+The places were drawn with the seed 20261128 before anybody looked which tests are beside them. 41 of 62 were
+caught by the tests of that day; 20 got a test, and one changes nothing.
 """
 
 from __future__ import annotations
@@ -425,11 +425,11 @@ DRAWN: tuple[Mutant, ...] = (
         ("tests/unit/test_priority_and_fairness.py::test_a_probe_of_the_engine_is_nobody_s_service",),
     ),
     Mutant(
-        "a block after each chunk is not fetched ahead",
+        "a block of another tier is not fetched ahead",
         "backend/quire/kv_tiers/tiers.py",
         "            missing = missing[max(count, 1) :]\n",
         "            missing = missing[count + 1 :]\n",
-        ("tests/unit/test_kv_tiers.py::TestKVTiers::test_prefetch_brings_blocks_from_disk_into_host_memory",),
+        ("tests/unit/test_kv_tiers.py::TestKVTiers::test_prefetch_brings_blocks_from_slower_tiers_into_host_memory",),
     ),
     Mutant(
         "a tenth of a token is enough",

@@ -535,22 +535,21 @@ class TestKVTiers:
         assert tiers.stats()["disk_loaded_blocks"] == loaded
 
     @pytest.mark.row("C9", clauses=("prefetch",))
-    @pytest.mark.parametrize("num_rows", [2, 64])
-    def test_prefetch_brings_blocks_from_disk_into_host_memory(
-        self, num_rows: int, closing: Closing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    def test_prefetch_brings_blocks_from_slower_tiers_into_host_memory(
+        self, closing: Closing, tmp_path: Path
     ) -> None:
-        """All of them, in chunks of a buffer's size."""
-        monkeypatch.setattr(tiers_module, "CHUNK_BYTES", num_rows * BLOCK_BYTES)
-        pool = FakePool()
+        """Each from the tier that has it; one that none has is passed over."""
+        pool, remote = FakePool(), loopback()
         host, disk = HostTier(8 * BLOCK_BYTES, BLOCK_BYTES), disk_tier(tmp_path)
-        save(disk, [1, 2, 4, 5, 6])
-        tiers = closing(KVTiers([host, disk], pool))
+        save(disk, [1, 2, 4, 6])
+        save(remote, [5])
+        tiers = closing(KVTiers([host, disk, remote], pool))
         tiers.prefetch([key(n) for n in range(1, 7)])
         assert tiers.flush(WAIT_S)
         assert [n for n in range(1, 7) if host.contains(key(n))] == [1, 2, 4, 5, 6]
         assert tiers.stats()["prefetched_blocks"] == 5
         assert restore(tiers, pool, [1, 2]) == 2
-        assert tiers.stats()["disk_loaded_blocks"] == 5
+        assert tiers.stats()["disk_loaded_blocks"] == 4
 
     def test_prefetches_are_bounded(self, closing: Closing, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tiers_module, "MAX_PREFETCHES", 2)
