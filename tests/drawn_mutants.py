@@ -429,7 +429,9 @@ DRAWN: tuple[Mutant, ...] = (
         "backend/quire/kv_tiers/tiers.py",
         "            missing = missing[max(count, 1) :]\n",
         "            missing = missing[count + 1 :]\n",
-        ("tests/unit/test_kv_tiers.py::TestKVTiers::test_prefetch_brings_blocks_from_slower_tiers_into_host_memory",),
+        (
+            "tests/unit/test_kv_tiers.py::TestKVTiers::test_prefetch_brings_blocks_from_slower_tiers_into_host_memory",
+        ),
     ),
     Mutant(
         "a tenth of a token is enough",

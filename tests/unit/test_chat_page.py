@@ -231,6 +231,158 @@ def test_text_of_the_model_is_no_markup(page: Page) -> None:
     assert page.run("document.title") == "Quire"
 
 
+LISTS = """1. first
+   - inner *one*
+     goes on
+   - inner two
+     1. deepest
+
+2. second
+
+- other
+| a | b \\| c |
+|:--|--:|
+| 1 | <b>2</b> |
+| 3 |
+end"""
+
+
+@needs_chromium
+def test_tables_and_lists_in_lists(page: Page) -> None:
+    shown: str = page.run(
+        f"""(() => {{
+          const place = document.createElement("div");
+          place.append(...markdown({json.dumps(LISTS)}));
+          return place.innerHTML;
+        }})()"""
+    )
+    numbers, bullets, table, end = re.split(r"(?<=</ol>)(?=<ul><li>other)|(?=<div)|(?<=</div>)", shown)
+    assert numbers == (
+        '<ol start="1"><li>first<ul><li>inner <em>one</em>\ngoes on</li>'
+        '<li>inner two<ol start="1"><li>deepest</li></ol></li></ul></li><li>second</li></ol>'
+    )
+    assert (bullets, end) == ("<ul><li>other</li></ul>", "<p>end</p>")
+    right = '<td style="text-align: right;">'
+    assert table == (
+        '<div class="table" tabindex="0"><table>'
+        f"<thead><tr><th>a</th>{right.replace('td', 'th')}b | c</th></tr></thead>"
+        f"<tbody><tr><td>1</td>{right}&lt;b&gt;2&lt;/b&gt;</td></tr><tr><td>3</td>{right}</td></tr></tbody>"
+        "</table></div>"
+    )
+
+
+@needs_chromium
+def test_what_a_model_writes_ends_the_page_nowhere(page: Page) -> None:
+    """Each text is drawn: 20 000 beginnings of each kind of block, and a list of 500 depths."""
+    for text in (
+        "- " * 20_000,
+        "|" * 20_000,
+        "|-|\n" * 5_000,
+        "\n".join(" " * n + "- x" for n in range(500)),
+    ):
+        assert page.run(f"markdown({json.dumps(text)}).length") >= 1
+
+
+CLICK = "[...document.querySelectorAll('.actions button')].filter(e => e.textContent === '{}').at(-1).click()"
+
+
+@needs_chromium
+def test_an_answer_again_and_a_question_in_other_words(page: Page, server: FakeKServe) -> None:
+    def asked() -> list[tuple[str, str]]:
+        told = json.loads(read_inputs(server.requests[-1])["messages"][0])
+        return [(message["role"], message["content"]) for message in told]
+
+    ask(page, "tokens 2")
+    page.wait(f"{DONE} && document.querySelector('.again')")
+    page.run(CLICK.format("Again"))
+    page.wait(f"{DONE} && document.querySelector('.again')")
+    assert asked() == [("user", "tokens 2")] and page.text(".answer .text") == ["t0 t1 "]
+    ask(page, "tokens 1")
+    page.wait(f"{DONE} && document.querySelectorAll('.note')[1]?.innerText")
+    assert page.run("document.querySelectorAll('.again').length") == 1, "of the last answer alone"
+    page.run("document.querySelector('.user .actions button').click()")
+    assert page.run("document.querySelectorAll('.dropped').length") == 4
+    page.press("Escape")
+    assert page.run("document.querySelectorAll('.dropped').length") == 0
+    assert page.run("document.getElementById('question').value") == ""
+    page.run("document.querySelector('.user .actions button').click()")
+    assert page.run("document.getElementById('question').value") == "tokens 2"
+    page.run("document.getElementById('question').value = 'tokens 3'")
+    page.press("Enter")
+    page.wait(f"{DONE} && document.querySelector('.again')")
+    assert asked() == [("user", "tokens 3")]
+    assert page.text(".user .text") == ["tokens 3"] and page.text(".answer .text") == ["t0 t1 t2 "]
+
+
+@needs_chromium
+def test_a_conversation_survives_a_reload(base: str, server: FakeKServe, tmp_path: Path) -> None:
+    (tmp_path / "a.gif").write_bytes(PIXEL)
+    with Page(base) as page:
+        page.wait(LISTED)
+        ask(page, "tokens 2")
+        page.wait(f"{DONE} && document.querySelector('.again')")
+        page.upload("#files", tmp_path / "a.gif")
+        page.wait("document.querySelectorAll('#thumbs img').length === 1")
+        ask(page, "what is it?")
+        page.wait("document.querySelector('.error')")  # the fake looks for its verb and finds none
+        page.messages.clear()
+        page.reload()
+        page.wait(LISTED)
+        assert page.text(".user .text") == ["tokens 2", "what is it?"]
+        assert page.text(".answer .text") == ["t0 t1 ", ""]
+        assert page.run("document.querySelectorAll('.user img').length") == 1
+        assert page.text(".note button") == ["Try again"]
+        page.run("document.querySelectorAll('.user .actions button')[1].click()")
+        assert page.run("document.querySelectorAll('#thumbs img').length") == 1
+        page.run("document.getElementById('question').value = 'tokens 1'")
+        page.run("document.querySelector('#thumbs button').click()")
+        page.run("document.getElementById('question').focus()")
+        page.press("Enter")
+        page.wait(f"{DONE} && document.querySelector('.again')")
+        told = json.loads(read_inputs(server.requests[-1])["messages"][0])
+        assert [message["content"] for message in told] == ["tokens 2", "t0 t1 ", "tokens 1"]
+        page.run("document.getElementById('new').click()")
+        page.reload()
+        page.wait(LISTED)
+        assert page.run("document.querySelectorAll('#log > *').length") == 0
+        assert page.messages == []
+
+
+@needs_chromium
+def test_calls_and_their_results_survive_a_reload(base: str, server: FakeKServe) -> None:
+    with Page(base) as page:
+        page.wait(LISTED)
+        page.run("document.getElementById('tools').value = '[{\"type\": \"function\"}]'")
+        ask(page, "call")
+        page.wait(f"{DONE} && document.querySelector('.again')")
+        for _ in range(2):  # without results, and with them
+            page.reload()
+            page.wait(LISTED)
+            assert page.text(".call summary code") == ["f0", "f1"]
+            if page.run("document.querySelectorAll('.call textarea').length"):
+                page.run(
+                    "document.querySelectorAll('.call textarea').forEach(e => { e.value = 'tokens 1'; })"
+                )
+                page.run("[...document.querySelectorAll('.calls > button')].at(-1).click()")
+                page.wait(f"{DONE} && document.querySelectorAll('.answer .text')[1]?.innerText === 't0 '")
+                page.wait("document.querySelector('.again')")
+        assert page.text(".call pre + pre code") == ["tokens 1", "tokens 1"]
+        assert page.messages == []
+
+
+@needs_chromium
+def test_a_lost_server_is_told_in_words(server: FakeKServe) -> None:
+    with gateway(GatewaySettings(server.url)) as url:
+        page = Page(url)
+        page.wait(LISTED)
+        ask(page, "tokens 1")
+        page.wait(DONE)
+    with page:
+        ask(page, "tokens 1")
+        page.wait("document.querySelector('.error')")
+        assert page.text(".error") == ["The server cannot be reached."]
+
+
 def test_an_indented_quote_ends(base: str) -> None:
     """Without a browser: the loop over a quote's lines takes those that began it, indented or not; else the
     page would hang in it."""
@@ -278,7 +430,7 @@ def test_dark_and_light(base: str, dark: bool) -> None:
         page.run("document.getElementById('theme').click()")
         assert page.run(theme) == ("light" if dark else "dark")
         assert page.run(ground) != before
-        page.wait("document.querySelectorAll('#model option').length > 1")
+        page.wait(LISTED)
         ask(page, "tokens 3")
         page.wait(DONE)
         assert page.run("document.documentElement.scrollWidth") == 360
