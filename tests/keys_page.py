@@ -9,11 +9,34 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeGuard
 
 from quire import config
+from quire.loader import adapter, gguf_metadata
+from quire.sampling_params import _UNUSED_DEFAULTS
 from quire.triton import vllm_config
+
+ROOT = Path(__file__).resolve().parent.parent
+GENERATION_DEFAULTS = {
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty",
+    "no_repeat_ngram_size", "max_new_tokens", "min_new_tokens", "stop_strings", "suppress_tokens",
+    "bad_words_ids", "eos_token_id",
+}  # fmt: skip
+GENERATION_WITHOUT_EFFECT = {
+    # of beams, which no key asks for here; of encoders; of an answer's form; of caches and speculation
+    "early_stopping", "length_penalty", "num_return_sequences", "encoder_no_repeat_ngram_size",
+    "decoder_start_token_id", "is_encoder_decoder", "output_attentions", "output_hidden_states",
+    "output_scores", "output_logits", "return_dict_in_generate", "bos_token_id", "pad_token_id",
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "compile_config",
+    "continuous_batching_config", "disable_compile", "is_assistant", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "prompt_lookup_num_tokens",
+    "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
+    "use_mtp", "prefill_chunk_size", "renormalize_logits", "remove_invalid_values", "speculation_type",
+    "assistant_ensemble_weight",
+    "transformers_version", "_from_model_config",
+}  # fmt: skip
 
 PARTS = {
     config.ModelConfig: "Model, device and precision",
@@ -86,6 +109,78 @@ def lines() -> Iterator[str]:
     for name in sorted(vllm_config._WITHOUT_EFFECT):
         yield f"| `{name}` | without effect, named in a log line |"
     yield from TENSORRT_LLM
+    yield from _of_files()
+
+
+TRAINING = (
+    "attention_dropout", "embd_pdrop", "resid_pdrop", "residual_dropout", "initializer_range",
+    "embedding_initializer_range", "router_aux_loss_coef", "router_jitter_noise",
+)  # fmt: skip
+WITHOUT_EFFECT = {
+    *TRAINING,
+    # what a call of transformers returns, and who wrote the file
+    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache",
+    "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "is_encoder_decoder", "_name_or_path",
+    "transformers_version", "pad_token_id", "eod_token_id",
+    # split products with the same result, the sum of two other keys, layers that are not loaded, and the
+    # experts of Gemma 4, which are refused by another key
+    "pretraining_tp", "qk_head_dim", "num_nextn_predict_layers", "top_k_experts",
+}  # fmt: skip
+"""Keys of transformers' text models that nothing here reads."""
+_FORMED = {f"moe_layer_{end}" for end in ("start_index", "end_index", "interval")}
+"""Keys that the code puts together."""
+_READERS = (
+    "backend/quire/models", "backend/quire/loader", "backend/quire/layers", "backend/quire/config.py",
+)  # fmt: skip
+
+
+def config_keys() -> tuple[set[str], set[str]]:
+    """Keys of transformers' classes of all text models that are served: those our code names, and the rest."""
+    import transformers
+
+    from quire.models.registry import ARCHITECTURES
+
+    named, known = set(_FORMED), set[str]()
+    for file in (file for place in map(ROOT.joinpath, _READERS) for file in (*place.rglob("*.py"), place)):
+        if file.suffix == ".py":
+            named |= {one.value for one in ast.walk(ast.parse(file.read_text("utf-8"))) if _is_name(one)}
+    for architecture in ARCHITECTURES:
+        if (kind := getattr(transformers, architecture, None)) is not None:
+            values = kind.config_class().get_text_config().to_dict()
+            known |= {name for name in values if not name.endswith("_config")}
+    return known & named, known - named
+
+
+def _is_name(node: ast.AST) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier()
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def _of_files() -> Iterator[str]:
+    """What becomes of the keys in a checkpoint's and an adapter's files."""
+    used, unused = config_keys()
+    yield from ("", "## Keys of checkpoints' files", "")
+    yield (
+        "A key that is read has its meaning in transformers (llama.cpp, PEFT), and a value of it that cannot be computed "
+        "is refused by name. Keys that transformers' class of the model does not know change nothing there, and nothing here."
+    )
+    yield from ("", "| file | keys | here |", "| --- | --- | --- |")
+    yield f"| config.json | {_listed(used)} | read |"
+    yield f"| | {_listed(unused)} | without effect on what is generated |"
+    yield "| | `vision_config`, and keys of the towers | transformers' own tower reads them |"
+    yield f"| generation_config.json | {_listed(GENERATION_DEFAULTS)} | defaults of requests |"
+    yield f"| | {_listed(_UNUSED_DEFAULTS)} | not used; a log line names those that are set |"
+    yield f"| | {_listed(GENERATION_WITHOUT_EFFECT)} | without effect: of beams, encoders, an answer's form, caches, speculation |"
+    yield "| tokenizer_config.json | all | transformers reads them; `eos_token` and `added_tokens_decoder` end sequences, too |"
+    yield "| GGUF, of the architecture | sizes, norms, experts, `rope.*` | read; a log line names those that are not |"
+    yield f"| | {_listed('rope.scaling.' + key for key in gguf_metadata._UNSUPPORTED_SCALING)} | refused where they change something |"
+    yield "| GGUF, `tokenizer.ggml.*` | `model`, `pre`, `tokens`, `token_type`, `scores`, `merges`, ids of special tokens, `add_*` | read; others have no effect |"
+    yield f"| adapter_config.json | {_listed(adapter._KNOWN)} | read, or of training |"
+    yield f"| | {_listed(adapter._UNSUPPORTED)}, other values of `peft_type` and `bias` | refused |"
+    yield "| | others | not used; a log line names those that are set |"
 
 
 TENSORRT_LLM = (

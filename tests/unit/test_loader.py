@@ -215,6 +215,20 @@ def test_gguf_scaling_without_a_type_is_linear(key: str, tmp_path: Path) -> None
     assert (hf.get("rope_parameters")["rope_type"], hf.get("rope_parameters")["factor"]) == ("linear", 4.0)
 
 
+def test_gguf_keys_that_nobody_reads_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A scale of attention, for example, would change every token."""
+    head = {"llama__attention__scale": 0.5, "llama__rope__scaling__original_context_length": 64}
+    file = gguf_head(tmp_path / "model.gguf", **head, llama__vocab_size=8, tokenizer__ggml__x=1)
+    hf, _ = read_configs(file)
+    assert hf.unused == ("llama.attention.scale", "llama.rope.scaling.original_context_length")
+    with pytest.raises(CheckpointError), caplog.at_level("WARNING", "quire"):
+        load_model(ModelConfig(model=str(file)), torch.device("cpu"))  # it has no layers
+    (record,) = caplog.records
+    assert f"{file}: {', '.join(hf.unused)}: not known, and not used" in record.getMessage()
+    read, _ = read_configs(gguf_head(tmp_path / "yarn.gguf", llama__rope__scaling__type="yarn", **head))
+    assert read.unused == ("llama.attention.scale",)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

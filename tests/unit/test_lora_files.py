@@ -122,6 +122,22 @@ def test_what_is_not_supported_or_wrong(tmp_path: Path, config: dict[str, Any], 
     assert said in complaint(write(tmp_path / "a", **config))
 
 
+def test_keys_that_are_not_known_are_named_where_they_are_set(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = {
+        "use_newest_idea": True,
+        "beta": 0.5,
+        "another": None,
+        "lora_dropout": 0.1,
+        "inference_mode": True,
+    }
+    with caplog.at_level("WARNING", "quire"):
+        read_adapter(write(tmp_path / "a", **said), TARGETS, "float32", 16)
+    (record,) = caplog.records
+    assert record.getMessage().endswith("adapter_config.json: beta, use_newest_idea: not known, and not used")
+
+
 def test_a_pattern_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.loader.adapter.PATTERNS_S", 0.1)
     tensors = {f"{'a' * 60}.q_proj.lora_A.weight": torch.ones(2, 8)}

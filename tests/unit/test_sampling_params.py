@@ -30,6 +30,7 @@ from quire.sampling_params import (
 )
 from quire.structured_output import FIELDS as STRUCTURED_FIELDS
 from quire.validation import check_choices
+from tests.keys_page import GENERATION_DEFAULTS, GENERATION_WITHOUT_EFFECT
 
 INT32 = 2**31 - 1
 NAN, INF = float("nan"), float("inf")
@@ -430,25 +431,7 @@ def test_every_key_of_generation_config_is_used_or_named(caplog: pytest.LogCaptu
     knows, each is a default here, or named in a warning, or of no effect on what is generated."""
     from transformers import GenerationConfig
 
-    used = {
-        "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty",
-        "no_repeat_ngram_size", "max_new_tokens", "min_new_tokens", "stop_strings", "suppress_tokens",
-        "bad_words_ids", "eos_token_id",
-    }  # fmt: skip
-    without_effect = {
-        # of beams, which no key asks for here; of encoders; of an answer's form; of caches and speculation
-        "early_stopping", "length_penalty", "num_return_sequences", "encoder_no_repeat_ngram_size",
-        "decoder_start_token_id", "is_encoder_decoder", "output_attentions", "output_hidden_states",
-        "output_scores", "output_logits", "return_dict_in_generate", "bos_token_id", "pad_token_id",
-        "use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "compile_config",
-        "continuous_batching_config", "disable_compile", "is_assistant", "num_assistant_tokens",
-        "num_assistant_tokens_schedule", "assistant_confidence_threshold", "prompt_lookup_num_tokens",
-        "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
-        "use_mtp", "prefill_chunk_size", "renormalize_logits", "remove_invalid_values", "speculation_type",
-        "assistant_ensemble_weight",
-        "transformers_version", "_from_model_config",
-    }  # fmt: skip
-    for key in GenerationConfig().to_dict().keys() - used - without_effect:
+    for key in GenerationConfig().to_dict().keys() - GENERATION_DEFAULTS - GENERATION_WITHOUT_EFFECT:
         caplog.clear()
         with caplog.at_level("WARNING", "quire"):
             defaults_from_generation_config({key: 0.0})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import stat
@@ -25,8 +26,10 @@ import torch
 from quire.adapters import AdapterTarget, AdapterWeights
 from quire.errors import CheckpointError
 from quire.models.config import DTYPES
-from quire_ensemble.errors import one_line, shown
+from quire_ensemble.errors import in_line, one_line, shown
 from quire_ensemble.weight_files import NamedTensor, read_pickle, read_safetensors
+
+logger = logging.getLogger("quire")
 
 CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
@@ -42,6 +45,16 @@ _UNSUPPORTED = (
     "alora_invocation_tokens", "arrow_config", "use_bdlora", "layer_replication",
 )  # fmt: skip
 """Keys that mean something else than a low-rank term, where they are set."""
+_KNOWN = frozenset((
+    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
+    "exclude_modules", "layers_to_transform", "bias", "init_lora_weights",
+    # Of training, of who saved it, of how a base model lies in memory.
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "lora_dropout", "fan_in_fan_out", "layers_pattern", "megatron_config", "megatron_core", "loftq_config",
+    "eva_config", "corda_config", "lora_ga_config", "runtime_config", "qalora_group_size",
+    "ensure_weight_tying",
+))  # fmt: skip
+"""Keys that are obeyed, and those that change nothing."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """Beginnings of `init_lora_weights` with which the base model's weights are changed, too."""
 
@@ -175,6 +188,8 @@ class _Config:
         initial = values.get("init_lora_weights")
         if isinstance(initial, str) and initial.startswith(_CHANGES_BASE):
             raise self._error(f"init_lora_weights {shown(initial)} changes the base model: not supported")
+        if unknown := [key for key in values.keys() - _KNOWN - {*_UNSUPPORTED} if values[key]]:
+            logger.warning("%s: %s: not known, and not used", file, in_line(", ".join(sorted(unknown))))
         self._rank = self._whole("r", values.get("r"))
         self._alpha = self._number("lora_alpha", values.get("lora_alpha", 8))
         self._ranks = self._patterns("rank_pattern", self._whole)

@@ -37,6 +37,9 @@ _ENDS = frozenset((
 ))  # fmt: skip
 """Names of tokens that end a generation, whatever a file says: llama.cpp knows them by these."""
 
+_WITHOUT_EFFECT = ("vocab_size", "attention.value_length")
+"""Keys of an architecture that tensors say, too: their shapes are checked."""
+
 _TYPE_TO_DTYPE = {
     GGMLQuantizationType.F32: "float32",
     GGMLQuantizationType.F16: "float16",
@@ -62,7 +65,7 @@ def open_gguf(file: Path) -> GGUFFile:
 def read_gguf_config(file: Path) -> HFConfig:
     """config.json's keys from GGUF metadata; raises CheckpointError."""
     opened = open_gguf(file)
-    stated, tensors = opened.metadata.get, opened.tensors
+    tensors, stated = opened.tensors, _Stated(opened)
     arch = stated("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -84,7 +87,7 @@ def read_gguf_config(file: Path) -> HFConfig:
         "rms_norm_eps": stated(f"{arch}.attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_output.bias" in tensors,
-        "rope_parameters": _rope(opened, arch),
+        "rope_parameters": _rope(opened, stated, arch),
         "eos_token_id": _eos(opened),
         "bos_token_id": stated("tokenizer.ggml.bos_token_id"),
         "dtype": _dtype(opened, embedding.kind),
@@ -98,7 +101,24 @@ def read_gguf_config(file: Path) -> HFConfig:
             "shared_expert_intermediate_size": stated(f"{arch}.expert_shared_feed_forward_length"),
             "norm_topk_prob": arch != "qwen2moe",  # no key says so; this is what llama.cpp does
         }
-    return HFConfig(file, values, opened)
+    return HFConfig(file, values, opened, stated.unused(arch))
+
+
+class _Stated:
+    """A file's metadata, which remembers what it was asked for."""
+
+    def __init__(self, opened: GGUFFile) -> None:
+        self._metadata = opened.metadata
+        self._asked: set[str] = set()
+
+    def __call__(self, key: str, default: Any = None) -> Any:
+        self._asked.add(key)
+        return self._metadata.get(key, default)
+
+    def unused(self, arch: str) -> tuple[str, ...]:
+        """Keys about the architecture that nobody asked for."""
+        passed_over = {*self._asked, *(f"{arch}.{name}" for name in _WITHOUT_EFFECT)}
+        return tuple(key for key in self._metadata if key.startswith(f"{arch}.") and key not in passed_over)
 
 
 def is_mixtral(opened: GGUFFile) -> bool:
@@ -114,8 +134,8 @@ def _dtype(opened: GGUFFile, kind: GGMLQuantizationType) -> str:
     return _TYPE_TO_DTYPE[kind] if is_plain else "bfloat16"
 
 
-def _rope(opened: GGUFFile, arch: str) -> dict[str, Any]:
-    stated, prefix = opened.metadata.get, f"{arch}.rope."
+def _rope(opened: GGUFFile, stated: _Stated, arch: str) -> dict[str, Any]:
+    prefix = f"{arch}.rope."
     rotated, size = stated(f"{prefix}dimension_count"), stated(f"{arch}.attention.key_length")
     heads, hidden_size = stated(f"{arch}.attention.head_count"), stated(f"{arch}.embedding_length")
     if size is None and type(heads) is type(hidden_size) is int and heads > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,10 +29,12 @@ from quire.models.config import DTYPES, DecoderConfig
 from quire.models.decoder import DecoderModel
 from quire.models.hf_config import MAX_SIZE, HFConfig
 from quire.models.registry import model_class, with_head
-from quire_ensemble.errors import one_line
+from quire_ensemble.errors import in_line, one_line
 from quire_ensemble.weight_files import NamedTensor
 from quire_kernels.host_memory import give_back
 from quire_kernels.ranks import ALONE, Ranks
+
+logger = logging.getLogger("quire")
 
 _MAX_LISTED = 16
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
@@ -141,6 +144,8 @@ def empty_model(
     On torch's "meta" device it takes no memory, and says what the weights will take.
     """
     hf, generation = read_configs(config.model)
+    if hf.unused:
+        logger.warning("%s: %s: not known, and not used", hf.path, in_line(", ".join(hf.unused)))
     hf = with_head(hf)
     kind = model_class(hf)
     backend = None if config.attention_backend == "auto" else config.attention_backend

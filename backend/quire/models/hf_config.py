@@ -80,6 +80,8 @@ class HFConfig:
     values: dict[str, Any]
     gguf: GGUFFile | None = None
     """The file that says so."""
+    unused: tuple[str, ...] = ()
+    """Keys of a GGUF file's head about the model, without effect here."""
 
     @classmethod
     def read(cls, directory: Path) -> HFConfig:
