@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from quire_client import Client
+from quire_client.errors import QuireClientError
 from tests.docker.images import Builder, Container, Image, container, missing_tools
 
 GIGABYTE = 1e9
+NUM_STREAMS = 32
 BUILD_TOOLS = ("gcc", "g++", "cc", "c++", "ld", "as", "make", "pip", "pip3", "uv", "git")
-FLAG_OF_NEWER_SERVERS = "--allow-client-shm=false"
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,10 +29,6 @@ def image(request: pytest.FixtureRequest) -> Image:
     chosen = request.getfixturevalue(request.param)
     assert isinstance(chosen, Image)
     return chosen
-
-
-def command(image: Image) -> list[str]:
-    return [word for word in image.config["Cmd"] if image.name == "cpu" or word != FLAG_OF_NEWER_SERVERS]
 
 
 @pytest.mark.row("G15", clauses=("slim",))
@@ -75,7 +74,7 @@ def test_it_serves_as_nobody_on_a_read_only_root(image: Image, models: Path, tmp
     """A stream from another host, health, what can be written, a stop; again with what was cached."""
     cache = tmp_path / "cache"
     cache.mkdir()
-    with container(image, models, cache, 1, tmp_path / "log", command(image)) as first:
+    with container(image, models, cache, 1, tmp_path / "log") as first:
         print(f"{image.name}: ready {first.wait_ready():.1f} s, nothing cached")
         with (
             Client(f"{first.address}:8001") as client,
@@ -87,11 +86,28 @@ def test_it_serves_as_nobody_on_a_read_only_root(image: Image, models: Path, tmp
         assert health.returncode == 0, health.stdout + health.stderr
         _check_confinement(first)
         assert first.stop() == 0, first.log.read_text("utf-8")[-4000:]
-    with container(image, models, cache, 1, tmp_path / "log", command(image)) as second:
+    with container(image, models, cache, 1, tmp_path / "log") as second:
         print(f"{image.name}: ready {second.wait_ready():.1f} s, with the cache of the first start")
-        with Client(f"{second.address}:8001") as client:
+        with Client(f"{second.address}:8001") as client, ThreadPoolExecutor(NUM_STREAMS) as pool:
             assert client.chat("What is 12 + 7?").text == "12 + 7 = 19"
-        assert second.stop() == 0
+            begun = threading.Barrier(NUM_STREAMS + 1)
+            ends = [pool.submit(_end_of_a_long_stream, client, begun) for _ in range(NUM_STREAMS)]
+            begun.wait(120.0)
+            assert second.stop() == 0, second.log.read_text("utf-8")[-4000:]
+            assert {end.result() for end in ends} == {"the engine is shutting down"}
+
+
+def _end_of_a_long_stream(client: Client, begun: threading.Barrier) -> str:
+    """Why a stream ended that has far to go."""
+    with client.stream("x", model="chat", max_tokens=1900, ignore_eos=True, stream_interval_ms=500) as stream:
+        try:
+            next(stream)
+            begun.wait(120.0)
+            for _ in stream:
+                pass
+        except QuireClientError as error:
+            return str(error)
+    return "its length"
 
 
 def _check_confinement(running: Container) -> None:
