@@ -42,7 +42,7 @@ PARTS = {
     config.ModelConfig: "Model, device and precision",
     config.CacheConfig: "KV cache, its tiers, result cache",
     config.SchedulerConfig: "Scheduling",
-    config.TenantLimits: "Limits of one tenant: values of `tenants` and of `default_tenant`",
+    config.TenantLimits: "Limits of one tenant: values of the object `tenants`",
     config.AdapterConfig: "LoRA adapters",
     config.FrontendConfig: "Frontend: texts, answers, streams",
 }
@@ -127,6 +127,12 @@ WITHOUT_EFFECT = {
     "pretraining_tp", "qk_head_dim", "num_nextn_predict_layers", "top_k_experts",
 }  # fmt: skip
 """Keys of transformers' text models that nothing here reads."""
+OLDER = {
+    "rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "dtype", "quantization_config",
+    "compression_config", "text_config", "architectures", "model_type", "scoring_func", "moe_layer_freq",
+    "is_causal", "use_sliding_window", "max_window_layers",
+}  # fmt: skip
+"""Keys of files that transformers' classes of today have by other names, in other places, or not at all."""
 _FORMED = {f"moe_layer_{end}" for end in ("start_index", "end_index", "interval")}
 """Keys that the code puts together."""
 _READERS = (
@@ -148,7 +154,8 @@ def config_keys() -> tuple[set[str], set[str]]:
         if (kind := getattr(transformers, architecture, None)) is not None:
             values = kind.config_class().get_text_config().to_dict()
             known |= {name for name in values if not name.endswith("_config")}
-    return known & named, known - named
+    assert named >= OLDER, OLDER - named
+    return (known | OLDER) & named, known - named
 
 
 def _is_name(node: ast.AST) -> TypeGuard[ast.Constant]:
@@ -165,7 +172,8 @@ def _of_files() -> Iterator[str]:
     yield from ("", "## Keys of checkpoints' files", "")
     yield (
         "A key that is read has its meaning in transformers (llama.cpp, PEFT), and a value of it that cannot be computed "
-        "is refused by name. Keys that transformers' class of the model does not know change nothing there, and nothing here."
+        "is refused by name. Other keys change nothing in transformers, and nothing here; those that its class ignores "
+        "though a file means something by them are refused ([checkpoints](checkpoints.md))."
     )
     yield from ("", "| file | keys | here |", "| --- | --- | --- |")
     yield f"| config.json | {_listed(used)} | read |"
@@ -175,9 +183,9 @@ def _of_files() -> Iterator[str]:
     yield f"| | {_listed(_UNUSED_DEFAULTS)} | not used; a log line names those that are set |"
     yield f"| | {_listed(GENERATION_WITHOUT_EFFECT)} | without effect: of beams, encoders, an answer's form, caches, speculation |"
     yield "| tokenizer_config.json | all | transformers reads them; `eos_token` and `added_tokens_decoder` end sequences, too |"
-    yield "| GGUF, of the architecture | sizes, norms, experts, `rope.*` | read; a log line names those that are not |"
+    yield "| GGUF, of the architecture | `embedding_length`, `block_count`, `attention.head_count`, `rope.freq_base` and others | read; a log line names those that are not |"
     yield f"| | {_listed('rope.scaling.' + key for key in gguf_metadata._UNSUPPORTED_SCALING)} | refused where they change something |"
-    yield "| GGUF, `tokenizer.ggml.*` | `model`, `pre`, `tokens`, `token_type`, `scores`, `merges`, ids of special tokens, `add_*` | read; others have no effect |"
+    yield "| GGUF, `tokenizer.ggml.*` | `model`, `pre`, `tokens`, `token_type`, `scores`, `merges`, ids of special tokens, `add_*`, `tokenizer.chat_template` | read; others, and `general.*`, have no effect |"
     yield f"| adapter_config.json | {_listed(adapter._KNOWN)} | read, or of training |"
     yield f"| | {_listed(adapter._UNSUPPORTED)}, other values of `peft_type` and `bias` | refused |"
     yield "| | others | not used; a log line names those that are set |"
