@@ -731,20 +731,6 @@ _KERNELS = (
         ("tests/kernels/test_sampling.py::test_a_token_counts_that_only_the_device_knows",),
     ),
     Mutant(
-        "Triton-language: the newest token is not counted",
-        "kernels/quire_kernels/triton_lang/sampling.py",
-        "tl.load(count_ptr + entry, entry < end, other=0.0) + is_newest.to(tl.float32)",
-        "tl.load(count_ptr + entry, entry < end, other=0.0)",
-        ("tests/kernels/test_sampling.py::test_a_token_counts_that_only_the_device_knows",),
-    ),
-    Mutant(
-        "Triton-language: what is not rotated is not copied in full",
-        "kernels/quire_kernels/triton_lang/elementwise.py",
-        "rest = 2 * HALF + tl.arange(0, REST)[None, :]",
-        "rest = HALF + tl.arange(0, REST)[None, :]",
-        ("tests/kernels/test_elementwise.py::test_rope_rotates_pairs_and_keeps_the_rest",),
-    ),
-    Mutant(
         "C++: ranks behind the last whole vector are not added",
         "kernels/quire_kernels/cpu/src/lora.h",
         "for (int i = 0; i < ranks; ++i) store(",

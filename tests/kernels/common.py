@@ -71,7 +71,7 @@ def is_interpreted(name: str, device: str) -> bool:
     return name == "triton" and device == "cpu" and operators.is_interpreted()
 
 
-def with_cases(parameters: list[Any], cases: Sequence[Any], interpreted: int) -> list[Any]:
+def with_cases(parameters: list[Any], cases: Sequence[Any], interpreted: int = 0) -> list[Any]:
     """Every implementation with every case behind its own values; the interpreter with the first ones."""
     return [
         pytest.param(*one.values, case, id=f"{one.id}-{str(case).strip('()').replace(', ', '-')}")

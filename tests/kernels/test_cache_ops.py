@@ -9,7 +9,6 @@ from quire_kernels import ops
 from tests.kernels.common import POISON, dequantized, every_implementation, forced, quantized_pool
 
 
-@pytest.mark.row("D4", clauses=("write",))
 @pytest.mark.parametrize(("name", "device"), every_implementation("write_kv"))
 @pytest.mark.parametrize("block_size", [1, 8, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -111,7 +110,6 @@ def test_rounding_is_to_nearest_even(name: str, device: str) -> None:
     assert layer.data[0, 1, 0, 0].tolist() == [-127, 0, -2, -2, 0, 2, 2, -126] * 2
 
 
-@pytest.mark.row("D4", clauses=("copy",))
 @pytest.mark.parametrize(("name", "device"), every_implementation("copy_blocks"))
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32])
 def test_copy_blocks_reads_all_sources_first(name: str, device: str, dtype: torch.dtype) -> None:

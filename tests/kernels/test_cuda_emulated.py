@@ -271,6 +271,7 @@ def test_every_float_becomes_the_nearest_e4m3() -> None:
     assert torch.equal(stored[:, 1], (-rows).to(FP8).view(torch.uint8))
 
 
+@pytest.mark.row("D3", clauses=("rope",))
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8, FP8])
 @pytest.mark.parametrize("norm", [None, BF16, torch.float32])
 def test_norm_rope_write_equals_its_parts(kv_dtype: torch.dtype | None, norm: torch.dtype | None) -> None:

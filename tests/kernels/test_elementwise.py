@@ -23,7 +23,6 @@ def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> N
     torch.testing.assert_close(actual.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.row("D4", clauses=("norm",))
 @pytest.mark.row("D3", clauses=("norm",))
 @pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("rms_norm", DTYPES))
 @pytest.mark.parametrize("shape", [(1, 64), (7, 4096), (5, 3, 16)])
@@ -43,7 +42,6 @@ def test_rms_norm(name: str, device: str, dtype: torch.dtype, shape: tuple[int, 
     close(normed, formula(total), dtype)
 
 
-@pytest.mark.row("D4", clauses=("rope",))
 @pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("rope", DTYPES))
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (64, 16), (128, 128), (128, 64)])
 def test_rope_rotates_pairs_and_keeps_the_rest(
@@ -65,7 +63,6 @@ def test_rope_rotates_pairs_and_keeps_the_rest(
     assert torch.equal(x, before), "the input is left alone"
 
 
-@pytest.mark.row("D4", clauses=("silu",))
 @pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("gate_mul", DTYPES))
 def test_silu_with_the_product(name: str, device: str, dtype: torch.dtype) -> None:
     x = 3 * draw(7, 96, dtype=dtype, device=device)
@@ -74,7 +71,6 @@ def test_silu_with_the_product(name: str, device: str, dtype: torch.dtype) -> No
         close(ops.gate_mul(x, "silu"), gate / (1 + (-gate).exp()) * up, dtype)
 
 
-@pytest.mark.row("D4", clauses=("gelu",))
 @pytest.mark.parametrize(("name", "device", "dtype"), every_implementation("gate_mul", DTYPES))
 def test_gelu_with_the_product(name: str, device: str, dtype: torch.dtype) -> None:
     x = 3 * draw(7, 96, dtype=dtype, device=device)
@@ -98,7 +94,6 @@ def test_clamped_swiglu(name: str, device: str, dtype: torch.dtype) -> None:
         assert ops.gate_mul(x, "clamped_swiglu").isnan().nonzero().tolist() == [[3, 5], [4, 2]]
 
 
-@pytest.mark.row("D4", clauses=("argmax",))
 @pytest.mark.parametrize(("name", "device"), every_implementation("argmax"))
 @pytest.mark.parametrize("size", [1, 15, 16, 1000, 151_936])
 def test_argmax(name: str, device: str, size: int) -> None:

@@ -25,8 +25,7 @@ from quire_kernels.cpu.native import set_num_threads
 from quire_kernels.reference.sampling import MIN_TEMPERATURE, edit_logits, philox_uniform
 from quire_kernels.sampling import SamplingTensors
 from tests.fixtures import sampling
-from tests.kernels.common import every_implementation, forced, is_interpreted, with_cases
-from tests.kernels.test_triton_lang import compile_kernels
+from tests.kernels.common import every_implementation, forced, with_cases
 
 IMPLEMENTATIONS = every_implementation("sample")
 OTHERS = [one for one in IMPLEMENTATIONS if one.values[0] != "reference"]
@@ -143,19 +142,17 @@ def test_reference_and_sampler_draw_what_is_defined(kind: str) -> None:
 
 
 @pytest.mark.row("D10", clauses=("filters",))
-@pytest.mark.row("D4", clauses=("sampling",))
 @pytest.mark.parametrize(
     ("name", "device", "drawn"),
     with_cases(
         OTHERS,
         [("random", 9000), *itertools.product(KINDS, [1000]), ("flat", 9000), ("random", 1)],
-        interpreted=3,
     ),
 )
 def test_tokens_are_those_defined(name: str, device: str, drawn: tuple[str, int]) -> None:
     """All of them: where float32 rounding decides is rarer than one draw in 10,000."""
     kind, vocab_size = drawn
-    count = len(FILTERS) * (1 if is_interpreted(name, device) else 50)
+    count = len(FILTERS) * 50
     logits = draw_logits(kind, count, vocab_size)
     for first in (0, 2**40):
         tokens = sample(name, device, logits, settings(count, FILTERS, device, position=first))
@@ -225,7 +222,7 @@ def test_hard_rows_are_the_same_on_every_instruction_set(vocab_size: int) -> Non
 @pytest.mark.parametrize("kind", ["random", "flat"])
 def test_tokens_that_rounding_decides_are_rare(name: str, device: str, kind: str) -> None:
     """Boundaries of probabilities lie about 1e-7 apart from the defined; in flat rows there are many."""
-    count = 1000 if is_interpreted(name, device) else 100_000
+    count = 100_000
     logits = draw_logits(kind, 1, 4000).expand(count, -1)
     rows = settings(count, [{}, {"top_p": 0.7}])
     expected = defined(logits, rows)
@@ -255,12 +252,11 @@ def exact(logits: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: fl
     with_cases(
         IMPLEMENTATIONS,
         [{"top_k": 20, "top_p": 0.9, "min_p": 0.02}, {}, {"top_k": 12}, {"top_p": 0.8}, {"min_p": 0.05}],
-        interpreted=1,
     ),
 )
 def test_draws_have_the_exact_distribution(name: str, device: str, filters: dict[str, Any]) -> None:
     """Chi-square; the seeds are fixed, so that a run is either always good or always bad."""
-    count, vocab_size = 80 if is_interpreted(name, device) else 20_000, 30
+    count, vocab_size = 20_000, 30
     logits = draw_logits("random", 1, vocab_size, seed=4) / 2
     tokens = sample(name, device, logits.expand(count, -1), settings(count, [filters], device, seed=1))
     check_distribution(tokens, exact(logits[0], **filters))
@@ -311,7 +307,7 @@ def test_rows_that_are_not_finite_have_no_token(name: str, device: str) -> None:
 def test_tokens_tied_with_the_last_one_are_kept(name: str, device: str) -> None:
     logits = torch.full((1, 40), -4.0)
     logits[0, 5], logits[0, 10:20] = 2.0, 1.0
-    count = 30 if is_interpreted(name, device) else 200
+    count = 200
     for filters in ({"top_k": 3}, {"top_p": 0.5}):
         tokens = sample(name, device, logits.expand(count, -1), settings(count, [filters], device))
         found = set(tokens.tolist())
@@ -324,7 +320,7 @@ def test_a_mass_of_exactly_top_p_is_enough(name: str, device: str) -> None:
     order = [30, 7, 21, 3]
     logits = torch.full((1, 40), -torch.inf)
     logits[0, order] = torch.tensor([0.0, -1e-30, -2e-30, -3e-30])
-    count = 20 if is_interpreted(name, device) else 400
+    count = 400
     for top_p, num_kept in ((0.25, 1), (0.5, 2), (0.75, 3), (0.3125, 2), (0.8125, 4)):
         rows = settings(count, [{"top_p": top_p}], device)
         found = set(sample(name, device, logits.expand(count, -1), rows).tolist())
@@ -597,9 +593,7 @@ def many_edits(
 
 
 @pytest.mark.row("D10")
-@pytest.mark.parametrize(
-    ("name", "device", "temperature"), with_cases(IMPLEMENTATIONS, [1.0, 0.6], interpreted=0)
-)
+@pytest.mark.parametrize(("name", "device", "temperature"), with_cases(IMPLEMENTATIONS, [1.0, 0.6]))
 def test_draws_with_edits_have_the_exact_distribution(name: str, device: str, temperature: float) -> None:
     """As above, with penalties, a bias and bans by their definitions in float64."""
     count, vocab_size = 20_000, 30
@@ -614,9 +608,3 @@ def test_draws_with_edits_have_the_exact_distribution(name: str, device: str, te
     scores[[5, 20]] += torch.tensor([1.5, 2.0], dtype=torch.float64)
     scores[[21, 22]] = -math.inf
     check_distribution(tokens, (scores / temperature).softmax(-1))
-
-
-@pytest.mark.row("D10")
-def test_kernels_compile_without_spills() -> None:
-    """Those in the Triton language; test_cuda_compile.py has the others."""
-    compile_kernels("sampling-", "sm_90")

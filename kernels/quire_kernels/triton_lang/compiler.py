@@ -25,7 +25,7 @@ from typing import Any
 from quire_kernels.cuda.compiler import disassembly, resources
 from quire_kernels.triton_lang import operators
 
-MODULES = ("attention", "cache", "elementwise", "lora", "sampling")
+MODULES = ("attention", "lora")
 """Modules of this package with `compile_cases`."""
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100")
 SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448}

@@ -14,14 +14,11 @@ import torch
 from quire_kernels.cache import cache_directory
 from quire_kernels.metadata import NO_SINKS
 from quire_kernels.registry import implementation
-from quire_kernels.sampling import is_not_typical
 
 PRIORITY = 10
 """Preferred to the PyTorch reference; CUDA C++ is preferred to this."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _KV_DTYPES = (*FLOATS, torch.int8, torch.float8_e4m3fn)
-MAX_VOCABULARY = 1 << 20
-"""More tokens of the same weight would overflow the integer sums of `sampling.sample`."""
 
 
 def is_interpreted() -> bool:
@@ -81,21 +78,14 @@ def _can_attend(
     """Any window and any softcap; at most 256 dimensions, and 64 query heads for a KV head."""
     if sinks:
         return NO_SINKS
-    return _can_write(head_dim=head_dim, kv_dtype=kv_dtype, block_size=block_size) and num_groups <= 64
-
-
-def _can_write(*, head_dim: int, kv_dtype: torch.dtype, block_size: int = 16, **_: Any) -> bool:
     return (
         head_dim % 16 == 0
         and head_dim <= 256
         and kv_dtype in _KV_DTYPES
         and block_size <= 128
         and _is_power_of_two(block_size)
+        and num_groups <= 64
     )
-
-
-def _can_rotate(*, head_dim: int, rotary_dim: int, **facts: Any) -> bool:
-    return rotary_dim <= head_dim and rotary_dim % 2 == 0 and _can_write(head_dim=head_dim, **facts)
 
 
 def _can_add_lora(rank: int, **_: object) -> bool:
@@ -103,11 +93,4 @@ def _can_add_lora(rank: int, **_: object) -> bool:
 
 
 register("paged_attention", "attention", "paged_attention", predicate=_can_attend)
-register("write_kv", "cache", "write_kv", predicate=_can_write)
-register("norm_rope_write", "cache", "norm_rope_write", predicate=_can_rotate)
-register("copy_blocks", "cache", "copy_blocks", dtypes=())
 register("add_lora", "lora", "add_lora", predicate=_can_add_lora)
-for _name in ("rms_norm", "gate_mul", "rope"):
-    register(_name, "elementwise", _name)
-register("argmax", "elementwise", "argmax", dtypes=(torch.float32,))
-register("sample", "sampling", "sample", dtypes=(torch.float32,), predicate=is_not_typical)
