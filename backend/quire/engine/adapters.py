@@ -51,15 +51,15 @@ Answer = Callable[[dict[str, Any] | QuireError], None]
 
 
 class AdapterRegistry:
-    """Which adapters requests may name.
+    """LoRA adapters that requests may name, with their weights.
 
     Args:
-        info: of the runner.
-        saved: what an engine had that died; None: there was none, and those of the configuration are read.
+        info: the runner's `RunnerInfo`.
+        saved: adapters of an engine that died; None: there was none, and those of the configuration are read.
 
     Raises:
-        CheckpointError: an adapter of the configuration cannot be read. (One of a dead engine is missed, and
-            its requests end: those of others go on.)
+        CheckpointError: an adapter of the configuration cannot be read. (A dead engine's adapter that
+            cannot be read is missing instead: the requests that name it end, others go on.)
     """
 
     def __init__(self, config: AdapterConfig, info: RunnerInfo, saved: SavedAdapters | None = None) -> None:
@@ -72,7 +72,7 @@ class AdapterRegistry:
         self._numbers = itertools.count(1)
         self._pool = ThreadPoolExecutor(1, "quire-adapters") if config.enable_lora else None
         self._reads: dict[Adapter, Future[ReadAdapter]] = {}
-        """Of weights that are needed again."""
+        """Reads of weights that are needed again, by adapter, until `poll` takes them in."""
         self._loads: deque[tuple[LoadAdapter, Path, Answer, Future[ReadAdapter]]] = deque()
         self._drains: list[tuple[Adapter, Answer]] = []
         self.slots = AdapterSlots(config.max_loras, self._find_weights) if config.enable_lora else None
@@ -101,7 +101,8 @@ class AdapterRegistry:
                 self._missing[name] = one, reason
 
     def saved(self) -> SavedAdapters:
-        """What another engine needs to have the same, and perhaps those that this one misses."""
+        """Returns the adapters for an engine in this one's place: its own, and those that it could not read,
+        as the other engine may."""
         missing = {name: one for name, (one, _) in self._missing.items()}
         present = {one.name: SavedAdapter(one.path, one.digest.hex()) for one in self._by_name.values()}
         return missing | present

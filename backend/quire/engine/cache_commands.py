@@ -89,7 +89,7 @@ class LoadAdapter(
 
     name: _AdapterName
     path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH_LENGTH)]
-    """Of its directory, below `lora_root`; one that is not absolute begins there."""
+    """Path of the adapter's directory, below `lora_root`; a relative path begins there."""
 
 
 class UnloadAdapter(

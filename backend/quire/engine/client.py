@@ -165,7 +165,8 @@ class EngineClient:
             self._overdue_at = now  # its end takes a moment, or for ever where the kernel holds it
 
     def _due_of(self, connection: EngineConnection) -> float:
-        """By when the engine must have done something; inf: it has nothing to do."""
+        """Time at which the engine is overdue, CLOCK_MONOTONIC seconds; inf: it has nothing to do, no
+        heartbeat or no limit."""
         if connection.heartbeat is None:
             return math.inf
         beat, due = connection.heartbeat.read()

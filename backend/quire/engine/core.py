@@ -140,7 +140,7 @@ class EngineCore:
         self._num_failures = 0
         """Number of latest steps in a row that failed."""
         self.profile: StepProfile | None = None
-        """What records the steps, while someone wants to know."""
+        """Recorder of the steps for a profile; None: none is being recorded."""
         self._rest = ""
         """Why requests are refused: the engine is asleep, or to be; empty: it is awake."""
         self._seeds = itertools.count()
@@ -292,7 +292,7 @@ class EngineCore:
             self.profile.phase(name, step)
 
     def _collect(self, meanwhile: Callable[[Future[Any]], None] | None) -> ModelRunnerOutput:
-        """What the oldest step brought; an exception where it has failed, or one launched behind it."""
+        """Returns the oldest step's result; raises the error of that step, or of one launched behind it."""
         done = self.executor.collect()
         if not done.done():
             try:

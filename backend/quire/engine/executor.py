@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Computing(Protocol):
-    """What runners and executors have in common."""
+    """Interface that runners and executors have in common."""
 
     @property
     def info(self) -> RunnerInfo: ...
@@ -57,7 +57,7 @@ class Runner(Computing, Protocol):
 
 
 class Executor(Computing, Protocol):
-    """What computes, as the engine knows it; several ranks would be one executor, too."""
+    """Computes steps for the engine and gives futures of them; a `WorkerGroup`'s ranks are one executor."""
 
     depth: int
     """Steps that may be under way when the oldest is waited for: 1, or more where a device has a queue."""
@@ -66,10 +66,10 @@ class Executor(Computing, Protocol):
         """Takes a step; it is under way at the latest when the next collect() is called."""
 
     def sleep(self) -> Future[None]:
-        """As `Runner`, between steps."""
+        """Sleeps as `Runner.sleep` does; called between steps."""
 
     def wake(self) -> Future[None]:
-        """As `Runner`, after `sleep`."""
+        """Wakes as `Runner.wake` does; called after `sleep`."""
 
     def collect(self) -> Future[ModelRunnerOutput]:
         """Result of the oldest step; called again only when that is known."""

@@ -123,7 +123,7 @@ class EngineLoop:
         self._had_frontend = False
         self._stopping = False
         self._profile: tuple[StepProfile, bytes, str] | None = None
-        """What is being recorded, and for whom: identity, and token of the command."""
+        """Profile that is being recorded, and who gets it: identity of the frontend, token of its command."""
         self._switches: deque[tuple[bytes, str, Sleep | Wake]] = deque()
         """Commands to sleep and to wake that wait for the end of all requests: of whom, token, command."""
         self.was_told_to_stop = False
@@ -494,7 +494,8 @@ def _engine_info(core: EngineCore) -> EngineInfo:
 
 
 def _result_fingerprint(core: EngineCore) -> str:
-    """What computes, and where outputs end."""
+    """Fingerprint for the result cache: what computes (`EngineCore.fingerprint`), max_model_len and the token
+    ids that end a sequence; empty: nothing is cached."""
     if not core.info.kv_identity:
         return ""  # nobody needs it, or nothing is computed
     return f"{core.fingerprint} {core.info.max_model_len} {sorted(core.info.eos_token_ids)}"

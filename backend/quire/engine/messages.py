@@ -51,8 +51,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
     adapter: str = ""
     """Name of the LoRA adapter that it is computed with; empty: none."""
     adapter_digest: str = ""
-    """Of that one's content as the frontend knew it; what goes on (`num_deaths`) does so with no other.
-    Empty: not known."""
+    """Digest of the adapter's content as the frontend knew it; empty: not known. A request that goes on after
+    an engine's death (`num_deaths`) goes on with this content alone."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -127,7 +127,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """What a step brought for the requests of one frontend."""
+    """Outputs of the engine for the requests of one frontend: of a step, or of requests that were aborted or
+    refused."""
 
     outputs: list[EngineCoreOutput]
 

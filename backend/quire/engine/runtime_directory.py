@@ -31,9 +31,9 @@ from quire.errors import ConfigError
 POLL_S = 0.02
 MAX_STATE_BYTES = 64 * 1024
 MAX_RISK_BYTES = 4 * 2**20
-"""Of the ids of as many requests as an engine may run."""
+"""Most bytes read of an engine's requests at risk: the ids of as many requests as it may run."""
 MAX_ADAPTERS_BYTES = 64 * 2**20
-"""Of as many names and paths as an engine may know."""
+"""Most bytes read of an engine's adapters: names and paths of as many as it may know."""
 MAX_SOCKET_PATH = 107
 """Bytes of a socket's path, a limit of the kernel."""
 
@@ -159,7 +159,7 @@ class RuntimeDirectory:
         self.write("state.json", msgspec.json.encode(state))
 
     def read_risk(self, pid: int) -> Risk:
-        """What an engine that has ended said was at risk."""
+        """Reads the risk that an engine stated before it ended; NO_RISK: nothing readable was stated."""
         try:
             return _risk_decoder.decode(self.read(f"at-risk-{pid}", MAX_RISK_BYTES) or b"")
         except (msgspec.MsgspecError, ValueError):
@@ -170,7 +170,7 @@ class RuntimeDirectory:
             self.write(f"at-risk-{pid}", msgspec.json.encode(risk))
 
     def read_adapters(self) -> SavedAdapters | None:
-        """What the latest engine said of its adapters; None: nothing."""
+        """Reads the adapters that the latest engine stated; None: nothing readable was stated."""
         try:
             return _adapters_decoder.decode(self.read("adapters.json", MAX_ADAPTERS_BYTES) or b"")
         except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -183,7 +183,12 @@ class RuntimeDirectory:
             logger.error("engine: an engine in its place will not know of its adapters: %s", error)
 
     def heartbeat(self, pid: int, watchdog_s: float | None = None) -> Heartbeat | None:
-        """Of the engine with this pid, which makes it and states `watchdog_s`. None: there is none."""
+        """Opens the heartbeat of the engine with this pid; None: there is none.
+
+        Args:
+            watchdog_s: seconds that the engine may be silent. Only the engine itself states it, and thereby
+                makes the file. None: the file is only opened.
+        """
         flags = os.O_RDWR | (0 if watchdog_s is None else os.O_CREAT)
         try:
             fd = self._open(f"heartbeat-{pid}", flags)

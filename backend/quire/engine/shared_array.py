@@ -60,9 +60,10 @@ class SharedArray(msgspec.Struct, frozen=True, tag="shared"):
 
 
 class EmbedsBuffer:
-    """What the writers' sides on host and device have in common: the bytes that both hold are one sum.
+    """Common part of the writers' buffers on host and device: it counts the bytes of both in one sum.
 
-    The engine's memory lives as long as its request, and so should this object: `total_bytes` counts it.
+    The engine's memory lives as long as its request, and so should this object: its bytes count in
+    `total_bytes` until it is deleted.
     """
 
     total_bytes: ClassVar[int] = 0

@@ -62,7 +62,7 @@ class EngineAddress:
     """Where it says what is at risk, and beats; None: nowhere."""
 
     def risk(self) -> Risk:
-        """What was at risk when it died."""
+        """Reads which requests were at risk when the engine died; NO_RISK: none, or it is not known."""
         with self._opened() as directory:
             return NO_RISK if directory is None else directory.read_risk(self.pid)
 
@@ -305,8 +305,11 @@ _NAME = re.compile(r"(?P<server>quire-[0-9]{1,10}-(?P<pid>[0-9]{1,9})-[0-9a-f]{8
 
 
 def _server_name(pid: int, start_time: int) -> str:
-    """What the directories of a server's engines begin with. A container's server has the pid of the one
-    before it, whose files may still be there."""
+    """Returns the beginning of the names of the directories of a server's engines.
+
+    Start time and boot id are part of it: a container's server has the pid of the one before it, whose files
+    may still be there.
+    """
     return f"quire-{os.getuid()}-{pid}-{_digest(f'{start_time} {_boot_id()}')[:8]}"
 
 

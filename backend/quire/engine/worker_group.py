@@ -143,7 +143,7 @@ class Worker:
             raise self.lost() from None
 
     def lost(self) -> WorkerLostError:
-        """What is raised where it is gone."""
+        """Makes the error to raise where the worker is gone; waits a second at most for its exit status."""
         status = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self.process.wait(1.0)
@@ -173,7 +173,7 @@ class WorkerGroup:
         """Results of steps that are done and not collected, the oldest first."""
         self._num_computing = 0
         self._answers: dict[int, Any] = {}
-        """By rank, what those have answered that did not have to wait for the others."""
+        """Answers by rank, of workers that have answered while others are waited for."""
         self._tiers: KVTiers | None = None
         size = config.model.tensor_parallel_size
         self._meeting = os.memfd_create("quire-ranks")

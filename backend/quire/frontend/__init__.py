@@ -1,1 +1,1 @@
-"""What lies between token ids and what callers see: text, stop strings, outputs."""
+"""Processing between token ids and what callers see: text, stop strings, outputs."""

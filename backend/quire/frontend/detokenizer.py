@@ -49,7 +49,7 @@ def _byte_letters() -> dict[str, int]:
 
 
 class TokenDecoder:
-    """What detokenization needs of a tokenizer; shared by all requests.
+    """Decoder of a tokenizer: all that detokenization needs of it, shared by all requests.
 
     Args:
         tokenizer: a tokenizer of transformers, or a `tokenizers.Tokenizer`.
@@ -87,9 +87,10 @@ class TokenDecoder:
             if rust is None or type(rust.model).__name__ != "BPE" or forced:
                 self.clean_up = tokenizer.clean_up_tokenization
         self._is_visible: tuple[dict[int, bool], dict[int, bool]] = ({}, {})
-        """By token id, without and with `skip_special_tokens`; of those that were asked for."""
+        """Whether a token is visible, by token id: first without `skip_special_tokens`, then with it. Filled
+        when asked."""
         self._texts: dict[int, str] = {}
-        """Of single tokens that were asked for."""
+        """Texts of single tokens by token id; filled when asked."""
         self.byte_fallback = self._has_byte_fallback()
         self._bytes_of_letters = _byte_letters() if self._is_byte_level() else {}
         self.sentinel = self._find_sentinel() if self.byte_fallback else None

@@ -52,15 +52,17 @@ class OutputProcessor:
     answer: Answer | None = None
     """Parser of the text, where it is an answer to chat messages."""
     place: int | None = None
-    """What is told as its index where choices are ranked here; None: `index`."""
+    """Index of the choice in its responses, where choices are ranked here; None: `index`."""
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_draft_tokens: int = 0
-    """As of `EngineCoreOutput`, like the next; after an engine's death of the next one alone."""
+    """Draft tokens tried for the choice so far; `num_accepted_drafts`: those that were right. After an
+    engine's death both count the next engine's alone."""
     num_accepted_drafts: int = 0
     seed: int | None = None
-    """As of `EngineCoreOutput`."""
+    """Seed of the request's draws, known from the first output of choice 0 and to it alone; None: nothing is
+    drawn, or it is not known."""
     num_continuations: int = 0
     """Engines that have died before it ended."""
     paused_s: float = 0.0
@@ -68,7 +70,8 @@ class OutputProcessor:
     paused_at: float = 0.0
     """When it was paused by a death, CLOCK_MONOTONIC seconds; 0: it goes on."""
     admitted_at: float = 0.0
-    """As of `EngineCoreOutput`, like the next; 0: not known yet, or never."""
+    """When the request first ran; `first_token_at`: when the engine took in the choice's first token.
+    CLOCK_MONOTONIC seconds; 0: not known yet, or never."""
     first_token_at: float = 0.0
     taken_at: float = 0.0
     """When it had its latest tokens, where somebody measures that (`triton/vllm_metrics.py`)."""
@@ -109,12 +112,12 @@ class OutputProcessor:
 
     @property
     def mean_logprob(self) -> float:
-        """Of its tokens."""
+        """Mean log-probability of its tokens; 0 where none is known."""
         return (self.cumulative_logprob or 0.0) / max(self.num_output_tokens, 1)
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Of the tokens that have become text."""
+        """Reasoning tokens among those that have become text; 0 where answers are not parsed."""
         return 0 if self.answer is None else self.answer.num_reasoning_tokens
 
     @property
@@ -238,7 +241,7 @@ class OutputProcessor:
             answer.finish()
 
     def take_prompt_logprobs(self, other: OutputProcessor) -> None:
-        """Those that another choice of the request was to tell."""
+        """Moves the prompt's log-probabilities here from the choice of the request that got them."""
         found, other._prompt_logprobs = other._prompt_logprobs, None
         self._prompt_logprobs = found or self._prompt_logprobs
 
@@ -258,7 +261,7 @@ class OutputProcessor:
             self.error, self.error_code = error, error_code
 
     def take_ready(self) -> RequestOutput | None:
-        """As `take`; None where there is neither the end, nor text, nor (without a tokenizer) token ids."""
+        """Returns what `take` does; None: neither the end, nor text, nor (without a tokenizer) token ids."""
         self._decode(flush=self.finished)
         has_parts = self.answer is not None and not self.answer.is_empty
         if self._text or has_parts or self.finished or (self._detokenizer is None and self._token_ids):
@@ -304,11 +307,11 @@ class OutputProcessor:
 
 
 def ranked_here(params: SamplingParams) -> tuple[SamplingParams, int]:
-    """What the engine is to be asked, and how many of its choices are to be told: the best; 0: all.
+    """Returns sampling parameters for the engine, and the number of best choices to answer with; 0: all.
 
     The choices of `best_of` are ranked here, as stop strings may end them here. The best have the highest
-    mean log-probability of their tokens, the one that ended a choice included, as the sampler reports it:
-    before temperature, filters, penalties and bans.
+    mean log-probability of their tokens, including the token that ended the choice. Log-probabilities are as
+    the sampler reports them: before temperature, filters, penalties and bans.
     """
     if (params.best_of or 0) <= params.n:
         return params, 0

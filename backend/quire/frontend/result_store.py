@@ -161,7 +161,7 @@ def summed(key: bytes, value: bytes) -> bytes:
 
 
 def checked(key: bytes, entry: bytes) -> bytes | None:
-    """What `summed` was given; None where that is not what the entry is."""
+    """Returns the value that `summed` was given; None: the entry's checksum is wrong."""
     value = entry[_SUM_BYTES:]
     return value if entry[:_SUM_BYTES] == xxhash.xxh3_128(key + value).digest() else None
 

@@ -1,4 +1,4 @@
-"""What /metrics tells of an engine's LoRA adapters, for people and for routers that look for one."""
+"""Metrics of an engine's LoRA adapters at /metrics, for people and for routers that look for an adapter."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MAX_TOLD = 400
 
 
 class AdapterMetrics:
-    """Of one engine; called by the thread that hears of it.
+    """Figures of one engine's LoRA adapters, kept by the thread that receives the engine's statistics.
 
     Args:
-        labels: of the engine.
-        max_loras: its slots.
+        labels: labels of the engine.
+        max_loras: the engine's slots for adapters.
     """
 
     def __init__(self, board: MetricsBoard, labels: Mapping[str, str], max_loras: int) -> None:
@@ -27,7 +27,7 @@ class AdapterMetrics:
         self._names: set[str] = set()
         self._figures: dict[tuple[str, ...], Figure] = {}
         self._counted: dict[tuple[str, str], int] = {}
-        """What the engine has told of each count of each adapter."""
+        """Latest count that the engine reported, by field of `AdapterStatus` and adapter name."""
         self._info = None if board.vllm is None else _RequestsInfo(board, board.vllm, max_loras)
 
     def begin(self, adapters: Sequence[AdapterStatus]) -> None:
@@ -87,7 +87,7 @@ class _RequestsInfo:
     def __init__(self, board: MetricsBoard, vllm: Mapping[str, str], max_loras: int) -> None:
         self._board, self._labels = board, {**vllm, "max_lora": str(max_loras)}
         self._figures: dict[tuple[frozenset[str], frozenset[str]], Figure] = {}
-        """By the adapters that run and those that wait."""
+        """Gauges by the names of the adapters with running requests and of those with waiting requests."""
         self._told: tuple[frozenset[str], frozenset[str]] | None = None
         self._told_at = 0.0
         self.tell((), ())  # part of all others, so it must be there before them

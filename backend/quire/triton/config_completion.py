@@ -1,4 +1,4 @@
-"""What Triton is told of a generator, and what the generator reads from its model directory.
+"""A generator's configuration: tensors to declare to Triton, and engine keys from its model directory.
 
 A model directory needs nothing but `config.pbtxt` with `backend: "quire"` and a checkpoint:
 - `1/quire.json` with engine keys, `model` among them (a path relative to `1/` or absolute), or

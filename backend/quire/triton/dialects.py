@@ -72,7 +72,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "output_kind": (),
 }
-"""What others can and we cannot, with the values that ask for nothing. Others are refused."""
+"""Parameters of other backends for features that are missing here, with the values that do without the
+feature. Null is accepted as well; any other value is refused."""
 
 _GUIDES = {
     "json": "json_object",
@@ -113,10 +114,10 @@ class Translation:
     """Sampling parameters beside the tensors, as `parse_sampling_params` takes them."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     names: dict[str, str] = field(default_factory=dict)
-    """What the client calls what has a name of ours."""
+    """Name that the client used, by our name of the field; errors name the client's."""
 
     def values(self, stated: Mapping[str, Any]) -> dict[str, Any]:
-        """What JSON or request parameters state, in our names."""
+        """Returns the values of JSON or request parameters by our names; `names` gets the client's."""
         for name in STRUCTURED_FIELDS:
             if stated.get(name) is not None and "structured_output" not in self.raw.tensors:
                 self.names.setdefault("structured_output", name)  # what a grammar lacks is told of it

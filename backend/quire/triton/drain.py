@@ -78,14 +78,16 @@ class ServerAnswer(threading.Thread):
         self._address: tuple[str, int] | None = None
         """Where the server has said yes."""
         self._pause_s, self._next_search = SEARCH_S, 0.0
-        """Of searches: what is behind the next one, and when that is due."""
+        """Seconds to pause behind the next search for the server's port, and when that search is due
+        (CLOCK_MONOTONIC seconds)."""
         self._num_vain = 0
         """Questions without a port to ask at."""
         self._question = threading.Event()
         self._answer: bool | None = None
 
     def is_wanted(self) -> bool | None:
-        """What the server answered since the last call, and asks it again. None: nothing."""
+        """Returns whether the server gives the model requests, as it answered since the last call; None: no
+        answer came. Has the thread ask again, and does not wait."""
         answer, self._answer = self._answer, None
         self._question.set()
         return answer

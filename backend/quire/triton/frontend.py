@@ -212,9 +212,10 @@ class TritonPythonModel:
                 self._responder.refuse(handle, UnavailableError(f"the request cannot be read: {error}"))
 
     def is_ready(self) -> bool:
-        """What servers from 26.03 on ask before they say READY; before that a loaded model always is.
+        """Whether the model is ready: servers from 26.03 on ask before they say READY.
 
-        False while the engine is started again or stuck, and while the model is being unloaded.
+        False while the engine is started again or stuck, while the model is being unloaded, and once the
+        responder's thread has ended. Earlier servers do not ask: to them a loaded model is always ready.
         """
         served = self._responder
         return served.is_alive() and served.engine.is_ready and not served.drain.is_on

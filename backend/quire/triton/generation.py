@@ -22,13 +22,13 @@ class Generation:
     handle: RequestHandle
     processor: RequestProcessor
     message: AddRequest
-    """As the first engine was given it; its embeddings' memory is open as long as the request is."""
+    """Message to the first engine. The memory of its embeddings stays open as long as the request does."""
     recording: Recording | None = None
     """Notes what engines say of the request."""
     num_deaths: int = 0
     """Engines that died and had it, since it last was no suspect (`core/probation.py`)."""
     num_kills: int = 0
-    """Those among them, in a row, that computed nothing else when they died."""
+    """Deaths among `num_deaths`, in a row up to the latest, at which the engine computed nothing else."""
 
     @property
     def is_over(self) -> bool:
@@ -43,10 +43,10 @@ class Generation:
         return self.num_kills == MAX_KILLS
 
     def next_message(self) -> AddRequest:
-        """What the next engine is told, so that the tokens that follow are those that would have followed.
+        """Returns the message with which the next engine goes on to the tokens that would have followed.
 
-        Draws come of the seed and a token's position. A beam search has sent nothing: it begins anew,
-        as does what had no token yet.
+        Random draws depend on the seed and the token's position. A beam search has sent nothing, so it begins
+        anew, as does a prompt that has no token yet.
         """
         message = msgspec.structs.replace(self.message, num_deaths=self.num_deaths)
         choices, params = self.processor.choices, message.sampling_params

@@ -27,7 +27,8 @@ none in the other lane takes the time of a step, and one tokenizer alone works o
 
 _GRAMMAR_NAMES = ("structured_output", "guided_", "response_format", '"tools"')
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|[67][0-9a-fA-F])")
-"""Of JSON; no ordinary client writes one, and it may hide a name."""
+"""JSON escape of an underscore or lower-case letter: no ordinary client writes one, and it may hide one of
+the names above."""
 _GRAMMAR_INPUTS = ("sampling_parameters", "messages", "chat_format")
 
 

@@ -1,4 +1,4 @@
-"""What this process tells Triton's /metrics: figures of its model's requests, and of the engine it shares.
+"""Metrics of this process at Triton's /metrics: figures of its model's requests, and of the engine it shares.
 
 Each update of a metric is a round trip to the server (20 to 100 us; 20 to 30 us of CPU on both sides). So
 everything is added up here, and a thread of its own sends what has changed, about twice a second, histograms
@@ -6,8 +6,8 @@ every four seconds. For the same reason histograms are counters, one per bucket,
 Triton's own take one observation a call.
 
 Metrics are never deleted (`immortal`). Two frontends may show the same one (instances of a model; a model
-that is reloaded, whose old stub ends after the new one has begun): their increments add up, but what one
-deletes the other goes on to write, into memory that the server has freed.
+that is reloaded, whose old stub ends after the new one has begun). Their increments add up. If one of them
+deleted the metric, the other would go on to write it, into memory that the server has freed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ FIRST_BUCKETS = (
     30.0,
     60.0,
 )
-"""Seconds; of OpenTelemetry's gen_ai.server.time_to_first_token, and two more for queues."""
+"""Bucket bounds in seconds: OpenTelemetry's of gen_ai.server.time_to_first_token, and two more for queues."""
 TOKEN_BUCKETS = (
     0.001,
     0.0025,
@@ -85,11 +85,13 @@ TOKEN_BUCKETS = (
     1.0,
     2.5,
 )
-"""Of gen_ai.server.time_per_output_token, and three more for small models."""
+"""Bucket bounds in seconds: OpenTelemetry's of gen_ai.server.time_per_output_token, and three more for small
+models."""
 REQUEST_BUCKETS = (
     0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 327.68,
 )  # fmt: skip
-"""Of gen_ai.server.request.duration, and two more for long answers."""
+"""Bucket bounds in seconds: OpenTelemetry's of gen_ai.server.request.duration, and two more for long
+answers."""
 
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "quire_time_to_first_token_seconds": (
@@ -201,7 +203,8 @@ class Figure:
         self.name, self.labels, self.is_gauge = name, labels, is_gauge
         self.value = 0.0
         self.shown = math.nan if is_gauge else 0.0
-        """What was sent; of a gauge nothing, as it may have been left by a process that was killed."""
+        """Value that was sent last. A gauge begins with NaN, so that its first value is always sent: a
+        process that was killed may have left another one."""
         self.is_info = False
         """Sent again now and then: the process before this one of a reloaded model sets it to 0 when it ends,
         which may be later."""
@@ -555,7 +558,7 @@ class EngineMetrics:
         self._lock.flush()
 
     def _tell_of(self, info: EngineInfo) -> None:
-        """What does not change; every model tells it of its engine."""
+        """Adds the gauges that describe the engine and never change; every model shows its engine's."""
         board, block_size, num_blocks = self._board, str(info.block_size), str(info.num_blocks)
         engine = board.gauge(
             "quire_engine_info",

@@ -1,4 +1,4 @@
-"""What is known of a request when it has ended, and who is told: metrics, traces and logs are observers."""
+"""RequestEnded, the record of a request that has ended, and its observers: metrics, traces and logs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
     """A cancellation or a cache command, which generates nothing."""
     is_stream: bool = False
     params: SamplingParams | None = None
-    """Of its first prompt; None: it was refused before they were known. May hold texts (stop strings)."""
+    """Sampling parameters of its first prompt. They may hold texts (stop strings). None: it was refused
+    before they were known."""
     n: int = 0
     """Choices of all its prompts together, with `best_of` all that were generated; 0 where `params` is
     None."""
@@ -45,7 +46,7 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed for it."""
     num_output_tokens: int = 0
-    """Of all choices, those included that the end kept from being sent."""
+    """Tokens generated for all choices, including those that the end kept from being sent."""
     num_reasoning_tokens: int = 0
     num_preemptions: int = 0
     num_draft_tokens: int = 0
@@ -59,7 +60,8 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True):
     result_cached: bool | None = None
     """Whether its result came from the result cache; None: it was not looked up."""
     finish_reason: str
-    """Of the choice that ended last, as of `FinishReason`; of an error `error`, `cancelled`, `shutdown`."""
+    """Finish reason of the choice that ended last, a value of `FinishReason`; after an error `error`,
+    `cancelled` or `shutdown`."""
     error_code: str = ""
     """Name of Triton's status code, where it ended by an error."""
     is_chat: bool = False

@@ -22,7 +22,7 @@ MAX_INTERVAL_S = 0.25
 MAX_PERIOD_S = 0.1
 """Longest time between two steps that is waited for the next one's tokens."""
 _MEMORY = 0.98
-"""What is left of the weight of a measurement after the next one."""
+"""Share of a measurement's weight that is left after the next measurement."""
 
 
 class Pace:

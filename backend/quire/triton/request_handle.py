@@ -26,7 +26,7 @@ _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 _PLACES = {spec.name: place for place, spec in enumerate(outputs_of(batched=True))}
-"""Of each output in the order of its declaration."""
+"""Position of each output, by name, in the order of declaration."""
 _MESSAGE_CHARACTERS = 2000
 """Most characters of an error's message."""
 
@@ -35,9 +35,9 @@ class Response(NamedTuple):
     """A response to be sent."""
 
     message: Any
-    """Of pb_utils."""
+    """A `pb_utils.InferenceResponse`."""
     num_bytes: int
-    """What its tensors hold at least."""
+    """Bytes that its tensors hold at least."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class RequestHandle:
     external_id: str
     arrived_at: float = field(default_factory=time.monotonic)
     finish_reason: str = ""
-    """Of the choice that ended last."""
+    """Finish reason of the choice that ended last; empty: none has."""
     is_reported: bool = False
     """Whether observers know of its end."""
     parsed: ParsedRequest = field(default_factory=lambda: UNPARSED)
@@ -70,7 +70,7 @@ class RequestHandle:
     last_sent: dict[tuple[int, int], float] = field(default_factory=dict)
     """Time of the latest response of each (item, choice), CLOCK_MONOTONIC seconds; none before the first."""
     so_far: dict[tuple[int, int], RequestOutput] = field(default_factory=dict)
-    """What each (item, choice) has brought, where every response repeats it."""
+    """Whole output of each (item, choice) so far; kept where every response repeats it (`cumulative`)."""
     _first_sent: dict[tuple[int, int], float] = field(default_factory=dict)
     """Time of the first response of each."""
     step_s: float = 0.0
@@ -84,7 +84,7 @@ class RequestHandle:
 
     @property
     def named(self) -> dict[str, str]:
-        """What log lines call it."""
+        """Ids of the request, as extra fields of log records."""
         return {"request_id": self.request_id, "external_id": self.external_id}
 
     @property
@@ -168,7 +168,7 @@ class RequestHandle:
         return echo if is_first else ""
 
     def request_of(self, output: RequestOutput) -> ParsedRequest:
-        """What is asked of the prompt that an output belongs to."""
+        """Returns the parsed request of the prompt that an output belongs to."""
         return self.parsed.of_item(output.item)
 
     def _tensors(self, output: RequestOutput) -> tuple[int, list[Any]]:
@@ -393,5 +393,6 @@ _ARRAYS: dict[str, dict[str, _Array]] = {
         ),
     },
 }
-"""By `ParsedRequest.form` and name, but for `finish_reason`; "batched" tensors have a batch dimension and, as
-TensorRT-LLM's, one for the beams of a row."""
+"""Functions that make an output's tensor, by `ParsedRequest.form` and output name; `finish_reason` is made
+elsewhere. Tensors of "batched" have a batch dimension and, where TensorRT-LLM's do, one for the beams of a
+row."""

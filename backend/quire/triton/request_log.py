@@ -33,7 +33,8 @@ class RequestLog:
 
 
 def request_fields(record: RequestEnded) -> dict[str, Any]:
-    """What a log line says of a request; times in milliseconds, from its arrival if not named otherwise."""
+    """Returns the fields of a request's log line. Times are in milliseconds since its arrival, but
+    `paused_ms` is a duration."""
 
     def since_arrival(when: float) -> float | None:
         return round((when - record.arrived_at) * 1e3, 3) if when else None

@@ -98,20 +98,20 @@ _CONTROL["lora_name"] = _NAME
 _LAST_OUTPUTS = frozenset({"stop_reason", "timing", "num_reasoning_tokens"})
 """Known when a choice has ended; what asks for one of them gets it with the last response."""
 CHAT_OUTPUTS = frozenset({"reasoning_output", "tool_calls"})
-"""What an answer to chat messages has besides its text."""
+"""Outputs that an answer to chat messages has besides its text."""
 _LOGPROB_OUTPUTS = frozenset({"logprobs", "cumulative_logprob", "cum_log_probs", "output_log_probs"})
 _PROMPT_NAMES = tuple(spec.name for spec in PROMPT_INPUTS)
 
 _SEQUENCE_END = 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
 
 VLLM_DEFAULTS = SamplingParams(temperature=1.0, max_tokens=16)
-"""Those of vllm_backend, which does not ask the checkpoint."""
+"""Sampling defaults of vllm_backend, which does not ask the checkpoint for its own."""
 VLLM_STREAM_WITH_PROMPT = (
     "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
 )
-"""What vllm_backend says of a stream that shall begin with its prompt; its clients compare it."""
+"""Error message of vllm_backend for a stream that shall begin with its prompt; its clients compare it."""
 VLLM_NO_ADAPTERS = "LoRA feature is not enabled."
-"""Likewise of a request that names an adapter where there are none."""
+"""Error message of vllm_backend for a request that names an adapter where there are none."""
 MAX_SEQUENCES = 1024
 """Choices of all of a request's prompts together."""
 
@@ -225,11 +225,11 @@ class ParsedRequest:
     adapter: str = ""
     """Name of the LoRA adapter; empty: none."""
     adapter_digest: str = ""
-    """Of its content, where it is known."""
+    """Digest of the adapter's content, hexadecimal; empty: not known here, or no adapter."""
     results: Results | None = None
-    """What is replayed instead of asking the engine, for all prompts together."""
+    """Results to replay instead of asking the engine, for all prompts together; None: the engine is asked."""
     recording: Recording | None = None
-    """What the engine says, to be kept."""
+    """Recording of the engine's outputs for the result cache; None: they are not kept."""
 
     def of_item(self, item: int) -> ParsedRequest:
         return self.others[item - 1] if item else self
@@ -554,17 +554,18 @@ class RequestParser:
         return decoded
 
     def _command(self, raw: RawRequest) -> ParsedRequest:
-        """What is answered and generates nothing."""
+        """Makes the parsed form of a cancellation or command, which is answered and generates nothing."""
         outputs = raw.requested_outputs
         if outputs == self._all_outputs:
             outputs = frozenset({"text_output", "finish_reason"})
         return ParsedRequest([], self.defaults, raw.external_id, outputs, outputs, form=self._form)
 
     def _adapter(self, name: str, info: EngineInfo) -> AdapterStatus | None:
-        """What is known here of an adapter; the engine is asked for those that are not.
+        """Returns an adapter's status in the engine's latest list; None: no name, or a name that is not
+        listed. Whether an adapter that is not listed exists is for the engine to say.
 
         Raises:
-            InvalidArgumentError: it is none, in vllm_backend's words where its dialect is spoken.
+            InvalidArgumentError: the adapter is not listed, and the dialect is vllm_backend's; in its words.
         """
         found = next((one for one in info.adapters if one.name == name), None)
         if name and found is None and self.config.dialect == "vllm":
@@ -709,7 +710,8 @@ def _is_header(key: str) -> bool:
 
 
 def _chat_format(raw: RawRequest) -> ChatFormat | None:
-    """What the input of this name says; None where there is none, or it is empty (as for a text)."""
+    """Parses the input `chat_format`; None: it is missing, or empty, as a model that tokenizes sends it for a
+    text."""
     value: bytes = raw.tensors.get(CHAT_FORMAT, [b""])[0]
     if not value:
         return None
@@ -915,7 +917,13 @@ def _text(field: str, value: Any) -> Any:
 
 
 def _utf8(field: str, read: Callable[[], Any]) -> Any:
-    """What one of Triton's getters gives: texts, which it decodes only then (HTTP lets any bytes through)."""
+    """Calls `read`, a getter of Triton's or a `bytes.decode`, and returns its result.
+
+    Triton decodes texts only in its getters, and HTTP lets any bytes through.
+
+    Raises:
+        InvalidArgumentError: the bytes are not UTF-8; names `field`.
+    """
     try:
         return read()
     except UnicodeDecodeError as error:

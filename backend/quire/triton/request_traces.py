@@ -56,7 +56,7 @@ class RequestTraces:
 
     @classmethod
     def of_environment(cls) -> RequestTraces | None:
-        """What the standard variables ask for; None: nothing, or what they ask for is not installed."""
+        """Makes the observer that the standard variables ask for; None: none, or a package is missing."""
         environment = os.environ
         if (
             not any(environment.get(name) for name in _ENDPOINTS)
@@ -160,7 +160,10 @@ def phases_of(record: RequestEnded) -> list[tuple[str, float, float]]:
 
 
 def attributes_of(record: RequestEnded) -> dict[str, Any]:
-    """What OpenTelemetry's conventions for generative AI name, as far as it is known; `quire.*` is ours."""
+    """Returns the attributes of a request's span, as many as are known.
+
+    Names are those of OpenTelemetry's conventions for generative AI; `quire.*` is ours.
+    """
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": "chat" if record.is_chat else "text_completion",
         "gen_ai.provider.name": "quire",

@@ -225,7 +225,14 @@ class Responder(threading.Thread):
             self._abort_others(handle)
 
     def _messages(self, handle: RequestHandle, parsed: ParsedRequest) -> list[FrontendMessage]:
-        """What the engine is told; a request that generates gets its processors and its first poll."""
+        """Returns the messages to the engine for a request or command, and schedules its first poll.
+
+        A request that generates gets its processors. There is no message where no engine is needed: for a
+        request with results to replay, and for the cancellation of paused requests.
+
+        Raises:
+            UnavailableError: the model is being unloaded.
+        """
         now = time.monotonic()
         self._poll_later(handle, now + CANCEL_POLL_S)
         if parsed.cancel:
@@ -692,7 +699,7 @@ class Responder(threading.Thread):
 
 
 def _record(handle: RequestHandle, model: str, reason: str, error_code: str) -> RequestEnded:
-    """What is known of a request that ends now."""
+    """Makes the observers' record of a request that ends now."""
     parsed = handle.parsed
     choices = [choice for processor in handle.processors for choice in processor.choices]
     now = time.monotonic()

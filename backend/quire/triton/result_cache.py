@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire")
 
 VERSION = 2
-"""Of entries; those of another are not found."""
+"""Version of the entries' format; entries of another version are not found."""
 MAX_ENTRY_BYTES = 16 * 2**20
-"""Of one request's results."""
+"""Largest size of an entry, which holds the results of one request."""
 MAX_SHARE = 8
 """An entry may take this part of the memory."""
 _LASTING = (FinishReason.STOP.value, FinishReason.LENGTH.value)
@@ -45,7 +45,7 @@ _LASTING = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
 
 class ChoiceResult(msgspec.Struct, array_like=True):
-    """What the engine said of one choice."""
+    """Whole output of the engine for one choice."""
 
     item: int
     index: int
@@ -84,11 +84,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 @dataclass
 class Recording:
-    """What the engine says of a request that was not found."""
+    """Outputs of the engine for a request that was not found in the cache."""
 
     key: bytes
     fingerprint: str
-    """Of the engine that was asked."""
+    """Fingerprint of the engine that was asked (`EngineInfo`)."""
     adapters: dict[str, str] = field(default_factory=dict)
     """Digest of each adapter's content by its name, as they were then."""
     choices: dict[tuple[int, int], ChoiceResult] = field(default_factory=dict)
@@ -113,14 +113,14 @@ class Recording:
 
 
 class ResultCache:
-    """Of one frontend. Look-ups come from the intake's threads, all else from the responder's.
+    """Result cache of one frontend. The intake's threads call `look_up`, the responder's thread calls `keep`.
 
     Args:
         config: `result_cache_memory` and what belongs to it.
-        tokenizer: its directory, whose files decide what a grammar means; None: there is none.
+        tokenizer: its directory or file, whose content decides what a grammar means; None: there is none.
 
     Raises:
-        ConfigError: as `RedisStore`.
+        ConfigError: redis-py is not installed, or `result_cache_url` is no URL.
     """
 
     def __init__(self, config: CacheConfig, tokenizer: Path | None = None) -> None:
@@ -194,7 +194,7 @@ class ResultCache:
 
 
 def add_request(request_id: str, prompt: ParsedRequest, arrival_time: float) -> AddRequest:
-    """What the engine is told of a prompt."""
+    """Makes the engine's message for a prompt."""
     return AddRequest(
         request_id,
         prompt.prompt_token_ids,
@@ -209,10 +209,10 @@ def add_request(request_id: str, prompt: ParsedRequest, arrival_time: float) -> 
 
 
 def nothing_said(num_choices: list[int]) -> Results:
-    """What there is to say of prompts whose answers have no token.
+    """Returns the results of prompts whose answers have no token.
 
     Args:
-        num_choices: of each prompt.
+        num_choices: number of choices of each prompt.
     """
     places = [(item, index) for item, count in enumerate(num_choices) for index in range(count)]
     return Results(VERSION, [ChoiceResult(*place, [], FinishReason.LENGTH.value) for place in places])

@@ -47,7 +47,7 @@ HEADERS: dict[str, str] = {
 """Headers (in lower case) that may state a field, where the server forwards them as request parameters."""
 
 TRACE_HEADERS = ("traceparent", "tracestate")
-"""Those of a W3C trace context, likewise."""
+"""Headers of a W3C trace context (in lower case), where the server forwards them as request parameters."""
 
 
 def parse_scheduling_params(

@@ -1,7 +1,7 @@
-"""What vllm_backend shows at /metrics where a model's config.pbtxt says REPORT_CUSTOM_METRICS.
+"""Metrics of vllm_backend at /metrics, where a model's config.pbtxt says REPORT_CUSTOM_METRICS.
 
-The names, labels, buckets and meanings are its own and vLLM's: a choice of a request counts as a request, and
-a token counts when it comes. Its histograms are Triton's, which take a call for each value.
+Names, labels, buckets and meanings are those of vllm_backend and vLLM: a choice of a request counts as a
+request, and a token counts when it comes. The histograms are Triton's, which take a call for each value.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What an answer to chat messages is made of: content, reasoning and tool calls."""
+"""Parsers of answers to chat messages: content, reasoning and tool calls."""

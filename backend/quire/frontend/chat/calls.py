@@ -30,7 +30,7 @@ class ArgumentsReader:
         return self._reader.is_bad
 
     def feed(self, text: str, start: int) -> int:
-        """As of JsonReader."""
+        """Takes the arguments' part of `text[start:]`; returns the index behind it, as `JsonReader.feed`."""
         end = self._reader.feed(text, start)
         self._sink.arguments(text[start:end])
         if self.is_done:
@@ -89,7 +89,7 @@ class CallReader:
         return "".join(self._raw)
 
     def feed(self, text: str, start: int) -> int:
-        """As of JsonReader."""
+        """Takes the call's part of `text[start:]`; returns the index behind it, as `JsonReader.feed`."""
         end = self._reader.feed(text, start)
         if not self.has_begun:
             self._raw.append(text[start:end])

@@ -48,7 +48,7 @@ class ToolFormat:
     signs: tuple[str, ...]
     """Any of them in a chat template says that it is this format."""
     markers: tuple[str, ...]
-    """What the parser has to see, though it may be special tokens."""
+    """Strings that the parser has to see; the decoder shows those among them that are special tokens."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ReasoningFormat:
     open_tag: str
     close_tag: str
     forced: str = ""
-    """What ends reasoning when its budget is used up; empty: the closing tag."""
+    """Text that ends reasoning when its budget is used up; empty: the closing tag."""
 
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
@@ -91,7 +91,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         ("<|python_tag|>",),
     ),
 }
-"""By name; the first whose sign is in a template is taken."""
+"""Tool formats by name; tool_parser "auto" takes the first whose sign is in the chat template."""
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "harmony": ReasoningFormat(
@@ -101,7 +101,8 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "magistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "seed": ReasoningFormat("<seed:think>", "</seed:think>"),
 }
-"""By name; a template that has the closing tag is of this format (harmony: its channels)."""
+"""Reasoning formats by name; reasoning_parser "auto" takes harmony where the chat template has channels, else
+the first whose closing tag is in it."""
 
 
 class ChatParsing:
@@ -131,7 +132,7 @@ class ChatParsing:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, config: FrontendConfig) -> ChatParsing | None:
-        """As a model's configuration has it; None where there is no tokenizer."""
+        """Makes the parsers that a model's configuration asks for; None: there is no tokenizer."""
         if tokenizer is None:
             return None
         found = cls(tokenizer.hf, config.tool_parser, config.reasoning_parser)

@@ -26,7 +26,7 @@ _NUMBER: dict[str, dict[str, str]] = {
     "sign": dict.fromkeys(_DIGITS, "power"),
     "power": dict.fromkeys(_DIGITS, "power"),
 }
-"""What may follow in a number (RFC 8259), by what came last."""
+"""Next state in a number (RFC 8259), by the state and the next character; a state names what came last."""
 _NUMBER_ENDS = frozenset(("zero", "integer", "fraction", "power"))
 
 _CLOSES = (
@@ -67,7 +67,8 @@ class JsonReader:
         self._open: list[str] = []
         self._expect = "value"
         self._rest = ""
-        """Of a literal what is to come, of a number its state, of a \\u escape a sign for each digit."""
+        """Progress in the present value: the characters to come of a literal, the state of a number (a key of
+        _NUMBER), or a sign for each digit to come of a \\u escape."""
         self._is_key = False
         self._key: list[str] = []
         self._key_size = 0

@@ -84,7 +84,7 @@ class TextMachine:
         self._end()
 
     def _end(self) -> None:
-        """What is left when no state goes on."""
+        """Handles the text that is left when no state goes on: it is content."""
         self.sink.text(self._rest())
 
     def _rest(self) -> str:

@@ -131,7 +131,7 @@ class AnswerSink:
         self._num_begun += 1
 
     def arguments(self, piece: str) -> None:
-        """Of the newest call."""
+        """Adds a piece of the newest call's arguments."""
         if not piece or self.is_closed:
             return
         index = self._num_begun - 1

@@ -23,12 +23,12 @@ class CallForm:
     begin: str
     end: str
     before: str = ""
-    """Before the first call."""
+    """Text before the first call."""
     between: str = ""
     behind: str = ""
-    """Behind the last call."""
+    """Text behind the last call."""
     trigger: str = ""
-    """What begins a call in free text and nothing else; empty: there is no such text."""
+    """Text that stands only at the beginning of a call, even in free text; empty: there is no such text."""
     is_single: bool = False
     """Whether the answer ends with the call."""
     arguments: Callable[[Mapping[str, Any]], Format] | None = None

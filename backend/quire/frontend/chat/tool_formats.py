@@ -141,8 +141,11 @@ class Mistral(ObjectMachine):
 
 
 class DeepSeek(TextMachine):
-    """Behind `<｜tool▁call▁begin｜>`: `function<｜tool▁sep｜>name` and fenced arguments (V3, R1), or
-    `name<｜tool▁sep｜>` and the arguments (V3.1); then `<｜tool▁call▁end｜>`."""
+    """Calls of DeepSeek between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>`.
+
+    V3 and R1 write `function<｜tool▁sep｜>name` and fenced arguments.
+    V3.1 writes `name<｜tool▁sep｜>` and the arguments.
+    """
 
     _SEPARATOR = Markers("<｜tool▁sep｜>")
     _BRACE = Markers("{")
