@@ -26,9 +26,9 @@ class LayerContext(NamedTuple):
     """float32 [num_tokens, rotary_dim // 2] of the layer's kind of rotary embedding, as is `sin`."""
     sin: torch.Tensor
     kv_layer: KVLayer
-    """What the layer keeps of tokens: written for the new ones, read for all."""
+    """View of the layer's KV cache: written for the new tokens, read for all."""
     meta: AttentionMetadata
-    """Which tokens belong together, and where their past is, in the layer's KV group."""
+    """Metadata of the layer's KV group: which tokens belong together, and where their past is."""
     adapters: AdapterStep | None = None
     query_factors: torch.Tensor | None = None
     """float32 [num_tokens]; see `QueryScaling`. None: queries are not scaled."""

@@ -27,7 +27,7 @@ class Embedding(nn.Module):
     """
 
     tensors: LayerTensors
-    """What the loader fills, between `allocate` and `pack`."""
+    """Tensors that the loader fills, between `allocate` and `pack`."""
     packed: PackedLinear
     """The table as output head, whose rows are looked up unless there is a `table`; none before `pack`."""
     table: torch.Tensor | None
@@ -90,16 +90,17 @@ class Embedding(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Of the packed weights."""
+        """Bytes of the packed weights, `table` included."""
         return self.packed.nbytes + (0 if self.table is None else self.table.nbytes)
 
     def packed_bytes(self, device_type: str) -> int:
-        """What `pack` will return on such a device, about."""
+        """Bytes that the weights will have on such a device once they are packed, about."""
         table = self._kept_table()
         return self.tensors.packed_bytes(None, device_type) + (0 if table is None else table.nbytes)
 
     def weights(self) -> Iterator[Weight]:
-        """What the table's tensors fill."""
+        """Weights to be filled, one for each of the table's tensors; raises ConfigError where ranks cannot
+        divide one."""
         for tensor in self.tensors.stored():
             part = None
             if self.ranks.size > 1:

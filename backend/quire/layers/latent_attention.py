@@ -32,7 +32,7 @@ from quire_kernels.quantized_kv import KVLayer, data_of
 from quire_kernels.weights import PackedHeads
 
 _NORM_EPS = 1e-6
-"""Of the norms of latents, whatever config.json says of the others."""
+"""Epsilon of the norms of latents, whatever config.json says of the others."""
 EXPANDED_BYTES = 2**30
 """Most memory for keys and values of a step's expanded contexts; with more, a step is absorbed."""
 
@@ -111,7 +111,7 @@ class LatentAttention(nn.Module):
 
     @property
     def absorbed_bytes(self) -> int:
-        """Of what `finish` makes."""
+        """Bytes of the matrices that `finish` makes."""
         latent = self.latent
         numbers = self.num_heads * (latent.nope_dim + latent.value_dim) * latent.kv_rank
         return numbers * self.kv_up.dtype.itemsize
@@ -189,13 +189,13 @@ class LatentAttention(nn.Module):
 
     @property
     def head_size(self) -> int:
-        """Of an expanded key or value: the larger of both, in whole vectors of every kernel."""
+        """Size of an expanded key or value: the larger of both, in whole vectors of every kernel."""
         latent = self.latent
         return -(-max(latent.nope_dim + latent.rope_dim, latent.value_dim) // 32) * 32
 
     def _split(self, meta: AttentionMetadata, block_size: int) -> tuple[Part | None, Part | None]:
-        """What of a batch is expanded, and what of the others is not (None: nothing); (None, None): all is
-        absorbed."""
+        """Sequences of a batch that are expanded, and the others, which are absorbed (None: there are none);
+        (None, None): all are absorbed."""
         least = self.least_expanded
         # Recorded pieces end at one attention, over the cache.
         if least is None or meta.interrupt is not None or meta.max_query_len < least:

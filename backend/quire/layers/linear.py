@@ -33,7 +33,7 @@ class Weight(NamedTuple):
     name: str
     memory: torch.Tensor
     part: Part | None = None
-    """Which part of the tensor is this rank's; None: the whole."""
+    """This rank's part of the tensor; None: the whole."""
 
 
 class PartSlots:
@@ -92,9 +92,9 @@ class Linear(nn.Module):
     """
 
     tensors: LayerTensors
-    """What the loader fills, between `allocate` and `pack`."""
+    """Tensors that the loader fills, between `allocate` and `pack`."""
     packed: PackedLinear
-    """What computes; there is none before `pack`."""
+    """Weights in the form that computes; there are none before `pack`."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Linear(nn.Module):
         self.in_features, self.parts, self.bias, self.dtype = in_features, dict(parts), bias, config.dtype
         self.parallel, self.activation = parallel, activation
         self.slots: list[PartSlots] = []
-        """Of each part, where adapters are in use; see `worker/adapters.py`."""
+        """Slots for adapters of each part; empty where adapters are not in use. See `worker/adapters.py`."""
 
     def forward(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
         """x [num_tokens, in_features] to [num_tokens, sum of the parts], or half of it with an activation."""
@@ -161,11 +161,11 @@ class Linear(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Of the packed weights."""
+        """Bytes of the packed weights."""
         return self.packed.nbytes
 
     def packed_bytes(self, device_type: str) -> int:
-        """What `pack` will return on such a device, about."""
+        """Bytes that the weights will have on such a device once they are packed, about."""
         return self.tensors.packed_bytes(self.activation, device_type)
 
     def make_slots(self, num_slots: int, max_rank: int, device: torch.device) -> None:
@@ -178,7 +178,7 @@ class Linear(nn.Module):
             self._ungated = self.packed.ungated()
 
     def weights(self) -> Iterator[Weight]:
-        """What the parts' tensors fill."""
+        """Weights to be filled, one for each of the parts' tensors."""
         ranks = self.ranks
         for name, memory, out_dim, in_dim in self.tensors.stored():
             dim = {"column": out_dim, "row": in_dim, None: None}[self.parallel]

@@ -65,7 +65,7 @@ class MixtureOfExperts(nn.Module):
     """
 
     packed: PackedExperts
-    """What computes the experts; there is none before `finish`."""
+    """Experts in the form that computes; there are none before `finish`."""
 
     def __init__(
         self,
@@ -98,6 +98,6 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def unread_bytes(self) -> int:
-        """Of the packed weights, what a step with one token does not read."""
+        """Bytes of the packed weights that a step with one token does not read."""
         each = [one.packed.nbytes for one in self.experts[0].modules() if isinstance(one, Linear)]
         return (len(self.experts) - self.gate.routing.num_chosen) * sum(each)

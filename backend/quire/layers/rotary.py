@@ -36,7 +36,7 @@ _ALIASES = {"su": "longrope", "mrope": "default"}
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """What config.json says about rotary embedding, in one form for old and new files."""
+    """Rotary embedding as config.json states it, in one form for old and new files."""
 
     rope_type: str
     theta: float
@@ -246,7 +246,7 @@ def _yarn(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, fl
 
 
 def yarn_scale(factor: float, mscale: float) -> float:
-    """What YaRN multiplies the lengths of queries and keys by (arXiv 2309.00071, section 3.4)."""
+    """Factor by which YaRN multiplies the lengths of queries and keys (arXiv 2309.00071, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -313,7 +313,7 @@ class RotaryEmbedding(nn.Module):
         return self.table
 
     def identity(self) -> list[Any]:
-        """What decides the rotation of a position, exactly, as JSON can hold it."""
+        """Numbers that decide the rotation of a position, exactly, as JSON can hold them."""
         axes = [] if self.axes is None else self.axes.tolist()
         return [self.frequencies.tolist(), self.attention_factor, axes]
 

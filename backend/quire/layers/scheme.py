@@ -17,7 +17,7 @@ class StoredTensor(NamedTuple):
 
     name: str
     memory: torch.Tensor
-    """What it fills."""
+    """Memory that the tensor fills."""
     out_dim: int | None
     """Dimension of the part's output features, which ranks divide in a column-parallel layer, if any."""
     in_dim: int | None
@@ -34,10 +34,10 @@ class LayerTensors(Protocol):
         makes has other numbers; else None."""
 
     def stored(self) -> Iterator[StoredTensor]:
-        """What the loader must fill."""
+        """Tensors that the loader must fill."""
 
     def pack(self, activation: str | None) -> PackedLinear:
-        """What computes the layer, once all is filled; for `activation` see `ops.pack_linear`."""
+        """Packs the filled tensors into the form that computes; for `activation` see `ops.pack_linear`."""
 
     def packed_bytes(self, activation: str | None, device_type: str) -> int:
         """Bytes of the weights that `pack` will keep on such a device, about."""
@@ -48,14 +48,15 @@ class LinearScheme(Protocol):
 
     @property
     def input_multiple(self) -> int:
-        """What the input features of every layer are a multiple of."""
+        """Divisor that the number of input features of every layer must have."""
 
     @property
     def of_routers(self) -> LinearScheme:
         """That of what chooses experts: small matrices, quantised only where the checkpoint has them so."""
 
     def identity(self) -> Any:
-        """What tells it from a scheme that takes the same stored bits for other numbers, as JSON has it."""
+        """Identity of the scheme, as JSON has it: differs from that of schemes that take the same stored bits
+        for other numbers."""
 
     def layer(
         self, names: Sequence[str], in_features: int, sizes: Sequence[int], *, bias: bool, dtype: torch.dtype
@@ -119,9 +120,9 @@ class DenseTensors:
 
 
 OF_HEADS: dict[str | None, str] = {"int4": "int8", "w4a8": "w8a8", "fp8": "fp8_weights"}
-"""What an output head has where other layers have a quantisation, if not the same. Four bits are too few for
-the logits; eight cost a fraction of what they save elsewhere; of fp8 by fp8 logits would be rounded to 16
-bits."""
+"""Quantisation of output heads, by that of the other layers, where the two differ. Four bits are too few for
+the logits, and eight in the head cost a fraction of what four save elsewhere. Products of fp8 with fp8 would
+round the logits to 16 bits."""
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,11 @@ class ExpertsConfig:
     """Mixture-of-experts layers: each token is computed by some of a layer's experts."""
 
     layers: tuple[int, ...]
-    """Which layers have them; the others have a feed-forward of `intermediate_size`."""
+    """Layers with experts; the others have a feed-forward of `DecoderConfig.intermediate_size`."""
     num_experts: int
-    """Of a layer, the shared one apart."""
+    """Number of a layer's experts, without the shared one."""
     intermediate_size: int
-    """Of one expert."""
+    """Inner size of one expert."""
     routing: Routing
     has_score_bias: bool = False
     """Whether a layer has a bias of each expert's score, for the choice."""
@@ -149,11 +149,11 @@ class ExpertsConfig:
 
 
 class NormNames(NamedTuple):
-    """What the norms of a layer are called in checkpoints; None: there is none in that place."""
+    """Names of a layer's norms in checkpoints; None: there is no norm in that place."""
 
     attention_input: str | None
     attention_output: str | None
-    """Of what is added to the residual stream, as `mlp_output`."""
+    """Norm of what attention adds to the residual stream; `mlp_output` is that of the feed-forward's term."""
     mlp_input: str | None
     mlp_output: str | None
 
@@ -190,15 +190,15 @@ class LatentConfig:
     """Multi-head latent attention; see `LatentAttention`."""
 
     kv_rank: int
-    """Of the latent of which all keys and values are made."""
+    """Size of the latent from which all heads' values, and their keys but for the rotated part, are made."""
     query_rank: int | None
-    """Of that of queries; None: they are made of the hidden state."""
+    """Size of the latent from which queries are made; None: they are made of the hidden state."""
     nope_dim: int
     """Dimensions of a head's queries and keys that are not rotated."""
     rope_dim: int
-    """Those that are."""
+    """Dimensions of a head's queries and keys that are rotated."""
     value_dim: int
-    """Of a head's values."""
+    """Dimensions of a head's values."""
     interleaved: bool
     """Whether pairs of neighbours rotate; else pairs (i, i + rope_dim / 2)."""
 
@@ -229,7 +229,8 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Of queries, keys and values as attention over the cache has them; so is `num_kv_heads`."""
+    """Size of a query, key or value in attention over the KV cache. With `latent`, this and `num_kv_heads`
+    describe the cached vectors and not the keys and values that are made of them."""
     max_position_embeddings: int
     """Longest sequence the checkpoint states; the default of `max_model_len`."""
     dtype: torch.dtype
@@ -260,16 +261,17 @@ class DecoderConfig:
     """Logits become softcap * tanh(logit / softcap)."""
     logits_divisor: float = 1.0
     embedding_scale: float | None = None
-    """What the embeddings of tokens (not those given by a request) are multiplied by."""
+    """Factor of the embeddings of tokens, but not of those given by a request; None: they are not scaled."""
     norms: NormNames = INPUT_NORMS
     residual_multiplier: float = 1.0
-    """Of what attention and feed-forward add to the residual stream."""
+    """Factor of what attention and feed-forward add to the residual stream."""
     wide_norms: bool = False
     """Norms' scales are float32 and apply before rounding."""
     per_layer_size: int = 0
-    """Of what each layer gets of a token beside hidden states; `DecoderModel.embed` has it behind these."""
+    """Size of a further input that each layer gets of a token, beside hidden states; 0: there is none. Rows
+    of `DecoderModel.embed` have those of all layers behind the hidden states."""
     unit_offset_norms: bool = False
-    """The same, and checkpoints hold them less 1."""
+    """Norms as with `wide_norms`, but checkpoints hold the scales less 1."""
     qkv_bias: bool = False
     out_bias: bool = False
     fused_qkv: bool = False
@@ -277,12 +279,13 @@ class DecoderConfig:
     fused_gate_up: bool = False
     """The same of feed-forward layers' gate and up: `gate_up_proj`."""
     mlp_bias: bool = False
-    """Of feed-forward layers, and of experts and what chooses them."""
+    """Whether feed-forward layers, experts and routers have biases."""
     deepstack_levels: int = 0
     """Layers, from the first on, behind which the rows of images add to the hidden states once more."""
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
-    """What keys and values are made of where one latent stands for those of all heads."""
+    """Sizes of latent attention, where one latent stands for the keys and values of all heads; None: the
+    model has other attention."""
     qk_norm: bool = False
     """RMSNorm over each query and key head before the rotary embedding, but for what follows."""
     qk_norm_whole: bool = False
@@ -350,7 +353,7 @@ class DecoderConfig:
 
     @property
     def _undivided(self) -> dict[str, bool]:
-        """What of families' own ranks cannot divide, and whether the model has it."""
+        """Properties of some families that ranks cannot divide, each with whether this model has it."""
         return {
             "projections that a checkpoint holds as one": self.fused_qkv or self.fused_gate_up,
             "norms of all heads together": self.qk_norm_whole,
@@ -359,14 +362,15 @@ class DecoderConfig:
 
     @property
     def num_weights(self) -> int:
-        """Of the matrices."""
+        """Number of weights in the model's matrices."""
         experts = self.experts
         tables = 1 if self.tie_word_embeddings else 2
         of_layers = self.layer_weights(0 if experts is None else experts.num_experts)
         return of_layers + tables * self.vocab_size * self.hidden_size
 
     def layer_weights(self, num_experts: int) -> int:
-        """Of the matrices of all layers, with so many of a layer's experts, and the shared one."""
+        """Number of weights in the matrices of all layers, with `num_experts` of a layer's experts, and the
+        shared one."""
         rows = self.num_layers * 3 * self.intermediate_size
         if self.experts is not None:
             inner = num_experts * self.experts.intermediate_size + self.experts.shared_size
@@ -376,12 +380,12 @@ class DecoderConfig:
 
     @property
     def attended_size(self) -> int:
-        """What of all heads goes into a layer's `o_proj`."""
+        """Input features of a layer's `o_proj`: the values of all heads."""
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     @property
     def _attention_weights(self) -> int:
-        """Of the matrices of a layer's attention."""
+        """Number of weights in the matrices of one layer's attention."""
         latent = self.latent
         if latent is None:
             return 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
@@ -407,7 +411,7 @@ class DecoderConfig:
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """Of each layer, whose keys and values it reads: its own, or, at the end, those of one before."""
+        """Layer whose keys and values each layer reads: its own or, for layers at the end, an earlier one."""
         return tuple(range(self.num_layers))
 
     @property
@@ -417,7 +421,7 @@ class DecoderConfig:
 
     @property
     def embedded_size(self) -> int:
-        """Of a row of `DecoderModel.embed`."""
+        """Size of a row of `DecoderModel.embed`."""
         return self.hidden_size + self.num_layers * self.per_layer_size
 
     @property
@@ -525,7 +529,8 @@ def ropes_by_layer_type(
 
 
 def layers_without_rope(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """Those with a 0 in `no_rope_layers`, or every `no_rope_layer_interval`th; raises CheckpointError."""
+    """Layers without rotary embedding: those with a 0 in `no_rope_layers`, or else every
+    `no_rope_layer_interval`th. Raises CheckpointError."""
     flags = hf.get("no_rope_layers")
     if not flags:
         interval = hf.require_int("no_rope_layer_interval", 4)

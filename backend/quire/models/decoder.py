@@ -94,12 +94,13 @@ class DecoderLayer(nn.Module):
         return self._output(mlp_output, self.mlp(normed, context.adapters)), residual
 
     def _output(self, norm: RMSNorm | None, x: torch.Tensor) -> torch.Tensor:
-        """What is added to the residual stream."""
+        """Term that is added to the residual stream: `x`, normalised and scaled as the model has it."""
         normed = x if norm is None else norm(x)
         return normed if self.residual_multiplier == 1 else normed * self.residual_multiplier
 
     def fused_weights(self, group: int) -> DecoderLayerWeights:
-        """What computes the layer; `group` says which of a step's metadata is its own."""
+        """Weights and switches with which `NativeDecoder` computes the layer; `group`: index of the layer's
+        metadata among those of a step."""
         attention, mlp = self.self_attn, self.mlp
         assert isinstance(attention, Attention)
         forward: FeedForwardWeights | ExpertsWeights
@@ -187,7 +188,7 @@ class DecoderModel(nn.Module):
         }
         self._places = {layer: own[source] for layer, source in enumerate(config.kv_layers)}
         self._packed_bytes = 0
-        """Of modules packed since memory was last given back."""
+        """Bytes of the modules packed since memory was last given back."""
         self._native: NativeDecoder | None = None
         self._kv_layers: tuple[KVLayers, list[KVLayer]] | None = None
         self.rotary = RotaryEmbedding(config.rope, max_model_len, device)
@@ -231,7 +232,7 @@ class DecoderModel(nn.Module):
         return config
 
     def kv_spec(self, kv_cache_dtype: str) -> KVSpec:
-        """What each layer keeps of a token.
+        """Spec of the KV cache: what each layer keeps of a token.
 
         Args:
             kv_cache_dtype: see `CacheConfig`.
@@ -311,7 +312,7 @@ class DecoderModel(nn.Module):
     def embed(
         self, input_ids: torch.Tensor, embeds: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """What the first layer gets, [num_tokens, embedded_size]; arguments as of `forward`."""
+        """Input of the first layer, [num_tokens, embedded_size]; the arguments are those of `forward`."""
         x = self.embed_tokens(input_ids)
         if embeds is not None:
             x.index_copy_(0, embeds[0], embeds[1][:, : self.config.hidden_size])
@@ -356,7 +357,7 @@ class DecoderModel(nn.Module):
     def _with_chunked(
         self, kv_cache: KVLayers, metas: Sequence[AttentionMetadata]
     ) -> Sequence[AttentionMetadata]:
-        """Those of each KV group, and behind them, if some layers are chunked, the same in chunks."""
+        """Metadata of each KV group, and behind them, if some layers are chunked, the same in chunks."""
         size = self.config.chunk_size
         if size is None or len(metas) > len(self.kv_groups):
             return metas
@@ -375,7 +376,7 @@ class DecoderModel(nn.Module):
         return self._native is not None
 
     def _native_for(self, kv_cache: KVLayers) -> NativeDecoder | None:
-        """What computes all layers in one call over this cache; None: nothing does."""
+        """Decoder that computes all layers in one call over this cache; None: there is none."""
         native = self._native
         return native if native is not None and native.can_use(self._layers_of(kv_cache)[0]) else None
 
@@ -405,7 +406,7 @@ class DecoderModel(nn.Module):
             self._packed_bytes = 0
 
     def packed_modules(self) -> Iterator[tuple[str, Linear | Embedding]]:
-        """What has a packed form, by name."""
+        """Modules that have a packed form, by name."""
         for name, module in self.named_modules():
             if isinstance(module, Linear | Embedding):
                 yield name, module
@@ -420,13 +421,13 @@ class DecoderModel(nn.Module):
         return num_bytes + sum(parameter.nbytes for parameter in self.parameters())
 
     def packed_bytes(self, device_type: str) -> int:
-        """What `pack` will return on such a device, about: before any weight is loaded."""
+        """Bytes that `pack` will return on such a device, about; known before any weight is loaded."""
         num_bytes = sum(module.packed_bytes(device_type) for _, module in self.packed_modules())
         return self._absorbed_bytes + num_bytes + sum(parameter.nbytes for parameter in self.parameters())
 
     @property
     def _absorbed_bytes(self) -> int:
-        """Of what is made of weights beside themselves."""
+        """Bytes of the matrices that latent attention makes of its weights and keeps beside them."""
         return sum(module.absorbed_bytes for module in self.modules() if isinstance(module, LatentAttention))
 
     def _fuse(self) -> NativeDecoder | None:
@@ -461,7 +462,8 @@ class DecoderModel(nn.Module):
         )
 
     def work(self, kv_token_bytes: int) -> ModelWork:
-        """What steps of the packed model take; `kv_token_bytes` is what a layer keeps of a token."""
+        """Bytes that steps of the packed model read, and operations that they compute; `kv_token_bytes` is
+        what a layer keeps of a token."""
         config, experts = self.config, self.config.experts
         size, latent = config.hidden_size, config.latent
         value_size = config.head_dim if latent is None else latent.kv_rank
@@ -492,7 +494,7 @@ class DecoderModel(nn.Module):
         return self.lm_head.best(hidden)
 
     def weights(self) -> Iterator[Weight]:
-        """What every tensor that the model needs fills."""
+        """Weights to be filled, one for every tensor that the model needs."""
         for path, module in self._named_modules():
             if isinstance(module, Linear | Embedding):
                 yield from module.weights()
@@ -509,7 +511,7 @@ class DecoderModel(nn.Module):
             yield path if path == "lm_head" else f"model.{path}", module
 
     def convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What is kept of a checkpoint's tensor; `name` is one of `weights()`."""
+        """Converts a checkpoint's tensor into what the model keeps; `name` is one of `weights()`."""
         config = self.config
         if config.unit_offset_norms and name.endswith("norm.weight"):
             return tensor.float() + 1.0
@@ -533,7 +535,8 @@ class DecoderModel(nn.Module):
         return tensor.clone()
 
     def split(self, stored: NamedTensor) -> Iterator[NamedTensor]:
-        """What a tensor of the checkpoint holds, under names that `canonical_name` takes: mostly itself."""
+        """Splits a tensor of the checkpoint into those that it holds, mostly itself alone, under names that
+        `canonical_name` takes."""
         yield stored
 
     def canonical_name(self, name: str) -> str:

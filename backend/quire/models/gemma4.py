@@ -27,7 +27,7 @@ from quire.models.vision_language import VisionLanguageModel
 from quire_kernels import ops
 
 _FULL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
-"""Of files that state none."""
+"""RoPE parameters of the layers that see everything, for files whose `rope_parameters` state none."""
 _OF_SHARED = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 _OTHER_PARTS = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
 
@@ -37,7 +37,7 @@ class Gemma4Config(DecoderConfig):
     """`head_dim` and `num_kv_heads` are those of layers with a window."""
 
     full_head_dim: int
-    """Of the layers that see everything, as the next one."""
+    """Head size of the layers that see everything, whose number of KV heads is `full_kv_heads`."""
     full_kv_heads: int
     values_are_keys: bool
     """Whether these layers' values are their keys before norm and rotation."""

@@ -25,15 +25,15 @@ _ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Of files that state none."""
+"""RoPE parameters for files that state none."""
 _ENDS = {
     "": ("weight", 3),
     "_bias": ("bias", 2),
     "_blocks": ("weight_packed", 4),
     "_scales": ("weight_scale", 3),
 }
-"""By what follows the matrix in the name of a tensor of all experts: the end of the names of one expert's
-tensors, and the number of dimensions."""
+"""Kinds of tensors that hold all experts, by what follows the matrix in their names: how names of one
+expert's tensors end, and how many dimensions the tensor of all experts has."""
 
 
 class GptOssLayer(DecoderLayer):

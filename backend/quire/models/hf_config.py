@@ -54,9 +54,9 @@ _SIZES = {
 
 
 MAX_SIZE = 2**24
-"""Of a model's dimensions: products of three of them, and bytes, have numbers."""
+"""Largest dimension of a model: with this bound, the bytes of any of its matrices fit a 64-bit number."""
 MAX_HEADS = 2**16
-"""And of the size of one."""
+"""Largest number of heads, and largest size of a head: their product is a dimension of matrices, too."""
 
 
 def _completed(path: Path, text: dict[str, Any]) -> dict[str, Any]:

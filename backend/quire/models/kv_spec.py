@@ -18,7 +18,7 @@ QUANTIZED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class KVSpec(Protocol):
-    """What one layer keeps of the tokens of a block; all layers of a pool have one spec."""
+    """Layout of one layer's keys and values for the tokens of a block; all layers of a pool have one spec."""
 
     def layer_bytes(self, block_size: int) -> int:
         """Bytes of `block_size` tokens."""
@@ -36,7 +36,7 @@ class KVLayers(Protocol):
     """A pool, as a model sees it."""
 
     def layer(self, index: int, shape: tuple[int, int] | None = None) -> KVLayer:
-        """What is kept for the layer at position `index` of its group; for `shape` see
+        """View of the pool for the layer at position `index` of its group; for `shape` see
         `DecoderLayer.kv_shape`."""
 
 

@@ -163,7 +163,8 @@ def _columns(tensor: torch.Tensor, *, index: int, count: int) -> torch.Tensor:
 
 
 def _chunked_layers(hf: HFConfig, without: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Those of `layer_types`, or else those with rotary embedding; raises CheckpointError."""
+    """Layers with attention in chunks: those that `layer_types` names, or else those with rotary embedding.
+    Raises CheckpointError."""
     types = hf.get("layer_types") or [
         "full_attention" if layer in without else "chunked_attention" for layer in range(num_layers)
     ]

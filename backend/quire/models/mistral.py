@@ -36,7 +36,7 @@ _ROPE = {
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-"""Of files of Ministral 3 that state none."""
+"""RoPE parameters for files of Ministral 3 that state none."""
 
 
 class Ministral3ForCausalLM(MistralForCausalLM):

@@ -1,4 +1,5 @@
-"""What a device can do at best, measured in about half a second: the roof that profiles are held against."""
+"""Peak memory bandwidth and speed of matrix products of a device, measured in about half a second. Profiles
+are held against them."""
 
 from __future__ import annotations
 

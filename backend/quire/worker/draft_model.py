@@ -38,7 +38,8 @@ _FEW = 16
 
 
 def draft_config(config: ModelConfig, target: DecoderConfig) -> ModelConfig:
-    """What the draft model of a model of this shape is loaded by."""
+    """Configuration for loading the draft model: `config` with its path, and with the target's longest
+    sequence where `max_model_len` is unset."""
     return replace(
         config, model=config.draft_model, max_model_len=config.max_model_len or target.max_position_embeddings
     )
@@ -67,7 +68,7 @@ class _Span(NamedTuple):
     """Tokens [begin, end) of a request that are to be computed."""
 
     row: int
-    """Of the block table."""
+    """Row of the block table."""
     begin: int
     end: int
 
@@ -88,9 +89,9 @@ class _Wanted:
     state: CachedRequest
     count: int
     span: _Span = _NOTHING
-    """What was missed of the request, as much as the step has room for."""
+    """Tokens of the request that the draft model has missed, as many of them as the step has room for."""
     drafts: list[int] = field(default_factory=list)
-    """Those made so far."""
+    """Ids of the draft tokens made so far."""
 
     @property
     def num_missed(self) -> int:

@@ -95,7 +95,7 @@ class Grammars:
 
 
 class DraftGrammar:
-    """What may follow a draft: a row's grammar as it is in one step alone."""
+    """Grammar behind one draft of a row, for a single step: which tokens may follow that draft."""
 
     __slots__ = ("_deadline", "_masks", "_number", "error")
 
@@ -105,7 +105,7 @@ class DraftGrammar:
         """Why it is not known; then nothing is drawn behind the draft."""
 
     def allowed(self, token_ids: Sequence[int]) -> Mask | None:
-        """As of `RowGrammar`. Sets `error`."""
+        """Mask of the tokens that may follow the draft. None: it is not known, and `error` is set."""
         mask = None
         try:
             mask = self._masks.result(max(0.0, self._deadline - time.monotonic()))[self._number]
@@ -149,7 +149,8 @@ class RowGrammar:
         self._begin(grammars.makes, RowGrammar._make)
 
     def allowed(self, token_ids: Sequence[int]) -> Mask | None:
-        """Which tokens may follow; None where it does not matter any more. Sets `error`."""
+        """Mask of the tokens that may follow. None: the grammar has failed and `error` is set, or it has
+        ended, so that what the step draws is dropped."""
         self._catch_up(token_ids)
         return self._wait()
 
@@ -172,7 +173,7 @@ class RowGrammar:
         return len(token_ids), False
 
     def behind(self, token_ids: Sequence[int], drafts: Sequence[int]) -> list[DraftGrammar]:
-        """What may follow each of the drafts behind these tokens, begun behind the next mask."""
+        """Grammars of the drafts behind `token_ids`, one each; their masks come after the row's next one."""
         self._catch_up(token_ids)
         masks = self._grammars.masks.submit(partial(RowGrammar._masks_behind, self, list(drafts)))
         deadline = time.monotonic() + MAX_WAIT_S
@@ -208,7 +209,7 @@ class RowGrammar:
         self._lane, self._task, self._mask = lane, task, lane.submit(partial(task, self))
 
     def _wait(self) -> Mask | None:
-        """What the task under way finds; sets `error` where it fails, or takes too long."""
+        """Waits for the mask of the task under way; sets `error` if that fails or takes too long."""
         while not self.error:
             try:
                 return self._mask.result(MAX_WAIT_S)

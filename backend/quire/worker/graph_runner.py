@@ -217,7 +217,7 @@ class DecodeGraphs:
             self._table.view(-1)[places] = blocks.int()
 
     def _graph(self, size: int, *, is_adapted: bool) -> Work:
-        """What computes a step of this size, recorded on first use."""
+        """Returns the replay of a decode step with this many rows, recorded on first use."""
         if (size, is_adapted) not in self._graphs:
             # Recording computes, and a step that is computed twice would take its own result for its input.
             self._inputs[:, :size] = to_device(self._padding, self.batch.device)
@@ -272,7 +272,7 @@ def token_sizes(max_num_tokens: int, few: bool = False) -> list[int]:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is recorded up to an attention, or behind the last one."""
+    """Recorded work between one layer's attention and the next, or before the first, or behind the last."""
 
     replay: Work
     attend: Attend | None
@@ -280,7 +280,7 @@ class Piece:
     group: int
     """The KV group of its layer."""
     head_dim: int
-    """Of its queries."""
+    """Size of a head of that attention's queries."""
 
 
 class PromptGraphs:
@@ -368,7 +368,7 @@ class PromptGraphs:
         return self._hidden[:count]
 
     def _pieces_of(self, size: int, *, is_adapted: bool) -> list[Piece]:
-        """What computes a step of this size, recorded on first use."""
+        """Returns the pieces of a step with this many tokens, in their order, recorded on first use."""
         if (size, is_adapted) not in self._pieces:
             self._pieces[size, is_adapted] = self._record(size, is_adapted)
         return self._pieces[size, is_adapted]

@@ -38,9 +38,9 @@ class CachedRequest:
     choices: list[SamplingRow] = field(default_factory=list)
     """Rows of choices 1, 2, ... until the first tokens are drawn."""
     position_delta: int = 0
-    """What positions behind the prompt differ by from the number of tokens before them."""
+    """Position of a token behind the prompt less its index; see `PromptEmbeds.position_delta`."""
     slot: int = -1
-    """Of its adapter; -1: it has none."""
+    """Slot of the request's adapter; -1: it has none."""
     pooled: torch.Tensor | None = None
     """float32 [hidden_size]: sum of the hidden states so far, where their mean is wanted."""
     num_drafted: int = 0
@@ -125,7 +125,8 @@ class StepInputs:
     sampling_rows: list[SamplingRow]
     """[num_samples]"""
     drafts: dict[int, Sequence[int]] = field(default_factory=dict)
-    """By row of the step, the tokens at its end that are guesses: it samples behind each, and before them."""
+    """Draft tokens at the end of a row, by row of the step. The row samples behind each of them, and behind
+    the token before the first."""
     choice_indices: torch.Tensor | None = None
     """int64 [num_samples]: which row of logits each sample is drawn from; None: each has its own."""
     first_draws: torch.Tensor | None = None
@@ -165,14 +166,16 @@ class InputBatch:
         self.device = device
         self._processors = processors or {}
         self._prompts: dict[str, int] = {}
-        """Of requests that ask for log-probabilities of their prompt: the first position not known yet."""
+        """First prompt position whose log-probabilities are to be computed, by id of the requests that ask
+        for them."""
         self.embedded: set[str] = set()
         """Requests whose embeddings are wanted, not tokens."""
         self.adapted: set[str] = set()
         """Requests with an adapter."""
         self._grammars = grammars
         self._last: StepInputs | None = None
-        """Of the step before, where the next one may differ by a token of each row."""
+        """Inputs of the step before, which the next step may bring forward by a token of each row. None: it
+        may not, as that step was not all decodes or the device is not a CPU."""
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         """The newest token drawn for each row of the block table, -1 where there was none to draw.
 
@@ -390,7 +393,7 @@ class InputBatch:
         return inputs
 
     def _adapters(self, scheduled: list[ScheduledRequest], lens: list[int]) -> AdapterStep | None:
-        """Of rows of `lens` tokens; None: none of them has one."""
+        """Adapter slots of a step's tokens; `lens`: tokens of each row. None: no row has an adapter."""
         slots = [self.requests[item.request_id].slot for item in scheduled]
         used = frozenset(slots) - {-1}
         if not used:
@@ -398,7 +401,8 @@ class InputBatch:
         return AdapterStep(to_device(np.repeat(np.array(slots, dtype=np.int32), lens), self.device), used)
 
     def _pool_rows(self, scheduled: list[ScheduledRequest], starts: list[int]) -> list[PoolRow]:
-        """Of the rows of this step; `starts`: each row's first token of the batch, and their end."""
+        """Rows of this step whose request wants an embedding; `starts`: each row's first token of the batch,
+        and the batch's end."""
         return [
             PoolRow(number, start, end, self.requests[item.request_id], item.samples)
             for number, (item, start, end) in enumerate(zip(scheduled, starts, starts[1:], strict=False))
@@ -406,7 +410,8 @@ class InputBatch:
         ]
 
     def _prompt_rows(self, scheduled: list[ScheduledRequest], starts: list[int]) -> list[PromptRow]:
-        """Of the rows of this step; `starts`: each row's first token of the batch."""
+        """Rows of this step whose request wants log-probabilities of its prompt; `starts`: each row's first
+        token of the batch."""
         rows = []
         for number, (item, start) in enumerate(zip(scheduled, starts, strict=False)):
             known = self._prompts.get(item.request_id)

@@ -41,11 +41,11 @@ class DeviceMemory:
 
     free: int
     total: int | None = None
-    """Of a GPU; None: the memory is the host's."""
+    """Bytes that a GPU has in all; None: the memory is the host's."""
 
     @classmethod
     def of(cls, device: torch.device, num_ranks: int = 1) -> DeviceMemory:
-        """What there is now; on the host what this process may take, which has so many ranks beside it."""
+        """Memory as it is now: a GPU's, or on the host an equal share for each rank of what is available."""
         if device.type == "cuda":
             return cls(*torch.cuda.mem_get_info(device))
         return cls(available_memory() // num_ranks)
@@ -109,7 +109,7 @@ def num_blocks_for(
 
 @dataclass(frozen=True)
 class KVLayout:
-    """What the blocks of a model's pool hold, and how many a sequence needs."""
+    """Contents of a block in a model's KV cache, and the number of blocks that a sequence needs."""
 
     spec: KVSpec
     layers_per_block: int
@@ -118,14 +118,16 @@ class KVLayout:
     groups: tuple[KVGroup, ...]
     max_step_tokens: int
     draft_bytes: int = 0
-    """What a draft model keeps of a block's tokens, in a pool of its own."""
+    """Bytes of the draft model's keys and values for a block's tokens, in a pool of its own; 0: there is no
+    draft model."""
 
     @classmethod
     def of(cls, config: EngineConfig, model: DecoderModel, draft: DecoderModel | None = None) -> KVLayout:
-        """Of a model and its draft model, if any, which need no weights for that.
+        """Layout for a model and its draft model, if any; neither needs weights for that.
 
         Raises:
-            ConfigError: `max_model_len` exceeds what the checkpoint allows.
+            ConfigError: `max_model_len` exceeds what the checkpoint allows, or `block_size` does not divide
+                the size of its attention chunks.
         """
         shape, asked = model.config, config.model.max_model_len
         size, kv_type = config.cache.block_size, config.cache.kv_cache_dtype
@@ -227,8 +229,8 @@ class KVCache:
         return self.blocks.nbytes
 
     def layer(self, index: int, shape: tuple[int, int] | None = None) -> KVLayer:
-        """What the operators take for the layer at position `index` of its group: a view of the pool; for
-        `shape` see `DecoderLayer.kv_shape`."""
+        """View of the pool for the operators of the layer at position `index` of its group; for `shape` see
+        `DecoderLayer.kv_shape`."""
         if (index, shape) not in self._layers:
             spec, memory = self._spec, self._memory[index]
             if shape is not None:

@@ -350,8 +350,8 @@ class ModelRunner:
         self._launched.clear()
 
     def warm_up(self) -> None:
-        """What is to be done once, before the first step: recording decode steps, and reading the vocabulary
-        for grammars, which would hold up a step later."""
+        """Records steps, and reads the vocabulary for grammars, once before the first step: either would hold
+        up a later step."""
         self._grammars.warm_up()
         with tuning.warm_up():
             if self.prompt_graphs is not None:
@@ -507,15 +507,16 @@ class LaunchedStep:
         self.samples: list[tuple[int, CachedRequest]] = []
         """Row and request of each draw, as in `StepInputs`."""
         self.drawn: tuple[Draw, HostCopy] | None = None
-        """What was drawn for `samples`, on its way to the host; None: nothing, or the host knows it."""
+        """Tokens drawn for `samples`, and their copy on its way to the host; None: nothing was drawn, or the
+        host knows it."""
         self.prompts: tuple[PromptLogprobs, HostCopy] | None = None
-        """As `drawn`, of the prompts' own tokens."""
+        """Log-probabilities of the prompts' own tokens, on their way to the host; None: as with `drawn`."""
         self.embeddings: tuple[list[int], HostCopy] | None = None
         """Rows of the step, and the embeddings that they bring."""
         self.grammars: list[RowGrammar | DraftGrammar | None] = []
-        """Of each draw; empty where none has one."""
+        """Grammar of each draw; empty where no draw has one."""
         self.drafts: dict[int, Sequence[int]] = {}
-        """As of `StepInputs`."""
+        """Draft tokens by row of the step, as in `StepInputs`."""
 
     def phase(self, name: str) -> None:
         """A phase of the step begins, if anyone wants to know."""
@@ -576,7 +577,7 @@ def attention_is_recordable(config: EngineConfig, shape: DecoderConfig, device: 
 
 
 def _attention_facts(config: EngineConfig, shape: DecoderConfig) -> list[dict[str, Any]]:
-    """What attention of single tokens is chosen by, for each kind of layer."""
+    """Facts by which decode attention gets its implementation, one dict for each window of the layers."""
     return [
         attention_facts(
             shape.num_heads,
@@ -593,7 +594,7 @@ def _attention_facts(config: EngineConfig, shape: DecoderConfig) -> list[dict[st
 
 
 def make_graph_backend(device: torch.device, enforce_eager: bool) -> GraphBackend | None:
-    """What records decode steps on this device; None: nothing does."""
+    """Backend that records steps as graphs; None: the device is not cuda, or every step runs eagerly."""
     return CudaGraphs() if device.type == "cuda" and not enforce_eager else None
 
 

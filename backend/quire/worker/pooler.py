@@ -47,7 +47,8 @@ class Pooler:
 
 
 def embedding_output(vector: torch.Tensor) -> RowOutput:
-    """What a row brings; `vector`: float32 [dimensions], on the host."""
+    """Output of a row with its embedding, or an error where that is not finite; `vector`: float32
+    [dimensions], on the host."""
     if not bool(torch.isfinite(vector).all()):
         return RowOutput(error="the model's hidden states are not finite: there is no embedding")
     return RowOutput(embedding=vector.numpy().astype("<f4", copy=False).tobytes())

@@ -48,7 +48,8 @@ _BAD_LOGITS = "the model's logits for this request are NaN or have no finite max
 
 @dataclass(slots=True)
 class Draw:
-    """What was drawn, still on the device of the logits: only `outputs` needs it on the host."""
+    """Tokens drawn and log-probabilities wanted, still on the device of the logits: only `outputs` needs them
+    on the host."""
 
     token_ids: torch.Tensor
     """int64 [N]; -1 where the logits hold NaN or have no finite maximum."""
@@ -56,7 +57,7 @@ class Draw:
     """(n rows, how many each reports beside the first, of n rows): the first is the chosen token, or a beam's
     best."""
     errors: dict[int, RowOutput] = field(default_factory=dict)
-    """By row, what ends it: its grammar allows nothing, or a logits processor failed."""
+    """Output with the error of each draw whose grammar or logits processor failed, by number of the draw."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -225,7 +226,7 @@ def _choose(
 def sampling_tensors(
     rows: Sequence[SamplingRow], edits: EditArrays | None, newest: torch.Tensor | None, device: torch.device
 ) -> SamplingTensors:
-    """What `ops.sample` needs; rows of beam search count as greedy. One copy to the device.
+    """Tensors that `ops.sample` needs; rows of beam search count as greedy. One copy to the device.
 
     Args:
         rows: N rows.

@@ -29,7 +29,7 @@ _NO_TOKENS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
 
 @dataclass(slots=True)
 class SamplingRow:
-    """What the sampler must know of the request behind one row of logits.
+    """Sampling state of the request behind one row of logits: all that the sampler must know of it.
 
     A runner that keeps the row of a request from step to step pays O(new tokens) per step for penalties
     and n-gram bans; a row made anew each step gives the same tokens and pays O(all tokens).
@@ -45,7 +45,7 @@ class SamplingRow:
     num_pending: int = 0
     """Tokens behind `token_ids` that are drawn already, but known to the device only."""
     grammar: RowGrammar | DraftGrammar | None = None
-    """What `params.structured_output` allows next; only a worker has it."""
+    """Grammar of `params.structured_output`, which says what tokens may come next; only a worker has it."""
     processors: RowProcessors | None = None
     is_beam: bool = field(init=False, repr=False, compare=False)
     """True when beam search asks for candidates instead of a token."""

@@ -99,7 +99,7 @@ class StepTimer:
             self._marks.end()
 
     def timing(self) -> StepTiming:
-        """What was noted; waits for the device."""
+        """Phases noted so far and, on cuda, the step's span on the device, for which it waits."""
         self.phase("")
         return StepTiming(self._phases, None if self._marks is None else self._marks.span())
 

@@ -30,7 +30,8 @@ class TopLogprobs:
 
     @classmethod
     def of(cls, logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> TopLogprobs:
-        """Those of `ops.top_logprobs`."""
+        """Log-probabilities of each row's given token and of its `most` most likely ones; see
+        `ops.top_logprobs`."""
         return cls(*ops.top_logprobs(logits, token_ids, most))
 
     @property
@@ -39,7 +40,7 @@ class TopLogprobs:
 
 
 def entries(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """What is told of each row.
+    """Log-probabilities to report for each row, as lists.
 
     Args:
         tensors: `TopLogprobs.tensors`, on the host.
@@ -53,7 +54,7 @@ def entries(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[Toke
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """What the tokens of prompts follow with, of one step."""
+    """Log-probabilities of prompt tokens, each behind a position that one step computed."""
 
     rows: list[PromptRow]
     found: TopLogprobs
@@ -88,7 +89,7 @@ class PromptLogprobs:
         return cls(rows, TopLogprobs(*(torch.cat(part) for part in zip(*parts, strict=True))))
 
     def outputs(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, list[TokenLogprobs]]]:
-        """Of each row its number in the step and an entry for each of its positions.
+        """Pairs of a row's number in the step and an entry for each of its positions, one pair for each row.
 
         Args:
             tensors: copies of `found.tensors` on the host.
