@@ -20,7 +20,7 @@ class Adapter:
 
     name: str
     path: str
-    """Of its directory, the latest one that had this content."""
+    """Path of its directory: of several with this content, the one that was loaded last."""
     rank: int
     """The largest of its layers."""
     digest: bytes
@@ -37,7 +37,7 @@ class AdapterTarget(NamedTuple):
     """A product that adapters may change: a part of a linear layer."""
 
     name: str
-    """Of the part among the model's layers: "layers.0.self_attn.q_proj"."""
+    """Name of the part among the model's layers: "layers.0.self_attn.q_proj"."""
     in_features: int
     out_features: int
 
@@ -87,4 +87,4 @@ class SavedAdapter(msgspec.Struct, frozen=True):
 
 
 SavedAdapters = dict[str, SavedAdapter]
-"""By name."""
+"""Saved adapters by name."""

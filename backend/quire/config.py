@@ -166,7 +166,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TenantLimits:
-    """What one tenant may use; None: no limit."""
+    """Limits of one tenant; None: no limit."""
 
     weight: Annotated[float, Meta(gt=0, le=10**9)] = 1.0
     """Share under queue_policy=fair."""
@@ -239,7 +239,8 @@ class SchedulerConfig:
     """File to which the engine writes one JSON line per step; empty: none."""
 
     def launches_ahead(self, device: str) -> bool:
-        """What `async_scheduling` comes to on a device."""
+        """Whether the next step is launched before this one's tokens are known: `async_scheduling`, or where
+        that is None, on all devices but the CPU."""
         return device != "cpu" if self.async_scheduling is None else self.async_scheduling
 
     @property
@@ -384,7 +385,7 @@ _KINDS = {key: kind for part in _PARTS.values() for key, kind in _kinds(part).it
 
 
 def problems_by_key(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """What is wrong with single keys of a configuration."""
+    """Problems of single keys of a configuration, by key; keys without any are left out."""
     found = {}
     for key, value in values.items():
         try:
@@ -451,7 +452,7 @@ def _convert(name: str, kind: Any, value: Any) -> Any:
 
 
 def _described(kind: Any) -> str:
-    """What an annotation allows, in words."""
+    """Values that an annotation allows, in words."""
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     base, *notes = get_args(kind) if get_origin(kind) is Annotated else (kind,)

@@ -32,7 +32,8 @@ LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 500_000,
 }
-"""Of llguidance, in its units; the lexer's fuel of a step is some 7 ms, its states some 100 MB."""
+"""Limits of a grammar, in llguidance's units (its LLParserLimits). The lexer's fuel of a step is some 7 ms,
+its states are some 100 MB."""
 SLICES = ("[a-z]{1,10}", "[a-z ]{1,10}")
 """Tokens that llguidance judges together where a lexeme may go on with any of them, beside its own choice,
 which is made for the strings of JSON: a bounded repetition of letters has a new state, and so a new mask,
@@ -116,7 +117,7 @@ class Vocabulary:
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """What a matcher has failed with, on one line."""
+    """Error of a matcher that has failed, on one line."""
     if "coerce_one_of" in matcher.get_error():
         return "oneOf: its schemas are not known to exclude each other; anyOf allows any of them"
     return " ".join(matcher.get_error().split("<backtrace>")[0].split())[:300]

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from quire.errors import InvalidArgumentError
 
 _MAX_BRANCHES = 64
-"""Of a `oneOf` that is looked into."""
+"""Most schemas of a `oneOf` that are compared with each other; a longer `oneOf` stays as it is."""
 _MAX_STEPS = 10_000
 """Schemas that are looked at to see what excludes what: references may go round in circles."""
 _LARGEST = 2.0**63 - 1024
@@ -49,7 +49,7 @@ class _Rewriting:
         self._root = root
         self._steps = 0
         self._listed: dict[int, Any] = {}
-        """Of `_constants`, by the id of an `enum`."""
+        """Results of `_constants`, by the id() of the schema's `enum`."""
 
     def schema(self, value: Any) -> Any:
         """A schema, or a list of schemas, or what stands in the place of one."""

@@ -37,8 +37,9 @@ MAX_ARGS = 16 * 1024
 
 
 class LogitsProcessor(Protocol):
-    """What an operator writes. It is made as `Class(**args)` for each sequence of a request, and anew after a
-    preemption; so it must follow from its arguments and `token_ids` alone."""
+    """A logits processor, which an operator writes. It is made as `Class(**args)` for each sequence of a
+    request, and anew after a preemption. So its effect must follow from its arguments and `token_ids`
+    alone."""
 
     def __call__(self, token_ids: Sequence[int], logits: torch.Tensor) -> None:
         """Changes the logits that the next token is drawn from, before penalties, bias, bans and filters.

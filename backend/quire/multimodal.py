@@ -1,4 +1,4 @@
-"""What a prompt holds besides tokens: embeddings of images, and where they go. No torch in here."""
+"""Multimodal prompts: embeddings of images, and where in the prompt they go. No torch in here."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ class PromptEmbeds:
 
     @property
     def position_delta(self) -> int:
-        """What to add to the index of a token behind the prompt to get its position."""
+        """Number to add to the index of a token after the prompt to get its position; 0 without
+        `position_ids`."""
         if self.position_ids is None:
             return 0
         return int(self.position_ids.max()) + 1 - self.position_ids.shape[1]
 
     def key_of(self, begin: int, end: int) -> bytes:
-        """What the keys and values of tokens [begin, end) depend on besides token ids: the images among
-        them, where these begin, and positions that are not a token's index."""
+        """Bytes for everything besides token ids that the keys and values of tokens [begin, end) depend on:
+        the images among them, where these begin, and positions that are not a token's index."""
         parts = [
             f"{content_hash}@{start - begin};".encode()
             for (start, length), content_hash in zip(self.spans, self.hashes, strict=True)

@@ -1,4 +1,4 @@
-"""What passes between the layers: scheduler -> model runner -> scheduler -> frontend.
+"""Types of the data that passes between the layers: scheduler -> model runner -> scheduler -> frontend.
 
 These are the only types that cross a layer. They hold no torch tensors, so that `quire.core` stays free
 of torch and a runner may live in another process.
@@ -22,7 +22,7 @@ from quire.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class NewRequestData:
-    """What a runner must know of a request it has not seen, or has dropped at a preemption."""
+    """Data of a request that the model runner has not seen yet, or has dropped at a preemption."""
 
     token_ids: list[int]
     """Prompt and, after a preemption, the output so far."""
@@ -121,11 +121,11 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     token_ids: list[int]
     logprobs: list[float]
     rank: int = 0
-    """Of the first token, 1 where no other is more likely; 0: not counted (beam search)."""
+    """Rank of the first token by likelihood; 1: none is more likely, 0: not counted (beam search)."""
 
 
 class RowOutput(msgspec.Struct):
-    """What one row of a step brought; nothing where it does not sample."""
+    """Result of one row of a step; without tokens where the row does not sample."""
 
     token_ids: list[int] = []
     """The tokens that follow, in their order: any number."""
@@ -140,9 +140,11 @@ class RowOutput(msgspec.Struct):
     choices: list[RowOutput] = []
     """The beginnings of choices 1, 2, ... of a row with `num_choices` > 1."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt's tokens behind those that the row computed, where asked for and not known already."""
+    """Log-probabilities of the prompt's next token after each token that the row computed, without leading
+    ones that are known already. None: not asked for, or none are new."""
     embedding: bytes = b""
-    """Of the prompt, where the row completes it and that is what is wanted: float32, little endian."""
+    """Embedding of the prompt, float32, little endian, where it is wanted and the row completes the prompt;
+    else empty."""
     num_drafts: int = 0
     """Drafts that the row had, where the runner made them."""
 
@@ -176,21 +178,21 @@ NOTHING = RowOutput()
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """What a step brought."""
+    """Results of a step."""
 
     rows: list[RowOutput]
     """One per scheduled row, in their order."""
     loads_done: list[tuple[int, int]] = field(default_factory=list)
     """(load id, how many of its leading blocks are valid) of loads that ended since the last step."""
     timing: StepTiming | None = None
-    """Of a step with `is_timed`, where the runner knows it."""
+    """Times of a step with `is_timed`; None: not asked for, or the runner does not know them."""
     has_caught_up: bool = False
     """Whether a draft model has computed prompts, so that the step took longer than its tokens say."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """What the engine and its frontends must know of a runner and its model."""
+    """Facts about a runner and its model that the engine and its frontends need."""
 
     num_blocks: int
     max_model_len: int
@@ -200,7 +202,8 @@ class RunnerInfo:
     kv_groups: tuple[KVGroup, ...]
     kv_cache_bytes: int = 0
     kv_identity: dict[str, Any] = field(default_factory=dict)
-    """What decides the bits of keys and values, as JSON can hold it, where other processes may find them."""
+    """Everything that decides the bits of keys and values, as JSON can hold it; empty unless other processes
+    may find them."""
     hidden_size: int = 0
     deepstack_levels: int = 0
     """See `DecoderConfig`."""
@@ -214,13 +217,14 @@ class RunnerInfo:
     start_s: dict[str, float] = field(default_factory=dict)
     """Seconds that phases of the runner's start took, by name."""
     work: ModelWork | None = None
-    """What steps of its model take, where it has one."""
+    """Least bytes and operations that steps of the runner's model need; None: it has no model."""
     adapter_targets: tuple[AdapterTarget, ...] = ()
-    """What adapters may change, where `enable_lora` is set."""
+    """Products of the model that adapters may change; empty without `enable_lora`."""
 
 
 class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
-    """What one step brought for one request; `finish_reason` is set exactly once, on the last one."""
+    """Output of one step for one choice of a request. The choice's last output, and only that, has a
+    `finish_reason`."""
 
     request_id: str
     """The id that was given to the engine, the same for every choice."""
@@ -250,12 +254,12 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, gc=False):
     num_accepted_drafts: int = 0
     """How many of them were right."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Of each token of the prompt, None for the first: on the first output of a request that asks for them,
-    which is one of choice 0."""
+    """Log-probabilities of each token of the prompt, None for the first token. They are on the first output
+    of a request that asks for them, which is one of choice 0."""
     seed: int | None = None
-    """What the request's draws come of, on the first output of choice 0; None: nothing is drawn."""
+    """Seed of the request's random draws, on the first output of choice 0; None: nothing is drawn."""
     embedding: bytes = b""
-    """As of `RowOutput`, with the `finish_reason`: no token was wanted."""
+    """Embedding as in `RowOutput`, on the output with the `finish_reason`; empty: tokens are wanted."""
 
     def by_token(self) -> Iterator[EngineCoreOutput]:
         """The same as outputs of one token each; what is of the end comes with the last."""
@@ -302,7 +306,8 @@ class SchedulerStats:
     """Rows of the latest step; 0 where there is no request."""
     num_batch_tokens: int = 0
     num_loading: int = 0
-    """Of those that run, how many wait for blocks from a KV tier."""
+    """Requests whose blocks are being loaded from a KV tier: running ones, and some that have ended
+    meanwhile."""
     num_waiting_choices: int = 0
     """This and the following: the waiting ones by what they wait for (`Roster.waiting_by_reason`)."""
     num_waiting_tenant: int = 0
@@ -318,12 +323,12 @@ class SchedulerStats:
     num_adapter_loads: int = 0
     """Adapters brought into slots since start."""
     num_adapter_evictions: int = 0
-    """Of these, how many took the place of another."""
+    """Adapters brought into slots since start in the place of another."""
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a caller sees of a request: a delta, or the whole when it does not stream."""
+    """Output of one choice of a request for its caller: a delta, or the whole when it does not stream."""
 
     request_id: str
     text: str
@@ -339,17 +344,18 @@ class RequestOutput:
     index: int = 0
     cumulative_logprob: float | None = None
     reasoning: str = ""
-    """What a model thought before it answered, apart from `text`, where its format is known."""
+    """The model's reasoning before its answer, kept apart from `text` where its format is known."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     """Calls in the form of OpenAI's deltas: pieces of a call have its index, the first its id and name."""
     item: int = 0
-    """Which of the request's prompts the choice belongs to, where it has several."""
+    """Index of the prompt that the choice belongs to, in a request with several prompts."""
     num_reasoning_tokens: int = 0
     """Tokens of the choice so far behind the tag that opens reasoning, up to the closing one with its own."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Of each token of the prompt, None for the first; on the first output of choice 0 alone."""
+    """Log-probabilities of each token of the prompt, None for the first token; on the first output of choice
+    0 alone."""
     embedding: bytes = b""
-    """As of `EngineCoreOutput`."""
+    """Embedding as in `EngineCoreOutput`."""
     others: list[RequestOutput] = field(default_factory=list)
     """Choices 1, 2, ... of the same request, where it was asked for more than one (`quire.LLM`)."""
 

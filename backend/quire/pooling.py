@@ -17,9 +17,10 @@ _KINDS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """What becomes of the hidden states behind the final norm.
+    """How the hidden states after the final norm become an embedding.
 
-    Where nothing is stated it is what decoders' embeddings are by custom: the last token's, of length 1.
+    The defaults are for checkpoints that state nothing. They make what is custom for decoders: the last
+    token's hidden state, brought to length 1.
     """
 
     is_mean: bool = False
@@ -31,12 +32,12 @@ class Pooling:
 
 
 def read_pooling(checkpoint: Path) -> Pooling:
-    """What modules.json of sentence-transformers says, and the config.json of the pooling it names.
+    """Reads the pooling that sentence-transformers' modules.json and the config.json that it names state.
 
-    A checkpoint that wants what is not here serves all but embeddings.
+    A checkpoint whose pooling is not supported serves everything but embeddings; `why_not` says why.
 
     Args:
-        checkpoint: directory, or a file, which says nothing.
+        checkpoint: directory, or a file, which states nothing.
 
     Raises:
         CheckpointError: a file is broken.

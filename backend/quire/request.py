@@ -143,7 +143,7 @@ class Request:
         self.index = 0
         """Number of the choice."""
         self.choices: Choices | None = None
-        """What it shares with the other choices of its request, if there are any."""
+        """State that the request shares with the other choices of its family; None: it is the only one."""
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         """Tokens that planned steps will sample; one for a row, however many drafts it tries."""
@@ -158,8 +158,8 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] | None = (
             None if sampling_params.prompt_logprobs is None else []
         )
-        """Of the prompt's tokens from the second on, as far as they are computed; None: none are wanted, or
-        they were told."""
+        """Log-probabilities of the prompt's tokens from the second on, as many as are computed; None: none
+        are wanted, or they were handed out."""
         self.in_runner = False
         """Whether the runner has a row for it."""
         self.table: RequestBlocks | None = None
@@ -268,7 +268,7 @@ class Request:
 
     @property
     def named(self) -> dict[str, str]:
-        """What log lines call it."""
+        """Ids that log records of the request carry."""
         return {"request_id": self.request_id, "external_id": self.external_id}
 
     def __repr__(self) -> str:

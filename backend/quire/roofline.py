@@ -1,4 +1,4 @@
-"""What a step must read and compute at least, and how near to the machine's limits it came."""
+"""Roofline: the least that a step must read and compute, and how near to the machine's limits it came."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """What a model reads and computes. Weights count once per step, as they are kept; activations, the looked
-    up rows of the embedding table and what is written count nothing."""
+    """Bytes that a model reads and operations that it computes. Weights count once per step, with the bytes
+    that they take in memory. Activations, looked up rows of the embedding table and everything that is
+    written count nothing."""
 
     layer_bytes: int
-    """Of the weights of all layers; of a layer's experts only as many as one token chooses."""
+    """Bytes of the weights of all layers; of a layer's experts only as many count as one token chooses."""
     layer_flops: int
-    """Of all layers' products for one token, attention apart."""
+    """Operations of all layers' matrix products for one token, attention apart."""
     head_bytes: int
-    """Of the output head, which steps read that sample."""
+    """Bytes of the output head, which only steps that sample read."""
     head_flops: int
-    """Of one row of logits."""
+    """Operations of the output head for one row of logits."""
     kv_token_bytes: int
-    """Of one token's keys and values in one layer."""
+    """Bytes of one token's keys and values in one layer."""
     pair_flops: int
-    """Of one query token and one key token in one layer."""
+    """Operations of attention between one query token and one key token in one layer."""
     windows: tuple[int | None, ...]
     """How many positions a token sees in each layer, itself included; None: all."""
 
@@ -71,12 +72,12 @@ class DeviceLimits:
     bytes_s: float
     """Read from memory."""
     flops_s: float
-    """Of large matrix products."""
+    """Operations per second, in large matrix products."""
     method: str
     """How they were measured."""
 
     def compare(self, work: Work, seconds: float) -> dict[str, float | str]:
-        """What of the limits `work` in `seconds` has used.
+        """Shares of the limits that `work`, done in `seconds`, has used.
 
         Returns:
             `mbu` and `mfu` (shares of the limits of memory and of products), `bound`: "memory" or "compute",

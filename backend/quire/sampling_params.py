@@ -53,7 +53,7 @@ class Thinking(msgspec.Struct, frozen=True):
     open_ids: _SomeIds
     end_ids: _SomeIds
     forced_ids: _SomeIds
-    """What ends reasoning whose budget is used up; it begins with `end_ids`."""
+    """Token ids that are forced when the budget of reasoning is used up; they begin with `end_ids`."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -94,7 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """Log-probabilities to return: k for the sampled token and the k most likely ones; None: none."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    """As `logprobs`, of the prompt's tokens from the second on."""
+    """Log-probabilities to return for the prompt's tokens after the first: k as in `logprobs`; None: none."""
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     """Choices to return, each with an index."""
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
@@ -109,13 +109,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     thinking_budget: _Count | None = None
     """Most tokens of reasoning; then the closing tag is forced. None: no limit."""
     thinking: Thinking | None = None
-    """Of the model's reasoning format; the frontend fills it where there is a budget."""
+    """Token ids of the tags around the model's reasoning. The frontend fills them in where there is a
+    `thinking_budget`; else None."""
     structured_output: StructuredOutput | None = None
     """The grammar that the output follows; None: none."""
     dimensions: _Count = 0
     """Length of the embedding of the prompt that is wanted in place of tokens; 0: tokens are wanted."""
     logits_processors: Annotated[tuple[NamedProcessor, ...], Meta(max_length=MAX_PROCESSORS)] = ()
-    """Of those that the engine's configuration lists, in the order in which they are called."""
+    """Logits processors for the request, in the order in which they are called. The engine's configuration
+    must list them."""
 
     @property
     def num_sequences(self) -> int:

@@ -30,7 +30,7 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the output must be: exactly one of KINDS is set. Hashable."""
+    """Constraint that the output must satisfy: exactly one of KINDS is set. Hashable."""
 
     json: str = ""
     """A JSON schema, as JSON text of an object."""
@@ -146,7 +146,8 @@ _KEYS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def _build(field: str, stated: Mapping[str, Any]) -> StructuredOutput:
-    """Of the keys of our own object; null, and false for `json_object`, say nothing."""
+    """Makes the constraint from the keys of our own object. Null, and false for `json_object`, count as not
+    given."""
     given: dict[str, Any] = {}
     for key, value in stated.items():
         if key not in _KEYS:

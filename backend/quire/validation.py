@@ -58,13 +58,15 @@ def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> Non
 
 
 def as_embedding(params: SamplingParams, hidden_size: int) -> SamplingParams:
-    """What is left of parameters where the prompt's embedding is wanted: nothing is sampled.
+    """Sampling parameters of a request for the prompt's embedding: all but `dimensions` is dropped, as
+    nothing is sampled.
 
     Args:
-        params: without `dimensions` it is to have all.
+        params: without `dimensions` the embedding is to have all of the model's.
 
     Raises:
-        InvalidArgumentError: it cannot have so many, or something of sampled tokens is asked for beside it.
+        InvalidArgumentError: the model does not have so many dimensions, or something about sampled tokens is
+            asked for as well.
     """
     if params.dimensions > hidden_size:
         raise InvalidArgumentError(

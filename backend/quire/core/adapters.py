@@ -39,7 +39,7 @@ class AdapterSlots:
         self._loads: list[AdapterLoad] = []
         self._num_holds = 0
         self.waiting: set[Adapter] = set()
-        """Those of which a request was passed over in the latest plan."""
+        """Adapters for which the latest plan passed over a request: each needs a slot, or its weights."""
         self.is_reading = False
         """Whether one of these waits for its weights alone."""
         self.num_hits = self.num_loads = self.num_evictions = 0
@@ -124,7 +124,7 @@ class AdapterSlots:
         return sum(slot.num_holders > 0 for slot in self._slots)
 
     def take_loads(self) -> list[AdapterLoad]:
-        """What the next step brings into slots."""
+        """Hands over the adapters that the next step brings into slots, once."""
         loads, self._loads = self._loads, []
         return loads
 

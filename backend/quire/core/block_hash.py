@@ -1,4 +1,5 @@
-"""What a block of KV cache is found by: a hash of its tokens, all before them, and the images among them."""
+"""Block hashes: the keys by which blocks of KV cache are found. A hash stands for the block's tokens, all
+tokens before them, and the images among them."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ DIGEST_SIZE = 16
 
 
 def root_hash(cache_salt: str, adapter: Adapter | None = None) -> bytes:
-    """What the chain of a salt begins with: requests of different salts, or of adapters with different
-    weights, have no hash in common."""
+    """The hash before that of a sequence's first block. Requests with different salts, or adapters with
+    different weights, have no block hash in common. Empty without salt and adapter."""
     salt = b""
     if cache_salt:
         salt = hashlib.blake2b(cache_salt.encode("utf-8"), digest_size=DIGEST_SIZE, person=b"salt").digest()
@@ -40,9 +41,9 @@ def group_key(content_hash: bytes, group: int) -> bytes:
 
 
 def extra_keys(request: Request, begin: int, end: int) -> tuple[str, ...] | None:
-    """What the block of tokens [begin, end) is found by beside tokens, for those outside; None: nothing.
+    """Keys that, beside its tokens, the block of tokens [begin, end) has in KV events; None: it has none.
 
-    A salt is told by its hash: who reads it cannot use it.
+    A salt is represented by its hash, so that nobody who reads it can use the salt.
     """
     keys = []
     if request.scheduling.cache_salt:

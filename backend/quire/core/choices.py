@@ -58,10 +58,10 @@ class Choices:
     def take(
         self, request: Request, result: RowOutput, roster: Roster, take: Take, complete: Complete
     ) -> list[EngineCoreOutput]:
-        """What the caller is to see of the result of a row that has sampled.
+        """Takes in the result of a row that has sampled; returns the outputs for the caller.
 
         Args:
-            take, complete: the scheduler's; no engine is to be kept alive by a cycle.
+            take, complete: the scheduler's methods, given each time so that no cycle keeps an engine alive.
         """
         others = [] if self.has_forked else self._fork(request, result.choices, roster, take)
         return [take(request, result), *others]
@@ -314,7 +314,7 @@ class BeamSearch(Choices):
 
 
 def make_choices(request: Request, max_model_len: int) -> Choices | None:
-    """What a request with several sequences needs; None: it has one."""
+    """Makes the choices of a request with several sequences; None: it has one."""
     params = request.sampling_params
     if params.num_sequences == 1:
         return None

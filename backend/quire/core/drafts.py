@@ -23,7 +23,7 @@ import numpy as np
 GRAM = 3
 """Newest tokens that must have occurred before."""
 _BITS = 21
-"""Of a token id in a gram's key: three fill 63."""
+"""Bits of a token id in a gram's key: those of three ids fill 63."""
 _NEWEST = (1 << GRAM * _BITS) - 1
 _WORTH_WAITING = 0.6
 """Chance from which on more than one token is to be expected of every other step."""
@@ -78,12 +78,12 @@ class Drafter:
         self._has_model = has_model
         self._num_seen = self._model_tried_at = 0
         self._key = 0
-        """Of the newest gram."""
+        """Key of the newest gram."""
         self._keys, self._followers = array("q"), array("q")
-        """Of all that was there when it began: keys of grams in ascending order, and the index of the token
-        behind each. A dictionary would take ten times the memory."""
+        """Keys of all grams in the tokens that were first seen, in ascending order, and the index of the
+        token after each gram. A dictionary would take ten times the memory."""
         self._after: dict[int, int] = {}
-        """Of later grams: key to the index of the token behind the latest."""
+        """Index of the token after the latest occurrence of each later gram, by the gram's key."""
 
     def see(self, token_ids: Sequence[int]) -> None:
         """Takes the tokens so far, prompt and output: rates the latest guess by them, and makes another."""
@@ -150,7 +150,7 @@ def _index(token_ids: Sequence[int]) -> tuple[array[int], array[int]]:
 
 
 class StepCost:
-    """What a step of decoding takes by its tokens: a line through the latest ones, in seconds."""
+    """Seconds of a step without prefill by the number of its tokens: a line through the latest such steps."""
 
     _FORGET = 0.98
     _TRUST = 0.1

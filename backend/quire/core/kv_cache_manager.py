@@ -81,7 +81,8 @@ class KVCacheManager:
             on_evict=None if events is None else self._evicted,
         )
         self.no_blocks: list[list[int]] = [[] for _ in self.groups]
-        """What allocate_slots returns where nothing is appended; not to be changed."""
+        """Result of allocate_slots where no block is appended, an empty list for each KV group; not to be
+        changed."""
         self.pins = Pins(self.pool, int(max_pinned_fraction * num_blocks))
         self._lookup = PrefixLookup(self.groups, block_size, self.pool)
 

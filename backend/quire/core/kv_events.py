@@ -18,7 +18,8 @@ MEDIUM_POOL = "GPU"
 """The pool that attention reads, on the CPU too: to routers this name means "no load needed"."""
 
 ExtraKeys = tuple[str, ...]
-"""What a block is found by beside its tokens: cache salt, hashes of images."""
+"""Keys beside its tokens that a block is found by, hexadecimal: a hash of the cache salt, and what
+`PromptEmbeds.key_of` gives for its images and positions."""
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True):
@@ -51,7 +52,7 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True):
-    """What happened between two steps, in order."""
+    """The KV events between two steps, in order."""
 
     ts: float
     """Seconds since the epoch."""
@@ -123,7 +124,7 @@ class KVEventCollector:
         self._events = [AllBlocksCleared()]
 
     def take(self) -> KVEventBatch | None:
-        """What happened since the last call; None: nothing."""
+        """Hands over the events since the last call; None: there are none."""
         if not self._events:
             return None
         batch = KVEventBatch(time.time(), self._events)

@@ -41,8 +41,9 @@ class Planner:
         self.num_recomputed_tokens = 0
         """Tokens computed again after a preemption, since start."""
         self.held_back_by = ""
-        """What kept the latest step from taking more of the queue: "seats" (places in the batch), "blocks"
-        (room in the KV cache), "budget" (its tokens) or "" (its batch policy, or reasons of their own)."""
+        """Reason why the latest step admitted no more of the queue: "seats" (places in the batch), "blocks"
+        (room in the KV cache), "budget" (the step's tokens) or "" (its batch policy, or reasons of the
+        requests' own)."""
         self._config = config
         self._roster = roster
         self._queue = roster.queue

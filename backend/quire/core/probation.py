@@ -16,7 +16,8 @@ STEPS_AHEAD = 2
 
 
 class Risk(NamedTuple):
-    """What is said of the engine's death before it happens, for the case that it does."""
+    """Suspects with rows under way. The engine writes them down before it launches a step, and the frontend
+    reads them if the engine dies."""
 
     request_ids: tuple[str, ...] = ()
     """Suspects with a row in a step under way."""
@@ -41,10 +42,11 @@ class Probation:
     def __init__(self, num_draft_tokens: int = 0) -> None:
         self._num_proving = PROVEN_TOKENS + STEPS_AHEAD * num_draft_tokens
         self.risk = NO_RISK
-        """Of the steps under way; another object whenever it changes."""
+        """Suspects in the steps under way; another object whenever they change."""
         self._suspects: dict[str, tuple[Request, float]] = {}
-        """By id: the request, or the first of its choices, and the tokens of output that prove it. It is not
-        known how far those came that begin anew: only their end proves them."""
+        """Suspects by id: the request, or the first of its choices, and the number of output tokens that
+        proves it. Ranked choices begin anew, and how far they came is not known: only their end proves
+        them."""
         self._alone: str | None = None
 
     def __bool__(self) -> bool:

@@ -24,7 +24,7 @@ logger = logging.getLogger("quire")
 
 
 WAITING_REASONS = ("choices", "tenant", "adapter", "seats", "blocks", "budget", "step")
-"""Of `Roster.waiting_by_reason`."""
+"""Reasons for waiting: the keys of what `Roster.waiting_by_reason` returns."""
 
 
 class Roster:

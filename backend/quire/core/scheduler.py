@@ -471,7 +471,7 @@ class Scheduler:
 
     @property
     def num_tokens_in_flight(self) -> int:
-        """Of all steps that are planned and not taken in."""
+        """Tokens of all steps that are planned and not yet taken in."""
         return sum(self.config.max_num_batched_tokens - step.budget for step in self._in_flight)
 
     def has_unfinished(self) -> bool:
@@ -494,7 +494,8 @@ class Scheduler:
         return count
 
     def inspect(self) -> dict[str, Any]:
-        """What the cache holds, for people."""
+        """State of the cache, for people: counts of blocks and tokens, seconds until each pin ends, figures
+        of the tiers."""
         pool, tiers, now = self.kv.pool, self.transfers.tiers, self.roster.clock()
         self.kv.expire(now)
         return {

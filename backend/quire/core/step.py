@@ -9,7 +9,8 @@ from quire.request import Request
 
 
 class Step:
-    """What the runner is given, and what the scheduler must know of it until it is computed.
+    """A planned step: the scheduler output for the runner, and what the scheduler must know until it is
+    computed.
 
     `output.scheduled`, `requests` and `offers` run in parallel, in the order of the requests' ranks.
     """

@@ -69,7 +69,8 @@ class SchedulerTrace:
     ) -> None:
         self.records: list[dict[str, Any]] = []
         self.header: dict[str, Any] = {}
-        """What a replay must know of the engine; in a file it is the first record, an event `engine`."""
+        """Record of the engine that a replay needs: configuration, limits, KV groups. In a file it is the
+        first record, an event `engine`."""
         self.block_size = block_size
         self.clock = clock
         self._file: BinaryIO | None = None
@@ -196,7 +197,8 @@ class SchedulerTrace:
             self._file.close()
 
     def _carry_over(self, record: dict[str, Any]) -> None:
-        """What came before an empty plan is not lost, and nothing was in flight after it."""
+        """Moves arrivals, ends and preemptions of a plan that was never executed to the next record. Nothing
+        was in flight after it, so arrivals and ends that came later are no longer marked as in flight."""
         for arrival in self._arrivals:
             arrival.pop("in_flight", None)
         for entry in self._ended:

@@ -143,7 +143,8 @@ class BlockTransfers:
         return request, complete
 
     def distrust(self, request: Request) -> None:
-        """What a loading request found in the pool may not be there: if it did, it will not be complete."""
+        """Blocks that a loading request found in the pool may be invalid: if it found any, its load will
+        count as incomplete."""
         assert request.load_id is not None, request
         _, keys, _ = self._under_way[request.load_id]
         if self.kv.num_held_blocks(request) > len(keys):
@@ -207,7 +208,7 @@ class BlockTransfers:
             request.swapped = None
 
     def take(self) -> tuple[list[KVSave], list[KVLoad]]:
-        """What the next step is to save and to load, once."""
+        """Hands over the saves and loads for the next step, once."""
         saves, self._saves = self._saves, []
         loads, self._loads = self._loads, []
         return saves, loads
@@ -218,7 +219,8 @@ class BlockTransfers:
         return bool(self._saves or self._loads or self._under_way)
 
     def _with_swapped(self, prefix: CachedPrefix, swapped: SwappedBlocks) -> CachedPrefix:
-        """What the pool still has of a swapped request, and the rest from the host tier."""
+        """The prefix of a swapped request: blocks that the pool still has, and the others from the host
+        tier."""
         count = -(-swapped.num_tokens // self.kv.block_size)
         block_ids = []
         for found, keys in zip(prefix.block_ids, swapped.keys, strict=True):

@@ -17,7 +17,7 @@ from quire.kv_tiers.connector import BlockArray, KVConnector
 
 
 class _Store:
-    """What would be the server: blocks by fingerprint and key, least recently used first."""
+    """The store, which stands for a server: blocks by fingerprint and key, least recently used first."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -41,7 +41,7 @@ REST_S = 5.0
 """How long a store that raised is left alone."""
 CLOSE_TIMEOUT_S = 10.0
 RATE_MEMORY = 0.9
-"""What a measured rate keeps of earlier transfers at each new one."""
+"""Share of earlier transfers that a measured rate keeps at each new one."""
 
 
 class _Tier:

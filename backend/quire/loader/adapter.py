@@ -34,7 +34,8 @@ logger = logging.getLogger("quire")
 CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
 MAX_HEADER_BYTES = 2**22
-"""Of a safetensors file: some 20,000 tensors. It is parsed with the interpreter's lock held."""
+"""Most bytes of a safetensors file's header: enough for some 20,000 tensors. The header is parsed with the
+interpreter's lock held."""
 MAX_PATTERN_LENGTH = 2000
 MAX_PATTERNS = 4096
 PATTERNS_S = 5.0
@@ -65,7 +66,7 @@ class ReadAdapter(NamedTuple):
     rank: int
     """The largest of its layers."""
     digest: bytes
-    """Of what its weights come to in the model."""
+    """Digest of the weights as the model computes with them: their type, targets, ranks and numbers."""
     weights: AdapterWeights
 
 
@@ -243,7 +244,8 @@ class _Config:
         return rank, alpha / (math.sqrt(rank) if self._is_rank_stabilised else rank)
 
     def _is_target(self, module: str) -> bool:
-        """As PEFT's `check_target_module_exists`: a list names ends of modules, a text is a pattern."""
+        """Whether the configuration says that a module is adapted, by the rules of PEFT's
+        `check_target_module_exists`: a list names ends of modules' names, a text is a pattern."""
         if self._matches(self._values.get("exclude_modules"), module):
             return False
         wanted = self._values.get("target_modules")

@@ -1,4 +1,4 @@
-"""Which files hold a checkpoint's weights, and their tensors one after the other, read ahead and in parallel.
+"""Weight files: which files hold a checkpoint's weights, and reading their tensors ahead and in parallel.
 
 Tensors are read into the memory that they are for, else a few at a time, so that loading needs the model's
 memory once. Pickles are read only when the configuration allows them.
@@ -44,11 +44,11 @@ class WeightFiles(NamedTuple):
     """The files that hold a checkpoint's weights."""
 
     source: Path
-    """What complaints name: the index, or the only file."""
+    """File that complaints name: the index, or the only file."""
     files: tuple[Path, ...]
     read: Callable[[Path], Iterator[NamedTensor]]
     scheme: LinearScheme | None = None
-    """Of weights that stay as the files quantise them; None: they are plain matrices when they are read."""
+    """Scheme of a GGUF file's weights that stay in blocks; None: the configuration or config.json decides."""
 
     @property
     def num_bytes(self) -> int:

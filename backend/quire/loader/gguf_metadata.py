@@ -128,8 +128,9 @@ def is_mixtral(opened: GGUFFile) -> bool:
 
 
 def _dtype(opened: GGUFFile, kind: GGMLQuantizationType) -> str:
-    """Of a file of plain numbers its embedding's type. Weights in blocks have lost more than activations lose
-    in bfloat16, and keys and values of half the bytes are read in half the time."""
+    """Name of the type that activations, keys and values have: that of the embedding in a file of plain
+    numbers, else bfloat16. Weights in blocks have lost more than activations lose in bfloat16, and keys and
+    values of half the bytes are read in half the time."""
     is_plain = all(tensor.kind in _TYPE_TO_DTYPE for tensor in opened.tensors.values())
     return _TYPE_TO_DTYPE[kind] if is_plain else "bfloat16"
 

@@ -25,7 +25,7 @@ class _Run(NamedTuple):
     sizes: list[int]
     """Output features of each."""
     kind: GGMLQuantizationType | None
-    """Of the blocks; None: plain numbers."""
+    """Type of the blocks; None: plain numbers."""
     memory: torch.Tensor
     """uint8 [out_features, bytes of a row], or [out_features, in_features] of x's type; the parts behind each
     other."""
@@ -38,7 +38,7 @@ class BlockTensors:
     runs: list[_Run]
     bias: torch.Tensor | None
     dtype: torch.dtype
-    """Of x."""
+    """Type of the layer's input x."""
     table: torch.Tensor | None = None
 
     def stored(self) -> Iterator[StoredTensor]:
@@ -87,11 +87,13 @@ class BlockTensors:
 
 @dataclass(frozen=True)
 class GGUFScheme:
-    """Of each matrix its blocks, as far as there are operators for them; of others plain numbers."""
+    """Scheme that keeps a matrix in the file's blocks where there are operators for them; other matrices are
+    plain numbers."""
 
     file: Path
     kinds: Mapping[str, GGMLQuantizationType]
-    """Of the matrices that stay in blocks, by Hugging Face's names; each is one of BLOCK_KINDS."""
+    """Block type of each matrix that stays in blocks, by its name at Hugging Face; each is one of
+    BLOCK_KINDS."""
     input_multiple: int = 1
 
     @property

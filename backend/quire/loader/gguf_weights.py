@@ -145,7 +145,8 @@ def _matrices(opened: GGUFFile) -> Iterator[StoredTensor]:
 
 
 def _own_parts(opened: GGUFFile) -> Mapping[str, str]:
-    """What parts of the usual names are called in the checkpoints of a file's architecture."""
+    """Parts of Hugging Face's tensor names that differ in the file's architecture, by the usual part; empty:
+    none."""
     if is_mixtral(opened):
         return _OF_MIXTRAL
     return _OF_GPT_OSS if opened.metadata["general.architecture"] == "gpt-oss" else {}

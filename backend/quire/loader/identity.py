@@ -1,6 +1,5 @@
-"""What decides, beside numbers in files, what weights become and what is computed with them: code, processor;
-and what tells a checkpoint's files from others in their place.
-"""
+"""Identities: the code, libraries and processor that, beside the numbers in files, decide what this process
+computes; and the state of a checkpoint's files, which tells them from others in their place."""
 
 from __future__ import annotations
 
@@ -38,14 +37,15 @@ class FileIdentity(NamedTuple):
     """A checkpoint's files at some time: while it is equal, they are the same files with the same content."""
 
     files: list[tuple[str, str, int, int, int, int]]
-    """Of each its name, what that is a link to, bytes, times of change of content and file (ns), inode."""
+    """Name, path with all links resolved, bytes, times of change of content and of the file (ns), and inode
+    of each file."""
     places: list[tuple[str, int, int]]
     """Inode and time of change (ns) of the folders that hold them and of all links on the way: what was put
     in their place and taken away again leaves its trace there."""
 
     @classmethod
     def of(cls, path: str) -> FileIdentity:
-        """Of a directory or GGUF file; without files where there is nothing."""
+        """Identity of the files of a directory or GGUF file; empty where there are none."""
         files, places = [], dict[Path, tuple[int, int]]()
         for file in checkpoint_files(path):
             try:

@@ -1,4 +1,5 @@
-"""What can be said of a checkpoint without its weights: for frontends and builders. No torch in here."""
+"""Checkpoint facts that need no weights: configuration, end tokens and files, for frontends and builders. No
+torch in here."""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ def read_configs(path: str | Path) -> tuple[HFConfig, dict[str, Any]]:
 
 
 def end_token_ids(hf: HFConfig, generation: dict[str, Any]) -> frozenset[int]:
-    """What ends sequences of a checkpoint: the ids of its generation_config.json, if any, else those of its
-    config.json, and EOS of its tokenizer. Where none is named it is the default of transformers' class.
+    """Ids of the tokens that end sequences of a checkpoint: those of its generation_config.json, else those
+    of its config.json, and in either case EOS of its tokenizer. Where none of them names any, the default of
+    transformers' class counts. Ids outside the vocabulary are left out.
 
     Args:
         hf: of `read_configs`.
@@ -110,7 +112,8 @@ def checkpoint_files(*paths: str) -> list[Path]:
 
 
 def gguf_file(path: Path) -> Path | None:
-    """As `find_gguf`; raises CheckpointError."""
+    """The GGUF file of a checkpoint, found as by `find_gguf`; None: there is none. Raises CheckpointError
+    where a directory holds several."""
     try:
         return find_gguf(path)
     except GGUFError as error:

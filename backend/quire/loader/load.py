@@ -39,9 +39,11 @@ logger = logging.getLogger("quire")
 _MAX_LISTED = 16
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _MOST_WEIGHTS_PER_BYTE = 8
-"""Of a file, however it is quantised: memory is taken only for what there may be."""
+"""Most weights that a byte of a weight file may stand for, however it is quantised. A model with more weights
+than that is refused before memory is taken for it."""
 _WEIGHTS_PER_EXPERT = 2**14
-"""What an expert counts for beside its weights: Python's objects for it take some 10 KB."""
+"""Weights that an expert counts for beside its own, when weights are compared with the files' bytes: Python's
+objects for an expert take some 10 KB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +53,12 @@ class LoadedModel:
     model: DecoderModel
     config: DecoderConfig
     eos_token_ids: frozenset[int]
-    """Of `end_token_ids`."""
+    """Ids of the tokens that end a sequence (`end_token_ids`)."""
     weight_bytes: int
     weights_digest: str = ""
     """`digest_weights`, if it was asked for."""
     keeping: Keeping | None = None
-    """Of the packed weights for the next start, if they are."""
+    """Packed weights that are being written for the next start; None: they are not kept."""
 
 
 def is_worth_keeping(read_s: float, pack_s: float) -> bool:
@@ -188,7 +190,8 @@ def empty_model(
 
 @contextmanager
 def understood(hf: HFConfig) -> Iterator[None]:
-    """What values that are none raise is told of their file."""
+    """Turns errors that impossible values of a configuration cause into CheckpointError, which names its
+    file."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -224,7 +227,7 @@ class _Packing:
             names = {weight.name for weight in module.weights()}
             self._layers |= dict.fromkeys(names, (module, names))
         self.seconds = 0.0
-        """What packing has taken."""
+        """Seconds that packing has taken."""
 
     def take(self, name: str, memory: torch.Tensor) -> None:
         """A tensor is there; its memory may be gone afterwards."""
@@ -351,7 +354,7 @@ def check_tied(head: NamedTensor, table: NamedTensor, dtype: torch.dtype) -> Non
 
 
 def _whole_shape(weight: Weight) -> list[int]:
-    """Of the tensor of which a rank has a part."""
+    """Shape of the whole tensor, of which a rank may have only a part."""
     shape = list(weight.memory.shape)
     if weight.part is not None:
         shape[weight.part.dim] = weight.part.whole
@@ -379,7 +382,8 @@ def _part_of(stored: NamedTensor, weight: Weight) -> NamedTensor:
 
 
 def _sizes(shape: Iterable[int]) -> list[int]:
-    """Of the dimensions, but for those of one, with which checkpoints are free where there are scales."""
+    """Sizes of the dimensions, without those of one: of these, checkpoints may have more or fewer in tensors
+    of scales."""
     return [size for size in shape if size > 1]
 
 

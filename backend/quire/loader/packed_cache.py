@@ -49,13 +49,14 @@ _HEAD = struct.Struct("<8sQ16s")
 """Magic, bytes of the index behind it (JSON), and its XXH3."""
 _MAGIC = b"QUIREPW2"
 _ALIGNMENT = 4096
-"""Of tensors behind the index."""
+"""Alignment in bytes of the tensors, which lie after the index."""
 _THREADS = 8
 """That read."""
 _PART = 2**21
 """Bytes that are read, written and digested at a time: they are still in a cache of the processor then."""
 _SETTLED_NS = 10**9
-"""What changed a shorter time before it was looked at may have changed again without another time."""
+"""Least age in ns of the newest change when files are looked at. Files that changed later may have changed
+again without another time stamp."""
 
 
 class _Tensor(NamedTuple):
@@ -73,7 +74,7 @@ class _Tensor(NamedTuple):
 class _Index(msgspec.Struct):
     key: str
     tree: Any
-    """What `_tree` made, with tensors as {"tensor": place in `tensors`}."""
+    """The entry's tree, in which {"tensor": place in `tensors`} stands for each tensor."""
     tensors: list[_Tensor]
 
 
@@ -120,7 +121,7 @@ class PackedCache:
         return None if directory is None else cls(directory, config.packed_weights_size)
 
     def path(self, key: str) -> Path:
-        """Of an entry."""
+        """File of an entry."""
         return self.directory / f"{key}.weights"
 
     def read(self, key: str) -> Any:
@@ -197,7 +198,8 @@ class PackedCache:
 
 
 class PackedEntry:
-    """What a cache has, or is to have, of one model; to be made before anything of the checkpoint is read."""
+    """The entry that a cache has, or is to have, for one model. It must be made before anything of the
+    checkpoint is read."""
 
     def __init__(self, cache: PackedCache, config: ModelConfig) -> None:
         self._cache, self._config = cache, config
@@ -258,7 +260,8 @@ class PackedEntry:
 
 
 def _state(packed: PackedLinear) -> dict[str, Any] | None:
-    """What `_restored` needs; None: of another implementation's weights."""
+    """State from which `_restored` makes the packed weights again; None: they are another implementation's,
+    which cannot be kept."""
     if isinstance(packed, NativeLinear):
         return {"native": packed.state()}
     if isinstance(packed, ReorderedLinear):
@@ -311,7 +314,7 @@ def _parts(num_bytes: int) -> range:
 
 
 def _digest(parts: Iterable[bytes]) -> str:
-    """Of a tensor: XXH3 of the XXH3 of its parts."""
+    """Digest of a tensor, hexadecimal: XXH3 of the XXH3 digests of its parts."""
     return xxhash.xxh3_128_hexdigest(b"".join(parts))
 
 

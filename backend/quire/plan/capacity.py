@@ -23,7 +23,7 @@ from quire.worker.model_runner import check_attention_backend
 from quire_kernels.ranks import Ranks
 
 GPU_CONTEXT_BYTES = 2**29
-"""What CUDA takes of a GPU before anything is loaded; about 0.5 GiB on those of 80 GB."""
+"""Memory that CUDA takes on a GPU before anything is loaded; about 0.5 GiB on GPUs of 80 GB."""
 ENGINE_BYTES = 160 * 2**20
 """Host memory that an engine's process takes beside weights and cache, and this one does not; measured."""
 ROUNDS = 8
@@ -32,7 +32,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True)
 class Capacity:
-    """What an engine will have; bytes, unless said otherwise."""
+    """Memory of an engine, and the room in it for sequences; bytes, unless said otherwise."""
 
     dtype: str
     max_model_len: int
@@ -40,14 +40,15 @@ class Capacity:
     weight_bytes: int
     """Slots for adapters and the draft model among them."""
     workspace_bytes: int
-    """Of the largest step, estimated: activations of all its tokens, and logits of all its sequences."""
+    """Memory that the largest step needs, estimated: activations of all its tokens, and logits of all its
+    sequences."""
     num_blocks: int
     block_size: int
     """Tokens."""
     block_bytes: int
     """The draft model's among them."""
     bytes_per_token: float
-    """Of KV cache, in a sequence of `max_model_len`."""
+    """KV cache of a token, in a sequence of `max_model_len`."""
     kv_tokens: int
     """Most tokens that sequences of `max_model_len` can hold at a time."""
     concurrency: dict[int, int]
@@ -139,7 +140,8 @@ def _workspace_bytes(config: EngineConfig, shape: DecoderConfig) -> int:
 
 @dataclass(frozen=True)
 class Target:
-    """What is wanted of latencies; None: nothing. It is for 95 of 100 requests, and of 100 tokens."""
+    """Latency limits for a workload; None: no limit. 95 of 100 requests must keep `ttft_ms`, and 95 of 100
+    tokens `itl_ms`."""
 
     prompt_tokens: int
     output_tokens: int
@@ -149,7 +151,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Advice:
-    """What clients that ask without a pause get; milliseconds, the 95th percentile."""
+    """Latencies and throughput of clients that send requests without a pause. Latencies are milliseconds, the
+    95th percentile."""
 
     concurrency: int
     """Most clients for which the target is kept; 0: not even one."""

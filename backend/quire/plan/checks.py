@@ -1,4 +1,4 @@
-"""What is wrong with configurations: all of it at once, in words that name the keys."""
+"""Checks of configurations: all problems at once, in words that name the keys."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Planned:
 
     name: str
     config: EngineConfig | None = None
-    """Of the keys that are right; None: there is nothing to go by."""
+    """Configuration by the keys that are right; None: its file cannot be read."""
     problems: list[str] = field(default_factory=list)
     """Why an engine would not start."""
     advice: list[str] = field(default_factory=list)
-    """What it would start with all the same."""
+    """Warnings about keys with which an engine would start all the same."""
 
 
 def read(path: Path, settings: Mapping[str, Any]) -> list[Planned]:
@@ -98,7 +98,8 @@ def _planned(name: str, values_of: Callable[[], dict[str, Any]], settings: Mappi
 
 
 def _contradictions(config: EngineConfig) -> Iterator[tuple[bool, str]]:
-    """What keys say against each other or the machine: whether that stops an engine, and the text."""
+    """Keys that contradict each other or the machine: for each case whether it stops an engine, and the
+    text."""
     model, cache, limits = config.model, config.cache, config.scheduler
     tokenizer = Path(model.tokenizer)
     if model.tokenizer and not tokenizer.exists():

@@ -23,7 +23,7 @@ _BLOCK_SIZE = 16
 
 @dataclass
 class InputStatistics:
-    """Of the inputs of one linear layer, or of several that share them."""
+    """Statistics of the inputs of one linear layer, or of several that share them."""
 
     gram: torch.Tensor
     """float32 [in_features, in_features]: the sum of x x^T; by `finish` the mean."""
@@ -97,7 +97,7 @@ class Calibration:
         return layer
 
     def statistics(self, index: int, layer: DecoderLayer) -> dict[str, InputStatistics]:
-        """Of the inputs of a layer's linear layers, by their paths in it."""
+        """Statistics of the inputs of a layer's `Linear` modules, by their paths in the layer."""
         found: dict[str, InputStatistics] = {}
         hooks = []
         for path, module in layer.named_modules():

@@ -55,7 +55,7 @@ class WeightsWriter:
         self._open: dict[str, torch.Tensor] = {}
         self._files: list[tuple[Path, list[str]]] = []
         self.num_bytes = 0
-        """Of all tensors."""
+        """Bytes of all tensors."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Takes in a tensor, which is written some time before `finish` ends."""

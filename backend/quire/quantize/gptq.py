@@ -13,7 +13,8 @@ from quire.quantize.rounding import Grid
 BLOCK = 128
 """Columns after which the errors are carried on to all that follow: one product instead of many sums."""
 _DAMPING = 0.01
-"""Of the gram matrix's mean diagonal, added to it; ten times as much where that is not enough."""
+"""Fraction of the mean of the gram matrix's diagonal that is added to the diagonal; ten times as much each
+time that it is not enough."""
 
 
 def gptq_codes(weight: torch.Tensor, gram: torch.Tensor, grid: Grid) -> torch.Tensor:

@@ -15,7 +15,7 @@ WINDOW = 512
 MEASURED_TOKENS = 32 * WINDOW
 """Tokens of a text that perplexity is measured with, at most."""
 CALIBRATION_TOKENS = 32 * WINDOW
-"""And those that a scheme is calibrated with."""
+"""Tokens of a text that a scheme is calibrated with, at most."""
 _BATCH = 8
 
 

@@ -29,7 +29,7 @@ class Grid:
         return (weight / scales + zeros).round_().clamp_(-most, most - 1)
 
     def values(self, codes: torch.Tensor, columns: slice | torch.Tensor | int = slice(None)) -> torch.Tensor:
-        """What the codes stand for; arguments and shape as of `codes`."""
+        """Weights that the codes stand for, float32; arguments and shape as in `codes`."""
         scales, zeros = self._of(columns)
         return (codes - zeros) * scales
 

@@ -17,7 +17,7 @@ from quire.quantize.calibration import InputStatistics
 from quire.quantize.rounding import Grid
 
 Tensors = dict[str, torch.Tensor]
-"""Those of one decoder layer, float32, by their names in it: "mlp.up_proj.weight"."""
+"""Tensors of one decoder layer, float32, by their names in the layer: "mlp.up_proj.weight"."""
 SMOOTHING = 0.5
 """SmoothQuant's migration strength: how much of an input's size its column takes up."""
 _STEPS = 20
@@ -31,7 +31,8 @@ class InputGroup:
     """In the decoder layer, of the `Linear` that they are parts of."""
     parts: tuple[str, ...]
     source: str
-    """What makes the input: a norm, or a linear layer each of whose outputs becomes an input, or several."""
+    """Module that makes the input: a norm, or a linear layer whose outputs each become one input or
+    several."""
 
     @property
     def weights(self) -> list[str]:
@@ -40,7 +41,7 @@ class InputGroup:
 
 
 def input_groups(tensors: Tensors) -> list[InputGroup]:
-    """Those of a decoder layer."""
+    """Groups of a decoder layer's linear layers that share an input."""
     norms = ("pre_feedforward_layernorm", "post_attention_layernorm")
     before_mlp = next(norm for norm in norms if f"{norm}.weight" in tensors)
     return [

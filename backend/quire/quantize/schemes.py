@@ -20,13 +20,13 @@ _GROUPS = (128, 64, 32)
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What a decoder layer is quantised with."""
+    """Facts that quantising a decoder layer needs beside its tensors."""
 
     config: DecoderConfig
     dtype: torch.dtype
     """The checkpoint's."""
     statistics: Mapping[str, InputStatistics]
-    """Of the inputs, by path of the `Linear`; empty for schemes that need none."""
+    """Statistics of the inputs, by path of the `Linear`; empty for schemes that need none."""
 
 
 @dataclass(frozen=True)
@@ -181,4 +181,4 @@ SCHEMES = {
         is_calibrated=False,
     ),
 }
-"""By the names of `--scheme`."""
+"""Schemes by the names that `--scheme` accepts."""

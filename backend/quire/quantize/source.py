@@ -63,7 +63,8 @@ class SourceCheckpoint:
             self.model: DecoderModel = kind(config, config.max_position_embeddings, torch.device("meta"))
         """In float32, on the "meta" device."""
         self.tensors: dict[str, NamedTensor] = {}
-        """By the names of `DecoderModel.weights`; those that it does not have by their own."""
+        """Stored tensors by the names of `DecoderModel.weights`; tensors that are none of these have their
+        canonical names."""
         wanted = {name: memory.shape for name, memory, _ in self.model.weights()}
         files = find_weights(ModelConfig(model=str(path), quantization="dequantized"))
         for stored in files.tensors():

@@ -56,7 +56,11 @@ def probe(url: str, model: str, timeout_s: float) -> str:
 
 
 def _engine(url: str, model: str, deadline: float) -> dict[str, Any]:
-    """What the engine says of its steps."""
+    """The engine's answer to the cache command `health`, asked for again while the queue is full.
+
+    Raises:
+        ProbeError: an error came, or no answer by the deadline.
+    """
     while True:
         try:
             return dict(json.loads(_ask(url, model, deadline)))

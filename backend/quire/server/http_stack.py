@@ -19,7 +19,7 @@ import psutil
 HTTP_STACK_BYTES = 1 << 30
 BYTES_PER_PIECE = 16
 _UNLIMITED_BYTES = 2 << 20
-"""What glibc gives a thread where there is no limit."""
+"""Bytes of stack that glibc gives a thread where the stack has no limit."""
 _WAIT_S = 5.0
 _POLL_S = 0.002
 

@@ -1,4 +1,5 @@
-"""What one `quire serve` keeps outside its processes: shared-memory regions and a directory for sockets.
+"""Files of a run: what one `quire serve` keeps outside its processes, shared-memory regions and a directory
+for sockets.
 
 Both carry the run's id, so that they can be removed whatever happened to the processes; the lock that all of
 them inherit tells a later start which runs are over.

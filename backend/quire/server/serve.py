@@ -82,7 +82,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """What `quire serve` was asked for; ports of 0 mean any free one."""
+    """Options of `quire serve`; ports of 0 mean any free one."""
 
     repositories: tuple[Path, ...] = ()
     checkpoint: str | None = None
@@ -328,7 +328,8 @@ class ServerRun:
         os._exit(128 + number)
 
     def _repositories(self) -> tuple[Path, ...]:
-        """What is served; a checkpoint is fetched, and its repository written."""
+        """Model repositories to serve. A checkpoint is fetched and its repository written. With `load_models`
+        one repository of links to these models takes the place of all."""
         files, repositories = self._files, self._config.repositories
         if self._config.checkpoint is not None:
             made, options = files.directory / "repository", self._config.engine_options

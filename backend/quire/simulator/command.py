@@ -124,7 +124,8 @@ def _engine_config(path: Path | None, settings: tuple[str, ...]) -> EngineConfig
 
 
 def cost_model(text: str, records: list[dict[str, Any]]) -> CostModel:
-    """What `--cost` means: a name of PRESETS, "fit" to the records of a trace, or JSON."""
+    """The cost model that `--cost` states: a name of PRESETS, "fit" (fitted to the records of a trace), or
+    JSON."""
     if text == "fit":
         return CostModel.fit(records)
     if text in PRESETS:

@@ -73,7 +73,8 @@ class CostModel:
 
 
 def _features(record: dict[str, Any]) -> tuple[float, ...]:
-    """What the costs are multiplied with: 1, prefill tokens, decode rows, cached tokens, pairs."""
+    """Numbers of a recorded step that the costs are multiplied with: 1, prefill tokens, decode rows, cached
+    tokens, pairs."""
     rows = [row[1:3] for row in record["scheduled"]]
     units = (
         CostModel(base_s=1.0),

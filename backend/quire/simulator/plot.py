@@ -20,7 +20,7 @@ _ROW_HEIGHT, _LABEL_WIDTH, _PLOT_WIDTH = 14, 170, 1100  # px
 
 @dataclass
 class Bar:
-    """What one request did over time."""
+    """States of one request over time."""
 
     request_id: str
     arrival: float

@@ -43,7 +43,7 @@ class Difference:
 
 @dataclass
 class ReplayReport:
-    """What a replay found; it ends with the first step that differs, as all later ones may."""
+    """Result of a replay. It ends with the first step that differs, since that may change all later ones."""
 
     num_steps: int = 0
     """Compared, the one that differs included."""

@@ -78,7 +78,7 @@ class SampledTokens:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request; times are seconds since the beginning."""
+    """Outcome of one request; times are seconds since the beginning."""
 
     arrival: Arrival
     first_token_at: float | None = None
@@ -106,7 +106,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Report:
-    """What a simulation measured; times in seconds."""
+    """Measurements of a simulation; times in seconds."""
 
     outcomes: list[Outcome]
     duration_s: float

@@ -10,7 +10,7 @@ from quire.request import Request
 
 
 class Phases(NamedTuple):
-    """What a step may hold."""
+    """Kinds of rows that a step may hold."""
 
     decodes: bool
     """Rows of running requests that lack one token."""
@@ -36,7 +36,7 @@ class BatchPolicy:
         self._latest_admission = step
 
     def phases(self, step: int, running: Sequence[Request], num_waiting: int) -> Phases:
-        """What the step after `step` others may hold."""
+        """Kinds of rows that the step after `step` others may hold."""
         is_due = self._is_due(step, len(running), num_waiting)
         admits = self._admits(len(running), is_due)
         if self._policy == "mixed":

@@ -242,7 +242,7 @@ class Predicted(Reservation):
 
 
 def make_reservation(config: SchedulerConfig, max_model_len: int, num_groups: int = 1) -> Reservation:
-    """What `config.kv_reservation` names."""
+    """Makes the reservation policy that `config.kv_reservation` names."""
     kinds: dict[str, type[Reservation]] = {
         "on_demand": OnDemand,
         "no_evict": NoEvict,

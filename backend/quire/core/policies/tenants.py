@@ -19,7 +19,7 @@ UNLIMITED = TenantLimits()
 
 
 class _Account:
-    """What one tenant uses. `tokens` is what the bucket held at `time`; below 0: debt."""
+    """Use of one tenant. `tokens` is the content of its token bucket at `time`; below 0: debt."""
 
     __slots__ = ("num_running", "num_waiting", "time", "tokens")
 
@@ -64,7 +64,7 @@ class Tenants:
         return self.limits(tenant).weight
 
     def tokens_left(self, tenant: str, now: float) -> float:
-        """What the tenant's bucket holds, negative in debt; infinity without a quota."""
+        """Tokens in the tenant's bucket, negative in debt; infinity without a quota."""
         limits = self.limits(tenant)
         if limits.tokens_per_minute is None:
             return math.inf

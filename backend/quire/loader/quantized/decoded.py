@@ -38,7 +38,7 @@ def grouped(
     table: tuple[int, ...] | None = None,
     row_scales: torch.Tensor | None = None,
 ) -> Matrix:
-    """Of weights that are (code - zero) * scale.
+    """Makes a matrix of weights that are (code - zero) * scale.
 
     Args:
         codes: uint8 [out_features, in_features].
@@ -86,7 +86,7 @@ def in_groups(
     group: int | None,
     g_idx: torch.Tensor,
 ) -> Decoded:
-    """As `grouped`, where g_idx, int32 [in_features], says which group each input is in.
+    """Makes a matrix as `grouped` does, where g_idx, int32 [in_features], states the group of each input.
 
     Columns are sorted by group, so that those of one lie beside each other as the product wants them; the
     inputs are then to be put into that order, which costs little beside a product.

@@ -19,7 +19,7 @@ _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 BNB_BLOCK, BNB_NESTED_BLOCK = 64, 256
 """Weights that share a scale, and scales that share one: what transformers asks bitsandbytes for."""
 Tensors = Mapping[str, torch.Tensor]
-"""Those of a part by the ends of their names, as its slots have them."""
+"""Tensors of one part of a layer, by the suffixes of its slots."""
 
 
 class Slot(NamedTuple):
@@ -48,7 +48,8 @@ class Format(Protocol):
         """All tensors that there are; raises ValueError for sizes that the format does not have."""
 
     def decode(self, tensors: Tensors) -> Decoded:
-        """What they mean; raises ValueError where they contradict each other."""
+        """Decodes the tensors of a part into its weights; raises ValueError where they contradict each
+        other."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class GPTQ:
     group: int | None
     """None: all inputs."""
     zero_offset: int
-    """What is to be added to stored zeros: 1, but 0 in gptq_v2."""
+    """Number to add to stored zeros: 1, but 0 in gptq_v2."""
 
     def slots(self, out_features: int, in_features: int) -> Iterator[Slot]:
         """See Format."""
@@ -191,7 +192,7 @@ class ScaledRows:
     scale: str = "weight_scale"
     """Suffix of the scales' name."""
     divisor: float = 1.0
-    """Of the scales as they are stored."""
+    """Number by which the stored scales are divided."""
     quantized_inputs: bool = False
     """Whether inputs are meant to be of eight bits too, with int8."""
 
@@ -359,8 +360,17 @@ class BNB4:
 
 
 def bnb_state(octets: torch.Tensor) -> torch.Tensor:
-    """What decoding needs of bitsandbytes' quant_state, uint8 [n] of JSON: float64 [4], out and in features,
-    the block's size, and what is to be added to nested scales; raises ValueError for something else."""
+    """Reads what decoding needs of bitsandbytes' quant_state.
+
+    Args:
+        octets: uint8 [n], JSON.
+
+    Returns:
+        float64 [4]: out_features, in_features, the block's size, and what is to be added to nested scales.
+
+    Raises:
+        ValueError, TypeError, LookupError: it is something else.
+    """
     state = json.loads(bytes(octets.tolist()))
     values = [*state["shape"], state["blocksize"], state.get("nested_offset", 0.0)]
     return torch.tensor(values, dtype=torch.float64)

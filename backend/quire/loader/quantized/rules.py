@@ -40,7 +40,7 @@ not list."""
 
 @dataclass(frozen=True)
 class Rules:
-    """What `quantization_config` says."""
+    """Rules by which layers of a checkpoint are quantised, from its `quantization_config`."""
 
     method: str
     """Its `quant_method`."""
@@ -57,7 +57,7 @@ class Rules:
 
 
 def read_rules(hf: HFConfig) -> Rules | None:
-    """What config.json says; None: nothing is quantised.
+    """Reads the rules from config.json; None: nothing is quantised.
 
     Raises:
         CheckpointError: a method or layout that is not supported, in one line that names it.

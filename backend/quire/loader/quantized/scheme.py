@@ -40,9 +40,10 @@ class Tally:
     stored: int = 0
     """In the files."""
     kept: int = 0
-    """As they are computed with."""
+    """Bytes after packing, in the form that layers are computed with."""
     restored: int = 0
-    """Of those kept, what lies in the type of the inputs since nothing computes with it as it was stored."""
+    """Bytes among `kept` of layers that lie in the type of the inputs, since nothing computes with their
+    stored form."""
 
     def add(self, stored: int, kept: int, whole: int) -> None:
         """Counts a layer that would take `whole` bytes in the type of the inputs."""
@@ -59,7 +60,7 @@ class ForeignScheme:
     source: Path
     """File that complaints name."""
     plain: DenseScheme
-    """Of layers that are not quantised, and of all without `keeps_codes`."""
+    """Scheme of layers that are not quantised; without `keeps_codes` all layers have its quantisation."""
     keeps_codes: bool = True
     """Whether quantised weights stay so; else they become numbers first."""
     tally: Tally = field(default_factory=Tally, compare=False)
@@ -173,7 +174,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Of the stored tensors."""
+        """Bytes of the stored tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def stored(self) -> Iterator[StoredTensor]:
