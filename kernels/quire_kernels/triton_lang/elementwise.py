@@ -24,7 +24,7 @@ _GATE_BLOCK = 1024
 _ARGMAX_BLOCK = 4096
 SILU, GELU, GELU_TANH, CLAMPED_SWIGLU = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "clamped_swiglu": 4}
-"""What the kernels call them."""
+"""Number of each activation in the kernels."""
 INT_MAX = tl.constexpr(0x7FFFFFFF)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -62,7 +62,7 @@ def gate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def factor(up, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What the activated gate is multiplied by, in float32."""
+    """The factor of the activated gate, in float32."""
     if ACTIVATION == CLAMPED_SWIGLU:
         up = tl.minimum(up, 7.0, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
